@@ -21,9 +21,9 @@ from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, Object
 from roll_opd.inference.settings import DTYPE_NAMES
 from roll_opd.models.device_phases import Part, Phase
 from roll_opd.samples.buffer_pickle import Compact
-from roll_opd.samples.dp_shards import Packing, Share
+from roll_opd.samples.dp_shards import DPShard, Packing
 from roll_opd.samples.experience import Experience
-from roll_opd.samples.training import HeldTargets, TeacherTargets, TrainSample, ValueSample
+from roll_opd.samples.training import TargetRef, TeacherTargets, TrainSample, ValueSample
 from roll_opd.samples.weight_bucket import DTYPES, BucketMemory, Description, map_bucket
 from roll_opd.teachers.target_refs import hold, opened
 from roll_opd.weight_sync.bucket_writer import OnHost, WritesBuckets, Written
@@ -94,27 +94,27 @@ class _Rank(OnHost):
         """Have what `give_back` brought away on the device again."""
         self._engine.memory.take_back(parts)
 
-    def compute_logprobs(self, share: Share[Text], temperature: float) -> Compact:
+    def compute_logprobs(self, shard: DPShard[Text], temperature: float) -> Compact:
         """Return what `MegatronEngine.compute_logprobs` does."""
-        return Compact(self._engine.compute_logprobs(temperature=temperature, **_texts(share)))
+        return Compact(self._engine.compute_logprobs(temperature=temperature, **_texts(shard)))
 
-    def compute_targets(self, share: Share[Text], temperature: float, **wanted: Any) -> Compact:
+    def compute_targets(self, shard: DPShard[Text], temperature: float, **wanted: Any) -> Compact:
         """Return what `MegatronEngine.compute_targets` does; the student's own `ids` may be held."""
-        return Compact(self._targets(share, temperature, wanted))
+        return Compact(self._targets(shard, temperature, wanted))
 
     def hold_targets(
-        self, share: Share[Text], temperature: float, kept: Sequence[str] | None = None, **wanted: Any
-    ) -> tuple[Compact, dict[int, HeldTargets]] | None:
+        self, shard: DPShard[Text], temperature: float, kept: Sequence[str] | None = None, **wanted: Any
+    ) -> tuple[Compact, dict[int, TargetRef]] | None:
         """Do what `compute_targets` does, but keep all arrays but the log-probs here; or those that are to be `kept`.
 
         Returns (log-probs, which sampled tokens are in the top-k, or None) a sample, and where the rest is.
         """
-        computed = self._targets(share, temperature, wanted)
+        computed = self._targets(shard, temperature, wanted)
         if computed is None:
             return None
         small = {}
         for number, values in computed.items():
-            tokens, prompt_length, _ = share.samples[number]
+            tokens, prompt_length, _ = shard.samples[number]
             ids = values.get("topk_ids")
             hits = None if ids is None else (ids == tokens[prompt_length:, None]).any(1)
             small[number] = values.pop("logprobs"), hits
@@ -122,14 +122,14 @@ class _Rank(OnHost):
             computed = {number: {name: values[name] for name in kept} for number, values in computed.items()}
         return Compact(small), hold(computed)
 
-    def _opened(self, share: Share) -> list[dict[str, dict[str, np.ndarray]]]:
+    def _opened(self, shard: DPShard) -> list[dict[str, dict[str, np.ndarray]]]:
         """Return what is held of each sample of this rank; arrays of no token where the pipeline does not end here."""
-        return opened(share.held, share.micro_batches if self._engine.is_last_stage else [])
+        return opened(shard.held, shard.micro_batches if self._engine.is_last_stage else [])
 
-    def _targets(self, share: Share[Text], temperature: float, wanted: dict[str, Any]) -> Any:
-        if share.held:
-            wanted = {**wanted, "ids": [held["ids"]["topk_ids"] for held in self._opened(share)]}
-        return self._engine.compute_targets(temperature=temperature, **_texts(share), **wanted)
+    def _targets(self, shard: DPShard[Text], temperature: float, wanted: dict[str, Any]) -> Any:
+        if shard.held:
+            wanted = {**wanted, "ids": [held["ids"]["topk_ids"] for held in self._opened(shard)]}
+        return self._engine.compute_targets(temperature=temperature, **_texts(shard), **wanted)
 
     def written(self, *, wait: bool) -> list[Path] | None:
         """Return the files of what was saved last, once they are written; None where that would be to `wait` for."""
@@ -225,7 +225,7 @@ class TrainWorker(_LearningRank, WritesBuckets):
 
     def update(
         self,
-        share: Share[Experience],
+        shard: DPShard[Experience],
         teachers: Sequence[TeacherPlan],
         objective: ObjectivePlan,
         temperature: float,
@@ -235,9 +235,9 @@ class TrainWorker(_LearningRank, WritesBuckets):
 
         Log-probs come back of samples alone that have none of before the update.
         """
-        targets = self._opened(share) if share.held else None
-        samples = train_samples(share.samples, teachers, objective, share.policy_weights, targets)
-        result = self._engine.update(samples, objective, temperature, step, **_assigned(share))
+        targets = self._opened(shard) if shard.held else None
+        samples = train_samples(shard.samples, teachers, objective, shard.policy_weights, targets)
+        result = self._engine.update(samples, objective, temperature, step, **_assigned(shard))
         news = {n: values for n, values in result.logprobs.items() if samples[n].old_logprobs is None}
         return Compact(replace(result, logprobs=news))
 
@@ -250,9 +250,9 @@ class TrainWorker(_LearningRank, WritesBuckets):
         with self._engine.adapters.disabled():
             return getattr(self, method)(*args, **kwargs)
 
-    def share_without_adapter(self, share: Share, method: str, *args: Any, **kwargs: Any) -> Any:
+    def share_without_adapter(self, shard: DPShard, method: str, *args: Any, **kwargs: Any) -> Any:
         """Do what `without_adapter` does with a share of a batch."""
-        return self.without_adapter(method, share, *args, **kwargs)
+        return self.without_adapter(method, shard, *args, **kwargs)
 
     def send_weights(
         self, way: str, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str, version: int
@@ -281,14 +281,14 @@ class CriticWorker(_LearningRank):
         assert isinstance(plan, CriticPlan)
         return MegatronCritic(plan, seed=seed, deterministic=deterministic)
 
-    def values(self, share: Share[Text]) -> Compact:
+    def values(self, shard: DPShard[Text]) -> Compact:
         """Return what `MegatronCritic.values` does: of the states before every response token."""
-        sequences = [(tokens, prompt_length) for tokens, prompt_length, _ in share.samples]
-        return Compact(self._engine.values(sequences, share.micro_batches))
+        sequences = [(tokens, prompt_length) for tokens, prompt_length, _ in shard.samples]
+        return Compact(self._engine.values(sequences, shard.micro_batches))
 
-    def update(self, share: Share[ValueSample]) -> Compact:
+    def update(self, shard: DPShard[ValueSample]) -> Compact:
         """Make one optimizer update from one mini-batch; return what `MegatronCritic.update` does."""
-        return Compact(self._engine.update(share.samples, **_assigned(share)))
+        return Compact(self._engine.update(shard.samples, **_assigned(shard)))
 
     def _save_hf(self, directory: Path, later: bool) -> Callable[[], list[Path]]:
         from roll_opd.megatron.critic import save_critic_hf
@@ -296,14 +296,14 @@ class CriticWorker(_LearningRank):
         return save_critic_hf(self._engine, directory, later=later)
 
 
-def _texts(share: Share[Text]) -> dict[str, Any]:
-    routes = [taken for _, _, taken in share.samples]
-    texts = {"sequences": [(tokens, length) for tokens, length, _ in share.samples], "assigned": share.micro_batches}
+def _texts(shard: DPShard[Text]) -> dict[str, Any]:
+    routes = [taken for _, _, taken in shard.samples]
+    texts = {"sequences": [(tokens, length) for tokens, length, _ in shard.samples], "assigned": shard.micro_batches}
     return texts if all(taken is None for taken in routes) else {**texts, "routes": routes}
 
 
-def _assigned(share: Share) -> dict[str, Any]:
-    return {"assigned": share.micro_batches, "scales": share.scales}
+def _assigned(shard: DPShard) -> dict[str, Any]:
+    return {"assigned": shard.micro_batches, "scales": shard.scales}
 
 
 def _all_files(parts: Sequence[Callable[[], list[Path]]]) -> list[Path]:

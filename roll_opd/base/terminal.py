@@ -20,14 +20,14 @@ def columns() -> int:
     return max(NARROWEST_OUTPUT, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
-def tell(text: str, stream: TextIO | None = None) -> None:
+def echo(text: str, stream: TextIO | None = None) -> None:
     """Print `text`, wrapped, on `stream` (standard output)."""
     print(wrapped(text, columns()), file=stream or sys.stdout, flush=True)
 
 
 def warn(text: str) -> None:
     """Print a warning on standard error. What begins with "warning: " there is on the record of the run, too."""
-    tell(f"warning: {text}", sys.stderr)
+    echo(f"warning: {text}", sys.stderr)
 
 
 def wrapped(text: str, width: int) -> str:

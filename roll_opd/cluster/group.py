@@ -14,14 +14,14 @@ from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.startup_progress import ProcessDied, exit_detail
 from roll_opd.config.plan import MegatronPlan
 from roll_opd.samples.buffer_pickle import Compact
-from roll_opd.samples.dp_shards import Cut, Packing
+from roll_opd.samples.dp_shards import Packing, ShardedBatch
 
 _GROUPS: "weakref.WeakSet[ActorGroup]" = weakref.WeakSet()  # those with names, until they are ended
 
 Reference = ray.ObjectRef  # to a value that stays in the object store until a process needs it
 
 
-BLAME_SECONDS = 3.0  # for Ray to say that a process has died, where another one has lost its connection to that
+DEATH_GRACE_S = 3.0  # for Ray to say that a process has died, where another one has lost its connection to that
 
 
 class ActorGroup:
@@ -70,7 +70,7 @@ class ActorGroup:
         try:
             return await asyncio.gather(*answers)
         except ray.exceptions.RayError:
-            await asyncio.wait(answers, timeout=BLAME_SECONDS)
+            await asyncio.wait(answers, timeout=DEATH_GRACE_S)
             ended = (answer.exception() for answer in answers if answer.done() and not answer.cancelled())
             if died := next((error for error in ended if isinstance(error, ProcessDied)), None):
                 raise died from died.__cause__
@@ -116,12 +116,12 @@ class WorkerGroup(ActorGroup):
         found = await self.call("setup", master_addr=address, master_port=port, plan=self.plan, **arguments)
         self._data_parallel_ranks, (self.packing, *_) = map(list, zip(*found, strict=True))
 
-    async def scatter(self, method: str, cut: Cut, *args: Any, **kwargs: Any) -> list[tuple[int, Any]]:
+    async def scatter(self, method: str, sharded: ShardedBatch, *args: Any, **kwargs: Any) -> list[tuple[int, Any]]:
         """Call `method` on every rank with its data-parallel rank's share of a batch, which is one object, and `args`.
 
         Returns what each answered, with its data-parallel rank. Failures are raised as by `call`.
         """
-        references = [ray.put(share) for share in cut.shares]
+        references = [ray.put(shard) for shard in sharded.shards]
         calls = [
             getattr(actor, method).remote(references[rank], *args, **kwargs)
             for rank, actor in zip(self._data_parallel_ranks, self.actors, strict=True)
@@ -148,9 +148,9 @@ class WithoutAdapter:
         """Do what `ActorGroup.call` does."""
         return await self._student.call("without_adapter", method, *args, **kwargs)
 
-    async def scatter(self, method: str, cut: Cut, *args: Any, **kwargs: Any) -> list[tuple[int, Any]]:
+    async def scatter(self, method: str, sharded: ShardedBatch, *args: Any, **kwargs: Any) -> list[tuple[int, Any]]:
         """Do what `WorkerGroup.scatter` does."""
-        return await self._student.scatter("share_without_adapter", cut, method, *args, **kwargs)
+        return await self._student.scatter("share_without_adapter", sharded, method, *args, **kwargs)
 
     def end(self) -> None:
         """Leave the processes to the student."""

@@ -15,7 +15,7 @@ import ray
 from roll_opd.base.failures import DEBUG, last_raised, shortened
 
 T = TypeVar("T")
-SAID_SECONDS = 10.0  # between two lines
+STATUS_INTERVAL_S = 10.0  # between two lines
 MOST_SAID = 3  # lines of a reason
 
 
@@ -80,7 +80,7 @@ class StartUp:
 
     def _tell(self) -> None:
         while True:
-            time.sleep(SAID_SECONDS)
+            time.sleep(STATUS_INTERVAL_S)
             with self._lock:
                 if not self._waiting:
                     self._thread = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from roll_opd.base.optional_torch_packages import COMPANIONS
-from roll_opd.base.terminal import tell
+from roll_opd.base.terminal import echo
 from roll_opd.commands.machine import ENGINES, PACKAGES, MachineInfo, Probe, inspect_machine
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def main() -> int:
     """Print the report and return 0, or 1 where something is broken."""
     machine = inspect_machine()
     findings = diagnose(machine)
-    tell(report(machine, findings))
+    echo(report(machine, findings))
     return int(any(finding.level == "broken" for finding in findings))
 
 

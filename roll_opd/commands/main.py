@@ -46,7 +46,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from roll_opd.base.failures import ConfigError
-    from roll_opd.base.terminal import columns, tell
+    from roll_opd.base.terminal import columns, echo
     from roll_opd.pipelines.user_code import uses_user_code
     from roll_opd.planner.build import load_plan
     from roll_opd.planner.check_machine import warnings_here
@@ -54,11 +54,11 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     try:
         asked = asked_pipeline(arguments)
-        said = (lambda text: None) if arguments.json else tell
+        said = (lambda text: None) if arguments.json else echo
         plan = load_plan(*configuration(arguments), **asked, runnable=False, say=said)
         plan = replace(plan, warnings=(*plan.warnings, *warnings_here(plan)))
     except ConfigError as error:
-        tell(f"roll-opd: {error}", sys.stderr)
+        echo(f"roll-opd: {error}", sys.stderr)
         return USER_ERROR
     if uses_user_code(plan) or (plan.workflow and plan.rewards):
         # imports torch, as the user's own modules may

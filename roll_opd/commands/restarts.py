@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from roll_opd.base.command_line import FAILED, INTERRUPTED, RUN_DIRECTORY_FILE, TERMINATED
-from roll_opd.base.terminal import tell
+from roll_opd.base.terminal import echo
 from roll_opd.cluster.multihost.hosts import RUN
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.pipelines.checkpoints import complete
@@ -53,7 +53,7 @@ def restarted(restarts: int) -> int:
             elif restarts:
                 how += f"; max_restarts {restarts} are used up"
             if restarts or code < 0:
-                tell(f"roll-opd: the run {how}", sys.stderr)
+                echo(f"roll-opd: the run {how}", sys.stderr)
         return FAILED
 
 

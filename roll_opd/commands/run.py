@@ -34,7 +34,7 @@ from roll_opd.base.failures import ConfigError, os_sentence, shortened, tell_unf
 from roll_opd.base.full_disk import FULL, DiskFull, reason
 from roll_opd.base.paths import use_cache_of_compilers
 from roll_opd.base.run_errors import RunError, Terminated
-from roll_opd.base.terminal import tell
+from roll_opd.base.terminal import echo
 from roll_opd.cluster.forkserver.forkserver_start import WarmServer, wanted_by, warm_server
 from roll_opd.cluster.multihost.hosts import Hosts, dismiss
 from roll_opd.cluster.multihost.launcher_env import Host, LaunchError, forget, launched
@@ -109,7 +109,7 @@ def launch(
         forget(os.environ)  # of a torchrun on one host: libraries would take it for theirs
     elif host.rank:
         forget(os.environ)
-        return serve(host, lambda text: tell(text, sys.stderr))
+        return serve(host, lambda text: echo(text, sys.stderr))
     with recorded(), without_collections():
         done = _launch(parsed, pure, pipeline, host, backend)
     if isinstance(done, int):
@@ -129,7 +129,7 @@ def _launch(
     is_here = host is None or is_attempt()  # else what this process imports is imported for nothing
     with warm_server() if is_here and backend is None else nullcontext(WarmServer()) as server:
         try:
-            plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline, say=tell)
+            plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline, say=echo)
             _check_number(plan, host)
         except (Exception, KeyboardInterrupt) as error:
             code = exit_code(error, is_started=False)
@@ -161,7 +161,7 @@ def _served(plan: RunPlan, server: WarmServer, hosts: Hosts | None, backend: "Ba
     if hosts:
         forget(os.environ)
         try:
-            hosts.gather(plan.host_seconds, tell)
+            hosts.gather(plan.host_seconds, echo)
             models = sorted({role.model.path for role in plan.roles().values()})
             hosts.check(models, plan.output_dir, plan.devices_per_node)
         except ClusterError as error:
@@ -169,7 +169,7 @@ def _served(plan: RunPlan, server: WarmServer, hosts: Hosts | None, backend: "Ba
         except (LaunchError, Terminated, OSError, KeyboardInterrupt) as error:
             return exit_code(error, is_started=False)
         hosts.warm = wanted_by(plan)
-    server.serve(plan, tell)
+    server.serve(plan, echo)
     os.environ |= {name: str(value) for name, value in plan.env.items()}  # torch and workers read them
     return _run(plan, hosts, backend)
 
@@ -201,7 +201,7 @@ def _run(plan: RunPlan, hosts: Hosts | None, backend: "Backend | None") -> int:
         inputs = preflight(plan)
         if inputs.resumed and inputs.resumed.step >= plan.max_steps:
             done, path = inputs.resumed.step, inputs.resumed.path
-            tell(f"{path} is after step {done} of {plan.max_steps}: nothing is left to do")
+            echo(f"{path} is after step {done} of {plan.max_steps}: nothing is left to do")
             tell_run_directory(inputs.resumed.run)
             return DONE
     except (Exception, KeyboardInterrupt) as error:
@@ -243,7 +243,7 @@ def exit_code(
 
 
 def _ended(message: str, code: int) -> int:
-    tell(f"roll-opd: {shortened(message)}", sys.stderr)
+    echo(f"roll-opd: {shortened(message)}", sys.stderr)
     return code
 
 

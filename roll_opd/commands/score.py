@@ -14,7 +14,7 @@ from typing import Any
 from roll_opd.base.command_line import DONE, FAILED, INTERRUPTED, SIZES, USER_ERROR
 from roll_opd.base.failures import os_sentence
 from roll_opd.base.paths import PathError, regular_file
-from roll_opd.base.terminal import tell
+from roll_opd.base.terminal import echo
 from roll_opd.cluster.multihost import torch_ranks
 from roll_opd.cluster.multihost.hosts import Hosts, dismiss
 from roll_opd.cluster.multihost.launcher_env import Host, LaunchError, forget, launched
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
         return _told(str(error), USER_ERROR)
     forget(os.environ)
     if host and host.rank:
-        return serve(host, lambda text: tell(text, sys.stderr))
+        return serve(host, lambda text: echo(text, sys.stderr))
     size = host.size if host else 1
     if problems := _problems(options, size):
         if host:
@@ -77,7 +77,7 @@ def _over_hosts(host: Host, command: dict[str, Any], model: str, seconds: float)
     except LaunchError as error:
         return _told(str(error), USER_ERROR)
     try:
-        hosts.gather(seconds, tell)
+        hosts.gather(seconds, echo)
         hosts.check([model], None, command["ranks"])
         with socket.create_server(("", 0)) as free:
             command |= {"address": host.address, "port": free.getsockname()[1], "host": 0}
@@ -103,32 +103,30 @@ def _over_hosts(host: Host, command: dict[str, Any], model: str, seconds: float)
 
 
 def _told(text: str, code: int) -> int:
-    tell(f"roll-opd score: {text}", sys.stderr)
+    echo(f"roll-opd score: {text}", sys.stderr)
     return code
 
 
 def _problems(options: argparse.Namespace, hosts: int) -> list[str]:
     diagnostics = Diagnostics()
     if math.prod(getattr(options, name) for name in SIZES) % hosts:
-        diagnostics.problem(
-            "--dp", f"tp x pp x cp x dp ranks are not divisible by the {hosts} hosts; change one of them"
-        )
+        diagnostics.error("--dp", f"tp x pp x cp x dp ranks are not divisible by the {hosts} hosts; change one of them")
     for name in (*SIZES, "ep", "vpp", "expert_tp"):
         size = getattr(options, name)
         if size is not None and size < 1:
-            diagnostics.problem(f"--{name.replace('_', '-')}", f"{size} is not a size; give 1 or more")
+            diagnostics.error(f"--{name.replace('_', '-')}", f"{size} is not a size; give 1 or more")
     if not 0 < options.host_seconds < math.inf:
-        diagnostics.problem("--host-seconds", f"{options.host_seconds} must be a number greater than 0")
+        diagnostics.error("--host-seconds", f"{options.host_seconds} must be a number greater than 0")
     if not 0 < options.temperature < math.inf:
-        diagnostics.problem("--temperature", f"{options.temperature} must be a number greater than 0")
+        diagnostics.error("--temperature", f"{options.temperature} must be a number greater than 0")
     if options.max_tokens_per_microbatch < 1:
-        diagnostics.problem("--max-tokens-per-microbatch", "must be at least 1")
+        diagnostics.error("--max-tokens-per-microbatch", "must be at least 1")
     if Path(options.output).is_dir():
-        diagnostics.problem("--output", f"{options.output} is a directory; give a file")
+        diagnostics.error("--output", f"{options.output} is a directory; give a file")
     if not Path(options.output).absolute().parent.is_dir():
-        diagnostics.problem("--output", f"there is no directory {Path(options.output).absolute().parent}")
+        diagnostics.error("--output", f"there is no directory {Path(options.output).absolute().parent}")
     if _is_same_file(options.input, options.output):
-        diagnostics.problem("--output", f"{options.output} is the file of --input, which would be lost; give another")
+        diagnostics.error("--output", f"{options.output} is the file of --input, which would be lost; give another")
     try:
         info = read_model(find_model(options.model))
     except ModelFilesError as error:
@@ -155,12 +153,12 @@ def _is_same_file(one: str, other: str) -> bool:
 
 def _check_model(info: ModelInfo, options: argparse.Namespace, diagnostics: Diagnostics) -> None:
     for sentence in (*unsupported(info.path), *weight_problems(info), *lost_weights(info)):
-        diagnostics.problem("--model", sentence)
+        diagnostics.error("--model", sentence)
     of_layout = Diagnostics()
     check_layout(info, _layout(options), {}, of_layout)
     diagnostics.problems.extend(KEYS.sub(lambda found: OPTIONS[found[0]], problem) for problem in of_layout.problems)
     if options.expert_tp and not info.experts:
-        diagnostics.problem("--expert-tp", f"{info.path.name} is a dense model without experts; leave it out")
+        diagnostics.error("--expert-tp", f"{info.path.name} is a dense model without experts; leave it out")
 
 
 def _check_rows(path: Path, info: ModelInfo, diagnostics: Diagnostics) -> None:
@@ -174,20 +172,20 @@ def _check_rows(path: Path, info: ModelInfo, diagnostics: Diagnostics) -> None:
                 reason = _bad_row(line, info)
                 bad += reason is not None
                 if reason and bad <= ROWS_NAMED:
-                    diagnostics.problem(f"--input {path}:{number}", reason)
+                    diagnostics.error(f"--input {path}:{number}", reason)
     except OSError as error:
-        diagnostics.problem("--input", os_sentence(error))
+        diagnostics.error("--input", os_sentence(error))
         return
     except PathError as error:
-        diagnostics.problem("--input", str(error))
+        diagnostics.error("--input", str(error))
         return
     except UnicodeDecodeError as error:
-        diagnostics.problem("--input", f"{path} cannot be read: {error}")
+        diagnostics.error("--input", f"{path} cannot be read: {error}")
         return
     if bad > ROWS_NAMED:
-        diagnostics.problem("--input", f"{bad - ROWS_NAMED} more of {rows} rows are bad")
+        diagnostics.error("--input", f"{bad - ROWS_NAMED} more of {rows} rows are bad")
     if not rows:
-        diagnostics.problem("--input", f"{path} holds no rows")
+        diagnostics.error("--input", f"{path} holds no rows")
 
 
 def _bad_row(line: str, info: ModelInfo) -> str | None:

@@ -106,10 +106,10 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
         origins.update(dict.fromkeys(keys_below(override.key_or_group, override.value()), COMMAND_LINE))
     if not config:
         raise ConfigError([f"{file} is empty; write at least the roles of a run, or copy an example"])
-    tell = Diagnostics(origins)
-    values = resolve(config, tell)
-    if tell.problems:
-        raise ConfigError(tell.problems)
+    diag = Diagnostics(origins)
+    values = resolve(config, diag)
+    if diag.problems:
+        raise ConfigError(diag.problems)
     variables = frozenset(REFERS.findall(str(OmegaConf.to_container(config))))
     return LoadedConfig(name, directory, values, origins, variables)
 
@@ -253,7 +253,7 @@ def keys_below(key: str, value: Any) -> Iterator[str]:
         yield from keys_below(f"{key}.{name}", item)
 
 
-def resolve(node: DictConfig | ListConfig, tell: Diagnostics) -> Any:
+def resolve(node: DictConfig | ListConfig, diag: Diagnostics) -> Any:
     """Return plain dicts and lists, with every interpolation resolved; collect what cannot be resolved."""
     keys = list(node.keys()) if isinstance(node, DictConfig) else range(len(node))
     resolved = {}
@@ -261,16 +261,16 @@ def resolve(node: DictConfig | ListConfig, tell: Diagnostics) -> Any:
         try:
             value = node[cast(Any, key)]
         except MissingMandatoryValue:
-            tell.problem(str(key), "has no value yet (???); give one, here or on the command line")
+            diag.error(str(key), "has no value yet (???); give one, here or on the command line")
             continue
         except (OmegaConfBaseException, RecursionError) as error:
-            tell.problem(str(key), _unresolved(one_line(error)))
+            diag.error(str(key), _unresolved(one_line(error)))
             continue
         for text in (key, value):
             if wrong := value_problem(text):
-                tell.problem(str(key), wrong)
+                diag.error(str(key), wrong)
         if isinstance(value, DictConfig | ListConfig):
-            value = resolve(value, tell.below(str(key)))
+            value = resolve(value, diag.below(str(key)))
         resolved[key] = value
     return resolved if isinstance(node, DictConfig) else [resolved.get(index) for index in keys]
 

@@ -35,44 +35,44 @@ class Diagnostics:
         """Return the dotted path of `key`."""
         return f"{self.path}.{key}" if self.path and key else self.path or key
 
-    def problem(self, key: str, text: str) -> None:
+    def error(self, key: str, text: str) -> None:
         """Add a problem about `key`, once."""
         self._add(self.problems, key, text)
 
-    def block(self, key: str, text: str) -> None:
+    def unsupported(self, key: str, text: str) -> None:
         """Add a sentence about `key` that leaves planning possible and refuses the run, once."""
         self._add(self.blockers, key, text)
 
     @contextmanager
-    def about(self, key: str, kind: type[Exception] = PathError) -> Iterator[None]:
+    def catching(self, key: str, kind: type[Exception] = PathError) -> Iterator[None]:
         """Make problems about `key` of errors of a `kind` inside the block, whose text is a sentence for a user, and
         of what the system refuses: rights, loops of links, long names.
         """
         try:
             yield
         except OSError as error:
-            self.problem(key, os_sentence(error))
+            self.error(key, os_sentence(error))
         except (PathError, kind) as error:
-            self.problem(key, str(error))
+            self.error(key, str(error))
 
-    def say(self, key: str, text: str) -> None:
+    def warn(self, key: str, text: str) -> None:
         """Add a warning about `key` and where it is written, once."""
-        self.warn(f"{self.at(key)}: {text}{self.where(key)}")
+        self.add_warning(f"{self.at(key)}: {text}{self.where(key)}")
 
-    def remark(self, key: str, text: str) -> None:
+    def note(self, key: str, text: str) -> None:
         """Add a warning about `key`, once."""
-        self.warn(f"{self.at(key)}: {text}")
+        self.add_warning(f"{self.at(key)}: {text}")
 
-    def warn(self, text: str) -> None:
+    def add_warning(self, text: str) -> None:
         """Add a warning, once."""
         if shortened(text) not in self.warnings:
             self.warnings.append(shortened(text))
 
-    def ignore(self, *keys: str) -> None:
+    def unused(self, *keys: str) -> None:
         """Note keys that are accepted and have no effect."""
         self.ignored.update(map(self.at, keys))
 
-    def warn_ignored(self) -> None:
+    def warn_unused(self) -> None:
         """Name all keys without effect in one warning, and all that nobody knows in another, before the others."""
         if self.dropped:
             names = ", ".join(sorted(self.dropped))
@@ -89,7 +89,7 @@ class Diagnostics:
         if value not in known:
             names = [repr(name) for name in known]
             expected = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-            self.problem(key, f"should be {expected}, got {json.dumps(value)}")
+            self.error(key, f"should be {expected}, got {json.dumps(value)}")
         return value in known
 
     def where(self, key: str) -> str:

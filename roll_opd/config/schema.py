@@ -93,19 +93,19 @@ class Section:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
     # of one that was read: where problems of its keys are told, and those that the user wrote, null included
-    tell: ClassVar[Diagnostics] = Diagnostics()
+    diag: ClassVar[Diagnostics] = Diagnostics()
     written: ClassVar[frozenset[str]] = frozenset()
 
 
-def settle(section: Section, tell: Diagnostics, written: frozenset[str]) -> None:
+def settle(section: Section, diag: Diagnostics, written: frozenset[str]) -> None:
     """Let `section` know where it stands and what of it was written."""
-    vars(section).update(tell=tell, written=written)
+    vars(section).update(diag=diag, written=written)
 
 
 def changed(section: S, values: Mapping[str, Any]) -> S:
     """Return `section` with other values, in the same place."""
     new = replace(section, **values)
-    settle(new, section.tell, section.written)
+    settle(new, section.diag, section.written)
     return new
 
 

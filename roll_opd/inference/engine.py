@@ -38,7 +38,7 @@ from roll_opd.inference.settings import (
     resolve_engine_args,
 )
 from roll_opd.inference.shm_cleanup import unlink_left_memory
-from roll_opd.inference.sleep_mode import Nap
+from roll_opd.inference.sleep_mode import SleepState
 from roll_opd.samples.weight_bucket import DTYPES, BucketMemory
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class InferenceEngine:
         self._turn = asyncio.Lock()  # weight updates, and whole batches when deterministic, exclude each other
         self._broken: str | None = None
         self._incoming = 0  # version of the weights that are on their way
-        self._nap = Nap(llm)
+        self._sleep = SleepState(llm)
 
     @classmethod
     async def start(
@@ -235,7 +235,7 @@ class InferenceEngine:
         await self._turn.acquire()
         try:
             self._check_usable()
-            self._nap.check_update()
+            self._sleep.check_update()
         except Exception:
             self._turn.release()
             raise
@@ -259,8 +259,8 @@ class InferenceEngine:
             await self._llm.finish_weight_update()
             await self._llm.reset_prefix_cache()
             self.weights_version = self._incoming
-            self._nap.lacks_weights = False
-            if not self._nap.away:  # else as the last of its memory comes back
+            self._sleep.lacks_weights = False
+            if not self._sleep.away:  # else as the last of its memory comes back
                 await self._llm.resume_generation()
         self._turn.release()
 
@@ -296,12 +296,12 @@ class InferenceEngine:
         """
         async with self._turn:
             self._check_usable()
-            await self._nap.begin(level, phase)
+            await self._sleep.begin(level, phase)
 
     async def wake_up(self, tags: Collection[str]) -> None:
         """Take memory back: "weights", "kv_cache" or both. With the last of it, generation goes on."""
         async with self._turn:
-            await self._nap.end(tags)
+            await self._sleep.end(tags)
 
     async def _pause(self, mode: Literal["keep", "wait"]) -> None:
         # as `pause_generation` does, which sleeps for 20 ms afterwards
@@ -350,7 +350,7 @@ class InferenceEngine:
 
     def _check_awake(self) -> None:
         self._check_usable()
-        self._nap.check_awake()
+        self._sleep.check_awake()
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
         if len(prompts) != len(seeds):

@@ -14,7 +14,7 @@ PARTS = frozenset({"weights", "kv_cache"})  # vLLM's tags
 GIVES_UP = 2  # the level at which vLLM keeps no copy of the weights
 
 
-class Nap:
+class SleepState:
     """What an engine has given back."""
 
     def __init__(self, llm: "AsyncLLM") -> None:

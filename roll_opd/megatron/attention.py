@@ -142,7 +142,7 @@ class _Block:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _QuerySpan:
     """Consecutive tokens of the sequence at cell `start` that this rank has: `count` from position `first`."""
 
     start: int
@@ -155,17 +155,17 @@ class _Asked:
         return self.first + self.count
 
 
-def _asked(pack: PackedSequences) -> Iterator[_Asked]:
+def _asked(pack: PackedSequences) -> Iterator[_QuerySpan]:
     """Yield what is asked for of each sequence: all that is not another's, or this context rank's two chunks of it."""
     ranks, rank = pack.context.ranks, pack.context.rank
     for (start, end), shared in zip(itertools.pairwise(pack.bounds), pack.shared, strict=True):
         own = end - start - shared
         if ranks == 1:
-            yield _Asked(start, shared, own)
+            yield _QuerySpan(start, shared, own)
             continue
         chunk = own // (2 * ranks)
         for number in (rank, 2 * ranks - 1 - rank):
-            yield _Asked(start, shared + number * chunk, chunk)
+            yield _QuerySpan(start, shared + number * chunk, chunk)
 
 
 def _blocks(pack: PackedSequences, max_padding: float, device: torch.device) -> Iterator[_Block]:
@@ -175,8 +175,8 @@ def _blocks(pack: PackedSequences, max_padding: float, device: torch.device) -> 
     mask halves the work, and a mask tensor does not.
     """
     asked = [one for one in _asked(pack) if one.count]
-    plain: list[_Asked] = []
-    masked: list[_Asked] = []
+    plain: list[_QuerySpan] = []
+    masked: list[_QuerySpan] = []
     for one in asked:
         is_plain = one.first == 0 or (pack.context.ranks == 1 and 2 * one.first <= one.read)
         (plain if is_plain else masked).append(one)
@@ -201,7 +201,7 @@ def _block(read_BL: Tensor, asked_BQ: Tensor, answered_BQ: Tensor, position_BQ: 
     return _Block(read_BL, asked_BQ, (rows_A, columns_A), asked_BQ[rows_A, columns_A], position_BQ)
 
 
-def _columns_of(block: Sequence[_Asked], device: torch.device) -> tuple[Tensor, ...]:
+def _columns_of(block: Sequence[_QuerySpan], device: torch.device) -> tuple[Tensor, ...]:
     """Return starts, firsts, what is read and counts, each [B, 1]."""
     rows = [[one.start, one.first, one.read, one.count] for one in block]
     return tuple(torch.tensor(rows, device=device).T[:, :, None])

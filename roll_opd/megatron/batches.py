@@ -16,7 +16,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from roll_opd.megatron.context import ALONE, ContextRank, Cut, zigzag
+from roll_opd.megatron.context import ALONE, ContextRank, TokenOwners, zigzag
 from roll_opd.samples.packing import shared_prefix
 from roll_opd.samples.tensors import as_tensor
 
@@ -63,7 +63,7 @@ class PackedBatch:
     lengths: tuple[int, ...]  # M_b, scored tokens of each sequence
     sequences: PackedSequences
     columns: dict[str, Tensor]  # each [M] or [M, K]
-    cut: Cut | None  # None: m is M
+    cut: TokenOwners | None  # None: m is M
 
 
 def pack(
@@ -135,7 +135,7 @@ def pack(
         lengths=tuple(len(own) for own in scored[1:]),
         sequences=sequences,
         columns=columns_of(samples, like, device),
-        cut=Cut(_tensor(owner_M, device), context) if context.ranks > 1 else None,
+        cut=TokenOwners(_tensor(owner_M, device), context) if context.ranks > 1 else None,
     )
 
 

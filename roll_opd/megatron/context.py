@@ -51,7 +51,7 @@ def zigzag(lengths: Sequence[int], ranks: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Cut:
+class TokenOwners:
     """Which rank predicts which of M scored tokens."""
 
     owner_M: Tensor  # int64
@@ -62,7 +62,7 @@ class Cut:
         """Whether a token is predicted here, bool [M]."""
         return self.owner_M == self.context.rank
 
-    def at(self, rows_R: Tensor) -> "Cut":
+    def at(self, rows_R: Tensor) -> "TokenOwners":
         """Return the cut of R of the M tokens, int64 [R]."""
         return replace(self, owner_M=self.owner_M[rows_R])
 
@@ -82,7 +82,7 @@ class Cut:
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values_m: Tensor, cut: Cut) -> Tensor:
+    def forward(ctx: Any, values_m: Tensor, cut: TokenOwners) -> Tensor:
         ctx.mine_M = cut.mine_M
         counts = torch.bincount(cut.owner_M, minlength=cut.context.ranks).tolist()
         padded = values_m.new_zeros(max(counts), *values_m.shape[1:])

@@ -130,6 +130,6 @@ class _VocabParallelSum(torch.autograd.Function):
             grad_CV = ctx.measure.slope(*logprobs) - logprobs[0].exp() * slope_M[rows, None]
             return grad_CV.mul_(grad_M[rows, None])
 
-        settings = {"weight_learns": ctx.needs_input_grad[1]}
+        settings = {"weight_trainable": ctx.needs_input_grad[1]}
         grads = backward_through_logits(columns, hidden_ME, weight_VE, ctx.weight_grad_VE, logits_grad, **settings)
         return *grads, None, None, None, None, None

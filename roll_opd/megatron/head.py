@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll_opd.algorithms.divergences import ColumnSum
-from roll_opd.megatron.context import Cut
+from roll_opd.megatron.context import TokenOwners
 from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
 
@@ -39,7 +39,7 @@ class OutputHead:
     temperature: float
     vocab_size: int
     group: dist.ProcessGroup
-    cut: Cut | None = None  # None: m is M
+    cut: TokenOwners | None = None  # None: m is M
     fills_buffer: bool = True  # False: the weight's gradient goes through autograd, which says when it is there
 
     @property

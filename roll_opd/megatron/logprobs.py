@@ -157,6 +157,6 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             grad_CV.scatter_add_(1, targets_CK.clamp(0, width - 1), picked_CK)
             return grad_CV if rest_CV is None else grad_CV.add_(rest_CV)
 
-        settings = {"weight_learns": ctx.needs_input_grad[1]}
+        settings = {"weight_trainable": ctx.needs_input_grad[1]}
         grads = backward_through_logits(ctx.columns, hidden_ME, weight_VE, ctx.weight_grad_VE, logits_grad, **settings)
         return *grads, None, None, None, None

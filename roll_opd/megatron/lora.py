@@ -31,7 +31,7 @@ from torch.nn import functional
 from roll_opd.config.plan import LoraPlan
 from roll_opd.megatron.weights.source import Given
 from roll_opd.megatron.weights.stream import Shard, streamed, tensor_rank
-from roll_opd.megatron.weights.tensor_slices import Cut, Same, Sizes, Split
+from roll_opd.megatron.weights.tensor_slices import Same, Sizes, Split, TensorSlice
 from roll_opd.models.adapter_files import tensor_name
 
 ADAPTER = "lora"  # what an adapter is called inside its layer
@@ -44,14 +44,20 @@ class LinearLayer:
     module: torch.nn.Module
     names: tuple[str, ...]  # of Hugging Face's modules, in the order in which they lie in the weight
     shapes: tuple[tuple[int, ...], ...]  # of their whole weights
-    cut: Cut  # of the weight
+    cut: TensorSlice  # of the weight
 
 
 class Pair(torch.nn.Module):
     """A and B of one of Hugging Face's linear layers, and how they are cut."""
 
     def __init__(
-        self, name: str, rank: int, whole: tuple[int, ...], outputs: int, cuts: tuple[Cut, Cut], weight: Tensor
+        self,
+        name: str,
+        rank: int,
+        whole: tuple[int, ...],
+        outputs: int,
+        cuts: tuple[TensorSlice, TensorSlice],
+        weight: Tensor,
     ) -> None:
         """`whole` is the shape of the layer's whole weight, `weight` this rank's part of the one it lies in."""
         super().__init__()
@@ -79,7 +85,7 @@ class Adapter(torch.nn.Module):
         self._sequence_parallel = self._ranks > 1 and bool(getattr(config, "sequence_parallel", False))
         self._widths = [rows if self._row_parallel else rows // self._ranks for rows, _ in layer.shapes]
         self.pairs = torch.nn.ModuleDict()
-        cuts: tuple[Cut, Cut] = (Split(1), Same()) if self._row_parallel else (Same(), Split(0))
+        cuts: tuple[TensorSlice, TensorSlice] = (Split(1), Same()) if self._row_parallel else (Same(), Split(0))
         self._places = [n for n, name in enumerate(layer.names) if last_part(name) in plan.targets]
         for n in self._places:
             name = layer.names[n]
@@ -220,7 +226,7 @@ def last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _mark(parameter: Any, cut: Cut, sequence_parallel: bool) -> None:
+def _mark(parameter: Any, cut: TensorSlice, sequence_parallel: bool) -> None:
     """Tell Megatron how a parameter is cut; what is whole sees a part of the tokens under sequence parallelism."""
     parameter.tensor_model_parallel = cut.dim is not None
     parameter.partition_dim, parameter.partition_stride = cut.dim or 0, 1

@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 import torch.distributed as dist
 
-from roll_opd.base.terminal import tell
+from roll_opd.base.terminal import echo
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan
 from roll_opd.megatron import parallel
 from roll_opd.megatron.engine import MegatronEngine
@@ -50,7 +50,7 @@ def write_logprobs(options: argparse.Namespace) -> None:
                 out.write(json.dumps({"id": row["id"], "logprobs": [float(value) for value in logprobs]}) + "\n")
     if first:
         partial.replace(output)
-        tell(counted.sentence(time.monotonic() - began, output))
+        echo(counted.sentence(time.monotonic() - began, output))
     parallel.shutdown()
 
 

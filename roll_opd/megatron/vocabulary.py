@@ -120,7 +120,7 @@ def backward_through_logits(
     weight_grad_VE: Tensor | None,
     logits_grad: Callable[[Tensor, slice, slice], Tensor],
     *,
-    weight_learns: bool = True,
+    weight_trainable: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of hidden states and output embedding; each tile's logits are computed again.
 
@@ -128,11 +128,11 @@ def backward_through_logits(
         weight_grad_VE: f32, where the embedding's gradient is added; None: it is returned.
         logits_grad: (logits f32 of a tile, its rows, its columns) -> gradient of the logits over the temperature; may
             overwrite its logits.
-        weight_learns: False leaves the embedding's gradient out.
+        weight_trainable: False leaves the embedding's gradient out.
     """
     grad_hidden_ME = torch.zeros_like(hidden_ME, dtype=torch.float32)
     total_VE = weight_grad_VE
-    if weight_learns and total_VE is None:
+    if weight_trainable and total_VE is None:
         total_VE = torch.zeros_like(weight_VE, dtype=torch.float32)
     height = min(TILE_ROWS, max(hidden_ME.size(0), 1))
     width = max(1, columns.chunk_bytes // (4 * height))

@@ -38,19 +38,19 @@ def check_tensor_parallel(
         return
     name = info.path.name
     if info.heads % tp:
-        diagnostics.problem(
+        diagnostics.error(
             key, f"{info.heads} attention heads of {name} are not divisible by {tp}; use a common divisor"
         )
     if copies_kv_heads and tp % info.kv_heads == 0:
         pass
     elif info.kv_heads < tp:
-        diagnostics.problem(key, f"{tp} is more than the {info.kv_heads} key/value heads of {name}; use at most that")
+        diagnostics.error(key, f"{tp} is more than the {info.kv_heads} key/value heads of {name}; use at most that")
     elif info.kv_heads % tp:
-        diagnostics.problem(
+        diagnostics.error(
             key, f"{info.kv_heads} key/value heads of {name} are not divisible by {tp}; use a common divisor"
         )
     if info.intermediate % tp:
-        diagnostics.problem(
+        diagnostics.error(
             key, f"the MLP width of {name} ({info.intermediate}) is not divisible by {tp}; use a divisor of it"
         )
 
@@ -61,15 +61,15 @@ def _check_pipeline(info: ModelInfo, layout: Layout, args: Mapping[str, object],
     uneven = any(name in args for name in UNEVEN_STAGES)
     more = sum(bool(args.get(name)) for name in COUNTED_AS_LAYERS)
     if layout.vpp and layout.pp == 1:
-        diagnostics.problem(
+        diagnostics.error(
             "virtual_pipeline_model_parallel_size",
             f"{layout.vpp} needs pipeline_model_parallel_size of at least 2; raise that or remove this key",
         )
     elif info.layers < layout.pp * vpp:
         stages = f"{layout.pp} pipeline stages" + (f" x {vpp} virtual ones" if vpp > 1 else "")
-        diagnostics.problem(key, f"the {info.layers} layers of {info.path.name} are fewer than {stages}; use fewer")
+        diagnostics.error(key, f"the {info.layers} layers of {info.path.name} are fewer than {stages}; use fewer")
     elif (info.layers + more) % (layout.pp * vpp) and not uneven:
-        diagnostics.problem(
+        diagnostics.error(
             key,
             f"the {info.layers} layers of {info.path.name}"
             + (f" and {more} for embedding and loss" if more else "")
@@ -81,21 +81,21 @@ def _check_experts(info: ModelInfo, layout: Layout, diagnostics: Diagnostics) ->
     key = "expert_model_parallel_size"
     if not info.experts:
         if layout.ep > 1:
-            diagnostics.problem(key, f"{info.path.name} is a dense model without experts; use 1")
+            diagnostics.error(key, f"{info.path.name} is a dense model without experts; use 1")
         return
     if info.experts % layout.ep:
-        diagnostics.problem(
+        diagnostics.error(
             key, f"the {info.experts} experts of {info.path.name} are not divisible by {layout.ep}; use a divisor"
         )
     etp, ranks = layout.expert_tp, layout.tp * layout.cp * layout.dp
     if ranks % (etp * layout.ep):
-        diagnostics.problem(
+        diagnostics.error(
             key,
             f"{ranks} ranks a pipeline stage are no multiple of ep {layout.ep} x etp {etp}; use a smaller one, or"
             " expert_tensor_parallel_size: 1",
         )
     if info.expert_intermediate % etp:
-        diagnostics.problem(
+        diagnostics.error(
             "expert_tensor_parallel_size",
             f"the width of an expert of {info.path.name} ({info.expert_intermediate}) is not divisible by {etp}; use a"
             " divisor of it",

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roll_opd.base.failures import ConfigError
 from roll_opd.base.optional_torch_packages import broken_companions, hide
-from roll_opd.base.terminal import tell, warn
+from roll_opd.base.terminal import echo, warn
 from roll_opd.cluster.forkserver import forkserver_start
 from roll_opd.config.plan import DataPlan, FollowingPlan, LoraPlan, RunPlan, TrainPlan
 from roll_opd.data.check_tags import check_coverage, unmet
@@ -100,7 +100,7 @@ def preflight(plan: RunPlan) -> Inputs:
     set_date(began)
     tokenizer = load_tokenizer(plan.student.model.path)
     if began.date() != now.date() and writes_date(tokenizer):
-        tell(f"The chat template writes the date: {began:%d %B %Y}, the start of the run, stays in use")
+        echo(f"The chat template writes the date: {began:%d %B %Y}, the start of the run, stays in use")
     source, held_out = _open_data(plan, tokenizer)
     if resumed:
         _restore(source, resumed)
@@ -285,7 +285,7 @@ def _opened(data_sets: Sequence[DataPlan], tokenizer: PreTrainedTokenizerBase) -
             refusals.append(str(error))
         else:
             opened.append(prompts)
-            tell(report.summary())
+            echo(report.summary())
             for warning in report.warnings:
                 warn(warning)
     if refusals:

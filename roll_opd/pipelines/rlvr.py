@@ -38,7 +38,7 @@ async def train(run: Run, workers: RunWorkers) -> None:
     assert plan.rollout is not None and teachers_measured is not None
     temperature = plan.rollout.sampling.temperature
     await run.restore(workers.load)
-    await workers.send_weights(version=run.steps_done, has_learned=False)
+    await workers.send_weights(version=run.steps_done, updated=False)
     workflow_pool = await start_workflow(plan, workers.sampler, run.placement)
     workflow = workflow_pool or SingleTurn()
     frozen_models, turns, reward_pools = workers.frozen_models, workers.turns, workers.reward_pools

@@ -12,7 +12,7 @@ from roll_opd.cluster.rank_files import Writing
 from roll_opd.config.plan import ObjectivePlan, RunPlan
 from roll_opd.models.device_phases import Phase
 from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS
-from roll_opd.roles.colocation import Turns
+from roll_opd.roles.colocation import DeviceScheduler
 from roll_opd.roles.critic_role import Critic
 from roll_opd.roles.learner_role import OF_THE_ACTOR
 from roll_opd.roles.policy_roles import Follower, FrozenModels, Student
@@ -31,7 +31,7 @@ class RunWorkers:
     frozen_models: FrozenModels
     critic: Critic | None
     followers: Sequence[Follower] = ()
-    turns: Turns = field(default_factory=Turns)  # of roles that share devices
+    turns: DeviceScheduler = field(default_factory=DeviceScheduler)  # of roles that share devices
     reward_pools: tuple[RewardPool, ...] = ()
     teachers_measured: "asyncio.Future[None] | None" = None
 
@@ -73,13 +73,13 @@ class RunWorkers:
         """Those of the step, of each role that learns."""
         return [learner.updates for learner in (self.student, self.critic) if learner]
 
-    async def send_weights(self, version: int, *, has_learned: bool = True) -> None:
+    async def send_weights(self, version: int, *, updated: bool = True) -> None:
         """Give the student's weights to the inference engines, as `version`, and to teachers that follow it.
 
-        `has_learned` False: these have them already, as a run begins.
+        `updated` False: these have them already, as a run begins.
         """
         await self.turns.enter(Phase.WEIGHT_SYNC)
-        due = [follower for follower in self.followers if has_learned and follower.is_due(version)]
+        due = [follower for follower in self.followers if updated and follower.is_due(version)]
         assert self.sampler.sync
         await self.sampler.sync.push(version, [follower.group for follower in due])
         self.turns.engines_have_weights()
@@ -88,7 +88,7 @@ class RunWorkers:
     async def begin_generation(self, version: int) -> None:
         """Have the engines there, with the student's weights of `version`, which they may have given up since."""
         if self.turns.lack_weights:
-            await self.send_weights(version, has_learned=False)
+            await self.send_weights(version, updated=False)
         await self.turns.enter(Phase.GENERATE)
 
     async def save(self, directory: Path) -> Writing:

@@ -12,14 +12,14 @@ from typing import Any
 
 from roll_opd.base.command_line import FAILED, TERMINATED
 from roll_opd.base.run_errors import Interrupted, RunError, Terminated
-from roll_opd.base.terminal import tell
+from roll_opd.base.terminal import echo
 from roll_opd.pipelines.checkpoints import Checkpoints
 
 LOST_SECONDS = 15.0  # for a run to end that has lost a part of its cluster
 START_UP_SECONDS = (
     5.0  # for a start-up to end after SIGTERM: Ray's C code may wait longer for processes that have ended
 )
-SAME_SECONDS = 10.0  # in which the same SIGTERM comes from every host of a run
+SIGTERM_DEDUP_S = 10.0  # in which the same SIGTERM comes from every host of a run
 
 
 class Ending:
@@ -146,7 +146,7 @@ class Ending:
             while number := os.read(reading, 1):
                 if number[0] == signal.SIGTERM and self._is_starting:
                     if not over.wait(START_UP_SECONDS):
-                        tell(f"roll-opd: {self._terminated()}", sys.stderr)
+                        echo(f"roll-opd: {self._terminated()}", sys.stderr)
                         os._exit(TERMINATED)
                     return
 
@@ -162,14 +162,14 @@ class Ending:
             os.close(reading)
 
     def _give_up(self) -> None:
-        tell(f"roll-opd: {self._without_a_part()}", sys.stderr)
+        echo(f"roll-opd: {self._without_a_part()}", sys.stderr)
         os._exit(FAILED)
 
     def _ask(self, task: "asyncio.Task[Any]") -> None:
         if self._lost:
             task.cancel()
             return
-        if self.is_asked_for and self._comes_from_all and time.monotonic() - self._asked_at < SAME_SECONDS:
+        if self.is_asked_for and self._comes_from_all and time.monotonic() - self._asked_at < SIGTERM_DEDUP_S:
             return
         if self.is_asked_for or not self.is_training:
             self.is_asked_for = True

@@ -32,7 +32,7 @@ from roll_opd.inference.tool_calls import HERMES
 from roll_opd.models.device_phases import Member, members_of
 from roll_opd.models.model_info import read_model
 from roll_opd.pipelines.run_workers import RunWorkers
-from roll_opd.roles.colocation import Turns
+from roll_opd.roles.colocation import DeviceScheduler
 from roll_opd.roles.critic_role import Critic
 from roll_opd.roles.policy_roles import Follower, FrozenModel, FrozenModels, Student, Teacher
 from roll_opd.roles.reward_pool import RewardPool
@@ -81,10 +81,10 @@ async def start_sampler(
     rollout: RolloutPlan,
     placement: Placement,
     weight_transfer: str = SHARED_MEMORY,
-    turns: Turns | None = None,
+    turns: DeviceScheduler | None = None,
 ) -> Sampler:
     """Start the engines of `rollout`, which may be a member of `turns`; weights reach them by `weight_transfer`."""
-    turns = turns or Turns()
+    turns = turns or DeviceScheduler()
     actor_class: Any = RolloutWorker  # Ray's types do not know its `options`
     actors: list[Any] = []
     names: list[str] = []
@@ -227,7 +227,7 @@ def starts_beside_measurement(plan: RunPlan, placement: Placement) -> bool:
     return not alone and not twice and max(parameters, default=0) <= SMALL
 
 
-def reads_beside_generation(plan: RunPlan, turns: Turns) -> bool:
+def reads_beside_generation(plan: RunPlan, turns: DeviceScheduler) -> bool:
     """Whether teachers and reference policy can read samples while others are still being written."""
     assert plan.rollout is not None
     workers = [*(teacher.worker for teacher in plan.teachers), *([plan.reference] if plan.reference else [])]
@@ -237,8 +237,8 @@ def reads_beside_generation(plan: RunPlan, turns: Turns) -> bool:
     return not any(turns.share(reader, plan.rollout.name) for reader in readers)
 
 
-def _turns(plan: RunPlan, placement: Placement) -> Turns:
-    return Turns(_members(plan, placement))
+def _turns(plan: RunPlan, placement: Placement) -> DeviceScheduler:
+    return DeviceScheduler(_members(plan, placement))
 
 
 def _members(plan: RunPlan, placement: Placement) -> Sequence[Member]:
@@ -247,11 +247,11 @@ def _members(plan: RunPlan, placement: Placement) -> Sequence[Member]:
     return members_of(plan) if taken else ()
 
 
-def _group(actor: Any, plan: RunPlan, worker: MegatronPlan, placement: Placement, turns: Turns) -> Any:
+def _group(actor: Any, plan: RunPlan, worker: MegatronPlan, placement: Placement, turns: DeviceScheduler) -> Any:
     return turns.join(worker.name, WorkerGroup(actor, worker, placement, _environment(plan)))
 
 
-def _frozen(plan: RunPlan, worker: MegatronPlan, placement: Placement, turns: Turns) -> Any:
+def _frozen(plan: RunPlan, worker: MegatronPlan, placement: Placement, turns: DeviceScheduler) -> Any:
     actor = FollowingWorker if isinstance(worker, FollowingPlan) else LogprobWorker
     return _group(actor, plan, worker, placement, turns)
 

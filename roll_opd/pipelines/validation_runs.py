@@ -7,7 +7,7 @@ from roll_opd.models.device_phases import Phase
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_logger import STUDENT
 from roll_opd.pipelines.start import chunk_samples, teacher_as_student
-from roll_opd.roles.colocation import Turns
+from roll_opd.roles.colocation import DeviceScheduler
 from roll_opd.roles.policy_roles import FrozenModels
 from roll_opd.roles.reward_pool import RewardPool
 from roll_opd.rollout.batch import Rollout
@@ -23,7 +23,7 @@ async def measure(
     by: str = STUDENT,
     readers: FrozenModels | None = None,
     workflow: Workflow | None = None,
-    turns: Turns | None = None,
+    turns: DeviceScheduler | None = None,
 ) -> dict[str, float]:
     """Return the validation metrics of the model in `sampler`; `readers` read the answers that are logged.
 

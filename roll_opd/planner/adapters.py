@@ -25,19 +25,19 @@ NEVER = ("additional_target", "freeze_module_prefix")
 
 def read_lora(args: ModelArgs) -> LoraPlan | None:
     """Return the adapters of a role that learns, None where it has none. What is wrong is told."""
-    tell = args.tell
+    diag = args.diag
     if args.lora_dropout:
-        tell.problem("lora_dropout", f"{args.lora_dropout}: log-probs of a model under dropout are not defined; use 0")
+        diag.error("lora_dropout", f"{args.lora_dropout}: log-probs of a model under dropout are not defined; use 0")
     if asks_for_adapter(args) is None:
         return None
     targets = _written(args)
     for name in _unknown(targets):
-        tell.problem("lora_target", f"{name!r} is no linear layer; use all-linear, or some of {', '.join(LINEAR)}")
+        diag.error("lora_target", f"{name!r} is no linear layer; use all-linear, or some of {', '.join(LINEAR)}")
     if args.adapter_name_or_path is None:
         rank = args.lora_rank or DEFAULT_RANK
         return LoraPlan(_expanded(targets or LINEAR), rank, args.lora_alpha or 2.0 * rank)
     info = None
-    with tell.about("adapter_name_or_path", ModelFilesError):
+    with diag.catching("adapter_name_or_path", ModelFilesError):
         path = find_model(args.adapter_name_or_path)
         info = read_adapter(path)
         if other := _unknown(info.targets):
@@ -51,7 +51,7 @@ def check_experts(lora: LoraPlan, args: ModelArgs) -> None:
     """Refuse adapters of experts, of a model that has some."""
     if of_mlp := [name for name in lora.targets if name not in OF_ATTENTION]:
         text = f"adapters of experts ({', '.join(of_mlp)}) are not available yet; use {','.join(OF_ATTENTION)}"
-        args.tell.block(asks_for_adapter(args) or "lora_rank", text)
+        args.diag.unsupported(asks_for_adapter(args) or "lora_rank", text)
 
 
 def asks_for_adapter(args: ModelArgs) -> str | None:
@@ -69,7 +69,7 @@ def _as_written(args: ModelArgs, plan: LoraPlan) -> LoraPlan:
     for key, (ours, its) in written.items():
         if ours and ours != its:
             shown = ",".join(its) if isinstance(its, tuple) else its
-            args.tell.problem(key, f"the adapter to begin with has {shown}; remove this key")
+            args.diag.error(key, f"the adapter to begin with has {shown}; remove this key")
     return plan
 
 

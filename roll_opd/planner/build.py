@@ -156,19 +156,19 @@ def _supervised_pipeline(values: Mapping[str, Any], pure: bool | None, pipeline:
     return SUPERVISED.get(found[0]) if found else None
 
 
-def _rolled_out(loaded: LoadedConfig, pure: bool | None, tell: Diagnostics) -> RunPlan | None:
+def _rolled_out(loaded: LoadedConfig, pure: bool | None, diag: Diagnostics) -> RunPlan | None:
     """Return the plan of a run that rolls out; None, or with problems reported, where it cannot be one."""
     values, agentic = loaded.values, environments.is_agentic(loaded.values)
-    if hopeless := pipeline_problem(values, tell) or (agentic and rollout_only_problem(values)):
+    if hopeless := pipeline_problem(values, diag) or (agentic and rollout_only_problem(values)):
         raise ConfigError([hopeless])
-    sections = read_sections(values, loaded.variables, None, tell)
+    sections = read_sections(values, loaded.variables, None, diag)
     if agentic:
         environments.with_sampling(sections)
-    mode = choose_mode(values, sections, pure, tell)
+    mode = choose_mode(values, sections, pure, diag)
     if isinstance(sections.top, Top):
         sections.top = expand(sections.top, sections.workers, mode)
     top = sections.top
-    roles = RoleReader(sections, mode, tell).rolled_out()
+    roles = RoleReader(sections, mode, diag).rolled_out()
     check_files.compare_models(roles, top)
     if not isinstance(top, Top):
         return None
@@ -186,7 +186,7 @@ def _rolled_out(loaded: LoadedConfig, pure: bool | None, tell: Diagnostics) -> R
     if None not in (*sections.teachers.values(), *sections.rewards.values()):
         check_objective.check_signals(top, roles, rewards)
     if sections.auxiliaries and not top.workflow:
-        top.tell.ignore("auxiliary_models")
+        top.diag.unused("auxiliary_models")
     if mode != "pure":
         check_objective.check_steps(top, agentic, environments.whole_trajectories(top) if agentic else ())
         by_tag = agentic and top.reward_normalization.grouping in environments.BY_TAG
@@ -195,14 +195,14 @@ def _rolled_out(loaded: LoadedConfig, pure: bool | None, tell: Diagnostics) -> R
         if not (sections.rewards or top.workflow):
             switch = "use_opd: true" if mode == "mixed" else "a run without a teacher"
             text = f"is missing; {switch} learns from rewards, write at least rewards.math_rule"
-            top.tell.problem("rewards", text)
+            top.diag.error("rewards", text)
     rows = _prompts(top, roles, sections, rewards, agentic)
     given = _demonstrations(top, top.prompt_length + (sizes.response or 0), agentic)
     played = None
     if agentic and roles.infer and sizes.response:
         played = environments.held_out(top, roles.infer.worker.generating_args, sizes.response)
     common = _common(loaded, top, roles, bool(played or rows[1]))
-    if tell.problems:
+    if diag.problems:
         return None
     plan = _assembled(top, roles, sizes, (*rows, given), **common)
     if agentic:
@@ -244,7 +244,7 @@ def _assembled(
         parts.teacher_plan(name, role, top, student, sizes.response) for name, role in roles.teachers.items()
     )
     contexts = tuple(teacher.context for teacher in teachers if teacher.context)
-    check_quantised(roles.infer.strategy.args, roles.infer.tell, top)
+    check_quantised(roles.infer.strategy.args, roles.infer.diag, top)
     if top.validation and validation:
         args, new = top.validation.generating_args, sizes.held_out or sizes.response
         sampling = parts.sampling_plan(args, args.num_return_sequences or 1, new)
@@ -274,27 +274,27 @@ def _assembled(
 def _workflow(top: Top) -> WorkflowPlan | None:
     """Return the workflow, None where a row is answered once."""
     if top.workflow is None:
-        top.tell.ignore(*sorted(keys_of(WorkflowKeys).keys() & top.written))
+        top.diag.unused(*sorted(keys_of(WorkflowKeys).keys() & top.written))
         return None
     values = shared(WorkflowKeys, top)
     if top.plugin_dir:
-        with top.tell.about("plugin_dir", PathError):
+        with top.diag.catching("plugin_dir", PathError):
             values["plugin_dir"] = str(find_path(top.plugin_dir) or top.plugin_dir)
     if top.workflow_reward is None:
-        top.tell.ignore(*{"workflow_reward_args"} & top.written)
+        top.diag.unused(*{"workflow_reward_args"} & top.written)
     for key in ("workflow", "workflow_reward"):
         if values[key] is not None:
-            with top.tell.about(key, PathError):
+            with top.diag.catching(key, PathError):
                 values[key] = dotted_path(values[key])
     given = dict(top.workflow_args)
     if isinstance(given.get("agent"), str):
-        with top.tell.about("workflow_args.agent", PathError):
+        with top.diag.catching("workflow_args.agent", PathError):
             given["agent"] = dotted_path(given["agent"])
     if problem := name_problem(top.workflow, values["plugin_dir"]):
-        top.tell.problem("workflow", problem)
+        top.diag.error("workflow", problem)
     if not top.plugin_dir:  # whose modules may take the name of a built-in one
         for argument, problem in argument_problems(top.workflow, top.workflow_args, top.workflow_reward):
-            top.tell.problem(f"workflow_args.{argument}", problem)
+            top.diag.error(f"workflow_args.{argument}", problem)
     arguments = {"workflow_args": FrozenDict(given), "workflow_reward_args": FrozenDict(top.workflow_reward_args)}
     return WorkflowPlan(**{**values, **arguments})
 
@@ -314,18 +314,18 @@ def _check_engines(plan: RunPlan, roles: Roles) -> None:
     """Check what an engine's options are together, which vLLM does when it starts."""
     auxiliaries = plan.workflow.auxiliary_models if plan.workflow else ()
     found = [plan.rollout, *(reward.engine for reward in plan.rewards), *(model.engine for model in auxiliaries)]
-    tells = {role.path: role.tell for role in roles.placed()}
+    tells = {role.path: role.diag for role in roles.placed()}
     # engines of a cluster that is joined are on other machines
     on_cpu = not (hardware.has_gpu_driver() or os.environ.get("RAY_ADDRESS"))
     for engine in filter(None, found):
         check_values.check_batched_tokens(engine, tells[engine.name], on_cpu)
 
 
-def _supervised(loaded: LoadedConfig, keys: type[Supervised], tell: Diagnostics) -> RunPlan | None:
+def _supervised(loaded: LoadedConfig, keys: type[Supervised], diag: Diagnostics) -> RunPlan | None:
     """Return the plan of a run over rows with answers: no rollout, no reward."""
-    sections = read_sections(loaded.values, loaded.variables, keys, tell)
+    sections = read_sections(loaded.values, loaded.variables, keys, diag)
     top = sections.top
-    roles = RoleReader(sections, keys.pipeline, tell).supervised(keys)
+    roles = RoleReader(sections, keys.pipeline, diag).supervised(keys)
     train = roles.train
     if not isinstance(top, Supervised) or train is None:
         return None
@@ -345,7 +345,7 @@ def _supervised(loaded: LoadedConfig, keys: type[Supervised], tell: Diagnostics)
     check_values.check_micro_batches(roles.all(), longest, answers=keys.answers)
     rows, update = check_values.rows_per_step(top, train)
     steps, epochs = _steps(top, train, data, rows)
-    if tell.problems or data is None:
+    if diag.problems or data is None:
         return None
     own = sorted(keys_of(keys).keys() - keys_of(Supervised))
     plan = RunPlan(
@@ -396,8 +396,8 @@ def _finished(plan: RunPlan, loaded: LoadedConfig, top: Run, roles: Roles, longe
         memory=FrozenDict(estimate_memory(on_devices, models, longest)),
         config_yaml=write_yaml(without_secrets(loaded.values)),
     )
-    top.tell.warn_ignored()  # now that all has been read
-    check_devices.check_memory(finished, top.tell)
+    top.diag.warn_unused()  # now that all has been read
+    check_devices.check_memory(finished, top.diag)
     return finished
 
 
@@ -409,7 +409,7 @@ def _prompts(
         games = environments.data(top)
         held_out = environments.tasks(top, top.val_env_manager) if top.val_env_manager else None
         if None not in sections.teachers.values():  # rewards are the games' own
-            check_files.check_tags(roles, (), games, held_out, top.tell)
+            check_files.check_tags(roles, (), games, held_out, top.diag)
         return games, None
     training = roles.train.worker.data_args if roles.train else None
     data = check_files.read_data(training, top, top.prompt_length) if training else None
@@ -417,12 +417,12 @@ def _prompts(
     if top.validation and (sections.rewards or top.workflow):
         validation = check_files.read_data(top.validation.data_args, top, top.prompt_length, training)
     elif top.validation and roles.mode == "pure":
-        top.tell.remark("validation", "is left out, there is no reward to score the answers; write rewards.math_rule")
+        top.diag.note("validation", "is left out, there is no reward to score the answers; write rewards.math_rule")
     if None not in sections.rewards.values():  # else tags would seem to have no reward
         if training and data:
             data = replace(data, streams=check_files.read_streams(training, data, rewards))
         if None not in sections.teachers.values():
-            check_files.check_tags(roles, rewards, data, validation, top.tell)
+            check_files.check_tags(roles, rewards, data, validation, top.diag)
     if top.workflow:  # it makes the prompts itself
         data, validation = (found and _tasks(found, top.response_key) for found in (data, validation))
     return data, validation
@@ -439,7 +439,7 @@ def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
     share, section = top.expert_data_ratio, top.demonstrations
     if section is None:
         if share:
-            top.tell.problem(
+            top.diag.error(
                 "demonstrations",
                 f"is missing; policy loss {top.policy_loss} learns a share of each batch (expert_data_ratio {share:g})"
                 " from demonstrations, rows with answers; write demonstrations.data_args.file_name",
@@ -447,7 +447,7 @@ def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
         return None
     if not share:
         if loss_facts(top.policy_loss).needs != "demonstrations":  # else the share is what is wrong, and told so
-            top.tell.problem(
+            top.diag.error(
                 "demonstrations",
                 f"is written, but policy loss {top.policy_loss} learns nothing from it; use algorithm_type mix or"
                 " mix_chord, or remove the section",
@@ -455,14 +455,14 @@ def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
         return None
     if agentic:
         text = "joins the answers to prompts, not yet the trajectories of environments; remove it"
-        top.tell.block("demonstrations", text)
+        top.diag.unsupported("demonstrations", text)
         return None
     args = section.data_args
     data = check_files.read_answers(args, top, section, length, "prompt_length + response_length", "sft")
     if data is None:
         return None
     if not first_tags(data)[0]:
-        args.tell.problem("file_name", f"no row can be read in {', '.join(data.files)}; give rows with answers")
+        args.diag.error("file_name", f"no row can be read in {', '.join(data.files)}; give rows with answers")
         return None
     return replace(data, streams=check_files.read_streams(args, data))
 
@@ -474,20 +474,20 @@ def _supervised_objective(top: Supervised) -> ObjectivePlan:
         row = algorithm(name)
         loss = POLICY_LOSSES.located(row.policy_loss)
     except AlgorithmError as error:
-        top.tell.problem("algorithm_type", str(error))
+        top.diag.error("algorithm_type", str(error))
         return objective
     if row.schema != top.schema:
         reads = f"and this pipeline reads {top.schema}"
-        top.tell.problem("algorithm_type", f"{name} learns from rows of schema {row.schema}, {reads}")
+        top.diag.error("algorithm_type", f"{name} learns from rows of schema {row.schema}, {reads}")
     for key, sentence in top.refusals().items():
-        top.tell.block(key, sentence)
+        top.diag.unsupported(key, sentence)
     arguments = {key: value for key in top.loss_arguments if (value := getattr(top, key)) is not None}
     own = loss_facts(row.policy_loss).loss_agg_mode
     kl_loss_coef = getattr(top, "kl_loss_coef", None)
     if kl_loss_coef is None:  # a row of Trinity-RFT's has its KL loss where it is named; ROLL's DPO has none
         kl_loss_coef = KL_LOSS_COEF if top.algorithm_type and row.kl_loss and top.has_reference else 0.0
     if own and top.loss_agg_mode not in (None, own):
-        top.tell.problem(
+        top.diag.error(
             "loss_agg_mode",
             f"policy loss {row.policy_loss} is one number a pair; {top.loss_agg_mode} would weigh pairs by their"
             f" length; use {own}",
@@ -509,16 +509,14 @@ def _steps(top: Supervised, train: Role, data: DataPlan | None, rows: int) -> tu
     epochs, key = args.num_train_epochs, "num_train_epochs"
     if top.max_steps is not None and top.max_steps > 0:
         if epochs:
-            args.tell.remark(key, f"{epochs:g} has no effect beside max_steps {top.max_steps}")
+            args.diag.note(key, f"{epochs:g} has no effect beside max_steps {top.max_steps}")
         return top.max_steps, None
     if not epochs:
-        top.tell.problem("max_steps", f"is missing; write it, or {args.tell.at(key)}")
+        top.diag.error("max_steps", f"is missing; write it, or {args.diag.at(key)}")
     elif data is not None:
-        with train.worker.data_args.tell.about("file_name", DataError):
+        with train.worker.data_args.diag.catching("file_name", DataError):
             found = count_rows(data)
             if steps := whole_steps(epochs, found, rows):
                 return steps, epochs
-            args.tell.problem(
-                key, f"{epochs:g} epochs of {found} rows are less than one step of {rows}; write max_steps"
-            )
+            args.diag.error(key, f"{epochs:g} epochs of {found} rows are less than one step of {rows}; write max_steps")
     return 1, None

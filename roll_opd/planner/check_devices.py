@@ -25,7 +25,7 @@ def check_devices(roles: list[Role], top: Run) -> None:
     known = [(role, set(role.strategy.devices)) for role in roles if role.strategy.devices]
     for role, devices in known:
         if max(devices) >= total:
-            role.tell.block(  # ROLL's own YAML reach beyond their num_nodes; ROLL overwrites it
+            role.diag.unsupported(  # ROLL's own YAML reach beyond their num_nodes; ROLL overwrites it
                 "device_mapping",
                 f"device {max(devices)} does not exist: num_nodes {top.num_nodes} x num_gpus_per_node"
                 f" {top.num_gpus_per_node} gives devices 0 to {total - 1}; raise num_nodes, leave it out"
@@ -33,7 +33,7 @@ def check_devices(roles: list[Role], top: Run) -> None:
             )
         layout = role.strategy.layout
         if role.job == "rollout" and layout and layout.tp > top.num_gpus_per_node:
-            role.tell.problem(
+            role.diag.error(
                 f"{OPTIONS}.tensor_parallel_size",
                 f"an engine of {layout.tp} devices does not fit into one node of {top.num_gpus_per_node};"
                 " use a smaller one",
@@ -41,9 +41,9 @@ def check_devices(roles: list[Role], top: Run) -> None:
         elif layout and (apart := _apart(role.strategy.devices or (), layout.tp, top.num_gpus_per_node)):
             where = f"devices {short_devices(apart)} are on several nodes of {top.num_gpus_per_node}"
             if role.job == "rollout":
-                role.tell.problem("device_mapping", f"an engine's {where}; an engine has to be inside one: change it")
+                role.diag.error("device_mapping", f"an engine's {where}; an engine has to be inside one: change it")
             else:
-                role.tell.remark(
+                role.diag.note(
                     "device_mapping",
                     f"{where}, and are one tensor-parallel group, which talks in every layer: slow over a network",
                 )
@@ -51,7 +51,7 @@ def check_devices(roles: list[Role], top: Run) -> None:
         shared = mine & theirs
         if shared and shared != mine and shared != theirs:
             here, there, both = (short_devices(sorted(devices)) for devices in (theirs, mine, shared))
-            other.tell.problem(
+            other.diag.error(
                 "device_mapping",
                 f"devices {here} and {one.path}'s {there} share only {both}; two roles can take turns on the same"
                 " devices, lie one inside the other or keep apart, but not overlap in part",
@@ -64,7 +64,7 @@ def _apart(devices: Sequence[int], tp: int, per_node: int) -> Sequence[int]:
     return next((group for group in groups if len({device // per_node for device in group}) > 1), ())
 
 
-def check_memory(plan: RunPlan, tell: Diagnostics) -> None:
+def check_memory(plan: RunPlan, diag: Diagnostics) -> None:
     """Refuse devices that cannot hold what stays in their memory; warn of those that activations would fill."""
     if plan.device_memory_gb is None:
         return
@@ -82,5 +82,5 @@ def check_memory(plan: RunPlan, tell: Diagnostics) -> None:
                 f" {readable_bytes(needs[most])} for {names}, {what}; give roles devices of their own, split them"
                 f" further, or lower gpu_memory_utilization{' or the tokens of a micro-batch' if computing else ''}"
             )
-            return tell.warn(text) if computing else tell.block("device_memory_gb", text)
+            return diag.add_warning(text) if computing else diag.unsupported("device_memory_gb", text)
     return None

@@ -37,7 +37,7 @@ def read_data(args: DataArgs, top: Run, length: int, training: DataArgs | None =
     `length` is the most tokens of a row. Columns that held-out data do not name are called as in the `training` data.
     """
     if not args.file_name:
-        args.tell.problem("file_name", "is missing; name the JSONL file of prompts")
+        args.diag.error("file_name", "is missing; name the JSONL file of prompts")
         return None
     files: list[Path] = []
     wrong: list[str] = []
@@ -51,7 +51,7 @@ def read_data(args: DataArgs, top: Run, length: int, training: DataArgs | None =
         wrong += [refused] if refused else []
     template = _template(args, top)
     for text in wrong:
-        args.tell.problem("file_name", text)
+        args.diag.error("file_name", text)
     if wrong:
         return None
     return DataPlan(
@@ -96,14 +96,14 @@ def _template(args: DataArgs, top: Run) -> str:
     if top.global_template:
         written["global_template"] = top.global_template
     if args.template:
-        written[args.tell.at("template")] = args.template
+        written[args.diag.at("template")] = args.template
     for key, name in written.items():
         if name not in TEMPLATES:
             near = nearest(name, TEMPLATES)
             hint = f"; did you mean {near!r}?" if near else "."
-            top.tell.problem(key, f"{name!r} is not a known template{hint} Known: {', '.join(TEMPLATES)}")
+            top.diag.error(key, f"{name!r} is not a known template{hint} Known: {', '.join(TEMPLATES)}")
     if top.global_template and args.template and top.global_template != args.template:
-        args.tell.remark("template", f"{args.template} has no effect beside global_template {top.global_template}")
+        args.diag.note("template", f"{args.template} has no effect beside global_template {top.global_template}")
     return top.global_template or args.template or "native"
 
 
@@ -117,7 +117,7 @@ def read_streams(args: DataArgs, data: DataPlan, rewards: Sequence[RewardPlan] =
         if not rewards and len(args.domain_interleave_probs) == 1:
             return ()  # one domain and no rewards that could say what belongs to it: everything
         if len(args.interleave_probs) > 1:
-            args.tell.warn(f"{args.tell.at('interleave_probs')} has no effect beside domain_interleave_probs")
+            args.diag.add_warning(f"{args.diag.at('interleave_probs')} has no effect beside domain_interleave_probs")
         return _by_domain(args, data, rewards)
     return _by_file(args) if args.interleave_probs else ()
 
@@ -133,7 +133,7 @@ def _by_domain(args: DataArgs, data: DataPlan, rewards: Sequence[RewardPlan]) ->
             known = sorted({*domains, *tags})
             near = nearest(name, known)
             hint = f"; did you mean {near!r}?" if near else "; write one of those that exist:"
-            args.tell.problem(
+            args.diag.error(
                 f"{key}.{name}",
                 f"{share:g} is given to {name!r}, which is neither a domain of rewards nor a tag of the data{hint}"
                 f" Known: {', '.join(known)}",
@@ -142,9 +142,9 @@ def _by_domain(args: DataArgs, data: DataPlan, rewards: Sequence[RewardPlan]) ->
         stream = StreamPlan(name, weight, domains.get(name, (name,)))
         for other in streams:
             if (both := shared_tags(stream.tags, other.tags)) is not None:
-                args.tell.problem(f"{key}.{name}", f"{both} also belongs to {other.name!r}; a row has one domain")
+                args.diag.error(f"{key}.{name}", f"{both} also belongs to {other.name!r}; a row has one domain")
         if weight and complete and stream.tags is not None and not tags.intersection(stream.tags):
-            args.tell.remark(
+            args.diag.note(
                 f"{key}.{name}",
                 f"no row of the data has one of its tags ({', '.join(stream.tags)}); a run with this data will be"
                 " refused",
@@ -159,9 +159,7 @@ def _by_file(args: DataArgs) -> tuple[StreamPlan, ...]:
     if len(weights) == 1:
         return ()
     if len(weights) != len(names):
-        args.tell.problem(
-            key, f"{len(weights)} probabilities for {len(names)} entries of file_name; write one for each"
-        )
+        args.diag.error(key, f"{len(weights)} probabilities for {len(names)} entries of file_name; write one for each")
         return ()
     streams: list[StreamPlan] = []
     short = [Path(name).name for name in names]
@@ -169,7 +167,7 @@ def _by_file(args: DataArgs) -> tuple[StreamPlan, ...]:
         files = tuple(map(str, find_files(name, args.dataset_dir)))
         for other in streams:
             if both := set(files).intersection(other.files or ()):
-                args.tell.problem(key, f"{min(both)} is in two entries of file_name; name each file once")
+                args.diag.error(key, f"{min(both)} is in two entries of file_name; name each file once")
         streams.append(StreamPlan(last if short.count(last) == 1 else name, weight, files=files))
     return tuple(streams)
 
@@ -181,7 +179,7 @@ def _with_rest(args: DataArgs, shares: Mapping[str, float]) -> list[float]:
     if total >= 1 - SHARE_TOLERANCE - 1e-9:
         return list(shares.values())
     left = 1 - sum(shares[name] for name in others)
-    args.tell.remark(
+    args.diag.note(
         "domain_interleave_probs",
         f"the shares sum to {total:g}; as in ROLL the last domain gets what the others leave: {last} {left:g} instead"
         f" of {shares[last]:g}",
@@ -193,7 +191,7 @@ def _weights(args: DataArgs, key: str, shares: Sequence[float]) -> list[float]:
     total = sum(shares)
     if abs(total - 1) > SHARE_TOLERANCE + 1e-9:
         written = ", ".join(f"{share:g}" for share in shares)
-        args.tell.problem(key, f"{written} sum to {total:g}; change them so that they sum to 1")
+        args.diag.error(key, f"{written} sum to {total:g}; change them so that they sum to 1")
         return list(shares)
     return [share / total for share in shares]
 
@@ -210,7 +208,7 @@ def check_tags(
     rewards: tuple[RewardPlan, ...],
     data: DataPlan | None,
     validation: DataPlan | None,
-    tell: Diagnostics,
+    diag: Diagnostics,
 ) -> None:
     """Check that every tag in the data has a teacher (in training), and a reward worker where rewards count."""
     teacher_tags = {role.path: role.worker.tag_included or None for role in roles.teachers.values()}
@@ -220,7 +218,7 @@ def check_tags(
     all_tags = _tags(data)
     train_tags = {tag for tag in all_tags if data and data.draws(tag)}
     if never := sorted(all_tags - train_tags):
-        tell.warn(
+        diag.add_warning(
             f"rows with tag {', '.join(never)} are never drawn: no domain of domain_interleave_probs with a share"
             " has them"
         )
@@ -229,22 +227,20 @@ def check_tags(
     unscored = {tag for tag in present if rewards and not any(reward.accepts(tag) for reward in rewards)}
     for tag in sorted(train_tags):
         if teacher_tags and not any(tags is None or tag in tags for tags in teacher_tags.values()):
-            tell.problem(
-                "teacher", f"no teacher has tag {tag!r} of the training data in its tag_included; add it there"
-            )
+            diag.error("teacher", f"no teacher has tag {tag!r} of the training data in its tag_included; add it there")
         if tag in unscored:
             text = f"no reward has tag {tag!r} of the training data in its tag_included"
             if roles.mode == "pure":
-                tell.warn(f"rewards: {text}; its reward is not monitored")
+                diag.add_warning(f"rewards: {text}; its reward is not monitored")
             else:
                 domains = ", ".join(reward.domain for reward in rewards)
-                tell.problem("rewards", f"{text}; add it to one of {domains}")
+                diag.error("rewards", f"{text}; add it to one of {domains}")
     for tag in sorted(validation_tags & unscored):
         text = f"no reward has tag {tag!r} of the validation data in its tag_included; add it"
-        tell.block("rewards", text)
+        diag.unsupported("rewards", text)
     for path, tags in chosen.items():
         if tags and present and not present.intersection(tags):
-            tell.warn(f"{path}.tag_included: none of {', '.join(tags)} occurs in the data")
+            diag.add_warning(f"{path}.tag_included: none of {', '.join(tags)} occurs in the data")
 
 
 def _tags(data: DataPlan | None) -> set[str]:
@@ -259,7 +255,7 @@ def compare_models(roles: Roles, top: Run | None) -> None:
         return
     _check_vocabulary(train)
     if infer is not None and infer.info is not None and infer.info.path != train.info.path:
-        infer.tell.problem(
+        infer.diag.error(
             MODEL,
             f"{infer.info.path} is not the model that {train.path} trains ({train.info.path}); leave it out",
         )
@@ -272,10 +268,10 @@ def compare_models(roles: Roles, top: Run | None) -> None:
         if role.info is None:
             continue
         if not (may_be_itself or follows(role) or has_context(role)):
-            with role.tell.about(MODEL):
+            with role.diag.catching(MODEL):
                 if same_weights(train.info, role.info):
                     same = "path" if train.info.path == role.info.path else "weights"
-                    role.tell.problem(
+                    role.diag.error(
                         MODEL,
                         f"the teacher has the student's {same} ({role.info.path}), so there is nothing to learn from"
                         " it; give another model, let it see more (hint, system_prompt), or set"
@@ -285,7 +281,7 @@ def compare_models(roles: Roles, top: Run | None) -> None:
             continue
         _check_vocabulary(role)
         if role.info.vocab < train.info.vocab:
-            role.tell.remark(
+            role.diag.note(
                 "",
                 f"the teacher has {role.info.vocab} token ids, the student {train.info.vocab}; the ids between are"
                 " padding that the student must not sample; opd_objective: sampled compares log-probs that count what"
@@ -302,22 +298,22 @@ def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True
         return False
     if not (has_tokenizer(role.info.path) and has_tokenizer(train.info.path)):
         return False  # told by the roles
-    with role.tell.about(MODEL, ModelFilesError):
+    with role.diag.catching(MODEL, ModelFilesError):
         found = compare_tokenizers(train.info.path, role.info.path, what)
         sentence = f"the tokenizers of student and {what} differ: {found.conflict}"
         if found.conflict and refuses:
             way_out = ", or set teacher_tokenizer_check: warn to go on" if what == "teacher" else ""
-            role.tell.problem(
+            role.diag.error(
                 MODEL, f"{sentence}; a {what} can only score tokens that it has, so give a model of one family{way_out}"
             )
         elif found.conflict:
-            role.tell.remark(MODEL, f"{sentence}; its log-probs of such tokens mean nothing")
+            role.diag.note(MODEL, f"{sentence}; its log-probs of such tokens mean nothing")
         if found.differences:
             counts = "the student's tokenizer and template count"
             if what == "teacher":
                 own = getattr(role.worker, "template", None)
                 counts = f"the teacher reads template {own}" if own else f"{counts}, unless template: native is written"
-            role.tell.remark(
+            role.diag.note(
                 "",
                 f"the tokenizers of student and {what} differ in what no token id depends on:"
                 f" {'; '.join(found.differences)}; {counts}",
@@ -327,10 +323,10 @@ def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True
 
 
 def _check_vocabulary(role: Role) -> None:
-    with role.tell.about(MODEL, ModelFilesError):
+    with role.diag.catching(MODEL, ModelFilesError):
         largest = largest_token_id(role.info.path) if role.info else None
         if role.info and largest is not None and largest >= role.info.vocab:
-            role.tell.problem(
+            role.diag.error(
                 MODEL,
                 f"the tokenizer uses token id {largest}, but the model has only {role.info.vocab} (vocab_size); give"
                 " model and tokenizer of the same release",
@@ -340,11 +336,11 @@ def _check_vocabulary(role: Role) -> None:
 def check_output(top: Run, exp_name: str, student: ModelInfo | None) -> str:
     """Return `output_dir`, `~` replaced; check that the run directory can be made and that a checkpoint fits on it."""
     if not exp_name or "/" in exp_name or exp_name in (".", ".."):
-        top.tell.problem("exp_name", f"{exp_name!r} cannot name a directory; use letters, digits, - and _")
+        top.diag.error("exp_name", f"{exp_name!r} cannot name a directory; use letters, digits, - and _")
     elif len(os.fsencode(exp_name)) > LONGEST_NAME:
-        top.tell.problem("exp_name", f"{exp_name!r} is longer than the {LONGEST_NAME} bytes of a directory's name")
+        top.diag.error("exp_name", f"{exp_name!r} is longer than the {LONGEST_NAME} bytes of a directory's name")
     else:
-        with top.tell.about("output_dir"):
+        with top.diag.catching("output_dir"):
             _check_place(top, expanded(top.output_dir).absolute() / exp_name, student)
     return os.path.expanduser(top.output_dir)
 
@@ -352,14 +348,14 @@ def check_output(top: Run, exp_name: str, student: ModelInfo | None) -> str:
 def _check_place(top: Run, wanted: Path, student: ModelInfo | None) -> None:
     place = next(parent for parent in (wanted, *wanted.parents) if parent.exists())
     if not place.is_dir():
-        top.tell.problem("output_dir", f"{place} is a file, so {wanted} cannot be made; choose another directory")
+        top.diag.error("output_dir", f"{place} is a file, so {wanted} cannot be made; choose another directory")
     elif not os.access(place, os.W_OK | os.X_OK):
-        top.tell.block("output_dir", f"{place} may not be written; choose another directory")
+        top.diag.unsupported("output_dir", f"{place} may not be written; choose another directory")
     elif student is not None:
         needed = student.parameters * CHECKPOINT_BYTES_PER_PARAMETER
         free = shutil.disk_usage(place).free
         if free < needed:
-            top.tell.block(
+            top.diag.unsupported(
                 "output_dir",
                 f"one checkpoint of {student.parameters:,} parameters takes about {needed / 2**30:.1f} GiB, but {place}"
                 f" has {free / 2**30:.1f} GiB free; choose another directory",
@@ -370,11 +366,11 @@ def read_resume(top: Run) -> bool | str:
     """Return what to resume from: False, True (the newest of this experiment) or an existing directory."""
     if isinstance(top.resume_from_checkpoint, bool):
         return top.resume_from_checkpoint
-    with top.tell.about("resume_from_checkpoint"):
+    with top.diag.catching("resume_from_checkpoint"):
         found = find_path(top.resume_from_checkpoint)
         if found is not None and found.is_dir():
             return str(found)
-        top.tell.problem(
+        top.diag.error(
             "resume_from_checkpoint",
             f"{top.resume_from_checkpoint!r} is no directory; give a run or checkpoint directory, or true",
         )

@@ -33,17 +33,17 @@ STEP_KEYS = frozenset({"step_reward_gamma", "episode_reward_weight", "step_rewar
 
 def check_objective(top: Top, mode: str, agentic: bool) -> None:
     """Say what contradicts the mode, what has no effect in it, and what cannot be computed yet."""
-    top.tell.ignore(*(key for key in _unread(top, mode, agentic) if _given(top, key) is not None))
+    top.diag.unused(*(key for key in _unread(top, mode, agentic) if _given(top, key) is not None))
     if top.importance_sampling not in (None, "token", "seq"):
-        top.tell.block("importance_sampling", f"{top.importance_sampling} is not available yet; remove the key")
+        top.diag.unsupported("importance_sampling", f"{top.importance_sampling} is not available yet; remove the key")
     if top.async_generation_ratio:
         allowed = f"{top.async_generation_ratio:g} lets generation run ahead of training; here it never does"
-        top.tell.remark("async_generation_ratio", f"{allowed}, every sample is of the newest weights")
+        top.diag.note("async_generation_ratio", f"{allowed}, every sample is of the newest weights")
     if top.kl_loss_fn is not None:
-        top.tell.is_one_of("kl_loss_fn", top.kl_loss_fn, ("none", "k1", *KL_LOSSES))
-    top.tell.is_one_of("kl_penalty", top.kl_penalty, (*KL_PENALTIES, *KL_PENALTIES_LATER))
+        top.diag.is_one_of("kl_loss_fn", top.kl_loss_fn, ("none", "k1", *KL_LOSSES))
+    top.diag.is_one_of("kl_penalty", top.kl_penalty, (*KL_PENALTIES, *KL_PENALTIES_LATER))
     _check_functions(top, mode)
-    if top.tell.is_one_of("opd_divergence", top.opd_divergence, DIVERGENCE_NAMES) and mode != "rl":
+    if top.diag.is_one_of("opd_divergence", top.opd_divergence, DIVERGENCE_NAMES) and mode != "rl":
         _check_distillation(top)
     correction.check(top, mode)
     _check_clip_range(top)
@@ -94,36 +94,36 @@ def _unread(top: Top, mode: str, agentic: bool) -> Iterator[str]:
 def _check_reward_part(top: Top, agentic: bool) -> None:
     """Check what a run that learns from rewards has: a critic, normalised rewards, KLs to the reference policy."""
     if top.adv_estimator == "gae" and top.critic_warmup >= top.max_steps:
-        top.tell.problem(
+        top.diag.error(
             "critic_warmup",
             f"{top.critic_warmup} steps of the critic alone leave none of max_steps {top.max_steps} for the student;"
             " lower it",
         )
     if top.adv_estimator == "on_policy_distill":
-        top.tell.problem(
+        top.diag.error(
             "adv_estimator",
             "'on_policy_distill' is what pure distillation sets itself; write reinforce or grpo for the reward",
         )
     if top.adv_estimator in ADVANTAGES.elsewhere:
         known = " or ".join(name for name in ADVANTAGES.builtin if name != "on_policy_distill")
-        top.tell.block("adv_estimator", f"{top.adv_estimator!r} is not available yet; use {known}")
+        top.diag.unsupported("adv_estimator", f"{top.adv_estimator!r} is not available yet; use {known}")
     if (top.use_kl_loss or top.add_token_level_kl) and top.kl_penalty in KL_PENALTIES_LATER:
         known = ", ".join(dict.fromkeys(KL_PENALTIES.values()))
-        top.tell.block("kl_penalty", f"{top.kl_penalty!r} is not available yet; use one of {known}")
+        top.diag.unsupported("kl_penalty", f"{top.kl_penalty!r} is not available yet; use one of {known}")
     # in environments reward_normalization says it
     is_rolls_grpo = not agentic and top.adv_estimator == "grpo" and NAMES_OF_A_LOSS.isdisjoint(top.written)
     for key in NORMS:
         value = getattr(top, key)
         if is_rolls_grpo and key in top.written and value not in ("group", "running"):
-            top.tell.say(key, f"{value or 'null'} counts; ROLL's grpo takes group, as it is here without the key")
+            top.diag.warn(key, f"{value or 'null'} counts; ROLL's grpo takes group, as it is here without the key")
         if value == "running":
-            top.tell.block(key, "'running' is not available yet; use batch or group")
+            top.diag.unsupported(key, "'running' is not available yet; use batch or group")
     if top.use_kl_loss and not top.kl_loss_coef:
-        top.tell.remark("use_kl_loss", "true has no effect while kl_loss_coef is 0 (ROLL's default)")
+        top.diag.note("use_kl_loss", "true has no effect while kl_loss_coef is 0 (ROLL's default)")
     if top.add_token_level_kl and top.init_kl_coef == 0:
-        top.tell.remark("add_token_level_kl", "true has no effect while init_kl_coef is 0")
+        top.diag.note("add_token_level_kl", "true has no effect while init_kl_coef is 0")
         if top.target_kl is not None:
-            top.tell.problem(
+            top.diag.error(
                 "target_kl",
                 "the coefficient is multiplied from step to step, and init_kl_coef 0 stays 0; give one above 0",
             )
@@ -134,17 +134,17 @@ def check_samples(top: Top, responses: int, has_rewards: bool) -> None:
     if not has_rewards:
         for key in ("difficulty_mask", "error_max_len_clip"):
             if getattr(top, key):
-                top.tell.problem(key, "true decides by rewards, and there are none; remove it, or write rewards")
+                top.diag.error(key, "true decides by rewards, and there are none; remove it, or write rewards")
     if top.difficulty_mask and responses == 1:
-        top.tell.say("difficulty_mask", "true has no effect with one response a prompt, as in ROLL")
+        top.diag.warn("difficulty_mask", "true has no effect with one response a prompt, as in ROLL")
     if top.difficulty_mask and top.difficulty_low_threshold >= top.difficulty_high_threshold:
-        top.tell.problem(
+        top.diag.error(
             "difficulty_low_threshold",
             f"{top.difficulty_low_threshold:g} is not below difficulty_high_threshold"
             f" {top.difficulty_high_threshold:g}, so that no prompt is learned from; lower it",
         )
     if top.rl_loss_coef == 0:
-        top.tell.say("rl_loss_coef", "0 takes the policy loss away, and with it all that rewards and advantages teach")
+        top.diag.warn("rl_loss_coef", "0 takes the policy loss away, and with it all that rewards and advantages teach")
 
 
 def clip_range(top: Top) -> tuple[float, float]:
@@ -170,7 +170,7 @@ def _check_clip_range(top: Top) -> None:
     written = {key: value for key in ("pg_clip_low", "pg_clip_high") if (value := getattr(top, key)) is not None}
     if written and not _reads_clip_range(top) and set(written.values()) != {top.pg_clip}:
         shown = ", ".join(f"{key} {value:g}" for key, value in written.items())
-        top.tell.say(
+        top.diag.warn(
             next(iter(written)),
             f"without use_pg_clip_range: true, {shown} have no effect, as in ROLL; pg_clip {top.pg_clip:g} counts",
         )
@@ -181,13 +181,13 @@ def _check_beside_teachers(top: Top, mode: str) -> None:
     if top.whiten_advantages:
         pure = mode == "pure"
         instead = "has no effect in pure distillation" if pure else "whitens the reward's part of an advantage alone"
-        top.tell.say(
+        top.diag.warn(
             "whiten_advantages",
             f"true {instead}; ROLL whitens the teachers' too, after which half of all tokens are learned as if the"
             " student were likelier than the teacher there",
         )
     if KL_PENALTIES.get(top.kl_penalty) != "kl":
-        top.tell.say(
+        top.diag.warn(
             "kl_penalty",
             f"{top.kl_penalty} is not taken of the teachers here (ROLL does): their part stays student - teacher"
             " log-prob, whose expected gradient is that of the reverse KL",
@@ -212,14 +212,14 @@ def check_steps(top: Top, agentic: bool, whole: Sequence[str]) -> None:
     """
     name, facts = top.adv_estimator, advantage_facts(top.adv_estimator)
     if facts.adds_steps and whole:
-        top.tell.problem(
+        top.diag.error(
             "adv_estimator",
             f"{name} reads the reward of each action, and {', '.join(whole)} makes one sample of a trajectory; write"
             " env_manager_cls: roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager there, or use"
             " agentic_reinforce or grpo",
         )
     if facts.reads_states and not (agentic or top.workflow):
-        top.tell.problem(
+        top.diag.error(
             "adv_estimator",
             f"{name} compares actions from one state of an environment, and an answer to a prompt has none; use grpo",
         )
@@ -229,7 +229,7 @@ def check_steps(top: Top, agentic: bool, whole: Sequence[str]) -> None:
             if agentic
             else "norm_mean_type and norm_std_type are null; write norm_mean_type: group"
         )
-        top.tell.remark("adv_estimator", f"{name} compares nothing while {instead}")
+        top.diag.note("adv_estimator", f"{name} compares nothing while {instead}")
 
 
 def _check_functions(top: Top, mode: str) -> None:
@@ -238,7 +238,7 @@ def _check_functions(top: Top, mode: str) -> None:
     measures_kl = top.use_kl_loss and mode != "pure"
     facts = loss_facts(top.policy_loss)
     if facts.needs == "pairs":
-        top.tell.block(
+        top.diag.unsupported(
             "policy_loss",
             f"{top.policy_loss!r} reads pairs, which no rollout gives; run it with start_dpo_pipeline.py, or use"
             " another loss",
@@ -255,7 +255,7 @@ def _check_functions(top: Top, mode: str) -> None:
         expert_data_ratio=top.expert_data_ratio or 0.0,
         opd_objective=top.opd_objective,
     ):
-        top.tell.problem("kl_loss_fn" if "KL loss" in sentence else "policy_loss", sentence)
+        top.diag.error("kl_loss_fn" if "KL loss" in sentence else "policy_loss", sentence)
 
 
 def check_groups(top: Top, responses: int, *, agentic: bool, by_tag: bool) -> None:
@@ -267,14 +267,14 @@ def check_groups(top: Top, responses: int, *, agentic: bool, by_tag: bool) -> No
     compares = advantage_facts(top.adv_estimator).baseline and not by_tag
     key = "train_env_manager.group_size" if agentic else "num_return_sequences_in_group"
     if compares and top.norm_mean_type != "batch" and responses == 1:
-        top.tell.remark(
+        top.diag.note(
             "adv_estimator",
             f"{top.adv_estimator} has no baseline with one response a prompt, so each reward counts as it is; set {key}"
             " to 2 or more",
         )
     samples = top.rollout_batch_size * responses
     if top.add_token_level_kl and top.target_kl is not None and samples >= FEWEST_STEPS * top.kl_horizon:
-        top.tell.problem(
+        top.diag.error(
             "kl_horizon",
             f"{top.kl_horizon} samples are too few for {samples} a step: the coefficient changes by up to a fifth in as"
             f" many, and would fall to 0 or below it; give more than {samples // FEWEST_STEPS}",
@@ -287,7 +287,7 @@ def check_rewards(top: Top, rewards: Sequence[RewardPlan]) -> None:
         return
     for reward in rewards:
         if not (reward.query_filter or reward.response_filter):
-            top.tell.remark(
+            top.diag.note(
                 f"rewards.{reward.domain}",
                 f"teaches nothing, as policy loss {top.policy_loss} reads no advantages and no"
                 " filter selects samples by their reward; write response_filter_config (rejection sampling), or"
@@ -303,22 +303,22 @@ def check_signals(top: Top, roles: Roles, rewards: Sequence[RewardPlan]) -> None
     facts, teachers = loss_facts(top.policy_loss), roles.teachers.values()
     own_coefs = [teacher.worker.opd_kl_coef for teacher in teachers]
     if own_coefs and None not in own_coefs and "opd_kl_coef" in top.written:
-        top.tell.remark("opd_kl_coef", "has no effect, as every teacher has its own; remove it")
+        top.diag.note("opd_kl_coef", "has no effect, as every teacher has its own; remove it")
     distils = any(top.opd_kl_coef if own is None else own for own in own_coefs)
     learns_samples = top.policy_loss not in POLICY_LOSSES.builtin or not facts.reads_advantages or facts.needs
     if distils or learns_samples or top.entropy_loss_coef:
         return
     else_nothing = "and nothing else teaches the student, whose weights would stay as they are"
     if roles.mode == "pure":
-        tell = next((role.tell for role in teachers if role.worker.opd_kl_coef is not None), top.tell)
+        diag = next((role.diag for role in teachers if role.worker.opd_kl_coef is not None), top.diag)
         if teachers:
-            tell.problem("opd_kl_coef", f"0 takes away what the teachers teach, {else_nothing}; give one above 0")
+            diag.error("opd_kl_coef", f"0 takes away what the teachers teach, {else_nothing}; give one above 0")
         return
     compares = (top.use_kl_loss and top.kl_loss_coef) or (top.add_token_level_kl and top.init_kl_coef)
     rewarded = top.workflow or any(term.weight for reward in rewards for term in reward.terms)
     if rewards and not (rewarded or compares) and top.adv_estimator in ADVANTAGES.builtin:
         also = " (as opd_kl_coef 0 does what the teachers teach)" if teachers else ""
-        top.tell.problem(
+        top.diag.error(
             f"rewards.{rewards[0].domain}.weight",
             f"0 takes away what the rewards teach{also}, {else_nothing}; give one another weight",
         )
@@ -331,7 +331,7 @@ def _check_pure(top: Top) -> None:
         if (value := _given(top, key)) is not None and value not in allowed
     ]
     if wrong:
-        top.tell.warn(
+        top.diag.add_warning(
             "pure distillation fixes adv_estimator (on_policy_distill), gamma 0, no critic, no KL loss and no"
             f" token-level KL; these settings have no effect: {', '.join(wrong)}"
         )
@@ -348,26 +348,26 @@ def _check_distillation(top: Top) -> None:
     objective, policy_gradient = top.opd_objective, top.opd_use_policy_gradient
     if objective == "sampled":
         if policy_gradient is False:
-            top.tell.problem(
+            top.diag.error(
                 "opd_use_policy_gradient",
                 "false makes a direct loss of student - teacher log-prob of the sampled token (k1), whose gradient does"
                 " not know the teacher; leave it out, or use opd_objective: topk or full",
             )
         if top.opd_divergence != "reverse_kl":
-            top.tell.problem(
+            top.diag.error(
                 "opd_divergence",
                 f"{top.opd_divergence} needs a sum over the vocabulary: sampled tokens estimate the reverse KL only;"
                 " use opd_objective: full or topk",
             )
         return
     if policy_gradient:
-        top.tell.problem(
+        top.diag.error(
             "opd_use_policy_gradient",
             f"true makes an advantage of the {objective} divergence, which is the same whatever token was sampled,"
             " so that its expected gradient is 0; leave it out, or use opd_objective: sampled",
         )
     if top.opd_kl_discount:
-        top.tell.problem(
+        top.diag.error(
             "opd_kl_discount",
             f"{top.opd_kl_discount:g} sums later tokens into an advantage, and opd_objective: {objective} has none"
             " from the teacher; set it to 0, or use opd_objective: sampled",
@@ -377,6 +377,6 @@ def _check_distillation(top: Top) -> None:
 def check_topk(top: Top, vocab_size: int) -> None:
     """Check a top-k against the smallest vocabulary of student and teachers."""
     if vocab_size and top.opd_objective == "topk" and top.opd_topk > vocab_size:
-        top.tell.problem(
+        top.diag.error(
             "opd_topk", f"{top.opd_topk} is more than the {vocab_size} token ids that student and teachers all have"
         )

@@ -16,7 +16,7 @@ KEY = "router_replay.mode"
 def check_turns(workflow: str | None, train: Role | None) -> None:
     """Refuse replay of what a workflow or an environment makes, whose turns do not bring their routes."""
     if workflow and train and train.worker.router_replay.mode != "disable":
-        train.worker.tell.problem(KEY, "routes of workflows and environments are not recorded yet; use disable")
+        train.worker.diag.error(KEY, "routes of workflows and environments are not recorded yet; use disable")
 
 
 def check(workers: Iterable[Worker], train: Role | None, infer: Role | None) -> None:
@@ -27,12 +27,12 @@ def check(workers: Iterable[Worker], train: Role | None, infer: Role | None) -> 
     students = [role.worker for role in (train, infer) if role]
     for worker in workers:
         if worker.router_replay.mode != "disable" and not any(worker is student for student in students):
-            worker.tell.problem(KEY, "routes are those of the student that samples; no other role has any: use disable")
+            worker.diag.error(KEY, "routes are those of the student that samples; no other role has any: use disable")
     if not (train and infer):
         return
     asked, returned = train.worker.router_replay.mode, infer.worker.router_replay.mode
     if asked != returned:
         both = f"{train.path}.{KEY} is {asked}, {infer.path}.{KEY} {returned}"
-        train.worker.tell.problem(KEY, f"{both}: what one replays the other records, so write the same in both")
+        train.worker.diag.error(KEY, f"{both}: what one replays the other records, so write the same in both")
     elif asked != "disable" and train.info and not train.info.experts:
-        train.worker.tell.problem(KEY, f"{train.info.path.name} has no experts to which tokens are sent; use disable")
+        train.worker.diag.error(KEY, f"{train.info.path.name} has no experts to which tokens are sent; use disable")

@@ -50,7 +50,7 @@ def _responses_per_prompt(top: Top, args: GeneratingArgs) -> int:
     own, group = args.num_return_sequences, top.num_return_sequences_in_group
     if own is not None and group is not None and own != group:
         text = f"{own} contradicts num_return_sequences_in_group {group}; write one of them"
-        args.tell.problem("num_return_sequences", text)
+        args.diag.error("num_return_sequences", text)
     return group or own or 1
 
 
@@ -60,23 +60,23 @@ def _response_length(top: Top, args: GeneratingArgs) -> int | None:
     if length is None and top.sequence_length is not None:
         length = top.sequence_length - top.prompt_length
         if length < 1:
-            top.tell.problem(
+            top.diag.error(
                 "sequence_length",
                 f"{top.sequence_length} leaves no room after prompt_length {top.prompt_length}; raise it",
             )
             return None
     length = length or asked
     if length is None:
-        top.tell.problem("response_length", "is missing; write response_length or sequence_length")
+        top.diag.error("response_length", "is missing; write response_length or sequence_length")
         return None
     if top.sequence_length is not None and top.prompt_length + length > top.sequence_length:
-        top.tell.problem(
+        top.diag.error(
             "sequence_length",
             f"{top.sequence_length} is less than prompt_length {top.prompt_length} + response_length {length};"
             " raise it or leave it out",
         )
     if asked is not None and asked != length:
-        args.tell.say(
+        args.diag.warn(
             "max_new_tokens",
             f"{asked} and the response length {length} differ, and the smaller counts (in ROLL the response length)",
         )
@@ -94,13 +94,13 @@ def _held_out_length(top: Top) -> int | None:
         return asked
     if prompt is None or both is None:
         missing = "val_prompt_length" if prompt is None else "val_sequence_length"
-        top.tell.problem(missing, "is missing; write both val_prompt_length and val_sequence_length, or neither")
+        top.diag.error(missing, "is missing; write both val_prompt_length and val_sequence_length, or neither")
         return asked
     if both <= prompt:
-        top.tell.problem("val_sequence_length", f"{both} leaves no room after val_prompt_length {prompt}; raise it")
+        top.diag.error("val_sequence_length", f"{both} leaves no room after val_prompt_length {prompt}; raise it")
         return asked
     if asked not in (None, both - prompt):
-        args.tell.say(
+        args.diag.warn(
             "max_new_tokens",
             f"{asked} has no effect beside val_sequence_length, which leaves {both - prompt}, as in ROLL",
         )
@@ -109,7 +109,7 @@ def _held_out_length(top: Top) -> int | None:
 
 def _check_lengths(top: Top, roles: Roles, args: GeneratingArgs, response: int, held_out: int | None) -> None:
     """Check the tokens of a response, and those of `held_out` answers, against the models and a max_model_len."""
-    infer, key = roles.infer, args.tell.at("max_new_tokens") if args.max_new_tokens else "response_length"
+    infer, key = roles.infer, args.diag.at("max_new_tokens") if args.max_new_tokens else "response_length"
     its_own = "val_sequence_length" if top.val_sequence_length else "validation.generating_args.max_new_tokens"
     for new, its_key in ((response, key), (held_out, its_own)):
         if new:
@@ -122,15 +122,15 @@ def _check_lengths(top: Top, roles: Roles, args: GeneratingArgs, response: int, 
     key = f"{OPTIONS}.max_model_len"
     if length <= top.prompt_length:
         text = f"{length} leaves no token for the response to a prompt of {top.prompt_length}; leave it out or raise it"
-        infer.tell.problem(key, text)
+        infer.diag.error(key, text)
     elif length < needed:
         text = f"cuts sequences of up to {needed} tokens at {length}, as in ROLL: a response has what its prompt leaves"
-        infer.tell.say(key, text)
+        infer.diag.warn(key, text)
     if infer.info is not None and length > infer.info.max_positions:
-        infer.tell.problem(key, f"{length} is more than the model's {infer.info.max_positions} positions; lower it")
+        infer.diag.error(key, f"{length} is more than the model's {infer.info.max_positions} positions; lower it")
 
 
-def check_batched_tokens(engine: RolloutPlan, tell: Diagnostics, on_cpu: bool) -> None:
+def check_batched_tokens(engine: RolloutPlan, diag: Diagnostics, on_cpu: bool) -> None:
     """Check the tokens that vLLM computes at once, as its `SchedulerConfig.verify_max_model_len` does.
 
     On a CPU engines cut no prompt in two, whatever is written, and have a number of sequences of their own.
@@ -141,13 +141,15 @@ def check_batched_tokens(engine: RolloutPlan, tell: Diagnostics, on_cpu: bool) -
         return
     if sequences and tokens < sequences:
         text = f"{tokens} is less than one token for each of the {sequences} sequences of max_num_seqs"
-        tell.problem(key, f"{text} (or max_running_requests), which vLLM refuses; raise it")
+        diag.error(key, f"{text} (or max_running_requests), which vLLM refuses; raise it")
     elif tokens < longest and args.get(whole) is False:
         text = f"{tokens} cannot hold a sequence of {longest} tokens (max_model_len), and {whole} is false"
-        tell.problem(key, f"{text}, which vLLM refuses; raise it, or remove {whole}")
+        diag.error(key, f"{text}, which vLLM refuses; raise it, or remove {whole}")
     elif on_cpu and tokens < (least := max(longest, 0 if sequences else VLLM_MAX_SEQUENCES)):
         text = f"{tokens} is less than the {least} that an engine without a GPU needs"
-        tell.block(key, f"{text} (the longest sequence as a whole, and one token for each); raise it or leave it out")
+        diag.unsupported(
+            key, f"{text} (the longest sequence as a whole, and one token for each); raise it or leave it out"
+        )
 
 
 def check_positions(top: Run, roles: list[Role], tokens: int, what: str, key: str) -> None:
@@ -155,7 +157,7 @@ def check_positions(top: Run, roles: list[Role], tokens: int, what: str, key: st
     models = {role.info.path: role.info for role in roles if role.info}
     short = [f"{info.path.name} ({info.max_positions})" for info in models.values() if tokens > info.max_positions]
     if short:
-        top.tell.problem(
+        top.diag.error(
             key,
             f"{what} is more than the positions of {' and '.join(short)}; lower it"
             " (max_position_embeddings in the model's config.json says how many there are)",
@@ -165,11 +167,11 @@ def check_positions(top: Run, roles: list[Role], tokens: int, what: str, key: st
 def _check_sampling(args: GeneratingArgs) -> None:
     """Check the rollout's sampling: it must sample, and warn where it is not the model's own distribution."""
     if args.temperature == 0:
-        args.tell.problem("temperature", "0 does not sample: the student would learn from one answer only; use 1")
+        args.diag.error("temperature", "0 does not sample: the student would learn from one answer only; use 1")
     reshaped = {"top_p": args.top_p != 1, "top_k": args.top_k > 0, "repetition_penalty": args.repetition_penalty != 1}
     names = [f"{name} {getattr(args, name)}" for name in reshaped if reshaped[name]]
     if names:
-        args.tell.remark(
+        args.diag.note(
             "",
             f"{', '.join(names)}: rollout log-probs are those of a truncated distribution, the teacher's and"
             " the training engine's are not; top_p 1, top_k -1, repetition_penalty 1 keep them comparable",
@@ -202,7 +204,7 @@ def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0
     mini, arithmetic = _per_update(args, dp)
     sequences = top.rollout_batch_size * n
     if sequences > MOST_SEQUENCES:
-        top.tell.problem(
+        top.diag.error(
             "rollout_batch_size",
             f"{top.rollout_batch_size} prompts x {n} responses are more than the {MOST_SEQUENCES:,} sequences that a"
             " step can hold; lower one of them",
@@ -210,14 +212,14 @@ def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0
         return None
     given = demonstration_rows(mini, share)
     if share and not (abs(mini * share - given) <= SHARE_TOLERANCE and 0 < given < mini):
-        top.tell.problem(
+        top.diag.error(
             "expert_data_ratio",
             f"{share:g} of a mini-batch of {mini} sequences {arithmetic} is {mini * share:g} demonstrations; change"
             " one of them, so that whole rows of both demonstrations and samples are in it",
         )
         return None
     if agentic and sequences % mini:
-        top.tell.remark(
+        top.diag.note(
             "rollout_batch_size",
             f"{sequences} trajectories a step are no multiple of the mini-batch of {mini}; the last update of a step is"
             " smaller",
@@ -226,7 +228,7 @@ def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0
     if sequences % (mini - given):
         left = f"the {mini - given} that {given} demonstrations leave in " if given else ""
         advice = "change one of them" if given else _fitting(sequences, args.per_device_train_batch_size * dp)
-        top.tell.problem(
+        top.diag.error(
             "rollout_batch_size",
             f"{top.rollout_batch_size} prompts x {n} responses = {sequences} sequences a step are no multiple of"
             f" {left}{train.path}'s mini-batch of {mini} {arithmetic}; {advice}",
@@ -241,7 +243,7 @@ def rows_per_step(top: Supervised, train: Role) -> tuple[int, int]:
     update, arithmetic = _per_update(train.worker.training_args, dp)
     rows = top.train_batch_size or update
     if rows % update:
-        top.tell.problem(
+        top.diag.error(
             "train_batch_size",
             f"{rows} rows a step are no multiple of the {update} of one update {arithmetic}; change one of them, or"
             " leave train_batch_size out",
@@ -273,9 +275,9 @@ def _check_micro_batch(worker: Worker, training: bool, longest: int, what: str) 
     key, tokens = _token_limit(worker, training)
     switch = f"use_dynamic_batching_in_{'train' if training else 'infer'}"
     if getattr(worker, switch) and not tokens:
-        worker.tell.problem(key, f"is missing; {switch} needs it, write a number of tokens")
+        worker.diag.error(key, f"is missing; {switch} needs it, write a number of tokens")
     if tokens and tokens < longest:
-        worker.tell.problem(key, f"{tokens} tokens cannot hold {what} ({longest} tokens); raise it")
+        worker.diag.error(key, f"{tokens} tokens cannot hold {what} ({longest} tokens); raise it")
 
 
 def _token_limit(worker: Worker, training: bool) -> tuple[str, int | None]:

@@ -17,36 +17,36 @@ def check(top: Top, mode: str) -> None:
     weight = correction.is_weight
     if weight.enabled:
         if not weight.detach:
-            weight.tell.ignore("detach")  # log-probs from before the update have no gradient
+            weight.diag.unused("detach")  # log-probs from before the update have no gradient
         if weight.method == "tis" and weight.lower_bound is not None:
-            weight.tell.problem("lower_bound", "truncated weights (tis) have an upper bound only; write method: icepop")
+            weight.diag.error("lower_bound", "truncated weights (tis) have an upper bound only; write method: icepop")
         _check_order(weight, *_bounds(weight))
     for section in (weight, *correction.filters):
         if section.written and "enabled" not in section.written:
-            section.tell.remark("", "has no effect without enabled: true")
+            section.diag.note("", "has no effect without enabled: true")
     for rule in correction.filters:
         filters = _filters(rule)
         if rule.enabled and not filters:
-            rule.tell.remark("", "leaves nothing out, as it has no bound that is enabled")
+            rule.diag.note("", "leaves nothing out, as it has no bound that is enabled")
         for read in filters:
             _check_order(rule, read.low, read.high)
     if mode == "pure" and top.opd_objective != "sampled":
         nothing = f"opd_objective: {top.opd_objective} in pure distillation has no policy loss"
         if weight.enabled:
-            correction.tell.problem("is_weight", f"{nothing}, which is what the weights multiply; use filters")
+            correction.diag.error("is_weight", f"{nothing}, which is what the weights multiply; use filters")
         if correction.negatives_delta is not None:
-            correction.tell.problem("negatives_delta", f"{nothing} and no advantages; use filters")
+            correction.diag.error("negatives_delta", f"{nothing} and no advantages; use filters")
     elif correction.negatives_delta is not None and not loss_facts(top.policy_loss).reads_advantages:
-        correction.tell.problem(
+        correction.diag.error(
             "negatives_delta", f"policy loss {top.policy_loss} reads no advantages, so none is negative; use filters"
         )
 
 
-def check_quantised(options: Mapping[str, object], tell: Diagnostics, top: Top) -> None:
+def check_quantised(options: Mapping[str, object], diag: Diagnostics, top: Top) -> None:
     """Warn of inference engines whose `options` round the student's weights, where nothing is done about it."""
     key = "quantization"
     if options.get(key) and read(top) is None:
-        tell.remark(
+        diag.note(
             f"strategy_args.strategy_config.{key}",
             f"{options[key]} samples from rounded weights, whose log-probs are not those of the student that learns;"
             " switch train_infer_correction on (is_weight or filters)",
@@ -84,6 +84,4 @@ def _filters(rule: TokenFilter) -> list[TokenFilterPlan]:
 
 def _check_order(section: Section, low: float | None, high: float | None) -> None:
     if low is not None and high is not None and low >= high:
-        section.tell.problem(
-            "", f"no token is between a lower bound of {low:g} and an upper one of {high:g}; swap them"
-        )
+        section.diag.error("", f"no token is between a lower bound of {low:g} and an upper one of {high:g}; swap them")

@@ -62,10 +62,10 @@ def with_sampling(sections: Sections) -> None:
     top = sections.top
     played = top.train_env_manager if isinstance(top, Top) else None
     if top and sections.rewards:
-        top.tell.remark("rewards", "has no effect in environments: the game gives the rewards")
+        top.diag.note("rewards", "has no effect in environments: the game gives the rewards")
     for role in (PURE_ROLES[0], MIXED_ROLES[0]):
         if (trained := sections.workers.get(role)) and trained.data_args.written:
-            trained.tell.ignore("data_args")
+            trained.diag.unused("data_args")
     name = next((name for name in (PURE_ROLES[1], MIXED_ROLES[1]) if sections.workers.get(name)), None)
     infer = sections.workers[name] if name else None
     if name is None or infer is None:
@@ -76,7 +76,7 @@ def with_sampling(sections: Sections) -> None:
     elif played:
         _tell_overridden(played.generating_args, args)
     if args.num_return_sequences not in (None, 1):
-        args.tell.remark("num_return_sequences", "has no effect in environments: write train_env_manager.group_size")
+        args.diag.note("num_return_sequences", "has no effect in environments: write train_env_manager.group_size")
     sections.workers[name] = changed(infer, {"generating_args": changed(args, {"num_return_sequences": None})})
 
 
@@ -85,7 +85,7 @@ def _tell_overridden(own: GeneratingArgs, args: GeneratingArgs) -> None:
     for key in sorted(own.written - {"num_return_sequences"}):
         mine, said = getattr(own, key), getattr(args, key)
         if mine != said:
-            own.tell.remark(key, f"{mine} has no effect beside {said} of {args.tell.at(key)}; write it there")
+            own.diag.note(key, f"{mine} has no effect beside {said} of {args.diag.at(key)}; write it there")
 
 
 def expanded(top: Top, args: GeneratingArgs | None) -> Top:
@@ -98,10 +98,10 @@ def expanded(top: Top, args: GeneratingArgs | None) -> Top:
     values: dict[str, Any] = {"num_return_sequences_in_group": played.group_size, "workflow": WORKFLOW}
     for key, instead in UNREAD.items():
         if key in top.written:
-            top.tell.remark(key, f"has no effect in environments: {instead}")
+            top.diag.note(key, f"has no effect in environments: {instead}")
     groups, rest = divmod(top.rollout_batch_size, played.group_size)
     if rest or not groups:
-        played.tell.problem(
+        played.diag.error(
             "group_size",
             f"{played.group_size} trajectories a group do not divide rollout_batch_size {top.rollout_batch_size}, which"
             " counts trajectories; change one of them",
@@ -110,34 +110,34 @@ def expanded(top: Top, args: GeneratingArgs | None) -> Top:
     values |= _lengths(top, args) | _levels(top)
     found = {tag: shared(EnvironmentKeys, _environment(top, tag)) for tag in _tags(top)}
     for tag, environment in found.items():
-        with _environment(top, tag).tell.about("env_type", PathError):
+        with _environment(top, tag).diag.catching("env_type", PathError):
             environment["env_type"] = dotted_path(environment["env_type"])
         environment["env_config"] |= _tool(top, tag)
         penalties = {"format_penalty": played.format_penalty} if played.format_penalty else {}
         environment["env_config"] = {**penalties, **environment["env_config"]}
         del environment["tool_wrapper"]
         if not environment["env_type"]:
-            top.tell.problem(f"custom_envs.{tag}.env_type", "is missing; name the game that is played")
-        _check(environment, _environment(top, tag).tell, bool(top.plugin_dir))
+            top.diag.error(f"custom_envs.{tag}.env_type", "is missing; name the game that is played")
+        _check(environment, _environment(top, tag).diag, bool(top.plugin_dir))
     values["workflow_args"] = {"environments": found}
     new = changed(top, values)
-    settle(new, top.tell, top.written | values.keys())
+    settle(new, top.diag, top.written | values.keys())
     return new
 
 
-def _check(environment: Mapping[str, Any], tell: Diagnostics, has_plugins: bool) -> None:
+def _check(environment: Mapping[str, Any], diag: Diagnostics, has_plugins: bool) -> None:
     """Check how a game is played and told, and what can be known of it before it is made."""
     if text := manager_problem(environment["env_manager_cls"]):
-        tell.problem("env_manager_cls", text)
+        diag.error("env_manager_cls", text)
         return  # what templates may say depends on it
     wrong = list(template_problems(environment))
     for key, text in wrong:
-        tell.problem(key, text)
+        diag.error(key, text)
     if not wrong and (field := hides_the_game(environment)):
-        tell.remark("agent_template", f"has no {{{field}}}, so the model never sees the game; write it there")
+        diag.note("agent_template", f"has no {{{field}}}, so the model never sees the game; write it there")
     if environment["env_type"]:
         for text in check_declared(environment["env_type"], environment["env_config"], has_plugins):
-            tell.block("", text)
+            diag.unsupported("", text)
 
 
 def _tags(top: Top) -> list[str]:
@@ -148,11 +148,11 @@ def _tags(top: Top) -> list[str]:
             continue
         for tag in played.tags:
             if tag not in known:
-                played.tell.problem("tags", f"{tag!r} is none of custom_envs ({', '.join(known) or 'there are none'})")
+                played.diag.error("tags", f"{tag!r} is none of custom_envs ({', '.join(known) or 'there are none'})")
             elif tag not in found:
                 found.append(tag)
     if not (top.train_env_manager and top.train_env_manager.tags):
-        top.tell.problem("train_env_manager.tags", "is missing; name which of custom_envs are played")
+        top.diag.error("train_env_manager.tags", "is missing; name which of custom_envs are played")
     return found
 
 
@@ -165,7 +165,7 @@ def _tool(top: Top, tag: str) -> dict[str, Any]:
     tools: list[Any] = environment.tool_wrapper.get("tool_configs") or []
     named = [tool.get("tool_id") if isinstance(tool, dict) else tool for tool in tools]
     if environment.env_type not in WITH_TOOL or named != ["python_code"]:
-        top.tell.block(
+        top.diag.unsupported(
             f"custom_envs.{tag}.tool_wrapper",
             f"gives {environment.env_type} the tools {named}; {' and '.join(WITH_TOOL)} have the tool python_code, and"
             " others are written into an environment of your own",
@@ -188,7 +188,7 @@ def _lengths(top: Top, args: GeneratingArgs | None) -> dict[str, Any]:
     turn = args.max_new_tokens if args and args.max_new_tokens else most
     if turn is None or top.sequence_length is None or turn >= top.sequence_length:
         if turn and top.sequence_length:
-            top.tell.problem(
+            top.diag.error(
                 "sequence_length", f"{top.sequence_length} leaves no room beside the {turn} tokens of a turn; raise it"
             )
         return {}
@@ -238,15 +238,15 @@ def held_out(top: Top, args: GeneratingArgs, response: int) -> ValidationPlan | 
     played, asked = top.val_env_manager, top.validation
     if asked:
         for key in sorted(asked.written & {"data_args", "generating_args"}):
-            asked.tell.remark(key, "has no effect in environments: val_env_manager says it")
+            asked.diag.note(key, "has no effect in environments: val_env_manager says it")
     if played is None or not played.tags:
         if asked and asked.measure_teacher:
-            asked.tell.remark("measure_teacher", "has nothing to play; write val_env_manager.tags")
+            asked.diag.note("measure_teacher", "has nothing to play; write val_env_manager.tags")
         return None
     trajectories = top.val_batch_size if top.val_batch_size > 0 else played.num_env_groups * played.group_size
     groups, rest = divmod(trajectories, played.group_size)
     if rest or not groups:
-        played.tell.problem(
+        played.diag.error(
             "group_size",
             f"{played.group_size} trajectories a group do not divide the {trajectories} of val_batch_size; change one",
         )
@@ -264,7 +264,7 @@ def tasks(top: Top, played: EnvironmentsPlayed) -> DataPlan:
         most, more = divmod(played.num_env_groups, max(1, len(played.tags)))
         given = tuple(most + (place < more) for place in range(len(played.tags)))
     elif len(given) != len(played.tags) or sum(given) != played.num_env_groups:
-        played.tell.problem(
+        played.diag.error(
             "num_groups_partition",
             f"{list(given)} should be one number for each of the {len(played.tags)} tags, together num_env_groups"
             f" {played.num_env_groups}",

@@ -22,7 +22,7 @@ from roll_opd.config.schema import Top, Worker, changed
 RESOLVED = ("policy_loss", "adv_estimator", "policy_loss_fn_args", "advantage_fn_args")  # whatever is written
 
 
-def pipeline_problem(values: Mapping[str, Any], tell: Diagnostics) -> str | None:
+def pipeline_problem(values: Mapping[str, Any], diag: Diagnostics) -> str | None:
     """Say that `algorithm_type` learns from rows with answers, which has a pipeline of its own; None: it rolls out."""
     name = values.get("algorithm_type")
     try:
@@ -33,7 +33,7 @@ def pipeline_problem(values: Mapping[str, Any], tell: Diagnostics) -> str | None
         return None
     return (
         f"algorithm_type: {name} learns from rows of schema {schema}, not from rollouts; run it with"
-        f" start_{schema}_pipeline.py{tell.where('algorithm_type')}"
+        f" start_{schema}_pipeline.py{diag.where('algorithm_type')}"
     )
 
 
@@ -44,7 +44,7 @@ def expand(top: Top, workers: Mapping[str, Worker | None], mode: str) -> Top:
     """
     row = None
     if top.algorithm_type is not None:
-        with top.tell.about("algorithm_type", AlgorithmError):
+        with top.diag.catching("algorithm_type", AlgorithmError):
             row = algorithm(top.algorithm_type)
     found = _loss(top, row, read_variant(top, workers)) | _advantage(top, row, mode)
     found.setdefault("policy_loss", top.policy_loss or ("importance_sampling" if mode == "pure" else "ppo"))
@@ -71,27 +71,29 @@ def expand(top: Top, workers: Mapping[str, Worker | None], mode: str) -> Top:
 def _loss(top: Top, row: Algorithm | None, variant: Variant | None) -> dict[str, Any]:
     """Return what follows from the policy loss that the algorithm, a key or a pg_variant names."""
     ours = top.policy_loss
-    if ours is not None and not top.tell.is_one_of("policy_loss", ours, POLICY_LOSSES.builtin):
+    if ours is not None and not top.diag.is_one_of("policy_loss", ours, POLICY_LOSSES.builtin):
         return {}
     chosen = {"policy_loss_fn": top.policy_loss_fn, "policy_loss": ours}
     if variant is not None:
         chosen[variant.key] = variant.name
     named = {key: name for key, name in chosen.items() if name is not None}
     if len(set(named.values())) > 1:
-        top.tell.problem(next(iter(named)), f"contradicts {', '.join(list(named)[1:])}; write one of them")
+        top.diag.error(next(iter(named)), f"contradicts {', '.join(list(named)[1:])}; write one of them")
         return {}
     key, name = next(iter(named.items()), ("algorithm_type", row.policy_loss if row else None))
     given = dict(top.policy_loss_fn_args)
     if top.importance_sampling == "seq" and variant is not None and variant.is_of_role:
-        top.tell.say("importance_sampling", "seq has no effect, as in ROLL, whose ActorPGWorker takes ratios of tokens")
+        top.diag.warn(
+            "importance_sampling", "seq has no effect, as in ROLL, whose ActorPGWorker takes ratios of tokens"
+        )
     elif top.importance_sampling == "seq":
         name = name or "ppo"
         given = {"ratio_type": "sequence", **given}
         if name != "ppo":
-            top.tell.problem("importance_sampling", f"seq is a ratio of policy loss ppo, and the loss is {name}")
+            top.diag.error("importance_sampling", f"seq is a ratio of policy loss ppo, and the loss is {name}")
     if name is None:
         if given:
-            top.tell.problem("policy_loss_fn_args", "are of which loss? write policy_loss_fn or algorithm_type too")
+            top.diag.error("policy_loss_fn_args", "are of which loss? write policy_loss_fn or algorithm_type too")
         return {}
     if row is not None and name == row.policy_loss:
         given = {**row.policy_loss_args, **given}
@@ -101,7 +103,7 @@ def _loss(top: Top, row: Algorithm | None, variant: Variant | None) -> dict[str,
     try:
         found["policy_loss"] = POLICY_LOSSES.located(name)
     except AlgorithmError as error:
-        top.tell.problem(key, str(error))
+        top.diag.error(key, str(error))
         return found
     if name in POLICY_LOSSES.builtin:
         facts, defaults = loss_facts(name), POLICY_LOSSES.defaults(name)
@@ -117,17 +119,17 @@ def _loss(top: Top, row: Algorithm | None, variant: Variant | None) -> dict[str,
 def _advantage(top: Top, row: Algorithm | None, mode: str) -> dict[str, Any]:
     """Return what follows from the advantage that the algorithm or a key names."""
     roll, roll_names = top.adv_estimator, (*ADVANTAGES.builtin, *ADVANTAGES.elsewhere)
-    if roll is not None and not top.tell.is_one_of("adv_estimator", roll, roll_names):
+    if roll is not None and not top.diag.is_one_of("adv_estimator", roll, roll_names):
         return {}
     name = top.advantage_fn or roll or (row.advantage if row else None)
     given = dict(top.advantage_fn_args)
     if top.advantage_fn is not None and roll not in (None, top.advantage_fn):
-        other = f"adv_estimator: {roll}{top.tell.where('adv_estimator')}"
-        top.tell.problem("advantage_fn", f"contradicts {other}; write one of them, or adv_estimator=null beside it")
+        other = f"adv_estimator: {roll}{top.diag.where('adv_estimator')}"
+        top.diag.error("advantage_fn", f"contradicts {other}; write one of them, or adv_estimator=null beside it")
         return {}
     if name is None:
         if given:
-            top.tell.problem("advantage_fn_args", "are of which function? write advantage_fn or algorithm_type too")
+            top.diag.error("advantage_fn_args", "are of which function? write advantage_fn or algorithm_type too")
         if row is not None:
             return {"adv_estimator": "reinforce"}  # the loss reads none
         return {} if mode == "pure" else {"adv_estimator": "gae"}  # ROLL's default
@@ -136,7 +138,7 @@ def _advantage(top: Top, row: Algorithm | None, mode: str) -> dict[str, Any]:
     try:
         path = ADVANTAGES.located(name)
     except AlgorithmError as error:
-        top.tell.problem("advantage_fn", str(error))
+        top.diag.error("advantage_fn", str(error))
         return {"adv_estimator": name}
     found: dict[str, Any] = {"adv_estimator": path}
     if row is not None and name == row.advantage:
@@ -157,8 +159,8 @@ def _known(top: Top, key: str, registry: Registry[Any], name: str, given: dict[s
     unknown = merged_arguments(given, defaults)[1]
     for argument in unknown:
         takes = f"takes {', '.join(defaults)}" if defaults else "takes none"
-        top.tell.problem(f"{key}.{argument}", f"is no argument of {registry.kind} {name}, which {takes}")
+        top.diag.error(f"{key}.{argument}", f"is no argument of {registry.kind} {name}, which {takes}")
     if ours and not unknown:
         for argument, problem in argument_problems(registry.find(name), ours, given_by_us=1):
-            top.tell.problem(f"{key}.{argument}", problem)
+            top.diag.error(f"{key}.{argument}", problem)
     return ours

@@ -148,9 +148,9 @@ def _is_role(name: str) -> bool:
     return name in (TEACHER, "reference", "critic") or name.endswith(("_train", "_infer"))
 
 
-def top_level(tell: Diagnostics) -> Set[str]:
+def top_level(diag: Diagnostics) -> Set[str]:
     """Return the top-level keys of the configuration."""
-    return {key.partition(".")[0] for key in tell.origins}
+    return {key.partition(".")[0] for key in diag.origins}
 
 
 def is_worker(data: Any, keys: set[str]) -> bool:

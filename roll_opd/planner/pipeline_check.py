@@ -41,7 +41,7 @@ def pipeline_of(values: Mapping[str, Any]) -> tuple[str, str] | None:
     return ("rlvr", engine) if engine and not values.get("teacher") else None
 
 
-def wrong_pipeline(values: Mapping[str, Any], asked: str, tell: Diagnostics) -> str | None:
+def wrong_pipeline(values: Mapping[str, Any], asked: str, diag: Diagnostics) -> str | None:
     """Return an error if a configuration is written for another pipeline than `asked`, else None."""
     found = pipeline_of(values)
     if found is None and asked == "agentic" and MIXED_ROLES[1] in values:
@@ -59,5 +59,5 @@ def wrong_pipeline(values: Mapping[str, Any], asked: str, tell: Diagnostics) -> 
     what, launcher = LAUNCHERS[meant]
     return (
         f"{key}: belongs to {what}, which {LAUNCHERS[asked][1]} (pipeline {asked}) does not run;"
-        f" start it with examples/{launcher}, or with `roll-opd run {meant}`{tell.where(key)}"
+        f" start it with examples/{launcher}, or with `roll-opd run {meant}`{diag.where(key)}"
     )

@@ -64,9 +64,9 @@ class Sections:
 
 
 def read_sections(
-    values: dict[str, Any], variables: frozenset[str], pipeline: type[Supervised] | None, tell: Diagnostics
+    values: dict[str, Any], variables: frozenset[str], pipeline: type[Supervised] | None, diag: Diagnostics
 ) -> Sections:
-    """Validate `values`; problems and warnings go to `tell`.
+    """Validate `values`; problems and warnings go to `diag`.
 
     `variables` are top-level keys that other values refer to (`${name}`): where they mean nothing by themselves, they
     are the user's own, whatever their names. Others that nobody knows are dropped with a word (see `_variables`).
@@ -80,18 +80,18 @@ def read_sections(
         roles = {pipeline.role: SupervisedWorker} | ({REFERENCE: Worker} if pipeline.has_reference else {})
         keys = pipeline
     known = {*keys_of(keys), *roles, *(("teacher", "rewards", "reward_model", AUXILIARY) if pipeline is None else ())}
-    left_out = _variables(values, known, keys.ignored, variables, tell)
+    left_out = _variables(values, known, keys.ignored, variables, diag)
     rest = {key: value for key, value in values.items() if key not in left_out}
     if pipeline is not None and pipeline.has_reference:
         rest.setdefault(REFERENCE, {})
     for role, worker in roles.items():
         if role in rest:
-            sections.workers[role] = read_section(worker, rest.pop(role), tell.below(role))
+            sections.workers[role] = read_section(worker, rest.pop(role), diag.below(role))
     if pipeline is None:
-        _read_teachers(rest.pop("teacher", None), sections, tell)
-        _read_rewards(rest.pop("rewards", None), rest.pop("reward_model", None), sections, tell)
-        _read_auxiliaries(rest.pop(AUXILIARY, None), sections, tell)
-    sections.top = _with_devices(read_section(keys, rest, tell, known), sections)
+        _read_teachers(rest.pop("teacher", None), sections, diag)
+        _read_rewards(rest.pop("rewards", None), rest.pop("reward_model", None), sections, diag)
+        _read_auxiliaries(rest.pop(AUXILIARY, None), sections, diag)
+    sections.top = _with_devices(read_section(keys, rest, diag, known), sections)
     return sections
 
 
@@ -109,7 +109,7 @@ def _variables(
     known: set[str],
     ignored: frozenset[str],
     variables: frozenset[str],
-    tell: Diagnostics,
+    diag: Diagnostics,
 ) -> set[str]:
     """Return the top-level keys that are the file's own; those that no value refers to are noted as dropped.
 
@@ -122,36 +122,36 @@ def _variables(
             continue
         if key in variables:
             own.add(key)
-        elif key in ignored or tell.origins.get(str(key)) == COMMAND_LINE:
+        elif key in ignored or diag.origins.get(str(key)) == COMMAND_LINE:
             continue  # nobody writes a variable there that no file refers to
         elif not typing_error("", str(key), value, {*known, *ignored}, may_be_variable=True):
             own.add(key)
-            tell.dropped.add(str(key))
+            diag.dropped.add(str(key))
     return own
 
 
-def _read_teachers(value: Any, sections: Sections, tell: Diagnostics) -> None:
+def _read_teachers(value: Any, sections: Sections, diag: Diagnostics) -> None:
     """Read the teachers; a section with a worker's keys is the one teacher "teacher"."""
-    mapping = _mapping(value, "teacher", tell)
+    mapping = _mapping(value, "teacher", diag)
     keys = {*keys_of(TeacherWorker), *Worker.ignored}
     # `model_arg:` is a misspelt key of the one teacher, not a teacher of that name
     misspelt = any(nearest(str(key), keys, SAME_WORD) for key, data in mapping.items() if not is_worker(data, keys))
     if keys.intersection(mapping) or misspelt:
-        sections.teachers["teacher"] = read_section(TeacherWorker, mapping, tell.below("teacher"))
+        sections.teachers["teacher"] = read_section(TeacherWorker, mapping, diag.below("teacher"))
         return
     for name, data in mapping.items():
-        sections.teachers[str(name)] = read_section(TeacherWorker, data, tell.below(f"teacher.{name}"))
+        sections.teachers[str(name)] = read_section(TeacherWorker, data, diag.below(f"teacher.{name}"))
 
 
-def _read_rewards(value: Any, shared: Any, sections: Sections, tell: Diagnostics) -> None:
+def _read_rewards(value: Any, shared: Any, sections: Sections, diag: Diagnostics) -> None:
     """Read the rewards, and the engines of judges that run here.
 
     A judge has its engine in its own section; the first that asks for it has the one of `reward_model`, `shared`.
     """
-    for domain, data in _mapping(value, "rewards", tell).items():
-        place, judge = tell.below(f"rewards.{domain}"), _judge_type(data)
+    for domain, data in _mapping(value, "rewards", diag).items():
+        place, judge = diag.below(f"rewards.{domain}"), _judge_type(data)
         if judge == SHARED_JUDGE and isinstance(shared, dict):
-            sections.judges[domain] = read_section(Worker, shared, tell.below("reward_model"))
+            sections.judges[domain] = read_section(Worker, shared, diag.below("reward_model"))
             data, shared = data | {"judge_model_type": LOCAL_JUDGE}, None
         elif judge == LOCAL_JUDGE:
             of_engine = {key: value for key, value in data.items() if key in ENGINE_KEYS}
@@ -159,20 +159,20 @@ def _read_rewards(value: Any, shared: Any, sections: Sections, tell: Diagnostics
             data = {key: value for key, value in data.items() if key not in ENGINE_KEYS} | {"judge_model_type": judge}
         sections.rewards[domain] = read_section(Reward, _with_free_keys(data, place), place)
     if shared is not None:
-        tell.ignore("reward_model")
+        diag.unused("reward_model")
 
 
-def _read_auxiliaries(value: Any, sections: Sections, tell: Diagnostics) -> None:
+def _read_auxiliaries(value: Any, sections: Sections, diag: Diagnostics) -> None:
     """Read the models that workflows ask: sections of engines, or of addresses."""
-    for name, data in _mapping(value, AUXILIARY, tell).items():
-        place = tell.below(f"{AUXILIARY}.{name}")
+    for name, data in _mapping(value, AUXILIARY, diag).items():
+        place = diag.below(f"{AUXILIARY}.{name}")
         if not (isinstance(data, dict) and keys_of(RemoteModelKeys).keys() & data.keys()):
             sections.auxiliaries[name] = read_section(Worker, data, place)
             continue
         remote = sections.auxiliaries[name] = read_section(RemoteModelKeys, data, place)
         for key in ("base_url", "model_name"):
             if remote is not None and key not in remote.written:
-                place.problem(key, "is missing; write where the model is, and what it is called there")
+                place.error(key, "is missing; write where the model is, and what it is called there")
 
 
 def _judge_type(reward: Any) -> Any:
@@ -182,7 +182,7 @@ def _judge_type(reward: Any) -> Any:
     return {**(args if isinstance(args, dict) else {}), **reward}.get("judge_model_type")
 
 
-def _with_free_keys(data: Any, tell: Diagnostics, model: type[Term] = Reward) -> Any:
+def _with_free_keys(data: Any, diag: Diagnostics, model: type[Term] = Reward) -> Any:
     """Move a reward's own keys into `args`, those of its terms too; a key close to a known one is a typing error."""
     if not isinstance(data, dict):
         return data
@@ -197,39 +197,39 @@ def _with_free_keys(data: Any, tell: Diagnostics, model: type[Term] = Reward) ->
             continue
         near = nearest(str(key), known | REWARD_KEYS_OF_ROLL, SAME_WORD)
         if near and key not in REWARD_KEYS_OF_ROLL:
-            tell.problem(str(key), f"unknown key; did you mean {near!r}?")
+            diag.error(str(key), f"unknown key; did you mean {near!r}?")
         else:
             args[str(key)] = value
     if isinstance(kept.get("terms"), dict):
         kept["terms"] = {
-            str(name): _with_free_keys(term or {}, tell.below(f"terms.{name}"), Term)
+            str(name): _with_free_keys(term or {}, diag.below(f"terms.{name}"), Term)
             for name, term in kept["terms"].items()
         }
     return {**kept, "args": args}
 
 
-def _mapping(value: Any, path: str, tell: Diagnostics) -> dict[str, Any]:
+def _mapping(value: Any, path: str, diag: Diagnostics) -> dict[str, Any]:
     if value is None or isinstance(value, dict):
         return value or {}
-    tell.problem(path, f"expected a mapping of names to sections, got {value!r}")
+    diag.error(path, f"expected a mapping of names to sections, got {value!r}")
     return {}
 
 
-def read_section(model: type[S], data: Any, tell: Diagnostics, also_known: Set[str] = frozenset()) -> S | None:
-    """Validate the section of `tell`; `also_known` are keys that are read elsewhere, for the hints at misspelt ones."""
+def read_section(model: type[S], data: Any, diag: Diagnostics, also_known: Set[str] = frozenset()) -> S | None:
+    """Validate the section of `diag`; `also_known` are keys that are read elsewhere, for the hints at misspelt ones."""
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        tell.problem("", f"expected a section with keys, got {data!r}")
+        diag.error("", f"expected a section with keys, got {data!r}")
         return None
-    cleaned = _known_keys(model, data, tell, also_known)
+    cleaned = _known_keys(model, data, diag, also_known)
     try:
         # through JSON, because strict mode takes a list for a tuple only there
         section: S = _reader(model).validate_json(json.dumps(cleaned, default=str))
     except ValidationError as error:
-        _report(error, tell)
+        _report(error, diag)
         return None
-    _settle(section, cleaned, tell)
+    _settle(section, cleaned, diag)
     return section
 
 
@@ -243,21 +243,21 @@ def _reader(model: type[Section]) -> TypeAdapter[Any]:
 _READERS: dict[type[Section], TypeAdapter[Any]] = {}
 
 
-def _settle(section: Section, data: Mapping[str, Any], tell: Diagnostics) -> None:
+def _settle(section: Section, data: Mapping[str, Any], diag: Diagnostics) -> None:
     """Let a section, and those inside it, know where they stand and what of them was written."""
-    settle(section, tell, frozenset(data))
+    settle(section, diag, frozenset(data))
     for key in keys_of(type(section)):
         inside, written = getattr(section, key), data.get(key)
         if isinstance(inside, Section):
-            _settle(inside, written or {}, tell.below(key))
+            _settle(inside, written or {}, diag.below(key))
         elif isinstance(inside, tuple | dict) and written is not None:
             for name, item in inside.items() if isinstance(inside, dict) else enumerate(inside):
                 if isinstance(item, Section):
-                    _settle(item, written[name], tell.below(f"{key}.{name}"))
+                    _settle(item, written[name], diag.below(f"{key}.{name}"))
 
 
 def _known_keys(
-    model: type[Section], data: dict[str, Any], tell: Diagnostics, also: Set[str] = frozenset()
+    model: type[Section], data: dict[str, Any], diag: Diagnostics, also: Set[str] = frozenset()
 ) -> dict[str, Any]:
     """Return `data` without the keys that are unknown (reported) or have no meaning here (gathered)."""
     kept: dict[str, Any] = {}
@@ -268,17 +268,17 @@ def _known_keys(
             section = next((one for one in options if isinstance(one, type) and issubclass(one, Section)), None)
             of_each = next((get_args(one)[1] for one in options if get_origin(one) is dict), None)
             if isinstance(of_each, type) and issubclass(of_each, Section) and isinstance(value, dict):
-                value = {name: _cleaned(each, of_each, tell.below(f"{key}.{name}")) for name, each in value.items()}
+                value = {name: _cleaned(each, of_each, diag.below(f"{key}.{name}")) for name, each in value.items()}
             else:
-                value = _cleaned(value, section, tell.below(key))
+                value = _cleaned(value, section, diag.below(key))
             # null asks for the default, as leaving the key out does; where it is a value of its own it is written
             if value is not None or types.NoneType in options or Any in options:
                 kept[key] = value
         elif key in model.ignored:
-            ignore(key, value, tell)
+            ignore(key, value, diag)
         else:
-            problem = typing_error(tell.path, str(key), value, {*keys, *model.ignored, *also}, top_level(tell))
-            tell.problem(str(key), problem or "unknown key, and no known key is near it; remove it")
+            problem = typing_error(diag.path, str(key), value, {*keys, *model.ignored, *also}, top_level(diag))
+            diag.error(str(key), problem or "unknown key, and no known key is near it; remove it")
     return kept
 
 
@@ -287,26 +287,26 @@ def _options(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType, tuple) else (annotation,)
 
 
-def _cleaned(value: Any, section: type[Section] | None, tell: Diagnostics) -> Any:
+def _cleaned(value: Any, section: type[Section] | None, diag: Diagnostics) -> Any:
     """Return a value as it is validated; `section` is what it, or each of its items, should be."""
     if section is not None and isinstance(value, dict):
-        return _known_keys(section, value, tell)
+        return _known_keys(section, value, diag)
     if section is not None and isinstance(value, list):
-        return [_cleaned(item, section, tell.below(str(number))) for number, item in enumerate(value)]
+        return [_cleaned(item, section, diag.below(str(number))) for number, item in enumerate(value)]
     return None if value == "None" else value  # Python's null, as ROLL's own YAML write it
 
 
-def ignore(key: str, value: Any, tell: Diagnostics) -> None:
+def ignore(key: str, value: Any, diag: Diagnostics) -> None:
     """Say of a ROLL key without a meaning here what there is to say of its value; null says nothing."""
     if value in (None, "None"):
         return
-    for said, sayings in ((tell.say, SAID), (tell.block, REFUSED)):
+    for said, sayings in ((diag.warn, SAID), (diag.unsupported, REFUSED)):
         if key in sayings:
             harmless, text = sayings[key]
             if value not in harmless and _setting(value) not in harmless:
                 said(key, text if isinstance(value, dict | list) else f"{as_yaml(value)} {text}")
             return
-    tell.ignore(key)
+    diag.unused(key)
 
 
 def _setting(value: Any) -> Any:
@@ -321,7 +321,7 @@ def as_yaml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _report(error: ValidationError, tell: Diagnostics) -> None:
+def _report(error: ValidationError, diag: Diagnostics) -> None:
     """Turn pydantic's errors into one sentence a key, with the user's own name for it."""
     expected: dict[str, list[str]] = {}
     inputs: dict[str, Any] = {}
@@ -335,7 +335,7 @@ def _report(error: ValidationError, tell: Diagnostics) -> None:
         inputs[key] = item["input"]
     for key, texts in expected.items():
         got = f", got {json.dumps(inputs[key], default=str)[:120]}" if inputs[key] is not None else ""
-        tell.problem(key, f"should be {' or '.join(dict.fromkeys(texts))}{got}")
+        diag.error(key, f"should be {' or '.join(dict.fromkeys(texts))}{got}")
 
 
 _TYPE_NAMES = {"bool", "str", "int", "float", "constrained-int", "constrained-float"}

@@ -34,14 +34,14 @@ def read_rewards(rewards: Mapping[str, Reward | None], mode: str, responses: int
         query, response = _filter(reward.query_filter_config), _filter(reward.response_filter_config)
         if mode == "pure":
             filters = {"query_filter_config": query, "response_filter_config": response}
-            reward.tell.ignore(*(key for key, found in filters.items() if found))
+            reward.diag.unused(*(key for key, found in filters.items() if found))
             query = response = None
         _check_spread(reward, query, response, responses)
         tags = reward.tag_included or None
         for other in plans:
             if both := shared_tags(tags, other.tags):
                 text = f"{both} also belongs to rewards.{other.domain}; give each tag to one of them"
-                reward.tell.problem("tag_included", text)
+                reward.diag.error("tag_included", text)
         plan = RewardPlan(
             domain=domain,
             terms=terms,
@@ -58,10 +58,10 @@ def read_rewards(rewards: Mapping[str, Reward | None], mode: str, responses: int
 
 def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
     """The domain's own reward first, named after its worker, then what is added to it."""
-    problems = reward.tell.problems
+    problems = reward.diag.problems
     before = len(problems)
     if reward.args.get("judge_model_type") == SHARED_JUDGE:
-        reward.tell.block(
+        reward.diag.unsupported(
             "judge_model_type",
             f"{SHARED_JUDGE!r} has the engine of the section reward_model, which one reward alone can have here;"
             f" write {LOCAL_JUDGE}, with model_args, strategy_args and device_mapping in this section",
@@ -70,24 +70,24 @@ def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
         reward = changed(reward, {"args": args})
     main = _term(reward, domain, None)
     if reward.args.get("judge_model_type") == LOCAL_JUDGE:
-        reward.tell.ignore(*_facts(main.worker).endpoint_arguments & main.args.keys())
+        reward.diag.unused(*_facts(main.worker).endpoint_arguments & main.args.keys())
         if main.worker in REWARDS.builtin and main.worker != "llm_judge":
             text = f"{main.worker} asks no judge, and would have engines for nothing; remove it"
-            reward.tell.problem("judge_model_type", text)
+            reward.diag.error("judge_model_type", text)
     if main.name in reward.terms:
-        reward.tell.problem(f"terms.{main.name}", f"the reward itself is named {main.name!r}; give it another name")
+        reward.diag.error(f"terms.{main.name}", f"the reward itself is named {main.name!r}; give it another name")
     found: list[tuple[Term, RewardTerm]] = [(reward, main)]
     for name, section in reward.terms.items():
         term = _term(section, name, name)
         if term.args.get("judge_model_type") == LOCAL_JUDGE:
-            section.tell.problem(
+            section.diag.error(
                 "judge_model_type",
                 "a term has no engines of the run's own; make the judge the domain's reward, and the others its terms",
             )
         found.append((section, term))
     for section, term in found if len(problems) == before else ():
         if term.worker.startswith("roll."):
-            section.tell.block(
+            section.diag.unsupported(
                 "",
                 f"the reward worker {term.worker!r} is not available yet; use {', '.join(REWARDS.builtin)}, or the"
                 " dotted path of a class of your own",
@@ -97,7 +97,7 @@ def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
             check(term.worker, dict(term.args))
         except RewardError as error:
             is_builtin = term.worker in REWARDS.builtin  # whose packages and keys another machine may have
-            (section.tell.block if is_builtin else section.tell.problem)("", str(error))
+            (section.diag.unsupported if is_builtin else section.diag.error)("", str(error))
     return tuple(term for _, term in found)
 
 
@@ -121,7 +121,7 @@ def _worker(section: Term, name: str) -> str:
 
     Maps a class of ROLL to its counterpart, and `path/to/file.py:name` to a dotted path.
     """
-    with section.tell.about("worker_cls"):
+    with section.diag.catching("worker_cls"):
         name = dotted_path(name)
     class_name = name.rpartition(".")[2]
     known = REWARD_CLASSES_OF_ROLL.get(class_name, name)
@@ -135,7 +135,7 @@ def _worker(section: Term, name: str) -> str:
         return name  # reported above
     hint = f"did you mean {near!r}?" if near else f"known: {', '.join(sorted(set(names)))}"
     own = "Or write your own as module.function or path/to/file.py:function"
-    section.tell.problem("worker_cls", f"no reward worker {name!r}; {hint} {own}")
+    section.diag.error("worker_cls", f"no reward worker {name!r}; {hint} {own}")
     return known
 
 
@@ -144,29 +144,29 @@ def _arguments(section: Term, worker: str) -> dict[str, object]:
     if worker not in REWARDS.builtin:
         return dict(section.args)
     taken, types = reward_arguments(worker), annotations(REWARDS.find(worker))
-    section.tell.ignore(*(key for key in section.args if key not in taken and key in REWARD_KEYS_OF_ROLL))
+    section.diag.unused(*(key for key in section.args if key not in taken and key in REWARD_KEYS_OF_ROLL))
     for key in sorted(section.args.keys() - taken.keys() - REWARD_KEYS_OF_ROLL):
         known = ", ".join(sorted(taken)) or "none"
-        section.tell.problem(key, f"unknown key; {worker} takes these arguments: {known}; remove it")
+        section.diag.error(key, f"unknown key; {worker} takes these arguments: {known}; remove it")
     kept = {key: value for key, value in section.args.items() if key in taken}
     for key, value in kept.items():
         problem = type_problem(types.get(key, Any), value)
         if problem:
             told = problem.partition(", got ")[0] if is_secret(key) else problem  # a message may be shown around
-            section.tell.problem(key, told)
+            section.diag.error(key, told)
     return kept
 
 
 def _check_spread(reward: Reward, query: FilterPlan | None, response: FilterPlan | None, responses: int) -> None:
     """One reward has no spread, so a std_filter that sees only one lets nothing pass."""
     if response and response.type == "std_filter":
-        reward.tell.problem(
+        reward.diag.error(
             "response_filter_config.type",
             "std_filter sees one reward at a time, whose deviation is 0, and lets nothing pass; use mean_filter, or"
             " std_filter in query_filter_config",
         )
     if query and query.type == "std_filter" and responses == 1:
-        reward.tell.problem(
+        reward.diag.error(
             "query_filter_config.type",
             "std_filter lets nothing pass with one response a prompt; set num_return_sequences_in_group to 2 or more,"
             " or use mean_filter",
@@ -175,20 +175,20 @@ def _check_spread(reward: Reward, query: FilterPlan | None, response: FilterPlan
 
 def _filter(section: Filter) -> FilterPlan | None:
     if section.type == "no_filter":
-        section.tell.ignore(*(["filter_args"] if section.filter_args else []))
+        section.diag.unused(*(["filter_args"] if section.filter_args else []))
         return None
-    if not section.tell.is_one_of("type", section.type, ("no_filter", *FILTERS)):
+    if not section.diag.is_one_of("type", section.type, ("no_filter", *FILTERS)):
         return None
     written = {key: value for key, value in section.filter_args.items() if value is not None}
     wanted = arguments(FILTERS[section.type], given_by_us=1)
     for key in wanted:
         if key not in written:
-            section.tell.problem(f"filter_args.{key}", f"is missing; {section.type} needs it, write a number")
+            section.diag.error(f"filter_args.{key}", f"is missing; {section.type} needs it, write a number")
     for key in sorted(written.keys() - wanted.keys()):
-        section.tell.problem(f"filter_args.{key}", f"{section.type} does not take it; remove it")
+        section.diag.error(f"filter_args.{key}", f"{section.type} does not take it; remove it")
     up, down = written.get("threshold_up"), written.get("threshold_down")
     if section.type == "mean_filter" and up is not None and down is not None and up <= down:
-        section.tell.problem(
+        section.diag.error(
             "filter_args.threshold_up", f"{up:g} is not above threshold_down {down:g}; nothing would be left"
         )
     return FilterPlan(section.type, FrozenDict(written))

@@ -36,14 +36,14 @@ class Role:
     lora: LoraPlan | None = None  # of the student
 
     @property
-    def tell(self) -> Diagnostics:
+    def diag(self) -> Diagnostics:
         """Where what is wrong with its section is told."""
-        return self.worker.tell
+        return self.worker.diag
 
     @property
     def path(self) -> str:
         """The dotted key of its section."""
-        return self.tell.path
+        return self.diag.path
 
 
 @dataclass
@@ -75,12 +75,12 @@ class Roles:
         return min((known.vocab for known in models), default=0)
 
 
-def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None, tell: Diagnostics) -> str:
+def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None, diag: Diagnostics) -> str:
     """Return the mode. `pure` True: the caller runs pure distillation; None: tell from the configuration."""
     # the written values, since a wrong value elsewhere at the top must not change the mode
     is_pure, mixed = values.get("is_pure_opd") is True, values.get("use_opd") is True
     if mixed and (is_pure or pure):
-        tell.problem("use_opd", "use_opd and pure distillation (is_pure_opd) exclude each other; choose one")
+        diag.error("use_opd", "use_opd and pure distillation (is_pure_opd) exclude each other; choose one")
     if pure is None:
         said_not = mixed or values.get("is_pure_opd") is False
         pure = not said_not and any(role in sections.workers for role in PURE_ROLES)
@@ -92,8 +92,8 @@ def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None
 class RoleReader:
     """Reads the roles of one configuration; each model directory is read once."""
 
-    def __init__(self, sections: Sections, mode: str, tell: Diagnostics) -> None:
-        self._sections, self._mode, self._tell = sections, mode, tell
+    def __init__(self, sections: Sections, mode: str, diag: Diagnostics) -> None:
+        self._sections, self._mode, self._diag = sections, mode, diag
         top = sections.top
         self._strict = bool(top and top.strict_strategies)
         self._devices = (
@@ -117,7 +117,7 @@ class RoleReader:
 
     def rolled_out(self) -> Roles:
         """Return the roles of a run that rolls out, as its mode has them."""
-        sections, roles, tell = self._sections, self._roles, self._tell
+        sections, roles, diag = self._sections, self._roles, self._diag
         train_name, infer_name = self._student_names()
         self._read_student(train_name)
         infer = self._section(infer_name)
@@ -125,10 +125,10 @@ class RoleReader:
             dtype: Dtype = roles.train.dtype if roles.train else "bf16"
             roles.infer = self._engine(infer, self._student, dtype, roles.train.strategy if roles.train else Strategy())
         if self._mode == "rl" and sections.teachers:
-            tell.warn("teacher: is written but not used; set use_opd: true to distil from it")
+            diag.add_warning("teacher: is written but not used; set use_opd: true to distil from it")
         elif self._mode != "rl":
             if not sections.teachers:
-                tell.problem("teacher", "is missing; write a teacher section with its own model_name_or_path")
+                diag.error("teacher", "is missing; write a teacher section with its own model_name_or_path")
             for name, worker in sections.teachers.items():
                 if worker is not None:
                     follows = isinstance(worker, TeacherWorker) and worker.follows_student is not None
@@ -165,9 +165,9 @@ class RoleReader:
             needs_values = top.adv_estimator == "gae"
             if compares and REFERENCE not in written:
                 missing = f"write a reference section, or set {compares}: false to do without"
-                top.tell.problem(compares, f"true needs a reference policy; {missing}")
+                top.diag.error(compares, f"true needs a reference policy; {missing}")
             if needs_values and CRITIC not in written:
-                top.tell.problem(
+                top.diag.error(
                     "adv_estimator",
                     "gae (ROLL's default) needs a critic; write a critic section (training_args, strategy_args,"
                     " device_mapping), or use grpo or reinforce",
@@ -180,7 +180,7 @@ class RoleReader:
     def _used(self, name: str, is_used: bool, use: str) -> Worker | None:
         """Return the section of a role that is used, None where it is not written; warn of one that is not used."""
         if not is_used and name in self._sections.workers:
-            self._tell.warn(f"{name}: is written but not used; only {use}, so it is not loaded")
+            self._diag.add_warning(f"{name}: is written but not used; only {use}, so it is not loaded")
         return self._sections.workers.get(name) if is_used else None
 
     def _student_names(self) -> tuple[str, str]:
@@ -192,12 +192,12 @@ class RoleReader:
         mode_name = "pure distillation" if mode == "pure" else f"mode {mode!r}"
         for found, expected in zip(wrong, right, strict=True):
             if found in written:
-                self._tell.problem(found, f"{mode_name} names this role {expected!r}; rename it")
+                self._diag.error(found, f"{mode_name} names this role {expected!r}; rename it")
         return right
 
     def _section(self, name: str) -> Worker | None:
         if name not in self._sections.workers:
-            self._tell.problem(name, "is missing; write this role's section")
+            self._diag.error(name, "is missing; write this role's section")
         return self._sections.workers.get(name)
 
     def _engine(self, worker: Worker, model: str | None, dtype: Dtype, student: Strategy | None = None) -> Role:
@@ -205,8 +205,8 @@ class RoleReader:
         strategy = read_vllm(worker, self._strict, student, every=self._devices if student else 0)
         info = self._model(worker, model)
         if info and strategy.layout:
-            tell, tp = worker.tell.below(OPTIONS), strategy.layout.tp
-            check_tensor_parallel(info, tp, "tensor_parallel_size", tell, copies_kv_heads=True)
+            diag, tp = worker.diag.below(OPTIONS), strategy.layout.tp
+            check_tensor_parallel(info, tp, "tensor_parallel_size", diag, copies_kv_heads=True)
         return Role("rollout", worker, strategy, info, worker.model_args.dtype or dtype)
 
     def _megatron(self, job: Job, worker: Worker, model: str | None) -> Role:
@@ -216,12 +216,12 @@ class RoleReader:
         info = self._model(worker, model)
         self._check_weights(worker, info)
         if info and strategy.layout:
-            check_layout(info, strategy.layout, strategy.args, worker.tell.below(OPTIONS))
+            check_layout(info, strategy.layout, strategy.args, worker.diag.below(OPTIONS))
         written, from_strategy = worker.model_args.dtype, strategy.dtype
         if written and from_strategy and written != from_strategy:
-            worker.tell.problem(
+            worker.diag.error(
                 f"{OPTIONS}.{from_strategy}",
-                f"true contradicts {worker.tell.path}.model_args.dtype {written}; keep one of them",
+                f"true contradicts {worker.diag.path}.model_args.dtype {written}; keep one of them",
             )
         return Role(job, worker, strategy, info, self._precision(job, worker, written or from_strategy or "bf16"))
 
@@ -231,7 +231,7 @@ class RoleReader:
             return asked
         key = "model_args.dtype" if worker.model_args.dtype else f"{OPTIONS}.fp16"
         text = "training in fp16 is not available, since its gradients need a scaled loss; bf16, which needs none,"
-        worker.tell.remark(key, f"{text} takes its place (fp32 where the GPU has no bf16: write it)")
+        worker.diag.note(key, f"{text} takes its place (fp32 where the GPU has no bf16: write it)")
         return "bf16"
 
     def _check_sections(self) -> None:
@@ -251,11 +251,11 @@ class RoleReader:
                 _tell_unread(role, "generating_args", "generates nothing", infer)
             for key in role_keys.unread(role.worker, self._kind(role)):
                 if key not in role_keys.OF_TEACHERS:
-                    role.tell.ignore(key)
+                    role.diag.unused(key)
                 elif teacher := next(iter(self._roles.teachers.values()), None):
                     at_top = f", or {key} at the top" if isinstance(top, Top) and hasattr(top, key) else ""
-                    where = f"write it at {teacher.tell.at(key)}{at_top}"
-                    role.tell.remark(key, f"has no effect, as this role is no teacher; {where}")
+                    where = f"write it at {teacher.diag.at(key)}{at_top}"
+                    role.diag.note(key, f"has no effect, as this role is no teacher; {where}")
                 else:
                     _tell_unread(role, key, "is no teacher", None)
 
@@ -275,25 +275,25 @@ class RoleReader:
         for args in [worker.model_args for worker in self._workers()]:
             for key in adapters.NEVER:
                 if getattr(args, key):
-                    never.setdefault(key, []).append(args.tell.at(key))
+                    never.setdefault(key, []).append(args.diag.at(key))
             asked = adapters.asks_for_adapter(args)
             if asked is None and args.lora_alpha and args.lora_rank is None:
-                args.tell.remark(
+                args.diag.note(
                     "lora_alpha", "has no effect alone; write lora_rank or lora_target for LoRA, or remove it"
                 )
             if asked is None or (student and args is student.worker.model_args):
                 continue
             if infer and student and student.lora and args is infer.worker.model_args:
-                args.tell.ignore(*(key for key in adapters.KEYS if getattr(args, key)))  # it has the student's
+                args.diag.unused(*(key for key in adapters.KEYS if getattr(args, key)))  # it has the student's
             else:
                 text = (
                     "only the student has an adapter; remove the key, or give a model that the adapter is merged into"
                 )
-                args.tell.problem(asked, text)
+                args.diag.error(asked, text)
         for found in never.values():
             also = f" ({', '.join(found[1:])} too)" if found[1:] else ""
             text = "is not available yet, and other weights would be trained than are asked for; remove it"
-            self._tell.block(found[0], text + also)
+            self._diag.unsupported(found[0], text + also)
 
     def _workers(self) -> list[Worker]:
         written = [*self._sections.workers.values(), *self._sections.teachers.values()]
@@ -304,21 +304,21 @@ class RoleReader:
         if info is None or info.path in self._checked:
             return
         self._checked.add(info.path)
-        with worker.tell.about(MODEL, ModelFilesError):
-            for problem in weight_problems(info, needs_head=worker.tell.path != CRITIC):
-                worker.tell.problem(MODEL, problem)
+        with worker.diag.catching(MODEL, ModelFilesError):
+            for problem in weight_problems(info, needs_head=worker.diag.path != CRITIC):
+                worker.diag.error(MODEL, problem)
 
     def _model(self, worker: Worker, model: str | None) -> ModelInfo | None:
         """Return what the files of a role's own model say, else of `model`; told where that cannot be run."""
         model = worker.model_args.model_name_or_path or model
         if model is None:
-            needs = f"{worker.tell.path} needs the path of its own model (no other role's model is put in its place)"
-            worker.tell.problem(MODEL, f"is missing; {needs}")
+            needs = f"{worker.diag.path} needs the path of its own model (no other role's model is put in its place)"
+            worker.diag.error(MODEL, f"is missing; {needs}")
             return None
         if model in self._models:
             return self._models[model]
         info: ModelInfo | None = None
-        with worker.tell.about(MODEL, ModelFilesError):
+        with worker.diag.catching(MODEL, ModelFilesError):
             info = read_model(find_model(model))
             lacking = {
                 "tokenizer files (tokenizer.json)": not has_tokenizer(info.path),
@@ -327,7 +327,7 @@ class RoleReader:
             }
             for what in [what for what, absent in lacking.items() if absent]:
                 put = "put the files of the model's release there" if "token" in what else "put the weights there"
-                worker.tell.block(MODEL, f"{info.path} has no {what}, so this can be planned but not run; {put}")
+                worker.diag.unsupported(MODEL, f"{info.path} has no {what}, so this can be planned but not run; {put}")
         self._models[model] = info
         return info
 
@@ -335,4 +335,4 @@ class RoleReader:
 def _tell_unread(role: Role, section: str, why: str, reader: Role | None) -> None:
     """Tell that a `section` of `role` is not read; the run's `reader` of such a section, if it has one, reads it."""
     where = f"write it in {reader.path}" if reader else "remove it"
-    role.tell.remark(section, f"has no effect, as this role {why}; {where}")
+    role.diag.note(section, f"has no effect, as this role {why}; {where}")

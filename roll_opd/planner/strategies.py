@@ -61,18 +61,18 @@ def read_devices(worker: Worker, student: Strategy | None, every: int) -> tuple[
     too, as ROLL's documents do for those that score: it then takes turns with `student`.
     """
     if worker.device_mapping is not None:
-        with worker.tell.about("device_mapping", ValueError):
+        with worker.diag.catching("device_mapping", ValueError):
             return parse_device_mapping(worker.device_mapping)
         return None
     if student is None and every:
         return tuple(range(every))
     if student is None:
         text = 'is missing; say which devices (CPU slots) the role owns, e.g. "list(range(0,8))"'
-        worker.tell.problem("device_mapping", text)
+        worker.diag.error("device_mapping", text)
         return None
     if student.devices is not None and len(student.devices) < every:
         text = f"is not written; it shares the student's {short_devices(student.devices)}"
-        worker.tell.remark("device_mapping", text)
+        worker.diag.note("device_mapping", text)
     return student.devices
 
 
@@ -83,25 +83,25 @@ def read_strategy(worker: Worker, job: str, strict: bool) -> dict[str, Any] | No
         return {}
     name, config = worker.strategy_args.strategy_name, worker.strategy_args.strategy_config or {}
     if not name:
-        worker.tell.problem(key, f"is missing; write {wanted!r}")
+        worker.diag.error(key, f"is missing; write {wanted!r}")
         return None
     if name == wanted:  # sizes that only other strategies read
         sizes = {"num_gpus_per_worker": worker.num_gpus_per_worker}
         sizes["model_args.ulysses_size"] = worker.model_args.ulysses_size
-        worker.tell.ignore(*(unread for unread, size in sizes.items() if size))
+        worker.diag.unused(*(unread for unread, size in sizes.items() if size))
         return config
     if name in NEAREST_STRATEGY[job]:
         if strict:
-            worker.tell.problem(key, f"{name!r} does not exist here and strict_strategies is true; write {wanted!r}")
+            worker.diag.error(key, f"{name!r} does not exist here and strict_strategies is true; write {wanted!r}")
             return None
         kept = _carried_over(worker, name, job)
         rest = sorted(config.keys() - (SGLANG.keys() | {"tensor_parallel_size"} if name == "sglang" else set()))
         dropped = f" (of its strategy_config is dropped: {', '.join(rest)})" if rest else ""
         carried = f", with {', '.join(f'{option} {value}' for option, value in kept.items())}" if kept else ""
-        worker.tell.remark(key, f"{name!r} does not exist here; {wanted!r} takes its place{carried}{dropped}")
+        worker.diag.note(key, f"{name!r} does not exist here; {wanted!r} takes its place{carried}{dropped}")
         return kept
     hint = " (a vLLM engine does not return teacher log-probs here)" if job == "frozen" and name == "vllm" else ""
-    worker.tell.problem(key, f"{name!r} cannot do this role's work{hint}; write {wanted!r}")
+    worker.diag.error(key, f"{name!r} cannot do this role's work{hint}; write {wanted!r}")
     return None
 
 
@@ -140,20 +140,20 @@ def read_megatron(
     config = read_strategy(worker, job, strict)
     if config is None:
         return Strategy()
-    before, layout = len(worker.tell.problems), None
-    sizes, switches, args = _sort_settings(config, worker.tell.below(OPTIONS))
-    if devices is not None and len(worker.tell.problems) == before:
+    before, layout = len(worker.diag.problems), None
+    sizes, switches, args = _sort_settings(config, worker.diag.below(OPTIONS))
+    if devices is not None and len(worker.diag.problems) == before:
         layout = _layout(worker, sizes, switches.get("sequence_parallel"), devices)
     dtype: Dtype | None = "bf16" if switches.get("bf16") else "fp16" if switches.get("fp16") else None
     distributed = switches.get("use_distributed_optimizer", True)
     overlaps = tuple(name for name in OVERLAPS if switches.get(name))
     if OVERLAPS[1] in overlaps and (OVERLAPS[0] not in overlaps or not distributed):
         needs = "use_distributed_optimizer and overlap_grad_reduce"
-        worker.tell.problem(f"{OPTIONS}.{OVERLAPS[1]}", f"true needs {needs} to be true as well, as in Megatron")
+        worker.diag.error(f"{OPTIONS}.{OVERLAPS[1]}", f"true needs {needs} to be true as well, as in Megatron")
     return Strategy(devices, layout, args, dtype, distributed, overlaps)
 
 
-def _sort_settings(config: dict[str, Any], tell: Diagnostics) -> tuple[dict[str, int], dict[str, bool], dict[str, Any]]:
+def _sort_settings(config: dict[str, Any], diag: Diagnostics) -> tuple[dict[str, int], dict[str, bool], dict[str, Any]]:
     """Split a Megatron strategy_config into parallel sizes, switches and what passes through."""
     sizes: dict[str, int] = {}
     switches: dict[str, bool] = {}
@@ -164,17 +164,17 @@ def _sort_settings(config: dict[str, Any], tell: Diagnostics) -> tuple[dict[str,
         if key == "recompute_modules" and isinstance(value, str):
             value = value.split(",")  # as ROLL takes it
         if key in SIZES:
-            if _is_positive(key, value, tell):
+            if _is_positive(key, value, diag):
                 sizes[SIZES[key]] = value
         elif key in SWITCHES:
             switches[key] = value
             if not isinstance(value, bool):
-                tell.problem(key, f"should be true or false, got {value!r}")
+                diag.error(key, f"should be true or false, got {value!r}")
         elif key in IGNORED_MEGATRON:
-            ignore(key, value, tell)
+            ignore(key, value, diag)
         elif key in keys_of(TrainingArgs):
-            tell.problem(key, "is a key of training_args here; write it there")
-        elif _counts("Megatron", key, value, tell, (*SIZES, *SWITCHES, *IGNORED_MEGATRON)):
+            diag.error(key, "is a key of training_args here; write it there")
+        elif _counts("Megatron", key, value, diag, (*SIZES, *SWITCHES, *IGNORED_MEGATRON)):
             args[key] = value
     if args.get("recompute_granularity") == "full" and not RECOMPUTED.keys() & args.keys():
         args |= RECOMPUTED
@@ -183,30 +183,30 @@ def _sort_settings(config: dict[str, Any], tell: Diagnostics) -> tuple[dict[str,
     return sizes, switches, args
 
 
-def _counts(engine: str, key: str, value: Any, tell: Diagnostics, also_known: Sequence[str] = ()) -> bool:
+def _counts(engine: str, key: str, value: Any, diag: Diagnostics, also_known: Sequence[str] = ()) -> bool:
     """Whether an option goes to the engine; says what is wrong with it, or that it means nothing to the engine."""
     if remark := no_effect(engine, key):
-        tell.remark(key, remark)
+        diag.note(key, remark)
     elif problem := option_problem(engine, key, value, also_known):
-        tell.problem(key, problem)
+        diag.error(key, problem)
     elif engine == "Megatron":
-        return _is_taken(key, value, tell)
+        return _is_taken(key, value, diag)
     return not remark
 
 
-def _is_taken(key: str, value: Any, tell: Diagnostics) -> bool:
+def _is_taken(key: str, value: Any, diag: Diagnostics) -> bool:
     """Whether an option of Megatron's goes to the engine; says why it does not, or does nothing there."""
     if refusal := megatron_options.refusal(key, value):
-        tell.block(key, refusal)
+        diag.unsupported(key, refusal)
     elif remark := megatron_options.remark(key, has_gpus=hardware.gpu_memory_gb() is not None):
-        tell.remark(key, remark)
+        diag.note(key, remark)
     return refusal is None and key not in megatron_options.WITHOUT_EFFECT
 
 
-def _is_positive(key: str, value: Any, tell: Diagnostics) -> bool:
+def _is_positive(key: str, value: Any, diag: Diagnostics) -> bool:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return True
-    tell.problem(key, f"should be a whole number from 1, got {value!r}")
+    diag.error(key, f"should be a whole number from 1, got {value!r}")
     return False
 
 
@@ -217,7 +217,7 @@ def _layout(
     one_copy = tp * sizes.get("pp", 1) * sizes.get("cp", 1)
     if len(devices) % one_copy:
         shape = " x ".join(f"{name} {sizes[name]}" for name in ("tp", "pp", "cp") if sizes.get(name, 1) > 1)
-        worker.tell.problem(
+        worker.diag.error(
             "device_mapping",
             f"{len(devices)} devices cannot hold whole copies of a model spread over {one_copy} ({shape});"
             f" give a multiple of {one_copy} devices",
@@ -232,25 +232,25 @@ def read_vllm(worker: Worker, strict: bool, student: Strategy | None = None, *, 
     config = read_strategy(worker, "rollout", strict)
     if config is None:
         return Strategy()
-    tell = worker.tell.below(OPTIONS)
-    tell.ignore(*IGNORED_VLLM & config.keys())
+    diag = worker.diag.below(OPTIONS)
+    diag.unused(*IGNORED_VLLM & config.keys())
     given = {key: value for key, value in config.items() if key not in IGNORED_VLLM and value is not None}
     tp, length = given.pop("tensor_parallel_size", 1), given.pop("max_model_len", None)
     level = given.pop("sleep_level", 2)
     if level not in SLEEP_LEVELS or isinstance(level, bool):
-        tell.problem("sleep_level", f"should be 1 (weights go to the host) or 2 (they are given up), got {level!r}")
+        diag.error("sleep_level", f"should be 1 (weights go to the host) or 2 (they are given up), got {level!r}")
         return Strategy()
     for key, size in (("tensor_parallel_size", tp), ("max_model_len", length)):
-        if size is not None and not _is_positive(key, size, tell):
+        if size is not None and not _is_positive(key, size, diag):
             return Strategy()
     for key in ("pipeline_parallel_size", "data_parallel_size"):
         if given.pop(key, 1) != 1:
-            tell.problem(key, "only 1 is possible here; spread the engine with tensor_parallel_size")
+            diag.error(key, "only 1 is possible here; spread the engine with tensor_parallel_size")
     if devices is not None and len(devices) % tp:
-        worker.tell.problem(
+        worker.diag.error(
             "device_mapping",
             f"{len(devices)} devices cannot hold whole engines of tensor_parallel_size {tp}; give a multiple of {tp}",
         )
         devices = None
-    args = {key: value for key, value in given.items() if _counts("vLLM", key, value, tell)}
+    args = {key: value for key, value in given.items() if _counts("vLLM", key, value, diag)}
     return Strategy(devices, Layout(tp=tp, dp=len(devices or ()) // tp), args, max_model_len=length, sleep_level=level)

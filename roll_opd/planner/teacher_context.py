@@ -46,19 +46,19 @@ def check_teachers(roles: Roles, top: Top, response: int) -> None:
         if has_context(role):
             _check_context(role, worker, top, response)
         elif worker.prompt_length:
-            role.tell.remark("prompt_length", "has no effect without a system_prompt, a hint or a template")
+            role.diag.note("prompt_length", "has no effect without a system_prompt, a hint or a template")
         if worker.follows_student:
             _check_follower(role, worker, roles, top)
 
 
 def _check_context(role: Role, worker: TeacherWorker, top: Top, response: int) -> None:
     if worker.template is not None:
-        role.tell.is_one_of("template", worker.template, TEMPLATES)
+        role.diag.is_one_of("template", worker.template, TEMPLATES)
     if worker.prompt_length is None:
         return
     for what, limit in _limits(role).items():
         if worker.prompt_length + response > limit:
-            role.tell.problem(
+            role.diag.error(
                 "prompt_length",
                 f"{worker.prompt_length} and a response of {response} tokens are more than {what} ({limit}); lower it",
             )
@@ -79,7 +79,7 @@ def _check_follower(role: Role, worker: TeacherWorker, roles: Roles, top: Top) -
     assert worker.follows_student
     follow = worker.follows_student
     if roles.train and roles.train.info and role.info and not same_weights(roles.train.info, role.info):
-        role.tell.problem(
+        role.diag.error(
             "follows_student",
             f"the teacher begins with the student's weights, and {role.info.path} has others; leave"
             " model_args.model_name_or_path of the teacher out",
@@ -87,13 +87,13 @@ def _check_follower(role: Role, worker: TeacherWorker, roles: Roles, top: Top) -
     if has_context(role):
         return
     if follow.every == 1 and not follow.decay:
-        role.tell.problem(
+        role.diag.error(
             "follows_student",
             "the teacher is the student, and reads what the student reads: every reverse KL is 0; give it a hint or a"
             " system_prompt, or a decay",
         )
     elif roles.mode == "pure" and not top.allow_self_teacher:
-        role.tell.problem(
+        role.diag.error(
             "follows_student",
             "a teacher that was the student some steps ago, and reads what the student reads, knows nothing that the"
             " student does not; give it a hint or a system_prompt, or set allow_self_teacher: true",

@@ -22,32 +22,32 @@ def read_trackers(top: Run) -> dict[str, dict[str, Any]]:
     """Return the arguments of each tracker in `track_with`, in its order; tell what is wrong with them."""
     written = []
     for name in dict.fromkeys(top.track_with):
-        with top.tell.about("track_with", PathError):
+        with top.diag.catching("track_with", PathError):
             written.append(dotted_path(name))
     named = [name for name in written if _check_name(top, name)]
     found: dict[str, dict[str, Any]] = {name: {} for name in named}
-    kwargs, tell = top.tracker_kwargs, top.tell.below("tracker_kwargs")
+    kwargs, diag = top.tracker_kwargs, top.diag.below("tracker_kwargs")
     if not kwargs or not named:
         return found
     taking = [name for name in named if _takes_arguments(name)]
     if all(_is_name(name) for name in kwargs):
         for name, args in kwargs.items():
             if args is not None and not isinstance(args, dict):
-                tell.problem(name, f"expected the arguments of tracker {name}, got {args!r}")
+                diag.error(name, f"expected the arguments of tracker {name}, got {args!r}")
             elif name in found:
-                found[name] = _checked(name, args or {}, tell.below(name))
+                found[name] = _checked(name, args or {}, diag.below(name))
             else:
-                tell.warn(f"{tell.at(name)} has no effect: track_with does not name {name}")
+                diag.add_warning(f"{diag.at(name)} has no effect: track_with does not name {name}")
     elif len(taking) > 1:
-        tell.problem(
+        diag.error(
             "",
             f"with several trackers it maps each to its arguments, such as {taking[0]}: {{...}};"
             f" {', '.join(map(repr, kwargs))} could be meant for any of {', '.join(taking)}",
         )
     elif taking:
-        found[taking[0]] = _checked(taking[0], kwargs, tell)
+        found[taking[0]] = _checked(taking[0], kwargs, diag)
     else:
-        tell.warn(f"{tell.path} has no effect: {', '.join(named)} takes no arguments")
+        diag.add_warning(f"{diag.path} has no effect: {', '.join(named)} takes no arguments")
     return found
 
 
@@ -60,21 +60,21 @@ def _check_name(top: Run, name: str) -> bool:
     if not _is_name(name):
         reason = "is not available here" if name in TRACKERS_OF_ROLL else "is not a known tracker"
         known = ", ".join((*TRACKERS.builtin, *TRACKERS.elsewhere))
-        top.tell.problem(
+        top.diag.error(
             "track_with", f"{name!r} {reason}; use one or more of {known}, or the dotted path of your own class"
         )
     return _is_name(name)
 
 
-def _checked(name: str, written: dict[str, Any], tell: Diagnostics) -> dict[str, Any]:
+def _checked(name: str, written: dict[str, Any], diag: Diagnostics) -> dict[str, Any]:
     """Return the arguments of a tracker, checked; those of a user's own class are its own business."""
     args = {argument: value for argument, value in written.items() if value is not None}
     if name in TRACKERS.builtin:
         for argument, problem in argument_problems(TRACKERS.find(name), args, GIVEN_BY_US):
             told = problem.partition(", got ")[0] if is_secret(argument) else problem  # a message may be shown around
-            tell.problem(argument, told.replace("argument;", f"argument of tracker {name};"))
+            diag.error(argument, told.replace("argument;", f"argument of tracker {name};"))
     for argument in args if name in TRACKERS.elsewhere else ():
-        tell.problem(argument, f"unknown argument; {name} takes none")
+        diag.error(argument, f"unknown argument; {name} takes none")
     return args
 
 

@@ -15,7 +15,7 @@ from roll_opd.cluster.group import ActorGroup, WorkerGroup
 from roll_opd.models.device_phases import Machine, Member, Move, Phase, PhaseError, State
 
 
-class Turns:
+class DeviceScheduler:
     """The turns of a run's roles. A pipeline says which phase begins (`enter`); all else follows from the calls."""
 
     def __init__(self, members: Sequence[Member] = ()) -> None:
@@ -25,7 +25,7 @@ class Turns:
         self._at_work: Counter[str] = Counter()  # calls under way, by member
         self._changed = asyncio.Condition()
 
-    def everywhere(self) -> "Turns":
+    def everywhere(self) -> "DeviceScheduler":
         """Take all members for started, with all that they have on their devices; return self."""
         self._state = self._machine.everywhere()
         return self
@@ -49,7 +49,7 @@ class Turns:
         if name not in self._machine.members:
             return group
         self._groups[name] = group
-        return InTurn(name, group, self)
+        return ScheduledGroup(name, group, self)
 
     async def enter(self, phase: Phase) -> None:
         """Begin a phase. RunError where it cannot follow."""
@@ -113,10 +113,10 @@ class Turns:
         self._state = state
 
 
-class InTurn:
+class ScheduledGroup:
     """The processes of a member. Does what its group does, in the member's turn."""
 
-    def __init__(self, name: str, group: WorkerGroup, turns: Turns) -> None:
+    def __init__(self, name: str, group: WorkerGroup, turns: DeviceScheduler) -> None:
         self.name, self.group, self._turns = name, group, turns
 
     @property

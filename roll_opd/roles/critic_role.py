@@ -10,7 +10,7 @@ from roll_opd.base.run_errors import RunError
 from roll_opd.config.plan import CriticPlan
 from roll_opd.roles.learner_role import Learner, Update, optimizer_metrics, total
 from roll_opd.roles.policy_roles import gathered
-from roll_opd.samples.dp_shards import Cut, cut, without_tokens
+from roll_opd.samples.dp_shards import ShardedBatch, shard_batch, without_tokens
 from roll_opd.samples.experience import Experience, changed, present
 from roll_opd.samples.training import ValueSample
 from roll_opd.tracking.metrics import statistics
@@ -42,15 +42,15 @@ class Critic(Learner):
         for _ in range(self.plan.critic_epochs):
             for start in range(0, len(experiences), size):
                 batch = experiences[start : start + size]
-                update, _ = await self._update("update", self._cut(value_samples(batch)))
+                update, _ = await self._update("update", self._shard(value_samples(batch)))
                 updates.append(update)
                 self._check_applied(updates[-1], batch)
         return _update_metrics(updates) | value_metrics(experiences)
 
-    def _cut(self, samples: Sequence[ValueSample]) -> Cut[ValueSample]:
+    def _shard(self, samples: Sequence[ValueSample]) -> ShardedBatch[ValueSample]:
         """Cut a mini-batch into what each data-parallel rank learns from."""
         scales = value_scales([int(np.count_nonzero(sample.action_mask)) for sample in samples])
-        return cut(samples, self._assigned(samples), type, without_tokens, scales=scales)
+        return shard_batch(samples, self._assigned(samples), type, without_tokens, scales=scales)
 
 
 def value_samples(experiences: Sequence[Experience]) -> list[ValueSample]:

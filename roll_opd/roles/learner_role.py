@@ -11,7 +11,7 @@ from roll_opd.base.run_errors import SkippedUpdates
 from roll_opd.cluster.group import WorkerGroup
 from roll_opd.cluster.rank_files import Writing
 from roll_opd.config.plan import TrainPlan
-from roll_opd.samples.dp_shards import Assignment, Cut
+from roll_opd.samples.dp_shards import Assignment, ShardedBatch
 from roll_opd.samples.training import TrainResult
 from roll_opd.tracking.progress import Count
 
@@ -53,11 +53,13 @@ class Learner:
         sequences = [(sample.tokens, sample.prompt_length) for sample in samples]
         return self.group.packing.assign(sequences, self.plan.train_limits, group_size)
 
-    async def _update(self, method: str, cut: Cut, *args: Any) -> tuple[list[TrainResult], dict[int, np.ndarray]]:
+    async def _update(
+        self, method: str, sharded: ShardedBatch, *args: Any
+    ) -> tuple[list[TrainResult], dict[int, np.ndarray]]:
         """Make one optimizer update from one mini-batch; return each rank's result, and log-probs by sample."""
-        results: list[tuple[int, TrainResult]] = await self.group.scatter(method, cut, *args)
+        results: list[tuple[int, TrainResult]] = await self.group.scatter(method, sharded, *args)
         self.updates.one()
-        return [result for _, result in results], cut.merged((rank, result.logprobs) for rank, result in results)
+        return [result for _, result in results], sharded.merged((rank, result.logprobs) for rank, result in results)
 
     def _check_applied(self, update: Update, samples: Sequence[Any]) -> None:
         """Count an update that was skipped. SkippedUpdates, with its `samples`, after `SKIPS_ALLOWED` in a row."""

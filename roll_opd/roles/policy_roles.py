@@ -16,9 +16,9 @@ from roll_opd.cluster.group import FrozenGroup, Reference, WorkerGroup
 from roll_opd.cluster.rank_files import Writing
 from roll_opd.config.plan import FollowingPlan, ObjectivePlan, TeacherPlan
 from roll_opd.roles.learner_role import Learner, Update, optimizer_metrics, total
-from roll_opd.samples.dp_shards import Cut, cut, without_tokens
+from roll_opd.samples.dp_shards import ShardedBatch, shard_batch, without_tokens
 from roll_opd.samples.experience import Experience, as_read_by, changed
-from roll_opd.samples.training import ROUTER_LOSSES, HeldTargets
+from roll_opd.samples.training import ROUTER_LOSSES, TargetRef
 from roll_opd.teachers.target_refs import as_sent
 
 
@@ -36,8 +36,8 @@ async def gathered(
     """
     if not samples:
         return []
-    cut = _texts(group, samples, routed)
-    merged = cut.merged(await group.scatter(method, cut, *args, **kwargs))
+    sharded = _texts(group, samples, routed)
+    merged = sharded.merged(await group.scatter(method, sharded, *args, **kwargs))
     return [merged[number] for number in range(len(samples))]
 
 
@@ -45,30 +45,30 @@ async def gathered_and_held(
     group: FrozenGroup,
     samples: Sequence[Experience],
     temperature: float,
-    held: Sequence[Mapping[str, HeldTargets]] = (),
+    held: Sequence[Mapping[str, TargetRef]] = (),
     routed: bool = False,
     **wanted: Any,
-) -> list[tuple[np.ndarray, HeldTargets]]:
+) -> list[tuple[np.ndarray, TargetRef]]:
     """Do what `gathered` does, but have the ranks keep what they compute; return log-probs f32 [T-P], and the rest.
 
     `held` is what ranks are to open of each sample.
     """
-    cut = _texts(group, samples, routed, held)
+    sharded = _texts(group, samples, routed, held)
     answers = [
-        (rank, answer) for rank, answer in await group.scatter("hold_targets", cut, temperature, **wanted) if answer
+        (rank, answer) for rank, answer in await group.scatter("hold_targets", sharded, temperature, **wanted) if answer
     ]
-    small, kept = (cut.merged((rank, answer[part]) for rank, answer in answers) for part in (0, 1))
+    small, kept = (sharded.merged((rank, answer[part]) for rank, answer in answers) for part in (0, 1))
     return [(small[n][0], replace(kept[n], hits=small[n][1])) for n in range(len(samples))]
 
 
 def _texts(
-    group: FrozenGroup, samples: Sequence[Any], routed: bool, held: Sequence[Mapping[str, HeldTargets]] = ()
-) -> Cut[Text]:
+    group: FrozenGroup, samples: Sequence[Any], routed: bool, held: Sequence[Mapping[str, TargetRef]] = ()
+) -> ShardedBatch[Text]:
     """Cut a batch into what forward passes read."""
     texts = [(sample.tokens, sample.prompt_length, sample.routes if routed else None) for sample in samples]
     assignment = group.packing.assign([text[:2] for text in texts], group.plan.forward_limits)
     sent = [as_sent(one) for one in held]
-    return cut(texts, assignment, lambda text: text[2] is None, _without_tokens, held=sent)
+    return shard_batch(texts, assignment, lambda text: text[2] is None, _without_tokens, held=sent)
 
 
 def _without_tokens(text: Text) -> Text:
@@ -112,8 +112,8 @@ class Teacher(FrozenModel):
         experiences: Sequence[Experience],
         temperature: float,
         objective: ObjectivePlan,
-        ids: Sequence[HeldTargets] | None,
-    ) -> list[tuple[np.ndarray, HeldTargets]]:
+        ids: Sequence[TargetRef] | None,
+    ) -> list[tuple[np.ndarray, TargetRef]]:
         """Return log-probs as `compute_logprobs` does, each with the `TeacherTargets.arrays` the objective needs.
 
         Args:
@@ -171,7 +171,7 @@ class Student(Learner):
 
     async def topk_ids(
         self, experiences: Sequence[Experience], temperature: float, objective: ObjectivePlan
-    ) -> list[HeldTargets]:
+    ) -> list[TargetRef]:
         """Return where the most likely tokens at every response token are."""
         wanted: dict[str, Any] = {"topk": objective.opd_topk, "vocab_size": objective.opd_vocab_size}
         held = await gathered_and_held(self.group, experiences, temperature, routed=True, kept=("topk_ids",), **wanted)
@@ -202,7 +202,7 @@ class Student(Learner):
             for start in range(0, len(learned), size):
                 batch = learned[start : start + size]
                 update, logprobs = await self._update(
-                    "update", self._cut(batch, objective), teachers, objective, temperature, step
+                    "update", self._shard(batch, objective), teachers, objective, temperature, step
                 )
                 updates.append(update)
                 for number, values in logprobs.items():
@@ -210,13 +210,13 @@ class Student(Learner):
                 self._check_applied(update, learned[start : start + size])
         return learned, _actor_metrics(updates)
 
-    def _cut(self, experiences: Sequence[Experience], objective: ObjectivePlan) -> Cut[Experience]:
+    def _shard(self, experiences: Sequence[Experience], objective: ObjectivePlan) -> ShardedBatch[Experience]:
         """Cut a mini-batch into what each data-parallel rank learns from."""
         masks = [e.action_mask if e.loss_mask is None else e.loss_mask for e in experiences]
         scales = loss_scales(
             [int(np.count_nonzero(m)) for m in masks], [e.demonstration for e in experiences], objective
         )
-        return cut(
+        return shard_batch(
             _for_training(experiences),
             self._assigned(experiences, group_size=2 if objective.paired else 1),
             training_kind,
@@ -278,13 +278,13 @@ def _actor_metrics(updates: Sequence[Update]) -> dict[str, float]:
 def _router_metrics(updates: Sequence[Update], reported: set[str]) -> dict[str, float]:
     """Return metrics of routers: how often they would choose otherwise than the engine, and their own losses."""
     parts = {"router/rerouted_tokens": "routed_tokens", "router/rerouted_choices": "routed_choices"}
-    shares = {
+    shards = {
         name: total(updates, name.removeprefix("router/")) / (total(updates, of) or 1.0)
         for name, of in parts.items()
         if of in reported
     }
     losses = [name for name in ROUTER_LOSSES if name in reported]
-    return shares | {f"router/{name}": total(updates, name) / len(updates) for name in losses}
+    return shards | {f"router/{name}": total(updates, name) / len(updates) for name in losses}
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ class FrozenModels:
             if not routed:
                 return
             samples = [as_read_by(name, experiences[n]) for n in routed]
-            computed: list[tuple[np.ndarray, HeldTargets | None]]
+            computed: list[tuple[np.ndarray, TargetRef | None]]
             if self.targets_for is None:
                 computed = [(logprobs, None) for logprobs in await teacher.compute_logprobs(samples, temperature)]
             else:

@@ -1,7 +1,7 @@
-"""A batch cut into shares, one for each data-parallel rank: who computes what is decided once, and each gets its own.
+"""Shard a batch over data-parallel ranks: the assignment of samples to ranks and micro-batches is computed once.
 
-What a rank must know of the whole batch are numbers, which come along, and which arrays its samples have: that is what
-a witness is for: a sample of no scored token behind a share's own.
+A shard carries the numbers of the whole batch that a rank needs, and one template sample for each set of arrays that
+samples of the batch have: a sample without a scored token, so that all ranks build the same columns.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ import numpy as np
 from roll_opd.config.plan import MicroBatchLimits
 from roll_opd.samples.buffer_pickle import Compact
 from roll_opd.samples.packing import assign, neighbours, relatives, singles
-from roll_opd.samples.training import HeldTargets
+from roll_opd.samples.training import TargetRef
 
 Item = TypeVar("Item")
 Assignment = list[list[list[int]]]  # of each data-parallel rank, its micro-batches of sample numbers
@@ -46,51 +46,51 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class Share(Generic[Item]):
-    """What one data-parallel rank computes of a batch. Numbers are those of `samples`: the witnesses, then its own."""
+class DPShard(Generic[Item]):
+    """One data-parallel rank's part of a batch. Numbers index `samples`: the template samples, then the rank's own."""
 
     samples: Sequence[Item]
     micro_batches: list[list[int]]
     scales: Sequence[float] = ()  # of each sample, of its tokens' weights in the loss: see `token_scales`
     policy_weights: Sequence[float | None] = ()  # of each sample, see `sample_weights`; none: all are 1
-    held: Sequence[Mapping[str, HeldTargets]] = ()  # of each sample, what it needs and did not bring; none: nothing
+    held: Sequence[Mapping[str, TargetRef]] = ()  # of each sample, what it needs and did not bring; none: nothing
 
 
 @dataclass(frozen=True)
-class Cut(Generic[Item]):
-    """All shares of a batch, and of each the batch's numbers of its samples, -1 of witnesses."""
+class ShardedBatch(Generic[Item]):
+    """All shards of a batch, and for each the batch's numbers of its samples, -1 for template samples."""
 
-    shares: list[Share[Item]]
+    shards: list[DPShard[Item]]
     numbers: list[list[int]]
 
     def merged(self, answers: Iterable[tuple[int, Mapping[int, Any] | None]]) -> dict[int, Any]:
-        """Return by the batch's numbers what (data-parallel rank, values by its share's numbers) say."""
+        """Return by the batch's numbers what (data-parallel rank, values by its shard's numbers) say."""
         return {
             self.numbers[rank][number]: value for rank, values in answers for number, value in (values or {}).items()
         }
 
 
-def cut(
+def shard_batch(
     samples: Sequence[Item],
     assignment: Assignment,
     kind: Callable[[Item], Hashable],
     emptied: Callable[[Item], Item],
     **of_samples: Sequence[Any],
-) -> Cut[Item]:
-    """Cut a batch as `assignment` says.
+) -> ShardedBatch[Item]:
+    """Return the batch sharded by `assignment`.
 
     Args:
-        kind: which arrays a sample has. Every share has a witness of each kind, in the order in which the batch has
-            them.
-        emptied: makes a witness of a sample.
-        of_samples: fields of `Share`, of each sample; empty ones stay empty.
+        kind: which arrays a sample has. Every shard has a template sample of each kind, in the order in which the batch
+            has them.
+        emptied: makes a template sample of a sample.
+        of_samples: fields of `DPShard`, of each sample; empty ones stay empty.
     """
     kinds: dict[Hashable, int] = {}
     for number, sample in enumerate(samples):
         kinds.setdefault(kind(sample), number)
     seen = list(kinds.values())
-    witnesses = [emptied(samples[number]) for number in seen]
-    shares: list[Share[Item]] = []
+    templates = [emptied(samples[number]) for number in seen]
+    shards: list[DPShard[Item]] = []
     numbers: list[list[int]] = []
     for micro_batches in assignment:
         own = [number for part in micro_batches for number in part]
@@ -99,10 +99,10 @@ def cut(
             name: [values[n] for n in (*seen, *own)] for name, values in of_samples.items() if len(values)
         }
         parts = [[place[number] for number in part] for part in micro_batches]
-        on_the_way: Any = Compact([*witnesses, *(samples[number] for number in own)])
-        shares.append(Share(on_the_way, parts, **given))
+        on_the_way: Any = Compact([*templates, *(samples[number] for number in own)])
+        shards.append(DPShard(on_the_way, parts, **given))
         numbers.append([*(-1 for _ in seen), *own])
-    return Cut(shares, numbers)
+    return ShardedBatch(shards, numbers)
 
 
 def without_tokens(sample: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.samples.training import HeldTargets
+from roll_opd.samples.training import TargetRef
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Experience:
         default_factory=dict
     )  # teacher -> int64 [its P], of those that read another prompt
     teacher_logprobs: dict[str, np.ndarray] = field(default_factory=dict)  # teacher -> f32 [T-P]
-    teacher_targets: dict[str, HeldTargets] = field(default_factory=dict)  # teacher -> more than log-probs
+    teacher_targets: dict[str, TargetRef] = field(default_factory=dict)  # teacher -> more than log-probs
     ref_logprobs: np.ndarray | None = None  # f32 [T-P], of the frozen reference policy
     reward: float | None = None  # external reward, on the last action token
     turn_rewards: tuple[float, ...] = ()  # of each turn, from the environment; recorded only

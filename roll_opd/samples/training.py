@@ -23,7 +23,7 @@ class TeacherTargets:
 
 
 @dataclass
-class HeldTargets:
+class TargetRef:
     """`TeacherTargets.arrays` of one sample, which stay where they were computed until a rank opens them."""
 
     bundle: Any  # a reference to some samples' arrays; None: they are released

@@ -13,24 +13,24 @@ import ray
 
 from roll_opd.samples.buffer_pickle import Compact
 from roll_opd.samples.experience import Experience
-from roll_opd.samples.training import HeldTargets
+from roll_opd.samples.training import TargetRef
 
 BUNDLE_BYTES = 2**20  # small samples share an object, for each object has a price; one that is larger is fetched alone
 
 
-def hold(targets: Mapping[int, dict[str, np.ndarray]]) -> dict[int, HeldTargets]:
+def hold(targets: Mapping[int, dict[str, np.ndarray]]) -> dict[int, TargetRef]:
     """Put arrays by sample number into the object store of this node."""
     found = {}
     for numbers in _bundles(targets):
         bundle = ray.put(Compact([targets[number] for number in numbers]))
         for place, number in enumerate(numbers):
             columns = {name: (array.dtype.str, array.shape[1:]) for name, array in targets[number].items()}
-            found[number] = HeldTargets(bundle, place, columns)
+            found[number] = TargetRef(bundle, place, columns)
     return found
 
 
 def opened(
-    held: Sequence[Mapping[str, HeldTargets]], needed: Sequence[Sequence[int]]
+    held: Sequence[Mapping[str, TargetRef]], needed: Sequence[Sequence[int]]
 ) -> list[dict[str, dict[str, np.ndarray]]]:
     """Return the arrays, by name, of samples that micro-batches of numbers need; of the others arrays of no token."""
     numbers = {number for part in needed for number in part}
@@ -38,7 +38,7 @@ def opened(
     references = list({one.bundle: None for one in wanted})
     bundles = dict(zip(references, ray.get(references), strict=True))
 
-    def arrays(number: int, one: HeldTargets) -> dict[str, np.ndarray]:
+    def arrays(number: int, one: TargetRef) -> dict[str, np.ndarray]:
         if number in numbers:
             return bundles[one.bundle][one.place]
         return {name: np.zeros((0, *shape), dtype) for name, (dtype, shape) in one.columns.items()}
@@ -53,7 +53,7 @@ def release(experiences: Iterable[Experience]) -> None:
             held.released()
 
 
-def as_sent(held: Mapping[str, HeldTargets]) -> dict[str, HeldTargets]:
+def as_sent(held: Mapping[str, TargetRef]) -> dict[str, TargetRef]:
     """Return what a rank needs, to find the arrays."""
     return {name: replace(one, hits=None) for name, one in held.items()}
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll_opd.config.plan import SamplingPlan
-from roll_opd.workflows.call_tree import Turns
+from roll_opd.workflows.call_tree import CallTree
 from roll_opd.workflows.model import ModelWrapper, Responses, RunState
 from roll_opd.workflows.model_facts import ModelFacts, generate_kwargs
 from roll_opd.workflows.workflow_experience import Experience
@@ -35,8 +35,8 @@ class AuxiliaryModel(ModelWrapper):
         """Return nothing, likewise."""
         return []
 
-    def _turns(self) -> Turns:
-        return Turns(self.tokenizer)
+    def _turns(self) -> CallTree:
+        return CallTree(self.tokenizer)
 
     def _state(self) -> RunState:
         """Return a state of its own for each call: nothing is kept of it but how many there were."""

@@ -63,7 +63,7 @@ class Call:
         return [*(self.parent.path() if self.parent else ()), self]
 
 
-class Turns:
+class CallTree:
     """The calls of one run."""
 
     def __init__(self, tokenizer: Any) -> None:

@@ -20,7 +20,7 @@ from roll_opd.data.order import derived_seed
 from roll_opd.data.special_tokens import token_ids
 from roll_opd.data.template_check import omission_of_shape
 from roll_opd.inference.completion import Completion
-from roll_opd.workflows.call_tree import Call, Turns, experience
+from roll_opd.workflows.call_tree import Call, CallTree, experience
 from roll_opd.workflows.model_facts import NOT_HERE, ModelFacts, generate_kwargs
 from roll_opd.workflows.workflow_errors import NoRoomError
 from roll_opd.workflows.workflow_experience import Experience
@@ -72,7 +72,7 @@ class RunState:
     calls: int = 0
     returned: bool = False  # the workflow has done its part
     history: list[Experience] = field(default_factory=list)
-    turns: Turns | None = None
+    turns: CallTree | None = None
     texts: dict[bytes, str] = field(default_factory=dict)  # tokens of prompts that were no messages -> those prompts
     reward: float | None = None  # that somebody outside gave, for experiences without one of their own
     metrics: dict[str, float] = field(default_factory=dict)  # likewise
@@ -98,10 +98,10 @@ class RunState:
         """Those that had messages."""
         return self.turns.calls if self.turns else []
 
-    def turns_of(self, tokenizer: Any) -> Turns:
+    def turns_of(self, tokenizer: Any) -> CallTree:
         """Return the tree of calls."""
         if self.turns is None:
-            self.turns = Turns(tokenizer)
+            self.turns = CallTree(tokenizer)
         return self.turns
 
     def take_reward(self, body: bytes | str) -> None:
@@ -444,7 +444,7 @@ class ModelWrapper:
 
     def _conversation(
         self,
-        turns: Turns,
+        turns: CallTree,
         messages: Sequence[dict[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any] | None = None,
@@ -509,7 +509,7 @@ class ModelWrapper:
         """Return where a call and its answers are kept."""
         return self._run()
 
-    def _turns(self) -> Turns:
+    def _turns(self) -> CallTree:
         """Return the calls that a conversation may go on with."""
         return self._run().turns_of(self.tokenizer)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from roll_opd.cluster.multihost import host_facts
-from roll_opd.cluster.multihost.heartbeat_channel import Line
+from roll_opd.cluster.multihost.heartbeat_channel import HeartbeatChannel
 from roll_opd.cluster.multihost.hosts import Hosts
 from roll_opd.cluster.multihost.launcher_env import Host, LaunchError
 from roll_opd.cluster.ray_environment import token_variables
@@ -26,7 +26,7 @@ class Other:
 
     def __init__(self, port: int, rank: int = 1, **facts: Any) -> None:
         self.inbox: queue.Queue[Any] = queue.Queue()
-        self.line = Line(socket.create_connection(("127.0.0.1", port)), self.inbox)
+        self.line = HeartbeatChannel(socket.create_connection(("127.0.0.1", port)), self.inbox)
         self.line.say(rank=rank, size=2, **{**host_facts.facts(), **facts})
 
     def heard(self, key: str) -> Any:

@@ -13,7 +13,7 @@ from roll_opd.cluster.startup_progress import ClusterError, StartUp
 
 
 def test_what_is_waited_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup_progress, "SAID_SECONDS", 0.05)
+    monkeypatch.setattr(startup_progress, "STATUS_INTERVAL_S", 0.05)
     said: list[str] = []
     starting = StartUp(say=said.append)
 

@@ -180,13 +180,13 @@ def test_the_installed_vllm_refuses_the_same_batches(plan: Callable[..., RunPlan
     assert engine is not None and engine.max_model_len == 80
     for tokens, sequences, chunked in itertools.product((16, 79, 80), (16, 80, 81), (True, False)):
         batch = {"max_num_batched_tokens": tokens, "max_num_seqs": sequences, "enable_chunked_prefill": chunked}
-        tell, refused = Diagnostics(), False
-        check_batched_tokens(replace(engine, engine_args=FrozenDict(batch)), tell, on_cpu=False)
+        diag, refused = Diagnostics(), False
+        check_batched_tokens(replace(engine, engine_args=FrozenDict(batch)), diag, on_cpu=False)
         try:
             SchedulerConfig(max_model_len=80, is_encoder_decoder=False, **batch)
         except ValueError:
             refused = True
-        assert bool(tell.problems) == refused, batch
+        assert bool(diag.problems) == refused, batch
         refusals += refused
     assert 0 < refusals < 18
 

@@ -403,8 +403,8 @@ def test_training_by_megatron_there_is_spread_as_there(plan: Planner) -> None:
 def test_no_key_vanishes(text: str, has_gpus: bool) -> None:
     """Whatever is written and not refused stands in the list, itself or in a section that does."""
     whole = yaml.safe_load(text.replace("{root}", "/root"))
-    tell = Diagnostics()
-    read = translated(whole, tell, Machine(8, has_gpus), lambda path, *_: [path], lambda files: 40)
+    diag = Diagnostics()
+    read = translated(whole, diag, Machine(8, has_gpus), lambda path, *_: [path], lambda files: 40)
     listed = {key for keys, *_ in read.mapped for key in keys.split(" + ")} | read.unread.keys()
     for place in places(whole):
         key, value = ".".join(map(str, place)), whole
@@ -581,7 +581,7 @@ def test_no_value_of_any_key_is_a_surprise(text: str, has_gpus: bool) -> None:
             for parent in parents:
                 place = place[parent]
             place[last] = junk
-            tell = Diagnostics()
-            read = translated(values, tell, Machine(8, has_gpus), lambda path, *_: [path], lambda files: 40)
+            diag = Diagnostics()
+            read = translated(values, diag, Machine(8, has_gpus), lambda path, *_: [path], lambda files: 40)
             assert list(read.lines())
-            assert all(len(problem) > 20 for problem in tell.problems)
+            assert all(len(problem) > 20 for problem in diag.problems)

@@ -10,9 +10,9 @@ from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPl
 from roll_opd.megatron.batches import Sample
 from roll_opd.megatron.trainer import _columns
 from roll_opd.roles.policy_roles import training_kind
-from roll_opd.samples.dp_shards import Packing, cut, without_tokens
+from roll_opd.samples.dp_shards import Packing, shard_batch, without_tokens
 from roll_opd.samples.experience import Experience, changed
-from roll_opd.samples.training import HeldTargets
+from roll_opd.samples.training import TargetRef
 from roll_opd.teachers.target_refs import opened
 
 WORKER = MegatronPlan("", ModelPlan(""), (0,), Layout(), MicroBatchLimits())
@@ -74,7 +74,7 @@ def test_columns_of_a_share_are_those_of_the_batch(
     assignment = packing.assign([(one.tokens, one.prompt_length) for one in batch], limits)
     masks = [one.action_mask if one.loss_mask is None else one.loss_mask for one in batch]
     held = [as_held(number, own) for number, own in enumerate(targets)]
-    pieces = cut(
+    pieces = shard_batch(
         [changed(one, teacher_targets=own) for one, own in zip(batch, held, strict=True)],
         assignment,
         training_kind,
@@ -86,25 +86,25 @@ def test_columns_of_a_share_are_those_of_the_batch(
     bundles = [list(own.values()) for own in targets]
     monkeypatch.setattr("ray.get", lambda references: [bundles[reference] for reference in references])
     seen: list[int] = []
-    for share, numbers in zip(pieces.shares, pieces.numbers, strict=True):
-        experiences = share.samples._value  # type: ignore[attr-defined]  # as it arrives
-        arrays = opened(share.held, share.micro_batches) if share.held else None
-        samples = train_samples(experiences, TEACHERS, objective, share.policy_weights, arrays)
-        columns = _columns(samples, objective, share.scales)
+    for shard, numbers in zip(pieces.shards, pieces.numbers, strict=True):
+        experiences = shard.samples._value  # type: ignore[attr-defined]  # as it arrives
+        arrays = opened(shard.held, shard.micro_batches) if shard.held else None
+        samples = train_samples(experiences, TEACHERS, objective, shard.policy_weights, arrays)
+        columns = _columns(samples, objective, shard.scales)
         assert columns and all(len(one.tokens) == 1 for n, one in zip(numbers, columns, strict=True) if n == -1)
-        for place in (place for part in share.micro_batches for place in part):
+        for place in (place for part in shard.micro_batches for place in part):
             seen.append(numbers[place])
             same(columns[place], whole[numbers[place]])
         assert list(columns[0].columns) == list(whole[0].columns)  # what a micro-batch without a sample is made like
     assert sorted(seen) == list(range(len(batch)))
     assert [
-        [[pieces.numbers[r][n] for n in part] for part in s.micro_batches] for r, s in enumerate(pieces.shares)
+        [[pieces.numbers[r][n] for n in part] for part in s.micro_batches] for r, s in enumerate(pieces.shards)
     ] == (assignment)
 
 
-def as_held(bundle: int, targets: dict[str, dict[str, np.ndarray]]) -> dict[str, HeldTargets]:
+def as_held(bundle: int, targets: dict[str, dict[str, np.ndarray]]) -> dict[str, TargetRef]:
     columns = [{key: (array.dtype.str, array.shape[1:]) for key, array in own.items()} for own in targets.values()]
-    return {name: HeldTargets(bundle, place, columns[place]) for place, name in enumerate(targets)}
+    return {name: TargetRef(bundle, place, columns[place]) for place, name in enumerate(targets)}
 
 
 def same(found: Sample, wanted: Sample) -> None:

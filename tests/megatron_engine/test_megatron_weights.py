@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 
 from roll_opd.megatron.weights.families import ENDS, FAMILIES, attention_left_on
 from roll_opd.megatron.weights.source import Given
-from roll_opd.megatron.weights.tensor_slices import Cut, Gated, Heads, Same, Sizes, Split, Vocabulary
+from roll_opd.megatron.weights.tensor_slices import Gated, Heads, Same, Sizes, Split, TensorSlice, Vocabulary
 from roll_opd.megatron.weights.transfer import LookedAt, ModelWeights, is_lost
 from roll_opd.models.model_info import RUN
 
@@ -21,7 +21,7 @@ ROWS = {"q": HEADS * HEAD, "k": KV_HEADS * HEAD, "v": KV_HEADS * HEAD, "gate": M
 TENSORS = {name: torch.randn(rows, WIDTH) for name, rows in ROWS.items()}
 TENSORS |= {"down": torch.randn(WIDTH, MLP), "norm": torch.randn(WIDTH)}
 TENSORS |= {f"{x}_bias": torch.randn(ROWS[x]) for x in "qkv"}
-CUTS: list[tuple[Cut, tuple[str, ...]]] = [
+CUTS: list[tuple[TensorSlice, tuple[str, ...]]] = [
     (Same(), ("norm",)),
     (Split(0), ("gate",)),
     (Split(1), ("down",)),
@@ -32,13 +32,13 @@ CUTS: list[tuple[Cut, tuple[str, ...]]] = [
 ]
 
 
-def shards(cut: Cut, names: tuple[str, ...], ranks: int) -> list[Tensor]:
+def shards(cut: TensorSlice, names: tuple[str, ...], ranks: int) -> list[Tensor]:
     return [cut.read(Given(TENSORS), names, rank, ranks, SIZES) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(("cut", "names"), CUTS)
-def test_what_is_cut_is_joined_again(cut: Cut, names: tuple[str, ...], ranks: int) -> None:
+def test_what_is_cut_is_joined_again(cut: TensorSlice, names: tuple[str, ...], ranks: int) -> None:
     pieces = shards(cut, names, ranks)
     assert len({piece.shape for piece in pieces}) == 1
     joined = cut.join(pieces, SIZES)

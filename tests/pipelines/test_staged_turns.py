@@ -17,7 +17,7 @@ from roll_opd.config.plan import RunPlan
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.models.device_phases import ALL, members_of
 from roll_opd.pipelines.run_workers import RunWorkers
-from roll_opd.roles.colocation import Turns
+from roll_opd.roles.colocation import DeviceScheduler
 from roll_opd.roles.policy_roles import gathered
 from roll_opd.weight_sync.transports import sync_of
 
@@ -56,7 +56,7 @@ class Taking:
 
     async def workers(self, plan: RunPlan, placement: Placement) -> RunWorkers:
         there, members = await self._workers(plan, placement), members_of(plan)
-        turns = Turns(members).everywhere()
+        turns = DeviceScheduler(members).everywhere()
         assert plan.rollout is not None
         models = there.frozen_models
         found = {there.student.plan.name: there.student.group, plan.rollout.name: there.sampler.engines}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from roll_opd.rewards.endpoints.verdict_cache import Remembered
+from roll_opd.rewards.endpoints.verdict_cache import VerdictCache
 
 
 class Oracle:
@@ -34,7 +34,7 @@ def run(scene: Coroutine[Any, Any, None]) -> None:
 
 def test_one_who_leaves_takes_the_question_only_with_the_last() -> None:
     async def scene() -> None:
-        oracle, remembered = Oracle(), Remembered[str](10)
+        oracle, remembered = Oracle(), VerdictCache[str](10)
         oracle.asked = 1
         first, second = (asyncio.ensure_future(remembered.get("q", oracle.ask)) for _ in range(2))
         await asyncio.sleep(0.01)
@@ -49,7 +49,7 @@ def test_one_who_leaves_takes_the_question_only_with_the_last() -> None:
 
 def test_a_question_that_nobody_waits_for_is_dropped_and_can_be_asked_anew() -> None:
     async def scene() -> None:
-        oracle, remembered = Oracle(), Remembered[str](10)
+        oracle, remembered = Oracle(), VerdictCache[str](10)
         waiting = [asyncio.ensure_future(remembered.get("q", oracle.ask)) for _ in range(2)]
         await asyncio.sleep(0.01)
         for task in waiting:
@@ -66,7 +66,7 @@ def test_a_question_that_nobody_waits_for_is_dropped_and_can_be_asked_anew() -> 
 
 def test_a_failure_reaches_all_who_wait_and_is_not_remembered() -> None:
     async def scene() -> None:
-        oracle, remembered = Oracle(), Remembered[str](10)
+        oracle, remembered = Oracle(), VerdictCache[str](10)
         oracle.may_answer.set()
         failures = await asyncio.gather(*(remembered.get("q", oracle.ask) for _ in range(3)), return_exceptions=True)
         assert oracle.asked == 1 and {str(failure) for failure in failures} == {"not today"}

@@ -24,7 +24,7 @@ from roll_opd.models.device_phases import (
     State,
     at_once,
 )
-from roll_opd.roles.colocation import Turns
+from roll_opd.roles.colocation import DeviceScheduler
 
 EVERYONE = (
     Member("student", Kind.STUDENT, frozenset({0, 1})),
@@ -158,16 +158,18 @@ class Processes:
 
 
 @pytest.fixture
-def opened() -> Iterator[tuple[Turns, dict[str, Processes], dict[str, Any]]]:
+def opened() -> Iterator[tuple[DeviceScheduler, dict[str, Processes], dict[str, Any]]]:
     everyone: dict[str, Processes] = {}
-    turns = Turns(EVERYONE).everywhere()
+    turns = DeviceScheduler(EVERYONE).everywhere()
     groups = {
         member.name: turns.join(member.name, cast(WorkerGroup, Processes(member, everyone))) for member in EVERYONE
     }
     yield turns, everyone, groups
 
 
-def test_calls_at_once_wait_for_each_other(opened: tuple[Turns, dict[str, Processes], dict[str, Any]]) -> None:
+def test_calls_at_once_wait_for_each_other(
+    opened: tuple[DeviceScheduler, dict[str, Processes], dict[str, Any]],
+) -> None:
     turns, everyone, groups = opened
 
     async def go() -> None:
@@ -183,7 +185,9 @@ def test_calls_at_once_wait_for_each_other(opened: tuple[Turns, dict[str, Proces
     assert not everyone["engines"].parts and turns.lack_weights
 
 
-def test_a_call_in_the_wrong_phase_asks_nobody(opened: tuple[Turns, dict[str, Processes], dict[str, Any]]) -> None:
+def test_a_call_in_the_wrong_phase_asks_nobody(
+    opened: tuple[DeviceScheduler, dict[str, Processes], dict[str, Any]],
+) -> None:
     turns, everyone, groups = opened
 
     async def go() -> None:
@@ -202,7 +206,7 @@ def test_a_call_in_the_wrong_phase_asks_nobody(opened: tuple[Turns, dict[str, Pr
 
 def test_who_shares_nothing_is_asked_straight_away() -> None:
     group = Processes(EVERYONE[0], {})
-    turns = Turns()
+    turns = DeviceScheduler()
     assert turns.join("student", group) is group
     asyncio.run(turns.enter(Phase.GENERATE))
     assert not turns.share("student", "engines")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import ray
 
-from roll_opd.samples.dp_shards import Share
-from roll_opd.samples.training import HeldTargets
+from roll_opd.samples.dp_shards import DPShard
+from roll_opd.samples.training import TargetRef
 from roll_opd.teachers import target_refs
 from roll_opd.teachers.target_refs import as_sent, hold, opened
 
@@ -21,15 +21,15 @@ def arrays(number: int) -> dict[str, np.ndarray]:
 
 @ray.remote(num_cpus=0)
 class Teacher:
-    def compute(self, numbers: list[int], bundle_bytes: int) -> dict[int, HeldTargets]:
+    def compute(self, numbers: list[int], bundle_bytes: int) -> dict[int, TargetRef]:
         target_refs.BUNDLE_BYTES = bundle_bytes
         return hold({number: arrays(number) for number in numbers})
 
 
 @ray.remote(num_cpus=0)
 class Student:
-    def read(self, share: Share) -> list[dict[str, dict[str, np.ndarray]]]:
-        return opened(share.held, share.micro_batches)
+    def read(self, shard: DPShard) -> list[dict[str, dict[str, np.ndarray]]]:
+        return opened(shard.held, shard.micro_batches)
 
 
 @pytest.mark.parametrize("bundle_bytes", [1, 1000, 2**20])
@@ -40,8 +40,8 @@ def test_a_rank_opens_what_its_share_needs(cluster: None, bundle_bytes: int) -> 
     kept = ray.get(teacher.compute.remote(numbers, bundle_bytes))
     assert list(kept) == numbers and 1 <= len({one.bundle for one in kept.values()}) <= len(numbers)
     own = [{"a": kept[number]} for number in numbers[:8]]
-    share = ray.put(Share(samples=[], micro_batches=[[2, 1], [], [7]], held=[as_sent(one) for one in own]))
-    found = ray.get(student.read.remote(share))
+    shard = ray.put(DPShard(samples=[], micro_batches=[[2, 1], [], [7]], held=[as_sent(one) for one in own]))
+    found = ray.get(student.read.remote(shard))
     for place, by_teacher in enumerate(found):
         wanted = arrays(numbers[place])
         for name, array in by_teacher["a"].items():

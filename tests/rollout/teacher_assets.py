@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
 from roll_opd.roles.policy_roles import Student, Teacher
-from roll_opd.samples.dp_shards import Cut, Packing
+from roll_opd.samples.dp_shards import Packing, ShardedBatch
 from roll_opd.samples.experience import Experience
 
 
@@ -26,12 +26,14 @@ class Group:
 
     packing = Packing(ranks=1)
 
-    async def scatter(self, method: str, cut: Cut, temperature: float, **wanted: Any) -> list[tuple[int, Any]]:
+    async def scatter(
+        self, method: str, sharded: ShardedBatch, temperature: float, **wanted: Any
+    ) -> list[tuple[int, Any]]:
         assert method == "compute_targets"
         answers = {}
-        (share,) = cut.shares
-        samples: Any = share.samples
-        for number in (number for part in share.micro_batches for number in part):
+        (shard,) = sharded.shards
+        samples: Any = shard.samples
+        for number in (number for part in shard.micro_batches for number in part):
             tokens, prompt, _ = samples._value[number]
             logits = logits_of(self.model, tokens)[prompt - 1 :]
             scored = (logits / self.change(temperature)).log_softmax(-1)

@@ -41,9 +41,9 @@ from roll_opd.report.page import contents
 from roll_opd.report.run_files import read_run
 from roll_opd.roles.critic_role import value_metrics
 from roll_opd.roles.policy_roles import Student, Teacher
-from roll_opd.samples.dp_shards import Cut, Packing
+from roll_opd.samples.dp_shards import Packing, ShardedBatch
 from roll_opd.samples.experience import Experience
-from roll_opd.samples.training import HeldTargets
+from roll_opd.samples.training import TargetRef
 from roll_opd.teachers.teacher_checks import Check
 from roll_opd.tracking.console import progress_line
 from roll_opd.tracking.metrics import opd_metrics, validation_metrics
@@ -100,7 +100,7 @@ def conversations(seed: int) -> list[Experience]:
                         reward=float(rng.random()),
                         values=draw(),
                         returns=draw(),
-                        teacher_targets={"one": HeldTargets(None, 0, {}, hits=rng.random(length) < 0.5)},
+                        teacher_targets={"one": TargetRef(None, 0, {}, hits=rng.random(length) < 0.5)},
                     )
                 )
     return found
@@ -169,11 +169,13 @@ class Ranks:
         self._seed, self._wild = seed, wild
         self._by_token = {int(e.tokens[0]): e for e in experiences}
 
-    async def scatter(self, method: str, cut: Cut, temperature: float, **wanted: Any) -> list[tuple[int, Any]]:
+    async def scatter(
+        self, method: str, sharded: ShardedBatch, temperature: float, **wanted: Any
+    ) -> list[tuple[int, Any]]:
         assert method == "compute_targets"
-        (share,) = cut.shares
-        samples: Any = share.samples
-        return [(0, {n: self._answer(*samples._value[n][:2], wanted) for part in share.micro_batches for n in part})]
+        (shard,) = sharded.shards
+        samples: Any = shard.samples
+        return [(0, {n: self._answer(*samples._value[n][:2], wanted) for part in shard.micro_batches for n in part})]
 
     def _answer(self, tokens: np.ndarray, scored_from: int, wanted: dict[str, Any]) -> dict[str, np.ndarray]:
         of = self._by_token[int(tokens[0])]

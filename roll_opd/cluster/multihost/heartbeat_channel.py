@@ -17,10 +17,12 @@ SILENCE_SECONDS = 40.0  # until the other host is given up
 LONGEST = 2**24  # bytes of a line
 
 
-class Line:
+class HeartbeatChannel:
     """One end. What the other one says comes into `inbox` as (this, message), and None as the message at its end."""
 
-    def __init__(self, connection: socket.socket, inbox: "queue.Queue[tuple[Line, dict[str, Any] | None]]") -> None:
+    def __init__(
+        self, connection: socket.socket, inbox: "queue.Queue[tuple[HeartbeatChannel, dict[str, Any] | None]]"
+    ) -> None:
         self._connection, self._inbox = connection, inbox
         self._lock = threading.Lock()
         connection.settimeout(SILENCE_SECONDS)

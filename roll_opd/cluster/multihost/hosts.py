@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.cluster.multihost import host_facts
-from roll_opd.cluster.multihost.heartbeat_channel import Line
+from roll_opd.cluster.multihost.heartbeat_channel import HeartbeatChannel
 from roll_opd.cluster.multihost.launcher_env import Host, LaunchError
 from roll_opd.cluster.ray_environment import token_variables
 from roll_opd.cluster.startup_progress import ClusterError, StartUp
 
 ANSWER_SECONDS = 60.0  # for a host to look at its files
-LATE_SECONDS = 10.0  # that a run which cannot be waits for the hosts, to tell them
+JOIN_GRACE_S = 10.0  # that a run which cannot be waits for the hosts, to tell them
 RUN = "ROLL_OPD_RUN"  # in the environment of the attempts of one run: what its hosts know it by
 
 
@@ -32,10 +32,10 @@ class Hosts:
         """
         self._host, self._again = host, again
         self._run = os.environ.get(RUN, "") or uuid.uuid4().hex
-        self._late = LATE_SECONDS  # that `end` waits for those who are not there
+        self._late = JOIN_GRACE_S  # that `end` waits for those who are not there
         self.warm: dict[str, Any] = {}  # imports of the other hosts' `WarmServer`
-        self._inbox: queue.Queue[tuple[Line, dict[str, Any] | None]] = queue.Queue()
-        self._lines: dict[int, Line] = {}
+        self._inbox: queue.Queue[tuple[HeartbeatChannel, dict[str, Any] | None]] = queue.Queue()
+        self._lines: dict[int, HeartbeatChannel] = {}
         self._facts: dict[int, dict[str, Any]] = {0: host_facts.facts()}
         self._refused: list[str] = []
         try:
@@ -145,7 +145,7 @@ class Hosts:
                 connection, _ = self._listener.accept()
             except OSError:  # closed
                 return
-            Line(connection, self._inbox)
+            HeartbeatChannel(connection, self._inbox)
 
     def _await_all(self, deadline: float) -> None:
         while len(self._lines) < self._host.size - 1:
@@ -195,7 +195,7 @@ class Hosts:
                     line.close()
                 return known, message
 
-    def _is_taken_in(self, line: Line, message: dict[str, Any]) -> bool:
+    def _is_taken_in(self, line: HeartbeatChannel, message: dict[str, Any]) -> bool:
         if not {"rank", "size", "name", "gpus", "versions"} <= message.keys():  # of no host
             line.close()
             return False

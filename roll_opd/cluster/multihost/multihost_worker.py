@@ -18,7 +18,7 @@ from typing import Any
 
 from roll_opd.base.command_line import FAILED
 from roll_opd.cluster.multihost import host_facts
-from roll_opd.cluster.multihost.heartbeat_channel import Line
+from roll_opd.cluster.multihost.heartbeat_channel import HeartbeatChannel
 from roll_opd.cluster.multihost.launcher_env import Host
 
 FIRST_SECONDS = 600.0  # for which the driver is looked for at first; it says for how long later
@@ -57,7 +57,7 @@ class _Member:
                 line.close()
         return code
 
-    def _serve_one(self, line: Line, inbox: "queue.Queue[Any]", node: "_Node") -> int | None:
+    def _serve_one(self, line: HeartbeatChannel, inbox: "queue.Queue[Any]", node: "_Node") -> int | None:
         """Serve one driver; return the exit code, None where another driver is to come."""
         told = 0
         while True:
@@ -92,14 +92,14 @@ class _Member:
                     self._say(f"roll-opd: host {self._host.rank}: the run has ended; host 0 says why")
                 return int(message["end"])
 
-    def _connected(self, inbox: "queue.Queue[Any]") -> Line | None:
+    def _connected(self, inbox: "queue.Queue[Any]") -> HeartbeatChannel | None:
         """Return a connection to the driver, None where there is none in time, or this command is to end."""
         deadline = time.monotonic() + self._again
         why = ""
         while not self._signals:
             try:
                 connection = socket.create_connection((self._host.address, self._host.port), timeout=RETRY_SECONDS * 10)
-                return Line(connection, inbox)
+                return HeartbeatChannel(connection, inbox)
             except OSError as error:
                 why = error.strerror or str(error)
             if time.monotonic() > deadline:

@@ -36,7 +36,7 @@ def read_variant(top: Top, workers: Mapping[str, Worker | None]) -> Variant | No
     if role is None or (role.worker_cls is None and role.pg_variant is None):
         if top.pg_variant is None or not _is_known(top, top.pg_variant):
             return None
-        top.tell.say(
+        top.diag.warn(
             "pg_variant",
             f"{top.pg_variant} is the policy loss; ROLL reads a pg_variant in actor_train alone, beside the worker_cls"
             " of an ActorPGWorker",
@@ -44,7 +44,7 @@ def read_variant(top: Top, workers: Mapping[str, Worker | None]) -> Variant | No
         return Variant("pg_variant", top.pg_variant, PG_VARIANTS[top.pg_variant])
     found = _of_role(role)
     if top.pg_variant not in (None, found.name if found else None):
-        top.tell.say("pg_variant", f"{top.pg_variant} has no effect, as in ROLL, where it is a variable of the YAML's")
+        top.diag.warn("pg_variant", f"{top.pg_variant} has no effect, as in ROLL, where it is a variable of the YAML's")
     return found
 
 
@@ -52,38 +52,38 @@ def _of_role(worker: Worker) -> Variant | None:
     name = worker.pg_variant
     weights = {"positive_weight": worker.topr_positive_weight, "negative_weight": worker.topr_negative_weight}
     if name != "topr":
-        worker.tell.ignore(*{"topr_positive_weight", "topr_negative_weight"} & worker.written)
+        worker.diag.unused(*{"topr_positive_weight", "topr_negative_weight"} & worker.written)
     if PG_WORKER not in (worker.worker_cls or ""):
         if name is not None:
-            worker.tell.say(
+            worker.diag.warn(
                 "pg_variant",
                 f"{name} has no effect, as in ROLL, where only worker_cls"
                 " roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker reads it; the loss is that of the other keys",
             )
         return None
     if name is None:
-        worker.tell.problem("pg_variant", f"is missing; ROLL's ActorPGWorker needs one of {', '.join(PG_VARIANTS)}")
+        worker.diag.error("pg_variant", f"is missing; ROLL's ActorPGWorker needs one of {', '.join(PG_VARIANTS)}")
         return None
     if not _is_known(worker, name):
         return None
-    return Variant(worker.tell.at("pg_variant"), name, {**PG_VARIANTS[name], **(weights if name == "topr" else {})})
+    return Variant(worker.diag.at("pg_variant"), name, {**PG_VARIANTS[name], **(weights if name == "topr" else {})})
 
 
 def _is_known(section: Top | Worker, name: str) -> bool:
     if name not in PG_VARIANTS:
-        section.tell.problem("pg_variant", f"{name!r} is unknown; use one of {', '.join(PG_VARIANTS)}")
+        section.diag.error("pg_variant", f"{name!r} is unknown; use one of {', '.join(PG_VARIANTS)}")
     return name in PG_VARIANTS
 
 
-def _check_class(worker: Worker, learns: bool) -> None:
+def _check_class(worker: Worker, trainable: bool) -> None:
     """Refuse a worker class that is not ROLL's own, and note what of ROLL's is not read."""
     if worker.worker_cls is not None and not worker.worker_cls.startswith("roll."):
-        worker.tell.block(
+        worker.diag.unsupported(
             "worker_cls",
             f"{worker.worker_cls} is no class of ROLL's, and worker classes of one's own are not run here; write a"
             " policy_loss_fn, an advantage_fn or a pipeline of your own (docs/extending.md), and remove the key",
         )
-    elif worker.worker_cls is not None and not (learns and PG_WORKER in worker.worker_cls):
-        worker.tell.ignore("worker_cls")
-    if not learns and worker.pg_variant is not None:
-        worker.tell.ignore("pg_variant")
+    elif worker.worker_cls is not None and not (trainable and PG_WORKER in worker.worker_cls):
+        worker.diag.unused("worker_cls")
+    if not trainable and worker.pg_variant is not None:
+        worker.diag.unused("pg_variant")

@@ -52,11 +52,11 @@ def load_any(config_path: str, config_name: str, overrides: list[str]) -> Loaded
 def _of_trinity(file: Path, overrides: list[str]) -> LoadedConfig:
     lines = key_lines(file, file.name, "")
     values = _resolved(_loaded(file), lines)
-    tell = Diagnostics(lines)
+    diag = Diagnostics(lines)
     has_gpus = hardware.gpu_memory_gb() is not None
-    read = translated(values, tell, Machine(hardware.devices(), has_gpus), _files_of, _count)
-    if tell.problems:
-        raise ConfigError(tell.problems)
+    read = translated(values, diag, Machine(hardware.devices(), has_gpus), _files_of, _count)
+    if diag.problems:
+        raise ConfigError(diag.problems)
     ours, origins = _overridden(read.values, overrides)
     head = f"{file} is a configuration of Trinity-RFT; it is read as"
     told = "\n".join([head, *read.lines()])
@@ -76,10 +76,10 @@ def _loaded(file: Path) -> DictConfig:
 
 def _resolved(config: DictConfig, lines: dict[str, str]) -> dict[str, Any]:
     """Return plain values; ConfigError for references that lead nowhere."""
-    tell = Diagnostics(lines)
-    found = resolve(config, tell)
-    if tell.problems:
-        raise ConfigError(tell.problems)
+    diag = Diagnostics(lines)
+    found = resolve(config, diag)
+    if diag.problems:
+        raise ConfigError(diag.problems)
     return found
 
 

@@ -13,7 +13,7 @@ def objective(read: Translation) -> None:
     key = "algorithm.algorithm_type"
     name = read.get(key, "ppo")
     if name in ("sft", "dpo"):
-        read.tell.problem(
+        read.diag.error(
             key, f"{name} learns from rows with answers; write a configuration for start_{name}_pipeline.py"
         )
         return
@@ -50,7 +50,7 @@ def objective(read: Translation) -> None:
         elif argument == "sft_dataset_name":
             read.drop(path, "demonstrations are those of trainer_input")
         else:
-            read.tell.problem(path, "is no argument here; every experience is learned from in its step; remove it")
+            read.diag.error(path, "is no argument here; every experience is learned from in its step; remove it")
     if compares:
         read.put("reference.strategy_args.strategy_name", "megatron_infer")
     if (row and row.advantage == "gae") or read.values.get("advantage_fn") in ("ppo", "gae"):
@@ -61,7 +61,7 @@ def _one_argument(read: Translation, section: str, name: str) -> Any:
     """Return the one argument that a function has; others are refused."""
     given = read.below(section)
     for argument in given.keys() - {name}:
-        read.tell.problem(f"{section}.{argument}", f"is no argument here; {name} alone is; remove it")
+        read.diag.error(f"{section}.{argument}", f"is no argument here; {name} alone is; remove it")
     return given.get(name)
 
 
@@ -92,7 +92,7 @@ def _kl_penalty(read: Translation) -> bool:
             read.drop(key, "no KL is subtracted from rewards")
         return False
     if not isinstance(name, str) or name not in KL_PENALTIES:
-        read.tell.problem(key, f"should be none or {', '.join(KL_PENALTIES)}, got {name!r}")
+        read.diag.error(key, f"should be none or {', '.join(KL_PENALTIES)}, got {name!r}")
         return False
     read.put("add_token_level_kl", True, key)
     read.put("kl_penalty", KL_PENALTIES[name], key)
@@ -101,7 +101,7 @@ def _kl_penalty(read: Translation) -> bool:
         read.put("target_kl", given.get("target_kl", 1.0), f"{key}_args.target_kl")
         read.put("kl_horizon", given.get("horizon", 10000), f"{key}_args.horizon")
     for argument in given.keys() - {"kl_coef", "adaptive", "target_kl", "horizon"}:
-        read.tell.problem(f"{key}_args.{argument}", "is no argument here; remove it")
+        read.diag.error(f"{key}_args.{argument}", "is no argument here; remove it")
     return True
 
 

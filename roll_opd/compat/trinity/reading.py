@@ -24,7 +24,7 @@ class Machine:
 class Translation:
     """What has been read so far."""
 
-    tell: Diagnostics
+    diag: Diagnostics
     machine: Machine
     found: dict[str, Any] = field(default_factory=dict)  # their keys of which a part is made
     values: dict[str, Any] = field(default_factory=dict)  # ours
@@ -75,7 +75,7 @@ class Translation:
         written = [key for key in by if key]
         self.mapped.append((" + ".join(written), ours, value))
         for key in written[:1]:
-            self.origins[ours] = f"{key}{self.tell.where(key).replace(' (', ', ').rstrip(')')}"
+            self.origins[ours] = f"{key}{self.diag.where(key).replace(' (', ', ').rstrip(')')}"
 
     def drop(self, key: str, why: str) -> None:
         """Note that a key that is written means nothing."""
@@ -94,7 +94,7 @@ class Translation:
         value = self.get(key, default)
         if isinstance(value, int) and not isinstance(value, bool) and value >= least:
             return value
-        self.tell.problem(key, f"should be a whole number of at least {least}, got {value!r}")
+        self.diag.error(key, f"should be a whole number of at least {least}, got {value!r}")
         return default
 
     def below(self, key: str) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Translation:
         value = self.get(key, {})
         if isinstance(value, dict):
             return value
-        self.tell.problem(key, f"expected a section with keys, got {value!r}")
+        self.diag.error(key, f"expected a section with keys, got {value!r}")
         return {}
 
     def entries(self, key: str) -> list[Mapping[str, Any]]:
@@ -110,7 +110,7 @@ class Translation:
         value = self.get(key) or []
         if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
             return value
-        self.tell.problem(key, f"expected a list of sections with keys, got {value!r}")
+        self.diag.error(key, f"expected a list of sections with keys, got {value!r}")
         return []
 
     def lines(self) -> Iterable[str]:
@@ -147,11 +147,11 @@ def sort(read: Translation, values: Mapping[str, Any], keys: Mapping[str, Rule],
                 for name, item in value.items():
                     visit(item, f"{key}.{name}")
             elif value is not None:
-                read.tell.problem(path, f"expected a section with keys, got {value!r}")
+                read.diag.error(path, f"expected a section with keys, got {value!r}")
         elif path.startswith(UNREAD):
             read.drop(path if path in UNREAD else ".".join(path.split(".")[:2]), "veRL's own; there is no veRL here")
         else:
-            read.tell.problem(path, _unknown(key, {*keys, *sections}))
+            read.diag.error(path, _unknown(key, {*keys, *sections}))
 
     for name, value in values.items():
         visit(value, str(name))
@@ -183,4 +183,4 @@ def _follow(read: Translation, rule: Rule, path: str, value: Any) -> None:
     elif value in rule.harmless:
         read.drop(path, "")
     else:
-        read.tell.problem(path, f"{_yaml(value)} is not available: {rule.why}")
+        read.diag.error(path, f"{_yaml(value)} is not available: {rule.why}")

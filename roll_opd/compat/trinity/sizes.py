@@ -54,12 +54,12 @@ def devices(read: Translation) -> None:
     read.devices = nodes * each - taken
     if read.devices < 1:
         text = f"{nodes} x {each} GPUs are all taken by engines ({taken}); training needs some, too"
-        read.tell.problem("cluster.gpu_per_node", text)
+        read.diag.error("cluster.gpu_per_node", text)
         return
     read.put("num_nodes", nodes, "cluster.node_num" if read.get("cluster.node_num") else "")
     read.put("num_gpus_per_node", each, "cluster.gpu_per_node" if read.get("cluster.gpu_per_node") else "")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        read.tell.problem(key, f"should be one of {', '.join(DTYPES)}, got {dtype!r}")
+        read.diag.error(key, f"should be one of {', '.join(DTYPES)}, got {dtype!r}")
         return
     for role in (read.train, read.infer, *read.frozen, *read.auxiliaries.values()):
         read.put(f"{role}.model_args.dtype", DTYPES[dtype], key)
@@ -130,7 +130,7 @@ def batches(read: Translation) -> None:
     update = read.number(key, 0, least=0) or whole
     own = update - round(update * share) if whole != made else update
     if own < 1 or made % own:
-        read.tell.problem(
+        read.diag.error(
             key,
             f"an update of {update} does not divide the {made} sequences of a step (batch_size x repeat_times);"
             " write a divisor, or a larger batch_size",
@@ -141,7 +141,7 @@ def batches(read: Translation) -> None:
             break
     else:
         text = f"an update of {update} sequences cannot be split among {read.devices} data-parallel ranks of training"
-        read.tell.problem(key, f"{text}; change one of them")
+        read.diag.error(key, f"{text}; change one of them")
         return
     if number != read.devices:
         read.devices = number
@@ -179,7 +179,7 @@ def training(read: Translation) -> None:
         read.put(f"{actor}.adam_beta1", betas[0], key)
         read.put(f"{actor}.adam_beta2", betas[1], key)
     elif betas is not None:
-        read.tell.problem(key, f"expected two numbers, got {betas!r}")
+        read.diag.error(key, f"expected two numbers, got {betas!r}")
     clips = ("trainer.grad_clip", "trainer.actor_grad_clip", f"{_ACTOR}.grad_clip")
     of_optimizer = (f"{optimizer}.clip_grad",)
     is_megatron = read.get("trainer.trainer_strategy") == "megatron"
@@ -216,16 +216,16 @@ def steps(read: Translation, count: Callable[[list[str]], int]) -> None:
         return
     epochs = read.number("buffer.total_epochs", 1)
     files = read.values.get(read.train, {}).get("data_args", {}).get("file_name") or []
-    if read.tell.problems or not files:
+    if read.diag.problems or not files:
         return
     try:
         rows = count(files)
     except ValueError as error:
-        read.tell.problem(f"{TASKSET}.path", str(error))
+        read.diag.error(f"{TASKSET}.path", str(error))
         return
     steps = math.floor(epochs * rows / read.values["rollout_batch_size"])
     if steps < 1:
-        read.tell.problem(
+        read.diag.error(
             "buffer.batch_size",
             f"{epochs} epochs of {rows} rows are less than one step of {read.values['rollout_batch_size']}; lower it",
         )

@@ -61,21 +61,21 @@ def is_trinity(values: Mapping[Any, Any]) -> bool:
 
 def translated(
     values: Mapping[str, Any],
-    tell: Diagnostics,
+    diag: Diagnostics,
     machine: Machine,
     files_of: FilesOf,
     count: Callable[[list[str]], int],
 ) -> Translation:
-    """Return `values` of Trinity-RFT under our keys; every refusal goes to `tell`, which knows where keys are written.
+    """Return `values` of Trinity-RFT under our keys; every refusal goes to `diag`, which knows where keys are written.
 
     `files_of(path, split, subset)` returns the files of a data set, `count` the rows of files; both raise ValueError
     with a sentence for what cannot be read.
     """
-    read = Translation(tell, machine)
+    read = Translation(diag, machine)
     sort(read, values, KEYS, "")
     if "data" in values:
-        tell.problems.clear()
-        tell.problem("data", "is a section of Trinity-RFT before 0.2; write buffer.explorer_input, as its guide does")
+        diag.problems.clear()
+        diag.error("data", "is a section of Trinity-RFT before 0.2; write buffer.explorer_input, as its guide does")
         return read
     _names(read)
     objective(read)
@@ -98,7 +98,7 @@ def _names(read: Translation) -> None:
     pipeline = "data_processor.experience_pipeline"
     for name, value in read.below(pipeline).items():
         if name == "operators" and value:
-            read.tell.problem(f"{pipeline}.{name}", "experiences are not changed on their way; do it in the workflow")
+            read.diag.error(f"{pipeline}.{name}", "experiences are not changed on their way; do it in the workflow")
         else:
             read.drop(f"{pipeline}.{name}", "")
 
@@ -113,7 +113,7 @@ def _adapter(read: Translation) -> None:
     odd = sorted(key for key in entries[0].keys() - known if entries[0][key])
     if len(entries) > 1 or odd:
         said = f"has {', '.join(odd)}" if odd else f"has {len(entries)} adapters"
-        read.tell.problem(place, f"{said}; one adapter of the student's is trained, with {', '.join(LORA)}")
+        read.diag.error(place, f"{said}; one adapter of the student's is trained, with {', '.join(LORA)}")
         return
     for name, (ours, default) in LORA.items():
         read.put(f"{{train}}.model_args.{ours}", entries[0].get(name, default), place)
@@ -124,7 +124,7 @@ def _adapter(read: Translation) -> None:
 def _models_and_lengths(read: Translation) -> None:
     model, key = read.first("model.model_path")
     if not model:
-        read.tell.problem("model.model_path", "is missing; write the directory of a Hugging Face model")
+        read.diag.error("model.model_path", "is missing; write the directory of a Hugging Face model")
     for role in (read.train, read.infer, *(["reference"] if "reference" in read.values else [])):
         read.put(f"{role}.model_args.model_name_or_path", model, key)
     read.put("{train}.strategy_args.strategy_name", "megatron_train")
@@ -142,7 +142,7 @@ def _models_and_lengths(read: Translation) -> None:
         response, keys[2] = whole - prompt, keys[0]
     if prompt is None or response is None:
         missing = "model.max_prompt_tokens" if prompt is None else "model.max_response_tokens"
-        read.tell.problem(missing, "is missing; write it: prompt and response have their own limits")
+        read.diag.error(missing, "is missing; write it: prompt and response have their own limits")
         return
     read.put("prompt_length", prompt, keys[1])
     read.put("response_length", response, keys[2])
@@ -163,7 +163,7 @@ def _auxiliary_models(read: Translation) -> None:
     built_in = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module")
     asks_teacher = isinstance(workflow, str) and workflow not in built_in
     if read.is_pure and not models:
-        read.tell.problem(AUXILIARY, "is missing; its first model is the teacher, write one")
+        read.diag.error(AUXILIARY, "is missing; its first model is the teacher, write one")
     for number, model in enumerate(models):
         place = f"{AUXILIARY}.{number}"
         is_teacher = read.is_pure and not number
@@ -210,7 +210,7 @@ def _rows(read: Translation, files_of: FilesOf) -> None:
     if len(sets) == 1:
         sort(read, sets[0], TASKSET_KEYS, f"{TASKSET}.")
     elif sets:
-        read.tell.problem(
+        read.diag.error(
             f"{INPUT}.tasksets", f"{len(sets)} are not read; write one, whose path is a directory with all files"
         )
         return
@@ -226,7 +226,7 @@ def _rows(read: Translation, files_of: FilesOf) -> None:
     if not workflow and read.is_pure:
         workflow = "on_policy_distill_workflow"
     if not workflow:
-        read.tell.problem(f"{INPUT}.default_workflow_type", "is missing; name the workflow")
+        read.diag.error(f"{INPUT}.default_workflow_type", "is missing; name the workflow")
     read.put("workflow", workflow, key)
     if args := read.below(f"{TASKSET}.workflow_args"):
         read.put("workflow_args", args, f"{TASKSET}.workflow_args")
@@ -239,7 +239,7 @@ def _rows(read: Translation, files_of: FilesOf) -> None:
     for key in (f"{TASKSET}.rollout_args.n", f"{TASKSET}.repeat_times"):
         if read.get(key) is not None:
             if read.get(key) not in (1, repeats):
-                read.tell.problem(key, "algorithm.repeat_times says how many responses a prompt has; remove this key")
+                read.diag.error(key, "algorithm.repeat_times says how many responses a prompt has; remove this key")
             read.drop(key, "algorithm.repeat_times says it")
     if not read.values.get("workflow_timeout"):
         read.put("workflow_timeout", 1800)
@@ -255,12 +255,12 @@ def _files(read: Translation, place: str, files_of: FilesOf) -> list[str]:
     """Return the files of the data set at `place`."""
     path = read.get(f"{place}.path")
     if not isinstance(path, str) or not path:
-        read.tell.problem(f"{place}.path", "is missing; write a file of rows, or a directory of them")
+        read.diag.error(f"{place}.path", "is missing; write a file of rows, or a directory of them")
         return []
     try:
         return files_of(path, str(read.get(f"{place}.split", "train")), read.get(f"{place}.subset_name"))
     except ValueError as error:
-        read.tell.problem(f"{place}.path", str(error))
+        read.diag.error(f"{place}.path", str(error))
         return []
 
 
@@ -270,7 +270,7 @@ def _demonstrations(read: Translation, files_of: FilesOf) -> None:
     if not isinstance(section, Mapping):
         return
     if read.get("algorithm.algorithm_type") not in ("mix", "mix_chord"):
-        read.tell.problem(key, "are learned from by mix and mix_chord alone; train on them with start_sft_pipeline.py")
+        read.diag.error(key, "are learned from by mix and mix_chord alone; train on them with start_sft_pipeline.py")
         return
     for name in ("path", "split", "subset_name"):
         if section.get(name) is not None:
@@ -323,7 +323,7 @@ def _reward(read: Translation) -> None:
         }
         read.put("rewards.math_rule.terms", {"length_penalty": penalty}, args_key)
     elif args:
-        read.tell.problem(args_key, f"has no counterpart for {name}; write its arguments under rewards, and remove it")
+        read.diag.error(args_key, f"has no counterpart for {name}; write its arguments under rewards, and remove it")
 
 
 def _validation(read: Translation, files_of: FilesOf) -> None:
@@ -339,16 +339,14 @@ def _validation(read: Translation, files_of: FilesOf) -> None:
         for name in ("prompt_key", "response_key"):
             own = read.get(f"{place}.format.{name}")
             if own not in (None, read.values.get(name)):
-                read.tell.problem(
-                    f"{place}.format.{name}", f"{own!r} is not the column of training; rename one of them"
-                )
+                read.diag.error(f"{place}.format.{name}", f"{own!r} is not the column of training; rename one of them")
         for name, ours in (("default_workflow_type", "workflow"), ("default_reward_fn_type", None)):
             trained = read.values.get(ours) if ours else read.first(f"{TASKSET}.{name}", f"{INPUT}.{name}")[0]
             if read.get(f"{place}.{name}") not in (None, trained):
-                read.tell.problem(f"{place}.{name}", "validation works as training does; let it read task.is_eval")
+                read.diag.error(f"{place}.{name}", "validation works as training does; let it read task.is_eval")
     other = read.get(f"{INPUT}.default_eval_workflow_type")
     if sets and other not in (None, "", read.values.get("workflow")):
-        read.tell.problem(
+        read.diag.error(
             f"{INPUT}.default_eval_workflow_type", "validation has training's workflow; let it read task.is_eval"
         )
     if not sets:

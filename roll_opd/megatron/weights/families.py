@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from roll_opd.config.plan import Layout
-from roll_opd.megatron.weights.tensor_slices import Cut, Gated, Heads, Same, Split, Vocabulary
+from roll_opd.megatron.weights.tensor_slices import Gated, Heads, Same, Split, TensorSlice, Vocabulary
 from roll_opd.models.model_info import DEEPSEEK_TYPES, EXPERT_COUNTS, layers_with_experts
 from roll_opd.models.weight_files import EMBEDDING, FINAL_NORM, HEAD, VALUE_HEAD
 
@@ -28,7 +28,7 @@ class Entry:
     """
 
     names: tuple[str, ...]
-    cut: Cut
+    cut: TensorSlice
 
     def of(self, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
         """Return the names in a layer, and there in an expert."""
@@ -40,7 +40,7 @@ class Entry:
         return "{expert}" in self.names[0]
 
 
-def _layer(cut: Cut, *names: str) -> Entry:
+def _layer(cut: TensorSlice, *names: str) -> Entry:
     return Entry(tuple(f"model.layers.{{layer}}.{name}" for name in names), cut)
 
 

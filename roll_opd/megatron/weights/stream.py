@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from roll_opd.megatron.weights.tensor_slices import Cut, Sizes
+from roll_opd.megatron.weights.tensor_slices import Sizes, TensorSlice
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Shard:
     """
 
     names: tuple[tuple[str, ...], ...]
-    cut: Cut
+    cut: TensorSlice
     shape: torch.Size
     dtype: torch.dtype
     is_of_experts: bool = False

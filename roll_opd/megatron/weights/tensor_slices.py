@@ -31,7 +31,7 @@ class Sizes:
     padded_vocab: int
 
 
-class Cut(Protocol):
+class TensorSlice(Protocol):
     """`read` and `join` undo each other."""
 
     @property

@@ -17,7 +17,7 @@ from roll_opd.base.paths import find_path, places
 from roll_opd.rewards.endpoints.chat import ChatEndpoint, Complete, Messages
 from roll_opd.rewards.endpoints.endpoint import GaveUp, Limits
 from roll_opd.rewards.endpoints.prompts import JUDGE_PROMPTS, JudgePrompt, check_template, filled
-from roll_opd.rewards.endpoints.verdict_cache import Remembered
+from roll_opd.rewards.endpoints.verdict_cache import VerdictCache
 from roll_opd.rewards.endpoints.verdicts import ReadVerdict, Verdict, by_json, by_pattern
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score, Scored
 from roll_opd.rewards.registry import register
@@ -76,7 +76,7 @@ class LLMJudge:
         self._template = prompt.template
         self._read = _reader(prompt, verdict, verdict_key, pattern, min_score, max_score)
         self._opening = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        self._verdicts: Remembered[Verdict] = Remembered(cache_size)
+        self._verdicts: VerdictCache[Verdict] = VerdictCache(cache_size)
         if complete is None and judge_model_type == "api":
             complete = ChatEndpoint(
                 judge_api_url,

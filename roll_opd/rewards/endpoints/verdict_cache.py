@@ -12,18 +12,18 @@ Answer = TypeVar("Answer")
 
 
 @dataclass
-class _Asked(Generic[Answer]):
+class _SharedCall(Generic[Answer]):
     task: "asyncio.Task[Answer]"
     waiting: int = 0
 
 
-class Remembered(Generic[Answer]):
+class VerdictCache(Generic[Answer]):
     """At most `size` answers; with 0 every question is asked."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._known: OrderedDict[str, Answer] = OrderedDict()
-        self._asked: dict[str, _Asked[Answer]] = {}
+        self._asked: dict[str, _SharedCall[Answer]] = {}
 
     async def get(self, question: str, ask: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         """Return the answer to `question`, from `ask()` if it is not known; all who wait get what that raises."""
@@ -34,7 +34,7 @@ class Remembered(Generic[Answer]):
             return self._known[question]
         asked = self._asked.get(question)
         if asked is None:
-            asked = self._asked[question] = _Asked(asyncio.ensure_future(ask()))
+            asked = self._asked[question] = _SharedCall(asyncio.ensure_future(ask()))
             asked.task.add_done_callback(lambda task: self._keep(question, task))
         asked.waiting += 1
         try:

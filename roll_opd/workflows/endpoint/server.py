@@ -42,7 +42,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Answered = list[tuple[Experience, Call]]
 
 
-class _Told(Exception):
+class _StreamedError(Exception):
     """What went wrong has been said in a stream."""
 
     def __init__(self, response: web.StreamResponse) -> None:
@@ -159,7 +159,7 @@ class Endpoint:
                 response = await handler(request)
             finally:
                 self._under_way -= 1
-        except _Told as told:
+        except _StreamedError as told:
             return told.response
         except Refusal as refusal:
             response = web.json_response(refusal.body, status=refusal.status)
@@ -268,7 +268,7 @@ class Endpoint:
             refusal = error if isinstance(error, Refusal) else Refusal(500, f"{type(error).__name__}: {error}")
             self.counts[str(refusal.status)] += 1
             await response.write(_event(refusal.body))
-            raise _Told(response) from error
+            raise _StreamedError(response) from error
         for piece in pieces:
             await response.write(_event(piece))
         await response.write(b"data: [DONE]\n\n")
