@@ -58,7 +58,6 @@ from roll_opd.planner import (
     check_devices,
     check_files,
     check_objective,
-    check_replay,
     check_values,
     environments,
     parts,
@@ -70,7 +69,7 @@ from roll_opd.planner.expand import expand, pipeline_problem
 from roll_opd.planner.pipeline_check import pipeline_of, wrong_pipeline
 from roll_opd.planner.read import Sections, read_sections
 from roll_opd.planner.rewards import read_rewards
-from roll_opd.planner.roles import Role, RoleReader, Roles, choose_mode
+from roll_opd.planner.roles import Role, RoleReader, Roles, choose_mode, written_workers
 from roll_opd.planner.trackers import read_trackers
 from roll_opd.tracking.registry import lacking
 from roll_opd.tracking.secrets import without_secrets
@@ -169,12 +168,13 @@ def _rolled_out(loaded: LoadedConfig, pure: bool | None, diag: Diagnostics) -> R
         sections.top = expand(sections.top, sections.workers, mode)
     top = sections.top
     roles = RoleReader(sections, mode, diag).rolled_out()
+    check_values.check_replay(written_workers(sections), roles.train, roles.infer)
     check_files.compare_models(roles, top)
     if not isinstance(top, Top):
         return None
     if agentic:
         top = environments.expanded(top, roles.infer.worker.generating_args if roles.infer else None)
-    check_replay.check_turns(top.workflow, roles.train)
+    check_values.check_replay_of_turns(top.workflow, roles.train)
     check_objective.check_objective(top, mode, agentic)
     check_objective.check_topk(top, roles.shared_vocabulary)
     check_devices.check_devices(roles.placed(), top)
@@ -326,6 +326,7 @@ def _supervised(loaded: LoadedConfig, keys: type[Supervised], diag: Diagnostics)
     sections = read_sections(loaded.values, loaded.variables, keys, diag)
     top = sections.top
     roles = RoleReader(sections, keys.pipeline, diag).supervised(keys)
+    check_values.check_replay(written_workers(sections), None, None)
     train = roles.train
     if not isinstance(top, Supervised) or train is None:
         return None

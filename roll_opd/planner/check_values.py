@@ -1,9 +1,9 @@
-"""Checks of values: lengths, sampling and batches.
+"""Checks of values: lengths, sampling, batches and routing replay.
 
 Every function takes what it needs and tells the sections what is wrong with them; none raises, none touches the disk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from roll_opd.config.diagnostics import Diagnostics
@@ -13,6 +13,7 @@ from roll_opd.models.memory import VLLM_MAX_SEQUENCES
 from roll_opd.planner.roles import Role, Roles
 from roll_opd.planner.strategies import OPTIONS
 
+ROUTER_REPLAY = "router_replay.mode"
 SHARE_TOLERANCE = 0.05  # of a row: thirds may be written as 0.333
 MOST_SEQUENCES = 10**7  # of a step: all of them are in the driver's memory at once
 
@@ -298,3 +299,32 @@ def micro_batch(worker: Worker, training: bool) -> MicroBatchLimits:
         return MicroBatchLimits(tokens=tokens)
     size = worker.training_args.per_device_train_batch_size if training else worker.infer_batch_size
     return MicroBatchLimits(sequences=size)
+
+
+def check_replay_of_turns(workflow: str | None, train: Role | None) -> None:
+    """Refuse replay of what a workflow or an environment makes, whose turns do not bring their routes."""
+    if workflow and train and train.worker.router_replay.mode != "disable":
+        train.worker.diag.error(ROUTER_REPLAY, "routes of workflows and environments are not recorded yet; use disable")
+
+
+def check_replay(workers: Iterable[Worker], train: Role | None, infer: Role | None) -> None:
+    """Refuse replay where nobody samples, of other roles than the student's, and of a model without experts.
+
+    `train` and `infer` are the student's; None: it learns from rows, or could not be read.
+    """
+    students = [role.worker for role in (train, infer) if role]
+    for worker in workers:
+        if worker.router_replay.mode != "disable" and not any(worker is student for student in students):
+            worker.diag.error(
+                ROUTER_REPLAY, "routes are those of the student that samples; no other role has any: use disable"
+            )
+    if not (train and infer):
+        return
+    asked, returned = train.worker.router_replay.mode, infer.worker.router_replay.mode
+    if asked != returned:
+        both = f"{train.path}.{ROUTER_REPLAY} is {asked}, {infer.path}.{ROUTER_REPLAY} {returned}"
+        train.worker.diag.error(ROUTER_REPLAY, f"{both}: what one replays the other records, so write the same in both")
+    elif asked != "disable" and train.info and not train.info.experts:
+        train.worker.diag.error(
+            ROUTER_REPLAY, f"{train.info.path.name} has no experts to which tokens are sent; use disable"
+        )

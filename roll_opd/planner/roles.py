@@ -16,7 +16,7 @@ from roll_opd.models.layouts import check_layout, check_tensor_parallel
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.models.tokenizer_files import has_tokenizer
 from roll_opd.models.weight_files import holds_decoder, weight_problems
-from roll_opd.planner import adapters, check_replay, role_keys
+from roll_opd.planner import adapters, role_keys
 from roll_opd.planner.read import CRITIC, REFERENCE, Sections
 from roll_opd.planner.strategies import OPTIONS, Strategy, read_megatron, read_vllm
 
@@ -89,6 +89,12 @@ def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None
     return "mixed" if mixed else "rl"
 
 
+def written_workers(sections: Sections) -> list[Worker]:
+    """Return the sections of all roles that are written."""
+    written = [*sections.workers.values(), *sections.teachers.values()]
+    return [worker for worker in written if worker is not None]
+
+
 class RoleReader:
     """Reads the roles of one configuration; each model directory is read once."""
 
@@ -112,7 +118,6 @@ class RoleReader:
             self._roles.reference = self._megatron("frozen", reference, self._student)
         self._check_sections()
         self._check_adapters()
-        check_replay.check(self._workers(), None, None)
         return self._roles
 
     def rolled_out(self) -> Roles:
@@ -142,7 +147,6 @@ class RoleReader:
                 roles.auxiliaries[name] = self._engine(model, None, "bf16")
         self._check_sections()
         self._check_adapters()
-        check_replay.check(self._workers(), roles.train, roles.infer)
         return roles
 
     def _read_student(self, name: str) -> None:
@@ -272,7 +276,7 @@ class RoleReader:
         """Refuse adapters of what does not learn, and what would train something else than was asked for."""
         student, infer = self._roles.train, self._roles.infer
         never: dict[str, list[str]] = {}
-        for args in [worker.model_args for worker in self._workers()]:
+        for args in [worker.model_args for worker in written_workers(self._sections)]:
             for key in adapters.NEVER:
                 if getattr(args, key):
                     never.setdefault(key, []).append(args.diag.at(key))
@@ -294,10 +298,6 @@ class RoleReader:
             also = f" ({', '.join(found[1:])} too)" if found[1:] else ""
             text = "is not available yet, and other weights would be trained than are asked for; remove it"
             self._diag.unsupported(found[0], text + also)
-
-    def _workers(self) -> list[Worker]:
-        written = [*self._sections.workers.values(), *self._sections.teachers.values()]
-        return [worker for worker in written if worker is not None]
 
     def _check_weights(self, worker: Worker, info: ModelInfo | None) -> None:
         """Hold weights against config.json, once for all roles of a model; what vLLM alone runs, it checks itself."""
