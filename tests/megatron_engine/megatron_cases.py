@@ -5,7 +5,7 @@ nothing here imports an engine.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from roll_opd.algorithms.registry import POLICY_LOSSES
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import Layout, ObjectivePlan, OptimizerPlan
 from roll_opd.samples.training import TeacherTargets, TrainSample, ValueSample
+from tests.cover import cover
 
+RANKS = 4  # processes
 VOCABULARY = 101  # odd: padded wherever the vocabulary is split
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "models"
 
@@ -243,6 +245,13 @@ EXPERT_INVARIANCE = {
     "tp2cp2ep2": ("tokens", INVARIANT[::2]),
     "pp2vpp2ep2": ("sequences", INVARIANT[1::2]),
 }
+CORE = ("ppo", "topk", "full")  # a ratio of two policies, and what a teacher says of other tokens
+# the losses of a layout are those of one job on every push, and of another one nightly
+INVARIANCE_GRID = [(loss, layout) for loss in (*INVARIANT, CRITIC_LOSS) for layout in INVARIANCE_LAYOUTS]
+PUSHED_INVARIANCE = [case for case in INVARIANCE_GRID if case[0] in CORE or case[1] == "tp1"]
+PUSHED_INVARIANCE += cover(case for case in INVARIANCE_GRID if case[1] != "tp1")
+EXPERT_INVARIANCE_GRID = [(layout, loss) for layout, (_, losses) in EXPERT_INVARIANCE.items() for loss in losses]
+PUSHED_EXPERT_INVARIANCE = [case for case in EXPERT_INVARIANCE_GRID if case[1] in CORE or case[0] == "tp1"]
 # layout -> its adapters: all layers, some of what Megatron has in one, or those of attention between experts
 LORA_LAYOUTS = {
     "tp1": "all",
@@ -601,6 +610,22 @@ def few_model(layout: str) -> str:
     return "deep" if LAYOUTS[layout].vpp else "qwen3_tied"
 
 
+def axes(layout: str) -> tuple:
+    """The sizes of a layout, which a cover of layouts has each once."""
+    return astuple(LAYOUTS[layout])
+
+
+def invariance_name(loss: str, layout: str) -> str:
+    """The job that computes a loss in a layout."""
+    if loss == CRITIC_LOSS:
+        return f"critic_invariance-{layout}"
+    return f"invariance-{layout}" + ("" if (loss, layout) in PUSHED_INVARIANCE else "-nightly")
+
+
+def expert_invariance_name(layout: str, loss: str) -> str:
+    return f"experts_invariance-{layout}" + ("" if (layout, loss) in PUSHED_EXPERT_INVARIANCE else "-nightly")
+
+
 def train_name(model: str, layout: str, distributed: bool, tokens: int | None) -> str:
     return f"train-{model}-{layout}-{'distributed' if distributed else 'plain'}-{tokens or 'unlimited'}"
 
@@ -615,23 +640,20 @@ def train_variants(layout: str) -> list[tuple[str, bool, int | None]]:
     return [*variants, ("qwen3_tied", True, None), ("qwen3_tied", False, 70)] if layout == "tp1" else variants
 
 
-def rounds(root: Path) -> list[tuple[int, list[dict[str, Any]]]]:
-    """(ranks of a job, jobs), in order; all processes meet in the jobs of four, before what needs saved states.
-
-    What exchanges most comes first: a model that was trained is never quite gone, and the threads of its groups wake up
-    a hundred times a second.
-    """
-    invariance = [
-        {"op": op, "name": f"{op}-{layout}", "layout": layout}
-        for layout in INVARIANCE_LAYOUTS
-        for op in ("invariance", "critic_invariance")
+def jobs() -> dict[str, dict[str, Any]]:
+    """All jobs by name; one that goes on from the state of another has its `load`, the other's name and ".ckpt"."""
+    losses: dict[tuple[str, str], list[str]] = {}
+    for loss, layout in INVARIANCE_GRID:
+        losses.setdefault((invariance_name(loss, layout), layout), []).append(loss)
+    for layout, loss in EXPERT_INVARIANCE_GRID:
+        losses.setdefault((expert_invariance_name(layout, loss), layout), []).append(loss)
+    every = [
+        {"op": name.partition("-")[0], "name": name, "layout": layout, "losses": some}
+        for (name, layout), some in losses.items()
     ]
-    invariance += [
-        {"op": "experts_invariance", "name": f"experts_invariance-{layout}", "layout": layout}
-        for layout in EXPERT_INVARIANCE
-    ]
-    alone, together = ([job for job in invariance if LAYOUTS[job["layout"]].world_size == world] for world in (1, 4))
-    return [(4, together), (1, alone), *((world, _jobs_of(world)) for world in (1, 2, 4)), (2, _resume_jobs(root))]
+    every += [job for world in (1, 2, 4) for job in _jobs_of(world)]
+    every += [*_resume_jobs(), {"op": "priorities", "name": "priorities", "layout": "tp4"}]
+    return {job["name"]: job for job in every}
 
 
 def _jobs_of(world: int) -> list[dict[str, Any]]:
@@ -784,20 +806,20 @@ def lora_job(layout: str, loads: str | None = None) -> dict[str, Any]:
     }
 
 
-def _resume_jobs(root: Path) -> list[dict[str, Any]]:
+def _resume_jobs() -> list[dict[str, Any]]:
     critics = [
         {
             **_critic_job(loads, "valued"),
             "name": critic_resume_name(saved, loads),
             "save": False,
-            "load": str(root / f"{critic_name(saved)}.ckpt"),
+            "load": f"{critic_name(saved)}.ckpt",
         }
         for saved, loads in CRITIC_RESUMES
     ]
     changed: list[dict[str, Any]] = [
         {
             **_train_job(loads, "qwen3_tied", distributed, 70 if distributed else None),
-            "load": str(root / f"{train_name('qwen3_tied', saved, distributed, 70 if distributed else None)}.ckpt"),
+            "load": f"{train_name('qwen3_tied', saved, distributed, 70 if distributed else None)}.ckpt",
             "name": f"changed-{resume_name(saved, loads, distributed)}",
             "save_after": None,
         }
@@ -819,7 +841,7 @@ def _resume_jobs(root: Path) -> list[dict[str, Any]]:
                 **_train_job(loads, resumed_model(saved, loads), distributed, tokens),
                 "name": resume_name(saved, loads, distributed),
                 "save_after": None,
-                "load": str(root / f"{train_name(resumed_model(saved, loads), saved, distributed, tokens)}.ckpt"),
+                "load": f"{train_name(resumed_model(saved, loads), saved, distributed, tokens)}.ckpt",
             }
             for saved, loads, distributed, tokens in RESUMES
         ]

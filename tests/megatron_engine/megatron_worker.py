@@ -1,6 +1,6 @@
-"""One of four processes: does its share of `megatron_cases.rounds`, in teams as large as a job's world, and writes.
+"""Four ranks that do the jobs of `megatron_cases.jobs`, as tests ask for them, and write what they found.
 
-    torchrun --nproc_per_node 4 megatron_worker.py ROOT
+    megatron_worker.py ROOT
 
 Importing Megatron's engine patches torch on a CPU, so this never runs inside the test process.
 """
@@ -8,15 +8,19 @@ Importing Megatron's engine patches torch on a CPU, so this never runs inside th
 import ctypes
 import gc
 import json
+import multiprocessing
 import os
+import signal
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +66,7 @@ from roll_opd.samples.weight_bucket import BucketMemory, map_bucket
 
 Job = dict[str, Any]
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 WRITER = ThreadPoolExecutor(1)
 SAVES: list[Future[list[Path]]] = []
 STORES: list[dist.Store] = []  # where this process's groups meet, while it is rank 0 of them
@@ -121,7 +126,7 @@ def train(job: Job, root: Path) -> None:
     limits = MicroBatchLimits(tokens=job["tokens"])
     trainer = trainer_of(job, root, optimizer_of(job, job["distributed"]), limits)
     if job["load"]:
-        checkpoint.load_state(trainer, Path(job["load"]))
+        checkpoint.load_state(trainer, root / job["load"])
     records = []
     for step in range(cases.SAVED_AFTER if job["load"] else 0, cases.UPDATES):
         samples = cases.train_samples(step, objective, job["count"])
@@ -309,11 +314,11 @@ def invariance(job: Job, root: Path) -> None:
     trainer = trainer_of({**job, "model": "deep"}, root, STILL, MicroBatchLimits())
     trainer.load_teacher_head("random", cases.teacher_inputs(1)[1])
     write_results(
-        root / f"{job['name']}.npz", over_losses(trainer, cases.INVARIANCE_LAYOUTS[job["layout"]], cases.INVARIANT)
+        root / f"{job['name']}.npz", over_losses(trainer, cases.INVARIANCE_LAYOUTS[job["layout"]], job["losses"])
     )
 
 
-def over_losses(trainer: MegatronTrainer, splits: tuple[str, ...], losses: tuple[str, ...]) -> dict[str, np.ndarray]:
+def over_losses(trainer: MegatronTrainer, splits: tuple[str, ...], losses: list[str]) -> dict[str, np.ndarray]:
     """Loss and gradient of some policy losses for some splits of their batches."""
     found: dict[str, np.ndarray] = {}
     for name in losses:
@@ -330,10 +335,10 @@ def over_losses(trainer: MegatronTrainer, splits: tuple[str, ...], losses: tuple
 
 def experts_invariance(job: Job, root: Path) -> None:
     """The same of a mixture of experts."""
-    split, losses = cases.EXPERT_INVARIANCE[job["layout"]]
+    split, _ = cases.EXPERT_INVARIANCE[job["layout"]]
     trainer = trainer_of({**job, "model": "qwen2_moe"}, root, STILL, MicroBatchLimits())
     trainer.load_teacher_head("random", cases.teacher_inputs(1)[1])
-    write_results(root / f"{job['name']}.npz", over_losses(trainer, (split,), losses))
+    write_results(root / f"{job['name']}.npz", over_losses(trainer, (split,), job["losses"]))
 
 
 def options(job: Job, root: Path) -> None:
@@ -511,7 +516,7 @@ def critic(job: Job, root: Path) -> None:
     )
     model = MegatronCritic(plan, seed=0)
     if "load" in job:
-        checkpoint.load_state(model, Path(job["load"]))
+        checkpoint.load_state(model, root / job["load"])
     write_arrays(root / f"{job['name']}-values.npz", model.values(cases.sequences(cases.VOCABULARY)))
     records = []
     for step in range(cases.SAVED_AFTER if "load" in job else 0, cases.UPDATES):
@@ -884,6 +889,7 @@ OPERATIONS = {
     "columns": columns,
     "topk": topk,
     "memory": memory,
+    "priorities": lambda job, root: priorities(job, root),
 }
 
 
@@ -907,16 +913,84 @@ def meet_anew(file: Path) -> None:
     os.environ["MASTER_PORT"] = file.read_text()
 
 
-def main() -> None:
-    process, processes, root = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1])
-    for number, (world, jobs) in enumerate(cases.rounds(root)):
-        team, rank = divmod(process, world)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
-        for job in jobs[team :: processes // world]:
-            meet_anew(root / f"port-{number}-{job['name']}")
+def serve(process: int, requests: Connection, root: Path) -> None:
+    """Do the jobs of one rank, until one fails: answer each with None or its traceback."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    while (job := requests.recv()) is not None:
+        world = cases.LAYOUTS[job["layout"]].world_size
+        os.environ.update(RANK=str(process), WORLD_SIZE=str(world))
+        try:
+            meet_anew(root / f"port-of-{job['name']}")
             OPERATIONS[job["op"]](job, root)
             parallel.shutdown()
-    (root / f"priorities-{process}.json").write_text(json.dumps(priorities_of_connections()))
+        except BaseException:
+            requests.send(traceback.format_exc())
+            raise
+        requests.send(None)
+
+
+class Ranks:
+    """Four forks of this process, which has imported everything that they need."""
+
+    def __init__(self, root: Path) -> None:
+        context = multiprocessing.get_context("fork")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(cases.RANKS):
+            here, there = context.Pipe()
+            self.pipes.append(here)
+            self.processes.append(context.Process(target=serve, args=(rank, there, root), daemon=True))
+            self.processes[-1].start()
+            there.close()
+
+    def do(self, job: Job) -> str | None:
+        """Do one job; return None, or why it failed."""
+        waiting = dict(enumerate(self.pipes[: cases.LAYOUTS[job["layout"]].world_size]))
+        for pipe in waiting.values():
+            pipe.send(job)
+        errors: list[str] = []
+        while waiting:  # where one rank fails, those that it has left waiting never answer
+            ready = wait(list(waiting.values()), timeout=2 if errors else None)
+            if not ready:
+                break
+            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+                try:
+                    answer = waiting.pop(rank).recv()
+                except EOFError:
+                    answer = "the process died"
+                errors += [] if answer is None else [f"rank {rank}: {answer}"]
+        return "\n".join(errors) or None
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def main() -> None:
+    """Read jobs from standard input, a line each; write how each ended, as JSON, to standard output."""
+    answers, root = os.fdopen(os.dup(1), "w"), Path(sys.argv[1])
+    os.dup2(2, 1)  # what is printed goes to the log
+    ranks = Ranks(root)
+    for line in sys.stdin:
+        error = ranks.do(json.loads(line))
+        if error:
+            ranks.end()
+            ranks = Ranks(root)
+        print(json.dumps(error), file=answers, flush=True)
+    ranks.end()
+
+
+def priorities(job: Job, root: Path) -> None:
+    """Write the priorities of the threads that watch the connections of groups, after several of them."""
+    for number in range(3):
+        parallel.initialize(cases.LAYOUTS[job["layout"]], seed=0)
+        dist.barrier()
+        parallel.shutdown()
+        meet_anew(root / f"port-{job['name']}-{number}")
+    parallel.initialize(cases.LAYOUTS[job["layout"]], seed=0)
+    (root / f"{job['name']}-{dist.get_rank()}.json").write_text(json.dumps(priorities_of_connections()))
+    dist.barrier()
 
 
 def priorities_of_connections() -> list[int]:

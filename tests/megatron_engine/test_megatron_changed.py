@@ -13,6 +13,8 @@ from megatron_answers import Answers
 from safetensors.torch import load_file
 from test_megatron_training import assert_close, records
 
+from tests.cover import cover, tiered
+
 Weights = dict[str, torch.Tensor]
 Trained = tuple[list[dict[str, Any]], Weights]
 
@@ -27,7 +29,9 @@ def assert_goes_on(answers: Answers, name: str, weights: Weights, naive: Trained
     assert_close(weights, final, before)
 
 
-@pytest.mark.parametrize(("saved", "loads", "distributed"), cases.CHANGED)
+@pytest.mark.parametrize(
+    ("saved", "loads", "distributed"), tiered(cases.CHANGED, cover(cases.CHANGED, of=lambda case: (case[2],)))
+)
 def test_the_student(answers: Answers, saved: str, loads: str, distributed: bool) -> None:
     path = cases.model_path(answers.root, "qwen3_tied")
     naive = reference.naive_training(path, "opd", cases.OBJECTIVES["opd"], changed=True)
@@ -49,7 +53,7 @@ def test_an_adapter(answers: Answers) -> None:
     wanted, final = reference.naive_lora_training(base, begun, changed=True)
     by_name = {name.replace(".default.", "."): tensor for name, tensor in final.items()}
     found, before = (
-        load_file(path / "adapter_model.safetensors") for path in (answers.root / "changed-lora.adapter", begun)
+        load_file(path / "adapter_model.safetensors") for path in (answers.path("changed-lora.adapter"), begun)
     )
     assert_goes_on(answers, "changed-lora", found, (wanted, by_name), before)
 

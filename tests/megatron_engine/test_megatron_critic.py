@@ -11,6 +11,9 @@ import torch
 from megatron_answers import Answers
 from test_megatron_training import assert_close, records
 
+from tests.cover import cover, tiered
+
+LAYOUTS = tiered(cases.CRITIC_LAYOUTS, cover(cases.CRITIC_LAYOUTS, of=cases.axes))
 Weights = dict[str, torch.Tensor]
 
 
@@ -25,7 +28,7 @@ def values_of(path: Any) -> list[np.ndarray]:
         return [reference.token_values(network, *sequence).numpy() for sequence in cases.sequences(cases.VOCABULARY)]
 
 
-@pytest.mark.parametrize("layout", cases.CRITIC_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_values_are_of_the_state_before_each_token(answers: Answers, layout: str) -> None:
     found = answers.arrays(f"{cases.critic_name(layout)}-values")
     wanted = values_of(cases.model_path(answers.root, "valued"))
@@ -36,7 +39,7 @@ def test_values_are_of_the_state_before_each_token(answers: Answers, layout: str
     assert np.abs(np.concatenate(wanted)).max() > 0.1
 
 
-@pytest.mark.parametrize("layout", cases.CRITIC_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_equals_the_naive_one(answers: Answers, naive: tuple[list[dict], Weights], layout: str) -> None:
     wanted, final = naive
     found = records(answers, cases.critic_name(layout))
@@ -76,7 +79,9 @@ def test_without_a_head_to_take_over_all_values_are_0_at_first(answers: Answers)
     assert answers.weights(name)["score.weight"].any()
 
 
-@pytest.mark.parametrize(("saved", "loads"), cases.CRITIC_RESUMES)
+@pytest.mark.parametrize(
+    ("saved", "loads"), tiered(cases.CRITIC_RESUMES, cover(cases.CRITIC_RESUMES, of=lambda case: (case[0] == case[1],)))
+)
 def test_resumed_equals_uninterrupted(answers: Answers, saved: str, loads: str) -> None:
     name = cases.critic_resume_name(saved, loads)
     straight, resumed = answers.weights(cases.critic_name(saved)), answers.weights(name)
@@ -93,7 +98,7 @@ def test_resumed_equals_uninterrupted(answers: Answers, saved: str, loads: str) 
 def test_what_it_saves_is_a_model_with_one_label(answers: Answers) -> None:
     """Though it began as a language model."""
     name = cases.critic_name("tp1", "qwen3")
-    path = answers.root / f"{name}.hf"
+    path = answers.path(f"{name}.hf")
     config = json.loads((path / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForSequenceClassification"]
     model = reference.load_critic(path)

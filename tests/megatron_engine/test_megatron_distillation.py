@@ -1,11 +1,11 @@
 """`full` and `topk` through the engine, against whole distributions of Hugging Face's models and autograd."""
 
-import json
-
 import megatron_cases as cases
 import megatron_reference as reference
 import pytest
 from megatron_answers import Answers
+
+from tests.cover import cover, tiered
 
 
 @pytest.fixture(scope="module")
@@ -14,10 +14,19 @@ def naive(answers: Answers) -> tuple[list[dict], dict]:
     return reference.naive_distilling(paths, cases.model_path(answers.root, "qwen3_tied"))
 
 
-@pytest.mark.parametrize("layout", cases.TEACHER_LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    tiered(
+        cases.TEACHER_LAYOUTS,
+        cover(
+            cases.TEACHER_LAYOUTS,
+            of=lambda layout: (*cases.axes(layout), *cases.axes(cases.TEACHER_LAYOUTS[layout])),
+        ),
+    ),
+)
 def test_distilling_equals_the_naive_one(answers: Answers, naive: tuple[list[dict], dict], layout: str) -> None:
     """Two teachers, on another layout than the student's; one has a wider vocabulary, each looks at some samples."""
-    found = json.loads((answers.root / f"distil-{layout}.json").read_text())
+    found = answers.values(f"distil-{layout}")
     wanted, final = naive
     assert len(found) == len(wanted) == len(cases.DISTILLING)
     for record, plain in zip(found, wanted, strict=True):

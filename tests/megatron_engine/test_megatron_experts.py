@@ -1,6 +1,5 @@
 """Mixtures of experts in every layout: against Hugging Face, and routers' losses against their formulas."""
 
-import json
 from functools import cache
 from typing import Any
 
@@ -14,8 +13,10 @@ from safetensors.torch import load_file
 
 from roll_opd.config.plan import MicroBatchLimits
 from roll_opd.samples.packing import assign, singles
+from tests.cover import cover, tiered
 
 GRID = cases.EXPERT_GRID
+PUSHED = cover(GRID, of=lambda case: (case[0], *cases.axes(case[1])))
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def naive(answers: Answers) -> Any:
     return cache(trained)
 
 
-@pytest.mark.parametrize(("model", "layout"), GRID)
+@pytest.mark.parametrize(("model", "layout"), tiered(GRID, PUSHED))
 def test_logprobs_are_hugging_faces(answers: Answers, model: str, layout: str) -> None:
     network = reference.load(cases.model_path(answers.root, model))
     for name, (_, _, temperature, _) in cases.PASSES.items():
@@ -40,7 +41,7 @@ def test_logprobs_are_hugging_faces(answers: Answers, model: str, layout: str) -
             np.testing.assert_allclose(found[str(number)], wanted, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("model", "layout"), GRID)
+@pytest.mark.parametrize(("model", "layout"), tiered(GRID, PUSHED))
 def test_what_was_loaded_is_exported_to_the_bit(answers: Answers, model: str, layout: str) -> None:
     wanted = load_file(f"{cases.model_path(answers.root, model)}/model.safetensors")
     found = answers.weights(f"experts-{model}-{layout}-start")
@@ -48,10 +49,10 @@ def test_what_was_loaded_is_exported_to_the_bit(answers: Answers, model: str, la
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
-@pytest.mark.parametrize(("model", "layout"), GRID)
+@pytest.mark.parametrize(("model", "layout"), tiered(GRID, PUSHED))
 def test_training_equals_the_naive_one(answers: Answers, naive: Any, model: str, layout: str) -> None:
     wanted, final = naive(model)
-    found = json.loads((answers.root / f"experts-{model}-{layout}.json").read_text())
+    found = answers.values(f"experts-{model}-{layout}")
     for record, plain in zip(found, wanted, strict=True):
         assert record["weighted_loss"] == pytest.approx(plain["loss"], rel=1e-5, abs=1e-6)
         assert record["grad_norms"] == pytest.approx([plain["grad_norm"]] * len(record["grad_norms"]), rel=1e-5)
@@ -66,13 +67,15 @@ def test_training_equals_the_naive_one(answers: Answers, naive: Any, model: str,
         assert (weights[name] - tensor).norm() <= 2e-3 * moved, name
 
 
-@pytest.mark.parametrize(("model", "saved", "loads"), cases.EXPERT_RESUMES)
+@pytest.mark.parametrize(
+    ("model", "saved", "loads"),
+    tiered(cases.EXPERT_RESUMES, cover(cases.EXPERT_RESUMES, of=lambda case: (case[0], case[1] == case[2]))),
+)
 def test_resumed_equals_uninterrupted(answers: Answers, model: str, saved: str, loads: str) -> None:
     straight = answers.weights(f"experts-{model}-{saved}")
     resumed = answers.weights(f"experts-resume-{model}-{saved}-{loads}")
     whole, rest = (
-        json.loads((answers.root / f"experts-{name}.json").read_text())
-        for name in (f"{model}-{saved}", f"resume-{model}-{saved}-{loads}")
+        answers.values(f"experts-{name}") for name in (f"{model}-{saved}", f"resume-{model}-{saved}-{loads}")
     )
     for left, right in zip(whole[cases.SAVED_AFTER :], rest, strict=True):
         assert right["weighted_loss"] == pytest.approx(left["weighted_loss"], rel=1e-5)

@@ -14,6 +14,8 @@ import torch
 from megatron_answers import Answers
 from safetensors.torch import load_file
 
+from tests.cover import cover, tiered
+
 GRID = [(layout, model) for layout in cases.FROZEN_LAYOUTS for model in cases.models(layout)]
 DEMO_GRID = [(layout, model) for layout in cases.FROZEN_LAYOUTS for model in cases.demo_models(layout)]
 PAIRS = [
@@ -24,6 +26,8 @@ PAIRS = [
 ]
 # a pack that is cut over context ranks is attended to with a mask, in other blocks
 SAME_BITS = [pair for pair in PAIRS if not any(cases.LAYOUTS[layout].cp > 1 for layout in pair[1:])]
+PUSHED_PAIRS = cover(pair for pair in PAIRS if pair[1] == "tp1")
+PUSHED = cover(GRID) + [(layout, model) for model, *pair in PUSHED_PAIRS for layout in pair]
 Expected = Callable[[str, float], list[np.ndarray]]
 
 
@@ -43,7 +47,7 @@ def expected(answers: Answers) -> Expected:
     return compute
 
 
-@pytest.mark.parametrize(("layout", "model"), GRID + DEMO_GRID)
+@pytest.mark.parametrize(("layout", "model"), tiered(GRID + DEMO_GRID, PUSHED))
 def test_logprobs_equal_hugging_face(answers: Answers, expected: Expected, layout: str, model: str) -> None:
     for name, (_, _, temperature, _) in cases.PASSES.items():
         scored = answers.arrays(f"frozen-{model}-{layout}-{name}")
@@ -54,7 +58,7 @@ def test_logprobs_equal_hugging_face(answers: Answers, expected: Expected, layou
             np.testing.assert_allclose(scored[str(number)], values, rtol=0, atol=1e-5, err_msg=f"{name} {number}")
 
 
-@pytest.mark.parametrize(("layout", "model"), GRID)
+@pytest.mark.parametrize(("layout", "model"), tiered(GRID, PUSHED))
 def test_one_sequence_alone(answers: Answers, expected: Expected, layout: str, model: str) -> None:
     """Fewer sequences than data-parallel ranks: one rank has nothing to do."""
     scored = answers.arrays(f"frozen-{model}-{layout}-lonely")
@@ -96,19 +100,19 @@ def differences(answers: Answers, kind: str, model: str, one: str, other: str) -
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize(("model", "one", "other"), SAME_BITS)
+@pytest.mark.parametrize(("model", "one", "other"), tiered(SAME_BITS, PUSHED_PAIRS))
 def test_reverse_kl_of_equal_weights_is_zero(answers: Answers, model: str, one: str, other: str) -> None:
     """A teacher with the student's weights but another layout adds nothing."""
     assert np.abs(differences(answers, "frozen", model, one, other)).max() < 1e-6
 
 
-@pytest.mark.parametrize(("model", "one", "other"), PAIRS)
+@pytest.mark.parametrize(("model", "one", "other"), tiered(PAIRS, PUSHED_PAIRS))
 def test_an_ordinary_run_is_as_near_as_rounding_allows(answers: Answers, model: str, one: str, other: str) -> None:
     found = differences(answers, "ordinary", model, one, other)
     assert abs(found.mean()) < 1e-6 and np.abs(found).max() < 1e-5
 
 
-@pytest.mark.parametrize(("layout", "model"), GRID)
+@pytest.mark.parametrize(("layout", "model"), tiered(GRID, PUSHED))
 def test_export_is_bit_exact(answers: Answers, layout: str, model: str) -> None:
     source = load_file(Path(cases.model_path(answers.root, model)) / "model.safetensors")
     exported = answers.weights(f"frozen-{model}-{layout}")
@@ -117,10 +121,10 @@ def test_export_is_bit_exact(answers: Answers, layout: str, model: str) -> None:
         assert exported[name].dtype == tensor.dtype and torch.equal(exported[name], tensor), name
 
 
-@pytest.mark.parametrize(("layout", "model"), DEMO_GRID)
+@pytest.mark.parametrize(("layout", "model"), tiered(DEMO_GRID, PUSHED))
 def test_export_keeps_configuration_and_tokenizer(answers: Answers, layout: str, model: str) -> None:
     source = Path(cases.model_path(answers.root, model))
-    exported = answers.root / f"frozen-{model}-{layout}.hf"
+    exported = answers.path(f"frozen-{model}-{layout}.hf")
     assert sorted(file.name for file in exported.iterdir()) == sorted(file.name for file in source.iterdir())
     for file in source.iterdir():
         if file.name not in ("config.json", "model.safetensors"):
@@ -133,6 +137,6 @@ def test_export_keeps_configuration_and_tokenizer(answers: Answers, layout: str,
 @pytest.mark.parametrize("model", cases.DEMO_MODELS)
 def test_exported_model_loads_in_transformers(answers: Answers, model: str) -> None:
     source = reference.load(cases.model_path(answers.root, model))
-    exported = reference.load(answers.root / f"frozen-{model}-tp2.hf")
+    exported = reference.load(answers.path(f"frozen-{model}-tp2.hf"))
     for name, tensor in source.state_dict().items():
         assert torch.equal(exported.state_dict()[name], tensor), name

@@ -54,7 +54,7 @@ def test_every_layout_has_the_same_bits(answers: Answers, layout: str) -> None:
 @pytest.mark.parametrize("layout", cases.FOLLOW_LAYOUTS)
 def test_it_scores_with_the_weights_that_it_has(answers: Answers, layout: str, decay: float) -> None:
     name = f"follow-{layout}-qwen3_tied-{decay}"
-    model = reference.load(answers.root / f"{name}.hf")
+    model = reference.load(answers.path(f"{name}.hf"))
     for number, values in answers.arrays(name).items():
         tokens, prompt = cases.sequences(cases.VOCABULARY)[int(number)]
         wanted = reference.token_logprobs(model, tokens, prompt, 1.0).detach().numpy()

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import importlib, json, pkgutil, torch
 import roll_opd
@@ -35,6 +37,7 @@ print(json.dumps({"modules": modules, "imported": imported, "installed": changed
 """
 
 
+@pytest.mark.nightly
 def test_importing_everything_patches_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -5,29 +5,32 @@ import numpy as np
 import pytest
 from megatron_answers import Answers
 
+from tests.cover import tiered
 
-@pytest.mark.parametrize("layout", [name for name, splits in cases.INVARIANCE_LAYOUTS.items() if "observed" in splits])
-@pytest.mark.parametrize("loss", (*cases.INVARIANT, cases.CRITIC_LOSS))
+
+@pytest.mark.parametrize(
+    ("loss", "layout"),
+    tiered(
+        (case for case in cases.INVARIANCE_GRID if "observed" in cases.INVARIANCE_LAYOUTS[case[1]]),
+        cases.PUSHED_INVARIANCE,
+    ),
+)
 def test_observed_tokens_change_no_bit_of_loss_and_gradient(answers: Answers, loss: str, layout: str) -> None:
-    kind = "critic_invariance" if loss == cases.CRITIC_LOSS else "invariance"
-    found = answers.arrays(f"{kind}-{layout}")
+    found = answers.arrays(cases.invariance_name(loss, layout))
     for what in ("loss", "gradient"):
         np.testing.assert_array_equal(found[f"{loss}-observed-{what}"], found[f"{loss}-tokens-{what}"])
 
 
-@pytest.mark.parametrize("layout", cases.INVARIANCE_LAYOUTS)
-@pytest.mark.parametrize("loss", (*cases.INVARIANT, cases.CRITIC_LOSS))
+@pytest.mark.parametrize(("loss", "layout"), tiered(cases.INVARIANCE_GRID, cases.PUSHED_INVARIANCE))
 def test_loss_and_gradient_do_not_depend_on_split_order_and_layout(answers: Answers, loss: str, layout: str) -> None:
-    kind = "critic_invariance" if loss == cases.CRITIC_LOSS else "invariance"
-    agree(answers, kind, loss, layout, cases.INVARIANCE_LAYOUTS[layout])
+    alone, found = (answers.arrays(cases.invariance_name(loss, name)) for name in ("tp1", layout))
+    agree(alone, found, loss, cases.INVARIANCE_LAYOUTS[layout])
 
 
-@pytest.mark.parametrize(
-    ("layout", "loss"),
-    [(layout, loss) for layout in cases.EXPERT_INVARIANCE for loss in cases.EXPERT_INVARIANCE[layout][1]],
-)
+@pytest.mark.parametrize(("layout", "loss"), tiered(cases.EXPERT_INVARIANCE_GRID, cases.PUSHED_EXPERT_INVARIANCE))
 def test_nor_of_a_mixture_of_experts(answers: Answers, loss: str, layout: str) -> None:
-    agree(answers, "experts_invariance", loss, layout, cases.EXPERT_INVARIANCE[layout][:1])
+    alone, found = (answers.arrays(cases.expert_invariance_name(name, loss)) for name in ("tp1", layout))
+    agree(alone, found, loss, cases.EXPERT_INVARIANCE[layout][:1])
 
 
 @pytest.mark.parametrize("name", [name for name in cases.OPTIONS if not name.startswith("none")])
@@ -39,9 +42,8 @@ def test_options_of_memory_stages_and_kernels_change_neither(answers: Answers, n
     assert np.linalg.norm(found["gradient"] - plain["gradient"]) <= 1e-5 * np.linalg.norm(plain["gradient"])
 
 
-def agree(answers: Answers, kind: str, loss: str, layout: str, splits: tuple[str, ...]) -> None:
-    """Fail where loss or gradient are others than of the whole batch on one rank."""
-    alone, found = answers.arrays(f"{kind}-tp1"), answers.arrays(f"{kind}-{layout}")
+def agree(alone: dict[str, np.ndarray], found: dict[str, np.ndarray], loss: str, splits: tuple[str, ...]) -> None:
+    """Fail where loss or gradient differ from those of the whole batch on one rank."""
     value, gradient = (alone[f"{loss}-whole-{what}"] for what in ("loss", "gradient"))
     assert np.linalg.norm(gradient) > 1e-3 and abs(value) > 1e-3
     for split in splits:

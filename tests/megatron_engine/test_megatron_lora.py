@@ -1,6 +1,5 @@
 """LoRA in every layout: against peft on Hugging Face's model, and layouts against each other."""
 
-import json
 import math
 from typing import Any
 
@@ -14,6 +13,11 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from tests.cover import cover, tiered
+
+LAYOUTS = tiered(
+    cases.LORA_LAYOUTS, cover(cases.LORA_LAYOUTS, of=lambda layout: (*cases.axes(layout), cases.LORA_LAYOUTS[layout]))
+)
 Trained = dict[str, tuple[list[dict], dict[str, torch.Tensor]]]
 
 
@@ -34,15 +38,15 @@ def naive(answers: Answers) -> Trained:
     }
 
 
-@pytest.mark.parametrize("layout", cases.LORA_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_equals_pefts(answers: Answers, naive: Trained, layout: str) -> None:
     wanted, final = naive[cases.LORA_LAYOUTS[layout]]
-    found = json.loads((answers.root / f"lora-{layout}.json").read_text())
+    found = answers.values(f"lora-{layout}")
     for record, plain in zip(found, wanted, strict=True):
         assert record["weighted_loss"] == pytest.approx(plain["loss"], rel=1e-5, abs=1e-6)
         assert record["grad_norms"] == pytest.approx([plain["grad_norm"]] * len(record["grad_norms"]), rel=1e-5)
         assert all(record["applied"])
-    exported = load_file(answers.root / f"lora-{layout}.adapter" / "adapter_model.safetensors")
+    exported = load_file(answers.path(f"lora-{layout}.adapter") / "adapter_model.safetensors")
     begun = load_file(beginning(answers, layout) / "adapter_model.safetensors")
     by_name = {name.replace(".default.", "."): tensor for name, tensor in final.items()}
     assert exported.keys() == by_name.keys() == begun.keys()
@@ -52,11 +56,11 @@ def test_training_equals_pefts(answers: Answers, naive: Trained, layout: str) ->
         assert (exported[name] - tensor).norm() <= 2e-3 * moved, name
 
 
-@pytest.mark.parametrize("layout", cases.LORA_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_peft_loads_the_adapter_and_the_merged_model_is_both(answers: Answers, layout: str) -> None:
     name = f"lora-{layout}"
-    adapted = reference.load_adapted(base(answers, cases.LORA_LAYOUTS[layout]), answers.root / f"{name}.adapter")
-    merged, found = reference.load(answers.root / f"{name}.hf"), answers.arrays(f"{name}-on")
+    adapted = reference.load_adapted(base(answers, cases.LORA_LAYOUTS[layout]), answers.path(f"{name}.adapter"))
+    merged, found = reference.load(answers.path(f"{name}.hf")), answers.arrays(f"{name}-on")
     for number, (tokens, prompt) in enumerate(cases.sequences(cases.VOCABULARY)):
         with torch.no_grad():
             wanted = reference.token_logprobs(adapted, tokens, prompt, 1.0).numpy()
@@ -65,7 +69,7 @@ def test_peft_loads_the_adapter_and_the_merged_model_is_both(answers: Answers, l
         np.testing.assert_allclose(also, wanted, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", cases.LORA_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_switched_off_or_zero_an_adapter_changes_no_bit(answers: Answers, layout: str) -> None:
     """Of a model that was never given one, in the same layout."""
     plain = answers.arrays(f"lora-{layout}-base")
@@ -76,12 +80,12 @@ def test_switched_off_or_zero_an_adapter_changes_no_bit(answers: Answers, layout
     assert any(not np.array_equal(answers.arrays(f"lora-{layout}-on")[number], plain[number]) for number in plain)
 
 
-@pytest.mark.parametrize("layout", cases.LORA_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_adapters_begin_with_the_same_numbers_in_every_layout(answers: Answers, layout: str) -> None:
     """B is zero; A is uniform within 1 / sqrt(inputs), as peft draws it."""
     alone = "ep2" if cases.LORA_LAYOUTS[layout] == "attention" else "tp1"
-    first = load_file(answers.root / f"lora-{alone}-zero.adapter" / "adapter_model.safetensors")
-    found = load_file(answers.root / f"lora-{layout}-zero.adapter" / "adapter_model.safetensors")
+    first = load_file(answers.path(f"lora-{alone}-zero.adapter") / "adapter_model.safetensors")
+    found = load_file(answers.path(f"lora-{layout}-zero.adapter") / "adapter_model.safetensors")
     for name, tensor in found.items():
         assert torch.equal(tensor, first[name]), name
         if ".lora_B." in name:
@@ -91,16 +95,15 @@ def test_adapters_begin_with_the_same_numbers_in_every_layout(answers: Answers, 
             assert 0.8 * bound < tensor.abs().max() <= bound and abs(tensor.mean()) < 0.3 * bound, name
 
 
-@pytest.mark.parametrize(("saved", "loads"), cases.LORA_RESUMES)
+@pytest.mark.parametrize(
+    ("saved", "loads"), tiered(cases.LORA_RESUMES, cover(cases.LORA_RESUMES, of=lambda case: (case[0] == case[1],)))
+)
 def test_resumed_equals_uninterrupted(answers: Answers, saved: str, loads: str) -> None:
     straight, resumed = (
-        load_file(answers.root / f"{name}.adapter" / "adapter_model.safetensors")
+        load_file(answers.path(f"{name}.adapter") / "adapter_model.safetensors")
         for name in (f"lora-{saved}", f"lora-{saved}-resumed-{loads}")
     )
-    whole, rest = (
-        json.loads((answers.root / f"{name}.json").read_text())
-        for name in (f"lora-{saved}", f"lora-{saved}-resumed-{loads}")
-    )
+    whole, rest = (answers.values(f"{name}") for name in (f"lora-{saved}", f"lora-{saved}-resumed-{loads}"))
     for left, right in zip(whole[cases.SAVED_AFTER :], rest, strict=True):
         assert right["weighted_loss"] == pytest.approx(left["weighted_loss"], rel=1e-5)
         assert right["grad_norms"][0] == pytest.approx(left["grad_norms"][0], rel=1e-5)
@@ -114,7 +117,7 @@ def test_resumed_equals_uninterrupted(answers: Answers, saved: str, loads: str) 
 def test_a_checkpoint_holds_the_adapter_alone(answers: Answers) -> None:
     """The matrices, two moments and a master copy of each; nothing of the base."""
     adapter = load_file(beginning(answers, "tp2") / "adapter_model.safetensors")
-    entries = FileSystemReader(answers.root / "lora-tp2.ckpt").read_metadata().state_dict_metadata
+    entries = FileSystemReader(answers.path("lora-tp2.ckpt")).read_metadata().state_dict_metadata
     tensors = {name: math.prod(of.size) for name, of in entries.items() if isinstance(of, TensorStorageMetadata)}
     assert all(".lora_" in name for name in tensors if tensors[name] > 1), tensors
     assert sum(tensors.values()) == 4 * sum(tensor.numel() for tensor in adapter.values())

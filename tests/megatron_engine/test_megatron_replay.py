@@ -1,6 +1,5 @@
 """Routes of an inference engine, replayed in every layout: against Hugging Face with the same experts forced on it."""
 
-import json
 from functools import cache
 from typing import Any
 
@@ -11,6 +10,10 @@ import pytest
 import torch
 from megatron_answers import Answers
 
+from tests.cover import cover, tiered
+
+CASES = tiered(cases.REPLAYS, cover(cases.REPLAYS, of=lambda case: (case[0], *cases.axes(case[1]))))
+
 
 @pytest.fixture(scope="module")
 def naive(answers: Answers) -> Any:
@@ -18,7 +21,7 @@ def naive(answers: Answers) -> Any:
     return cache(lambda model: reference.naive_replay_training(cases.model_path(answers.root, model)))
 
 
-@pytest.mark.parametrize(("model", "layout"), cases.REPLAYS)
+@pytest.mark.parametrize(("model", "layout"), CASES)
 @pytest.mark.parametrize("kind", ["pack", "shared"])
 def test_logprobs_follow_the_routes(answers: Answers, model: str, layout: str, kind: str) -> None:
     """One of the sequences, which shares nothing, has none and goes where its own routers say."""
@@ -34,10 +37,10 @@ def test_logprobs_follow_the_routes(answers: Answers, model: str, layout: str, k
     assert max(apart) > 0.05  # so that to leave the routes alone would show
 
 
-@pytest.mark.parametrize(("model", "layout"), cases.REPLAYS)
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_training_along_the_routes(answers: Answers, naive: Any, model: str, layout: str) -> None:
     wanted, final = naive(model)
-    found = json.loads((answers.root / f"replay-{model}-{layout}.json").read_text())
+    found = answers.values(f"replay-{model}-{layout}")
     for step, (record, plain) in enumerate(zip(found, wanted, strict=True)):
         assert record["weighted_loss"] == pytest.approx(plain["loss"], rel=1e-5, abs=1e-6)
         assert record["grad_norms"] == pytest.approx([plain["grad_norm"]] * len(record["grad_norms"]), rel=1e-5)

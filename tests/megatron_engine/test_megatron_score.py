@@ -62,6 +62,7 @@ def test_scores_equal_hugging_face(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
 
 
+@pytest.mark.nightly  # two launches of half a minute; the layouts themselves are tested in the engine
 def test_a_mixture_is_scored_in_its_layout(tmp_path: Path) -> None:
     """Two pipeline stages of two virtual ones each, attention over two ranks, whole experts on either, against one."""
     model = tmp_path / "mixture"

@@ -1,6 +1,5 @@
 """Updates, checkpoints and refused updates: against naive training with Hugging Face and torch, and across layouts."""
 
-import json
 from functools import cache
 from typing import Any
 
@@ -11,7 +10,10 @@ import pytest
 import torch
 from megatron_answers import Answers
 
+from tests.cover import cover, tiered
+
 VARIANTS = [(layout, *variant) for layout in cases.TRAIN_LAYOUTS for variant in cases.train_variants(layout)]
+PUSHED = cover(VARIANTS, of=lambda variant: (*cases.axes(variant[0]), *variant[1:]))
 Weights = dict[str, torch.Tensor]
 
 
@@ -28,7 +30,7 @@ def naive(answers: Answers) -> Any:
 
 
 def records(answers: Answers, name: str) -> list[dict]:
-    return json.loads((answers.root / f"{name}.json").read_text())
+    return answers.values(f"{name}")
 
 
 def start(answers: Answers, model: str) -> Weights:
@@ -46,7 +48,7 @@ def assert_close(actual: Weights, wanted: Weights, before: Weights, relative: fl
         assert (actual[name] - tensor).norm() <= 2e-3 * moved, (name, float((actual[name] - tensor).norm() / moved))
 
 
-@pytest.mark.parametrize(("layout", "model", "distributed", "tokens"), VARIANTS)
+@pytest.mark.parametrize(("layout", "model", "distributed", "tokens"), tiered(VARIANTS, PUSHED))
 def test_training_equals_the_naive_one(
     answers: Answers, naive: Any, layout: str, model: str, distributed: bool, tokens: int | None
 ) -> None:
@@ -71,7 +73,7 @@ def test_clipping_bites(naive: Any) -> None:
         assert max(norms) > cases.optimizer_plan(False).max_grad_norm
 
 
-@pytest.mark.parametrize(("layout", "model", "distributed", "tokens"), VARIANTS)
+@pytest.mark.parametrize(("layout", "model", "distributed", "tokens"), tiered(VARIANTS, PUSHED))
 def test_update_reports_every_samples_logprobs(
     answers: Answers, layout: str, model: str, distributed: bool, tokens: int | None
 ) -> None:
@@ -118,7 +120,7 @@ def test_fewer_samples_than_ranks(answers: Answers, layout: str) -> None:
     assert_close(answers.weights(f"few-{layout}"), answers.weights("few-tp1"), before)
 
 
-@pytest.mark.parametrize(("saved", "loads", "distributed", "tokens"), cases.RESUMES)
+@pytest.mark.parametrize(("saved", "loads", "distributed", "tokens"), tiered(cases.RESUMES, cover(cases.RESUMES)))
 def test_resumed_equals_uninterrupted(
     answers: Answers, saved: str, loads: str, distributed: bool, tokens: int | None
 ) -> None:
@@ -155,7 +157,7 @@ def test_update_that_is_not_finite_is_skipped(answers: Answers, layout: str) -> 
         }
 
 
-@pytest.mark.parametrize("layout", cases.HALF_LAYOUTS)
+@pytest.mark.parametrize("layout", tiered(cases.HALF_LAYOUTS, cover(cases.HALF_LAYOUTS, of=cases.axes)))
 def test_bf16_with_master_weights_follows_f32(answers: Answers, naive: Any, layout: str) -> None:
     """Bounds of bf16: its 8 bits of precision, and what they make of sums."""
     wanted, final = naive("deep")

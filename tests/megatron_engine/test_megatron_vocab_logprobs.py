@@ -1,7 +1,5 @@
 """Log-probs, top-k, divergences and entropy over a split vocabulary, against dense ones in double precision."""
 
-import json
-
 import megatron_cases as cases
 import numpy as np
 import pytest
@@ -34,7 +32,7 @@ def test_values_and_gradients(answers: Answers, layout: str, temperature: float)
 
 def test_memory_is_bounded_by_the_chunk(answers: Answers) -> None:
     """No tensor of the forward or backward pass is larger than a chunk; with one chunk, all logits are there."""
-    sizes = json.loads((answers.root / "memory.json").read_text())
+    sizes = answers.values("memory")
     all_logits = 256 * 20_000 * 4
     for name, largest in sizes.items():
         assert 2**18 < largest[str(2**20)] <= 2**20, name

@@ -9,7 +9,6 @@ from mutations import PACKAGE, REPOSITORY, file_of, file_of_test
 from wrong_formulas import WRONG_FORMULAS
 
 
-@pytest.mark.slow
 @pytest.mark.nightly  # one run of tests for each
 @pytest.mark.timeout(1800)
 def test_every_wrong_formula_fails_a_test() -> None:
