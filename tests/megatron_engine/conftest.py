@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from megatron_answers import Answers, Workers
-from megatron_reference import save_models
+from megatron_models import save_models
 
 
 @pytest.fixture(scope="session")

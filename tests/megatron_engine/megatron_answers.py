@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import megatron_cases as cases
 import numpy as np
 import pytest
 import torch
+from megatron_registry import assemble_jobs
 from safetensors.torch import load_file
 
 WORKER = Path(__file__).with_name("megatron_worker.py")
@@ -60,7 +60,7 @@ class Answers:
 
     def __init__(self, root: Path, workers: Workers) -> None:
         self.root, self.workers = root, workers
-        self.jobs = cases.jobs()
+        self.jobs = assemble_jobs()
         self.errors: dict[str, str | None] = {}  # of the jobs that are done
 
     def path(self, name: str) -> Path:

@@ -6,7 +6,8 @@ Of these two there are the names alone: what the trainer has to do for them is t
 import random
 from typing import Any
 
-import megatron_cases as cases
+import megatron_data as data
+import megatron_layouts as layouts
 import numpy as np
 import torch
 
@@ -70,12 +71,12 @@ class InTurns:
         """Go through phases in random orders, and lose nothing."""
         self.phase(Phase.TRAIN)
         before, views = self._values(), self._views()
-        logprobs = self.trainer.compute_logprobs(cases.sequences(cases.VOCABULARY), 1.0)
+        logprobs = self.trainer.compute_logprobs(data.sequences(layouts.VOCABULARY), 1.0)
         drawn = random.Random(5)  # the same on every rank
         for _ in range(RANDOM_ORDERS):
             self.phase(drawn.choice(list(ASKED)))
             if Part.WEIGHTS in self.state.of(TRAINER):
-                found = self.trainer.compute_logprobs(cases.sequences(cases.VOCABULARY), 1.0)
+                found = self.trainer.compute_logprobs(data.sequences(layouts.VOCABULARY), 1.0)
                 _assert_same_logprobs(found, logprobs)
         self.phase(Phase.TRAIN)
         assert self._views() == views
@@ -94,7 +95,7 @@ class InTurns:
             assert part in held or not found[part]
         if Part.WEIGHTS not in held:
             try:
-                self.trainer.compute_logprobs(cases.sequences(cases.VOCABULARY), 1.0)
+                self.trainer.compute_logprobs(data.sequences(layouts.VOCABULARY), 1.0)
             except MemoryAwayError as error:
                 assert error.args[0].startswith(f"{TRAINER} was asked for") and "in the phase" in str(error), error
             else:
@@ -136,4 +137,4 @@ def _assert_same_logprobs(found: dict[int, np.ndarray] | None, before: dict[int,
     for number, values in (before or {}).items():
         assert found is not None and np.array_equal(found[number], values)
         # what a model without weights says of every token
-        assert len(values) < 2 or not np.allclose(values, -np.log(cases.VOCABULARY), atol=1e-3)
+        assert len(values) < 2 or not np.allclose(values, -np.log(layouts.VOCABULARY), atol=1e-3)

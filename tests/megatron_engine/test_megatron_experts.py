@@ -3,20 +3,24 @@
 from functools import cache
 from typing import Any
 
-import megatron_cases as cases
+import megatron_data as data
+import megatron_layouts as layouts
+import megatron_models as models
 import megatron_reference as reference
+import megatron_reference_experts as reference_experts
 import numpy as np
 import pytest
 import torch
 from megatron_answers import Answers
+from megatron_jobs import experts, routers
 from safetensors.torch import load_file
 
 from roll_opd.config.plan import MicroBatchLimits
 from roll_opd.samples.packing import assign, singles
 from tests.cover import cover, tiered
 
-GRID = cases.EXPERT_GRID
-PUSHED = cover(GRID, of=lambda case: (case[0], *cases.axes(case[1])))
+GRID = experts.EXPERT_GRID
+PUSHED = cover(GRID, of=lambda case: (case[0], *layouts.axes(case[1])))
 
 
 @pytest.fixture(scope="module")
@@ -24,18 +28,18 @@ def naive(answers: Answers) -> Any:
     """(records, final weights) of the naive training of a model."""
 
     def trained(model: str) -> Any:
-        path = cases.model_path(answers.root, model)
-        return reference.naive_experts_training(path, cases.BIAS_RATES.get(model, 0.0))
+        path = layouts.model_path(answers.root, model)
+        return reference_experts.naive_experts_training(path, experts.BIAS_RATES.get(model, 0.0))
 
     return cache(trained)
 
 
 @pytest.mark.parametrize(("model", "layout"), tiered(GRID, PUSHED))
 def test_logprobs_are_hugging_faces(answers: Answers, model: str, layout: str) -> None:
-    network = reference.load(cases.model_path(answers.root, model))
-    for name, (_, _, temperature, _) in cases.PASSES.items():
+    network = models.load(layouts.model_path(answers.root, model))
+    for name, (_, _, temperature, _) in data.PASSES.items():
         found = answers.arrays(f"experts-{model}-{layout}-{name}")
-        for number, (tokens, prompt) in enumerate(cases.sequences(cases.VOCABULARY)):
+        for number, (tokens, prompt) in enumerate(data.sequences(layouts.VOCABULARY)):
             with torch.no_grad():
                 wanted = reference.token_logprobs(network, tokens, prompt, temperature).numpy()
             np.testing.assert_allclose(found[str(number)], wanted, rtol=0, atol=1e-5)
@@ -43,7 +47,7 @@ def test_logprobs_are_hugging_faces(answers: Answers, model: str, layout: str) -
 
 @pytest.mark.parametrize(("model", "layout"), tiered(GRID, PUSHED))
 def test_what_was_loaded_is_exported_to_the_bit(answers: Answers, model: str, layout: str) -> None:
-    wanted = load_file(f"{cases.model_path(answers.root, model)}/model.safetensors")
+    wanted = load_file(f"{layouts.model_path(answers.root, model)}/model.safetensors")
     found = answers.weights(f"experts-{model}-{layout}-start")
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
@@ -57,7 +61,7 @@ def test_training_equals_the_naive_one(answers: Answers, naive: Any, model: str,
         assert record["weighted_loss"] == pytest.approx(plain["loss"], rel=1e-5, abs=1e-6)
         assert record["grad_norms"] == pytest.approx([plain["grad_norm"]] * len(record["grad_norms"]), rel=1e-5)
         assert all(record["applied"])
-    before = load_file(f"{cases.model_path(answers.root, model)}/model.safetensors")
+    before = load_file(f"{layouts.model_path(answers.root, model)}/model.safetensors")
     weights = answers.weights(f"experts-{model}-{layout}")
     assert weights.keys() == final.keys()
     for name, tensor in final.items():
@@ -69,7 +73,7 @@ def test_training_equals_the_naive_one(answers: Answers, naive: Any, model: str,
 
 @pytest.mark.parametrize(
     ("model", "saved", "loads"),
-    tiered(cases.EXPERT_RESUMES, cover(cases.EXPERT_RESUMES, of=lambda case: (case[0], case[1] == case[2]))),
+    tiered(experts.EXPERT_RESUMES, cover(experts.EXPERT_RESUMES, of=lambda case: (case[0], case[1] == case[2]))),
 )
 def test_resumed_equals_uninterrupted(answers: Answers, model: str, saved: str, loads: str) -> None:
     straight = answers.weights(f"experts-{model}-{saved}")
@@ -77,7 +81,7 @@ def test_resumed_equals_uninterrupted(answers: Answers, model: str, saved: str, 
     whole, rest = (
         answers.values(f"experts-{name}") for name in (f"{model}-{saved}", f"resume-{model}-{saved}-{loads}")
     )
-    for left, right in zip(whole[cases.SAVED_AFTER :], rest, strict=True):
+    for left, right in zip(whole[data.SAVED_AFTER :], rest, strict=True):
         assert right["weighted_loss"] == pytest.approx(left["weighted_loss"], rel=1e-5)
         assert right["grad_norms"][0] == pytest.approx(left["grad_norms"][0], rel=1e-5)
     for name, tensor in straight.items():
@@ -88,25 +92,25 @@ def test_resumed_equals_uninterrupted(answers: Answers, model: str, saved: str, 
 
 
 @pytest.mark.parametrize(
-    ("layout", "name"), [(layout, name) for layout, (names, _) in cases.ROUTER_LAYOUTS.items() for name in names]
+    ("layout", "name"), [(layout, name) for layout, (names, _) in routers.ROUTER_LAYOUTS.items() for name in names]
 )
 def test_losses_of_routers_are_means_over_all_tokens(answers: Answers, layout: str, name: str) -> None:
     """Whatever ranks and micro-batches a batch is split over; padding does not count.
 
     What is balanced is a micro-batch, so that of its loss there is a mean over micro-batches.
     """
-    path, samples = cases.model_path(answers.root, cases.EXPERT_MODELS[0]), cases.train_samples(3, "opd")
+    path, samples = layouts.model_path(answers.root, layouts.EXPERT_MODELS[0]), data.train_samples(3, "opd")
     units, limits = (
         singles([len(sample.tokens) for sample in samples]),
-        MicroBatchLimits(tokens=cases.ROUTER_LAYOUTS[layout][1]),
+        MicroBatchLimits(tokens=routers.ROUTER_LAYOUTS[layout][1]),
     )
-    of_ranks = assign(units, cases.LAYOUTS[layout].dp, limits, equal=True)
+    of_ranks = assign(units, layouts.LAYOUTS[layout].dp, limits, equal=True)
     packs = [pack for rank in of_ranks for pack in rank if pack]
-    assert len(packs) > 2 or cases.ROUTER_LAYOUTS[layout][1] is None
-    value, gradients = reference.naive_router_loss(path, name, samples, packs)
+    assert len(packs) > 2 or routers.ROUTER_LAYOUTS[layout][1] is None
+    value, gradients = reference_experts.naive_router_loss(path, name, samples, packs)
     found = answers.arrays(f"routers-{layout}")
     assert float(found[name]) == pytest.approx(value, rel=1e-5)
-    coefficient = next(v for v in cases.ROUTER_COEFFICIENTS[name].values() if isinstance(v, float))
+    coefficient = next(v for v in routers.ROUTER_COEFFICIENTS[name].values() if isinstance(v, float))
     norm = sum(float(gradient.square().sum()) for gradient in gradients.values()) ** 0.5
     assert float(np.linalg.norm(found[f"{name}-gradient"])) == pytest.approx(coefficient * norm, rel=1e-4)
     first = next(key for key in gradients if key.endswith("mlp.gate.weight"))

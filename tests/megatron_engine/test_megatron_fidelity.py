@@ -6,26 +6,29 @@ from functools import cache
 from itertools import combinations
 from pathlib import Path
 
-import megatron_cases as cases
+import megatron_data as data
+import megatron_layouts as layouts
+import megatron_models as models
 import megatron_reference as reference
 import numpy as np
 import pytest
 import torch
 from megatron_answers import Answers
+from megatron_jobs import fidelity
 from safetensors.torch import load_file
 
 from tests.cover import cover, tiered
 
-GRID = [(layout, model) for layout in cases.FROZEN_LAYOUTS for model in cases.models(layout)]
-DEMO_GRID = [(layout, model) for layout in cases.FROZEN_LAYOUTS for model in cases.demo_models(layout)]
+GRID = [(layout, model) for layout in fidelity.FROZEN_LAYOUTS for model in layouts.models(layout)]
+DEMO_GRID = [(layout, model) for layout in fidelity.FROZEN_LAYOUTS for model in layouts.demo_models(layout)]
 PAIRS = [
     (model, one, other)
-    for one, other in combinations(cases.FROZEN_LAYOUTS, 2)
-    for model in cases.DEMO_MODELS
-    if model in cases.demo_models(one) and model in cases.demo_models(other)
+    for one, other in combinations(fidelity.FROZEN_LAYOUTS, 2)
+    for model in layouts.DEMO_MODELS
+    if model in layouts.demo_models(one) and model in layouts.demo_models(other)
 ]
 # a pack that is cut over context ranks is attended to with a mask, in other blocks
-SAME_BITS = [pair for pair in PAIRS if not any(cases.LAYOUTS[layout].cp > 1 for layout in pair[1:])]
+SAME_BITS = [pair for pair in PAIRS if not any(layouts.LAYOUTS[layout].cp > 1 for layout in pair[1:])]
 PUSHED_PAIRS = cover(pair for pair in PAIRS if pair[1] == "tp1")
 PUSHED = cover(GRID) + [(layout, model) for model, *pair in PUSHED_PAIRS for layout in pair]
 Expected = Callable[[str, float], list[np.ndarray]]
@@ -37,11 +40,11 @@ def expected(answers: Answers) -> Expected:
 
     @cache
     def compute(model: str, temperature: float) -> list[np.ndarray]:
-        network = reference.load(cases.model_path(answers.root, model))
+        network = models.load(layouts.model_path(answers.root, model))
         with torch.no_grad():
             return [
                 reference.token_logprobs(network, tokens, prompt, temperature).numpy()
-                for tokens, prompt in cases.sequences_for(model)
+                for tokens, prompt in data.sequences_for(model)
             ]
 
     return compute
@@ -49,7 +52,7 @@ def expected(answers: Answers) -> Expected:
 
 @pytest.mark.parametrize(("layout", "model"), tiered(GRID + DEMO_GRID, PUSHED))
 def test_logprobs_equal_hugging_face(answers: Answers, expected: Expected, layout: str, model: str) -> None:
-    for name, (_, _, temperature, _) in cases.PASSES.items():
+    for name, (_, _, temperature, _) in data.PASSES.items():
         scored = answers.arrays(f"frozen-{model}-{layout}-{name}")
         wanted = expected(model, temperature)
         assert sorted(scored, key=int) == [str(number) for number in range(len(wanted))]
@@ -66,7 +69,7 @@ def test_one_sequence_alone(answers: Answers, expected: Expected, layout: str, m
     np.testing.assert_allclose(scored["0"], expected(model, 1.0)[0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", cases.MODELS)
+@pytest.mark.parametrize("model", layouts.MODELS)
 def test_the_references_tell_places_models_and_temperatures_apart(expected: Expected, model: str) -> None:
     """Guards the tests above: a flat distribution would agree with anything."""
     values = expected(model, 1.0)
@@ -76,11 +79,11 @@ def test_the_references_tell_places_models_and_temperatures_apart(expected: Expe
     assert np.abs(values[0] - other[0]).max() > 0.1
 
 
-@pytest.mark.parametrize("model", cases.MODELS)
+@pytest.mark.parametrize("model", layouts.MODELS)
 def test_the_gather_shifts_by_one(answers: Answers, model: str) -> None:
     """Entry i is log p(token P+i | tokens before P+i): not the place before, not the place after."""
-    network = reference.load(cases.model_path(answers.root, model))
-    tokens, prompt = cases.sequences(cases.VOCABULARY)[0]
+    network = models.load(layouts.model_path(answers.root, model))
+    tokens, prompt = data.sequences(layouts.VOCABULARY)[0]
     scored = answers.arrays(f"frozen-{model}-tp1-pack")["0"]
     with torch.no_grad():
         table = reference.all_logprobs(network, tokens, 1.0).numpy()
@@ -93,7 +96,7 @@ def test_the_gather_shifts_by_one(answers: Answers, model: str) -> None:
 
 def differences(answers: Answers, kind: str, model: str, one: str, other: str) -> np.ndarray:
     found = []
-    for name in cases.PASSES:
+    for name in data.PASSES:
         left = answers.arrays(f"{kind}-{model}-{one}-{name}")
         right = answers.arrays(f"{kind}-{model}-{other}-{name}")
         found += [left[key] - right[key] for key in left]
@@ -114,7 +117,7 @@ def test_an_ordinary_run_is_as_near_as_rounding_allows(answers: Answers, model: 
 
 @pytest.mark.parametrize(("layout", "model"), tiered(GRID, PUSHED))
 def test_export_is_bit_exact(answers: Answers, layout: str, model: str) -> None:
-    source = load_file(Path(cases.model_path(answers.root, model)) / "model.safetensors")
+    source = load_file(Path(layouts.model_path(answers.root, model)) / "model.safetensors")
     exported = answers.weights(f"frozen-{model}-{layout}")
     assert exported.keys() == source.keys()
     for name, tensor in source.items():
@@ -123,7 +126,7 @@ def test_export_is_bit_exact(answers: Answers, layout: str, model: str) -> None:
 
 @pytest.mark.parametrize(("layout", "model"), tiered(DEMO_GRID, PUSHED))
 def test_export_keeps_configuration_and_tokenizer(answers: Answers, layout: str, model: str) -> None:
-    source = Path(cases.model_path(answers.root, model))
+    source = Path(layouts.model_path(answers.root, model))
     exported = answers.path(f"frozen-{model}-{layout}.hf")
     assert sorted(file.name for file in exported.iterdir()) == sorted(file.name for file in source.iterdir())
     for file in source.iterdir():
@@ -134,9 +137,9 @@ def test_export_keeps_configuration_and_tokenizer(answers: Answers, layout: str,
     assert after == {**before, "dtype": "float32"}  # the weights were read from bf16 and ran in fp32
 
 
-@pytest.mark.parametrize("model", cases.DEMO_MODELS)
+@pytest.mark.parametrize("model", layouts.DEMO_MODELS)
 def test_exported_model_loads_in_transformers(answers: Answers, model: str) -> None:
-    source = reference.load(cases.model_path(answers.root, model))
-    exported = reference.load(answers.path(f"frozen-{model}-tp2.hf"))
+    source = models.load(layouts.model_path(answers.root, model))
+    exported = models.load(answers.path(f"frozen-{model}-tp2.hf"))
     for name, tensor in source.state_dict().items():
         assert torch.equal(exported.state_dict()[name], tensor), name

@@ -1,9 +1,9 @@
 """Every loss and its gradient are the same however a batch is split, packed and spread over ranks."""
 
-import megatron_cases as cases
 import numpy as np
 import pytest
 from megatron_answers import Answers
+from megatron_jobs import invariance, options
 
 from tests.cover import tiered
 
@@ -11,32 +11,34 @@ from tests.cover import tiered
 @pytest.mark.parametrize(
     ("loss", "layout"),
     tiered(
-        (case for case in cases.INVARIANCE_GRID if "observed" in cases.INVARIANCE_LAYOUTS[case[1]]),
-        cases.PUSHED_INVARIANCE,
+        (case for case in invariance.INVARIANCE_GRID if "observed" in invariance.INVARIANCE_LAYOUTS[case[1]]),
+        invariance.PUSHED_INVARIANCE,
     ),
 )
 def test_observed_tokens_change_no_bit_of_loss_and_gradient(answers: Answers, loss: str, layout: str) -> None:
-    found = answers.arrays(cases.invariance_name(loss, layout))
+    found = answers.arrays(invariance.invariance_name(loss, layout))
     for what in ("loss", "gradient"):
         np.testing.assert_array_equal(found[f"{loss}-observed-{what}"], found[f"{loss}-tokens-{what}"])
 
 
-@pytest.mark.parametrize(("loss", "layout"), tiered(cases.INVARIANCE_GRID, cases.PUSHED_INVARIANCE))
+@pytest.mark.parametrize(("loss", "layout"), tiered(invariance.INVARIANCE_GRID, invariance.PUSHED_INVARIANCE))
 def test_loss_and_gradient_do_not_depend_on_split_order_and_layout(answers: Answers, loss: str, layout: str) -> None:
-    alone, found = (answers.arrays(cases.invariance_name(loss, name)) for name in ("tp1", layout))
-    agree(alone, found, loss, cases.INVARIANCE_LAYOUTS[layout])
+    alone, found = (answers.arrays(invariance.invariance_name(loss, name)) for name in ("tp1", layout))
+    agree(alone, found, loss, invariance.INVARIANCE_LAYOUTS[layout])
 
 
-@pytest.mark.parametrize(("layout", "loss"), tiered(cases.EXPERT_INVARIANCE_GRID, cases.PUSHED_EXPERT_INVARIANCE))
+@pytest.mark.parametrize(
+    ("layout", "loss"), tiered(invariance.EXPERT_INVARIANCE_GRID, invariance.PUSHED_EXPERT_INVARIANCE)
+)
 def test_nor_of_a_mixture_of_experts(answers: Answers, loss: str, layout: str) -> None:
-    alone, found = (answers.arrays(cases.expert_invariance_name(name, loss)) for name in ("tp1", layout))
-    agree(alone, found, loss, cases.EXPERT_INVARIANCE[layout][:1])
+    alone, found = (answers.arrays(invariance.expert_invariance_name(name, loss)) for name in ("tp1", layout))
+    agree(alone, found, loss, invariance.EXPERT_INVARIANCE[layout][:1])
 
 
-@pytest.mark.parametrize("name", [name for name in cases.OPTIONS if not name.startswith("none")])
+@pytest.mark.parametrize("name", [name for name in options.OPTIONS if not name.startswith("none")])
 def test_options_of_memory_stages_and_kernels_change_neither(answers: Answers, name: str) -> None:
     """Layers computed again, stages of unequal sizes, what needs a GPU: against one rank without any of it."""
-    plain = answers.arrays("options-none" if cases.OPTIONS[name][0] == "deep" else "options-none_experts")
+    plain = answers.arrays("options-none" if options.OPTIONS[name][0] == "deep" else "options-none_experts")
     found = answers.arrays(f"options-{name}")
     assert found["loss"] == pytest.approx(plain["loss"], rel=1e-5)
     assert np.linalg.norm(found["gradient"] - plain["gradient"]) <= 1e-5 * np.linalg.norm(plain["gradient"])

@@ -3,12 +3,15 @@
 import math
 from typing import Any
 
-import megatron_cases as cases
+import megatron_data as data
+import megatron_layouts as layouts
+import megatron_models as models
 import megatron_reference as reference
 import numpy as np
 import pytest
 import torch
 from megatron_answers import Answers
+from megatron_jobs import lora
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -16,17 +19,17 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from tests.cover import cover, tiered
 
 LAYOUTS = tiered(
-    cases.LORA_LAYOUTS, cover(cases.LORA_LAYOUTS, of=lambda layout: (*cases.axes(layout), cases.LORA_LAYOUTS[layout]))
+    lora.LORA_LAYOUTS, cover(lora.LORA_LAYOUTS, of=lambda layout: (*layouts.axes(layout), lora.LORA_LAYOUTS[layout]))
 )
 Trained = dict[str, tuple[list[dict], dict[str, torch.Tensor]]]
 
 
 def base(answers: Answers, kind: str) -> str:
-    return cases.model_path(answers.root, cases.LORA_MODELS[kind])
+    return layouts.model_path(answers.root, lora.LORA_MODELS[kind])
 
 
 def beginning(answers: Answers, layout: str) -> Any:
-    return answers.root / "models" / f"adapter-{len(cases.LORA_TARGETS[cases.LORA_LAYOUTS[layout]])}"
+    return answers.root / "models" / f"adapter-{len(lora.LORA_TARGETS[lora.LORA_LAYOUTS[layout]])}"
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +37,13 @@ def naive(answers: Answers) -> Trained:
     """Of each kind of adapter: what peft and torch make of the same updates."""
     return {
         kind: reference.naive_lora_training(base(answers, kind), answers.root / "models" / f"adapter-{len(targets)}")
-        for kind, targets in cases.LORA_TARGETS.items()
+        for kind, targets in lora.LORA_TARGETS.items()
     }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_equals_pefts(answers: Answers, naive: Trained, layout: str) -> None:
-    wanted, final = naive[cases.LORA_LAYOUTS[layout]]
+    wanted, final = naive[lora.LORA_LAYOUTS[layout]]
     found = answers.values(f"lora-{layout}")
     for record, plain in zip(found, wanted, strict=True):
         assert record["weighted_loss"] == pytest.approx(plain["loss"], rel=1e-5, abs=1e-6)
@@ -59,9 +62,9 @@ def test_training_equals_pefts(answers: Answers, naive: Trained, layout: str) ->
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_peft_loads_the_adapter_and_the_merged_model_is_both(answers: Answers, layout: str) -> None:
     name = f"lora-{layout}"
-    adapted = reference.load_adapted(base(answers, cases.LORA_LAYOUTS[layout]), answers.path(f"{name}.adapter"))
-    merged, found = reference.load(answers.path(f"{name}.hf")), answers.arrays(f"{name}-on")
-    for number, (tokens, prompt) in enumerate(cases.sequences(cases.VOCABULARY)):
+    adapted = models.load_adapted(base(answers, lora.LORA_LAYOUTS[layout]), answers.path(f"{name}.adapter"))
+    merged, found = models.load(answers.path(f"{name}.hf")), answers.arrays(f"{name}-on")
+    for number, (tokens, prompt) in enumerate(data.sequences(layouts.VOCABULARY)):
         with torch.no_grad():
             wanted = reference.token_logprobs(adapted, tokens, prompt, 1.0).numpy()
             also = reference.token_logprobs(merged, tokens, prompt, 1.0).numpy()
@@ -83,7 +86,7 @@ def test_switched_off_or_zero_an_adapter_changes_no_bit(answers: Answers, layout
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_adapters_begin_with_the_same_numbers_in_every_layout(answers: Answers, layout: str) -> None:
     """B is zero; A is uniform within 1 / sqrt(inputs), as peft draws it."""
-    alone = "ep2" if cases.LORA_LAYOUTS[layout] == "attention" else "tp1"
+    alone = "ep2" if lora.LORA_LAYOUTS[layout] == "attention" else "tp1"
     first = load_file(answers.path(f"lora-{alone}-zero.adapter") / "adapter_model.safetensors")
     found = load_file(answers.path(f"lora-{layout}-zero.adapter") / "adapter_model.safetensors")
     for name, tensor in found.items():
@@ -96,7 +99,7 @@ def test_adapters_begin_with_the_same_numbers_in_every_layout(answers: Answers, 
 
 
 @pytest.mark.parametrize(
-    ("saved", "loads"), tiered(cases.LORA_RESUMES, cover(cases.LORA_RESUMES, of=lambda case: (case[0] == case[1],)))
+    ("saved", "loads"), tiered(lora.LORA_RESUMES, cover(lora.LORA_RESUMES, of=lambda case: (case[0] == case[1],)))
 )
 def test_resumed_equals_uninterrupted(answers: Answers, saved: str, loads: str) -> None:
     straight, resumed = (
@@ -104,7 +107,7 @@ def test_resumed_equals_uninterrupted(answers: Answers, saved: str, loads: str) 
         for name in (f"lora-{saved}", f"lora-{saved}-resumed-{loads}")
     )
     whole, rest = (answers.values(f"{name}") for name in (f"lora-{saved}", f"lora-{saved}-resumed-{loads}"))
-    for left, right in zip(whole[cases.SAVED_AFTER :], rest, strict=True):
+    for left, right in zip(whole[data.SAVED_AFTER :], rest, strict=True):
         assert right["weighted_loss"] == pytest.approx(left["weighted_loss"], rel=1e-5)
         assert right["grad_norms"][0] == pytest.approx(left["grad_norms"][0], rel=1e-5)
     for name, tensor in straight.items():

@@ -1,15 +1,17 @@
 """What the plan says of a rank's memory, against the bytes that it holds after an update."""
 
-import megatron_cases as cases
+import megatron_layouts as layouts
 import pytest
 from megatron_answers import Answers
+from megatron_jobs import loading
+from megatron_registry import assemble_jobs
 
 from roll_opd.megatron.deterministic_ops import VECTOR
 from roll_opd.models.memory import PADDED_TO
 from tests.cover import cover
 
 KINDS = ("train-", "half-", "experts-", "experts-deepseek", "replay-", "lora-")
-JOBS = [name for name in cases.jobs() if name.startswith(KINDS)]
+JOBS = [name for name in assemble_jobs() if name.startswith(KINDS)]
 PARTS = ("weights", "gradients", "optimizer")
 PIECE = 8192  # bytes by which Megatron pads gradients, a bucket
 
@@ -18,10 +20,10 @@ PIECE = 8192  # bytes by which Megatron pads gradients, a bucket
 @pytest.mark.parametrize("part", PARTS)
 def test_a_rank_holds_what_was_planned(answers: Answers, kind: str, part: str) -> None:
     """F32 and bf16, with and without adapters; of each kind, layouts with every size of a dimension."""
-    jobs = cases.jobs()
+    jobs = assemble_jobs()
     for job in cover(
         (name for name in JOBS if name.startswith(kind) and not jobs[name].get("load")),
-        of=lambda job: cases.axes(jobs[job]["layout"]),
+        of=lambda job: layouts.axes(jobs[job]["layout"]),
     ):
         assert_as_planned(answers, job, part)
 
@@ -34,12 +36,12 @@ def test_a_rank_holds_what_was_planned_in_every_layout(answers: Answers, job: st
 
 
 def assert_as_planned(answers: Answers, job: str, part: str) -> None:
-    for rank in range(cases.LAYOUTS[answers.jobs[job]["layout"]].world_size):
+    for rank in range(layouts.LAYOUTS[answers.jobs[job]["layout"]].world_size):
         held, planned = answers.values(f"{job}-held-{rank}")[part]
         assert held == pytest.approx(planned, rel=0.05, abs=PIECE), (job, rank)
 
 
-@pytest.mark.parametrize(("model", "layout"), cases.LOADED)
+@pytest.mark.parametrize(("model", "layout"), loading.LOADED)
 def test_loading_takes_little_more_than_the_ranks_own_part(answers: Answers, model: str, layout: str) -> None:
     for rank in range(2):
         peak, share = answers.values(f"loading-{model}-{layout}-{rank}")

@@ -3,35 +3,39 @@
 from functools import cache
 from typing import Any
 
-import megatron_cases as cases
+import megatron_data as data
+import megatron_layouts as layouts
+import megatron_models as models
 import megatron_reference as reference
+import megatron_reference_experts as reference_experts
 import numpy as np
 import pytest
 import torch
 from megatron_answers import Answers
+from megatron_jobs import replay
 
 from tests.cover import cover, tiered
 
-CASES = tiered(cases.REPLAYS, cover(cases.REPLAYS, of=lambda case: (case[0], *cases.axes(case[1]))))
+CASES = tiered(replay.REPLAYS, cover(replay.REPLAYS, of=lambda case: (case[0], *layouts.axes(case[1]))))
 
 
 @pytest.fixture(scope="module")
 def naive(answers: Answers) -> Any:
     """(records, final weights) of the naive training."""
-    return cache(lambda model: reference.naive_replay_training(cases.model_path(answers.root, model)))
+    return cache(lambda model: reference_experts.naive_replay_training(layouts.model_path(answers.root, model)))
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 @pytest.mark.parametrize("kind", ["pack", "shared"])
 def test_logprobs_follow_the_routes(answers: Answers, model: str, layout: str, kind: str) -> None:
     """One of the sequences, which shares nothing, has none and goes where its own routers say."""
-    network = reference.load(cases.model_path(answers.root, model))
+    network = models.load(layouts.model_path(answers.root, model))
     found = answers.arrays(f"replay-{model}-{layout}-{kind}")
     apart = []
-    for number, (tokens, prompt) in enumerate(cases.sequences(cases.VOCABULARY)):
+    for number, (tokens, prompt) in enumerate(data.sequences(layouts.VOCABULARY)):
         with torch.no_grad():
             own = reference.token_logprobs(network, tokens, prompt, 1.0).numpy()
-            wanted = own if number == 2 else reference.forced_logprobs(network, tokens, prompt, 1.0).numpy()
+            wanted = own if number == 2 else reference_experts.forced_logprobs(network, tokens, prompt, 1.0).numpy()
         np.testing.assert_allclose(found[str(number)], wanted, rtol=0, atol=1e-5)
         apart.append(np.abs(own - wanted).max(initial=0))
     assert max(apart) > 0.05  # so that to leave the routes alone would show
@@ -44,7 +48,7 @@ def test_training_along_the_routes(answers: Answers, naive: Any, model: str, lay
     for step, (record, plain) in enumerate(zip(found, wanted, strict=True)):
         assert record["weighted_loss"] == pytest.approx(plain["loss"], rel=1e-5, abs=1e-6)
         assert record["grad_norms"] == pytest.approx([plain["grad_norm"]] * len(record["grad_norms"]), rel=1e-5)
-        tokens = sum(len(sample.tokens) - 1 for sample in cases.train_samples(step, "opd"))
+        tokens = sum(len(sample.tokens) - 1 for sample in data.train_samples(step, "opd"))
         assert record["routed_tokens"] == tokens and record["routed_choices"] == 3 * tokens  # one layer is dense
         assert record["rerouted_tokens"] == plain["rerouted_tokens"]
         assert record["rerouted_choices"] == plain["rerouted_choices"]

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import megatron_cases as cases
+import megatron_data as data
+import megatron_layouts as layouts
+import megatron_models as models
 import megatron_reference as reference
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from roll_opd.commands import main
 
-MODEL = cases.DEMO / "teacher"  # 4 heads, 2 key/value heads, 4 layers, 320 tokens, 2048 positions
+MODEL = layouts.DEMO / "teacher"  # 4 heads, 2 key/value heads, 4 layers, 320 tokens, 2048 positions
 ROW = {"id": "a", "tokens": [1, 2, 3], "prompt_length": 1}
 
 
@@ -39,7 +41,7 @@ def score(*arguments: str) -> subprocess.CompletedProcess:
 
 def test_scores_equal_hugging_face(tmp_path: Path) -> None:
     """TP 2, one data-parallel group, rows in their order, blank lines passed over, ids of any kind kept."""
-    sequences = cases.demo_sequences()
+    sequences = data.demo_sequences()
     ids = [f"row {number}" if number % 2 else number for number in range(len(sequences))]
     rows: list[Any] = [
         {"id": name, "tokens": tokens.tolist(), "prompt_length": prompt}
@@ -53,7 +55,7 @@ def test_scores_equal_hugging_face(tmp_path: Path) -> None:
     assert "UserWarning" not in done.stderr
     found = [json.loads(line) for line in target.read_text().splitlines()]
     assert [row["id"] for row in found] == ids
-    network = reference.load(MODEL)
+    network = models.load(MODEL)
     for row, (tokens, prompt) in zip(found, sequences, strict=True):
         with torch.no_grad():
             wanted = reference.token_logprobs(network, tokens, prompt, 0.7).numpy()
@@ -67,8 +69,8 @@ def test_a_mixture_is_scored_in_its_layout(tmp_path: Path) -> None:
     """Two pipeline stages of two virtual ones each, attention over two ranks, whole experts on either, against one."""
     model = tmp_path / "mixture"
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(reference.CONFIGS["qwen2_moe"]()).float().save_pretrained(model)
-    sequences = cases.sequences(cases.VOCABULARY)
+    AutoModelForCausalLM.from_config(models.CONFIGS["qwen2_moe"]()).float().save_pretrained(model)
+    sequences = data.sequences(layouts.VOCABULARY)
     rows: list[Any] = [{"id": n, "tokens": each.tolist(), "prompt_length": p} for n, (each, p) in enumerate(sequences)]
     source = write(tmp_path / "rows.jsonl", rows)
     scored = sum(len(each) - prompt for each, prompt in sequences)

@@ -4,17 +4,20 @@ parallelism, against Hugging Face, autograd and the formulas.
 
 import math
 
-import megatron_cases as cases
+import megatron_data as data
+import megatron_layouts as layouts
+import megatron_models as models
 import megatron_reference as reference
 import numpy as np
 import pytest
 import torch
 from megatron_answers import Answers
+from megatron_jobs import supervised
 from transformers import PreTrainedModel
 
 
 def logprobs_of(model: PreTrainedModel, schema: str) -> list[torch.Tensor]:
-    samples = cases.supervised_samples(schema)
+    samples = supervised.supervised_samples(schema)
     return [reference.token_logprobs(model, s.tokens, s.prompt_length, 1.0) for s in samples]
 
 
@@ -26,7 +29,7 @@ def naive_sft(model: PreTrainedModel) -> torch.Tensor:
 def naive_dpo(model: PreTrainedModel, beta: float = 0.3, smoothing: float = 0.1) -> torch.Tensor:
     """arXiv 2305.18290, equation 7, with the label smoothing of its conservative variant."""
     logprobs = logprobs_of(model, "dpo")
-    refs = [torch.from_numpy(sample.ref_logprobs) for sample in cases.supervised_samples("dpo")]
+    refs = [torch.from_numpy(sample.ref_logprobs) for sample in supervised.supervised_samples("dpo")]
     losses = []
     for pair in range(0, len(logprobs), 2):
         chosen = logprobs[pair].sum() - refs[pair].sum()
@@ -39,7 +42,7 @@ def naive_dpo(model: PreTrainedModel, beta: float = 0.3, smoothing: float = 0.1)
 def naive_mix_chord(model: PreTrainedModel) -> torch.Tensor:
     """(1-mu) · PPO, KL and entropy of the own samples, mu · -p(1-p) log p of demonstrations; each a mean of its own."""
     mu = 0.9 * 4 / 10
-    samples = cases.supervised_samples("mix_chord")
+    samples = supervised.supervised_samples("mix_chord")
     acted = {kind: sum(bool(s.action_mask.any()) for s in samples if s.demonstration == kind) for kind in (False, True)}
     total = torch.zeros(())
     for sample, new in zip(samples, logprobs_of(model, "mix_chord"), strict=True):
@@ -61,30 +64,30 @@ def naive_mix_chord(model: PreTrainedModel) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize("layout", cases.SUPERVISED_LAYOUTS)
+@pytest.mark.parametrize("layout", supervised.SUPERVISED_LAYOUTS)
 @pytest.mark.parametrize(
     ("schema", "loss_of"), [("sft", naive_sft), ("dpo", naive_dpo), ("mix_chord", naive_mix_chord)]
 )
 def test_an_update_equals_the_naive_one(answers: Answers, layout: str, schema: str, loss_of) -> None:
     name = f"{schema}-{layout}"
     found = answers.values(f"{name}")
-    model = reference.load(cases.model_path(answers.root, "qwen3_tied"))
+    model = models.load(layouts.model_path(answers.root, "qwen3_tied"))
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     loss = loss_of(model)
     loss.backward()
     norm = math.sqrt(sum(float((p.grad.double() ** 2).sum()) for p in model.parameters()))
     assert found["weighted_loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert found["grad_norms"] == pytest.approx([norm] * cases.LAYOUTS[layout].world_size, rel=1e-5)
+    assert found["grad_norms"] == pytest.approx([norm] * layouts.LAYOUTS[layout].world_size, rel=1e-5)
 
     if schema == "mix_chord":  # what is counted of each part
-        samples = cases.supervised_samples(schema)
+        samples = supervised.supervised_samples(schema)
         for counted, kind in (("tokens", False), ("demonstration_tokens", True)):
             assert found[counted] == sum(int(s.action_mask.sum()) for s in samples if s.demonstration == kind)
         of_demonstrations = [new for s, new in zip(samples, logprobs_of(model, schema), strict=True) if s.demonstration]
         mean = sum(-float(new.detach().mean()) for new in of_demonstrations) / len(of_demonstrations)
         assert found["demonstration_loss"] == pytest.approx(mean, rel=1e-5)
 
-    plan = cases.optimizer_plan(True)
+    plan = data.optimizer_plan(True)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": plan.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},

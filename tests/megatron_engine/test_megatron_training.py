@@ -3,17 +3,20 @@
 from functools import cache
 from typing import Any
 
-import megatron_cases as cases
+import megatron_data as data
+import megatron_layouts as layouts
+import megatron_models as models
 import megatron_reference as reference
 import numpy as np
 import pytest
 import torch
 from megatron_answers import Answers
+from megatron_jobs import poison, training
 
 from tests.cover import cover, tiered
 
-VARIANTS = [(layout, *variant) for layout in cases.TRAIN_LAYOUTS for variant in cases.train_variants(layout)]
-PUSHED = cover(VARIANTS, of=lambda variant: (*cases.axes(variant[0]), *variant[1:]))
+VARIANTS = [(layout, *variant) for layout in training.TRAIN_LAYOUTS for variant in training.train_variants(layout)]
+PUSHED = cover(VARIANTS, of=lambda variant: (*layouts.axes(variant[0]), *variant[1:]))
 Weights = dict[str, torch.Tensor]
 
 
@@ -23,8 +26,8 @@ def naive(answers: Answers) -> Any:
 
     @cache
     def train(model: str) -> tuple[list[dict], Weights]:
-        objective = cases.TRAIN_MODELS[model]
-        return reference.naive_training(cases.model_path(answers.root, model), objective, cases.OBJECTIVES[objective])
+        objective = data.TRAIN_MODELS[model]
+        return reference.naive_training(layouts.model_path(answers.root, model), objective, data.OBJECTIVES[objective])
 
     return train
 
@@ -34,7 +37,7 @@ def records(answers: Answers, name: str) -> list[dict]:
 
 
 def start(answers: Answers, model: str) -> Weights:
-    return dict(reference.load(cases.model_path(answers.root, model)).named_parameters())
+    return dict(models.load(layouts.model_path(answers.root, model)).named_parameters())
 
 
 def assert_close(actual: Weights, wanted: Weights, before: Weights, relative: float = 1e-5) -> None:
@@ -52,12 +55,12 @@ def assert_close(actual: Weights, wanted: Weights, before: Weights, relative: fl
 def test_training_equals_the_naive_one(
     answers: Answers, naive: Any, layout: str, model: str, distributed: bool, tokens: int | None
 ) -> None:
-    name = cases.train_name(model, layout, distributed, tokens)
+    name = training.train_name(model, layout, distributed, tokens)
     wanted, final = naive(model)
     found = records(answers, name)
-    assert len(found) == len(wanted) == cases.UPDATES
+    assert len(found) == len(wanted) == data.UPDATES
     for step, (record, plain) in enumerate(zip(found, wanted, strict=True)):
-        samples = cases.train_samples(step, cases.TRAIN_MODELS[model])
+        samples = data.train_samples(step, data.TRAIN_MODELS[model])
         assert record["weighted_loss"] == pytest.approx(plain["loss"], rel=1e-5, abs=1e-6)
         assert record["grad_norms"] == pytest.approx([plain["grad_norm"]] * len(record["grad_norms"]), rel=1e-5)
         assert record["learning_rate"] == pytest.approx(plain["learning_rate"], rel=1e-6)
@@ -68,33 +71,33 @@ def test_training_equals_the_naive_one(
 
 def test_clipping_bites(naive: Any) -> None:
     """Guards the test above: without clipping, a wrong norm would show nowhere in the weights."""
-    for model in cases.TRAIN_MODELS:
+    for model in data.TRAIN_MODELS:
         norms = [record["grad_norm"] for record in naive(model)[0]]
-        assert max(norms) > cases.optimizer_plan(False).max_grad_norm
+        assert max(norms) > data.optimizer_plan(False).max_grad_norm
 
 
 @pytest.mark.parametrize(("layout", "model", "distributed", "tokens"), tiered(VARIANTS, PUSHED))
 def test_update_reports_every_samples_logprobs(
     answers: Answers, layout: str, model: str, distributed: bool, tokens: int | None
 ) -> None:
-    found = answers.arrays(f"{cases.train_name(model, layout, distributed, tokens)}-first")
-    network = reference.load(cases.model_path(answers.root, model))
-    samples = cases.train_samples(0, cases.TRAIN_MODELS[model])
+    found = answers.arrays(f"{training.train_name(model, layout, distributed, tokens)}-first")
+    network = models.load(layouts.model_path(answers.root, model))
+    samples = data.train_samples(0, data.TRAIN_MODELS[model])
     assert sorted(found, key=int) == [str(number) for number in range(len(samples))]
     for number, sample in enumerate(samples):
         with torch.no_grad():
-            wanted = reference.token_logprobs(network, sample.tokens, sample.prompt_length, cases.TEMPERATURE)
+            wanted = reference.token_logprobs(network, sample.tokens, sample.prompt_length, data.TEMPERATURE)
         np.testing.assert_allclose(found[str(number)], wanted.numpy(), rtol=0, atol=1e-5)
 
 
 def test_ratio_statistics(answers: Answers) -> None:
     """`ratio`, `clipped` and `approx_kl` of the first update, from their definitions."""
-    model, objective = "qwen2_tied", cases.OBJECTIVES["ppo"]
-    network = reference.load(cases.model_path(answers.root, model))
+    model, objective = "qwen2_tied", data.OBJECTIVES["ppo"]
+    network = models.load(layouts.model_path(answers.root, model))
     ratio = clipped = kl = 0.0
-    for sample in cases.train_samples(0, "ppo"):
+    for sample in data.train_samples(0, "ppo"):
         with torch.no_grad():
-            new = reference.token_logprobs(network, sample.tokens, sample.prompt_length, cases.TEMPERATURE)
+            new = reference.token_logprobs(network, sample.tokens, sample.prompt_length, data.TEMPERATURE)
         for t in np.flatnonzero(sample.action_mask):
             difference = float(new[t]) - float(sample.old_logprobs[t])
             value = np.exp(difference)
@@ -103,7 +106,7 @@ def test_ratio_statistics(answers: Answers) -> None:
             clipped += not 1 - low <= value <= 1 + high
             kl += value - 1 - difference  # of old against new, on samples of the old
     for layout in ("tp2", "pp2", "dp2"):
-        record = records(answers, cases.train_name(model, layout, True, 70))[0]
+        record = records(answers, training.train_name(model, layout, True, 70))[0]
         assert record["ratio"] == pytest.approx(ratio, rel=1e-4)
         assert record["clipped"] == clipped > 0
         assert record["approx_kl"] == pytest.approx(kl, rel=1e-4)
@@ -120,15 +123,15 @@ def test_fewer_samples_than_ranks(answers: Answers, layout: str) -> None:
     assert_close(answers.weights(f"few-{layout}"), answers.weights("few-tp1"), before)
 
 
-@pytest.mark.parametrize(("saved", "loads", "distributed", "tokens"), tiered(cases.RESUMES, cover(cases.RESUMES)))
+@pytest.mark.parametrize(("saved", "loads", "distributed", "tokens"), tiered(training.RESUMES, cover(training.RESUMES)))
 def test_resumed_equals_uninterrupted(
     answers: Answers, saved: str, loads: str, distributed: bool, tokens: int | None
 ) -> None:
     """Bit for bit under the layout that saved; under another, as near as the layouts are to each other."""
-    straight_name = cases.train_name(cases.resumed_model(saved, loads), saved, distributed, tokens)
-    name = cases.resume_name(saved, loads, distributed)
+    straight_name = training.train_name(training.resumed_model(saved, loads), saved, distributed, tokens)
+    name = training.resume_name(saved, loads, distributed)
     straight, resumed = answers.weights(straight_name), answers.weights(name)
-    before, after = records(answers, straight_name)[cases.SAVED_AFTER :], records(answers, name)
+    before, after = records(answers, straight_name)[data.SAVED_AFTER :], records(answers, name)
     assert [r["learning_rate"] for r in after] == [r["learning_rate"] for r in before]
     assert straight.keys() == resumed.keys()
     for key, tensor in straight.items():
@@ -143,7 +146,7 @@ def test_resumed_equals_uninterrupted(
         assert right["grad_norms"][0] == pytest.approx(left["grad_norms"][0], rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", cases.POISON)
+@pytest.mark.parametrize("layout", poison.POISON)
 def test_update_that_is_not_finite_is_skipped(answers: Answers, layout: str) -> None:
     """Weights and optimizer stay as they were, on every rank, and the next update is as if nothing had happened."""
     ranks = records(answers, f"poison-{layout}")
@@ -157,7 +160,7 @@ def test_update_that_is_not_finite_is_skipped(answers: Answers, layout: str) -> 
         }
 
 
-@pytest.mark.parametrize("layout", tiered(cases.HALF_LAYOUTS, cover(cases.HALF_LAYOUTS, of=cases.axes)))
+@pytest.mark.parametrize("layout", tiered(training.HALF_LAYOUTS, cover(training.HALF_LAYOUTS, of=layouts.axes)))
 def test_bf16_with_master_weights_follows_f32(answers: Answers, naive: Any, layout: str) -> None:
     """Bounds of bf16: its 8 bits of precision, and what they make of sums."""
     wanted, final = naive("deep")

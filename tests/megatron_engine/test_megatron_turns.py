@@ -1,13 +1,13 @@
 """Trainers whose memory is given back and taken back between all that they do learn what others learn, to the bit."""
 
-import megatron_cases as cases
 import pytest
 import torch
 from megatron_answers import Answers
+from megatron_jobs import turns
 
 from tests.cover import cover, tiered
 
-JOBS = [job for world in (1, 2) for job in cases.turns_jobs(world)]
+JOBS = [job for job in turns.turns_jobs()]
 PARAMS = tiered(JOBS, cover(JOBS, of=lambda job: (job["op"], job.get("dtype"), job["as"].partition("-")[0])))
 
 

@@ -1,10 +1,11 @@
 """Log-probs, top-k, divergences and entropy over a split vocabulary, against dense ones in double precision."""
 
-import megatron_cases as cases
+import megatron_layouts as layouts
 import numpy as np
 import pytest
 import torch
 from megatron_answers import Answers
+from megatron_jobs import vocabulary
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from roll_opd.megatron.vocabulary import raw_logits
@@ -15,19 +16,21 @@ from roll_opd.megatron.vocabulary import raw_logits
 def test_values_and_gradients(answers: Answers, layout: str, temperature: float) -> None:
     """For chunks of one row, of an odd number and of all rows; what pads the vocabulary takes no part."""
     found = answers.arrays(f"vocab-{layout}")
-    hidden, weight, targets, incoming = cases.vocab_inputs(cases.VOCAB_ROWS, cases.VOCAB_WIDTH, cases.VOCABULARY)
+    hidden, weight, targets, incoming = vocabulary.vocab_inputs(
+        vocabulary.VOCAB_ROWS, vocabulary.VOCAB_WIDTH, layouts.VOCABULARY
+    )
     hidden_ME = torch.from_numpy(hidden).double().requires_grad_()
     weight_VE = torch.from_numpy(weight).double().requires_grad_()
     logits_MV = hidden_ME @ weight_VE.T / temperature
     wanted = logits_MV.log_softmax(-1).gather(1, torch.from_numpy(targets)[:, None])[:, 0]
     wanted.backward(torch.from_numpy(incoming).double())
-    for chunks in cases.VOCAB_CHUNK_ROWS:
+    for chunks in vocabulary.VOCAB_CHUNK_ROWS:
         key = f"{chunks}-{temperature}"
         np.testing.assert_allclose(found[f"{key}-logprobs"], wanted.detach().numpy(), rtol=0, atol=1e-5)
         np.testing.assert_allclose(found[f"{key}-hidden"], hidden_ME.grad.numpy(), rtol=0, atol=2e-5)
         weight_grad = found[f"{key}-weight"]
-        np.testing.assert_allclose(weight_grad[: cases.VOCABULARY], weight_VE.grad.numpy(), rtol=0, atol=2e-5)
-        assert len(weight_grad) > cases.VOCABULARY and not weight_grad[cases.VOCABULARY :].any()
+        np.testing.assert_allclose(weight_grad[: layouts.VOCABULARY], weight_VE.grad.numpy(), rtol=0, atol=2e-5)
+        assert len(weight_grad) > layouts.VOCABULARY and not weight_grad[layouts.VOCABULARY :].any()
 
 
 def test_memory_is_bounded_by_the_chunk(answers: Answers) -> None:
@@ -41,11 +44,13 @@ def test_memory_is_bounded_by_the_chunk(answers: Answers) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("layout", ["tp1", "tp2"])
-@pytest.mark.parametrize("measure", [*cases.MEASURES, "entropy"])
+@pytest.mark.parametrize("measure", [*vocabulary.MEASURES, "entropy"])
 def test_divergences_and_entropy(answers: Answers, measure: str, layout: str, temperature: float) -> None:
     """Against both softmaxes over the columns that student and teacher share, written out in double precision."""
     found = answers.arrays(f"columns-{layout}")
-    hidden, weight, _, incoming = cases.vocab_inputs(cases.VOCAB_ROWS, cases.VOCAB_WIDTH, cases.VOCABULARY)
+    hidden, weight, _, incoming = vocabulary.vocab_inputs(
+        vocabulary.VOCAB_ROWS, vocabulary.VOCAB_WIDTH, layouts.VOCABULARY
+    )
     hidden_ME = torch.from_numpy(hidden).double().requires_grad_()
     weight_VE = torch.from_numpy(weight).double().requires_grad_()
     logits_MV = hidden_ME @ weight_VE.T / temperature
@@ -53,15 +58,17 @@ def test_divergences_and_entropy(answers: Answers, measure: str, layout: str, te
         logprobs_MV = logits_MV.log_softmax(-1)
         wanted = -(logprobs_MV.exp() * logprobs_MV).sum(-1)
     else:
-        teacher_MF, teacher_VF = (torch.from_numpy(x).double() for x in cases.teacher_inputs(cases.VOCAB_ROWS))
+        teacher_MF, teacher_VF = (
+            torch.from_numpy(x).double() for x in vocabulary.teacher_inputs(vocabulary.VOCAB_ROWS)
+        )
         teacher = (teacher_MF @ teacher_VF.T / temperature).softmax(-1)
-        wanted = naive(measure, logits_MV[:, : cases.TEACHER_VOCABULARY].softmax(-1), teacher)
+        wanted = naive(measure, logits_MV[:, : vocabulary.TEACHER_VOCABULARY].softmax(-1), teacher)
     wanted.backward(torch.from_numpy(incoming).double())
-    for chunks in cases.VOCAB_CHUNK_ROWS:
+    for chunks in vocabulary.VOCAB_CHUNK_ROWS:
         key = f"{measure}-{chunks}-{temperature}"
         np.testing.assert_allclose(found[key], wanted.detach().numpy(), rtol=1e-5, atol=1e-6)
         assert_gradients(found, key, hidden_ME, weight_VE)
-        assert not found[f"{key}-weight"][cases.VOCABULARY :].any()
+        assert not found[f"{key}-weight"][layouts.VOCABULARY :].any()
 
 
 def assert_gradients(
@@ -92,23 +99,25 @@ def naive(measure: str, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 def test_layouts_agree(answers: Answers) -> None:
     """Sums over the vocabulary do not depend on how many ranks share it, nor on the rows of a chunk."""
     one, two = (answers.arrays(f"columns-tp{world}") for world in (1, 2))
-    for key in (f"{m}-{c}-{t}" for m in cases.MEASURES for c in cases.VOCAB_CHUNK_ROWS for t in (1.0, 0.7)):
+    for key in (f"{m}-{c}-{t}" for m in vocabulary.MEASURES for c in vocabulary.VOCAB_CHUNK_ROWS for t in (1.0, 0.7)):
         wanted = one[key.replace("one", "all").replace("odd", "all")]
         np.testing.assert_allclose(two[key], wanted, rtol=2e-6, atol=1e-9, err_msg=key)
 
 
-@pytest.mark.parametrize("k", cases.TOPK)
+@pytest.mark.parametrize("k", vocabulary.TOPK)
 def test_topk(answers: Answers, k: int) -> None:
     """Ids and log-probs of the most likely tokens, and the gradient of a divergence on them and their tail."""
-    hidden, weight, _, incoming = cases.vocab_inputs(cases.VOCAB_ROWS, cases.VOCAB_WIDTH, cases.VOCABULARY)
+    hidden, weight, _, incoming = vocabulary.vocab_inputs(
+        vocabulary.VOCAB_ROWS, vocabulary.VOCAB_WIDTH, layouts.VOCABULARY
+    )
     hidden_ME = torch.from_numpy(hidden).double().requires_grad_()
     weight_VE = torch.from_numpy(weight).double().requires_grad_()
     logprobs_MV = (hidden_ME @ weight_VE.T / 0.7).log_softmax(-1)
     best = logprobs_MV.topk(k, -1)
-    p, share = best.values.exp(), k / cases.VOCABULARY
+    p, share = best.values.exp(), k / layouts.VOCABULARY
     rest = 1 - p.sum(-1)
-    wanted = (p * (p * cases.VOCABULARY).log()).sum(-1)
-    if k < cases.VOCABULARY:
+    wanted = (p * (p * layouts.VOCABULARY).log()).sum(-1)
+    if k < layouts.VOCABULARY:
         wanted = wanted + rest * (rest / (1 - share)).log()
     wanted.backward(torch.from_numpy(incoming).double())
     for layout in ("tp1", "tp2"):

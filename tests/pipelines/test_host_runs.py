@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from host_faults import TWO, command, launch, model
-from megatron_cases import demo_sequences
+from megatron_data import demo_sequences
 from network import LEFT, needs_hosts, network, plainly
 from runs import REPOSITORY
 from transformers import AutoModelForCausalLM

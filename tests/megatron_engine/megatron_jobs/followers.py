@@ -1,0 +1,110 @@
+"""Models whose weights follow a student's."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import megatron_data as data
+import megatron_layouts as layouts
+import torch
+import torch.distributed as dist
+from megatron_ranks import Job, identical, meet_anew, weights, write_arrays
+from megatron_registry import jobs, operation
+from safetensors.torch import load_file
+from torch import Tensor
+
+from roll_opd.config.plan import FollowingPlan, MicroBatchLimits, ModelPlan
+from roll_opd.megatron import parallel
+from roll_opd.megatron.engine import MegatronEngine
+from roll_opd.megatron.export import hf_tensors, hf_tensors_everywhere, weight_buckets
+from roll_opd.megatron.follower import MegatronFollower
+from roll_opd.samples.weight_bucket import BucketMemory, map_bucket
+
+FOLLOW_LAYOUTS = ("tp1", "tp2sp", "pp2", "dp2", "tp2pp2")
+FOLLOWED = {"qwen3_tied": "fp32", "qwen3": "bf16"}  # model -> what it computes in
+DECAYS = (0.0, 0.75)
+FOLLOWED_TIMES = 3  # of which the last one is done again after a resume
+
+
+def learned(start: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:
+    """What a student that began with the weights `start` has after some updates."""
+    generator = torch.Generator().manual_seed(times)
+    return {name: start[name] + 0.01 * torch.randn(start[name].shape, generator=generator) for name in sorted(start)}
+
+
+def in_parts(follower: MegatronFollower, weights: Mapping[str, torch.Tensor], parts: int = 3) -> None:
+    """Have it follow weights that come in parts, those of one parameter in different ones."""
+    names = list(weights)
+    for part in range(parts):
+        sent = {name: weights[name].clone() for name in names[part::parts]}
+        follower.follow(sent, last=part == parts - 1)
+        for tensor in sent.values():  # of memory that the next part is written to
+            tensor.fill_(torch.nan)
+
+
+def check_ways_out(engine: MegatronEngine, limit: int = 60_000) -> None:
+    """Weights in buckets, and on every rank, are the whole tensors that rank 0 has."""
+    whole = {name: tensor.clone() for name, tensor in hf_tensors(engine)}
+    box: list[Any] = [{name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()}]
+    dist.broadcast_object_list(box, 0)
+    everywhere = {name: tensor.clone() for name, tensor in hf_tensors_everywhere(engine, box[0])}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, everywhere)
+    memories, arrived, lasts = [BucketMemory(), BucketMemory()], {}, []
+    for memory, last in weight_buckets(engine, memories, torch.float32, limit):
+        _, tensors = map_bucket(**memory.describe())
+        assert memory.size <= limit or len(tensors) == 1
+        arrived |= {name: tensor.clone() for name, tensor in tensors}
+        lasts.append(last)
+    for memory in memories:
+        memory.close()
+    if dist.get_rank() == 0:
+        assert list(everywhere) == list(arrived) == list(whole)
+        assert all(identical(whole, other) for other in (arrived, *everyone))
+        assert len(lasts) > 2 and lasts == [False] * (len(lasts) - 1) + [True]
+    else:
+        assert not whole and not arrived
+
+
+@operation
+def follow(job: Job, root: Path) -> None:
+    """Follow a student that learns; and again from a checkpoint before the last time, in a new model."""
+    layout = layouts.LAYOUTS[job["layout"]]
+    for model, dtype in FOLLOWED.items():
+        path = layouts.model_path(root, model)
+        start = load_file(f"{path}/model.safetensors")
+        students = [learned(start, times) for times in range(FOLLOWED_TIMES)]
+        for decay in DECAYS:
+            name, saved = f"{job['name']}-{model}-{decay}", root / f"{job['name']}-{model}-{decay}.saved"
+            devices = tuple(range(layout.world_size))
+            limits = MicroBatchLimits(tokens=100)
+            plan = FollowingPlan(name, ModelPlan(path, dtype), devices, layout, limits, decay=decay)
+            follower = MegatronFollower(plan, seed=0)
+            untouched = weights(follower)
+            in_parts(follower, start)
+            if not identical(untouched, weights(follower)):
+                raise RuntimeError("a model that follows what it is has changed")
+            for student in students[:-1]:
+                in_parts(follower, student)
+            follower.save(saved)
+            in_parts(follower, students[-1])
+            once = weights(follower)
+            check_ways_out(follower)
+            write_arrays(root / f"{name}.npz", follower.compute_logprobs(data.sequences(layouts.VOCABULARY), 1.0))
+            follower.save(root / f"{name}.hf")
+            parallel.shutdown()
+            meet_anew(root / f"port-{name}-again")
+            follower = MegatronFollower(plan, seed=0)
+            dist.barrier()
+            follower.load(saved)
+            in_parts(follower, students[-1])
+            if not identical(once, weights(follower)):
+                raise RuntimeError("a resumed follower is another one")
+            parallel.shutdown()
+            meet_anew(root / f"port-{name}-next")
+
+
+@jobs
+def follow_jobs() -> Iterator[Job]:
+    for layout in FOLLOW_LAYOUTS:
+        yield {"op": "follow", "name": f"follow-{layout}", "layout": layout}

@@ -1,0 +1,66 @@
+"""Layouts, and the models that fit them: what the jobs of all files choose from. Imports no engine."""
+
+from dataclasses import astuple
+from pathlib import Path
+
+from roll_opd.config.plan import Layout
+
+RANKS = 4  # processes
+VOCABULARY = 101  # odd: padded wherever the vocabulary is split
+DEMO = Path(__file__).parents[2] / "examples" / "demo" / "models"
+LAYOUTS = {
+    "tp1": Layout(),
+    "tp2": Layout(tp=2),
+    "tp2sp": Layout(tp=2, sequence_parallel=True),
+    "pp2": Layout(pp=2),
+    "dp2": Layout(dp=2),
+    "tp2dp2": Layout(tp=2, dp=2),
+    "tp2pp2": Layout(tp=2, pp=2),
+    "tp2sppp2": Layout(tp=2, pp=2, sequence_parallel=True),
+    "tp4": Layout(tp=4),
+    "pp4": Layout(pp=4),
+    "dp4": Layout(dp=4),
+    "pp2dp2": Layout(pp=2, dp=2),
+    "cp2": Layout(cp=2),
+    "cp4": Layout(cp=4),
+    "tp2spcp2": Layout(tp=2, cp=2, sequence_parallel=True),
+    "pp2cp2": Layout(pp=2, cp=2),
+    "cp2dp2": Layout(cp=2, dp=2),
+    "pp2vpp2": Layout(pp=2, vpp=2),
+    "pp2vpp2dp2": Layout(pp=2, vpp=2, dp=2),
+    "tp2pp2vpp2": Layout(tp=2, pp=2, vpp=2),
+    "pp2vpp2cp2": Layout(pp=2, vpp=2, cp=2),
+    "ep2": Layout(dp=2, ep=2),
+    "ep4": Layout(dp=4, ep=4),
+    "tp2ep2": Layout(tp=2, ep=2, etp=1),
+    "cp2ep2": Layout(cp=2, ep=2),
+    "pp2ep2": Layout(pp=2, dp=2, ep=2),
+    "tp2etp2ep2": Layout(tp=2, dp=2, ep=2),
+    "tp2etp1": Layout(tp=2, etp=1),
+    "tp2cp2ep2": Layout(tp=2, cp=2, ep=2, etp=1),
+    "pp2vpp2ep2": Layout(pp=2, vpp=2, dp=2, ep=2),
+}
+EXPERT_MODELS = ("qwen3_moe", "qwen2_moe", "mixtral")
+MODELS = ("qwen3", "qwen3_tied", "qwen2_tied", "llama", "llama3")
+DEMO_MODELS = ("demo_student", "demo_teacher")
+
+
+def model_path(root: Path, name: str) -> str:
+    """Where a model lies: the demo's in the repository, the random ones under `root`."""
+    return str(DEMO / name.removeprefix("demo_") if name in DEMO_MODELS else root / "models" / name)
+
+
+def models(layout: str) -> tuple[str, ...]:
+    """The random models that fit a layout: one has as many layers as two stages of two parts need."""
+    more = {"tp1": ("yarn", "mistral"), "cp2": ("yarn",), "tp2pp2": ("mistral",)}
+    return ("deep",) if LAYOUTS[layout].vpp else (*MODELS, *more.get(layout, ()))
+
+
+def demo_models(layout: str) -> tuple[str, ...]:
+    """The demo's models that fit a layout: the student's three layers make no two equal stages."""
+    return DEMO_MODELS if LAYOUTS[layout].pp == 1 else DEMO_MODELS[1:]
+
+
+def axes(layout: str) -> tuple:
+    """The sizes of a layout, which a cover of layouts has each once."""
+    return astuple(LAYOUTS[layout])

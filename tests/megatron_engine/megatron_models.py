@@ -1,0 +1,150 @@
+"""Tiny random models on disk, of every architecture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from megatron_jobs.lora import LORA, LORA_MODELS, LORA_TARGETS
+from megatron_layouts import VOCABULARY
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.08,
+}
+DEEP = COMMON | {  # divides by four in every direction
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+}
+EXPERTS = COMMON | {
+    "hidden_size": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "tie_word_embeddings": False,
+}
+LARGE = {  # enough for a process's memory to tell
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+# every width is another one, and yarn's two factors differ
+LATENT = EXPERTS | {
+    "num_experts": None,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+    "routed_scaling_factor": 1.7,
+    "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2},
+}
+del LATENT["num_experts"]
+CONFIGS = {
+    "qwen3": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=False),
+    "qwen3_tied": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True),
+    "qwen2_tied": lambda: Qwen2Config(**COMMON, tie_word_embeddings=True),
+    "llama": lambda: LlamaConfig(**COMMON, head_dim=16, tie_word_embeddings=False),
+    "wide": lambda: LlamaConfig(
+        **{**COMMON, "vocab_size": VOCABULARY + 30, "hidden_size": 48}, head_dim=16, tie_word_embeddings=False
+    ),
+    "mistral": lambda: MistralConfig(**COMMON, head_dim=24, tie_word_embeddings=False, sliding_window=None),
+    "llama3": lambda: LlamaConfig(**COMMON, head_dim=16, tie_word_embeddings=False, rope_parameters=LLAMA3),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**EXPERTS, head_dim=16, norm_topk_prob=True),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **{**EXPERTS, "num_hidden_layers": 4}, shared_expert_intermediate_size=40, mlp_only_layers=[1]
+    ),
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **{**LATENT, "num_hidden_layers": 4}, q_lora_rank=18, norm_topk_prob=True, num_nextn_predict_layers=0
+    ),
+    "deepseek_v2": lambda: DeepseekV2Config(
+        **LATENT, q_lora_rank=None, topk_method="group_limited_greedy", norm_topk_prob=False
+    ),
+    "mixtral": lambda: MixtralConfig(**{**EXPERTS, "intermediate_size": 24}, sliding_window=None),
+    "deep": lambda: Qwen3Config(**DEEP),
+    "deep_valued": lambda: Qwen3Config(**DEEP, num_labels=1),
+    "valued": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True, num_labels=1),
+    "large": lambda: Qwen3Config(**LARGE, head_dim=64, intermediate_size=1536),
+    "large_moe": lambda: Qwen3MoeConfig(**LARGE, head_dim=64, num_experts=16, moe_intermediate_size=128),
+    "yarn": lambda: Qwen3Config(**COMMON, head_dim=16, tie_word_embeddings=True, rope_parameters=YARN),
+}
+
+
+def save_models(directory: Path) -> None:
+    """Write every model, its norms and biases moved off their initial ones and zeros."""
+    for seed, (name, config) in enumerate(CONFIGS.items()):
+        torch.manual_seed(seed)
+        kind = AutoModelForSequenceClassification if name.endswith("valued") else AutoModelForCausalLM
+        model = kind.from_config(config()).float()
+        with torch.no_grad():
+            biases = [buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")]
+            for parameter in (*model.parameters(), *biases):
+                if parameter.ndim == 1:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+        model.save_pretrained(directory / name)
+    for kind, targets in LORA_TARGETS.items():
+        save_adapter(directory / f"adapter-{len(targets)}", str(directory / LORA_MODELS[kind]), targets, **LORA)
+
+
+def save_adapter(path: Path, base: str, targets: Sequence[str], rank: int, alpha: float) -> None:
+    """Write an adapter of which neither matrix is zero, as peft saves it."""
+    torch.manual_seed(len(targets))
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), task_type="CAUSAL_LM")
+    model = get_peft_model(load(base), config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+
+
+def load_adapted(base: str, adapter: Path, *, learns: bool = False) -> PeftModel:
+    return PeftModel.from_pretrained(load(base), adapter, is_trainable=learns)
+
+
+def load(path: str | Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def load_critic(path: str | Path) -> PreTrainedModel:
+    return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
