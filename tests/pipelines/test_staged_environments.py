@@ -141,7 +141,9 @@ def test_rewards_alone(stage: Stage, games: str) -> None:
     assert any((before[name] != after[name]).any() for name in before)
 
 
-@pytest.mark.parametrize(("config", "role"), [(PURE, "student_train"), (WITH_TEACHER, "actor_train")])
+@pytest.mark.parametrize(
+    ("config", "role"), [pytest.param(PURE, "student_train", marks=pytest.mark.nightly), (WITH_TEACHER, "actor_train")]
+)
 def test_with_a_teacher(stage: Stage, games: str, config: tuple[str, str], role: str) -> None:
     run = played(stage, games, "sums", role, config=config)
     assert run.code == 0
@@ -150,6 +152,7 @@ def test_with_a_teacher(stage: Stage, games: str, config: tuple[str, str], role:
         assert row["rollout/mismatch/logprob_diff_max"] < 1e-3
 
 
+@pytest.mark.nightly
 def test_the_teacher_plays_what_validation_plays(stage: Stage, games: str) -> None:
     held_out = "val_env_manager={tags: [Game], num_env_groups: 32, group_size: 1}"
     asked = "validation={measure_teacher: true}"
@@ -180,6 +183,7 @@ def test_faults_end_their_own_trajectory_alone(stage: Stage, games: str, tmp_pat
     assert counted == injected
 
 
+@pytest.mark.nightly
 def test_a_game_that_ends_its_process_loses_and_repeats_no_trajectory(stage: Stage, games: str, tmp_path: Path) -> None:
     log = tmp_path / "grave"
     run = played(stage, games, "deadly", "actor_train", f"custom_envs.Game.env_config={{log: {log}}}", "max_steps=1")
@@ -190,6 +194,7 @@ def test_a_game_that_ends_its_process_loses_and_repeats_no_trajectory(stage: Sta
     assert len(ids) == len(set(ids)) == 64 - row.get("workflow/failed/worker_died", 0)
 
 
+@pytest.mark.nightly
 def test_killed_in_the_middle_of_its_games_and_resumed(stage: Stage, games: str, tmp_path: Path) -> None:
     """Bit for bit what the run is that nobody killed."""
     turns, broken = tmp_path / "turns", tmp_path / "broken"  # 16 games of two turns a step

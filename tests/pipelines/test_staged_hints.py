@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from stage import PURE, SHORT, WITH_REWARD, Stage, frozen, optimizer_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from tests.cover import tiered
+
 MODELS = REPOSITORY / "examples/demo/models"
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # relative, too: some are -15, where f32 cannot tell 1e-5 apart
 HINT = '++teacher.hint="({ground_truth})"'
@@ -46,7 +48,10 @@ def sampled(logprobs: torch.Tensor, response: list[int]) -> np.ndarray:
     return np.array([float(row[token]) for row, token in zip(logprobs, response, strict=True)])
 
 
-@pytest.mark.parametrize("by", [(), ("workflow=on_policy_distill_workflow", "prompt_key=messages")])
+@pytest.mark.parametrize(
+    "by",
+    [(), pytest.param(("workflow=on_policy_distill_workflow", "prompt_key=messages"), marks=pytest.mark.nightly)],
+)
 def test_log_probs_are_of_the_response_behind_the_teachers_own_prompt(stage: Stage, models: dict, by: tuple) -> None:
     """The teacher is tensor-parallel; every sample of two steps, the second by a student that has learned."""
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "teacher")
@@ -75,7 +80,7 @@ OBJECTIVES = {
 }
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", tiered(OBJECTIVES, ["the student's topk"]))
 def test_divergences_are_taken_token_by_token_of_the_response(stage: Stage, models: dict, objective: str) -> None:
     run = pure(stage, HINT, *OBJECTIVES[objective])
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "teacher")
@@ -98,6 +103,7 @@ def test_divergences_are_taken_token_by_token_of_the_response(stage: Stage, mode
     assert run.rows("metrics.jsonl")[1]["actor/opd_loss"] == pytest.approx(total / count, rel=1e-3)
 
 
+@pytest.mark.nightly
 def test_a_hint_that_says_nothing_changes_no_bit(stage: Stage) -> None:
     """The question alone in the place of the question; and neither do keys that nobody has written."""
     bare, same, other = pure(stage), pure(stage, '++teacher.hint="{prompt}"'), pure(stage, HINT)

@@ -61,6 +61,7 @@ def test_a_reward_worker_killed_in_a_batch_changes_nothing(stage: Stage) -> None
     assert (undisturbed.path / weights).read_bytes() == (disturbed.path / weights).read_bytes()
 
 
+@pytest.mark.nightly
 def test_the_reward_of_the_page_runs_as_it_is_printed(stage: Stage) -> None:
     page = (REPOSITORY / "docs/rewards/README.md").read_text()
     source = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]

@@ -14,10 +14,18 @@ from stage import CRITIC_SCHEDULE, PURE, REFERENCE, SHORT, WITH_CRITIC, WITH_REW
 from roll_opd.algorithms.table import ALGORITHMS
 from roll_opd.roles.policy_roles import Teacher
 from roll_opd.samples.experience import Experience
+from tests.cover import cover, tiered
 
 ELSEWHERE = ("sft", "dpo")  # other pipelines: test_supervised_runs.py
+NAMES = [name for name in ALGORITHMS if name not in ELSEWHERE]
 STEPS = 3
 DEMONSTRATIONS = "++demonstrations={data_args: {file_name: examples/demo/data/sft_train.jsonl}}"
+
+
+def data_flow(name: str) -> tuple:
+    """What an algorithm asks of the roles and of the samples; its formulas are tested without a run."""
+    row = ALGORITHMS[name]
+    return row.advantage == "gae", row.repeat, row.kl_loss, row.expert_data_ratio, name == "on_policy_distill"
 
 
 def rewarded(stage: Stage, *overrides: str, config: tuple[str, str] = WITH_REWARD) -> Run:
@@ -33,7 +41,7 @@ def last_weights(run: Run) -> Path:
     return run.path / f"checkpoints/step_{STEPS}/hf/model.safetensors"
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in ELSEWHERE])
+@pytest.mark.parametrize("name", tiered(NAMES, cover(NAMES, of=data_flow)))
 def test_every_algorithm_moves_the_weights(stage: Stage, name: str) -> None:
     row = ALGORITHMS[name]
     if name == "on_policy_distill":
@@ -60,6 +68,7 @@ def test_a_run_is_the_same_whatever_was_run_before(stage: Stage) -> None:
     assert all(torch.equal(of_one[name], of_other[name]) for name in of_one)
 
 
+@pytest.mark.nightly
 def test_grpo_learns_the_task(stage: Stage) -> None:
     """The share of right answers (sampled): 0.3 before, more than 0.5 after ten updates."""
     whole_step = ("rollout_batch_size=64", "actor_train.training_args.gradient_accumulation_steps=4")

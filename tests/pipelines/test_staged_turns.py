@@ -121,6 +121,7 @@ def _timeless(rows: list[dict]) -> list[str]:
     return [json.dumps(row, sort_keys=True) for row in kept]
 
 
+@pytest.mark.nightly
 def test_all_roles_on_the_same_devices(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Student, critic, teacher, reference policy and engines; validation and a checkpoint in each step."""
     overrides = (*optimizer_of("actor_train"), *ALL_ROLES)

@@ -233,7 +233,7 @@ def reinforced(stage: Stage, mine: tuple[str, ...], name: str, *more: str) -> Ru
     return stage.run(*settings, "max_steps=2", *more, config=WITH_REWARD)
 
 
-@pytest.mark.parametrize("name", ["documented", "older"])
+@pytest.mark.parametrize("name", ["documented", pytest.param("older", marks=pytest.mark.nightly)])
 def test_a_workflow_of_trinitys_trains(stage: Stage, mine: tuple[str, ...], name: str) -> None:
     run = reinforced(stage, mine, name)
     assert run.code == 0
@@ -249,6 +249,7 @@ def test_a_workflow_of_trinitys_trains(stage: Stage, mine: tuple[str, ...], name
     assert all(not torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.nightly
 def test_the_first_workflow_of_the_page(stage: Stage, mine: tuple[str, ...]) -> None:
     run = reinforced(stage, mine, "sums", "actor_train.training_args.per_device_train_batch_size=32")
     assert run.code == 0
@@ -271,6 +272,7 @@ def test_a_conversation_is_trained_on_as_it_was_sampled(stage: Stage, mine: tupl
         assert 0 < sum(sample["action_mask"]) < len(sample["action_mask"])
 
 
+@pytest.mark.nightly
 def test_64_openai_clients_of_every_kind_are_told_what_is_trained_on(stage: Stage, mine: tuple[str, ...]) -> None:
     run = reinforced(stage, mine, "clients", "response_length=200", "workflow_workers=1", "max_steps=1")
     assert run.code == 0
@@ -280,6 +282,7 @@ def test_64_openai_clients_of_every_kind_are_told_what_is_trained_on(stage: Stag
     assert row["rollout/mismatch/logprob_diff_max"] < 1e-3
 
 
+@pytest.mark.nightly
 def test_the_agent_of_the_page_is_trained(stage: Stage, mine: tuple[str, ...]) -> None:
     settings = "workflow_args={agent: my_agent.solve}", "response_length=120", "max_steps=1", "rollout_batch_size=8"
     batch = "actor_train.training_args.per_device_train_batch_size=32"
@@ -291,6 +294,7 @@ def test_the_agent_of_the_page_is_trained(stage: Stage, mine: tuple[str, ...]) -
     assert {0.0, 1.0} <= {sample["reward"] for sample in run.rows("samples.jsonl")} <= {0.0, 0.5, 1.0}
 
 
+@pytest.mark.nightly
 def test_a_model_beside_the_student_is_asked(stage: Stage, mine: tuple[str, ...]) -> None:
     """The judge is the demo's teacher, which knows the sums that the student does not."""
     judge = (
@@ -340,6 +344,7 @@ def test_log_probs_that_a_workflow_brings_stand_in_for_the_teachers(stage: Stage
     assert row["opd/reverse_kl/mean"] == pytest.approx(0.25, abs=1e-4)
 
 
+@pytest.mark.nightly
 def test_pure_distillation_by_workflow_is_that_of_the_launcher(stage: Stage) -> None:
     """The same prompts, seeds and tokens; and twice the same bits where that is asked for."""
 
@@ -355,6 +360,7 @@ def test_pure_distillation_by_workflow_is_that_of_the_launcher(stage: Stage) -> 
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.nightly
 def test_pure_distillation_records_the_rewards_of_a_hook_and_does_not_learn_from_them(
     stage: Stage, mine: tuple[str, ...]
 ) -> None:
@@ -377,7 +383,10 @@ def test_pure_distillation_records_the_rewards_of_a_hook_and_does_not_learn_from
     assert json.loads((with_reward.path / "run.json").read_text())["pipeline"] == "workflow"
 
 
-@pytest.mark.parametrize(("name", "metric"), [("rewarded", "workflow/own/accuracy"), ("recorded", "example/reward")])
+@pytest.mark.parametrize(
+    ("name", "metric"),
+    [("rewarded", "workflow/own/accuracy"), pytest.param("recorded", "example/reward", marks=pytest.mark.nightly)],
+)
 def test_rewards_of_trinitys_hooks_are_learned_from(
     stage: Stage, mine: tuple[str, ...], name: str, metric: str
 ) -> None:
