@@ -113,7 +113,7 @@ def test_the_table_names_every_part_and_warns_of_unequal_work(step_overhead):
     assert "WARNING" in step_overhead.table(step_overhead.compare(pipeline, bare))
 
 
-def test_arguments(step_overhead):
+def test_arguments_of_step_overhead_are_read(step_overhead):
     options = step_overhead.parse(["--steps", "5", "--at-most", "1.15", "rollout_batch_size=8"])
     assert (options.steps, options.at_most, options.overrides) == (5, 1.15, ["rollout_batch_size=8"])
     assert step_overhead.parse([]).at_most is None

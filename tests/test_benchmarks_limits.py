@@ -73,7 +73,7 @@ def test_a_backward_pass_has_twice_the_flops(benchmark, tiny):
     assert work.TRAINED * work.forward_flops(info, 10, every_pair, 10) == counter.get_total_flops()
 
 
-def test_keys_seen(benchmark):
+def test_attended_keys_are_counted(benchmark):
     work = benchmark("work")
     assert work.keys_seen(0, 4) == 1 + 2 + 3 + 4
     assert work.keys_seen(2, 5) == 3 + 4 + 5
@@ -173,7 +173,7 @@ def test_exponents_are_found(benchmark):
     assert scaling.last_growth(x, [700, 700, 700, 1900]) is None
 
 
-def test_verdicts(benchmark):
+def test_the_verdict_compares_the_exponent_with_the_work(benchmark):
     verdict = benchmark("scaling").verdict
     assert verdict({"exponent": 0.9, "last": 1.0, "of_work": 1.0}, "length") == ""
     assert verdict({"exponent": 1.2, "last": 1.3, "of_work": 1.0}, "length") == "SUPERLINEAR"

@@ -83,7 +83,7 @@ def names_of_tests() -> set[str]:
     return {path.stem for path in files} | {name for path in files for name in functions.findall(path.read_text())}
 
 
-def test_there_are_pages() -> None:
+def test_the_pages_are_found() -> None:
     assert Path("README.md") in PAGES and Path("docs/rewards/README.md") in PAGES
 
 
@@ -93,7 +93,7 @@ def test_anchors_are_those_of_the_headings(tmp_path: Path) -> None:
     assert anchors(page) == {"what-its-for", "key_s-of-a-page", "twice", "twice-1"}
 
 
-def test_what_names_something() -> None:
+def test_files_modules_and_functions_exist_and_typos_do_not() -> None:
     assert exists("roll_opd/commands/main.py") and exists("examples/start_*") and exists("roll_opd.commands.main.main")
     assert (
         exists("roll_opd.commands.main")
@@ -104,12 +104,12 @@ def test_what_names_something() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_links(page: Path) -> None:
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     assert list(dead_links(page)) == []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != PAST], ids=str)
-def test_paths_and_modules(page: Path) -> None:
+def test_paths_and_modules_on_a_page_exist(page: Path) -> None:
     named = {name for name in CODE.findall(prose(page)) if FILE.fullmatch(name) or MODULE.fullmatch(name)}
     assert [name for name in sorted(named) if not exists(name)] == []
 

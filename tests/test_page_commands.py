@@ -40,7 +40,7 @@ COMMANDS = commands()
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-def test_there_are_commands() -> None:
+def test_the_commands_of_the_pages_are_found() -> None:
     assert {words[0] for words in COMMANDS.values()} >= {"make", "python", "roll-opd"}
     assert len(COMMANDS) >= 12
 

@@ -277,7 +277,7 @@ def test_equal_rewards_teach_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_one_sample_and_none(name: str) -> None:
+def test_advantages_of_one_sample_and_of_no_sample(name: str) -> None:
     wanted = [0.0 if name == "on_policy_distill" else 2.0]
     assert ADVANTAGES[name](RewardBatch(torch.tensor([2.0]), ["a"], states=["s"])).rewards.tolist() == wanted
     assert ADVANTAGES[name](RewardBatch(torch.zeros(0), [], states=[])).rewards.shape == (0,)

@@ -129,7 +129,7 @@ def test_discounted_to_go(lengths: list[int], discount: float) -> None:
 
 
 @pytest.mark.parametrize("discount", [0.0, 0.5])
-def test_to_go_of_nothing(discount: float) -> None:
+def test_sums_to_go_without_action_tokens_are_zero(discount: float) -> None:
     for lengths in ([], [0, 0], [2, 1]):
         nothing = torch.zeros(sum(lengths))
         assert not discounted_to_go(nothing + 1, nothing.bool(), lengths, discount).any()

@@ -63,7 +63,7 @@ def naive(made: Mismatch, level: str) -> list[tuple[float, float] | None]:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("spread", [0.4, 50.0])
-def test_ratios_and_differences(level: str, spread: float) -> None:
+def test_ratios_and_log_differences_equal_the_loop_at_every_level(level: str, spread: float) -> None:
     for seed in range(3):
         made = mismatch(seed, spread)
         wanted = naive(made, level)
@@ -106,7 +106,7 @@ def test_far_negatives_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("piece", [3, 1000])
-def test_metrics(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mismatch_metrics_equal_the_loop_in_pieces_of_any_size(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corrections, "PIECE", piece)
     made = mismatch(7)
     gaps = [(float(made.train_M[t]), float(made.infer_M[t])) for t in torch.nonzero(made.mask_M).flatten()]

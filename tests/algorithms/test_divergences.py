@@ -58,7 +58,7 @@ def test_every_divergence_is_tested() -> None:
 
 @every
 @pytest.mark.parametrize("spread", [1.0, 30.0])
-def test_values(name: str, arguments: dict, spread: float) -> None:
+def test_divergences_equal_their_formulas(name: str, arguments: dict, spread: float) -> None:
     student, teacher = pair(6, 11, spread)
     found = divergence(name, **arguments)(student, teacher)
     wanted = [naive(name, s, t, **arguments) for s, t in zip(student, teacher, strict=True)]
@@ -152,7 +152,7 @@ def test_topk_with_its_tail(name: str, arguments: dict) -> None:
 
 
 @every
-def test_gradient_of_topk(name: str, arguments: dict) -> None:
+def test_gradients_of_topk_divergences_pass_gradcheck(name: str, arguments: dict) -> None:
     student, teacher = pair(4, 9, 2.0)
     ids = teacher.topk(3, -1).indices
     measure = divergence(name, **arguments)
@@ -184,7 +184,7 @@ def test_gradient_of_topk_with_every_token_is_that_of_the_whole(dtype: torch.dty
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
 
 
-def test_entropy() -> None:
+def test_entropy_equals_its_formula_and_passes_gradcheck() -> None:
     logprobs, _ = pair(5, 8)
     wanted = [-sum(math.exp(x) * x for x in row.tolist()) for row in logprobs]
     assert ENTROPY(logprobs).tolist() == pytest.approx(wanted, rel=1e-12)

@@ -69,7 +69,7 @@ def test_lambda_one_is_the_return_whatever_the_critic_says() -> None:
     assert returns == pytest.approx(discounted_to_go(rewards, mask, [4, 6], 0.7), abs=1e-12)
 
 
-def test_nothing_to_act_on() -> None:
+def test_gae_without_action_tokens_is_zero() -> None:
     for lengths in ((), (0, 0), (3,)):
         empty = torch.zeros(sum(lengths))
         advantages, returns = gae(empty, empty, empty.bool(), lengths, 1.0, 0.95)
@@ -77,7 +77,7 @@ def test_nothing_to_act_on() -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 0.2, 10.0])
-def test_value_loss(clip: float | None) -> None:
+def test_value_loss_equals_the_clipped_squared_error_of_each_token(clip: float | None) -> None:
     rng = np.random.default_rng(0)
     values, old, returns = rng.normal(size=(3, 200))
     wanted = []

@@ -114,7 +114,7 @@ def test_equals_its_formula(name: str, arguments: dict, spread: float) -> None:
 
 
 @case
-def test_in_single_precision(name: str, arguments: dict) -> None:
+def test_losses_in_single_precision_equal_the_reference(name: str, arguments: dict) -> None:
     made = batch(5, dtype=torch.float32)
     found = POLICY_LOSSES[name](made, **arguments)
     assert found.dtype == torch.float32
@@ -123,7 +123,7 @@ def test_in_single_precision(name: str, arguments: dict) -> None:
 
 
 @case
-def test_gradient(name: str, arguments: dict) -> None:
+def test_gradients_of_losses_equal_central_differences(name: str, arguments: dict) -> None:
     """By central differences of the reference, in which what is under a stop-gradient does not move."""
     made, step = batch(7), 1e-6
     base = sequences(made)

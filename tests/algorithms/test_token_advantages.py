@@ -130,7 +130,7 @@ def test_one_sample_that_is_not_finite_spoils_no_other() -> None:
         ObjectivePlan(gamma=1.0, whiten_rewards=True),
     ],
 )
-def test_advantages_of_a_step(objective: ObjectivePlan, whiten: bool, discount: float) -> None:
+def test_token_advantages_of_a_step_equal_the_loop(objective: ObjectivePlan, whiten: bool, discount: float) -> None:
     levels = {"mean_cal_level": objective.norm_mean_type, "std_cal_level": objective.norm_std_type}
     objective = replace(objective, adv_estimator="reinforce", advantage_args=FrozenDict(levels))
     objective = replace(objective, whiten_advantages=whiten, opd_kl_discount=discount)

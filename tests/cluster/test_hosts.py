@@ -170,7 +170,7 @@ def test_a_part_of_a_model_is_no_model() -> None:
 
 
 @pytest.mark.parametrize(("own", "other", "problems"), [(0, 0, 0), (8, 8, 0), (8, 4, 1), (0, 8, 1), (8, 0, 1)])
-def test_gpus_of_hosts(own: int, other: int, problems: int) -> None:
+def test_hosts_with_other_numbers_of_gpus_are_refused(own: int, other: int, problems: int) -> None:
     found = host_facts.differences({**FACTS, "gpus": own}, {**FACTS, "gpus": other}, devices=8)
     assert len(found) == problems
 

@@ -61,7 +61,7 @@ def test_a_process_has_devices_of_one_host() -> None:
         made.options((3, 4), (3, 4), {})
 
 
-def test_where_a_device_is() -> None:
+def test_a_device_is_named_with_its_host() -> None:
     made = placement(gpus=False, deterministic=False)
     assert made.where(5) == "device 5"
     made._devices = [Device(NOBODY, 0, n, 8, None, f"10.0.0.{n + 1}") for n in range(2)]

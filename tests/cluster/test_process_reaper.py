@@ -40,7 +40,7 @@ with guarded() as reaper:
 
 
 @pytest.mark.parametrize("how", ["wait", "go"])
-def test_nothing_is_left(how: str, tmp_path: Path) -> None:
+def test_the_reaper_leaves_no_process_and_no_file(how: str, tmp_path: Path) -> None:
     session, latest = tmp_path / "session_1", tmp_path / "session_latest"
     (session / "logs").mkdir(parents=True)
     matches, others = (tmp_path / "a [b]" / f"session_date_{pid}" for pid in (7, 77))

@@ -46,7 +46,7 @@ def ask(*words: str) -> tuple:
         ("~b a.yaml c=d.yaml", ({}, ".", "a.yaml", ["~b", "c=d.yaml"])),
     ],
 )
-def test_words(words: str, asked: tuple) -> None:
+def test_subcommands_and_options_are_read_from_the_words(words: str, asked: tuple) -> None:
     assert ask(*words.split()) == asked
 
 
@@ -125,7 +125,7 @@ def test_an_unknown_pipeline_is_told_all_names(capsys: pytest.CaptureFixture[str
     assert all(name in said for name in ("'destill'", "distill,", "rlvr", "sft", "dpo", "dotted path"))
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_prints_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main(["--version"])
     assert ended.value.code == 0 and capsys.readouterr().out == f"roll-opd {roll_opd.__version__}\n"
@@ -139,7 +139,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (("-m", "roll_opd.commands.run"), 2, "no configuration is named"),
     ],
 )
-def test_as_a_module(words: tuple[str, ...], code: int, said: str) -> None:
+def test_the_package_runs_as_a_module(words: tuple[str, ...], code: int, said: str) -> None:
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60)
     assert done.returncode == code and said in done.stdout + done.stderr
 

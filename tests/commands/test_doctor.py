@@ -138,7 +138,7 @@ def test_healthy_machines_have_no_findings(info):
     assert "broken: nothing" in doctor.report(info, [])
 
 
-def test_what_a_run_uses():
+def test_doctor_names_the_backends_that_a_run_uses():
     assert doctor.used(HEALTHY)["collectives"] == "gloo"
     assert doctor.used(HEALTHY)["Megatron layers"].startswith("local")
     assert doctor.used(GPU)["collectives"] == "nccl"

@@ -31,7 +31,7 @@ def test_a_value_reaches_hydra_as_it_is(value: Any) -> None:
     assert (override.key_or_group, override.value()) == ("some.key", value)
 
 
-def test_overrides() -> None:
+def test_overrides_of_nested_settings_are_dotted_keys() -> None:
     nested = {"a": {"b": 1, "c": {"d": Path("/x y")}}, "e": (1, 2)}
     assert list(python_api._overrides(nested)) == ["a.b=1", 'a.c.d="/x y"', "e=[1,2]"]
     assert list(python_api._overrides(["a=1", "~b"])) == ["a=1", "~b"]

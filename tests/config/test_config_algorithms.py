@@ -98,7 +98,7 @@ def test_pure_distillation_by_its_row(plan: Plan, values: dict[str, Any]) -> Non
     assert clipped.policy_loss_args == {"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 3.0}
 
 
-def test_what_is_written_wins(rl: dict[str, Any], plan: Plan) -> None:
+def test_written_keys_win_over_those_of_the_algorithm(rl: dict[str, Any], plan: Plan) -> None:
     written = {
         "num_return_sequences_in_group": 4,
         "policy_loss_fn": "gspo",

@@ -87,7 +87,7 @@ def test_what_is_written_reaches_the_plan(plan: Plan, written: dict[str, Any], w
         ({"is_weight": {"enable": True}}, "is_weight.enable: unknown key; did you mean 'enabled'"),
     ],
 )
-def test_contradictions(problems: Problems, changes: dict[str, Any], message: str) -> None:
+def test_contradicting_corrections_are_refused(problems: Problems, changes: dict[str, Any], message: str) -> None:
     assert any(f"train_infer_correction.{message}" in text for text in problems({"train_infer_correction": changes}))
 
 

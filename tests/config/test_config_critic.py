@@ -111,7 +111,9 @@ def test_unused_critic_is_not_loaded(ppo: dict[str, Any], plan: Plan, root: Path
         ),
     ],
 )
-def test_mistakes(ppo: dict[str, Any], problems: Problems, changes: dict[str, Any], message: str) -> None:
+def test_wrong_settings_of_a_critic_are_refused(
+    ppo: dict[str, Any], problems: Problems, changes: dict[str, Any], message: str
+) -> None:
     assert any(message in text for text in problems(changes, pure=False))
 
 

@@ -155,7 +155,9 @@ def test_rolls_one_probability_is_no_interleaving(root: Path, plan: Callable[...
     ],
     ids=lambda value: json.dumps(value)[:60],
 )
-def test_one_problem(problems: Callable[..., list[str]], two_domains: dict, changes: dict, parts: list[str]) -> None:
+def test_a_wrong_mixture_of_files_gives_one_problem(
+    problems: Callable[..., list[str]], two_domains: dict, changes: dict, parts: list[str]
+) -> None:
     found = problems({**two_domains, **changes})
     assert len(found) == 1
     for part in parts:

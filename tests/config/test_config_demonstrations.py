@@ -50,7 +50,9 @@ def test_half_of_each_update_are_demonstrations(mix: dict[str, Any], plan: Plan,
 @pytest.mark.parametrize(
     ("share", "prompts", "rows", "updates"), [(0.25, 6, 4, 1), (0.75, 8, 12, 4), (0.125, 7, 2, 1), (None, 4, 8, 1)]
 )
-def test_any_share(mix: dict[str, Any], plan: Plan, share: float, prompts: int, rows: int, updates: int) -> None:
+def test_any_share_of_demonstrations_gives_whole_rows_and_updates(
+    mix: dict[str, Any], plan: Plan, share: float, prompts: int, rows: int, updates: int
+) -> None:
     run = plan({"expert_data_ratio": share, "rollout_batch_size": prompts}, pure=False)
     assert (run.demonstrations.rows_per_update, run.demonstrations.updates) == (rows, updates)
     assert run.objective.recompute_old_logprobs == (updates > 1)

@@ -58,7 +58,7 @@ def test_json_of_the_command(root: Path, values: dict[str, Any], capsys: pytest.
     assert content["batch"]["sequences_per_step"] == 16
 
 
-def test_text(plan: Callable[..., Any]) -> None:
+def test_the_description_names_devices_batches_and_warnings(plan: Callable[..., Any]) -> None:
     text = to_text(plan({"logging_dir": "x"}))
     assert "0-1: student_train, student_infer (take turns)" in text
     assert "8 prompts x 2 responses = 16 sequences a step, 1 update(s) of 16 a step" in text
@@ -103,7 +103,7 @@ def test_routing_and_objective_of_a_mixed_run(plan: Callable[..., Any], values: 
     assert "up to 16 more prompts under way" in text
 
 
-def test_small_writers() -> None:
+def test_devices_and_bytes_are_written_briefly() -> None:
     assert short_devices([0, 1, 2, 3, 6, 8, 9]) == "0-3,6,8-9"
     assert [readable_bytes(size) for size in (12, 2048, 3 << 20, 5 << 40)] == [
         "12 B",

@@ -227,7 +227,7 @@ def _replaced(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_files_that_are_none(name: str, root: Path, values: dict[str, Any]) -> None:
+def test_paths_that_are_no_regular_files_are_refused(name: str, root: Path, values: dict[str, Any]) -> None:
     damage, key, said = FILES[name]
     damage(root)
     with pytest.raises(ConfigError) as caught:

@@ -30,7 +30,7 @@ PARALLEL = "strategy_args.strategy_config"
         ({"lora_alpha": 16, "lora_rank": 0}, None),
     ],
 )
-def test_rolls_keys(plan: Plan, keys: dict[str, Any], wanted: LoraPlan | None) -> None:
+def test_rolls_lora_keys_make_the_adapter(plan: Plan, keys: dict[str, Any], wanted: LoraPlan | None) -> None:
     assert plan({f"{STUDENT}.{key}": value for key, value in keys.items()}).student.lora == wanted
 
 

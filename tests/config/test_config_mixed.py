@@ -135,7 +135,7 @@ def test_reference_is_checked_like_any_role(mixed: dict[str, Any], problems: Pro
         assert part in found
 
 
-def test_coefficients(mixed: dict[str, Any], plan: Plan, root: Path) -> None:
+def test_each_teacher_has_its_own_or_the_common_coefficient(mixed: dict[str, Any], plan: Plan, root: Path) -> None:
     assert plan(pure=False).teachers[0].opd_kl_coef == 0.5
     single = mixed["teacher"]
     assert plan({"teacher": {**single, "opd_kl_coef": 0}}, pure=False).teachers[0].opd_kl_coef == 0.0
@@ -201,7 +201,7 @@ def test_a_kl_without_a_coefficient_is_no_signal(mixed: dict[str, Any], problems
     assert found.startswith("rewards.math_rule.weight: 0 takes away")
 
 
-def test_filters(mixed: dict[str, Any], plan: Plan, problems: Problems) -> None:
+def test_query_and_response_filters_are_read(mixed: dict[str, Any], plan: Plan, problems: Problems) -> None:
     keys = "rewards.math_rule.query_filter_config"
     mean = {"type": "mean_filter", "filter_args": {"threshold_up": 0.9, "threshold_down": 0.1}}
     spread = {"type": "std_filter", "filter_args": {"std_threshold": 0.05}}
@@ -302,7 +302,9 @@ def test_planned_but_not_available_yet(
         ({"is_pure_opd": True}, "use_opd: use_opd and pure distillation (is_pure_opd) exclude each other"),
     ],
 )
-def test_contradictions(mixed: dict[str, Any], problems: Problems, changes: dict[str, Any], message: str) -> None:
+def test_contradicting_settings_of_mixed_mode_are_refused(
+    mixed: dict[str, Any], problems: Problems, changes: dict[str, Any], message: str
+) -> None:
     assert any(message in text for text in problems(changes, pure=False))
 
 

@@ -18,7 +18,7 @@ from roll_opd.config.plan import Layout, MicroBatchLimits, RunPlan
 Plan = Callable[..., RunPlan]
 
 
-def test_base_plan(plan: Plan, root: Any) -> None:
+def test_the_base_configuration_gives_this_plan(plan: Plan, root: Any) -> None:
     run = plan()
     assert (run.mode, run.pipeline, run.exp_name, run.max_steps) == ("pure", "rlvr", "tiny", 10)
     assert run.student.name == "student_train"
@@ -96,7 +96,7 @@ def test_nothing_heavy_is_imported(root: Any, values: dict[str, Any]) -> None:
         ("dual_clip_loss=3", lambda run: run.objective.dual_clip, 3.0),
     ],
 )
-def test_overrides(plan: Plan, override: str, read: Callable[[RunPlan], Any], expected: Any) -> None:
+def test_overrides_change_the_plan(plan: Plan, override: str, read: Callable[[RunPlan], Any], expected: Any) -> None:
     assert read(plan(overrides=(override,))) == expected
 
 
@@ -164,7 +164,7 @@ def test_warmup_ratio_becomes_updates(plan: Plan) -> None:
     assert run.student.optimizer.warmup_steps == 3
 
 
-def test_token_limits(plan: Plan) -> None:
+def test_token_limits_of_micro_batches_are_read_for_each_role(plan: Plan) -> None:
     run = plan(
         {
             "student_train.use_dynamic_batching_in_train": True,
@@ -230,7 +230,7 @@ def test_routes_are_returned_and_replayed(plan: Plan, root: Any) -> None:
         (REPLAY | {"workflow": "single_turn"}, "routes of workflows and environments are not recorded yet"),
     ],
 )
-def test_routes_that_nobody_has(plan: Plan, changes: dict[str, Any], said: str) -> None:
+def test_router_replay_without_recorded_routes_is_refused(plan: Plan, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         plan(changes)
 
@@ -269,7 +269,7 @@ def test_reward_worker_names(plan: Plan, tmp_path: Path, monkeypatch: pytest.Mon
     assert (own.rewards[0].terms[0].worker, own.rewards[0].terms[0].args) == (worker, {"strict": True})
 
 
-def test_validation(plan: Plan, root: Any) -> None:
+def test_the_validation_section_is_read(plan: Plan, root: Any) -> None:
     section = {
         "data_args": {"file_name": str(root / "train.jsonl"), "limit": 2},
         "generating_args": {"temperature": 0, "max_new_tokens": 64},

@@ -321,7 +321,9 @@ def test_tokenizers_written_differently_are_the_same(plan: Callable[..., Any], r
 
 
 @pytest.mark.parametrize("how", ["path", "symlink", "copy"])
-def test_self_teacher(problems: Problems, plan: Callable[..., Any], root: Path, how: str) -> None:
+def test_a_teacher_with_the_students_weights_needs_permission(
+    problems: Problems, plan: Callable[..., Any], root: Path, how: str
+) -> None:
     path = root / "student"
     if how == "symlink":
         path = root / "link"
@@ -407,7 +409,7 @@ def _dotted(values: dict[str, Any], prefix: str = "") -> list[str]:
     return keys
 
 
-def test_full_disk(problems: Problems, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_for_a_checkpoint_is_refused(problems: Problems, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real disk cannot be filled here; everything but the number of free bytes is real."""
     real = check_files.shutil.disk_usage
     monkeypatch.setattr(check_files.shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
@@ -441,7 +443,9 @@ def test_planning_writes_nothing(plan: Callable[..., Any], root: Path) -> None:
         ),
     ],
 )
-def test_warnings(plan: Callable[..., Any], changes: dict[str, Any], parts: list[str]) -> None:
+def test_settings_without_effect_give_one_warning(
+    plan: Callable[..., Any], changes: dict[str, Any], parts: list[str]
+) -> None:
     warnings = plan(changes).warnings
     assert len(warnings) == 1
     for part in parts:

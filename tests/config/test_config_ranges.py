@@ -21,7 +21,7 @@ from roll_opd.planner.device_mapping import parse_device_mapping
         (7, (7,)),
     ],
 )
-def test_accepted_forms(text: str | int | list[int], devices: tuple[int, ...]) -> None:
+def test_every_form_of_a_device_mapping_is_read(text: str | int | list[int], devices: tuple[int, ...]) -> None:
     assert parse_device_mapping(text) == devices
 
 
@@ -65,7 +65,7 @@ def test_agrees_with_python_on_random_texts() -> None:
         ("(" * 500 + "1" + ")" * 500, "cannot be read"),
     ],
 )
-def test_refused_with_a_sentence(text: str | list[int], message: str) -> None:
+def test_a_wrong_device_mapping_is_refused_with_a_sentence(text: str | list[int], message: str) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         parse_device_mapping(text)
     assert message in str(caught.value)

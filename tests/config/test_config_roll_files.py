@@ -39,7 +39,7 @@ def _ignored(run: RunPlan) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in STYLE.glob("*.yaml")))
-def test_the_command_accepts_it(root: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_command_accepts_rolls_files(root: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--config_path", _write(root, name), "--config_name", name, f"output_dir={root}"]
     assert main(arguments) == 0
     assert capsys.readouterr().err == ""
@@ -73,7 +73,7 @@ def test_rlvr_with_five_domains(root: Path) -> None:
     assert (judge.engines, judge.tp, judge.sampling.max_new_tokens) == (len(judge.devices), 1, 100)
 
 
-def test_agentic(root: Path) -> None:
+def test_rolls_agentic_configuration_is_planned(root: Path) -> None:
     run = _plan(root, "agentic_sokoban")
     assert (run.mode, run.pipeline, run.is_agentic) == ("rl", "rlvr", True)
     assert (run.rollout_batch_size, run.rollout.sampling.n) == (128, 8)
@@ -98,7 +98,7 @@ def test_what_validation_says_in_environments(root: Path) -> None:
     assert "validation.measure_teacher: has nothing to play; write val_env_manager.tags" in run.warnings
 
 
-def test_agentic_by_step(root: Path) -> None:
+def test_rolls_step_wise_agentic_configuration_is_planned(root: Path) -> None:
     run = _plan(root, "agentic_gigpo")
     assert run.objective.adv_estimator == "gigpo"
     assert run.objective.advantage_args == {

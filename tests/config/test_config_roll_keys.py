@@ -42,7 +42,9 @@ def test_an_unwritten_schedule_is_linear_to_zero(plan: Plan) -> None:
         ),
     ],
 )
-def test_schedules(plan: Plan, name: str, kwargs: dict[str, Any] | None, expected: dict[str, Any]) -> None:
+def test_rolls_learning_rate_schedules_are_read(
+    plan: Plan, name: str, kwargs: dict[str, Any] | None, expected: dict[str, Any]
+) -> None:
     args = "student_train.training_args"
     optimizer = plan({f"{args}.lr_scheduler_type": name, f"{args}.lr_scheduler_kwargs": kwargs}).student.optimizer
     assert {key: getattr(optimizer, key) for key in expected} == expected
@@ -103,7 +105,7 @@ def test_pg_variant_brings_its_arguments(rl: dict[str, Any], plan: Plan, problem
         ({"pg_clip_low": 0.3, "pg_clip_high": 0.3}, (0.3, 0.3), False),
     ],
 )
-def test_clip_range(
+def test_clip_ranges_of_any_key_are_read(
     rl: dict[str, Any], plan: Plan, written: dict[str, Any], expected: tuple[float, float], told: bool
 ) -> None:
     run = plan({"pg_clip": 0.3, **written}, pure=False)

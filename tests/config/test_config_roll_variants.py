@@ -78,7 +78,7 @@ def test_layers_that_divide_with_embedding_and_loss(plan: Plan, problems: Proble
     ],
     ids=["reach of the devices", "tag of validation", "no tokenizer"],
 )
-def test_planned_and_not_run(
+def test_configurations_for_another_machine_are_planned_and_not_run(
     plan: Plan, problems: Problems, root: Path, monkeypatch: Any, changes: dict[str, Any], sentence: str
 ) -> None:
     """ROLL overwrites num_nodes and gives unknown tags to math_rule; a laptop may have only config.json."""

@@ -61,7 +61,9 @@ def test_the_students_own_weights_teach_with_a_hint(plan: Plan, root: Path) -> N
     ("keys", "every", "decay", "live"),
     [({}, 1, 0.0, True), ({"every": 5}, 5, 0.0, False), ({"decay": 0.99}, 1, 0.99, False)],
 )
-def test_a_follower(plan: Plan, root: Path, keys: dict, every: int, decay: float, live: bool) -> None:
+def test_keys_of_follows_student_make_the_follower(
+    plan: Plan, root: Path, keys: dict, every: int, decay: float, live: bool
+) -> None:
     worker = plan(follows(root, **keys) | HINT).teachers[0].worker
     assert isinstance(worker, FollowingPlan) and worker.model.path == str(root / "student")
     assert (worker.every, worker.decay, worker.is_live) == (every, decay, live)
@@ -97,7 +99,7 @@ def test_a_lagged_teacher_without_a_hint_is_a_part_of_mixed_mode(plan: Plan, roo
         ({"hint": "x"}, "it is one of a teacher"),
     ],
 )
-def test_what_is_refused(problems: Problems, changes: dict, reason: str) -> None:
+def test_teachers_that_cannot_follow_are_refused(problems: Problems, changes: dict, reason: str) -> None:
     (problem,) = problems(changes)
     assert reason in problem
 

@@ -46,7 +46,7 @@ SWANLAB = {"login_kwargs": {"api_key": "secret-2"}, "project": "p", "logdir": "l
         ),
     ],
 )
-def test_forms(plan: Plan, changes: dict[str, Any], expected: Any) -> None:
+def test_every_form_of_naming_trackers_is_read(plan: Plan, changes: dict[str, Any], expected: Any) -> None:
     run = plan(changes, runnable=False)
     if expected is ...:
         expected = {"stdout": {}, "tensorboard": {"log_dir": "tb"}}
@@ -64,7 +64,9 @@ def test_forms(plan: Plan, changes: dict[str, Any], expected: Any) -> None:
         ),
     ],
 )
-def test_arguments_of_no_one(plan: Plan, changes: dict[str, Any], warning: str) -> None:
+def test_arguments_of_trackers_that_do_not_run_give_a_warning(
+    plan: Plan, changes: dict[str, Any], warning: str
+) -> None:
     run = plan(changes)
     assert [text for text in run.warnings if warning in text]
     assert run.tracker_args == {"stdout": {}}

@@ -37,7 +37,9 @@ LAYER = "model.layers.3.mlp.up_proj.weight"
         ({"tie_word_embeddings": True}, ["tie_word_embeddings is true there, but lm_head.weight is not model.embed"]),
     ],
 )
-def test_another_config(tmp_path: Path, config: dict[str, Any], messages: list[str]) -> None:
+def test_weights_that_another_configuration_made_are_named(
+    tmp_path: Path, config: dict[str, Any], messages: list[str]
+) -> None:
     write_model(tmp_path / "model", weights=shapes_of(SIZES), **config)
     found = " | ".join(weight_problems(read_model(tmp_path / "model")))
     assert all(message in found for message in messages), found
@@ -104,14 +106,14 @@ def _overwrite(path: Path, name: str, share: float, zero: bytes = bytes(4)) -> N
 
 @pytest.mark.parametrize("zero", [bytes(4), b"\x00\x00\x00\x80"], ids=["0", "-0"])
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight", LAYER])
-def test_zero_tensors(tmp_path: Path, name: str, zero: bytes) -> None:
+def test_tensors_of_zeros_count_as_lost(tmp_path: Path, name: str, zero: bytes) -> None:
     path = write_model(tmp_path / "model")
     _overwrite(path, name, 1.0, zero)
     (found,) = lost_weights(read_model(path))
     assert found.startswith(f"{name} in {path}: all numbers are zero")
 
 
-def test_half_of_a_tensor(tmp_path: Path) -> None:
+def test_a_layer_half_of_zeros_counts_as_lost_and_an_embedding_does_not(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model", intermediate_size=4096, vocab_size=4096)
     _overwrite(path, LAYER, 0.6)
     _overwrite(path, "lm_head.weight", 0.6)  # a vocabulary may have many rows without a token
@@ -119,7 +121,7 @@ def test_half_of_a_tensor(tmp_path: Path) -> None:
     assert found.startswith(f"{LAYER} in {path}: half of the numbers are zero")
 
 
-def test_the_planner_asks(problems: Callable[..., list[str]], root: Path) -> None:
+def test_the_planner_reports_weights_that_do_not_fit(problems: Callable[..., list[str]], root: Path) -> None:
     write_model(root / "teacher", seed=2, weights=shapes_of(SIZES), num_hidden_layers=3)
     (found,) = problems()
     assert found.startswith("teacher.model_args.model_name_or_path: the weights in ")

@@ -188,7 +188,7 @@ def test_frozen_experts(model: Callable[[str], ModelInfo]) -> None:
         ("30B-A3B", 8, 256, 96.0),  # 4 heads on 8 ranks: each rank holds a copy of one
     ],
 )
-def test_keys_and_values(
+def test_keys_and_values_take_the_planned_bytes(
     model: Callable[[str], ModelInfo], name: str, tp: int, sequences: int, expected: float
 ) -> None:
     engines = RolloutPlan("student_infer", ModelPlan("m", "bf16"), tuple(range(tp)), tp, 1, SamplingPlan(), 16384)

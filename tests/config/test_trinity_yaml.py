@@ -233,7 +233,7 @@ def test_devices_are_those_of_the_cluster(plan: Planner) -> None:
     assert found.student.devices == found.critic.devices == found.reference.devices == (0, 1)
 
 
-def test_distillation(plan: Planner, root: Path) -> None:
+def test_trinitys_distillation_is_planned(plan: Planner, root: Path) -> None:
     found, _ = plan(DISTIL)
     (teacher,) = found.teachers
     assert found.mode == "pure" and teacher.worker.model.path == str(root / "teacher")
@@ -242,7 +242,7 @@ def test_distillation(plan: Planner, root: Path) -> None:
     assert not found.warnings
 
 
-def test_ppo(plan: Planner, root: Path) -> None:
+def test_trinitys_ppo_is_planned(plan: Planner, root: Path) -> None:
     found, _ = plan(PPO)
     assert found.critic and found.critic.model.path == str(root / "teacher") and found.critic.value_clip == 0.25
     assert found.critic.critic_warmup == 1 and found.critic.optimizer.learning_rate == 2e-5
@@ -255,7 +255,7 @@ def test_ppo(plan: Planner, root: Path) -> None:
     assert found.workflow and found.workflow.prompt_key == "prompt" and found.workflow.response_key == "response"
 
 
-def test_demonstrations(plan: Planner) -> None:
+def test_trinitys_demonstrations_are_planned(plan: Planner) -> None:
     found, told = plan(CHORD)
     assert found.objective.policy_loss_args["mu_peak"] == 0.4 and "policy_loss_fn_args.ngpus_trainer" in told
     assert found.demonstrations and found.demonstrations.rows_per_update == 8  # beside 8 x 4 samples: a fifth of 40
@@ -295,7 +295,9 @@ def test_overrides_are_of_our_keys(plan: Planner) -> None:
     assert found.teachers[0].opd_kl_coef == 1.0
 
 
-def test_references_and_variables(plan: Planner, refusals: Any, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+def test_references_and_environment_variables_of_a_yaml_are_resolved(
+    plan: Planner, refusals: Any, monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
     changes = {"model.model_path": "${oc.env:TRINITY_MODEL_PATH}", "trainer.save_interval": "${buffer.total_steps}"}
     (problem,) = refusals(DISTIL, changes)
     assert "TRINITY_MODEL_PATH is not set" in problem and "model_path" in problem
@@ -338,12 +340,12 @@ def test_an_auxiliary_model_samples_as_it_is_written(plan: Planner, root: Path) 
     assert found.teachers and found.workflow.auxiliary_models[0].engine.sampling.max_new_tokens == 11
 
 
-def test_an_adapter(plan: Planner) -> None:
+def test_trinitys_lora_keys_make_the_adapter(plan: Planner) -> None:
     written, _ = plan(GRPO, {"model.lora_configs": [{"name": "lora", "is_dummy": True, "path": "", "lora_rank": 4}]})
     assert written.student.lora == LoraPlan(LINEAR, 4, 32.0)  # alpha and targets: their defaults
 
 
-def test_keys_of_0_6(plan: Planner) -> None:
+def test_keys_of_trinity_0_6_are_translated(plan: Planner) -> None:
     place, engine = "buffer.explorer_input.taskset", "explorer.rollout_model"
     mapped = {
         "algorithm.loss_agg_mode": "seq-mean-token-mean",  # beside the loss's own, which it takes the place of

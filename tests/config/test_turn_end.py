@@ -67,7 +67,7 @@ def test_turn_ends_of_model_families(tmp_path: Path, family: str) -> None:
     assert found.text == loaded.apply_chat_template(turns, tokenize=False).rpartition("xyz")[2].strip()
 
 
-def test_one_of_several_templates(tmp_path: Path) -> None:
+def test_the_default_of_several_templates_ends_the_turn(tmp_path: Path) -> None:
     _tokenizer(tmp_path, {"default": CHATML, "tool_use": "x"})
     assert turn_end(tmp_path).names == ("<|im_end|>",)  # type: ignore[union-attr]
 
@@ -83,7 +83,9 @@ def test_one_of_several_templates(tmp_path: Path) -> None:
         ({"eos_token_id": 3}, None, {"generation_config": "vllm"}, {2}),
     ],
 )
-def test_stop_tokens(tmp_path: Path, generation: Any, config: Any, arguments: dict[str, Any], ids: set[int]) -> None:
+def test_stop_tokens_are_those_of_template_generation_and_arguments(
+    tmp_path: Path, generation: Any, config: Any, arguments: dict[str, Any], ids: set[int]
+) -> None:
     _tokenizer(tmp_path, CHATML)
     for name, values in (("generation_config.json", generation), ("config.json", config)):
         if values is not None:

@@ -23,7 +23,7 @@ def write(path: Path, examples: list[dict]) -> Path:
     return path
 
 
-def test_final_answer() -> None:
+def test_the_final_answer_is_the_number_behind_the_last_mark() -> None:
     assert final_answer("#### 1\nno\n#### -1,000 ") == "-1000"
     for bad in ("72", "####", "#### \n"):
         with pytest.raises(DataError):

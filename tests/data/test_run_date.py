@@ -74,7 +74,7 @@ def test_the_templates_that_ask_whether_there_is_a_date(model: Callable, another
     assert load_tokenizer(path).apply_chat_template(ASK, tokenize=False, date_string="then") == "then"
 
 
-def test_one_of_several_templates(model: Callable, another_day: None) -> None:
+def test_a_named_template_reads_the_date_of_the_run(model: Callable, another_day: None) -> None:
     path = model({"default": "none", "tool_use": "{{ strftime_now('%Y') }}"})
     assert load_tokenizer(path).apply_chat_template(ASK, chat_template="tool_use", tokenize=False) == "2026"
 

@@ -51,7 +51,9 @@ def _made(directory: Path, processor: object = None, **settings: object) -> PreT
         (processors.BertProcessing(("[SEP]", 5), ("[CLS]", 4)), {"bos_token": None, "cls_token": "[CLS]"}, None),
     ],
 )
-def test_only_a_bos(tmp_path: Path, processor: object, settings: dict, bos: int | None) -> None:
+def test_a_tokenizer_adds_its_bos_and_nothing_else(
+    tmp_path: Path, processor: object, settings: dict, bos: int | None
+) -> None:
     tokenizer = _made(tmp_path, processor, **settings)
     assert added_bos(tokenizer) == bos
     first = [] if bos is None else [bos]

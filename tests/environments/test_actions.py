@@ -35,7 +35,7 @@ def reader(pattern: str = "<answer>(.*?)</answer>", lookup: Any = MOVES) -> Acti
         (b"<answer>Left</answer>", None, ""),
     ],
 )
-def test_what_is_read(response: Any, action: int | None, content: str) -> None:
+def test_actions_are_read_from_responses(response: Any, action: int | None, content: str) -> None:
     found = reader().read(response)
     assert (found.action, found.content) == (action, content)
     assert found.info == {"action": action, "action_content": content, "think_content": ""}

@@ -41,7 +41,7 @@ def test_the_configurations_can_be_made() -> None:
             assert check(env["env_type"], env["env_config"]) == []
 
 
-def test_the_command_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_of_the_page_starts_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
 
     class Server:

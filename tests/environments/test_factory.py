@@ -101,7 +101,7 @@ def test_a_class_of_ones_own(own: str) -> None:
         ("roll.pipeline.agentic.env.webshop.env.WebShopEnv", "has no counterpart here"),
     ],
 )
-def test_what_is_no_environment(own: str, name: str, said: str) -> None:
+def test_names_of_no_environment_are_refused(own: str, name: str, said: str) -> None:
     with pytest.raises(EnvironmentFailure, match=said):
         make(name)
     (problem,) = check(name, {})
@@ -125,7 +125,7 @@ def test_what_needs_a_service_says_what(name: str) -> None:
         ("roll.pipeline.agentic.env.gem.math_env:MathEnv", "roll_math"),
     ],
 )
-def test_paths_of_rolls(path: str, name: str) -> None:
+def test_rolls_paths_name_our_environments(path: str, name: str) -> None:
     assert find(path) is find(name)
     assert located(path) == path
 

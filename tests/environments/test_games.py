@@ -259,7 +259,7 @@ def test_actions_by_other_names() -> None:
 # --- numbers, shop
 
 
-def test_hints_about_a_number() -> None:
+def test_guess_number_says_higher_or_lower() -> None:
     env = make("guess_number", min_number=-3, max_number=60, max_steps=9)
     env.reset(seed=2)
     number = int(env.solve()[-1])

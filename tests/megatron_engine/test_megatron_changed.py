@@ -36,21 +36,23 @@ def assert_goes_on(answers: Answers, name: str, weights: Weights, naive: Trained
 @pytest.mark.parametrize(
     ("saved", "loads", "distributed"), tiered(training.CHANGED, cover(training.CHANGED, of=lambda case: (case[2],)))
 )
-def test_the_student(answers: Answers, saved: str, loads: str, distributed: bool) -> None:
+def test_a_student_resumed_with_other_settings_equals_the_naive_one(
+    answers: Answers, saved: str, loads: str, distributed: bool
+) -> None:
     path = layouts.model_path(answers.root, "qwen3_tied")
     naive = reference.naive_training(path, "opd", data.OBJECTIVES["opd"], changed=True)
     name = f"changed-{training.resume_name(saved, loads, distributed)}"
     assert_goes_on(answers, name, answers.weights(name), naive, dict(models.load(path).named_parameters()))
 
 
-def test_the_critic(answers: Answers) -> None:
+def test_a_critic_resumed_with_other_settings_equals_the_naive_one(answers: Answers) -> None:
     path = layouts.model_path(answers.root, "valued")
     naive = reference.naive_critic_training(path, changed=True)
     before = dict(models.load_critic(path).named_parameters())
     assert_goes_on(answers, "changed-critic", answers.weights("changed-critic"), naive, before)
 
 
-def test_an_adapter(answers: Answers) -> None:
+def test_an_adapter_resumed_with_other_settings_equals_pefts(answers: Answers) -> None:
     targets = lora.LORA_TARGETS["all"]
     begun = answers.root / "models" / f"adapter-{len(targets)}"
     base = layouts.model_path(answers.root, lora.LORA_MODELS["all"])
@@ -62,7 +64,7 @@ def test_an_adapter(answers: Answers) -> None:
     assert_goes_on(answers, "changed-lora", found, (wanted, by_name), before)
 
 
-def test_experts(answers: Answers) -> None:
+def test_experts_resumed_with_other_settings_equal_the_naive_ones(answers: Answers) -> None:
     """Two optimizers in a chain."""
     path = layouts.model_path(answers.root, experts.CHANGED[0])
     naive = reference_experts.naive_experts_training(path, changed=True)

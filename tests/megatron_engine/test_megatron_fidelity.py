@@ -62,7 +62,9 @@ def test_logprobs_equal_hugging_face(answers: Answers, expected: Expected, layou
 
 
 @pytest.mark.parametrize(("layout", "model"), tiered(GRID, PUSHED))
-def test_one_sequence_alone(answers: Answers, expected: Expected, layout: str, model: str) -> None:
+def test_one_sequence_is_scored_where_ranks_have_nothing_to_do(
+    answers: Answers, expected: Expected, layout: str, model: str
+) -> None:
     """Fewer sequences than data-parallel ranks: one rank has nothing to do."""
     scored = answers.arrays(f"frozen-{model}-{layout}-lonely")
     assert list(scored) == ["0"]

@@ -30,7 +30,9 @@ def test_loss_and_gradient_do_not_depend_on_split_order_and_layout(answers: Answ
 @pytest.mark.parametrize(
     ("layout", "loss"), tiered(invariance.EXPERT_INVARIANCE_GRID, invariance.PUSHED_EXPERT_INVARIANCE)
 )
-def test_nor_of_a_mixture_of_experts(answers: Answers, loss: str, layout: str) -> None:
+def test_loss_and_gradient_of_experts_do_not_depend_on_split_and_layout(
+    answers: Answers, loss: str, layout: str
+) -> None:
     alone, found = (answers.arrays(invariance.expert_invariance_name(name, loss)) for name in ("tp1", layout))
     agree(alone, found, loss, invariance.EXPERT_INVARIANCE[layout][:1])
 

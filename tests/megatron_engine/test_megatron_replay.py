@@ -42,7 +42,9 @@ def test_logprobs_follow_the_routes(answers: Answers, model: str, layout: str, k
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_training_along_the_routes(answers: Answers, naive: Any, model: str, layout: str) -> None:
+def test_training_along_replayed_routes_equals_the_naive_one(
+    answers: Answers, naive: Any, model: str, layout: str
+) -> None:
     wanted, final = naive(model)
     found = answers.values(f"replay-{model}-{layout}")
     for step, (record, plain) in enumerate(zip(found, wanted, strict=True)):

@@ -90,7 +90,7 @@ def test_update_reports_every_samples_logprobs(
         np.testing.assert_allclose(found[str(number)], wanted.numpy(), rtol=0, atol=1e-5)
 
 
-def test_ratio_statistics(answers: Answers) -> None:
+def test_ratio_clipped_and_approx_kl_follow_their_definitions(answers: Answers) -> None:
     """`ratio`, `clipped` and `approx_kl` of the first update, from their definitions."""
     model, objective = "qwen2_tied", data.OBJECTIVES["ppo"]
     network = models.load(layouts.model_path(answers.root, model))

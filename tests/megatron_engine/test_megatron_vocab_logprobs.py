@@ -105,7 +105,7 @@ def test_layouts_agree(answers: Answers) -> None:
 
 
 @pytest.mark.parametrize("k", vocabulary.TOPK)
-def test_topk(answers: Answers, k: int) -> None:
+def test_topk_ids_logprobs_and_gradients_equal_dense_ones(answers: Answers, k: int) -> None:
     """Ids and log-probs of the most likely tokens, and the gradient of a divergence on them and their tail."""
     hidden, weight, _, incoming = vocabulary.vocab_inputs(
         vocabulary.VOCAB_ROWS, vocabulary.VOCAB_WIDTH, layouts.VOCABULARY

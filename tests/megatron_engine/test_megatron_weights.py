@@ -38,7 +38,7 @@ def shards(cut: TensorSlice, names: tuple[str, ...], ranks: int) -> list[Tensor]
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(("cut", "names"), CUTS)
-def test_what_is_cut_is_joined_again(cut: TensorSlice, names: tuple[str, ...], ranks: int) -> None:
+def test_joined_shards_are_the_whole_tensors(cut: TensorSlice, names: tuple[str, ...], ranks: int) -> None:
     pieces = shards(cut, names, ranks)
     assert len({piece.shape for piece in pieces}) == 1
     joined = cut.join(pieces, SIZES)
@@ -48,7 +48,7 @@ def test_what_is_cut_is_joined_again(cut: TensorSlice, names: tuple[str, ...], r
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_heads_follow_their_key(ranks: int) -> None:
+def test_query_heads_are_cut_with_their_key_head(ranks: int) -> None:
     q, k, v = (TENSORS[name].unflatten(0, (-1, HEAD)) for name in "qkv")
     wanted = []
     for head in range(KV_HEADS):
@@ -69,7 +69,7 @@ def test_what_does_not_divide_is_told_by_name() -> None:
         shards(Gated(), ("gate", "up"), 3)
 
 
-def test_lost_tensors() -> None:
+def test_layers_with_rows_of_zeros_count_as_lost() -> None:
     layer = "model.layers.0.mlp.up_proj.weight"
     healthy = torch.randn(200, 4)
     half = torch.cat([healthy, torch.zeros(200, 4)])

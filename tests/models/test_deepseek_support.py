@@ -44,7 +44,7 @@ def write(path: Path, model_type: str = "deepseek_v3", **config: Any) -> Path:
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
-def test_what_is_run(tmp_path: Path, model_type: str) -> None:
+def test_deepseek_models_with_yarn_are_supported(tmp_path: Path, model_type: str) -> None:
     yarn = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
     assert unsupported(write(tmp_path, model_type, rope_scaling=yarn, num_nextn_predict_layers=1)) == []
 
@@ -67,13 +67,15 @@ def test_what_is_run(tmp_path: Path, model_type: str) -> None:
         ("qwen3", {"quantization_config": {"quant_method": "fp8"}}),
     ],
 )
-def test_what_is_refused(tmp_path: Path, model_type: str, config: dict[str, Any]) -> None:
+def test_deepseek_configurations_that_megatron_lacks_are_refused(
+    tmp_path: Path, model_type: str, config: dict[str, Any]
+) -> None:
     (sentence,) = unsupported(write(tmp_path, model_type, **config))
     key = "rope type" if "rope_scaling" in config else next(iter(config))
     assert key in sentence and tmp_path.name in sentence
 
 
-def test_roles_that_are_refused(tmp_path: Path) -> None:
+def test_deepseek_roles_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
     def told(model_type: str, **plan: Any) -> list[str]:
         model = ModelPlan(str(write(tmp_path, model_type)))
         return not_yet(TrainPlan("student", model, (0,), Layout(), MicroBatchLimits(), **plan))

@@ -58,7 +58,7 @@ def test_errors_of_all_writers_are_recognized(disk: Path, writer: str) -> None:
 
 @pytest.mark.parametrize("writer", ["torch", "torch's checkpoints", "safetensors", "rows"])
 @pytest.mark.parametrize("later", [False, True])
-def test_a_checkpoint(disk: Path, writer: str, later: bool) -> None:
+def test_a_checkpoint_on_a_full_disk_is_reported_and_removed(disk: Path, writer: str, later: bool) -> None:
     run = RunDirectory(disk)
     run.checkpoints.mkdir()
     checkpoints = Checkpoints(run, CheckpointPlan(save_steps=1, async_save=later), last_step=1)
@@ -78,7 +78,7 @@ def test_a_checkpoint(disk: Path, writer: str, later: bool) -> None:
     assert list(run.checkpoints.iterdir()) == []
 
 
-def test_errors_of_other_processes(disk: Path) -> None:
+def test_a_full_disk_is_found_in_the_errors_of_other_processes(disk: Path) -> None:
     """Their text is all that is left of them."""
     program = (
         f"open({str(disk / 'a')!r}, 'wb', 0).write(bytes({2**21})); open({str(disk / 'b')!r}, 'wb', 0).write(b'1')"
@@ -109,7 +109,7 @@ def test_other_errors_are_not_put_down_to_the_disk(disk: Path) -> None:
     assert "quota" in str(full_disk(OSError(errno.EDQUOT, "Disk quota exceeded"), disk))
 
 
-def test_no_inodes(disk: Path) -> None:
+def test_a_file_system_without_inodes_is_named(disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,nr_inodes=3", disk], check=True)
     with pytest.raises(OSError, match="No space left") as raised:
         for number in range(5):

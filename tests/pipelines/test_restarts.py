@@ -55,7 +55,7 @@ def attempts(tmp_path: Path) -> list[str]:
         pytest.param("-15,0,0", 143, 1, marks=pytest.mark.nightly),  # asked to end
     ],
 )
-def test_what_fails_goes_on(tmp_path: Path, ends: str, code: int, tries: int) -> None:
+def test_a_failed_command_is_run_again_from_its_checkpoint(tmp_path: Path, ends: str, code: int, tries: int) -> None:
     process = started(tmp_path, ends)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == code

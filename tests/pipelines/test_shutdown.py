@@ -35,7 +35,7 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_the_step_goes_on() -> None:
+def test_sigterm_lets_the_step_end() -> None:
     it, done = ending(), []
 
     async def steps() -> None:

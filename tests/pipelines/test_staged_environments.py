@@ -112,7 +112,7 @@ def played(stage: Stage, games: str, game: str, role: str, *more: str, config: t
     return stage.run(*settings_of(games, game, role), *more, config=config, name=f"game_{game}_{config[1]}")
 
 
-def test_rewards_alone(stage: Stage, games: str) -> None:
+def test_an_agentic_run_learns_from_rewards_alone(stage: Stage, games: str) -> None:
     run = played(
         stage,
         games,
@@ -144,7 +144,7 @@ def test_rewards_alone(stage: Stage, games: str) -> None:
 @pytest.mark.parametrize(
     ("config", "role"), [pytest.param(PURE, "student_train", marks=pytest.mark.nightly), (WITH_TEACHER, "actor_train")]
 )
-def test_with_a_teacher(stage: Stage, games: str, config: tuple[str, str], role: str) -> None:
+def test_an_agentic_run_learns_from_a_teacher(stage: Stage, games: str, config: tuple[str, str], role: str) -> None:
     run = played(stage, games, "sums", role, config=config)
     assert run.code == 0
     for row in run.rows("metrics.jsonl")[1:]:

@@ -73,7 +73,7 @@ def test_token_ends_of_bytes(text: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_token_ends_of_anything(seed: int) -> None:
+def test_token_ends_of_any_bytes_rise_to_the_end_of_the_text(seed: int) -> None:
     """Bytes that are no text, too: never falling, and in the end all of it."""
     tokens = np.random.default_rng(seed).integers(0, 256, size=200).tolist()
     text = by_bytes(tokens)

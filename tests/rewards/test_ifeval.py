@@ -195,7 +195,7 @@ def test_numbers_are_counted_as_a_naive_count_does() -> None:
         ("It is I. Go.", 2),
     ],
 )
-def test_sentences_by_the_rule(text: str, sentences: int) -> None:
+def test_sentences_are_counted_by_the_rule(text: str, sentences: int) -> None:
     assert count_sentences(text) == sentences
 
 

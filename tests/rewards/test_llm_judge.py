@@ -135,7 +135,7 @@ def test_retry_after_holds_for_all(serve: Serve, judge: Callable[..., LLMJudge],
     assert server.times[-1] - server.times[1] < 1
 
 
-def test_the_rate_is_kept(serve: Serve, judge: Callable[..., LLMJudge]) -> None:
+def test_requests_to_a_judge_keep_the_rate(serve: Serve, judge: Callable[..., LLMJudge]) -> None:
     """No request arrives before its turn; on a busy machine some arrive late, and then closer together."""
     server = serve(compare, ["500", "500"])
     reward, began = judge(server, requests_per_minute=1200, concurrency=4), time.monotonic()
@@ -179,7 +179,7 @@ def test_a_judge_without_a_verdict_fails_after_three_answers(serve: Serve, judge
     assert [len(body["messages"]) for body in server.bodies] == [1, 3, 3]
 
 
-def test_the_request(serve: Serve, judge: Callable[..., LLMJudge]) -> None:
+def test_a_judge_is_sent_this_request(serve: Serve, judge: Callable[..., LLMJudge]) -> None:
     server = serve(lambda body: said('Good. {"score": 4}'))
     extra = FrozenDict({"max_tokens": None, "max_completion_tokens": 50, "chat_template_kwargs": {"a": [1]}})
     reward = judge(server, system_prompt="Be strict.", extra_body=extra, verdict_key=("score",), max_score=5)
@@ -236,7 +236,7 @@ def test_another_model_can_be_asked() -> None:
         ("https://h/openai?api-version=1", "https://h/openai/chat/completions?api-version=1"),
     ],
 )
-def test_forms_of_the_url(url: str, whole: str) -> None:
+def test_every_form_of_a_judges_url_gives_its_chat_url(url: str, whole: str) -> None:
     assert chat_url(url) == whole
 
 

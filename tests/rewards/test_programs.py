@@ -52,7 +52,7 @@ def test_close_numbers_are_those_within_the_tolerance() -> None:
         ([0.3], [0.3, 0.3], False),
     ],
 )
-def test_same_value(value: object, wanted: object, same: bool) -> None:
+def test_values_are_the_same_as_python_and_json_write_them(value: object, wanted: object, same: bool) -> None:
     assert same_value(value, wanted) is same
 
 
@@ -112,14 +112,14 @@ def test_blocks_are_those_of_a_commonmark_parser() -> None:
         ),
     ],
 )
-def test_marks_of_python(info: str) -> None:
+def test_code_blocks_marked_as_python_are_the_program(info: str) -> None:
     assert program_of(f"{F}{info}\nprint(1)\n{F}\n{F}\nprint(2)\n{F}") == PROGRAM
 
 
 @pytest.mark.parametrize(
     "info", ["bash", "text", "output", "pycon", "python-repl", "pytb", "json", "javascript", "cython", "plaintext"]
 )
-def test_marks_of_others(info: str) -> None:
+def test_code_blocks_of_other_languages_are_no_program(info: str) -> None:
     assert program_of(f"{F}{info}\nprint(1)\n{F}") is None
 
 

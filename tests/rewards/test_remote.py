@@ -32,7 +32,7 @@ def test_no_sample_is_lost_and_each_error_is_counted(serve: Serve) -> None:
     assert len(server.bodies) == 20 + 9
 
 
-def test_the_request(serve: Serve) -> None:
+def test_a_remote_reward_is_sent_this_request(serve: Serve) -> None:
     server = serve(lengths)
     row = FrozenDict({"test_cases": [{"in": "1"}], "raw": b"\xff"})
     sample = RewardSample("a", "\ud800", None, "code", row, read_prompt=lambda: "Write it.")
@@ -61,7 +61,7 @@ def test_the_request(serve: Serve) -> None:
         {"rewards": [True, {"reward": None}, {"reward": 0.5, "parts": {"form": 1}, "reason": "late"}], "took": 3},
     ],
 )
-def test_forms_of_an_answer(answer: Any) -> None:
+def test_every_form_of_a_remote_answer_is_read(answer: Any) -> None:
     assert read_rewards(answer, 3) == [Score(1.0), Score(None), Score(0.5, {"form": 1.0}, "late")]
 
 
@@ -107,7 +107,7 @@ def test_what_only_the_user_can_mend_is_told_at_once(serve: Serve) -> None:
     assert len(server.bodies) == 1
 
 
-def test_by_rolls_name() -> None:
+def test_rolls_name_finds_the_remote_reward() -> None:
     path = "roll.pipeline.rlvr.rewards.remote_reward_system_worker.RemoteRewardSystemWorker"
     with pytest.raises(RewardError, match="remote needs url"):
         resolve(path)

@@ -97,7 +97,7 @@ def test_rolls_length_coefficient_takes_from_short_answers() -> None:
         ("f1", "Answer: blue", "red", 0.0),
     ],
 )
-def test_a_rule_by_name(rule: str, response: str, truth: str, value: float) -> None:
+def test_named_rules_score_short_answers(rule: str, response: str, truth: str, value: float) -> None:
     (score,) = GeneralRule(rule).score([RewardSample("r", response, truth, "t")])
     assert score.value == value
 

@@ -30,7 +30,7 @@ YES_NO = by_pattern(re.compile(YES_OR_NO), 0, 1)
         ("", None),
     ],
 )
-def test_yes_or_no(text: str, value: float | None) -> None:
+def test_yes_and_no_are_read_from_a_verdict(text: str, value: float | None) -> None:
     assert YES_NO(text) == (None if value is None else Verdict(value))
 
 
@@ -71,7 +71,7 @@ def test_a_pattern_of_ones_own(text: str, value: float | None) -> None:
         ('{"a":' * 5_000 + "1" + "}" * 5_000, None),
     ],
 )
-def test_json(text: str, value: float | None) -> None:
+def test_numbers_are_read_from_the_json_of_a_verdict(text: str, value: float | None) -> None:
     assert by_json(["score"], 1, 5)(text) == (None if value is None else Verdict(value))
 
 

@@ -202,7 +202,7 @@ def test_an_error_that_is_to_stop_the_run_says_which_sample_and_what_to_do(start
 
 
 @pytest.mark.parametrize("worker", ["troubled", "slow_to_await"])
-def test_time_limits(start, loop, worker: str) -> None:
+def test_samples_that_hang_fail_alone_within_their_time(start, loop, worker: str) -> None:
     """The ones that hang fail, the others do not wait, and the worker is of use afterwards."""
     pool = start(worker, timeout=0.7, on_error="drop", max_concurrency=2, batch_size=2)
     for _ in range(2):

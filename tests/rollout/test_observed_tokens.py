@@ -267,7 +267,7 @@ def test_no_number_on_record_is_of_an_observed_token(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_learned_tokens(seed: int) -> None:
+def test_learned_tokens_are_the_action_tokens_in_the_loss(seed: int) -> None:
     """Action tokens in the loss, one by one: not those that a mask, a correction or a failed reward leaves out."""
     rng = np.random.default_rng(seed)
     for one in conversations(seed):

@@ -68,7 +68,7 @@ def test_the_first_that_pass_are_chosen_in_any_order_of_finishing(seed: int) -> 
         (MEAN, None, [None, 1.0], False),
     ],
 )
-def test_filters(query, response, rewards, passes: bool) -> None:
+def test_groups_pass_the_filters_of_their_domain(query, response, rewards, passes: bool) -> None:
     passes_filter = group_filter([RewardPlan("math", (), query_filter=query, response_filter=response)])
     assert passes_filter([sample(0, k, reward) for k, reward in enumerate(rewards)]) is passes
     assert passes_filter([sample(0, k, reward, domain="other") for k, reward in enumerate(rewards)])

@@ -95,7 +95,7 @@ def test_advantages_and_returns(whiten: bool) -> None:
         assert sample.returns == pytest.approx(e.returns, abs=1e-6)
 
 
-def test_value_metrics() -> None:
+def test_value_metrics_equal_their_formulas() -> None:
     found = external_advantages(samples(), ObjectivePlan(adv_estimator="gae", gamma=1.0))
     values = [float(v) for e in found for v, m in zip(e.values, e.action_mask, strict=True) if m]
     returns = [float(r) for e in found for r, m in zip(e.returns, e.action_mask, strict=True) if m]

@@ -84,5 +84,5 @@ def test_what_arrives_cannot_be_written_to():
         ("text", b"bytes", [np.ones((2, 3), np.float16)]),
     ],
 )
-def test_any_value_arrives(value):
+def test_any_value_is_the_same_after_pickling(value):
     np.testing.assert_equal(sent(value)[0], value)

@@ -157,7 +157,7 @@ def test_a_failure_ends_the_run(demo: Demo) -> None:
     assert demo.check(shuffled, mode=False) == {}
 
 
-def test_answers_that_rows_bring(demo: Demo) -> None:
+def test_a_preflight_reads_the_answers_of_rows(demo: Demo) -> None:
     """A worked answer beside the prompt is read, too; to the sound teacher it is likelier than to the student."""
     right = "1+4+0=5,6+3+0=9,6+2+0=8\n895"
     first = [replace(demo.samples[0], extra={"solution": right})]

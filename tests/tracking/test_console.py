@@ -251,5 +251,5 @@ def test_the_script_asks_with_a_prompt_of_the_run(prompt: str, kept: str) -> Non
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0s"), (59.6, "1m00s"), (252, "4m12s"), (3900, "1h05m"), (183600, "2d03h")]
 )
-def test_durations(seconds: float, text: str) -> None:
+def test_durations_are_written_in_their_largest_units(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -56,7 +56,7 @@ def run(first: dict, last: dict, steps: int = 30, noise: float = 0.02, seed: int
         ({ENTROPY: 0.01, LENGTH: 1.0, AGREEMENT: 0.99, REWARD: 0.9}, set()),  # it has learned
     ],
 )
-def test_what_sounds_an_alarm(change: dict, expected: set) -> None:
+def test_a_collapse_of_one_metric_sounds_its_alarms(change: dict, expected: set) -> None:
     rows = run(FIRST, FIRST | change, noise=0.004)
     assert set(sounded(rows)) == expected
     assert set(sounded(rows, is_itself=False)) == expected - {AGREEMENT}  # to become as another teacher is the aim

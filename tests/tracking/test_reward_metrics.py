@@ -10,7 +10,7 @@ from tracking_assets import experience
 from roll_opd.tracking.reward_metrics import reward_metrics, scoring_metrics
 
 
-def test_domain_by_domain() -> None:
+def test_reward_metrics_are_those_of_each_domain() -> None:
     rewards = [1.0, 0.0, 0.5, 1.0, 0.25, 0.25, 0.25, None]
     batch = [replace(experience(n), reward=reward) for n, reward in enumerate(rewards)]
     batch[7] = replace(batch[7], excluded=True, reward_reason="timeout")

@@ -134,7 +134,7 @@ def test_messages_that_nobody_sampled_are_no_experience(tokenizer: Any) -> None:
         play(Sampled(tokenizer, ["2<|end|>"]), tokenizer, invent)
 
 
-def test_calls_and_their_options(tokenizer: Any) -> None:
+def test_calls_take_the_options_of_trinitys_model(tokenizer: Any) -> None:
     async def script(model: ModelWrapper) -> None:
         messages = [{"role": "user", "content": "1+1="}]
         several = await model.chat_async(messages, n=3, temperature=0.5, max_tokens=4, stop="x", logprobs=True)

@@ -177,7 +177,7 @@ def experience(run: int, step: int, reward: float, tokens: int = 2) -> Experienc
 
 @pytest.mark.parametrize("enable_step_norm", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_advantages_of_steps(seed: int, enable_step_norm: bool) -> None:
+def test_advantages_of_steps_compare_the_last_ones_of_their_runs(seed: int, enable_step_norm: bool) -> None:
     """In whatever order a workflow returns its steps: naively, the rewards of the runs' last steps are compared."""
     rng = np.random.default_rng(seed)
     runs = int(rng.integers(2, 5))

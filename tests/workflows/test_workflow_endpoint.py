@@ -303,7 +303,7 @@ def test_what_is_asked_wrongly_is_told_and_disturbs_nobody(tokenizer: Any) -> No
     served(script, tokenizer, "3<|end|>")
 
 
-def test_who_may_ask(tokenizer: Any) -> None:
+def test_an_endpoint_answers_the_keys_of_its_runs_alone(tokenizer: Any) -> None:
     async def script(served: Served) -> None:
         other = served.model.api_key if served.run(0) else ""
         one = served.run(1)
