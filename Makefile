@@ -56,10 +56,10 @@ tests-push:
 
 # a process that is killed writes no lines, so that the share is a lower bound
 tests-all:
-	@$(PYTHON_IN_VENV) -m coverage run $(PYTEST) $(SHOWN)
-	@$(PYTHON_IN_VENV) -m coverage combine -q
-	@$(PYTHON_IN_VENV) -m coverage report > build/coverage/report.txt
-	@tail -n 1 build/coverage/report.txt
+	@$(PYTHON_IN_VENV) -m coverage run $(PYTEST) $(SHOWN); code=$$?; \
+		$(PYTHON_IN_VENV) -m coverage combine -q && \
+		$(PYTHON_IN_VENV) -m coverage report > build/coverage/report.txt && \
+		tail -n 1 build/coverage/report.txt; exit $$code
 
 test-fast: setup
 	@$(PYTHON_IN_VENV) -m pytest -n 2 -q -m "not slow"
