@@ -10,8 +10,6 @@ SHOWN = 2>&1 | $(PYTHON_IN_VENV) scripts/log_filter.py $(LOGS)/$(@:tests-%=%).lo
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
-# processes share the cores: threads of one that wait, spinning, for those of another cost five times the work
-tests-% test-fast: export OMP_NUM_THREADS := 1
 tests-%: export COLUMNS := 120
 tests-%: export PYTHONUNBUFFERED := 1
 

@@ -14,6 +14,7 @@ import pytest
 from tests import groups
 
 WIDTH = shutil.get_terminal_size().columns  # of pytest's own report
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process's threads spin while they wait, on the cores of others
 os.environ["COLUMNS"] = "1000"  # messages in one line, whose words tests look for; tests of the width set their own
 
 TESTS = Path(__file__).parent
