@@ -114,3 +114,81 @@ def test_the_whole_loop_has_a_configuration_for_one_gpu(loop, tmp_path: Path) ->
     assert {role.devices for role in roles} == {(0,)} and {role.model.dtype for role in roles} == {"bf16"}
     assert plan.student.mini_batch_sequences == plan.sequences_per_step == 256
     assert plan.rollout.engine_args["max_num_seqs"] == 256
+
+
+@pytest.fixture
+def profiling(monkeypatch: pytest.MonkeyPatch):
+    for directory in (BENCHMARKS, BENCHMARKS / "gpu"):
+        monkeypatch.syspath_prepend(str(directory))
+    names = ("events", "predicted", "parts", "shapes", "work")
+    yield {name: importlib.import_module(name) for name in names}
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.slow
+def test_a_profile_of_a_tiny_model_on_a_cpu_has_every_family_and_all_of_the_time(tmp_path: Path) -> None:
+    command = ["--device", "cpu", "--shape", "tiny", "--without", "all", "--json", str(tmp_path / "found")]
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "gpu/kernel_profile.py", *command, "--traces", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found").read_text())["passes"]
+    learned = {"optimizer", "gradient accumulation", "gradient norm", "gradients finite"}
+    both = {
+        "products",
+        "products of the head",
+        "loss and softmax of the head",
+        "attention",
+        "norm",
+        "SwiGLU",
+        "residual",
+    }
+    assert both <= found["teacher"]["families"].keys() and not learned & found["teacher"]["families"].keys()
+    assert both | learned <= found["train"]["families"].keys()
+    for name, one in found.items():
+        assert (tmp_path / f"{name}.json.gz").stat().st_size > 1000
+        assert 0.2 * one["span_seconds"] < one["busy_seconds"] < 1.1 * one["span_seconds"]
+        assert one["families"].get("other", {"seconds": 0})["seconds"] < 0.3 * one["busy_seconds"]
+        assert one["predicted"].keys() >= both
+    for name in ("loss", "grad_norm"):
+        assert found["train"][name] == pytest.approx(found["train"]["without"]["all"][name], rel=1e-5)
+
+
+def test_a_backward_kernel_belongs_to_its_forward_operators_part_and_gaps_are_between_kernels(profiling) -> None:
+    events, prefix = profiling["events"], profiling["parts"].PREFIX
+    forward = [
+        events.Event(prefix + "norm", 0, 100),
+        events.Event("aten::norm", 10, 90, number=1, sequence=7),
+        events.Event("aten::mul", 20, 40, number=2),
+    ]
+    backward = [
+        events.Event(events.BACKWARD + ": NormBackward0", 200, 300, thread=1, sequence=7),
+        events.Event("aten::mul", 210, 220, thread=1, number=3),
+        events.Event(events.BACKWARD + ": torch::autograd::AccumulateGrad", 300, 400, thread=1),
+        events.Event("aten::add_", 310, 320, thread=1, number=4),
+    ]
+    operators = [*forward, *backward]
+    events.nest(operators)
+    parts = events.parts_of(operators)
+    by_number = {event.number: event for event in operators if event.number}
+    families = [events.family("elementwise", parts, by_number.get(number)) for number in (1, 2, 3, 4, 5)]
+    assert families == ["norm", "norm", "norm", "gradient accumulation", "other"]
+    assert events.family("nvjet_gemm", parts, by_number[2]) == "products"
+    assert events.spans([events.Event("a", 0, 10), events.Event("b", 5, 20), events.Event("c", 50, 60)]) == (3e-8, [30])
+
+
+def test_predicted_products_are_the_counted_flops_over_the_rate(profiling) -> None:
+    shape = profiling["shapes"].SHAPES["1.7B"]
+    lengths = [3000, 2000]
+    found = profiling["predicted"].predicted(shape, lengths, 5000, 1, learns=True, rates=(1e12, 1e30))
+    once = profiling["predicted"].predicted(shape, lengths, 5000, 1, learns=False, rates=(1e12, 1e30))
+    matrices = 28 * (2048 * 4096 + 2048 * 2048 + 3 * 2048 * 6144)
+    assert once["products"] == pytest.approx(2 * matrices * 5000 / 1e12)
+    assert found["products"] == pytest.approx(3 * once["products"])
+    assert found["products of the head"] == pytest.approx(4 * once["products of the head"])
+    assert found["attention"] == pytest.approx(3.5 * once["attention"])

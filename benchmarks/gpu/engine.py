@@ -4,6 +4,7 @@ Legend: M tokens, E hidden size, V vocabulary.
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -72,6 +73,7 @@ def running(make: Callable[[], Any]) -> Iterator[Any]:
     finally:
         del engine
         parallel.shutdown()
+        gc.collect()  # engines are in cycles of references; Python does not count their memory on the device
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -226,10 +228,10 @@ def head(_: Path, shape: Shape, dtype: Dtype) -> dict[str, Any]:
     return found
 
 
-def timed(call: Callable[[], object]) -> float:
+def timed(call: Callable[[], object], rounds: int = ROUNDS) -> float:
     """Return the median seconds of a call that runs on the device."""
     seconds = []
-    for _ in range(ROUNDS + 1):
+    for _ in range(rounds + 1):
         began = time.perf_counter()
         call()
         if torch.cuda.is_available():
