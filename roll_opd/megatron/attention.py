@@ -19,6 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from roll_opd.megatron import flash
 from roll_opd.megatron.batches import PackedSequences
 from roll_opd.megatron.deterministic_ops import VECTOR
 
@@ -62,6 +63,8 @@ class PackedAttention(torch.nn.Module):
         """Return [n, H·D]; `packed_seq_params` says which tokens are a sequence."""
         if packed_seq_params is None:
             raise ValueError("PackedAttention needs packed_seq_params: every batch is packed here")
+        if flash.takes(query_nHD, value_nGD, packed_seq_params):
+            return flash.attended(query_nHD, key_nGD, value_nGD, packed_seq_params, self.scale).flatten(1)
         key_NGD, value_NGD = (_of_all_ranks(tensor, packed_seq_params) for tensor in (key_nGD, value_nGD))
         pieces, places = [], []
         if packed_seq_params.blocks is None:  # the same for all layers: to make them, a GPU has to be waited for

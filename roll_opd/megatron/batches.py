@@ -44,6 +44,7 @@ class PackedSequences(PackedSeqParams):
     places_X: Tensor | None = None  # int64; None: cell x is token x
     cells_N: Tensor | None = None  # int64, the first cell that each token of the pack is written out to; None as above
     whole: PackedSeqParams | None = None  # what Megatron would be told of the sequences written out
+    own: PackedSeqParams | None = None  # of each sequence, the tokens that are not another's; None: cut over ranks
     blocks: tuple[Any, ...] | None = None  # of `PackedAttention`, whose first layer makes them for all
     context: ContextRank = ALONE
     first: int = 0  # place of this rank's first token
@@ -164,10 +165,10 @@ def _sequences(
     lengths = [len(whole) for whole in places]
     bounds = (0, *np.cumsum(lengths).tolist())
 
-    def told(boundaries: Sequence[int]) -> dict[str, Any]:
+    def told(boundaries: Sequence[int], longest: int = max(lengths)) -> dict[str, Any]:
         cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=device)
         of = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
-        return {"qkv_format": "thd", "max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths), **of}
+        return {"qkv_format": "thd", "max_seqlen_q": longest, "max_seqlen_kv": longest, **of}
 
     here = tokens // context.ranks
     pack = PackedSequences(
@@ -178,6 +179,10 @@ def _sequences(
         context=context,
         first=context.rank * here,
     )
+    pack.own = pack.whole
+    if any(shared):
+        own = [length - common for length, common in zip(lengths, shared, strict=True)]
+        pack.own = PackedSeqParams(**told((0, *np.cumsum(own).tolist()), max(own)))
     if any(shared) or context.ranks > 1:
         first_cells = np.unique(np.concatenate(places), return_index=True)[1]
         pack.places_X = _tensor(np.concatenate(places), device)
