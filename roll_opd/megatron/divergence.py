@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll_opd.algorithms.divergences import ENTROPY, ColumnSum
-from roll_opd.megatron.vocabulary import Columns, backward_through_logits, columns_of, raw_logits
+from roll_opd.megatron.vocabulary import Columns, backward_through_logits, columns_of, raw_logits, tempered
 
 BLOCK_COLUMNS = 4096  # of a chunk at a time in forward: bounds what the column function stores on the way
 
@@ -131,5 +131,6 @@ class _VocabParallelSum(torch.autograd.Function):
             return grad_CV.mul_(grad_M[rows, None])
 
         settings = {"weight_trainable": ctx.needs_input_grad[1]}
-        grads = backward_through_logits(columns, hidden_ME, weight_VE, ctx.weight_grad_VE, logits_grad, **settings)
+        gradient = tempered(columns, logits_grad)
+        grads = backward_through_logits(columns, hidden_ME, weight_VE, ctx.weight_grad_VE, gradient, **settings)
         return *grads, None, None, None, None, None

@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll_opd.megatron.vocabulary import Columns, backward_through_logits, columns_of, is_taken
+from roll_opd.megatron.vocabulary import (
+    Columns,
+    backward_through_logits,
+    columns_of,
+    has_kernels,
+    is_taken,
+    tempered,
+)
 
 
 def vocab_parallel_logprobs(
@@ -157,6 +164,14 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             grad_CV.scatter_add_(1, targets_CK.clamp(0, width - 1), picked_CK)
             return grad_CV if rest_CV is None else grad_CV.add_(rest_CV)
 
+        def in_one_pass(logits_CV: Tensor, rows: slice, part: slice) -> Tensor:
+            from roll_opd.megatron.head_kernels import logprob_gradient
+
+            of_rows = log_normaliser_M[rows], grad_MK[rows, 0], targets_MK[rows, 0] - part.start
+            return logprob_gradient(logits_CV, *of_rows, ctx.columns.inverse_temperature, hidden_ME.dtype)
+
+        is_plain = log_rest_M is None and targets_MK.size(1) == 1 and has_kernels(hidden_ME)
+        gradient = in_one_pass if is_plain else tempered(ctx.columns, logits_grad)
         settings = {"weight_trainable": ctx.needs_input_grad[1]}
-        grads = backward_through_logits(ctx.columns, hidden_ME, weight_VE, ctx.weight_grad_VE, logits_grad, **settings)
+        grads = backward_through_logits(ctx.columns, hidden_ME, weight_VE, ctx.weight_grad_VE, gradient, **settings)
         return *grads, None, None, None, None

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from roll_opd.models.memory import CHUNK_BYTES
 
-TILE_ROWS = 1024  # of a tile in backward: enough for the products to be bound by arithmetic
+# of a tile in backward: enough for the products to be bound by arithmetic, and on a GPU for few sums of its gradients
+TILE_ROWS = {"cpu": 1024, "cuda": 4096}
+LogitsGradient = Callable[[Tensor, slice, slice], Tensor]
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,18 @@ class Columns:
     def log_normaliser(self, logits_CV: Tensor, picked_CK: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return log Σ exp over the whole vocabulary, f64 [C], and `picked_CK` summed over the ranks, f64 [C, K].
 
-        Collective; overwrites `logits_CV`.
+        Collective; may overwrite `logits_CV`.
         """
-        largest_C = self.reduce(logits_CV.amax(dim=1), dist.ReduceOp.MAX)
-        # summed in f64, so that the result does not depend on how many ranks share the vocabulary
-        sums_C = logits_CV.sub_(largest_C[:, None]).exp_().sum(dim=1, dtype=torch.float64)
+        if has_kernels(logits_CV):
+            from roll_opd.megatron.head_kernels import peaks_and_sums
+
+            own_C, sums_C = peaks_and_sums(logits_CV)
+            largest_C = self.reduce(own_C.clone(), dist.ReduceOp.MAX)
+            sums_C *= (own_C - largest_C).double().exp_()
+        else:
+            largest_C = self.reduce(logits_CV.amax(dim=1), dist.ReduceOp.MAX)
+            # summed in f64, so that the result does not depend on how many ranks share the vocabulary
+            sums_C = logits_CV.sub_(largest_C[:, None]).exp_().sum(dim=1, dtype=torch.float64)
         sums_C1 = sums_C[:, None]
         both = self.reduce(sums_C1 if picked_CK is None else torch.cat([sums_C1, picked_CK.double()], dim=1))
         return both[:, 0].log() + largest_C, both[:, 1:]
@@ -93,6 +102,11 @@ def raw_logits(hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
     return (hidden_CE @ weight_VE.T).float()
 
 
+def has_kernels(tensor: Tensor) -> bool:
+    """Whether the kernels of `head_kernels` compute the softmax: on a GPU, where f32 bits may depend on the layout."""
+    return tensor.is_cuda and not torch.are_deterministic_algorithms_enabled()
+
+
 def is_taken(columns_CK: Tensor, width: int) -> Tensor:
     """Return which of `width` columns are among `columns_CK`, bool [C, width]; other ranks' columns are not."""
     mine_CK = (columns_CK >= 0) & (columns_CK < width)
@@ -118,7 +132,7 @@ def backward_through_logits(
     hidden_ME: Tensor,
     weight_VE: Tensor,
     weight_grad_VE: Tensor | None,
-    logits_grad: Callable[[Tensor, slice, slice], Tensor],
+    logits_grad: LogitsGradient,
     *,
     weight_trainable: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
@@ -126,28 +140,22 @@ def backward_through_logits(
 
     Args:
         weight_grad_VE: f32, where the embedding's gradient is added; None: it is returned.
-        logits_grad: (logits f32 of a tile, its rows, its columns) -> gradient of the logits over the temperature; may
-            overwrite its logits.
+        logits_grad: (raw logits f32 of a tile, its rows, its columns) -> gradient of these logits, in any dtype; may
+            overwrite its logits. See `tempered`.
         weight_trainable: False leaves the embedding's gradient out.
     """
     grad_hidden_ME = torch.zeros_like(hidden_ME, dtype=torch.float32)
     total_VE = weight_grad_VE
     if weight_trainable and total_VE is None:
         total_VE = torch.zeros_like(weight_VE, dtype=torch.float32)
-    height = min(TILE_ROWS, max(hidden_ME.size(0), 1))
+    height = min(TILE_ROWS[hidden_ME.device.type], max(hidden_ME.size(0), 1))
     width = max(1, columns.chunk_bytes // (4 * height))
     for top in range(0, hidden_ME.size(0), height):
         rows = slice(top, top + height)
         hidden_CE = hidden_ME[rows]
         for left in range(0, columns.real, width):
             part = slice(left, min(left + width, columns.real))
-            logits_CV = raw_logits(hidden_CE, weight_VE[part])
-            if columns.inverse_temperature != 1.0:
-                logits_CV *= columns.inverse_temperature
-            grad_CV = logits_grad(logits_CV, rows, part)
-            if columns.inverse_temperature != 1.0:
-                grad_CV *= columns.inverse_temperature
-            grad_CV = grad_CV.to(hidden_ME.dtype)
+            grad_CV = logits_grad(raw_logits(hidden_CE, weight_VE[part]), rows, part).to(hidden_ME.dtype)
             _add_product(grad_hidden_ME[rows], grad_CV, weight_VE[part])
             if total_VE is not None:
                 _add_product(total_VE[part], grad_CV.T, hidden_CE)
@@ -155,8 +163,18 @@ def backward_through_logits(
     return grad_hidden_ME.to(hidden_ME.dtype), returned_VE
 
 
+def tempered(columns: Columns, logits_grad: LogitsGradient) -> LogitsGradient:
+    """Return the gradient of raw logits from `logits_grad`, that of logits over the temperature."""
+    scale = columns.inverse_temperature
+    if scale == 1.0:
+        return logits_grad
+    return lambda logits_CV, rows, part: logits_grad(logits_CV.mul_(scale), rows, part).mul_(scale)
+
+
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if left.dtype == total.dtype:
         total.addmm_(left, right)  # in place: no temporary of the size of `total`
+    elif total.is_cuda:  # its products of bf16 are sums in f32
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total += left @ right
