@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from roll_opd.megatron.attention import PackedAttention, written_out
+from roll_opd.megatron.dense_layer import DenseLayer, PackedSelfAttention, fits
 from roll_opd.megatron.deterministic_ops import ExactRowParallelLinear
 from roll_opd.megatron.latent import latent_attention
 from roll_opd.megatron.norm import LocalRMSNorm
@@ -75,6 +76,10 @@ def _local_layer(config: TransformerConfig, experts: int | None, exact: bool) ->
     attention.core_attention = PackedAttention
     if getattr(config, "latent", None) is not None:
         layer.self_attention = latent_attention(attention.linear_proj)
+    elif fits(config):
+        layer.self_attention.module = PackedSelfAttention
+        if experts is None:
+            spec.module = DenseLayer
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
     return spec

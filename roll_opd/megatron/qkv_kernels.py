@@ -1,0 +1,173 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
+"""Triton kernels between the projection of queries, keys and values and attention: the heads' norm, and the rotation.
+
+One pass instead of the norm's, the rotation's nine and the copies around them. Computed in f32 from end to end.
+Import this where a GPU is used: Triton compiles each kernel at its first call.
+
+Legend: n packed tokens, H query heads, G key/value heads, D head width, X columns of the projection: G groups, each of
+H/G queries, a key and a value.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TOKENS = 32  # of a program, which has one head of them
+
+
+@triton.jit
+def _column(head, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
+    """Return the first column of a head; heads are numbered queries first, then keys, then values."""
+    each: tl.constexpr = H // G
+    of_query = head // each * (each + 2) + head % each
+    of_key = (head - H) * (each + 2) + each
+    of_value = (head - H - G) * (each + 2) + each + 1
+    return tl.where(head < H, of_query, tl.where(head < H + G, of_key, of_value)) * D
+
+
+@triton.jit
+def _forward_kernel(
+    mixed, queries, keys, query_weight, key_weight, cosines, sines, tokens, stride, epsilon,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    rows = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    head = tl.program_id(1)
+    at = tl.arange(0, HALF)[None]
+    mask = (rows < tokens) & (at < D // 2)
+    source = mixed + rows * stride + _column(head, H, G, D) + at
+    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + D // 2, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        inverse = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + epsilon)  # type: ignore[var-annotated]
+        inverse = inverse[:, None]
+        weight = query_weight if head < H else key_weight
+        known = at < D // 2
+        first = first * inverse * tl.load(weight + at, mask=known, other=0.0).to(tl.float32)
+        second = second * inverse * tl.load(weight + D // 2 + at, mask=known, other=0.0).to(tl.float32)
+    cosine = tl.load(cosines + rows * (D // 2) + at, mask=mask, other=0.0)
+    sine = tl.load(sines + rows * (D // 2) + at, mask=mask, other=0.0)
+    target = queries + (rows * H + head) * D if head < H else keys + (rows * G + head - H) * D
+    target += at
+    kind = queries.dtype.element_ty
+    tl.store(target, (first * cosine - second * sine).to(kind), mask=mask)
+    tl.store(target + D // 2, (second * cosine + first * sine).to(kind), mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    mixed, grad_queries, grad_keys, grad_values, grad_mixed, of_weights, query_weight, key_weight, cosines, sines,
+    tokens, stride, epsilon,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    rows = (block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    head = tl.program_id(1)
+    at = tl.arange(0, HALF)[None]
+    mask = (rows < tokens) & (at < D // 2)
+    column = _column(head, H, G, D) + at
+    target = grad_mixed + rows * ((H + 2 * G) * D) + column
+    if head >= H + G:
+        given = grad_values + (rows * G + head - H - G) * D + at
+        tl.store(target, tl.load(given, mask=mask), mask=mask)
+        tl.store(target + D // 2, tl.load(given + D // 2, mask=mask), mask=mask)
+    else:
+        given = grad_queries + (rows * H + head) * D if head < H else grad_keys + (rows * G + head - H) * D
+        given += at
+        cosine = tl.load(cosines + rows * (D // 2) + at, mask=mask, other=0.0)
+        sine = tl.load(sines + rows * (D // 2) + at, mask=mask, other=0.0)
+        turned_first = tl.load(given, mask=mask, other=0.0).to(tl.float32)
+        turned_second = tl.load(given + D // 2, mask=mask, other=0.0).to(tl.float32)
+        first = turned_first * cosine + turned_second * sine
+        second = turned_second * cosine - turned_first * sine
+        if NORM:
+            source = mixed + rows * stride + column
+            x_first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+            x_second = tl.load(source + D // 2, mask=mask, other=0.0).to(tl.float32)
+            inverse = tl.rsqrt((tl.sum(x_first * x_first, 1) + tl.sum(x_second * x_second, 1)) / D + epsilon)  # type: ignore[var-annotated]
+            inverse = inverse[:, None]
+            x_first *= inverse
+            x_second *= inverse
+            # the weight's gradient: this program's share, summed by torch
+            share = of_weights + (head * tl.num_programs(0) + block) * D + tl.arange(0, HALF)
+            known = tl.arange(0, HALF) < D // 2
+            tl.store(share, tl.sum(first * x_first, 0), mask=known)
+            tl.store(share + D // 2, tl.sum(second * x_second, 0), mask=known)
+            weight = query_weight if head < H else key_weight
+            first *= tl.load(weight + at, mask=at < D // 2, other=0.0).to(tl.float32)
+            second *= tl.load(weight + D // 2 + at, mask=at < D // 2, other=0.0).to(tl.float32)
+            along = ((tl.sum(first * x_first, 1) + tl.sum(second * x_second, 1)) / D)[:, None]
+            first = (first - x_first * along) * inverse
+            second = (second - x_second * along) * inverse
+        kind = grad_mixed.dtype.element_ty
+        tl.store(target, first.to(kind), mask=mask)
+        tl.store(target + D // 2, second.to(kind), mask=mask)
+
+
+class NormedAndTurned(torch.autograd.Function):
+    """Queries [n, H, D] and keys [n, G, D], normed and rotated, and values, a view, from a projection [n, X].
+
+    Weights are None where the heads have no norm; cosines and sines are f32 [n, D/2].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mixed_nX: Tensor,
+        query_weight_D: Tensor | None,
+        key_weight_D: Tensor | None,
+        cosines: Tensor,
+        sines: Tensor,
+        sizes: tuple[int, int, int],
+        epsilon: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads, groups, width = sizes
+        tokens = mixed_nX.size(0)
+        query_nHD = mixed_nX.new_empty(tokens, heads, width)
+        key_nGD = mixed_nX.new_empty(tokens, groups, width)
+        grid = (triton.cdiv(tokens, TOKENS), heads + groups)
+        weights = _pointers(mixed_nX, query_weight_D, key_weight_D)
+        kernel: Any = _forward_kernel
+        kernel[grid](
+            mixed_nX, query_nHD, key_nGD, *weights, cosines, sines, tokens, mixed_nX.stride(0), epsilon,
+            **_constants(sizes, query_weight_D),
+        )  # fmt: skip
+        ctx.save_for_backward(mixed_nX, query_weight_D, key_weight_D, cosines, sines)
+        ctx.sizes, ctx.epsilon = sizes, epsilon
+        value_nGD = mixed_nX.unflatten(1, (groups, heads // groups + 2, width))[:, :, -1]
+        return query_nHD, key_nGD, value_nGD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        mixed_nX, query_weight_D, key_weight_D, cosines, sines = ctx.saved_tensors
+        heads, groups, width = ctx.sizes
+        tokens = mixed_nX.size(0)
+        grad_nX = torch.empty_like(mixed_nX, memory_format=torch.contiguous_format)
+        blocks = triton.cdiv(tokens, TOKENS)
+        has_norm = query_weight_D is not None
+        of_weights = mixed_nX.new_empty(heads + groups if has_norm else 1, blocks, width, dtype=torch.float32)
+        given = [gradient.contiguous() for gradient in gradients]
+        weights = _pointers(mixed_nX, query_weight_D, key_weight_D)
+        kernel: Any = _backward_kernel
+        kernel[blocks, heads + 2 * groups](
+            mixed_nX, *given, grad_nX, of_weights, *weights, cosines, sines, tokens, mixed_nX.stride(0), ctx.epsilon,
+            **_constants(ctx.sizes, query_weight_D),
+        )  # fmt: skip
+        if not has_norm:
+            return grad_nX, None, None, None, None, None, None
+        of_query = of_weights[:heads].sum((0, 1)).to(query_weight_D.dtype)
+        of_key = of_weights[heads:].sum((0, 1)).to(query_weight_D.dtype)
+        return grad_nX, of_query, of_key, None, None, None, None
+
+
+def _pointers(mixed_nX: Tensor, *weights_D: Tensor | None) -> list[Tensor]:
+    """Return the weights, or something in their place where there are none: it is not read."""
+    return [mixed_nX if weight is None else weight for weight in weights_D]
+
+
+def _constants(sizes: tuple[int, int, int], weight: Tensor | None) -> dict[str, Any]:
+    heads, groups, width = sizes
+    half = triton.next_power_of_2(width // 2)
+    return {"H": heads, "G": groups, "D": width, "HALF": half, "TOKENS": TOKENS, "NORM": weight is not None}
