@@ -103,9 +103,11 @@ def load_state(learner: MegatronLearner, directory: Path) -> None:
         group |= own
     for each in _optimizers(learner):
         # Megatron gives all parameters one tensor with the number of steps, which AdamW would advance once a parameter
-        for of_parameter in each.optimizer.state.values():
+        fused = each.optimizer.param_groups[0].get("fused")  # it counts on the device, torch's other AdamW on the host
+        for parameter, of_parameter in each.optimizer.state.items():
             if "step" in of_parameter:
-                of_parameter["step"] = of_parameter["step"].clone()
+                step = of_parameter["step"].clone()
+                of_parameter["step"] = step.to(parameter.device) if fused else step
     # restore only the count of updates; rates and weight decay follow from it and the plan
     learner.scheduler.num_steps = 0
     learner.scheduler.step(state["scheduler"]["num_steps"])

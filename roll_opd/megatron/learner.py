@@ -16,6 +16,7 @@ from roll_opd.config.plan import OptimizerPlan, TrainPlan
 from roll_opd.megatron import parallel
 from roll_opd.megatron.batches import PackedBatch, Sample
 from roll_opd.megatron.engine import LossFunction, MegatronEngine
+from roll_opd.megatron.fused_updates import fuse
 from roll_opd.megatron.model import DTYPES, unwrapped
 from roll_opd.megatron.replay import disagreement
 from roll_opd.megatron.router import RouterLosses, begin_counts, expert_layers, has_losses, update_biases
@@ -68,6 +69,8 @@ class MegatronLearner(MegatronEngine):
         )
         self.chunks = [DistributedDataParallel(config, ddp_config, chunk) for chunk in self.chunks]
         self.optimizer = get_megatron_optimizer(_optimizer_config(plan), list(self.chunks))
+        for each in chained(self.optimizer):
+            fuse(each.optimizer)
         self.scheduler = _scheduler(self.optimizer, plan.optimizer)
         if plan.optimizer.overlap_grad_reduce:
             self._overlap(config)
@@ -175,12 +178,12 @@ class MegatronLearner(MegatronEngine):
 
     def _everywhere_finite(self, reports: Sequence[dict[str, dict[str, Tensor]]]) -> bool:
         """Whether every loss and every local gradient is finite, on every rank: all must skip, or none."""
-        finite = all(bool(torch.isfinite(report["sums"]["weighted_loss"])) for report in reports)
+        found = [report["sums"]["weighted_loss"].isfinite() for report in reports]
         for chunk in self.chunks:
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
                 # not isfinite of each, which takes some bytes a parameter more
-                finite = finite and bool(torch.isfinite(torch.stack(buffer.grad_data.aminmax())).all())
-        everywhere = torch.tensor(float(finite), device=self.device)
+                found += [extreme.isfinite() for extreme in buffer.grad_data.aminmax()]
+        everywhere = torch.stack(found).all().float()  # one wait for the device, not one a loss
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
         return bool(everywhere.item())
 

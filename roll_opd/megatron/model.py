@@ -154,7 +154,8 @@ def build_model(
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "calculate_per_token_loss": True,
-        "gradient_accumulation_fusion": False,  # Megatron's output layer, which every model has, asks for Apex then
+        # Megatron's linear layers would ask for Apex, of which `fused_updates` has what half precision needs
+        "gradient_accumulation_fusion": is_fused(dtype),
         "fp16": dtype is torch.float16,
         **({"activation_func": exact_silu(hf_config)} if exact else {}),
         **scores_scaled(hf_config),
@@ -192,6 +193,11 @@ def fusions(dtype: torch.dtype, layout: Layout) -> dict[str, bool]:
     # Transformer Engine would work positions out again where context ranks share sequences
     rope = uses_transformer_engine(dtype) and layout.cp == 1
     return {"bias_activation_fusion": True, "apply_rope_fusion": rope}
+
+
+def is_fused(dtype: torch.dtype) -> bool:
+    """Whether a weight's gradient is added by its product: in half precision on a GPU, in local layers."""
+    return dtype is not torch.float32 and torch.cuda.is_available() and not uses_transformer_engine(dtype)
 
 
 def _adapters(

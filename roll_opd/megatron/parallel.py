@@ -15,6 +15,7 @@ from roll_opd.base.hardware import CUBLAS_WORKSPACE
 from roll_opd.config.plan import Layout
 from roll_opd.megatron.context import ContextRank
 from roll_opd.megatron.cpu import install_cpu_port, shared_groups
+from roll_opd.megatron.fused_updates import add_gradients_in_products, norm_in_one_pass
 from roll_opd.megatron.rotary import install_rotation
 
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # where a user says how CUDA memory is held
@@ -39,6 +40,8 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
         torch.cuda.set_device(device)
         backend = "nccl"
         groups: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        add_gradients_in_products()
+        norm_in_one_pass()
     else:
         device, backend, groups = torch.device("cpu"), "gloo", shared_groups()
         install_cpu_port()
