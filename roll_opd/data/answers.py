@@ -1,7 +1,7 @@
-"""Rows that bring answers: one to learn (schema sft), or one to prefer to another (schema dpo).
+"""Parse supervised rows into a prompt and its answers: one (schema sft), or chosen and rejected (schema dpo).
 
-Rows come as the field writes them: conversations, TRL's prompt and completion or prompt, chosen and rejected, ROLL's
-and Alpaca's instruction and output. What is left when the answers are taken out is an ordinary prompt.
+Supported forms: conversations, TRL's prompt and completion or prompt, chosen and rejected, ROLL's and Alpaca's
+instruction and output.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from typing import Any
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan
 from roll_opd.data.data_report import NOT_LEARNED
-from roll_opd.data.loss_marks import mark_of, unread_marks, without_marks
+from roll_opd.data.loss_marks import loss_mark, unread_marks, without_marks
 from roll_opd.data.rows import (
     EMPTY,
     WRONG_TYPE,
@@ -19,11 +19,11 @@ from roll_opd.data.rows import (
     Row,
     encodable,
     first_present,
-    own_names,
     parse_messages,
     parse_row,
     parse_shared_gpt,
     parse_task,
+    rename_columns,
     without_prompt,
 )
 
@@ -31,8 +31,8 @@ NO_ANSWER = "without an answer"
 SAME_ANSWER = "chosen and rejected are the same"
 OTHER_PROMPT = "with answers to different prompts"
 
-_ANSWER = ("response", "completion", "output")  # of schema sft: the one a column is named for, else the first
-# names of columns -> keys of a configuration that may name them otherwise
+_ANSWER = ("response", "completion", "output")  # of schema sft: the configured column, else the first present
+# column -> configuration key that names it
 COLUMN_KEYS = {
     "instruction": "prompt_key",
     "input": "query_key",
@@ -41,29 +41,29 @@ COLUMN_KEYS = {
     "chosen": "chosen_key",
     "rejected": "rejected_key",
 }
-_ADDED = ("input", "system")  # to an instruction, only where a key names the column
+_ADDED = ("input", "system")  # parts of the prompt only if a key names their column
 HISTORY = "history"  # Alpaca's earlier turns, which are not supported
-_PROMPT = ("instruction", *_ADDED)  # of a user's turn that the row does not write as messages
+_PROMPT = ("instruction", *_ADDED)  # columns of a prompt that is not written as messages
 
 Message = FrozenDict  # {"role": str, "content": str, ...}
-Asked = tuple[Message, ...] | str | None  # a conversation, a text, or nothing
+Question = tuple[Message, ...] | str | None  # a conversation, a text, or nothing
 
 
 @dataclass(frozen=True)
 class Schema:
-    """What the rows of a supervised pipeline hold. `SCHEMAS` has them by name."""
+    """Columns of a supervised row, and the function that separates prompt and answers."""
 
-    columns: tuple[str, ...]  # what a row may have besides what every row may
-    # (row, what it asks with an answer in its last turn included, names of its columns) -> what it asks, its answers
-    split: Callable[[dict[str, Any], Asked, Mapping[str, str]], tuple[Asked, tuple[Message, ...]]]
+    columns: tuple[str, ...]  # in addition to the columns of every row
+    # (row, question with an answer in its last turn, column names) -> prompt, answers
+    split: Callable[[dict[str, Any], Question, Mapping[str, str]], tuple[Question, tuple[Message, ...]]]
     has_prompt_keys: bool  # whether the configuration can name the columns of the prompt
 
 
 def parse_answered(value: Any, fallback_id: str, plan: DataPlan) -> Row:
-    """Return the row in a decoded value with the answers that `plan.schema` asks for; raises `BadRow`.
+    """Parse a decoded value into a row with the answers of `plan.schema`; raises `BadRow`.
 
-    `plan.columns` are those of `parse_row`, and of the schema's columns. `input` and `system` count only where a column
-    is named for them, as in ROLL.
+    `plan.columns` names the columns of `parse_row` and of the schema. `input` and `system` are used only if the
+    configuration names their columns, as in ROLL.
     """
     try:
         return _parsed(value, fallback_id, plan)
@@ -77,14 +77,14 @@ def _parsed(value: Any, fallback_id: str, plan: DataPlan) -> Row:
     if plan.schema not in SCHEMAS:
         return parse_row(value, fallback_id, plan.columns)
     schema = SCHEMAS[plan.schema]
-    value = own_names(value, plan.columns)
-    asked = _asked(value, plan.columns)
-    prompt, answers = schema.split(value, asked, plan.columns)
+    value = rename_columns(value, plan.columns)
+    question = _question(value, plan.columns)
+    prompt, answers = schema.split(value, question, plan.columns)
     if prompt is None:
         raise without_prompt(("messages", "instruction", "prompt", "conversations"), plan.columns)
     unread = set(unread_marks(value))
     for place, marked in (("the row", value), *(("its answer", answer) for answer in answers)):
-        mark = mark_of(marked)
+        mark = loss_mark(marked)
         if mark and not mark[1]:
             raise BadRow(NOT_LEARNED, f"{mark[0]} {marked[mark[0]]} of {place}")
     for answer in answers:
@@ -94,28 +94,28 @@ def _parsed(value: Any, fallback_id: str, plan: DataPlan) -> Row:
     answers = tuple(map(_unmarked, answers))
     rest = {key: item for key, item in value.items() if key not in (*schema.columns, "conversations")}
     row = parse_row({**rest, **_as_keys(prompt)}, fallback_id, has_answers=True)
-    beside = _unread(value, asked, plan.columns) if prompt is asked else ()
-    return replace(row, answers=answers, unread=(*row.unread, *beside, *sorted(unread)))
+    ignored = _unread(value, question, plan.columns) if prompt is question else ()
+    return replace(row, answers=answers, unread=(*row.unread, *ignored, *sorted(unread)))
 
 
-def _unread(value: dict[str, Any], asked: Asked, columns: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the non-empty columns with parts of the question that no key of the configuration names."""
+def _unread(value: dict[str, Any], question: Question, columns: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the non-empty columns of the question that no configuration key names."""
     if _is_instruction(value, columns):
         names: tuple[str, ...] = tuple(name for name in (*_ADDED, HISTORY) if name not in columns)
     else:
-        begun = isinstance(asked, tuple) and asked[0]["role"] == "system"
-        names = ("system",) if isinstance(value.get("system"), str) and not begun else ()
+        has_system = isinstance(question, tuple) and question[0]["role"] == "system"
+        names = ("system",) if isinstance(value.get("system"), str) and not has_system else ()
     return tuple(name for name in names if str(value.get(name) or "").strip())
 
 
 def _is_instruction(value: dict[str, Any], columns: Mapping[str, str]) -> bool:
-    """Whether the row asks by an instruction. Where it has `messages` as well, those who name a column mean it."""
+    """Whether the question is in `instruction`; in a row with `messages` too, only if a key names the column."""
     named = columns.get("instruction", "messages") != "messages"
     return "instruction" in value and (named or "messages" not in value)
 
 
-def _asked(value: dict[str, Any], columns: Mapping[str, str]) -> Asked:
-    """Return what the row asks, with the answer in the last turn where `messages` has one."""
+def _question(value: dict[str, Any], columns: Mapping[str, str]) -> Question:
+    """Return the question of a row, including an answer in the last turn of `messages`."""
     if _is_instruction(value, columns):
         parts = [_text(value, "instruction")]
         if "input" in columns and value.get("input"):
@@ -133,36 +133,40 @@ def _asked(value: dict[str, Any], columns: Mapping[str, str]) -> Asked:
     return parse_messages(prompt) if isinstance(prompt, list) else prompt
 
 
-def _one_answer(value: dict[str, Any], asked: Asked, columns: Mapping[str, str]) -> tuple[Asked, tuple[Message, ...]]:
+def _one_answer(
+    value: dict[str, Any], question: Question, columns: Mapping[str, str]
+) -> tuple[Question, tuple[Message, ...]]:
     named = [name for name in _ANSWER if name in columns and name in value]
-    if isinstance(asked, tuple) and asked[-1]["role"] == "assistant":
+    if isinstance(question, tuple) and question[-1]["role"] == "assistant":
         if not named:
-            asked = _up_to_learned(asked)
-            return asked[:-1], (asked[-1],)
-        asked = asked[:-1]  # the named answer stands for the one at the end
+            question = _up_to_learned(question)
+            return question[:-1], (question[-1],)
+        question = question[:-1]  # the configured column replaces the last turn
     name = first_present(value, (*named, *_ANSWER))
     if name is None:
         raise BadRow(NO_ANSWER, f"no assistant's turn at the end of messages, and none of {', '.join(_ANSWER)}")
     before, answer = _answer(value, name)
-    return _prompt(asked, before, name), (answer,)
+    return _prompt(question, before, name), (answer,)
 
 
 def _up_to_learned(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return an answered conversation up to the learned turn.
+    """Return a conversation up to the learned turn.
 
-    That is the last turn; if the last one has loss weight 0, the last earlier assistant turn with loss weight 1.
+    This is the last turn; if its loss weight is 0, the last earlier assistant turn with loss weight 1.
     """
-    mark = mark_of(messages[-1])
+    mark = loss_mark(messages[-1])
     if mark is None or mark[1]:
         return messages
     for place in range(len(messages) - 2, 0, -1):
-        earlier = mark_of(messages[place])
+        earlier = loss_mark(messages[place])
         if messages[place]["role"] == "assistant" and earlier and earlier[1]:
             return messages[: place + 1]
     return messages
 
 
-def _two_answers(value: dict[str, Any], asked: Asked, columns: Mapping[str, str]) -> tuple[Asked, tuple[Message, ...]]:
+def _two_answers(
+    value: dict[str, Any], question: Question, columns: Mapping[str, str]
+) -> tuple[Question, tuple[Message, ...]]:
     for name in ("chosen", "rejected"):
         if name not in value:
             raise BadRow(NO_ANSWER, name)
@@ -172,30 +176,30 @@ def _two_answers(value: dict[str, Any], asked: Asked, columns: Mapping[str, str]
         raise BadRow(OTHER_PROMPT)
     if _unmarked(chosen) == _unmarked(rejected):
         raise BadRow(SAME_ANSWER)
-    return _prompt(asked, before, "chosen"), (chosen, rejected)
+    return _prompt(question, before, "chosen"), (chosen, rejected)
 
 
-def _prompt(asked: Asked, before: tuple[Message, ...], name: str) -> Asked:
-    """Return the prompt of a row from its prompt column `asked` and the messages `before` the answer in column `name`.
+def _prompt(question: Question, before: tuple[Message, ...], name: str) -> Question:
+    """Return the prompt of a row from its `question` and the messages `before` the answer in column `name`.
 
     The messages of an answer may repeat the prompt or its end, with earlier messages before it, or continue it with
     tool calls and their results.
     """
-    if not before or asked is None:
-        return before or asked
-    goes_on = before[0]["role"] in ("assistant", "tool")
-    if isinstance(asked, tuple):
-        question = tuple(map(_unmarked, asked[:-1] if asked[-1]["role"] == "assistant" else asked))
+    if not before or question is None:
+        return before or question
+    continues = before[0]["role"] in ("assistant", "tool")
+    if isinstance(question, tuple):
+        question = tuple(map(_unmarked, question[:-1] if question[-1]["role"] == "assistant" else question))
         before = tuple(map(_unmarked, before))
         asks, repeats = (tuple(map(_trimmed, part)) for part in (question, before))
         if asks in (repeats[: len(asks)], repeats[-len(asks) :]):
             return before
         if asks[-len(repeats) :] == repeats:
             return question
-        if goes_on:
+        if continues:
             return (*question, *before)
         raise BadRow(OTHER_PROMPT, f"the prompt and the messages before the answer in {name} differ; remove one")
-    if goes_on:
+    if continues:
         raise BadRow(WRONG_TYPE, f"{name} continues a prompt that is a plain text; write the prompt as messages")
     return before
 
@@ -209,7 +213,7 @@ SCHEMAS = {
 def _answer(value: dict[str, Any], name: str) -> tuple[tuple[Message, ...], Message]:
     """Return the messages before the answer in `value[name]`, and the answer as a message.
 
-    A text is the answer, and so is a single message. Of several messages the last is, and the others are the prompt.
+    A text or a single message is the answer. Of several messages, the last is the answer and the others the prompt.
     """
     item = value[name]
     if isinstance(item, str):
@@ -234,7 +238,7 @@ def _text(value: dict[str, Any], name: str) -> str:
     return encodable(value[name], name)
 
 
-def _as_keys(asked: tuple[Message, ...] | str) -> dict[str, Any]:
-    if isinstance(asked, tuple):
-        return {"messages": tuple(map(_unmarked, asked))}
-    return {"prompt": asked}  # `parse_row` refuses what is no text
+def _as_keys(question: tuple[Message, ...] | str) -> dict[str, Any]:
+    if isinstance(question, tuple):
+        return {"messages": tuple(map(_unmarked, question))}
+    return {"prompt": question}  # `parse_row` refuses other types

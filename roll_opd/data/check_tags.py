@@ -1,4 +1,4 @@
-"""Check that every prompt of a run has teachers for its tag, a reward, and what that reward needs."""
+"""Check that every tag of the data has a teacher and a reward, and every row the ground truth its reward needs."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ from roll_opd.data.rows import DataError
 
 @dataclass(frozen=True)
 class TagRows:
-    """What the prompts of one tag lack, and what they name."""
+    """Prompts of one tag: missing ground truths, and domains named in rows."""
 
     unanswered: int  # prompts without a ground_truth
-    examples: tuple[str, ...]  # the first few of those, `file:line`
+    examples: tuple[str, ...]  # `file:line` of the first few
     domains: Mapping[str, str] = field(default_factory=dict)  # in a column `domain`: name -> its first row, `file:line`
 
 
@@ -26,12 +26,12 @@ def check_coverage(
     *,
     scored_by_workflow: bool = False,
 ) -> None:
-    """Raise `DataError` that names every tag without a teacher or reward, and rows without a ground truth they need.
+    """Check tags against teachers and rewards; raise one `DataError` with all missing ones and missing ground truths.
 
-    `training` and `validation` hold the tags of those prompts; `needing_truth` names the reward workers that need a
-    row's ground truth. Domains follow from tags: a row whose column `domain` names the domain of another reward is
-    refused as well, since ROLL would give it to that one. In pure distillation rewards are only logged, so a training
-    prompt may go without; so may all prompts of a workflow that brings its rewards itself, where none are configured.
+    `training` and `validation` map the tags of the data sets; `needing_truth` names the reward workers that need a
+    ground truth. The domain of a row follows from its tag. A row with another reward's name in its column `domain` is
+    refused too, because ROLL would send it to that reward. Training prompts need no reward in pure distillation, which
+    only logs rewards; no prompt needs one if the workflow scores its samples and no reward is configured.
     """
     wrong = []
     if teachers:
@@ -50,15 +50,15 @@ def check_coverage(
         raise DataError("\n".join(wrong))
 
 
-def unmet(named: Mapping[str, Collection[str] | None], tags: Collection[str]) -> list[str]:
-    """Say what no row comes to: each of what is `named`, with its tags (None: all), that has none of the data's `tags`.
+def unused_warnings(named: Mapping[str, Collection[str] | None], tags: Collection[str]) -> list[str]:
+    """Return a warning for each entry of `named` (name -> tags, None: all) with none of its tags in the data's `tags`.
 
-    That is no reason to refuse a run: data of all tags may be of one today.
+    This is no error: a data set may hold a part of the configured tags.
     """
-    there = ", ".join(map(repr, tags))
+    known = ", ".join(map(repr, tags))
     return [
         f"{name} is never used: no row of the data has {'the tag' if len(own) == 1 else 'one of the tags'}"
-        f" {', '.join(map(repr, own))} (tags of the data: {there})"
+        f" {', '.join(map(repr, own))} (tags of the data: {known})"
         for name, own in named.items()
         if own is not None and not set(own) & set(tags)
     ]
@@ -70,17 +70,17 @@ def _unrewarded(
     wrong = []
     for tag, rows in tags.items():
         workers = [term.worker for reward in rewards if reward.accepts(tag) for term in reward.terms]
-        needy = next((worker for worker in workers if worker in needing_truth), None)
+        worker = next((worker for worker in workers if worker in needing_truth), None)
         if not workers:
             wrong.append(
                 f"no reward has tag {tag!r} of the {name} data in its tag_included; add it there, or remove its rows"
             )
-        elif needy and rows.unanswered:
+        elif worker and rows.unanswered:
             more = ", ..." if rows.unanswered > len(rows.examples) else ""
             wrong.append(
-                f"{rows.unanswered} rows of the {name} data with tag {tag!r} have no ground_truth, which {needy} "
-                f"needs: {', '.join(rows.examples)}{more}; write it there, remove the rows, or name in response_key the"
-                " column that a workflow's rows have it in"
+                f"{rows.unanswered} rows of the {name} data with tag {tag!r} have no ground_truth, which {worker} "
+                f"needs: {', '.join(rows.examples)}{more}; add it, remove the rows, or, for rows of a workflow, name"
+                " the column in response_key"
             )
     return wrong
 
@@ -88,7 +88,7 @@ def _unrewarded(
 def _misrouted(name: str, tags: Mapping[str, TagRows], rewards: Sequence[RewardPlan]) -> list[str]:
     known = {reward.domain for reward in rewards}
     return [
-        f"rows of the {name} data with tag {tag!r} name the domain {domain!r} themselves ({example}), but "
+        f"rows of the {name} data with tag {tag!r} name the domain {domain!r} ({example}), but "
         f"rewards.{reward.domain} has the tag: move it to rewards.{domain}.tag_included, give these rows another tag, "
         "or remove the column"
         for tag, rows in tags.items()

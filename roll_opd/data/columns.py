@@ -1,4 +1,4 @@
-"""Columns of a data set: those a run reads, and warnings for non-empty ones it ignores."""
+"""Columns of a data set: columns a run reads, and warnings for non-empty columns it ignores."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ from roll_opd.config.plan import DataPlan
 from roll_opd.data.answers import COLUMN_KEYS, HISTORY, SCHEMAS
 from roll_opd.data.data_report import FileReport
 from roll_opd.data.loss_marks import MARKS, SPANS
-from roll_opd.data.rows import OF_PROMPTS
+from roll_opd.data.rows import PROMPT_COLUMNS
 from roll_opd.data.teacher_prompts import names_in
 from roll_opd.data.template_check import TEXT_WITH_CALLS
 
 # columns that make and route a prompt, in every schema
-_USUAL = ("id", "tag", "domain", "messages", "conversations", "system", "prompt", "ground_truth", *OF_PROMPTS)
+_USUAL = ("id", "tag", "domain", "messages", "conversations", "system", "prompt", "ground_truth", *PROMPT_COLUMNS)
 # ignored column or key -> what to do
 _LEFT_OUT = {
     "system": "write it as the first message",

@@ -1,18 +1,16 @@
-"""What a pass over the prompt files found: rows that are used, and bad rows counted by kind and file, the first
-few of each kind named as `file:line`. No row is lost in silence.
-"""
+"""Report of a pass over prompt files: usable rows, and bad rows by kind and file with examples as `file:line`."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 
 from roll_opd.base.frozen import FrozenDict
 
-EXAMPLES_PER_KIND = 3  # bad rows named for each kind in each file; the rest are only counted
-FILES_NAMED = 10  # files whose bad rows are listed; the rest are only counted
+EXAMPLES_PER_KIND = 3  # bad rows named for each kind in each file; others are only counted
+FILES_NAMED = 10  # files with listed bad rows; others are only counted
 
-# kinds of rows that can be read but are no prompt
-TOO_LONG = "longer than prompt_length"  # or, of rows with answers,
-WHOLE_TOO_LONG = "longer than sequence_length"
+# kinds of rows that parse but cannot be used
+TOO_LONG = "longer than prompt_length"
+WHOLE_TOO_LONG = "longer than sequence_length"  # rows with answers
 TEACHER_TOO_LONG = "longer, as a teacher reads it, than that teacher's prompt_length"
 NOT_ENCODABLE = "refused by the template"
 NO_TOKEN = "without a token"
@@ -21,17 +19,17 @@ NOT_LEARNED = "excluded from the loss"  # not an error
 
 @dataclass
 class FileReport:
-    """One file, while it is read: its rows, those that became prompts, and the bad ones by kind."""
+    """Counts of one file, updated during the pass: rows, prompts, and bad rows by kind."""
 
     path: str
     rows: int = 0
     prompts: int = 0
     bad_counts: Counter = field(default_factory=Counter)  # kind -> rows
     bad_examples: dict[str, list[str]] = field(default_factory=dict)  # kind -> the first few, "file:line (detail)"
-    unread: Counter = field(default_factory=Counter)  # column -> rows in which it is left out: `Row.unread`
+    unread: Counter = field(default_factory=Counter)  # ignored column -> rows with a value in it, see `Row.unread`
 
     def add_bad(self, kind: str, line: int, detail: str = "") -> None:
-        """Count a bad row, and name it if it is one of the first of its kind."""
+        """Count a bad row; keep its place if it is one of the first of its kind."""
         self.bad_counts[kind] += 1
         if self.bad_counts[kind] <= EXAMPLES_PER_KIND:
             named = f"{self.path}:{line}" + (f" ({detail})" if detail else "")
@@ -43,7 +41,7 @@ class FileReport:
         return self.bad_counts.total()
 
     def describe_bad(self) -> str:
-        """Return the bad rows, one line a kind."""
+        """Return the bad rows as text, one line per kind."""
         lines = [f"  {self.path}: {self.bad} of {self.rows} rows"]
         for kind, count in self.bad_counts.items():
             more = ", ..." if count > EXAMPLES_PER_KIND else ""
@@ -53,25 +51,25 @@ class FileReport:
 
 @dataclass(frozen=True)
 class DataReport:
-    """All files of a data set."""
+    """Report over all files of a data set."""
 
     files: tuple[FileReport, ...]
     length_key: str  # of the limit
     most_tokens: int  # the limit itself
     longest: int  # tokens of the longest row, dropped ones included
-    renamed: int = 0  # prompts whose id another one already had, and that were given `id@file:line`
+    renamed: int = 0  # prompts with a duplicate id, renamed `id@file:line`
     streams: FrozenDict = field(default_factory=FrozenDict)  # domain, tag or file -> its prompts
     undrawn: FrozenDict = field(default_factory=FrozenDict)  # tag -> prompts that no stream draws
-    warnings: tuple[str, ...] = ()  # of what is left out of rows that are used
+    warnings: tuple[str, ...] = ()  # about ignored parts of usable rows
 
     @property
     def rows(self) -> int:
-        """Rows read, blank lines left out."""
+        """Number of rows, without blank lines."""
         return sum(file.rows for file in self.files)
 
     @property
     def prompts(self) -> int:
-        """Rows that can be sampled from."""
+        """Number of usable rows."""
         return sum(file.prompts for file in self.files)
 
     @property
@@ -85,7 +83,7 @@ class DataReport:
         return sum(file.bad for file in self.files)
 
     def describe_bad(self) -> str:
-        """Return the bad rows, file by file; empty where there are none."""
+        """Return the bad rows as text, file by file; empty without bad rows."""
         wrong = [file for file in self.files if file.bad]
         lines = [file.describe_bad() for file in wrong[:FILES_NAMED]]
         if len(wrong) > FILES_NAMED:
@@ -94,7 +92,7 @@ class DataReport:
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """Return what to tell the user: one line, and more for what is out of the ordinary."""
+        """Return the report as text: one line, and one for each irregularity."""
         files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         lines = [f"{self.prompts} prompts from {self.rows} rows of {files}; the longest row has {self.longest} tokens"]
         if self.streams:
@@ -103,7 +101,7 @@ class DataReport:
             tags = ", ".join(f"{tag!r} ({count})" for tag, count in self.undrawn.items())
             lines.append(f"never drawn, because domain_interleave_probs names no domain of their tag: {tags}")
         if self.renamed:
-            lines.append(f"{self.renamed} prompts with an id that another one has were given a new one")
+            lines.append(f"{self.renamed} prompts with a duplicate id were given a new one")
         if self.bad:
             lines.append(
                 f"{self.bad} rows dropped ({self.length_key}={self.most_tokens} tokens):\n{self.describe_bad()}"

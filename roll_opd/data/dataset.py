@@ -1,6 +1,6 @@
-"""Prompts ready to sample from, without holding them: one pass checks every row and notes where the good ones
-are, and a row is read, templated and tokenised again when it is drawn. So a data set may be much larger than the
-memory.
+"""Prompt data sets on disk: one pass checks and indexes every row; a row is read and tokenised when it is drawn.
+
+Only the index is in memory, so a data set may be much larger than it.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from roll_opd.data.templates import TEMPLATES, PromptText
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-EVERYTHING = StreamPlan("all", 1.0)  # the one stream of a data set without others
+DEFAULT_STREAM = StreamPlan("all", 1.0)  # of a data set without configured streams
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,14 @@ class Prompt:
     tokens: np.ndarray = field(compare=False)  # int64 [P]
     ground_truth: str | None = None
     extra: FrozenDict = field(default_factory=FrozenDict, compare=False)  # the row's other keys, such as test_cases
-    answers: tuple[np.ndarray, ...] = field(default=(), compare=False)  # int64 each, of rows that bring them
-    of_teachers: dict[str, np.ndarray] = field(default_factory=dict, compare=False)  # see Experience.teacher_prompts
+    answers: tuple[np.ndarray, ...] = field(default=(), compare=False)  # int64 each; of supervised rows
+    teacher_prompts: dict[str, np.ndarray] = field(
+        default_factory=dict, compare=False
+    )  # see Experience.teacher_prompts
 
 
 class PromptSet:
-    """The prompts of a data set on disk, numbered from 0. `open_prompts` makes one."""
+    """An indexed data set of prompts on disk, numbered from 0; made by `open_prompts`."""
 
     def __init__(
         self,
@@ -63,15 +65,15 @@ class PromptSet:
         self._plan, self._tokenizer, self._files, self._index = plan, tokenizer, files, index
         self._teachers = teachers
         self._labels = short_names(plan.files)
-        self.streams = plan.streams or (EVERYTHING,)
+        self.streams = plan.streams or (DEFAULT_STREAM,)
 
     def __len__(self) -> int:
         return len(self._index.positions)
 
     def read(self, numbers: Sequence[int]) -> list[Prompt]:
-        """Return the prompts with these numbers, in their order, with `extra`.
+        """Read the rows with these numbers; return their prompts in the same order, with `extra`.
 
-        Raises `DataError` where a file is gone or a row is no longer what it was when the data set was opened.
+        Raises `DataError` if a file is missing or a row has changed since the data set was opened.
         """
         wanted = np.unique(np.asarray(numbers, dtype=np.int64))
         file_of = np.searchsorted(self._index.starts, wanted, side="right") - 1
@@ -82,25 +84,25 @@ class PromptSet:
             texts = [render_row(self._tokenizer, row, self._plan) for row in rows]
             read = [self._read_by_teachers(*one) for one in zip(wanted.tolist(), rows, strict=True)]
         except DataError as error:
-            raise DataError(f"{error}; it was accepted when the run began, so its file has changed since") from error
+            raise DataError(f"{error}; the row was accepted at the start of the run: its file has changed") from error
         prompts: dict[int, Prompt] = {}
         encoded = encode(self._tokenizer, texts), self._teachers.encode(read)
         whole = zip(wanted.tolist(), rows, *encoded, strict=True)
-        for number, row, parts, of_teachers in whole:
-            every = (*parts, *of_teachers.values())
+        for number, row, parts, teacher_prompts in whole:
+            every = (*parts, *teacher_prompts.values())
             if row_check(row.id, row.tag, row.ground_truth, every) != self._index.checks[number]:
                 raise self._changed(number)
             tokens, *answers = parts
             name, truth = self._name(number, row.id), row.ground_truth
-            prompts[number] = Prompt(name, number, row.tag, tokens, truth, row.extra, tuple(answers), of_teachers)
+            prompts[number] = Prompt(name, number, row.tag, tokens, truth, row.extra, tuple(answers), teacher_prompts)
         return [prompts[number] for number in numbers]
 
     def all(self) -> list[Prompt]:
-        """Return every prompt, in order; for data sets that fit in memory, such as those for validation."""
+        """Return every prompt, in order; for data sets that fit in memory, such as validation sets."""
         return self.read(range(len(self)))
 
     def members(self, stream: StreamPlan) -> np.ndarray:
-        """Return the numbers of the prompts that belong to `stream`, int64, ascending."""
+        """Return the numbers of the prompts in `stream`, int64, ascending."""
         inside = np.ones(len(self), dtype=bool)
         if stream.tags is not None:
             codes = [code for code, tag in enumerate(self._index.tag_names) if tag in stream.tags]
@@ -112,21 +114,21 @@ class PromptSet:
         return np.flatnonzero(inside)
 
     def drawn(self) -> np.ndarray:
-        """Return the numbers of the prompts that some stream draws, int64, ascending."""
+        """Return the numbers of the prompts in any stream with a positive weight, int64, ascending."""
         members = [self.members(stream) for stream in self.streams if stream.weight > 0]
         return np.unique(np.concatenate([np.empty(0, np.int64), *members]))
 
     def prompt_hashes(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the hashes of the prompts with these numbers, uint64."""
+        """Return the hash of each prompt in `numbers`, uint64."""
         return self._index.prompt_hashes[numbers]
 
     def tags(self, numbers: np.ndarray) -> dict[str, int]:
-        """Return tag -> how many of the prompts with these numbers have it."""
+        """Return the number of prompts of each tag among `numbers`."""
         counts = np.bincount(self._index.tags[numbers], minlength=len(self._index.tag_names))
         return {name: int(n) for name, n in zip(self._index.tag_names, counts, strict=True) if n}
 
     def by_tag(self) -> dict[str, TagRows]:
-        """Return, for every tag that is drawn, which prompts lack a ground truth or name a domain.
+        """Return tag -> prompts without a ground truth and domains named in rows, for every tag that is drawn.
 
         Tags are in the order of their first prompts.
         """
@@ -140,9 +142,7 @@ class PromptSet:
         return found
 
     def fingerprint(self) -> list[dict[str, str | int]]:
-        """Return, for each file, its name, its number of prompts, and a digest of its written ids, tags, ground truths
-        and tokens.
-        """
+        """Return name, prompt count and digest (of explicit ids, tags, ground truths, tokens) of each file."""
         counts = np.diff(self._index.starts).tolist()
         return [
             {"name": Path(file).name, "prompts": count, "digest": digest}
@@ -176,7 +176,7 @@ class PromptSet:
         return f"{identity}@{self._labels[self._file_of(number)]}:{self._index.lines[number]}"
 
     def where(self, number: int) -> str:
-        """Return `file:line` of a prompt."""
+        """Return the place of a prompt as `file:line`."""
         return f"{self._files[self._file_of(number)].path}:{self._index.lines[number]}"
 
     def _file_of(self, number: int) -> int:
@@ -184,17 +184,17 @@ class PromptSet:
 
     def _changed(self, number: int) -> DataError:
         return DataError(
-            f"{self.where(number)} is no longer the row that was there when the run began, or the chat template "
-            "writes it differently now; restore the file and resume from the last checkpoint, or start a new run"
+            f"{self.where(number)} has changed since the start of the run, or the chat template renders it "
+            "differently; restore the file and resume from the last checkpoint, or start a new run"
         )
 
 
 def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[PromptSet, DataReport]:
-    """Read `plan.files` once, in order, and check every row; at most `plan.limit` rows that can be read are used.
+    """Check and index all rows of `plan.files` in one pass, at most `plan.limit`; return the prompts and a report.
 
-    Rows longer than `plan.prompt_length` tokens are dropped or refused as `plan.on_long_prompt` says, rows that
-    cannot be used as `plan.on_bad_row` says. Raises `DataError` on refusal, for a missing file, an unknown or
-    absent template, where no prompt is left, and where a stream with a weight has none.
+    `plan.on_long_prompt` sets whether rows longer than `plan.prompt_length` tokens are dropped or refused,
+    `plan.on_bad_row` the same for other unusable rows. Raises `DataError` on refusal, for a missing file, an unknown
+    or absent template, without any prompt, and for a stream with a positive weight and no prompt.
     """
     for template in (plan.template, *plan.tag_templates.values()):
         if template not in TEMPLATES:
@@ -214,12 +214,12 @@ def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[
         undrawn=FrozenDict(_undrawn(prompts, list(streams.values()))),
         warnings=unread_warnings(reports, plan.schema),
     )
-    _refuse_if_asked(report, plan)
+    _check_report(report, plan)
     return prompts, report
 
 
 def short_names(files: Sequence[str]) -> list[str]:
-    """Return the last parts of each path, as many as tell all files apart; a file given twice keeps its whole path."""
+    """Return the shortest path suffixes that are unique among `files`; full paths if a file occurs twice."""
     parts = [Path(file).parts for file in files]
     for count in range(1, max(map(len, parts), default=1)):
         names = ["/".join(part[-count:]) for part in parts]
@@ -239,28 +239,28 @@ def _existing_files(plan: DataPlan) -> list[RowFile]:
 
 
 def _undrawn(prompts: PromptSet, streams: list[np.ndarray]) -> dict[str, int]:
-    """Return tag -> number of its prompts, for prompts that belong to no stream."""
+    """Return the number of prompts of each tag that are in no stream."""
     if not streams:
         return {}
-    left = np.ones(len(prompts), dtype=bool)
+    undrawn = np.ones(len(prompts), dtype=bool)
     for members in streams:
-        left[members] = False
-    return prompts.tags(np.flatnonzero(left))
+        undrawn[members] = False
+    return prompts.tags(np.flatnonzero(undrawn))
 
 
-def _refuse_if_asked(report: DataReport, plan: DataPlan) -> None:
+def _check_report(report: DataReport, plan: DataPlan) -> None:
     remedies = []
     counts = report.bad_counts
     too_long = counts[TOO_LONG] + counts[WHOLE_TOO_LONG] + counts[TEACHER_TOO_LONG]
     if too_long and plan.on_long_prompt == "refuse":
         limits = [f"`{plan.length_key}` (now {plan.prompt_length})"] * (too_long > counts[TEACHER_TOO_LONG])
-        limits += ["the teacher's own `prompt_length`"] * bool(counts[TEACHER_TOO_LONG])
+        limits += ["the teacher's `prompt_length`"] * bool(counts[TEACHER_TOO_LONG])
         remedies.append(f"raise {' and '.join(limits)} or set `on_long_prompt: drop`")
     if report.bad > too_long + counts[NOT_LEARNED] and plan.on_bad_row == "refuse":
         remedies.append("correct the rows or set `on_bad_row: drop`")
     if remedies:
         raise DataError(
-            f"{report.bad} rows cannot be used:\n{report.describe_bad()}\nTo go on, {' and '.join(remedies)}."
+            f"{report.bad} rows cannot be used:\n{report.describe_bad()}\nTo continue, {' and '.join(remedies)}."
         )
     if not report.prompts:
         names = ", ".join(file.path for file in report.files)
@@ -268,11 +268,11 @@ def _refuse_if_asked(report: DataReport, plan: DataPlan) -> None:
             raise DataError(f"no usable row in {names}: the files are empty")
         raise DataError(
             f"no usable row in {names}; all {report.rows} rows are bad:\n{report.describe_bad()}\n"
-            f"Check the files, the names of their columns, `{plan.length_key}` and the template."
+            f"Check the files, the column names, `{plan.length_key}` and the template."
         )
     empty = [stream.name for stream in plan.streams if stream.weight > 0 and not report.streams[stream.name]]
     if empty:
         raise DataError(
-            f"no prompt to draw for {', '.join(map(repr, empty))}: no usable row belongs to it. Remove it from "
+            f"no prompt to draw for {', '.join(map(repr, empty))}: no usable row has its tag or file. Remove it from "
             "`domain_interleave_probs` or `interleave_probs`, or add rows with its tags."
         )

@@ -1,7 +1,7 @@
-"""Tasks of a run in environments: which game begins how. A task is a tag and a seed, and there is no end of them.
+"""Endless stream of environment tasks for a run. A task is a tag (the game) and a seed (its initial state).
 
-Tasks take turns in rounds: a round has as many of each tag as its share says, and every task of the run has a seed of
-its own. So the number of tasks that were taken is the whole state.
+Tags take turns in rounds with a fixed number of tasks of each tag; every task has another seed. So the number of
+tasks taken is the complete state.
 """
 
 import json
@@ -17,21 +17,21 @@ from roll_opd.data.dataset import Prompt
 from roll_opd.data.order import derived_seed
 from roll_opd.data.rows import DataError
 
-MOST_SEED = 2**31  # seeds of games are below it
-OF_THE_MACHINE = ("step_timeout", "max_env_step_concurrent")  # of an environment's keys: they change no game
+SEED_LIMIT = 2**31  # seeds of games are below it
+MACHINE_KEYS = ("step_timeout", "max_env_step_concurrent")  # keys of an environment that do not change its games
 RULES = "rules"  # in a state: key of the configuration -> digest of its value
-HELD_OUT = 2**20  # in the place of the run's seed, so that validation plays the same games in every run
+VALIDATION_SEED = 2**20  # replaces the run's seed, so that validation plays the same games in every run
 
 
 class EnvironmentSource:
-    """An endless stream of tasks that can be resumed anywhere; what `PromptSource` is for rows."""
+    """Endless, resumable stream of environment tasks; the counterpart of `PromptSource` for rows."""
 
     def __init__(self, shares: Mapping[str, int], seed: int, rules: Mapping[str, Any] | None = None) -> None:
-        """Take what is played.
+        """Make the stream.
 
         Args:
             shares: tag -> tasks of a round, in the order of the round.
-            rules: of `rules_of`; where they are given, a state that was saved under others is refused.
+            rules: of `rules_of`; a state saved with other rules is refused. None: not checked.
         """
         self._shares, self._seed = dict(shares), seed
         self._rules = {key: _digest(value) for key, value in (rules or {}).items()}
@@ -40,26 +40,26 @@ class EnvironmentSource:
 
     @property
     def position(self) -> int:
-        """Tasks taken since the run began."""
+        """Tasks taken since the start of the run."""
         return self._taken
 
     @property
     def epochs(self) -> float:
-        """Rounds since the run began."""
+        """Rounds since the start of the run."""
         return self._taken / len(self._round)
 
     def take(self, n: int) -> list[Prompt]:
-        """Return the next `n` tasks, and count them as taken."""
+        """Return the next `n` tasks and advance the position."""
         tasks = self.peek(n)
         self.skip(n)
         return tasks
 
     def peek(self, n: int) -> list[Prompt]:
-        """Return the next `n` tasks."""
+        """Return the next `n` tasks without advancing the position."""
         return [self._task(number) for number in range(self._taken, self._taken + n)]
 
     def skip(self, n: int) -> None:
-        """Count the next `n` tasks as taken."""
+        """Advance the position by `n` tasks."""
         self._taken += n
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class EnvironmentSource:
         return {**state, RULES: self._rules} if self._rules else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state` exactly; `DataError` where other games, or from other seeds, would be played."""
+        """Restore the position from `state`; raises `DataError` if games, seed or rules differ from it."""
         own = self.state_dict()
         if state.keys() - {RULES} != own.keys() - {RULES}:
             raise DataError(
@@ -81,18 +81,18 @@ class EnvironmentSource:
                     f"the run was saved with {name} {state[name]} and is resumed with {own[name]}, which gives other"
                     f" games; restore {key}, or start a new run"
                 )
-        saved = state.get(RULES, self._rules) if self._rules else {}  # an earlier version's state says none
+        saved = state.get(RULES, self._rules) if self._rules else {}  # states of earlier versions have no rules
         other = [key for key in {**saved, **self._rules} if saved.get(key) != self._rules.get(key)]
         if other:
             raise DataError(
-                f"the run was saved with another {' and another '.join(sorted(other))}, so it would go on with other"
+                f"the run was saved with another {' and another '.join(sorted(other))}, so it would continue with other"
                 " games; restore it, or start a new run"
             )
         self._taken = int(state["taken"])
 
     def _task(self, number: int) -> Prompt:
         tag = self._round[number % len(self._round)]
-        seed = derived_seed(self._seed, number) % MOST_SEED
+        seed = derived_seed(self._seed, number) % SEED_LIMIT
         return Prompt(
             id=f"{tag}/{seed}",
             index=number,
@@ -103,15 +103,15 @@ class EnvironmentSource:
 
 
 def rules_of(plan: RunPlan) -> dict[str, Any]:
-    """Return what makes the games that a run learns from what they are, by key of its configuration."""
+    """Return the configuration values that define the training games, by key."""
     assert plan.workflow and plan.rollout
     settings = thaw(plan.workflow.workflow_args["environments"])
     games = {
-        f"custom_envs.{tag}": {key: value for key, value in settings[tag].items() if key not in OF_THE_MACHINE}
+        f"custom_envs.{tag}": {key: value for key, value in settings[tag].items() if key not in MACHINE_KEYS}
         for tag in plan.data.environments
     }
     for game in games.values():
-        if game["env_type"] == "http":  # where it is served is no part of it
+        if game["env_type"] == "http":  # its address does not change the game
             game["env_config"].pop("url", None)
     return {**games, "train_env_manager.group_size": plan.rollout.sampling.n}
 
@@ -122,5 +122,5 @@ def _digest(value: Any) -> str:
 
 
 def held_out_tasks(shares: Mapping[str, int], count: int) -> list[Prompt]:
-    """Return `count` tasks of validation, the same ones in every run."""
-    return EnvironmentSource(shares, HELD_OUT).peek(count)
+    """Return `count` validation tasks, the same in every run."""
+    return EnvironmentSource(shares, VALIDATION_SEED).peek(count)

@@ -1,7 +1,7 @@
-"""Row files on disk: found by name, read once from end to end and then row by row, so that none has to fit in memory.
+"""Row files on disk (JSONL, JSON array, Parquet): find them by name, scan all rows, read single rows by position.
 
-A row has a `line` (from 1; in Parquet and arrays the number of the row) that names it to the user and a `position` at
-which it is found again: the byte where it begins in a text file, the row number from 0 in a Parquet file.
+A row has a `line` for messages (from 1; the row number in Parquet and arrays) and a `position` for reading: the offset
+of its first byte in a text file, the row number from 0 in a Parquet file. No file has to fit in memory.
 """
 
 import glob
@@ -23,34 +23,34 @@ from roll_opd.data.rows import NOT_JSON, BadRow, DataError
 SUFFIXES = (".jsonl", ".json", ".parquet")  # files taken from a directory
 PARQUET_ROWS = 256  # decoded at a time, so that rows of a megabyte still fit
 PARQUET_BUFFER = 2**20  # bytes of a column read at a time
-LONGEST_LINE = 2**26  # bytes: what is longer is no row but another kind of file, and would fill the memory
+MAX_LINE = 2**26  # bytes; a longer line is another kind of file, and would fill the memory
 
 
 class RowFile(Protocol):
-    """A file of rows; a value that cannot be decoded comes as a `BadRow`."""
+    """File of rows; a value that cannot be decoded is returned as a `BadRow`."""
 
     path: Path
 
     def scan(self) -> Iterator[tuple[int, int, Any]]:
-        """Yield (line, position, value) of every row that is not blank, in order."""
+        """Yield (line, position, value) of every non-blank row, in order."""
 
     def read(self, positions: Sequence[int]) -> list[Any]:
-        """Return the values at `positions`, which ascend."""
+        """Return the values at `positions`, which must ascend."""
 
     def column(self, name: str) -> Iterator[Any]:
-        """Yield the value of column `name` of every row that can be decoded, None where a row has none."""
+        """Yield the value of column `name` of every decodable row, None for a missing value."""
 
     def count(self) -> int:
-        """Return the number of rows that are not blank, bad ones included."""
+        """Return the number of non-blank rows, bad ones included."""
 
     def bytes_before(self, position: int) -> int:
-        """Return about how many bytes of the file lie before a row, for the progress of a pass."""
+        """Return the approximate number of bytes before a row, for progress bars."""
 
 
 def find_files(name: str, dataset_dir: str | None) -> list[Path]:
-    """Return the files that an entry of `file_name` means: a file, those of a directory, or those of a pattern.
+    """Resolve an entry of `file_name` (file, directory or pattern) to its files.
 
-    Looked up as it is, then below `dataset_dir`. Raises `DataError` if there is none that can be read.
+    Looked up as given, then below `dataset_dir`. Raises `DataError` without a readable file.
     """
     try:
         return _found(name, dataset_dir)
@@ -70,7 +70,7 @@ def _found(name: str, dataset_dir: str | None) -> list[Path]:
             files = sorted(file for file in found.iterdir() if file.suffix in SUFFIXES and file.is_file())
             if not files:
                 raise DataError(
-                    f"the directory {found} has no files named {' or '.join(f'*{s}' for s in SUFFIXES)}; put some there"
+                    f"the directory {found} has no files named {' or '.join(f'*{s}' for s in SUFFIXES)}; add some"
                 )
         else:
             files = [regular_file(found)]
@@ -84,7 +84,7 @@ def _found(name: str, dataset_dir: str | None) -> list[Path]:
 
 
 def _matching(pattern: str) -> list[Path]:
-    """Return the files that a pattern with *, ? or [ ] names, from the first of `candidates` that has any."""
+    """Return the files matching a pattern with *, ? or [ ], from the first of `candidates` with a match."""
     for place in candidates(pattern):
         files = [Path(match) for match in glob.glob(str(place), recursive=True)]
         if files := sorted(file.resolve() for file in files if file.is_file()):
@@ -93,20 +93,20 @@ def _matching(pattern: str) -> list[Path]:
 
 
 def open_file(name: str, columns: Collection[str] | None = None) -> RowFile:
-    """Open the file called `name`: Parquet, one JSON array, or else JSONL.
+    """Open a row file as Parquet, one JSON array, or else JSONL.
 
     A pass over a Parquet file reads only `columns`; None: all. Raises `DataError` for other file types.
     """
     path = Path(name)
-    if told := refusal(path):
-        raise DataError(told)
+    if message := refusal(path):
+        raise DataError(message)
     if is_parquet(path):
         return ParquetFile(path, columns)
     return JsonArrayFile(path) if is_array(path) else JsonlFile(path)
 
 
 class JsonlFile:
-    """One JSON object a line."""
+    """`RowFile` with one JSON object per line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -135,17 +135,15 @@ class JsonlFile:
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
         if not os.fstat(file.fileno()).st_size:
-            return  # also what only looks like a file, as those of /proc do, and may never end
-        for number, raw in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), start=1):
-            if len(raw) == LONGEST_LINE:
-                raise DataError(
-                    f"{self.path}:{number} is longer than {LONGEST_LINE >> 20} MiB; is this a file of rows, one a line?"
-                )
+            return  # also for files of /proc, which report size 0 and may never end
+        for number, raw in enumerate(iter(partial(file.readline, MAX_LINE), b""), start=1):
+            if len(raw) == MAX_LINE:
+                raise DataError(f"{self.path}:{number} is longer than {MAX_LINE >> 20} MiB; write one row per line")
             yield raw
 
 
 class ParquetFile:
-    """The rows of a Parquet file. Reading a row decodes its row group up to the row: small groups are read faster."""
+    """`RowFile` over a Parquet file. Reading a row decodes its row group up to the row: small groups are faster."""
 
     def __init__(self, path: Path, columns: Collection[str] | None = None) -> None:
         """A pass over the file skips columns outside `columns`, such as test cases."""
@@ -200,7 +198,7 @@ class ParquetFile:
         try:
             with self._open() as file:
                 for batch in file.iter_batches(PARQUET_ROWS, row_groups=list(groups), columns=columns):
-                    if columns == []:  # no known column: the rows exist all the same, and are bad
+                    if columns == []:  # no known column: every row is bad, but counted
                         yield from ({} for _ in range(batch.num_rows))
                     else:
                         yield from batch.to_pylist()

@@ -1,12 +1,12 @@
-"""What a file of rows is, told by its first bytes: names of files promise more than they keep."""
+"""Detect the format of a row file from its first bytes, since file names are unreliable."""
 
 import json
 from pathlib import Path
 
-FIRST_BYTES = 2**20  # looked at
+FIRST_BYTES = 2**20  # read for detection
 BOM = b"\xef\xbb\xbf"
 PARQUET = b"PAR1"
-# how files of other kinds begin -> what they are, and what to do with them
+# first bytes of unsupported files -> format, remedy
 FOREIGN = {
     b"\x1f\x8b": ("compressed with gzip", "unpack it (gunzip {name})"),
     b"\x28\xb5\x2f\xfd": ("compressed with Zstandard", "unpack it (zstd -d {name})"),
@@ -18,17 +18,17 @@ FOREIGN = {
     b"\xff\xfe": ("UTF-16 text", "save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"),
     b"\xfe\xff": ("UTF-16 text", "save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"),
 }
-TABLES = {".csv": "a CSV file", ".tsv": "a table with tabs"}  # text, which only the name tells apart
+TABLES = {".csv": "a CSV file", ".tsv": "a table with tabs"}  # text formats, recognised only by name
 SEPARATORS = {".csv": ",", ".tsv": "\\t"}
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether a file begins as Parquet does, or is called so."""
+    """Whether a file has Parquet's first bytes or file name."""
     return path.suffix == ".parquet" or _head(path, len(PARQUET)) == PARQUET
 
 
 def is_array(path: Path) -> bool:
-    """Whether a text file is one JSON array of rows, which `datasets` reads as well as an object a line."""
+    """Whether a text file is one JSON array of rows, a form that `datasets` reads too."""
     with path.open("rb") as file:
         head = file.read(len(BOM))
         file.seek(len(BOM) if head == BOM else 0)
@@ -42,16 +42,16 @@ def is_array(path: Path) -> bool:
         try:
             json.loads(line)
         except (ValueError, RecursionError):
-            return True  # goes on in the next lines
-        # a whole array in one line is the file, or the first row, and a bad one, of a file with an object a line
+            return True  # the array continues in the next lines
+        # an array in one line is the complete file, or a bad first row of a JSONL file
         return not any(rest.strip() for rest in iter(lambda: file.read(FIRST_BYTES), b""))
 
 
 def refusal(path: Path) -> str | None:
-    """Say what a file is that holds rows in no form that is read here; None: it can be tried."""
+    """Return a message about an unsupported file format and its remedy; None for other files."""
     if not path.is_file() or is_parquet(path):
         return None
-    read = "rows are read from JSONL (an object a line), a JSON array or Parquet"
+    read = "rows are read from JSONL (one object per line), a JSON array or Parquet"
     if path.suffix in TABLES:
         convert = f'pandas.read_csv("{path.name}", sep="{SEPARATORS[path.suffix]}")'
         convert += f'.to_json("{path.stem}.jsonl", orient="records", lines=True)'
@@ -61,13 +61,13 @@ def refusal(path: Path) -> str | None:
         if head.startswith(start):
             return f"{path} is {what}; {read}: {advice.format(name=path.name)} and name the result"
     if _is_spread(head):
-        advice = f"write each on a line of its own (jq -c . {path.name} > {path.stem}.jsonl)"
+        advice = f"write one object per line (jq -c . {path.name} > {path.stem}.jsonl)"
         return f"{path} holds JSON objects over several lines; {read}: {advice}, or write an array of them"
     return None
 
 
 def _is_spread(head: bytes) -> bool:
-    """Whether a text begins with an object that goes over several lines."""
+    """Whether a text begins with a JSON object that spans several lines."""
     text = head.decode("utf-8-sig", errors="replace").lstrip()
     if not text.startswith("{"):
         return False
@@ -83,4 +83,4 @@ def _head(path: Path, size: int) -> bytes:
         with path.open("rb") as file:
             return file.read(size)
     except OSError:
-        return b""  # told by whoever reads it
+        return b""  # reported when the file is read

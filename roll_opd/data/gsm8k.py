@@ -3,7 +3,7 @@
     python -m roll_opd.data.gsm8k --input train.jsonl --output rows.jsonl
     python -m roll_opd.data.gsm8k --dataset openai/gsm8k --name main --split train --output rows.jsonl
 
-`--dataset` takes whatever `datasets.load_dataset` takes: a name on the Hugging Face Hub or a local directory.
+`--dataset` takes the same values as `datasets.load_dataset`: a name on the Hugging Face Hub or a local directory.
 """
 
 import argparse
@@ -21,7 +21,7 @@ ANSWER_MARK = "####"
 
 
 def final_answer(answer: str) -> str:
-    """Return what follows the last "####", without thousands commas; `DataError` where there is no such mark."""
+    """Return the number after the last "####", without thousands commas; raises `DataError` without it."""
     _, mark, tail = answer.rpartition(ANSWER_MARK)
     if not mark or not tail.strip():
         raise DataError(f"the answer does not end in {ANSWER_MARK!r} and a number: {answer[-60:]!r}")
@@ -31,8 +31,8 @@ def final_answer(answer: str) -> str:
 def convert(examples: Iterable[Mapping[str, Any]], split: str, instruction: str = "") -> Iterator[dict[str, str]]:
     """Yield one row for each example, in order, with ids `gsm8k-<split>-<n>` from 0.
 
-    `instruction` is added to every question on a line of its own. Raises `DataError` that names the example
-    where one is not in GSM8K's form.
+    `instruction` is added to every question on a separate line. Raises `DataError` with the number of an example in
+    another form.
     """
     for number, example in enumerate(examples):
         try:
@@ -52,7 +52,7 @@ def convert(examples: Iterable[Mapping[str, Any]], split: str, instruction: str 
 
 
 def read_jsonl(path: str) -> Iterator[Any]:
-    """Yield the objects of a JSONL file; `DataError` names the line that is not JSON."""
+    """Yield the objects of a JSONL file; raises `DataError` with the number of a line that is not JSON."""
     for number, _, value in open_file(path).scan():
         if isinstance(value, BadRow):
             raise DataError(f"{path}:{number} is not JSON: {value.detail}")
@@ -60,7 +60,7 @@ def read_jsonl(path: str) -> Iterator[Any]:
 
 
 def read_dataset(dataset: str, name: str | None, split: str) -> Iterable[Mapping[str, Any]]:
-    """Return the split of a data set that the `datasets` package can load; `DataError` where it cannot."""
+    """Load a split with the `datasets` package; raises `DataError` on failure."""
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -72,7 +72,7 @@ def read_dataset(dataset: str, name: str | None, split: str) -> Iterable[Mapping
 
 
 def write_rows(rows: Iterable[Mapping[str, str]], output: str) -> int:
-    """Write rows as JSONL, whole or not at all, and return how many."""
+    """Write rows as JSONL, atomically; return their number."""
     path = Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
@@ -89,14 +89,14 @@ def write_rows(rows: Iterable[Mapping[str, str]], output: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return 0 when the file is written, 2 when the input is wrong."""
+    """Run the command line; return 0, or 2 for wrong input."""
     parser = argparse.ArgumentParser(prog="python -m roll_opd.data.gsm8k", description="GSM8K to prompt rows.")
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--input", help="a JSONL file in GSM8K's form")
     given.add_argument("--dataset", help="a data set for datasets.load_dataset, e.g. openai/gsm8k")
     parser.add_argument("--name", help="the configuration of --dataset, e.g. main")
     parser.add_argument("--split", help="default: train; with --input, the stem of the file (used in the ids)")
-    parser.add_argument("--instruction", default="", help="text added to every question on a line of its own")
+    parser.add_argument("--instruction", default="", help="text added to every question on a separate line")
     parser.add_argument("--output", required=True, help="the JSONL file to write")
     options = parser.parse_args(arguments)
     try:

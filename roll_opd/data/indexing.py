@@ -1,5 +1,6 @@
-"""The one pass over a data set's files: every row is checked and counted, and of the good ones only their place is
-kept, about thirty bytes each. Legend: N prompts, F files.
+"""Build the index of a data set: one pass checks every row and keeps about thirty bytes for each usable one.
+
+Legend: N prompts, F files.
 """
 
 import hashlib
@@ -31,63 +32,63 @@ if TYPE_CHECKING:
 BATCH_ROWS = 512
 BATCH_CHARACTERS = 2**20
 RENDERED_TWICE = 16  # rows of a file that are rendered twice, to detect a template with random text
-MOST_DOMAINS = 1000  # kept for each tag; a column with more names of web sites or subjects, not of rewards
-PROGRESS_AFTER = 3.0  # seconds of a pass after which its progress is shown
+MAX_DOMAINS = 1000  # kept for each tag; a column with more names web sites or subjects, not rewards
+PROGRESS_DELAY_S = 3.0  # before the progress bar appears
 
 
 @dataclass(frozen=True)
 class Index:
-    """Where the prompts are: an entry each, in the order of files and rows."""
+    """Place and checksums of every prompt, in the order of files and rows."""
 
     starts: np.ndarray  # int64 [F+1], the prompts of file f are starts[f] to starts[f+1]
-    positions: np.ndarray  # int64 [N], where the file finds the row again
+    positions: np.ndarray  # int64 [N], of the row in its file, see `RowFile`
     lines: np.ndarray  # uint32 [N]
     tags: np.ndarray  # int32 [N], into tag_names
-    checks: np.ndarray  # uint32 [N], of id, tag, ground truth and tokens: a row that has changed since is found out
+    checks: np.ndarray  # uint32 [N], checksum of id, tag, ground truth and tokens: detects changed rows
     prompt_hashes: np.ndarray  # uint64 [N], equal for equal prompts of two data sets
     unanswered: np.ndarray  # bool [N], the row has no ground_truth
     renamed: np.ndarray  # bool [N], an earlier prompt has the same id
     tag_names: tuple[str, ...]
-    domains: FrozenDict  # tag -> {domain that some of its rows name themselves: the first of them, `file:line`}
-    digests: tuple[str, ...]  # [F], of the ids that are written, tags, ground truths and tokens of a file's prompts
+    domains: FrozenDict  # tag -> {domain named in a row: the first such row, `file:line`}
+    digests: tuple[str, ...]  # [F], of explicit ids, tags, ground truths and tokens of a file's prompts
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A row that waits to be tokenised."""
+    """Parsed row before tokenisation."""
 
     line: int
     position: int
     id: str
-    own_id: str | None  # None: `id` is the fallback, which has the file's name in it
+    own_id: str | None  # None: `id` is the fallback, which contains the file name
     tag: str
     ground_truth: str | None
     domain: Any  # of the row's own `domain` column, unchecked
-    task: bytes | None  # of a workflow, without its id: hashed in place of the prompt's tokens
-    texts: tuple[PromptText, ...]  # the prompt's and its answers'
-    of_teachers: dict[str, PromptText]  # what teachers read in the prompt's place
+    task: bytes | None  # task of a workflow without its id: hashed in place of the prompt's tokens
+    texts: tuple[PromptText, ...]  # of the prompt and its answers
+    teacher_prompts: dict[str, PromptText]  # the teachers' prompts, by teacher
 
 
 class Indexer:
-    """The one pass over all files: counts bad rows and builds the index."""
+    """Builds the index in one pass over all files, and counts bad rows."""
 
     def __init__(self, plan: DataPlan, tokenizer: "PreTrainedTokenizerBase", teachers: TeacherPrompts) -> None:
         self._plan, self._tokenizer, self._teachers = plan, tokenizer, teachers
         self._positions, self._lines, self._tags = array("q"), array("I"), array("i")
         self._unanswered = array("b")
         self._prompt_hashes = array("Q")
-        self._checks, self._ids = array("I"), array("q")  # ids: hashes, which tell ids apart in eight bytes
+        self._checks, self._ids = array("I"), array("q")  # ids: 64-bit hashes, to detect duplicates
         self._codes: dict[str, int] = {}  # tag -> number
         self._domains: dict[str, dict[str, str]] = {}  # see Index.domains
-        self._parsed = 0  # rows that could be read, of which `limit` speaks
+        self._parsed = 0  # rows that count towards `limit`
         self._longest = 0
 
     def index(self, files: Sequence[RowFile]) -> tuple[Index, tuple[FileReport, ...], int]:
-        """Return the index, a report for each file, and the tokens of the longest row."""
+        """Scan `files`; return the index, a report for each file, and the length of the longest row in tokens."""
         reports, digests, starts = [], [], [0]
         sizes = [file.path.stat().st_size for file in files]
         with tqdm(
-            total=sum(sizes), desc="Checking prompts", unit="B", unit_scale=True, delay=PROGRESS_AFTER, mininterval=1
+            total=sum(sizes), desc="Checking prompts", unit="B", unit_scale=True, delay=PROGRESS_DELAY_S, mininterval=1
         ) as progress:
             for number, file in enumerate(files):
                 report, digest = FileReport(str(file.path)), hashlib.sha256()
@@ -114,7 +115,7 @@ class Indexer:
         return index, tuple(reports), self._longest
 
     def _batches(self, file: RowFile, report: FileReport) -> Iterator[list[_Pending]]:
-        """Yield lists of `_Pending`, never empty; count the rows that do not get so far."""
+        """Yield non-empty batches of parsed rows; report the bad ones."""
         batch: list[_Pending] = []
         characters = 0
         for line, position, value in file.scan():
@@ -133,7 +134,7 @@ class Indexer:
                         " renders a row again when it is drawn; remove the random part of the template"
                     )
                 report.unread.update(dropped_parts(row, texts[0].text))
-                of_teachers = self._teachers.texts(row, template_of(row, self._plan))
+                teacher_prompts = self._teachers.texts(row, template_of(row, self._plan))
             except BadRow as bad:
                 report.add_bad(bad.kind, line, bad.detail)
                 continue
@@ -145,9 +146,11 @@ class Indexer:
             own_id = None if row.id == fallback else row.id
             domain, task = row.extra.get("domain"), _task(row, self._plan)
             batch.append(
-                _Pending(line, position, row.id, own_id, row.tag, row.ground_truth, domain, task, texts, of_teachers)
+                _Pending(
+                    line, position, row.id, own_id, row.tag, row.ground_truth, domain, task, texts, teacher_prompts
+                )
             )
-            characters += sum(len(text.text) for text in (*texts, *of_teachers.values()))
+            characters += sum(len(text.text) for text in (*texts, *teacher_prompts.values()))
             if len(batch) >= BATCH_ROWS or characters >= BATCH_CHARACTERS:
                 yield batch
                 batch, characters = [], 0
@@ -157,8 +160,8 @@ class Indexer:
     def _add(self, batch: list[_Pending], report: FileReport, digest: Any) -> None:
         too_long = WHOLE_TOO_LONG if self._plan.schema != "experience" else TOO_LONG
         encoded = encode(self._tokenizer, [row.texts for row in batch])
-        of_teachers = self._teachers.encode([row.of_teachers for row in batch])
-        for row, own, read in zip(batch, encoded, of_teachers, strict=True):
+        teacher_prompts = self._teachers.encode([row.teacher_prompts for row in batch])
+        for row, own, read in zip(batch, encoded, teacher_prompts, strict=True):
             tokens, *answers = own
             parts = (*own, *read.values())
             length = len(tokens) + max(map(len, answers), default=0)
@@ -180,12 +183,12 @@ class Indexer:
                 self._unanswered.append(row.ground_truth is None)
                 self._ids.append(hash(row.id))
                 domains = self._domains.setdefault(row.tag, {})
-                if isinstance(row.domain, str) and len(domains) < MOST_DOMAINS:
+                if isinstance(row.domain, str) and len(domains) < MAX_DOMAINS:
                     domains.setdefault(row.domain, f"{report.path}:{row.line}")
 
 
 def repeated(ids: np.ndarray) -> np.ndarray:
-    """Return which of `ids`, int64 [N], an earlier entry already has, bool [N]."""
+    """Return which of `ids`, int64 [N], equal an earlier entry, bool [N]."""
     order = np.argsort(ids, kind="stable")
     again = np.zeros(len(ids), dtype=bool)
     again[order[1:]] = ids[order[1:]] == ids[order[:-1]]
@@ -193,14 +196,14 @@ def repeated(ids: np.ndarray) -> np.ndarray:
 
 
 def render_row(tokenizer: "PreTrainedTokenizerBase", row: Row, plan: DataPlan) -> tuple[PromptText, ...]:
-    """Return the texts of `row`, its prompt's and its answers', through the template of its tag."""
+    """Render the prompt and the answers of `row` with the template of its tag."""
     template = template_of(row, plan)
     prompt = render_prompt(tokenizer, row, template)
     return (prompt, *(render_answer(tokenizer, row, answer, prompt, template) for answer in row.answers))
 
 
 def dropped_parts(row: Row, prompt: str) -> Iterator[str]:
-    """Yield the names of row parts that the prompt lacks; they cause a warning, not a bad row."""
+    """Yield the names of row parts missing in the prompt; they cause a warning, not a bad row."""
     if drops_text_with_calls(row.messages, prompt):
         yield TEXT_WITH_CALLS
     if row.prompt is not None and any((tool_name(tool) or "") not in prompt for tool in row.tools):
@@ -215,14 +218,14 @@ def template_of(row: Row, plan: DataPlan) -> str:
 def encode(
     tokenizer: "PreTrainedTokenizerBase", rows: Sequence[tuple[PromptText, ...]]
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield the tokens of each text of a row, int64, for each row."""
+    """Tokenise the texts of all rows together; yield the token ids of each row's texts, int64."""
     tokens = iter(tokenize(tokenizer, [text for texts in rows for text in texts]))
     for texts in rows:
         yield tuple(np.asarray(next(tokens), dtype=np.int64) for _ in texts)
 
 
 def fallback_id(file: RowFile, line: int) -> str:
-    """Return the id of a row that has none."""
+    """Return the id for a row without one."""
     return f"{file.path.stem}:{line}"
 
 
@@ -231,7 +234,7 @@ def _identity(identity: str | None, tag: str, ground_truth: str | None, parts: S
 
 
 def _task(row: Row, plan: DataPlan) -> bytes | None:
-    """Return a task without its id, as bytes; None for rows of other schemas."""
+    """Return a workflow task without its id, as bytes; None for rows of other schemas."""
     if plan.schema != "task":
         return None
     named = plan.columns.get("id", "id")
@@ -244,5 +247,5 @@ def _hash(content: bytes) -> int:
 
 
 def row_check(identity: str, tag: str, ground_truth: str | None, parts: Sequence[np.ndarray]) -> int:
-    """Return a checksum of all tokens that are made of a row, which shows whether it has changed."""
+    """Return the checksum of a row's id, tag, ground truth and tokens."""
     return zlib.crc32(_identity(identity, tag, ground_truth, parts))

@@ -1,6 +1,6 @@
-"""A JSON array as a file of rows, as `datasets` takes it: read element by element, so that it need not fit in memory.
+"""Row file that is one JSON array, as `datasets` reads it; decoded element by element, so it need not fit in memory.
 
-A row's `line` is its number in the array, from 1, and its `position` the byte at which it begins.
+A row's `line` is its number in the array, from 1, and its `position` the offset of its first byte.
 """
 
 import codecs
@@ -11,15 +11,15 @@ from typing import Any, BinaryIO
 
 from roll_opd.data.rows import DataError
 
-CHUNK = 2**20  # bytes read at a time, and twice as many whenever an element does not end in them
-LARGEST = 2**28  # characters of an element; a bracket that is missing would make one of the whole file
-PARTIAL = 16  # characters from the end of what is read that an error in a cut-off element may be: `nul`, `\ud83`
-OF_NUMBERS = "0123456789.eE+-"
+CHUNK = 2**20  # bytes read at a time, doubled while an element does not end in them
+MAX_ELEMENT = 2**28  # characters; a missing bracket would make the whole file one element
+PARTIAL = 16  # an error this close to the end of the decoded text may be a cut-off token, such as `nul` or `\ud83`
+NUMBER_CHARACTERS = "0123456789.eE+-"
 SPACE = " \t\r\n\ufeff"
 
 
 class JsonArrayFile:
-    """The elements of one array; see `data.files.RowFile`."""
+    """`RowFile` over the elements of one JSON array."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,7 +42,7 @@ class JsonArrayFile:
                 yield number, position, self._value(window, number)
             window.take(1)
             if window.skip():
-                raise self._broken(number, window.position, "there is more behind the end of the array")
+                raise self._broken(number, window.position, "more text after the end of the array")
 
     def read(self, positions: Sequence[int]) -> list[Any]:
         with self.path.open("rb") as file:
@@ -65,23 +65,23 @@ class JsonArrayFile:
 
     def _broken(self, number: int, position: int, what: str) -> DataError:
         return DataError(
-            f"{self.path} is no whole JSON array: element {number}, at byte {position}: {what}; correct it, or write"
-            " one object a line (JSONL)"
+            f"{self.path} is not a complete JSON array: element {number}, at byte {position}: {what}; correct it, or"
+            " write one object per line (JSONL)"
         )
 
 
 class _Window:
-    """The part of a file that is decoded; `position` is the byte that comes next."""
+    """Decoded part of a file; `position` is the offset of the next byte."""
 
     def __init__(self, file: BinaryIO, position: int) -> None:
         file.seek(position)
         self.position = position
         self._file, self._text, self._next, self._ended = file, "", 0, False
-        # what is no UTF-8 is kept, so that bytes can be counted, and is found out as a bad row
+        # keeps invalid UTF-8, so that byte offsets stay right; such a row is reported as a bad row
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
 
     def skip(self) -> str:
-        """Pass over white space and return the character behind it, "" at the end of the file."""
+        """Skip white space; return the next character, "" at the end of the file."""
         while True:
             rest = self._next
             while rest < len(self._text) and self._text[rest] in SPACE:
@@ -91,17 +91,17 @@ class _Window:
                 return self._text[self._next : self._next + 1]
 
     def value(self) -> Any:
-        """Decode and take the value that comes next. Raises ValueError where there is none."""
+        """Decode and return the next value. Raises ValueError for invalid JSON."""
         size = CHUNK
         while True:
             try:
                 value, end = json.JSONDecoder().raw_decode(self._text, self._next)
                 after = self._text[end : end + 1]
-                if self._ended or (after and after not in OF_NUMBERS):  # a number that is cut looks like a whole one
+                if self._ended or (after and after not in NUMBER_CHARACTERS):  # a cut-off number is valid JSON
                     break
             except json.JSONDecodeError as error:
                 is_cut = "Unterminated" in error.msg or error.pos > len(self._text) - PARTIAL
-                if self._ended or not is_cut or len(self._text) - self._next > LARGEST:
+                if self._ended or not is_cut or len(self._text) - self._next > MAX_ELEMENT:
                     raise
             self._more(size)
             size *= 2
@@ -109,13 +109,13 @@ class _Window:
         return value
 
     def take(self, characters: int) -> None:
-        """Pass over `characters`."""
+        """Advance by `characters`."""
         taken = self._text[self._next : self._next + characters]
         self.position += len(taken.encode("utf-8", "surrogateescape"))
         self._next += characters
 
     def _more(self, size: int) -> bool:
-        """Read on; False at the end of the file."""
+        """Read and decode `size` more bytes; False at the end of the file."""
         if self._ended:
             return False
         raw = self._file.read(size)

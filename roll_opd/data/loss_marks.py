@@ -11,7 +11,7 @@ SPANS = ("train_detail", "training_detail", "completion_mask", "assistant_masks"
 _WORDS = {"true": True, "yes": True, "1": True, "1.0": True, "false": False, "no": False, "0": False, "0.0": False}
 
 
-def mark_of(marked: Mapping[str, Any]) -> tuple[str, bool] | None:
+def loss_mark(marked: Mapping[str, Any]) -> tuple[str, bool] | None:
     """Return the key of the loss weight of a turn or a row, and whether it is learned; None without such a key.
 
     A key that excludes takes precedence over one that includes.

@@ -31,7 +31,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message t
 
 
 class MessageError(ValueError):
-    """A message that cannot be parsed: `field` is the place, `what` the reason and the remedy."""
+    """A message that cannot be parsed: `field` is its place, `what` the reason and the remedy."""
 
     def __init__(self, field: str, what: str) -> None:
         super().__init__(f"{field}: {what}")
@@ -51,7 +51,7 @@ def role_advice(role: str) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return `value` without null entries of objects, at every depth: Parquet adds them."""
+    """Return `value` without null entries in objects at any depth, as Parquet adds them."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
@@ -62,7 +62,7 @@ def without_nulls(value: Any) -> Any:
 def read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a message with a text in `content` and tool calls with arguments as objects; raises `MessageError`.
 
-    Nulls are dropped, text parts joined, and the deprecated `function_call` becomes a tool call. Unknown roles stay.
+    Nulls are dropped, text parts joined, and the deprecated `function_call` becomes a tool call. Unknown roles pass.
     """
     read = without_nulls(message)
     if not isinstance(read.get("role"), str):
@@ -76,7 +76,7 @@ def read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_tools(tools: Any, where: str = "tools") -> list[dict[str, Any]] | None:
-    """Return tools from a list of objects, or from JSON text of one; None for anything else.
+    """Return tools from a list of objects or its JSON text; None for anything else.
 
     Raises `MessageError` for a text that starts like a JSON list of objects and is not valid.
     """
@@ -155,7 +155,7 @@ def _calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object: chat templates encode them themselves."""
+    """Return a tool call with its arguments as an object, since chat templates encode them."""
     function = call.get("function")
     if not isinstance(function, Mapping):
         function = {name: call[name] for name in ("name", "arguments") if name in call}

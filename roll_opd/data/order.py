@@ -1,7 +1,7 @@
-"""In which order a run takes its prompts: endless, from one or several streams, and a function of a few numbers.
+"""Draw order of prompts: endless, from one or several weighted streams, without stored state but counts.
 
-The order of an epoch of a stream depends on the seed, the epoch and the stream's number alone, and which stream is
-next depends on how many prompts each has given. So the counts are the whole state.
+The order within an epoch depends only on seed, epoch and stream number; the next stream depends on the number of
+prompts taken from each. So the counts are the complete state.
 """
 
 from collections.abc import Sequence
@@ -10,31 +10,28 @@ import numpy as np
 
 
 def next_stream(weights: np.ndarray, taken: np.ndarray) -> int:
-    """Return the stream that is furthest behind its share.
+    """Return the number of the stream that is furthest below its share.
 
-    `weights` f64 [S] sum to 1 and `taken` int64 [S] counts the prompts that each stream has given. Followed from
-    zeros, any run of n prompts holds `weights * n` of each stream but for a prompt or two.
+    `weights` f64 [S] sum to 1; `taken` int64 [S] counts the prompts taken from each stream. Starting at zeros, any n
+    consecutive draws hold `weights * n` prompts of each stream, within two prompts.
     """
     return int(np.argmax(weights * (taken.sum() + 1) - taken))
 
 
 def epoch_order(seed: int, epoch: int, stream: int, size: int) -> np.ndarray:
-    """Return a permutation of `size` numbers, int64 [size]."""
+    """Return the permutation of a stream's `size` prompts in an epoch, int64 [size]."""
     return np.random.Generator(np.random.PCG64([seed, epoch, stream])).permutation(size)
 
 
 class DrawOrder:
-    """The endless sequence of prompt numbers.
-
-    Each stream runs through its own epochs: a small stream with a large weight comes round more often.
-    """
+    """Endless sequence of prompt numbers; each stream has its own epochs."""
 
     def __init__(self, members: Sequence[np.ndarray], weights: Sequence[float], seed: int) -> None:
-        """`members`: the prompt numbers of each stream, int64; a stream without any must weigh 0."""
+        """`members`: the prompt numbers of each stream, int64; the weight of an empty stream must be 0."""
         self._members, self._seed = members, seed
         self._weights = np.asarray(weights, dtype=np.float64) / sum(weights)
-        self.taken = np.zeros(len(members), dtype=np.int64)  # prompts given by each stream
-        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # stream -> (epoch, permutation), the newest one used
+        self.taken = np.zeros(len(members), dtype=np.int64)  # prompts taken from each stream
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # stream -> (epoch, permutation), cached
 
     def take(self, n: int) -> list[int]:
         """Return the next `n` prompt numbers."""
@@ -51,5 +48,5 @@ class DrawOrder:
 
 
 def derived_seed(*numbers: int) -> int:
-    """Return a seed of 31 bits that depends on `numbers`, all at least 0, and their order."""
+    """Return a 31-bit seed derived from `numbers`, all at least 0, and their order."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint32)[0] & 0x7FFFFFFF)

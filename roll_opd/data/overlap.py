@@ -11,14 +11,14 @@ def overlap_warning(validation: PromptSet, learned: Sequence[PromptSet]) -> str 
     """Return a warning with the number of validation rows whose prompts are also trained on; None without overlap."""
     held_out = validation.prompt_hashes(np.arange(len(validation)))  # [V]
     numbers = [prompts.drawn() for prompts in learned]
-    asked = [prompts.prompt_hashes(drawn) for prompts, drawn in zip(learned, numbers, strict=True)]  # [L] each
-    shared = np.isin(held_out, np.concatenate(asked))
+    trained = [prompts.prompt_hashes(drawn) for prompts, drawn in zip(learned, numbers, strict=True)]  # [L] each
+    shared = np.isin(held_out, np.concatenate(trained))
     if not shared.any():
         return None
     first = int(shared.argmax())
     same = next(
         prompts.where(int(drawn[place[0]]))
-        for prompts, drawn, hashes in zip(learned, numbers, asked, strict=True)
+        for prompts, drawn, hashes in zip(learned, numbers, trained, strict=True)
         if len(place := np.flatnonzero(hashes == held_out[first]))
     )
     count, total = int(shared.sum()), len(validation)

@@ -1,4 +1,4 @@
-"""What is known of a data set before the pass over all its rows: the tags of the first ones, and how many there are."""
+"""Tags and row counts of a data set, read quickly before the pass over all rows."""
 
 import math
 from contextlib import suppress
@@ -8,13 +8,13 @@ from roll_opd.config.plan import DataPlan
 from roll_opd.data.files import open_file
 from roll_opd.data.rows import BadRow, DataError, tag_of
 
-ROWS_SCANNED = 50_000  # of all files together; enough for a mistake to show
+ROWS_SCANNED = 50_000  # over all files; enough to detect a wrong tag or column
 
 
 def first_tags(data: DataPlan) -> tuple[set[str], bool]:
-    """Return the tags of the files' first rows, and whether those are all rows.
+    """Return the tags of the first rows of each file, and whether all rows were read.
 
-    Unreadable rows and files are left out here; the pass over all rows before a run reports them.
+    Unreadable rows and files are skipped here; the pass over all rows before a run reports them.
     """
     tags: set[str] = set()
     complete = True
@@ -34,11 +34,11 @@ def first_tags(data: DataPlan) -> tuple[set[str], bool]:
 
 
 def count_rows(data: DataPlan) -> int:
-    """Return how many rows the files have, at most `limit`; bad ones count. `DataError` for a broken Parquet file."""
+    """Return the number of rows, bad ones included, at most `limit`. Raises `DataError` for a broken Parquet file."""
     total = sum(open_file(name).count() for name in data.files)
     return total if data.limit is None else min(total, data.limit)
 
 
 def whole_steps(epochs: float, found: int, rows: int) -> int:
-    """Return the steps of `rows` rows that `epochs` passes over `found` rows fill; the last incomplete one is not."""
+    """Return the number of complete steps of `rows` rows in `epochs` passes over `found` rows."""
     return math.floor(epochs * found) // rows

@@ -1,4 +1,4 @@
-"""Where a run takes its prompts from: an endless stream that can be resumed at any prompt."""
+"""Endless stream of prompts for a run, resumable at any prompt."""
 
 from typing import Any, Protocol
 
@@ -8,11 +8,11 @@ from roll_opd.data.dataset import Prompt, PromptSet
 from roll_opd.data.order import DrawOrder
 from roll_opd.data.rows import DataError
 
-_NEW_RUN = "Restore what it was, or start a new run."
+_NEW_RUN = "Restore it, or start a new run."
 
 
 class Source(Protocol):
-    """What a run takes its prompts from: rows of files, or tasks of environments."""
+    """Endless, resumable stream of prompts: rows of files, or tasks of environments."""
 
     @property
     def position(self) -> int: ...
@@ -32,10 +32,10 @@ class Source(Protocol):
 
 
 class PromptSource:
-    """Draws from the streams of `prompts` by their weights; each epoch of a stream is a fresh permutation.
+    """Stream of rows: draws from the streams of `prompts` by weight, with a new permutation in each epoch of a stream.
 
-    A batch that spans the end of an epoch may hold the same prompt twice; `position` before `take` numbers
-    the draws uniquely over the whole run, where a unique name for each is needed.
+    A batch that spans the end of an epoch may hold a prompt twice. `position` before `take` is the unique number of
+    the first draw.
     """
 
     def __init__(self, prompts: PromptSet, seed: int) -> None:
@@ -47,24 +47,24 @@ class PromptSource:
 
     @property
     def position(self) -> int:
-        """Prompts taken since the run began."""
+        """Prompts taken since the start of the run."""
         return int(self._order.taken.sum())
 
     @property
     def epochs(self) -> float:
-        """Passes over the prompts since the run began; of several streams, their mean by size."""
+        """Passes over the prompts since the start of the run; the mean by size over several streams."""
         return self.position / self._size
 
     def take(self, n: int) -> list[Prompt]:
-        """Return the next `n` prompts, as `peek` does, and count them as taken."""
+        """Return the next `n` prompts and advance the position."""
         prompts = self.peek(n)
         self.skip(n)
         return prompts
 
     def peek(self, n: int) -> list[Prompt]:
-        """Return the next `n` prompts, on into the next epoch where a stream's ends; read from the files now.
+        """Read the next `n` prompts, over the ends of epochs, without advancing the position.
 
-        Raises `DataError` where a file is gone or a row is no longer what it was when the run began.
+        Raises `DataError` if a file is missing or a row has changed since the start of the run.
         """
         before = self._order.taken.copy()
         numbers = self._order.take(n)
@@ -72,11 +72,11 @@ class PromptSource:
         return self._prompts.read(numbers)
 
     def skip(self, n: int) -> None:
-        """Count the next `n` prompts as taken."""
+        """Advance the position by `n` prompts."""
         self._order.take(n)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, in JSON types: prompts taken by stream, and what the order depends on."""
+        """Return the state for a checkpoint, in JSON types: seed, file digests, and prompts taken from each stream."""
         return {
             "seed": self._seed,
             "files": self._prompts.fingerprint(),
@@ -92,20 +92,17 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state` exactly; `DataError` where the prompts, their streams or the seed are not those it
-        was saved with.
-        """
+        """Restore the position from `state`; raises `DataError` if prompts, streams or seed differ from it."""
         own = self.state_dict()
         if state.keys() != own.keys():
             raise DataError(
-                "the position in the data was saved by another version of roll_opd, or by a run of which a"
-                f" `demonstrations` section was, or was not, a part. {_NEW_RUN}"
+                "the position in the data was saved by another version of roll_opd, or a `demonstrations` section was"
+                f" added or removed since. {_NEW_RUN}"
             )
         if difference := _files_differ(state["files"], own["files"]):
             raise DataError(
-                f"the prompts are not the ones this run was saved with ({difference}), so it cannot go on from where "
-                f"it stopped. A file, `limit`, `prompt_length`, a template, a hint or the tokenizer has changed."
-                f" {_NEW_RUN}"
+                f"the prompts are not the ones this run was saved with ({difference}), so it cannot be resumed. A file,"
+                f" `limit`, `prompt_length`, a template, a hint or the tokenizer has changed. {_NEW_RUN}"
             )
         if state["seed"] != self._seed:
             raise DataError(
@@ -129,11 +126,11 @@ class MixedSource(PromptSource):
         self.demonstrations = PromptSource(demonstrations, seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of both orders."""
+        """Return the state of both streams for a checkpoint."""
         return {**super().state_dict(), "demonstrations": self.demonstrations.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue both from `state` exactly; raises `DataError` as `PromptSource` does."""
+        """Restore both positions from `state`; raises `DataError` as `PromptSource` does."""
         super().load_state_dict(state)
         try:
             self.demonstrations.load_state_dict(state["demonstrations"])
@@ -142,7 +139,7 @@ class MixedSource(PromptSource):
 
 
 def _files_differ(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> str:
-    """Return what differs, in words; file names alone make no difference."""
+    """Return a description of the first difference, "" for equal files; names are not compared."""
     if len(saved) != len(own):
         return f"{len(saved)} files then, {len(own)} now"
     for then, now in zip(saved, own, strict=True):

@@ -1,4 +1,4 @@
-"""Prompt rows as a user brings them, ROLL's and the field's forms: what a row may hold, and what makes one unusable."""
+"""Parse prompt rows in ROLL's and other common forms into `Row`; unusable rows raise `BadRow` with a kind."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from typing import Any
 from roll_opd.base.frozen import FrozenDict, freeze
 from roll_opd.data.messages import THOUGHTS, MessageError, read_message, read_tools
 
-DEFAULT_TAG = "math_rule"  # of a row without a tag, as in ROLL
+DEFAULT_TAG = "math_rule"  # for rows without a tag, as in ROLL
 
 # kinds of bad rows
 NOT_JSON = "not JSON"
@@ -30,8 +30,8 @@ _SPEAKERS = {
 }
 
 MEDIA = ("images", "videos", "audios")  # columns of multimodal prompts
-# columns that a prompt is made of, besides its text
-OF_PROMPTS = (*MEDIA, "tools", "functions", "chat_template_kwargs")
+# columns of a prompt in addition to its text
+PROMPT_COLUMNS = (*MEDIA, "tools", "functions", "chat_template_kwargs")
 RESERVED_VARIABLES = frozenset(
     {"messages", "conversation", "chat_template", "tools", "documents", "add_generation_prompt", "tokenize"}
     | {"continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
@@ -39,15 +39,15 @@ RESERVED_VARIABLES = frozenset(
 )
 _MISSING = ("NaTType", "NAType")  # pandas' classes
 
-_OWN_NAMES: Mapping[str, str] = FrozenDict()
+_NO_RENAMES: Mapping[str, str] = FrozenDict()
 
 
 class DataError(ValueError):
-    """The data a user gave cannot be used; the message says where and what to do."""
+    """Unusable data; the message names the place and the remedy."""
 
 
 class BadRow(Exception):
-    """A row that cannot be used, of one of the kinds above; `detail` says what is wrong with it."""
+    """Unusable row of one of the kinds above; `detail` is the reason."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind, detail)
@@ -56,14 +56,14 @@ class BadRow(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """One usable row: a conversation in `messages`, or a text in `prompt` that the model gets as it is."""
+    """One usable row: a conversation in `messages`, or a plain text in `prompt`, tokenised without a template."""
 
     id: str
     tag: str
     messages: tuple[FrozenDict, ...] = ()  # {"role": str, "content": str, ...}
     prompt: str | None = None
     ground_truth: str | None = None
-    answers: tuple[FrozenDict, ...] = ()  # messages that may follow: one in schema sft; chosen and rejected in dpo
+    answers: tuple[FrozenDict, ...] = ()  # messages: one in schema sft; chosen and rejected in dpo
     extra: FrozenDict = field(default_factory=FrozenDict)  # every other key, such as test_cases
     tools: tuple[FrozenDict, ...] = ()  # for the chat template
     variables: FrozenDict = field(default_factory=FrozenDict)  # of the chat template: `chat_template_kwargs`
@@ -71,16 +71,16 @@ class Row:
 
 
 def parse_row(
-    value: Any, fallback_id: str, columns: Mapping[str, str] = _OWN_NAMES, *, has_answers: bool = False
+    value: Any, fallback_id: str, columns: Mapping[str, str] = _NO_RENAMES, *, has_answers: bool = False
 ) -> Row:
-    """Return the row in a decoded value; raises `BadRow`.
+    """Parse a decoded value into a row; raises `BadRow`.
 
-    `columns` maps messages, prompt, tag and id to their names in the value, where they differ.
-    `messages` is a list, or a JSON string of one, of `{"role", "content"}`; without it `prompt` is a text or such a
-    list, and without that `conversations` is one, as in ShareGPT. The assistant's last turn is left out, since it is an
-    answer, unless the row `has_answers` of its own. A missing tag becomes `DEFAULT_TAG`, a missing id `fallback_id`.
+    `columns` maps messages, prompt, tag and id to their column names in the value. The conversation is in `messages`, a
+    list of `{"role", "content"}` or its JSON string, else in `prompt`, a plain text or such a list, else in
+    `conversations`, as in ShareGPT. The assistant's last turn is removed as an answer, unless the row `has_answers`.
+    A missing tag becomes `DEFAULT_TAG`, a missing id `fallback_id`.
     """
-    value = own_names(value, columns)
+    value = rename_columns(value, columns)
     messages, prompt = _parse_prompt(value, columns)
     if messages and not has_answers:
         messages = _question(messages)
@@ -88,7 +88,7 @@ def parse_row(
     if media:
         raise BadRow(NOT_TEXT, f"{media} is not empty; only text models are supported, remove the row or the column")
     tools, unread = _tools(value)
-    beside = _is_written(value.get("system")) and not (messages and messages[0]["role"] == "system")
+    ignores_system = _is_written(value.get("system")) and not (messages and messages[0]["role"] == "system")
     return Row(
         id=_text(value, "id") or fallback_id,
         tag=tag_of(value.get("tag")),
@@ -97,18 +97,18 @@ def parse_row(
         ground_truth=_text(value, "ground_truth"),
         tools=tools,
         variables=_variables(value.get("chat_template_kwargs")),
-        unread=(*unread, *(["system"] if beside else [])),
+        unread=(*unread, *(["system"] if ignores_system else [])),
         extra=FrozenDict({key: item for key, item in value.items() if key not in _KNOWN_KEYS}),
     )
 
 
 def parse_task(value: Any, fallback_id: str, columns: Mapping[str, str]) -> Row:
-    """Return a row that a workflow reads: `extra` is all of it as it was written; raises `BadRow`.
+    """Parse a decoded value into a row for a workflow, with all columns unchanged in `extra`; raises `BadRow`.
 
-    `columns` maps tag, id and ground_truth to their names in the value. The prompt is the row as text: it says whether
-    the row has changed, and no model reads it.
+    `columns` maps tag, id and ground_truth to their column names in the value. The prompt is the row as JSON text,
+    which is hashed to detect changes and read by no model.
     """
-    raw, own = own_names(value, _OWN_NAMES), own_names(value, columns)
+    raw, own = rename_columns(value, _NO_RENAMES), rename_columns(value, columns)
     truth = own.get("ground_truth")
     return Row(
         id=_text(own, "id") or fallback_id,
@@ -119,7 +119,7 @@ def parse_task(value: Any, fallback_id: str, columns: Mapping[str, str]) -> Row:
     )
 
 
-def own_names(value: Any, columns: Mapping[str, str]) -> dict[str, Any]:
+def rename_columns(value: Any, columns: Mapping[str, str]) -> dict[str, Any]:
     """Return the values that are neither None nor NaN, renamed by `columns`; raises `BadRow` for other types."""
     if isinstance(value, BadRow):
         raise value
@@ -159,7 +159,7 @@ def tag_of(value: Any) -> str:
 
 
 def without_prompt(names: Sequence[str], columns: Mapping[str, str]) -> BadRow:
-    """Return what to raise for a row with no column of `names`: it says what those are called in the file."""
+    """Return the `BadRow` for a row without any of the columns `names`, with their names in the file."""
     looked_for = filter(None, (columns.get(name, name) for name in names))
     return BadRow(NO_PROMPT, f"looked for {', '.join(looked_for)}; name its column in data_args")
 
@@ -183,8 +183,8 @@ def _parse_prompt(value: dict[str, Any], columns: Mapping[str, str]) -> tuple[tu
 
 def first_present(value: Mapping[str, Any], names: Sequence[str]) -> str | None:
     """Return the first of `names` with a value, else the first that exists, else None."""
-    there = [name for name in names if name in value]
-    return next((name for name in there if not is_missing(value[name])), there[0] if there else None)
+    present = [name for name in names if name in value]
+    return next((name for name in present if not is_missing(value[name])), present[0] if present else None)
 
 
 def _tools(value: Mapping[str, Any]) -> tuple[tuple[FrozenDict, ...], tuple[str, ...]]:
@@ -232,13 +232,13 @@ def _is_written(value: Any) -> bool:
 
 
 def _question(messages: tuple[FrozenDict, ...]) -> tuple[FrozenDict, ...]:
-    """Return a conversation up to the turn that is to be answered."""
-    asked = list(messages)
-    while asked and asked[-1]["role"] == "assistant":
-        asked.pop()
-    if not any(message["content"].strip() for message in asked):
-        raise BadRow(EMPTY, "nothing before the assistant's turn")
-    return tuple(asked)
+    """Return a conversation without its last assistant turns; raises `BadRow` if nothing is left."""
+    question = list(messages)
+    while question and question[-1]["role"] == "assistant":
+        question.pop()
+    if not any(message["content"].strip() for message in question):
+        raise BadRow(EMPTY, "no text before the assistant's turn")
+    return tuple(question)
 
 
 def parse_messages(messages: Any) -> tuple[FrozenDict, ...]:
@@ -281,7 +281,7 @@ def _parse_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def parse_shared_gpt(value: dict[str, Any]) -> tuple[FrozenDict, ...]:
-    """Return ShareGPT's `conversations`, after a text `system` where they do not begin with one; raises `BadRow`."""
+    """Return ShareGPT's `conversations`, with column `system` as first message if they have none; raises `BadRow`."""
     messages, system = parse_messages(value["conversations"]), value.get("system")
     if not isinstance(system, str) or not system.strip() or messages[0]["role"] == "system":
         return messages
@@ -297,13 +297,13 @@ def _with_role(message: Any) -> dict[str, Any]:
     speaker = message["from"]
     known = speaker.strip().casefold() if isinstance(speaker, str) else None
     if known not in _SPEAKERS:
-        raise BadRow(WRONG_TYPE, f"no speaker {speaker!r} is known; known are {', '.join(_SPEAKERS)}")
+        raise BadRow(WRONG_TYPE, f"unknown speaker {speaker!r}; known are {', '.join(_SPEAKERS)}")
     rest = {key: item for key, item in message.items() if key not in ("from", "value", "role", "content")}
     return {"role": _SPEAKERS[known], "content": message.get("value"), **rest}
 
 
 def encodable(text: str, name: str) -> str:
-    """Return `text`; raises `BadRow` where no tokenizer takes it."""
+    """Return `text`; raises `BadRow` if it cannot be encoded as UTF-8, as every tokenizer requires."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

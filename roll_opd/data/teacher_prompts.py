@@ -1,6 +1,6 @@
-"""What teachers read in the place of the student's prompt: a system message, a hint made of the row, another template.
+"""Prompts of teachers with their own context: another system message, a hint filled from the row, another template.
 
-The response that follows it is the student's, token by token; nothing here touches that.
+The student's response tokens follow such a prompt unchanged.
 """
 
 import json
@@ -19,26 +19,26 @@ from roll_opd.data.templates import PromptText, load_tokenizer, render_prompt, t
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NO_CONTEXT = "lacks what a teacher is to read"  # a kind of bad rows
+NO_CONTEXT = "no value for a teacher's hint"  # a kind of bad rows
 PROMPT = "prompt"  # in a hint: the text of the user's last message
 _PART = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")  # other braces, as in \boxed{}, are text
 
 
 class TeacherPrompts:
-    """Makes the prompts of teachers with a context of their own."""
+    """Renders and tokenises the prompts of teachers with their own context."""
 
     def __init__(self, contexts: Sequence[ContextPlan], tokenizer: "PreTrainedTokenizerBase") -> None:
-        """`tokenizer` is the student's; DataError where a teacher's own does not load."""
+        """`tokenizer` is the student's. Raises `DataError` if a teacher's tokenizer cannot be loaded."""
         self._contexts = {
             context.name: (context, load_tokenizer(context.tokenizer) if context.tokenizer else tokenizer)
             for context in contexts
         }
 
     def texts(self, row: Row, template: str) -> dict[str, PromptText]:
-        """Return what each teacher reads before the answer to `row`, by name, of those that its tag goes to.
+        """Return the prompt text of each teacher that accepts the tag of `row`, by name.
 
-        `template` is the row's own, where a teacher has none. BadRow where the row lacks what a context is made of,
-        DataError where a template refuses it.
+        `template` is used by teachers without their own. Raises `BadRow` if the row lacks a value of a hint,
+        `DataError` if a template refuses the row.
         """
         found = {}
         for name, (context, tokenizer) in self._contexts.items():
@@ -57,7 +57,7 @@ class TeacherPrompts:
         return encoded
 
     def too_long(self, prompts: Mapping[str, np.ndarray]) -> str | None:
-        """Say which prompt is longer than its teacher's limit; None where none is."""
+        """Return a message about the first prompt above its teacher's limit; None if all fit."""
         for name, tokens in prompts.items():
             context = self._contexts[name][0]
             if len(tokens) > context.prompt_length:
@@ -66,7 +66,7 @@ class TeacherPrompts:
 
 
 def read_row(context: ContextPlan, row: Row) -> Row:
-    """Return `row` as a teacher with `context` reads it. BadRow where that cannot be made of it."""
+    """Return `row` with a teacher's hint and system message. Raises `BadRow` if the row has no place for them."""
     hint, system = context.hint, context.system_prompt
     if row.prompt is not None:
         if system is not None:
@@ -74,16 +74,16 @@ def read_row(context: ContextPlan, row: Row) -> Row:
         if hint is None:
             return row
         if PROMPT not in names_in(hint):
-            raise BadRow(NO_CONTEXT, f"{context.key}: say with {{prompt}} where a plain prompt stands in the hint")
+            raise BadRow(NO_CONTEXT, f"{context.key}: mark the place of a plain prompt in the hint with {{prompt}}")
         return replace(row, prompt=_filled(hint, row, row.prompt, context.key))
     messages = list(row.messages)
     if hint is not None:
         places = [place for place, message in enumerate(messages) if message["role"] == "user"]
         if not places:
-            raise BadRow(NO_CONTEXT, f"{context.key}: no message of a user for the hint")
-        asked = messages[places[-1]]["content"]
-        text = _filled(hint, row, asked, context.key)
-        whole = text if PROMPT in names_in(hint) else f"{asked}\n\n{text}"
+            raise BadRow(NO_CONTEXT, f"{context.key}: no user message for the hint")
+        question = messages[places[-1]]["content"]
+        text = _filled(hint, row, question, context.key)
+        whole = text if PROMPT in names_in(hint) else f"{question}\n\n{text}"
         messages[places[-1]] = FrozenDict({**messages[places[-1]], "content": whole})
     if system is not None:
         rest = messages[1:] if messages[0]["role"] == "system" else messages
@@ -92,7 +92,7 @@ def read_row(context: ContextPlan, row: Row) -> Row:
 
 
 def names_in(text: str) -> set[str]:
-    """Return the names in braces that a text is to be filled with."""
+    """Return the placeholder names in braces of a text."""
     return {name for name in _PART.findall(text) if name}
 
 
@@ -105,7 +105,7 @@ def _filled(text: str, row: Row, prompt: str, key: str) -> str:
             return match.group()[0]
         value = own[name] if name in own else row.extra.get(name)
         if is_missing(value):
-            raise BadRow(NO_CONTEXT, f"{key}: no {name!r} in the row; braces that are text are written {{{{ }}}}")
+            raise BadRow(NO_CONTEXT, f"{key}: no {name!r} in the row; write {{{{ }}}} for literal braces")
         return value if isinstance(value, str) else json.dumps(thaw(value), ensure_ascii=False)
 
     return _PART.sub(part, text)

@@ -18,8 +18,8 @@ Messages = list[dict[str, Any]]
 Write = Callable[[Messages, list[dict[str, Any]]], str]
 
 THOUGHTS_END = "</think>"
-ENOUGH = 0.5  # share of a text's letters in words that are found: the text counts as rendered, in another form
-MOST_SHAPES = 4096  # cached
+MIN_FOUND = 0.5  # share of a text's letters, by words found, from which it counts as rendered in another form
+MAX_SHAPES = 4096  # cached
 TEXT_WITH_CALLS = "text next to a tool call"
 _SWITCHES = re.compile(r"(\s*/\w+)+\s*")
 # forms of a turn with calls: empty content as "" or None, arguments as an object or as JSON
@@ -32,7 +32,7 @@ class TemplateOmission(Exception):
 
 @dataclass(frozen=True)
 class _Shape:
-    """A template's behaviour for one conversation shape: the form of its tool calls, and the parts it drops."""
+    """Template behaviour for one conversation shape: the form of its tool calls, and the parts it drops."""
 
     form: tuple[bool, bool] = _FORMS[0]
     lost: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ def render_complete(write: Write, source: str, variant: str, messages: Messages,
     shape = _shape(write, (source, variant), messages, tools)
     text = write(_in_form(messages, shape.form), tools)
     lost = [*shape.lost]
-    found = _Found(text)
+    found = _RenderedText(text)
     for message in messages:
         if not message.get("tool_calls") and not found.has(visible(message)):
             lost.append(f"the message of role {message['role']!r}")
@@ -82,10 +82,10 @@ def omission(tokenizer: Any, messages: Messages) -> str | None:
 def omission_of_shape(
     write: Write, source: str, variant: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Return the message of `TemplateOmission` for a conversation of a running program; None for a complete rendering.
+    """Return the message of `TemplateOmission` for a client's conversation; None for a complete rendering.
 
-    Each conversation shape is probed once; texts are not searched. None also for contents that are no text, and where
-    the template raises.
+    Each conversation shape is probed once; texts are not searched. None also for contents other than text, and if the
+    template raises.
     """
     contents = [message.get("content") for message in messages]
     if not all(isinstance(content, str | None) for content in contents):
@@ -100,7 +100,7 @@ def omission_of_shape(
 
 def check_answer(answer: Mapping[str, Any], text: str) -> None:
     """Raise `TemplateOmission` if the rendered `text` of an answer lacks its text, its thoughts or a tool call."""
-    found = _Found(text)
+    found = _RenderedText(text)
     for call in answer.get("tool_calls") or ():
         name = tool_name(call) or ""
         if not found.has(name):
@@ -109,24 +109,24 @@ def check_answer(answer: Mapping[str, Any], text: str) -> None:
     if not found.exactly(answer["content"]):
         if not found.has(rest):
             raise TemplateOmission("leaves out the text of the answer; use another template")
-        if not _Found(text, without=rest).has(thoughts):
+        if not _RenderedText(text, without=rest).has(thoughts):
             raise _no_thoughts()
-    beside = next((answer[name] for name in THOUGHTS if isinstance(answer.get(name), str)), "")
-    if not found.has(beside):
+    separate = next((answer[name] for name in THOUGHTS if isinstance(answer.get(name), str)), "")
+    if not found.has(separate):
         raise _no_thoughts("write them in `content` for `chatml`")
 
 
 def drops_text_with_calls(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
     """Whether `text` lacks the content of a turn with tool calls: some templates render only the calls."""
-    beside = [visible(message) for message in messages if message.get("tool_calls")]
-    if not any(map(str.strip, beside)):
+    contents = [visible(message) for message in messages if message.get("tool_calls")]
+    if not any(map(str.strip, contents)):
         return False
-    found = _Found(text)
-    return not all(map(found.has, beside))
+    found = _RenderedText(text)
+    return not all(map(found.has, contents))
 
 
 def visible(message: Mapping[str, Any]) -> str:
-    """Return the text of a message that its prompt has to contain.
+    """Return the text of a message that must be in the prompt.
 
     Templates may drop thoughts of earlier turns, and switches such as `/no_think`.
     """
@@ -137,7 +137,7 @@ def visible(message: Mapping[str, Any]) -> str:
 
 def _no_thoughts(how: str = "such as `chatml`") -> TemplateOmission:
     return TemplateOmission(
-        "leaves out the thoughts of the answer, which would be learned without them; use a template that keeps them"
+        "leaves out the thoughts of the answer, so that training would not see them; use a template that keeps them"
         f" ({how}), or remove them from the row"
     )
 
@@ -147,8 +147,8 @@ def _apart(content: str) -> tuple[str, str]:
     return thoughts.replace("<think>", ""), rest if end else content
 
 
-class _Found:
-    """A rendered text, searched without regard to case and white space."""
+class _RenderedText:
+    """Rendered text, searched without regard to case and white space."""
 
     def __init__(self, text: str, without: str = "") -> None:
         before, _, behind = _squeezed(text).rpartition(_squeezed(without) or "\0")
@@ -164,8 +164,8 @@ class _Found:
         if any(self.exactly(json.dumps(part, ensure_ascii=ascii_)[1:-1]) for ascii_ in (False, True)):
             return True
         words = re.findall(r"\w+", part.casefold())
-        there = sum(len(word) for word in words if word in self._text)
-        return there >= ENOUGH * sum(map(len, words))
+        matched = sum(len(word) for word in words if word in self._text)
+        return matched >= MIN_FOUND * sum(map(len, words))
 
 
 def _squeezed(text: str) -> str:
@@ -176,14 +176,14 @@ def _shape(write: Write, key: tuple[str, str], messages: Messages, tools: list[d
     seen = tuple((m["role"], bool(m["content"].strip()), len(m.get("tool_calls") or ()), *sorted(m)) for m in messages)
     whole = (*key, seen, tuple(tuple(sorted(tool)) for tool in tools))
     if whole not in _SHAPES:
-        if len(_SHAPES) >= MOST_SHAPES:
+        if len(_SHAPES) >= MAX_SHAPES:
             _SHAPES.clear()
         _SHAPES[whole] = _probed(write, messages, tools)
     return _SHAPES[whole]
 
 
 def _probed(write: Write, messages: Messages, tools: list[dict[str, Any]]) -> _Shape:
-    """Return the form of tool calls with the fewest dropped parts, the first of equals."""
+    """Render a marked conversation in each form of tool calls; return the first form with the fewest dropped parts."""
     marked, marked_tools, marks = _marked(messages, tools)
     has_calls = any(message.get("tool_calls") for message in messages)
     tried = []

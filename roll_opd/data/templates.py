@@ -1,7 +1,6 @@
-"""From a row to prompt tokens: the tokenizer's own chat template, or one named the way ROLL names them.
+"""Render rows with a chat template and tokenise them: the tokenizer's template, or one of ROLL's names.
 
-A conversation goes through the template; a row that brings a plain `prompt` has written its own text, and
-that text is tokenised as it is, whatever the template.
+A conversation is rendered by the template; a plain `prompt` is tokenised unchanged.
 """
 
 import json
@@ -20,7 +19,7 @@ from roll_opd.data.template_check import TemplateOmission, check_answer, render_
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# what `AutoTokenizer` would load from tokenizer.json itself, after importing torch, which takes seconds
+# classes that load from tokenizer.json without `AutoTokenizer`, which imports torch and takes seconds
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 CHATML = (
     "{% for message in messages %}"
@@ -41,9 +40,9 @@ BASE = (
 
 @dataclass(frozen=True)
 class PromptText:
-    """A text to tokenise. If it `begins` a sequence, it gets the beginning-of-sequence token, see `special_tokens`.
+    """Text to tokenise; if it `begins` a sequence, with the beginning-of-sequence token, see `special_tokens`.
 
-    `DataError` for a text that no tokenizer takes: parts of a row that only a template reads are not checked before.
+    Raises `DataError` for text that is not valid UTF-8: row parts that only a template reads are not checked earlier.
     """
 
     text: str
@@ -57,19 +56,19 @@ class PromptText:
 
 
 class UnusableTemplate(DataError):
-    """The chat template is unusable for every row."""
+    """A chat template that cannot render any row."""
 
 
 class NoChatTemplate(UnusableTemplate):
-    """The tokenizer has no chat template and the rows need one."""
+    """A tokenizer without the chat template that the rows need."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """How a conversation becomes a text.
+    """Renders a conversation as text.
 
-    `prompt` ends where the answer begins; `whole` takes the answer, a message, too, and where it is None an answer
-    follows the prompt as it is, up to the end-of-sequence token.
+    `prompt` renders up to the answer; `whole` renders an answer message too. If `whole` is None, an answer follows the
+    prompt unchanged, up to the end-of-sequence token.
     """
 
     prompt: Callable[["PreTrainedTokenizerBase", Row], str]
@@ -78,9 +77,9 @@ class Template:
 
 
 def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of a Hugging Face model directory; its chat template gets the run's date.
+    """Load the tokenizer of a Hugging Face model directory; its chat template gets the run's date.
 
-    Raises `DataError` if none can be loaded.
+    Raises `DataError` on failure.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -102,10 +101,10 @@ def _tokenizer_class(path: str) -> str | None:
 
 
 def render_prompt(tokenizer: "PreTrainedTokenizerBase", row: Row, template: str = "native") -> PromptText:
-    """Return the text of `row`, ending where the student's answer begins.
+    """Return the prompt text of `row`, up to the start of the answer.
 
-    `template` is one of `TEMPLATES`. Raises `DataError` for a name that is not and where the template refuses the
-    conversation, `NoChatTemplate` where one is needed.
+    `template` is one of `TEMPLATES`. Raises `DataError` for another name and if the template refuses the conversation,
+    `NoChatTemplate` if the tokenizer lacks the template.
     """
     if template not in TEMPLATES:
         raise DataError(f"unknown template {template!r}; known are {', '.join(sorted(TEMPLATES))}")
@@ -118,10 +117,10 @@ def render_prompt(tokenizer: "PreTrainedTokenizerBase", row: Row, template: str 
 def render_answer(
     tokenizer: "PreTrainedTokenizerBase", row: Row, answer: Mapping[str, Any], prompt: PromptText, template: str
 ) -> PromptText:
-    """Return the text of `answer`, from where `prompt` (of `render_prompt`) ends to where the student must stop.
+    """Return the text of `answer` after `prompt` (of `render_prompt`), up to the end-of-sequence token.
 
-    It is tokenised by itself, as the student's own answers are, so that the prompt's tokens are a prefix of the whole.
-    Raises `DataError` where the prompt is no prefix of the conversation that the template writes.
+    It is tokenised separately, as sampled responses are, so that the prompt's tokens are a prefix of the conversation.
+    Raises `DataError` if the prompt is no prefix of the rendered conversation.
     """
     end = tokenizer.eos_token or ""
     whole = TEMPLATES[template].whole
@@ -131,18 +130,18 @@ def render_answer(
     text = _complete(template, row, whole, tokenizer, row, answer)
     if not text.startswith(prompt.text):
         raise DataError(
-            f"row {row.id}: the template writes an answered conversation so that its prompt is no prefix of it, and the"
-            " student would be asked in another way than it has learned; use another template"
+            f"row {row.id}: the template renders the prompt differently with its answer than without, so training and"
+            " sampling would use different prompts; use another template"
         )
     text = text[len(prompt.text) :]
-    # what a template writes behind the end of a turn is never sampled
+    # text after the end-of-sequence token is never sampled
     text = text[: text.rindex(end) + len(end)] if end and end in text else text.removesuffix("\n")
     _complete(template, row, check_answer, answer, text)
     return PromptText(text, begins=False)
 
 
 def _complete(template: str, row: Row, write: Callable[..., Any], *values: Any) -> Any:
-    """Call `write` with `values`; raises `DataError` if the template drops a part of the row."""
+    """Return `write(*values)`; raises `DataError` if the template drops a part of the row."""
     try:
         return write(*values)
     except TemplateOmission as left:
@@ -150,12 +149,12 @@ def _complete(template: str, row: Row, write: Callable[..., Any], *values: Any) 
 
 
 def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[PromptText]) -> list[list[int]]:
-    """Return the token ids of each text, in order; many at once are tokenised in parallel."""
+    """Return the token ids of each text, in order; several texts are tokenised in parallel."""
     return token_ids(tokenizer, [text.text for text in texts], [text.begins for text in texts])
 
 
 def _chat(chat_template: str | None = None, **variables: Any) -> Template:
-    """Make a template that renders by `chat_template`, or by the tokenizer's own where that is None."""
+    """Return a template that renders with `chat_template`, by default the tokenizer's."""
 
     def render(tokenizer: "PreTrainedTokenizerBase", row: Row, *answer: Mapping[str, Any]) -> str:
         import jinja2
@@ -189,11 +188,11 @@ def _chat(chat_template: str | None = None, **variables: Any) -> Template:
 
 
 def _around(before: str, after: str) -> Template:
-    """Make a template that puts a fixed text around the one message of a user: for models that never saw a chat."""
+    """Return a template that puts fixed text around one user message, for models without chat training."""
 
     def render(tokenizer: "PreTrainedTokenizerBase", row: Row) -> str:
         if [message["role"] for message in row.messages] != ["user"]:
-            raise DataError(f"row {row.id}: this template takes one message of role user and no other")
+            raise DataError(f"row {row.id}: this template accepts only one message, of role user")
         if row.tools:
             raise TemplateOmission(f"leaves out the tool {tool_name(row.tools[0])!r}; use a template that writes tools")
         return f"{before}{row.messages[0]['content']}{after}"

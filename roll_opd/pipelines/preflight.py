@@ -17,7 +17,7 @@ from roll_opd.base.optional_torch_packages import broken_companions, hide
 from roll_opd.base.terminal import echo, warn
 from roll_opd.cluster.forkserver import forkserver_start
 from roll_opd.config.plan import DataPlan, FollowingPlan, LoraPlan, RunPlan, TrainPlan
-from roll_opd.data.check_tags import check_coverage, unmet
+from roll_opd.data.check_tags import check_coverage, unused_warnings
 from roll_opd.data.dataset import Prompt, PromptSet, open_prompts
 from roll_opd.data.environment_tasks import EnvironmentSource, held_out_tasks, rules_of
 from roll_opd.data.overlap import overlap_warning
@@ -254,7 +254,7 @@ def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[Sourc
             needing_truth,
             scored_by_workflow=plan.workflow is not None,
         )
-    for warning in unmet(_tagged(plan), {tag: None for every in prompts.values() for tag in every.by_tag()}):
+    for warning in unused_warnings(_tagged(plan), {tag: None for every in prompts.values() for tag in every.by_tag()}):
         warn(warning)
     if validation:
         learned = [training, *([prompts["demonstrations"]] if plan.demonstrations else [])]

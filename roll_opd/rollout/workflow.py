@@ -79,7 +79,7 @@ def experience_of(prompt: Prompt, draw: int, run: int, completion: Completion) -
         finish_reason=completion.finish_reason,
         weights_version=completion.weights_version,
         routes=completion.routes,
-        teacher_prompts=prompt.of_teachers,
+        teacher_prompts=prompt.teacher_prompts,
         ground_truth=prompt.ground_truth,
         extra=prompt.extra,
     )

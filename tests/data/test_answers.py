@@ -109,7 +109,7 @@ def test_a_plain_prompt_is_followed_by_its_answer_and_the_end(tmp_path: Path) ->
     assert tokenizer.decode(np.concatenate([prompt.tokens, *prompt.answers])) == "1+1=2<|end|>"
 
 
-def test_what_a_template_writes_behind_the_end_is_not_learned(tmp_path: Path) -> None:
+def test_template_text_after_the_end_token_is_not_learned(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(STUDENT)
     rows = write(tmp_path / "rows.jsonl", SFT_ROWS[:1])
     (prompt,) = open_prompts(plan("sft", rows, template="chatml"), tokenizer)[0].all()
@@ -121,7 +121,7 @@ def test_a_template_whose_prompt_is_no_prefix_is_refused(tmp_path: Path) -> None
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
     )
-    with pytest.raises(DataError, match="no prefix"):
+    with pytest.raises(DataError, match="renders the prompt differently with its answer"):
         open_prompts(plan("sft", write(tmp_path / "rows.jsonl", SFT_ROWS[:1])), tokenizer)
 
 
@@ -160,7 +160,7 @@ CALLED = [
 
 
 @pytest.mark.parametrize("schema", ["sft", "dpo"])
-def test_an_answer_may_go_on_from_its_prompt(schema: str) -> None:
+def test_an_answer_may_continue_its_prompt(schema: str) -> None:
     """As TRL's completions do; messages that repeat the prompt, or its end, are not taken twice."""
     system = {"role": "system", "content": "You add."}
 
@@ -183,12 +183,12 @@ def test_an_answer_may_go_on_from_its_prompt(schema: str) -> None:
             roles(prompt, *before)
 
 
-def test_what_was_looked_for_is_named() -> None:
+def test_the_error_for_a_missing_answer_names_the_columns_looked_for() -> None:
     with pytest.raises(BadRow, match=r"looked for messages, q, prompt, conversations;"):
         parse_answered({"instruction": "1+1=", "output": "2"}, "0", plan("sft", columns={"instruction": "q"}))
 
 
-def test_what_is_left_out_beside_an_instruction_is_told(tmp_path: Path) -> None:
+def test_ignored_columns_of_an_instruction_row_are_warned_of(tmp_path: Path) -> None:
     """Once for each column, with the rows of all files; empty ones and those of messages are not meant."""
     tokenizer = load_tokenizer(STUDENT)
     rows = [
@@ -238,7 +238,7 @@ def test_the_longest_answer_counts_and_parquet_is_read(tmp_path: Path) -> None:
         )
 
 
-def test_a_run_does_not_go_on_with_other_answers(tmp_path: Path) -> None:
+def test_a_run_with_changed_answers_is_not_resumed(tmp_path: Path) -> None:
     path, tokenizer = tmp_path / "rows.jsonl", load_tokenizer(STUDENT)
     write(path, [{"prompt": "1+1=", "response": "2"}])
     state = PromptSource(open_prompts(plan("sft", path), tokenizer)[0], 0).state_dict()

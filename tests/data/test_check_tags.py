@@ -18,7 +18,7 @@ from roll_opd.config.plan import (
     RewardTerm,
     TeacherPlan,
 )
-from roll_opd.data.check_tags import TagRows, check_coverage, unmet
+from roll_opd.data.check_tags import TagRows, check_coverage, unused_warnings
 from roll_opd.data.dataset import open_prompts
 from roll_opd.data.rows import DataError
 
@@ -59,14 +59,14 @@ def test_a_domain_that_a_row_names_must_be_that_of_its_tag(tmp_path: Path, token
         with pytest.raises(DataError) as refused:
             check_coverage("pure", (TEACHER,), (MATH, CODE), tags, {}, NEEDING)
         assert str(refused.value).startswith(
-            f"rows of the training data with tag 'code' name the domain 'math' themselves ({name}:{line}), but "
+            f"rows of the training data with tag 'code' name the domain 'math' ({name}:{line}), but "
             "rewards.code has the tag: move it to rewards.math.tag_included"
         )
 
 
-def test_what_no_row_comes_to_is_said() -> None:
+def test_roles_without_a_row_in_the_data_are_warned_of() -> None:
     named = {"teacher all": None, "teacher sums": ("sums", "odd"), "rewards.code": ("code", "sql"), "rewards.x": ("x",)}
-    assert unmet(named, ("sums", "math")) == [
+    assert unused_warnings(named, ("sums", "math")) == [
         "rewards.code is never used: no row of the data has one of the tags 'code', 'sql' (tags of the data: 'sums',"
         " 'math')",
         "rewards.x is never used: no row of the data has the tag 'x' (tags of the data: 'sums', 'math')",
@@ -84,7 +84,7 @@ def test_covered_prompts_pass(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["pure", "mixed", "rl"])
-def test_what_nobody_scores_is_refused(mode: str) -> None:
+def test_tags_without_teacher_or_reward_are_refused(mode: str) -> None:
     teachers = () if mode == "rl" else (TEACHER,)
     with pytest.raises(DataError) as refused:
         training, validation = {"poem": ANSWERED, "math": LACKING}, {"song": ANSWERED, "math": LACKING}
@@ -98,4 +98,4 @@ def test_what_nobody_scores_is_refused(mode: str) -> None:
         expected = ["no teacher has tag 'poem' of the training data in its tag_included", *expected]
     assert len(found) == len(expected)
     assert all(line.startswith(start) for line, start in zip(found, expected, strict=True))
-    assert "math_rule needs: a:1, a:2, a:3, ...; write it there, remove the rows, or name in response_key" in found[-1]
+    assert "math_rule needs: a:1, a:2, a:3, ...; add it, remove the rows, or, for rows of a workflow, name" in found[-1]

@@ -74,13 +74,13 @@ def test_a_plain_prompt_is_given_as_it_is(tokenizer: PreTrainedTokenizerBase) ->
     assert tokenizer.decode(tokens) == "2+2="
 
 
-def test_what_a_template_cannot_do_is_said(tokenizer_dir: Path, tmp_path: Path) -> None:
+def test_a_row_that_its_template_cannot_render_is_an_error(tokenizer_dir: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tokenizer_dir))
     with pytest.raises(DataError, match=r"qwen9.*known are base"):
         encode(tokenizer, conversation(("user", "x")), "qwen9")
     with pytest.raises(DataError, match=r"row a: .*unknown role judge"):
         encode(tokenizer, conversation(("judge", "x")))
-    with pytest.raises(DataError, match="row a: this template takes one message of role user"):
+    with pytest.raises(DataError, match="row a: this template accepts only one message, of role user"):
         encode(tokenizer, conversation(("system", "x"), ("user", "x")), "empty")
     tokenizer.chat_template = None
     with pytest.raises(DataError, match="no chat template"):
@@ -156,14 +156,14 @@ def test_prompts_are_read_in_any_order(tmp_path: Path, tokenizer: PreTrainedToke
         assert all(np.array_equal(p.tokens, everything[number].tokens) for p, number in zip(got, numbers, strict=True))
 
 
-def test_a_file_that_changes_under_a_run_is_noticed(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_row_changed_during_a_run_is_an_error(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = write(tmp_path / "a.jsonl", *[{"id": str(n), "prompt": "2+2"} for n in range(3)])
     prompts, _ = open_prompts(DataPlan(files=(str(file),), prompt_length=64), tokenizer)
     whole = file.read_text()
     answered = whole.replace("2+2", '2+2", "ground_truth": "4')
     for changed in (answered, whole.replace("2+2", "3+3"), whole[5:], "", whole.replace('"id": "2"', '"id": "7"')):
         file.write_text(changed)
-        with pytest.raises(DataError, match=r"a\.jsonl:\d is no longer the row"):
+        with pytest.raises(DataError, match=r"a\.jsonl:\d has changed since the start of the run"):
             prompts.all()
     file.write_text(whole)
     os.utime(file, (0, 0))  # a new time alone is no change
@@ -215,7 +215,7 @@ def test_a_file_of_60_mb_takes_little_memory(tmp_path: Path, tokenizer: PreTrain
     assert pa.total_allocated_bytes() - arrow_before < 5e6
 
 
-def test_files_are_told_apart_by_as_little_as_possible() -> None:
+def test_short_names_of_files_are_the_shortest_unique_suffixes() -> None:
     assert short_names(["/data/a/train.jsonl", "/data/val.jsonl"]) == ["train.jsonl", "val.jsonl"]
     assert short_names(["/data/a/x.jsonl", "/data/b/x.jsonl"]) == ["a/x.jsonl", "b/x.jsonl"]
     assert short_names(["/data/x.jsonl", "/data/x.jsonl"]) == ["/data/x.jsonl", "/data/x.jsonl"]

@@ -27,7 +27,7 @@ def test_another_seed_gives_other_games() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[7, 1, 12], [20], [1] * 20])
-def test_what_was_looked_at_is_what_comes_and_a_resumed_source_goes_on(sizes: list[int]) -> None:
+def test_peek_returns_the_tasks_of_take_and_a_resumed_source_continues(sizes: list[int]) -> None:
     whole, source, taken = EnvironmentSource(SHARES, 3).take(20), EnvironmentSource(SHARES, 3), []
     for size in sizes:
         assert source.position == len(taken) and source.epochs == len(taken) / 4
@@ -62,11 +62,11 @@ def rules(group: int = 4, **settings: Any) -> dict[str, Any]:
 )
 def test_a_run_of_changed_games_is_not_resumed(now: dict[str, Any], key: str) -> None:
     state = EnvironmentSource(SHARES, 7, rules()).state_dict()
-    with pytest.raises(DataError, match=f"saved with another {key}, so it would go on with other games; restore it"):
+    with pytest.raises(DataError, match=f"saved with another {key}, so it would continue with other games; restore it"):
         EnvironmentSource(SHARES, 7, now).load_state_dict(state)
 
 
-def test_what_changes_no_game_does_not_matter_and_nor_does_a_state_that_says_no_rules() -> None:
+def test_changed_machine_keys_and_states_without_rules_are_accepted() -> None:
     source = EnvironmentSource(SHARES, 7, rules())
     source.take(5)
     earlier = EnvironmentSource(SHARES, 7)

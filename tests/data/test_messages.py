@@ -138,7 +138,7 @@ def test_rows_with_media_are_bad(name: str) -> None:
         assert found.value.kind == NOT_TEXT
 
 
-def test_a_system_column_beside_messages_is_warned_of() -> None:
+def test_an_ignored_system_column_is_warned_of() -> None:
     assert parse_row({"messages": [ASK], "system": "Be brief."}, "0").unread == ("system",)
     system = {"role": "system", "content": "Be brief."}
     assert parse_row({"messages": [system, ASK], "system": "Be brief."}, "0").unread == ()

@@ -53,7 +53,7 @@ def test_every_format_gives_the_same_prompts(tmp_path: Path, tokenizer: PreTrain
         digests = [entry["digest"] for entry in prompts.fingerprint()]
         read = prompts.all()
         told = [warning.replace(str(file), "") for warning in report.warnings]
-        parts = [[part.tolist() for part in (p.tokens, *p.answers, *p.of_teachers.values())] for p in read]
+        parts = [[part.tolist() for part in (p.tokens, *p.answers, *p.teacher_prompts.values())] for p in read]
         found[name] = (digests, parts, [p.extra["level"] for p in read], report.bad_counts, told)
     assert found["rows.parquet"] == found["rows.jsonl"] == found["rows.json"]
     assert found["rows.jsonl"][1]

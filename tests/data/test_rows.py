@@ -75,7 +75,7 @@ def test_columns_of_other_names(tmp_path: Path, opened: Opened, suffix: str) -> 
     assert [prompt.tokens.tolist() for prompt in prompts] == [prompt.tokens.tolist() for prompt in plain]
     swapped, _ = opened(file, columns=FrozenDict({"id": "tag", "tag": "tag", "messages": "", "prompt": "messages"}))
     assert [(prompt.id, prompt.tag) for prompt in swapped] == [("x", "x"), ("y", "y")]
-    with pytest.raises(DataError, match=r"looked for qestion, conversations; .*\n.*names of their columns"):
+    with pytest.raises(DataError, match=r"looked for qestion, conversations; .*\n.*column names"):
         opened(file, columns=FrozenDict({"prompt": "qestion", "messages": ""}), on_bad_row="drop")
 
 
@@ -130,7 +130,7 @@ def test_no_value_of_a_column_is_an_error(schema: str) -> None:
                 assert parse_answered(row, "0", plan).id
 
 
-def test_what_only_a_template_reads_may_be_bad(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_invalid_text_in_template_columns_makes_a_row_bad(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     reading = copy.deepcopy(tokenizer)
     reading.chat_template = "{% for message in messages %}{{ message['name'] }}{{ message['content'] }}{% endfor %}"
     good, bad = ([{**CHAT[0], "name": name}] for name in ("x", "\ud800"))
@@ -153,7 +153,7 @@ def test_a_bad_row_is_counted_and_named(tmp_path: Path, opened: Opened, kind: st
     assert f"{file}:2" in str(refused.value)
 
 
-def test_a_row_without_a_prompt_names_what_was_looked_for() -> None:
+def test_the_error_for_a_missing_prompt_names_the_columns_looked_for() -> None:
     for columns, said in (
         ({}, "looked for messages, prompt, conversations;"),
         ({"messages": "", "prompt": "Frage"}, "looked for Frage, conversations;"),
@@ -279,7 +279,7 @@ def test_every_form_of_a_question_is_the_same_row(row: dict) -> None:
     assert parse_row(row, "0").extra == {}
 
 
-def test_share_gpt_has_its_system_message_beside_the_conversation() -> None:
+def test_the_system_column_of_share_gpt_becomes_the_first_message() -> None:
     system = {"role": "system", "content": "Be brief."}
     for conversations in (SPOKEN, [{"from": "system", "value": "Be brief."}, *SPOKEN]):
         assert parse_row({"conversations": conversations, "system": "Be brief."}, "0").messages == (system, ASK)
@@ -298,8 +298,8 @@ def test_a_conversation_without_known_speakers_or_texts_is_bad(row: dict) -> Non
     assert found.value.kind == WRONG_TYPE
 
 
-def test_an_answer_alone_asks_nothing() -> None:
-    with pytest.raises(BadRow, match=r"nothing before|empty"):
+def test_an_answer_without_a_question_is_bad() -> None:
+    with pytest.raises(BadRow, match=r"no text before|empty"):
         parse_row({"messages": [ANSWER]}, "0")
 
 

@@ -32,7 +32,7 @@ LLAMA = (
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(run_date.BEGAN, MOMENT.isoformat())
+    monkeypatch.setenv(run_date.VARIABLE, MOMENT.isoformat())
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_named_template_reads_the_date_of_the_run(model: Callable, another_day
 def test_without_a_run_the_date_is_that_of_loading(
     model: Callable, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.delenv(run_date.BEGAN)
+    monkeypatch.delenv(run_date.VARIABLE)
     assert run_date.variables() == {}
     path = model("{{ strftime_now('%Y') }}")
     tokenizer, year = load_tokenizer(path), f"{datetime.now():%Y}"
@@ -113,7 +113,7 @@ def test_prompts_of_rows_and_teachers_keep_the_date_past_midnight(
     request.getfixturevalue("another_day")
     for prompt in prompts.all():
         assert tokenizer.decode(prompt.tokens) == "28 Feb 2026a"
-        assert tokenizer.decode(prompt.of_teachers["t"]) == "28 Feb 2026a\n\nlook"
+        assert tokenizer.decode(prompt.teacher_prompts["t"]) == "28 Feb 2026a\n\nlook"
 
 
 def test_a_template_that_draws_at_random_is_refused(model: Callable, tmp_path: Path) -> None:

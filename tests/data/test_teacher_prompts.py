@@ -1,4 +1,4 @@
-"""What teachers read in the place of a prompt: as text, as tokens, counted where it cannot be made or is too long."""
+"""Prompts of teachers with their own context: texts, tokens, and bad rows without a value or above the limit."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_the_hint_is_behind_the_last_question_and_the_system_message_is_replaced
     assert found == [("system", "new"), *turns[1:3], ("user", "2+2\n\n4!")]
 
 
-def test_a_plain_prompt_says_where_it_stands() -> None:
+def test_a_hint_for_a_plain_prompt_must_mark_its_place() -> None:
     row = parse_row({"prompt": "2+2=", "ground_truth": "4"}, "f")
     assert read_row(context(hint="(4)\n{prompt}"), row).prompt == "(4)\n2+2="
     for keys, said in (({"hint": "(4)"}, "{prompt}"), ({"system_prompt": "x"}, "no place")):
@@ -69,10 +69,10 @@ def test_tokens_of_each_teacher_by_tag(opened: Open, tmp_path: Path, tokenizer: 
     )
     (one, other), _ = opened(file, contexts=contexts)
     (plain, _), _ = opened(file)
-    assert np.array_equal(one.tokens, plain.tokens) and not plain.of_teachers
-    assert set(one.of_teachers) == {"all"} and set(other.of_teachers) == {"all", "some"}
+    assert np.array_equal(one.tokens, plain.tokens) and not plain.teacher_prompts
+    assert set(one.teacher_prompts) == {"all"} and set(other.teacher_prompts) == {"all", "some"}
     wanted = "<|im_start|>user\n2+2\n\nIt is 4.<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(one.of_teachers["all"]) == wanted and one.of_teachers["all"].dtype == np.int64
+    assert tokenizer.decode(one.teacher_prompts["all"]) == wanted and one.teacher_prompts["all"].dtype == np.int64
 
 
 def test_a_teachers_own_tokenizer_writes_its_own_template(
@@ -84,13 +84,13 @@ def test_a_teachers_own_tokenizer_writes_its_own_template(
     tokenizer.chat_template = saved
     own = context(template="native", tokenizer=str(tmp_path / "teacher"))
     (one,), _ = opened(write(tmp_path / "rows.jsonl", ASKED), contexts=(own,))
-    assert tokenizer.decode(one.of_teachers["t"]) == "2+2?"
+    assert tokenizer.decode(one.teacher_prompts["t"]) == "2+2?"
 
 
-def test_rows_that_a_hint_cannot_be_made_of_are_told(opened: Open, tmp_path: Path) -> None:
+def test_rows_without_a_value_of_the_hint_are_bad(opened: Open, tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", ASKED, {**ASKED, "id": "b", "steps": None}, {**ASKED, "id": "c", "steps": ""})
     hinted = (context(hint="{steps}"),)
-    with pytest.raises(DataError, match=r"(?s)2 x lacks what a teacher is to read.*teacher\.t: no 'steps' in the row"):
+    with pytest.raises(DataError, match=r"(?s)2 x no value for a teacher's hint.*teacher\.t: no 'steps' in the row"):
         opened(file, contexts=hinted)
     prompts, report = opened(file, contexts=hinted, on_bad_row="drop")
     assert [prompt.id for prompt in prompts] == ["a"] and report.bad == 2
@@ -102,7 +102,7 @@ def test_prompts_that_are_too_long_with_their_hint(opened: Open, tmp_path: Path)
     prompts, report = opened(file, contexts=hinted)
     assert [prompt.id for prompt in prompts] == ["a"]
     assert "teacher.t, whose prompt_length is 64" in report.summary()
-    with pytest.raises(DataError, match="raise the teacher's own `prompt_length` or set"):
+    with pytest.raises(DataError, match="raise the teacher's `prompt_length` or set"):
         opened(file, contexts=hinted, on_long_prompt="refuse")
 
 
@@ -121,5 +121,5 @@ def test_another_hint_is_another_run_and_another_solution_another_row(
             other.load_state_dict(hinted.state_dict())
     write(file, {**ASKED, "steps": ["other"]})
     assert bare.take(1)[0].id == "a"
-    with pytest.raises(DataError, match="no longer the row"):
+    with pytest.raises(DataError, match="has changed since the start of the run"):
         hinted.take(1)

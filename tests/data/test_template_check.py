@@ -151,7 +151,7 @@ def test_an_answer_that_is_a_call_is_learned(tmp_path: Path) -> None:
         read(tmp_path, QWEN2_5, {"prompt": "1+2=", "completion": [CALL]}, "sft")
 
 
-def test_text_beside_a_call_and_tools_beside_a_text_are_warned_of(tmp_path: Path) -> None:
+def test_dropped_text_of_a_tool_call_turn_and_tools_with_a_plain_prompt_are_warned_of(tmp_path: Path) -> None:
     beside = {**CALL, "content": "I will add them up."}
     _, _, (warning,) = read(tmp_path, LLAMA3, {"messages": [ASK, beside, RESULT]})
     assert warning.startswith("1 row has `text next to a tool call`, which is ignored;")

@@ -145,5 +145,5 @@ def test_rows_without_what_the_hint_is_made_of_end_the_run_before_it_starts(
     settings = (*SHORT, *optimizer_of("student_train"), '++teacher.hint="{solution}"')
     assert stage.run(*settings, config=PURE, place=tmp_path / "none").code == 2
     told = capfd.readouterr().err
-    assert "4000 x lacks what a teacher is to read" in told and "teacher: no 'solution' in the row" in told
+    assert "4000 x no value for a teacher's hint" in told and "teacher: no 'solution' in the row" in told
     assert not (tmp_path / "none").exists()
