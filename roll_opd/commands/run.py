@@ -49,7 +49,7 @@ from roll_opd.pipelines.checkpoints import CheckpointError
 from roll_opd.planner.build import load_plan
 from roll_opd.rewards.interface import RewardError
 from roll_opd.tracking.registry import TrackerError
-from roll_opd.tracking.stdout_tee import recorded
+from roll_opd.tracking.stdout_tee import tee_output
 from roll_opd.workflows.workflow_errors import WorkflowError
 
 if TYPE_CHECKING:  # imports Ray
@@ -110,7 +110,7 @@ def launch(
     elif host.rank:
         forget(os.environ)
         return serve(host, lambda text: echo(text, sys.stderr))
-    with recorded(), without_collections():
+    with tee_output(), without_collections():
         done = _launch(parsed, pure, pipeline, host, backend)
     if isinstance(done, int):
         return done

@@ -33,10 +33,10 @@ from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.shutdown import Ending
 from roll_opd.pipelines.startup import begin
 from roll_opd.planner.device_mapping import short_devices
-from roll_opd.tracking.progress import shown_while_long
+from roll_opd.tracking.progress import show_progress
 from roll_opd.tracking.run_directory import RunDirectory
-from roll_opd.tracking.run_lock import only_driver
-from roll_opd.tracking.stdout_tee import Recording, recorded
+from roll_opd.tracking.run_lock import lock_run
+from roll_opd.tracking.stdout_tee import StdoutTee, tee_output
 from roll_opd.tracking.trackers import Trackers
 
 
@@ -46,26 +46,26 @@ def run(plan: RunPlan, inputs: Inputs, hosts: Hosts | None = None, backend: Back
     `hosts` are those that were launched for it, where it has others than this one. A run that ends before its start-up
     is over leaves nothing behind.
     """
-    with recorded() as recording, own_directory(plan, inputs.resumed, inputs.history) as directory:
-        _run(plan, inputs, directory, recording, hosts, backend or Backend())
+    with tee_output() as tee, own_directory(plan, inputs.resumed, inputs.history) as directory:
+        _run(plan, inputs, directory, tee, hosts, backend or Backend())
 
 
 def _run(
     plan: RunPlan,
     inputs: Inputs,
     directory: RunDirectory,
-    recording: Recording,
+    tee: StdoutTee,
     hosts: Hosts | None,
     backend: Backend,
 ) -> None:
     pipeline = importlib.import_module(plan.pipeline if "." in plan.pipeline else f"roll_opd.pipelines.{plan.pipeline}")
     resumed = inputs.resumed
     tell_run_directory(directory.path)
-    recording.keep_in(directory.path)
+    tee.write_to(directory.path)
     checkpoints = Checkpoints(directory, plan.checkpoint, plan.max_steps, inputs.began, inputs.history)
     trackers = Trackers.open(plan.trackers, directory, resumed.step if resumed else None, plan.tracker_args)
     done = resumed.step if resumed else 0
-    logger = RunLogger(plan, directory, trackers, inputs.tokenizer, inputs.source, recording, inputs.history, done)
+    logger = RunLogger(plan, directory, trackers, inputs.tokenizer, inputs.source, tee, inputs.history, done)
     logger.note(f"{plan.exp_name}: {plan.title}, {plan.kind} pipeline")
     logger.note(f"Run directory: {directory.path}" + (f", resumed after step {resumed.step}" if resumed else ""))
     if inputs.history.line:
@@ -93,8 +93,8 @@ def _run(
             opened = Run(
                 plan, devices, inputs.source, inputs.held_out, logger, checkpoints, resumed, inputs.history, ending
             )
-            live = recording.show_live if recording.is_live else None
-            with shown_while_long(logger.under_way, logger.note, live):
+            live = tee.show_live if tee.is_live else None
+            with show_progress(logger.under_way, logger.note, live):
                 backend.complete(_trained(pipeline.train, opened, backend))
     except KeyboardInterrupt:
         raise ending.interrupted() from None
@@ -146,14 +146,14 @@ def own_directory(plan: RunPlan, resumed: Checkpoint | None, history: History) -
     with ExitStack() as ends:
         try:
             if resumed and str(resumed.run.parent) == experiment:
-                ends.enter_context(only_driver(resumed.run))
+                ends.enter_context(lock_run(resumed.run))
                 if find(plan.checkpoint, plan.output_dir, plan.exp_name) != resumed:  # its last driver was still saving
                     raise RunError(f"{resumed.run} has gone on since {resumed.path} was read: start this command again")
                 directory = RunDirectory.resume(resumed.run, resumed.step)
             else:
                 directory = RunDirectory.create(plan.output_dir, plan.exp_name)
                 ends.callback(_discard_unbegun, directory)
-                ends.enter_context(only_driver(directory.path))  # ends first: NFS keeps a directory with an open file
+                ends.enter_context(lock_run(directory.path))  # ends first: NFS keeps a directory with an open file
             directory.checkpoints.mkdir(exist_ok=True)
             directory.write_config(plan.config_yaml)
             write_facts(directory, run_facts(plan, history))

@@ -30,7 +30,7 @@ from roll_opd.samples.experience import Experience
 from roll_opd.teachers.teacher_checks import Check, table
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.console import Console, validation
-from roll_opd.tracking.divergence_alarm import CollapseAlarm
+from roll_opd.tracking.divergence_alarm import DivergenceAlarm
 from roll_opd.tracking.progress import Progress
 from roll_opd.tracking.results import SHORT, loading
 from roll_opd.tracking.run_directory import (
@@ -41,7 +41,7 @@ from roll_opd.tracking.run_directory import (
     RunDirectory,
     read_jsonl,
 )
-from roll_opd.tracking.stdout_tee import Recording
+from roll_opd.tracking.stdout_tee import StdoutTee
 from roll_opd.tracking.summary import (
     ACCURACY,
     ACCURACY_STDERR,
@@ -81,34 +81,32 @@ class RunLogger:
         trackers: Trackers,
         tokenizer: PreTrainedTokenizerBase,
         source: Source,
-        recording: Recording,
+        tee: StdoutTee,
         history: History,
         done: int = 0,
     ) -> None:
         """`done` are the steps that were logged before: those of the checkpoint that a run resumes from."""
-        self.clock = PhaseClock(began=recording.began)
+        self.clock = PhaseClock(began=tee.began)
         self.progress = Progress()
         self._done = done
         self._plan, self._run, self._trackers, self._tokenizer = plan, run, trackers, tokenizer
-        self._source, self._recording, self._history = source, recording, history
+        self._source, self._tee, self._history = source, tee, history
         self._console = Console(plan.max_steps, frozen=_word_for_frozen_models(plan))
         self._teachers: dict[str, Mapping[str, float]] = {}
         self._startup: dict[str, float] = {}
         earlier = read_jsonl(self._run.metrics_file) if done else []
         for metrics in earlier:
             self._console.with_grading(metrics)
-        self._alarm = self._collapse_alarm(earlier)
-        self.startup_parts = {
-            PLAN_AND_DATA: time.perf_counter() - recording.began
-        }  # what starting waited for, in seconds
+        self._alarm = self._divergence_alarm(earlier)
+        self.startup_parts = {PLAN_AND_DATA: time.perf_counter() - tee.began}  # what starting waited for, in seconds
 
-    def _collapse_alarm(self, earlier: Sequence[Mapping[str, Any]]) -> CollapseAlarm | None:
+    def _divergence_alarm(self, earlier: Sequence[Mapping[str, Any]]) -> DivergenceAlarm | None:
         """Return the alarm of a run that samples, after the `earlier` rows of a resumed run."""
         if not self._plan.rollout:
             return None
         student = self._plan.student.model
         is_itself = any(teacher.worker.model.path == student.path for teacher in self._plan.teachers)
-        alarm = CollapseAlarm(is_itself=is_itself, remedies=remedies(self._plan))
+        alarm = DivergenceAlarm(is_itself=is_itself, remedies=remedies(self._plan))
         for row in earlier:
             if row["step"]:
                 alarm.after(row)
@@ -127,7 +125,7 @@ class RunLogger:
     def teacher_preflight(self, name: str, rows: Sequence[Check]) -> None:
         """Print what the preflight of a teacher found, and keep it for the summary."""
         self.note(table(name, rows))
-        self._run.keep_preflight(name, [asdict(row) for row in rows])
+        self._run.write_preflight(name, [asdict(row) for row in rows])
 
     def start(self, metrics: Mapping[str, float]) -> None:
         """Log the state before the first step, as step 0."""
@@ -215,7 +213,7 @@ class RunLogger:
 
     def finish(self) -> None:
         """Write `summary.json` and the report; print the last table and how to load the model."""
-        warnings = (*(" ".join(text.split()) for text in self._plan.warnings), *self._recording.warnings)
+        warnings = (*(" ".join(text.split()) for text in self._plan.warnings), *self._tee.warnings)
         summary = write_summary(
             self._run,
             seed=self._plan.seed,

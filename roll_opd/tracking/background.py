@@ -1,8 +1,7 @@
-"""A tracker in a thread of its own, so that one that raises, hangs or starts slowly costs the run nothing.
+"""Run a tracker in a separate thread, so that one that raises, hangs or starts slowly does not delay training.
 
-Rows wait in a bounded queue. A call that raises is made again, and then the tracker is dropped. A call that does not
-return brings a warning, and the tracker is dropped when the queue is full. A tracker brings at most two warnings: one
-when it is slow, and one when it is dropped.
+Rows wait in a bounded queue. A call that raises is retried, then the tracker is dropped. A call that does not return
+causes a warning; the tracker is dropped when the queue is full. A tracker causes at most two warnings: slow, dropped.
 """
 
 import queue
@@ -15,26 +14,26 @@ from roll_opd.base.full_disk import reason
 from roll_opd.base.terminal import warn
 from roll_opd.tracking.registry import Tracker
 
-FAILURES = (Exception, SystemExit)  # SystemExit too: a library that "exits" would only end the thread, unseen
+FAILURES = (Exception, SystemExit)  # SystemExit in a library would end the thread silently
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long the run waits for a tracker, in seconds, and how many steps may wait for it."""
+class TrackerTimeouts:
+    """Timeouts of a tracker in seconds, and the size of its queue."""
 
     opening: float = 20.0
-    silence: float = 60.0  # in one call, before a warning
+    silence: float = 60.0  # duration of one call before a warning
     closing: float = 30.0
-    retries: tuple[float, ...] = (1.0, 5.0)  # waits before a call that raised is made again
+    retries: tuple[float, ...] = (1.0, 5.0)  # delays before retries of a call that raised
     rows: int = 1000
 
 
 class BackgroundTracker:
-    """Passes rows to the tracker that `make` returns. No method raises; only `ready` and `join` block."""
+    """Queue and thread of the tracker made by `make`. No method raises; only `ready` and `join` block."""
 
-    def __init__(self, name: str, make: Callable[[], Tracker], patience: Patience) -> None:
-        self._name, self._make, self._patience = name, make, patience
-        self._rows: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(patience.rows)
+    def __init__(self, name: str, make: Callable[[], Tracker], timeouts: TrackerTimeouts) -> None:
+        self._name, self._make, self._timeouts = name, make, timeouts
+        self._rows: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(timeouts.rows)
         self._opened = threading.Event()
         self._ended = threading.Event()  # closed or dropped
         self._lock = threading.Lock()
@@ -45,40 +44,40 @@ class BackgroundTracker:
 
     @property
     def works(self) -> bool:
-        """Whether it is neither closed nor dropped."""
+        """Whether the tracker is neither closed nor dropped."""
         return not self._ended.is_set()
 
     def ready(self, timeout: float) -> None:
-        """Wait until it is open or has failed to open; print a warning after `timeout` seconds."""
+        """Wait until the tracker is open or has failed; print a warning after `timeout` seconds."""
         if not self._opened.wait(timeout) and self.works:
-            self._warn_slow(f"has not started after {timeout:.0f} s; its steps wait until it does")
+            self._warn_slow(f"has not started after {timeout:.0f} s; steps are queued")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Put the metrics of `step` into the queue."""
         if not self.works:
             return
         began = self._busy_since
-        if began is not None and time.monotonic() - began > self._patience.silence:
+        if began is not None and time.monotonic() - began > self._timeouts.silence:
             self._warn_slow(
-                f"has not answered for {self._patience.silence:.0f} s at step {step}; up to {self._patience.rows} steps"
-                " wait for it, then the run goes on without it"
+                f"has not responded for {self._timeouts.silence:.0f} s at step {step}; up to {self._timeouts.rows}"
+                " steps are queued, then the tracker is dropped"
             )
         try:
             self._rows.put_nowait((step, dict(metrics)))
         except queue.Full:
-            self._drop(f"does not answer and is dropped at step {step}")
+            self._drop(f"does not respond and is dropped at step {step}")
 
     def finish(self) -> None:
-        """Let it write what is in the queue and close; `join` waits for that."""
+        """Request to flush the queue and close the tracker; `join` waits for it."""
         try:
             self._rows.put_nowait(None)
         except queue.Full:
-            self._drop("does not answer and is dropped at the end of the run")
+            self._drop("does not respond and is dropped at the end of the run")
 
     def join(self, timeout: float) -> None:
-        """Wait at most `timeout` seconds until it is closed."""
+        """Wait at most `timeout` seconds for the tracker to close."""
         if self.works and not self._ended.wait(timeout):
-            self._drop(f"was not done {self._patience.closing:.0f} s after the last step")
+            self._drop(f"was not closed {self._timeouts.closing:.0f} s after the last step")
 
     def _work(self) -> None:
         try:
@@ -105,7 +104,7 @@ class BackgroundTracker:
         self._ended.set()
 
     def _deliver(self, tracker: Tracker, step: int, metrics: Mapping[str, float]) -> bool:
-        for wait in (*self._patience.retries, None):
+        for wait in (*self._timeouts.retries, None):
             try:
                 tracker.log(step, metrics)
                 return True
@@ -120,7 +119,7 @@ class BackgroundTracker:
     def _drop(self, what: str) -> None:
         with self._lock:
             if self.works:
-                self._warn(f"{what}; the run goes on without it, and metrics.jsonl has every step")
+                self._warn(f"{what}; the run continues without it, and metrics.jsonl has every step")
                 self._ended.set()  # after the warning, so that it is printed before `join` returns
 
     def _warn_slow(self, what: str) -> None:

@@ -1,8 +1,7 @@
-"""Measure where the seconds of a step go, in the driver's wall time.
+"""Wall time of a step by phase, measured in the driver.
 
-Phases are exclusive, so that they and "other" sum to the step. Where phases overlap, the time belongs to the open phase
-that was opened first: a teacher that computes log-probs while samples are still being generated costs only the time
-beyond the generation, and generation inside a validation is validation.
+Phases are exclusive: they and "other" sum to the step. Overlapping time belongs to the phase opened first: teacher
+log-probs computed during generation count only after its end, and generation inside a validation is validation.
 """
 
 import threading
@@ -16,7 +15,7 @@ PHASES = ("generate", "teacher", "old_logprobs", "values", "reward", "train", "w
 
 @dataclass(frozen=True)
 class Moment:
-    """What the clock is at: how many laps are over, and the phase whose time it is, with seconds since each began."""
+    """Reading of the clock: finished laps, seconds of the current lap, current phase and its seconds."""
 
     laps: int
     lap_seconds: float
@@ -25,13 +24,13 @@ class Moment:
 
 
 class PhaseClock:
-    """Sums seconds by phase; `lap` reads and resets. Phases may nest, overlap, and be opened by several threads."""
+    """Sums seconds by phase; `lap` reads and resets. Phases may nest, overlap, and run in several threads."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter, began: float | None = None) -> None:
-        """`began` is when the first lap did, by `now`; None: at this moment."""
+        """`began` is the start time of the first lap, by `now`; default: the current time."""
         self._now = now
         self._lock = threading.Lock()
-        self._open: list[tuple[object, str, float]] = []  # oldest first: its own, the name, and when it began
+        self._open: list[tuple[object, str, float]] = []  # oldest first: identity, name, start time
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._laps = 0
         self._settled = now()
@@ -54,7 +53,7 @@ class PhaseClock:
                 self._open.remove(entry)
 
     def lap(self) -> dict[str, float]:
-        """Return seconds by phase since the last lap, with `other` (the rest) and `step` (the sum); start a new lap."""
+        """Return the seconds by phase of this lap, with `other` (the rest) and `step` (the sum); start a new lap."""
         with self._lock:
             self._settle()
             step = self._settled - self._lap_began
@@ -64,7 +63,7 @@ class PhaseClock:
         return {**seconds, "other": max(0.0, step - sum(seconds.values())), "step": step}
 
     def moment(self) -> Moment:
-        """Return what the clock is at."""
+        """Return the current reading."""
         with self._lock:
             now = self._now()
             _, phase, began = self._open[0] if self._open else (None, None, now)

@@ -1,10 +1,10 @@
-"""Whether metrics of a resumed run's first and last steps compare, from the settings that changed between its parts."""
+"""Check whether the metrics of a resumed run are comparable over its parts, from the settings that changed."""
 
 import re
 from collections.abc import Sequence
 from typing import Any
 
-# keys that move the weights, place the work or validate, and leave what every step measures as it is
+# keys of optimization, placement and validation, which do not change the definition of a step's metrics
 HARMLESS = re.compile(
     r"max_steps|num_train_epochs|seed|ppo_epochs|rollout_batch_size|num_return_sequences_in_group|eval_steps"
     r"|num_nodes|num_gpus_per_node|is_offload_states|weight_sync|deterministic|teacher_preflight"
@@ -16,7 +16,7 @@ HARMLESS = re.compile(
 
 
 def changed_settings(parts: Any) -> str:
-    """Return why the metrics of `parts` of a run do not compare, as `summary.json` has these; "" where they do."""
+    """Return the reason why metrics are not comparable over `parts` (of `summary.json`); "" if they are."""
     later = parts[1:] if isinstance(parts, Sequence) and not isinstance(parts, str) else ()
     changes = [part.get("changed") if isinstance(part, dict) else None for part in later]
     if any(not HARMLESS.fullmatch(str(key)) for change in changes if isinstance(change, dict) for key in change):

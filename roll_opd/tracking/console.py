@@ -1,6 +1,6 @@
-"""Print the progress of a run: one line a step, and at the end a table and how to load the model.
+"""Console output of a run: one line per step, and a table at the end.
 
-Plain text that fits the terminal, so that it reads the same there, in a log file and in CI.
+Plain text within the width of the terminal, so that it reads the same in a log file and in CI.
 """
 
 import sys
@@ -13,9 +13,9 @@ from roll_opd.tracking.metrics import GRADED
 from roll_opd.tracking.results import PHASES_SHOWN, SHORT, before_after_table, count_of, duration, phase_split, totals
 from roll_opd.tracking.summary import ACCURACY, GENERATED_TOKENS, LOSS, REVERSE_KL, REWARD, STEP_SECONDS
 
-ETA_STEPS = 20  # the expected time is from the mean of so many last steps
+ETA_STEPS = 20  # last steps whose mean duration gives the remaining time
 
-DOING = {
+PHASE_TEXTS = {
     None: "between phases",
     "generate": "generating",
     "teacher": "log-probs of frozen models",
@@ -27,14 +27,14 @@ DOING = {
     "validate": "validating",
     "checkpoint": "saving a checkpoint",
 }
-TOLD_BY_COUNTS = ("generate", "teacher")
+PHASES_WITH_COUNTS = ("generate", "teacher")  # shown by their counters only
 
 
 class Console:
-    """Prints the progress of a run of `total_steps` steps."""
+    """Prints the progress lines and the final table of a run of `total_steps` steps."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None, frozen: str = SHORT["teacher"]) -> None:
-        """`frozen` is the word for the time of frozen models: a run may have a reference policy and no teacher."""
+        """`frozen` labels the time of frozen models: a run may have a reference policy and no teacher."""
         self._total = total_steps
         self._stream = stream
         self._short = SHORT | {"teacher": frozen}
@@ -42,36 +42,36 @@ class Console:
         self._graded: dict[str, float] = {}  # last value of `GRADED`, once a reward was neither 0 nor 1
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the line of a finished step (counted from 1), without metrics that are absent."""
+        """Print the line of a finished step, counted from 1."""
         self.count(metrics)
         metrics = self.with_grading(metrics)
         self.note(progress_line(step, self._total, metrics, self._eta(step), width=columns(), short=self._short))
 
     def with_grading(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the metrics with `GRADED` if any earlier step had it, so that the name of the mean reward stays."""
+        """Return the metrics with `GRADED` if any earlier step had it, so that the mean reward keeps its label."""
         self._graded |= {name: metrics[name] for name in (GRADED,) if name in metrics}
         return {**self._graded, **metrics}
 
     def count(self, metrics: Mapping[str, float]) -> None:
-        """Remember how long a step took."""
+        """Record the duration of a step for the remaining time."""
         self._seconds.append(metrics.get(STEP_SECONDS, 0.0))
 
     def unfinished(self, step: int, seconds: float, phase: str | None, counts: str) -> str:
-        """Return the line of a step that has taken `seconds` so far, and what it is doing; 0 is before the first."""
+        """Return the line of a running step: seconds so far, phase and counts; step 0 is before the first."""
         parts = [f"step {step}/{self._total}" if step else "before step 1", duration(seconds)]
         left = self._eta(step - 1) - seconds if step else 0.0
         if left > 0:
             parts.append(f"ETA {duration(left)}")
-        told = [] if counts and phase in TOLD_BY_COUNTS else [DOING[phase]]
-        parts.append(": ".join([*told, *([counts] if counts else [])]))
+        text = [] if counts and phase in PHASES_WITH_COUNTS else [PHASE_TEXTS[phase]]
+        parts.append(": ".join([*text, *([counts] if counts else [])]))
         return "  ".join(parts)
 
     def note(self, text: str) -> None:
-        """Print a line of its own."""
+        """Print a separate line."""
         print(wrapped(text, columns()), file=self._stream or sys.stdout, flush=True)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Print the last table of a `summary.json`, and where the time went."""
+        """Print the final table and the times from `summary.json`."""
         for text in filter(None, (before_after_table(summary), totals(summary, self._short))):
             self.note(text)
 
@@ -88,7 +88,7 @@ def progress_line(
     width: int,
     short: Mapping[str, str] = SHORT,
 ) -> str:
-    """Return the line of one step, from its metrics; where it is too wide, less is shown."""
+    """Return the line of one step from its metrics, shortened to `width`."""
     seconds = metrics.get(STEP_SECONDS, 0.0)
     head = f"step {step:>{len(str(total))}}/{total}"
     tail = [f"ETA {duration(eta_seconds)}"] if step < total else []
@@ -103,7 +103,7 @@ def progress_line(
 
 
 def _numbers(metrics: Mapping[str, float], seconds: float) -> list[str]:
-    """Return what a step measured, the most important first."""
+    """Return the numbers of a step as texts, the most important first."""
     validation = "val reward" if GRADED in metrics else "acc"
     numbers = [
         f"{label} {metrics[name]:{form}}"
@@ -126,6 +126,6 @@ def _numbers(metrics: Mapping[str, float], seconds: float) -> list[str]:
 
 
 def validation(metrics: Mapping[str, float]) -> str:
-    """Return how good answers to held-out prompts are: their accuracy, or their mean reward where that is none."""
+    """Return the validation result as text: accuracy, or mean reward if rewards are graded."""
     what = "mean validation reward" if GRADED in metrics else "validation accuracy"
     return f"{what} {metrics[ACCURACY]:.3f}"

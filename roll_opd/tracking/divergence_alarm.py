@@ -1,10 +1,10 @@
 """Alarms for degrading runs: one warning each, with the numbers and the remedy.
 
-A student that becomes sure of itself, writes shorter or agrees with its teacher may simply have learned. A collapse
-gains nothing by it. Self-distillation often collapses after 100 to 200 steps (siyan-zhao/OPSD, issue 20). The other
+Lower entropy, shorter answers and more agreement with the teacher are normal in training, if the reward rises too; in a
+collapse it does not. Self-distillation often collapses after 100 to 200 steps (siyan-zhao/OPSD, issue 20). The other
 known failure of on-policy distillation are answers that grow up to the length limit (arXiv 2604.08527).
 
-Every alarm is a test: the change has to be large, significant against the noise between steps (`significance`), and
+Every alarm is a test: the change must be large, significant against the noise between steps (`significance`), and
 sustained over both halves of the last window.
 """
 
@@ -15,36 +15,36 @@ import numpy as np
 
 from roll_opd.tracking.significance import Shift, is_due, least_evidence, lost_gain, shift, threshold
 
-WINDOW = 5  # steps: the first so many are compared with the last so many
+WINDOW = 5  # steps of the first and last window
 LONG_WINDOW = 10  # for the noisy share of truncated answers
-WINDOW_SHARE = 10  # windows are 1 / WINDOW_SHARE of the steps so far, at most `LONGEST`
-LONGEST = 40
-TESTS = 200  # a longer run is tested once in so many parts of its steps: each test reads all of them
-ENTROPY_LEFT = 0.2  # share of the first entropy, below which a student hardly has a choice left
+WINDOW_SHARE = 10  # windows are 1 / WINDOW_SHARE of the steps so far, at most `MAX_WINDOW`
+MAX_WINDOW = 40
+MAX_TESTS = 200  # longer runs are tested at every (steps / MAX_TESTS)-th step, since each test reads all steps
+MIN_ENTROPY = 0.2  # share of the first entropy
 SHORTER, LONGER = 0.5, 2.0  # times the first length
-DISAGREEMENT_LEFT = 0.2  # share of the first disagreement, below which a teacher has nothing left to say
-RISEN = 1.0  # standard errors: a reward that rose by more counts as learning
-CUT_OFF_MORE = 0.1  # of all answers, above the earlier share
-CUT_OFF_TIMES = 1.5  # times the earlier share
+MIN_DISAGREEMENT = 0.2  # share of the first disagreement
+RISEN = 1.0  # standard errors: a larger rise of the reward counts as learning
+TRUNCATED_MORE = 0.1  # of all answers, above the earlier share
+TRUNCATED_TIMES = 1.5  # times the earlier share
 GROWN = 1.1  # times the earlier mean length
 
 ENTROPY, AGREEMENT = "opd/student_entropy", "opd/agreement"
 LENGTH, REWARD = "tokens/response_length/mean", "critic/score/mean"
-CUT_OFF = "rollout/finish_length_rate"
-READ = (ENTROPY, AGREEMENT, LENGTH, REWARD, CUT_OFF)
+TRUNCATED = "rollout/finish_length_rate"
+READ = (ENTROPY, AGREEMENT, LENGTH, REWARD, TRUNCATED)
 STDERR = "critic/score/stderr"
 
 
 @dataclass(frozen=True)
 class Remedies:
-    """Advice against an alarm: clauses with keys of the configuration."""
+    """Advice in alarms: clauses with keys of the configuration."""
 
     slower: Sequence[str] = ()  # in addition to a lower learning rate
     shorter: Sequence[str] = ()  # against truncated answers
 
     def against_collapse(self) -> str:
-        """Return the advice against a loss of what was learned."""
-        return f"go on from a checkpoint before it with {_listed(['a lower learning_rate', *self.slower])}"
+        """Return the advice against a loss of earlier gains."""
+        return f"resume from an earlier checkpoint with {_listed(['a lower learning_rate', *self.slower])}"
 
     def against_length(self) -> str:
         """Return the advice against truncated answers."""
@@ -53,7 +53,7 @@ class Remedies:
 
 @dataclass
 class _Series:
-    """Values of some metrics, at the steps that have all of them."""
+    """Values of some metrics at the steps with all of them."""
 
     names: tuple[str, ...]
     rows: list[list[float]] = field(default_factory=list)
@@ -72,30 +72,30 @@ class _Series:
         return np.array(self.rows).T
 
 
-class CollapseAlarm:
-    """Compares the last steps of a run with its earlier ones. Each alarm sounds once."""
+class DivergenceAlarm:
+    """Compares the last steps of a run with earlier ones; each alarm is returned once."""
 
     def __init__(self, *, is_itself: bool, remedies: Remedies | None = None) -> None:
-        """`is_itself`: a teacher has the student's own weights, so that agreement with it is no end in itself."""
+        """`is_itself`: a teacher shares the student's weights, so that agreement with it is no progress."""
         self._is_itself, self._remedies = is_itself, remedies or Remedies()
         self._series = {name: _Series((name,)) for name in (ENTROPY, AGREEMENT, LENGTH)}
-        self._rewards, self._cut_off = _Series((REWARD,)), _Series((CUT_OFF, LENGTH))
+        self._rewards, self._truncated = _Series((REWARD,)), _Series((TRUNCATED, LENGTH))
         self._stderr2: list[float] = []  # of each reward; 0 where it is not on record
         self._sounded: set[str] = set()
         self._steps, self._untested = 0, set[str]()
 
     def after(self, metrics: Mapping[str, float | None]) -> list[str]:
-        """Return the warnings that the metrics of one more step give rise to. What is not finite is None on record."""
+        """Add the metrics of a step; return new warnings. Values that are not finite are None in metrics.jsonl."""
         measured = {name for name, series in self._series.items() if series.add(metrics)}
         if self._rewards.add(metrics):
             measured.add(REWARD)
             self._stderr2.append((_finite(metrics.get(STDERR)) or 0.0) ** 2)
-        if self._cut_off.add(metrics):
-            measured.add(CUT_OFF)
+        if self._truncated.add(metrics):
+            measured.add(TRUNCATED)
         self._steps += 1
         self._untested |= measured
-        if self._steps % max(1, self._steps // TESTS):
-            measured &= {REWARD}  # which is tested at steps of its own
+        if self._steps % max(1, self._steps // MAX_TESTS):
+            measured &= {REWARD}  # tested at its own steps
         else:
             measured, self._untested = self._untested, set()
         new = dict(self._found(measured - self._sounded))
@@ -105,14 +105,14 @@ class CollapseAlarm:
     def _found(self, measured: set[str]) -> Iterator[tuple[str, str]]:
         if REWARD in measured and (text := self._reward()):
             yield REWARD, text
-        if CUT_OFF in measured and (text := self._cut_off_more()):
-            yield CUT_OFF, text
+        if TRUNCATED in measured and (text := self._truncation()):
+            yield TRUNCATED, text
         if measured.isdisjoint(self._series):
             return
         reward = self._reward_shift()
         if reward.errors[0] > RISEN if reward else not self._is_itself:
             return
-        beside = (
+        reward_text = (
             ""
             if reward is None
             else f", and the reward has not risen ({reward.first[0]:.3g}, now {reward.last[0]:.3g})"
@@ -121,7 +121,7 @@ class CollapseAlarm:
             if name in measured and (name != AGREEMENT or self._is_itself):
                 change = _change(self._series[name].values(), WINDOW)
                 if change and _is_significant(change, len(self._series[name].rows)) and _is_collapse(name, change):
-                    yield name, f"{name}: {_COLLAPSED[name](change, beside)}; {self._remedies.against_collapse()}"
+                    yield name, f"{name}: {_COLLAPSED[name](change, reward_text)}; {self._remedies.against_collapse()}"
 
     def _reward(self) -> str:
         """Return a warning if the reward has lost a part of its gain, else ""."""
@@ -135,27 +135,29 @@ class CollapseAlarm:
         first, best, last = float(lost.first[0]), float(lost.best[0]), float(lost.last[0])
         return (
             f"{REWARD}: the reward has risen from {first:.3g} to {best:.3g} and fallen to {last:.3g} (by"
-            f" {lost.errors[0]:.1f} standard errors): what was learned is being lost;"
+            f" {lost.errors[0]:.1f} standard errors): training is losing earlier gains;"
             f" {self._remedies.against_collapse()}"
         )
 
-    def _cut_off_more(self) -> str:
-        """Return a warning if answers grew and more of them are truncated, whatever the reward does, else ""."""
-        values = self._cut_off.values()
+    def _truncation(self) -> str:
+        """Return a warning if answers grew and more are truncated, independent of the reward, else ""."""
+        values = self._truncated.values()
         steps = values.shape[1]
-        window = max(LONG_WINDOW, min(LONGEST, steps // WINDOW_SHARE))
+        window = max(LONG_WINDOW, min(MAX_WINDOW, steps // WINDOW_SHARE))
         if steps < 2 * window:
             return ""
         shares, lengths = values[:1], values[1:]
         start = _lowest_window(shares[0, :-window], window)
-        cut_off, length = (shift(series, window, start=start) for series in (shares, lengths))
-        first, last = float(cut_off.first[0]), float(cut_off.least[0])
-        enough = last > max(first + CUT_OFF_MORE, CUT_OFF_TIMES * first) and length.least[0] > GROWN * length.first[0]
-        if not (enough and min(cut_off.errors[0], length.errors[0]) > threshold(steps)):
+        truncated, length = (shift(series, window, start=start) for series in (shares, lengths))
+        first, last = float(truncated.first[0]), float(truncated.least[0])
+        enough = (
+            last > max(first + TRUNCATED_MORE, TRUNCATED_TIMES * first) and length.least[0] > GROWN * length.first[0]
+        )
+        if not (enough and min(truncated.errors[0], length.errors[0]) > threshold(steps)):
             return ""
         return (
-            f"{CUT_OFF}: answers grow and more of them are cut off: {first:.0%} of them ended at response_length around"
-            f" step {start + window // 2 + 1}, now {cut_off.last[0]:.0%}; their mean length went from"
+            f"{TRUNCATED}: answers grow and more are truncated: {first:.0%} ended at response_length around"
+            f" step {start + window // 2 + 1}, now {truncated.last[0]:.0%}; their mean length went from"
             f" {length.first[0]:.3g} to {length.last[0]:.3g} tokens. A truncated answer has no end to learn, and often"
             f" repeats itself (see samples.jsonl); {self._remedies.against_length()}"
         )
@@ -164,7 +166,7 @@ class CollapseAlarm:
         """Return the change of the reward since the start, over windows of a quarter of the steps; None without one."""
         values = self._rewards.values() if self._rewards.rows else np.zeros((1, 0))
         steps = values.shape[1]
-        return _change(values, max(WINDOW, min(LONGEST, steps // 4))) if steps >= 2 * WINDOW else None
+        return _change(values, max(WINDOW, min(MAX_WINDOW, steps // 4))) if steps >= 2 * WINDOW else None
 
 
 def _is_significant(change: Shift, steps: int) -> bool:
@@ -172,27 +174,27 @@ def _is_significant(change: Shift, steps: int) -> bool:
 
 
 def _is_collapse(name: str, change: Shift) -> bool:
-    """Return whether a significant change of a metric is as large as a collapse's, in both halves of its window."""
+    """Return whether a significant change is large enough for a collapse, in both halves of the last window."""
     first, least = float(change.first[0]), float(change.least[0])
     if name == ENTROPY:
-        return 0 <= least < ENTROPY_LEFT * first
+        return 0 <= least < MIN_ENTROPY * first
     if name == AGREEMENT:
-        return 1 - least < DISAGREEMENT_LEFT * (1 - first)
+        return 1 - least < MIN_DISAGREEMENT * (1 - first)
     return first > 0 and not SHORTER <= least / first <= LONGER
 
 
 _COLLAPSED = {
-    ENTROPY: lambda change, beside: (
+    ENTROPY: lambda change, reward: (
         f"the student's entropy has fallen from {change.first[0]:.3g} to {change.last[0]:.3g}"
-        f" nats a token{beside}: it has collapsed onto a few answers"
+        f" nats per token{reward}: it has collapsed onto a few answers"
     ),
-    LENGTH: lambda change, beside: (
-        f"responses had {change.first[0]:.3g} tokens and have {change.last[0]:.3g}{beside}: the student learns a style"
-        " in place of the task (see samples.jsonl)"
+    LENGTH: lambda change, reward: (
+        f"responses had {change.first[0]:.3g} tokens and have {change.last[0]:.3g}{reward}: the student learns a style"
+        " instead of the task (see samples.jsonl)"
     ),
-    AGREEMENT: lambda change, beside: (
-        f"student and teacher had {change.first[0]:.3g} of their probability in common and have"
-        f" {change.last[0]:.3g}{beside}: the teacher has become equal to the student and teaches nothing more"
+    AGREEMENT: lambda change, reward: (
+        f"student and teacher shared {change.first[0]:.3g} of their probability and share"
+        f" {change.last[0]:.3g}{reward}: the teacher has become equal to the student, so distillation has no effect"
     ),
 }
 
@@ -203,7 +205,7 @@ def _change(values: np.ndarray, window: int) -> Shift | None:
 
 
 def _lowest_window(values: np.ndarray, window: int) -> int:
-    """Return where the window with the lowest mean begins."""
+    """Return the start of the window with the lowest mean."""
     return int(np.convolve(values, np.ones(window), "valid").argmin())
 
 

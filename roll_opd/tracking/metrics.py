@@ -1,8 +1,7 @@
-"""Named numbers of a step: a collector that knows how each is reduced, and the metrics of on-policy
-distillation and of validation. `docs/metrics.md` lists every name.
+"""Metrics of distillation, rewards and validation, and a collector that reduces named values over a step.
 
-Names are ROLL's where it has one. Token statistics are over action tokens only. Statistics of a teacher leave out
-samples without its log-probs. Legend: K action tokens of the samples at hand.
+`docs/metrics.md` lists every name; names are ROLL's if it has one. Token statistics are over action tokens only.
+Statistics of a teacher leave out samples without its log-probs. Legend: K action tokens of all samples.
 """
 
 import math
@@ -24,23 +23,22 @@ REDUCTIONS: dict[str, Callable[[np.ndarray], float]] = {
     "p95": lambda values: float(np.percentile(values, PERCENTS["p95"])),
 }
 
-GRADED = "val/reward/max"  # is there where a mean reward is no accuracy
-RIGHT = 1.0  # an answer is right when its reward is at least this: a rule gives 1 for right and 0 for wrong
-LOG_RATIO_LIMIT = 10.0  # one token a teacher finds impossible must not be the whole mean of `opd/prob_ratio`
+GRADED = "val/reward/max"  # present if some reward is neither 0 nor 1, so that the mean reward is no accuracy
+RIGHT = 1.0  # least reward of a correct answer: rule rewards are 1 for correct and 0 for wrong
+LOG_RATIO_LIMIT = 10.0  # bounds the weight of a single token in the mean `opd/prob_ratio`
 
 
 class Metrics:
-    """Collects values under names and reduces each name its own way."""
+    """Collects values by name; each name has one reduction."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[np.ndarray]] = {}
         self._reductions: dict[str, str] = {}
 
     def add(self, name: str, values: float | Sequence[float] | np.ndarray, reduction: str = "mean") -> None:
-        """Add one value or many. A suffix such as `@sum` on the name is the reduction, and is not part of the
-        name.
+        """Add one or several values. A suffix of the name such as `@sum` is its reduction.
 
-        Raises `ValueError` for an unknown reduction, and for a name that already has another one.
+        Raises `ValueError` for an unknown reduction, and for a name with another reduction.
         """
         name, _, suffix = name.partition("@")
         reduction = suffix or reduction
@@ -52,7 +50,7 @@ class Metrics:
         self._values.setdefault(name, []).append(np.atleast_1d(np.asarray(values, dtype=np.float64)).ravel())
 
     def update(self, metrics: dict[str, float]) -> None:
-        """Add every item of a dict; a suffix of a name is its reduction."""
+        """Add every item of a dict; names may have a reduction suffix."""
         for name, value in metrics.items():
             self.add(name, value)
 
@@ -63,19 +61,19 @@ class Metrics:
 
 
 def statistics(prefix: str, values: Sequence[float] | np.ndarray, kinds: Sequence[str]) -> dict[str, float]:
-    """Return `{prefix/kind: reduction of values}` for each kind; empty where there are no values."""
+    """Return `{prefix/kind: reduction of values}` for each kind; empty without values."""
     array = np.asarray(values, dtype=np.float64)
     if not array.size:
         return {}
-    asked = [kind for kind in kinds if kind in PERCENTS]
-    found = np.percentile(array, [PERCENTS[kind] for kind in asked]).tolist() if asked else []  # sorts once for all
-    known = dict(zip(asked, found, strict=True))
+    ranks = [kind for kind in kinds if kind in PERCENTS]
+    found = np.percentile(array, [PERCENTS[kind] for kind in ranks]).tolist() if ranks else []  # one sort for all
+    known = dict(zip(ranks, found, strict=True))
     return {f"{prefix}/{kind}": known[kind] if kind in known else REDUCTIONS[kind](array) for kind in kinds}
 
 
 @dataclass(frozen=True)
 class _Scored:
-    """One sample with the log-probs of one teacher; arrays are [T-P]."""
+    """Student and teacher log-probs of one (sample, teacher) pair; arrays are [T-P]."""
 
     teacher: str
     tag: str
@@ -87,9 +85,9 @@ class _Scored:
 def opd_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     """Return the metrics of a step's samples: distillation, external reward, lengths and train/inference mismatch.
 
-    The student's log-probs are `old_logprobs`, or `rollout_logprobs` where those were not recomputed. With
-    several teachers every (sample, teacher) pair counts once. Keys whose denominator would be zero are left
-    out. Raises `ValueError` where an array of log-probs is not as long as the response.
+    The student's log-probs are `old_logprobs`, or `rollout_logprobs` if they were not recomputed. Every (sample,
+    teacher) pair counts once. Metrics with a zero denominator are left out. Raises `ValueError` if log-probs and
+    response differ in length.
     """
     pairs = [pair for experience in experiences for pair in _scored(experience)]
     metrics = _distillation(pairs)
@@ -112,7 +110,7 @@ def _scored(experience: Experience) -> Iterable[_Scored]:
 
 
 def _of_actions(logprobs: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
-    """Return f64 [K] of arrays [T-P] each."""
+    """Concatenate arrays [T-P] and select the action tokens; return f64 [K]."""
     if not logprobs:
         return np.zeros(0)
     joined, mask = np.concatenate(logprobs), np.concatenate(masks)
@@ -120,9 +118,9 @@ def _of_actions(logprobs: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> 
 
 
 def _checked(experience: Experience, logprobs: np.ndarray | None, whose: str) -> np.ndarray:
-    """Return [T-P] log-probs that are there, and as long as the response."""
+    """Return the log-probs [T-P]; raise `ValueError` if they are missing or differ in length from the response."""
     if logprobs is None:
-        raise ValueError(f"sample {experience.id}: there are no log-probs of the {whose}")
+        raise ValueError(f"sample {experience.id}: no log-probs of the {whose}")
     if not len(logprobs) == len(experience.action_mask) == experience.response_length:
         raise ValueError(
             f"sample {experience.id}: {len(logprobs)} log-probs of the {whose} and "
@@ -140,7 +138,7 @@ def _distillation(pairs: Sequence[_Scored]) -> dict[str, float]:
     if not student.size:
         return {}
     student_mean, teacher_mean = float(student.mean()), float(teacher.mean())
-    reverse_kl = np.subtract(student, teacher, out=student)  # these are large: none is kept for longer than it is read
+    reverse_kl = np.subtract(student, teacher, out=student)  # in place, since these arrays are large
     del student, teacher
     return {
         **statistics("opd/reverse_kl", reverse_kl, ("mean", "p50", "p95", "max")),
@@ -159,12 +157,12 @@ def _distillation(pairs: Sequence[_Scored]) -> dict[str, float]:
 
 
 def _exp(values: np.ndarray) -> np.ndarray:
-    """Return e^values in the place of `values`."""
+    """Return e^values, computed in place."""
     return np.exp(values, out=values)
 
 
 def _groups(prefix: str, names: Sequence[str], reverse_kl: np.ndarray, masks: Sequence[np.ndarray]) -> dict[str, float]:
-    """Return the mean of f64 [K] by the names of its samples."""
+    """Return the mean of `reverse_kl`, f64 [K], by the names of its samples."""
     if len(set(names)) == 1:
         return statistics(f"{prefix}/{names[0]}/reverse_kl", reverse_kl, ("mean",))
     groups: dict[str, list[np.ndarray]] = {}
@@ -224,7 +222,7 @@ def _lengths(experiences: Sequence[Experience]) -> dict[str, float]:
 
 
 def _mismatch(experiences: Sequence[Experience]) -> dict[str, float]:
-    """Return how far the inference and the training engine's log-probs are apart, for the same weights and tokens."""
+    """Return the log-prob gap between inference and training engine, for the same weights and tokens."""
     both = [item for item in experiences if item.old_logprobs is not None]
     masks = [item.action_mask for item in both]
     gaps = _of_actions([_checked(item, item.rollout_logprobs, "rollout") for item in both], masks)
@@ -233,15 +231,15 @@ def _mismatch(experiences: Sequence[Experience]) -> dict[str, float]:
 
 
 def validation_metrics(experiences: Sequence[Experience], samples: int) -> dict[str, float]:
-    """Return the rewards of `samples` (k) answers to each held-out prompt, over all prompts (`all`) and by tag.
+    """Return validation metrics from `samples` (k) answers to each held-out prompt, over all prompts and by tag.
 
-    Samples of a prompt share a `group_id`; those without a reward do not count. A run of several steps is one sample,
-    of which the reward is the mean of its steps', or their sum where each has one of its own, as in a game.
+    Samples of a prompt share a `group_id`; samples without a reward do not count. A run of several steps is one sample:
+    its reward is the mean over its steps, or their sum if each step has its own reward, as in a game.
 
-    `val_correct/<tag>/mean` is the mean reward, `stderr` its standard error over prompts. It is the accuracy where
-    every reward is 0 or 1; where one is not, there are `val/reward/{max,min}` (`GRADED`). With k > 1, over prompts with
-    k rewards: `avg@k`, the mean share of right answers (`RIGHT`), and `pass@j` for j in 1, 2, 4, ... and k: the chance
-    that j of a prompt's answers, drawn without replacement, hold a right one.
+    `val_correct/<tag>/mean` is the mean reward, `stderr` its standard error over prompts. It is an accuracy if every
+    reward is 0 or 1; otherwise `val/reward/{max,min}` (`GRADED`) are returned too. With k > 1, over prompts with k
+    rewards: `avg@k`, the mean share of correct answers (`RIGHT`), and `pass@j` for j in 1, 2, 4, ... and k, the
+    probability that j answers drawn without replacement include a correct one.
     """
     rewards: dict[str, dict[str, list[float]]] = {}
     runs = one_a_run(experiences, returns=True)

@@ -1,4 +1,4 @@
-"""Find a tracker's class by what `track_with` names: a registered name, or a dotted path of the user's own."""
+"""Registry of trackers: find the class for a name in `track_with`, registered or a dotted path."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,17 +11,17 @@ from roll_opd.tracking.run_directory import RunDirectory
 
 
 class TrackerError(Exception):
-    """`track_with` names what is no tracker; the message says what was looked for and what is known."""
+    """Unknown tracker in `track_with`; the message lists the known names."""
 
 
 class Tracker(Protocol):
-    """What receives the metrics of every step, from one thread of its own."""
+    """Receiver of the metrics of every step, called from one thread."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of `step`. Called again with the same step where it raised."""
+        """Record the metrics of `step`. Called again with the same step if it raised."""
 
     def close(self) -> None:
-        """Write what is not written yet. Called once, after the last `log`."""
+        """Write all pending data. Called once, after the last `log`."""
 
 
 # (run, step resumed from or None, **tracker_kwargs) -> tracker: a class; built-in ones import their packages when made
@@ -30,9 +30,9 @@ TrackerFactory = Callable[..., Tracker]
 
 @dataclass(frozen=True)
 class TrackerFacts:
-    """What a configuration must know of a tracker besides its arguments."""
+    """Properties of a tracker for the configuration check, in addition to its arguments."""
 
-    packages: tuple[str, ...] = ()  # modules beyond what every run has; the package extra has the tracker's name
+    packages: tuple[str, ...] = ()  # additional modules; the package extra has the tracker's name
 
 
 TRACKERS: Registry[TrackerFacts] = Registry(
@@ -48,9 +48,9 @@ register, find = TRACKERS.register, TRACKERS.find
 
 
 def run_id(run: RunDirectory, tracker: str, new: Callable[[], str]) -> str:
-    """Return the id under which a service knows this run; `new` makes one where there is none yet.
+    """Return the id of this run at a tracking service; the first call makes it with `new`.
 
-    It is kept in the run directory, so that a resumed run continues the service's run.
+    It is stored in the run directory, so that a resumed run continues the service's run.
     """
     file = run.path / "tracker_ids" / tracker
     if file.exists():
@@ -62,12 +62,12 @@ def run_id(run: RunDirectory, tracker: str, new: Callable[[], str]) -> str:
 
 
 def as_list(texts: Sequence[str] | str) -> list[str]:
-    """Return `texts` as a list; one text counts as a list of one."""
+    """Return `texts` as a list; a single text becomes a list of one."""
     return [texts] if isinstance(texts, str) else list(texts)
 
 
 def lacking(names: Iterable[str]) -> list[str]:
-    """Return a sentence for each tracker whose packages or module are not installed here."""
+    """Return an error message for each tracker with packages that are not installed."""
     sentences = []
     for name in names:
         builtin = name in TRACKERS.builtin

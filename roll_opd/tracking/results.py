@@ -1,4 +1,4 @@
-"""What a run ends with: its table, where the time went, and the lines that load its model."""
+"""Texts at the end of a run: table of results, times by phase, and a script that loads the model."""
 
 import json
 import math
@@ -11,8 +11,8 @@ from typing import Any
 from roll_opd.tracking.clock import PHASES
 from roll_opd.tracking.comparable import changed_settings
 
-PHASES_SHOWN = 3  # the largest ones, at most
-LEAST_SECONDS = 0.5  # of a part of the wall time that is named
+PHASES_SHOWN = 3  # largest ones
+MIN_SECONDS = 0.5  # of a named part of the wall time
 SHORT = {
     "generate": "gen",
     "teacher": "teach",
@@ -21,7 +21,7 @@ SHORT = {
     "validate": "val",
     "checkpoint": "save",
 }
-# label in the table, its name in a summary, what the last column compares with
+# label in the table, name in a summary, base of the ratio in the last column
 ROWS = (
     ("validation accuracy", "val_accuracy", "teacher"),
     ("mean validation reward", "val_reward", "teacher"),
@@ -32,16 +32,16 @@ ROWS = (
     ("training loss", "dpo_loss", "first"),
     ("reverse KL", "reverse_kl", "first"),
 )
-OF_EVERY_STEP = ("reward", "sft_loss", "dpo_loss", "reverse_kl")
-APART = {"validate": "validation", "checkpoint": "checkpoints"}  # phases that are named beside the steps
-PROMPT_COLUMNS = 71  # of the prompt in the script, in a line of 80
+STEP_METRICS = ("reward", "sft_loss", "dpo_loss", "reverse_kl")
+SEPARATE = {"validate": "validation", "checkpoint": "checkpoints"}  # phases listed outside of the steps
+PROMPT_COLUMNS = 71  # width of the prompt in a line of 80
 RULE = 74  # characters
 
 
 def before_after_table(summary: Mapping[str, Any]) -> str:
-    """Return the table a run ends with, from the keys of `summary.json`, with the rows that its pipeline measures.
+    """Return the table of first and last results from `summary.json`, with a row for each measured quantity.
 
-    What was not measured, or once alone, is a dash. No ratio of the first value is given across changed settings.
+    Missing values are a dash. A ratio to the first value is left out if the settings changed.
     """
     teacher = summary.get("teacher_val_reward", summary.get("teacher_val_accuracy"))
     rows = []
@@ -49,7 +49,7 @@ def before_after_table(summary: Mapping[str, Any]) -> str:
         first, last = (summary.get(f"{name}_{end}") for end in ("first", "last"))
         if first is None and last is None:
             continue
-        if name in OF_EVERY_STEP and summary["steps"] < 2:
+        if name in STEP_METRICS and summary["steps"] < 2:
             last = None
         of_teacher = teacher if base == "teacher" else None
         compared = {"teacher": of_teacher, "first": first}.get(base)
@@ -77,30 +77,28 @@ def _table_row(label: str, before: str, after: str, teacher: str, ratio: str) ->
 
 
 def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:
-    """Return the steps, the tokens, the wall time of the whole process, and its parts, from the keys of a summary."""
+    """Return steps, tokens, wall time of the process, and its parts as text, from `summary.json`."""
     counts = {what: summary.get(f"{what}_tokens") for what in ("generated", "learned")}
-    if counts["learned"] == counts["generated"]:  # the usual case: every generated token
+    if counts["learned"] == counts["generated"]:  # the usual case
         del counts["learned"]
     tokens = [f"{count_of(count)} {what} tokens" for what, count in counts.items() if count]
     phases = summary["phase_seconds"]
-    of_steps = {f"time/{name}": seconds for name, seconds in phases.items() if name not in APART}
+    of_steps = {f"time/{name}": seconds for name, seconds in phases.items() if name not in SEPARATE}
     steps, startup = sum(of_steps.values()), summary.get("startup_seconds", 0.0)
     parts = {
         "start-up": startup,
         "steps": steps,
-        **{APART[name]: phases[name] for name in APART},
+        **{SEPARATE[name]: phases[name] for name in SEPARATE},
         "end": summary["wall_seconds"] - startup - sum(phases.values()),
     }
     split = {"steps": phase_split(of_steps, steps, PHASES_SHOWN, short)}
     named = ", ".join(
-        f"{name} {duration(seconds)}{split.get(name, '')}"
-        for name, seconds in parts.items()
-        if seconds >= LEAST_SECONDS
+        f"{name} {duration(seconds)}{split.get(name, '')}" for name, seconds in parts.items() if seconds >= MIN_SECONDS
     )
     slowest = sorted(summary.get("startup_parts", {}).items(), key=lambda part: -part[1])[:PHASES_SHOWN]
-    waited = ", ".join(f"{part} {duration(seconds)}" for part, seconds in slowest if seconds >= LEAST_SECONDS)
+    waited = ", ".join(f"{part} {duration(seconds)}" for part, seconds in slowest if seconds >= MIN_SECONDS)
     if named and waited:
-        last = summary.get("last_startup_seconds")  # of a resumed run, whose start-up is that of all parts
+        last = summary.get("last_startup_seconds")  # of a resumed run; `startup` sums all its parts
         which = "start-up" if last is None else f"last start-up, {duration(last)},"
         named += f"\n  {which} waited for: {waited}"
     first = ", ".join([f"{summary['steps']} steps", *tokens, f"{duration(summary['wall_seconds'])} wall time"])
@@ -110,10 +108,10 @@ def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:
 def loading(directory: Path | str, prompt: str, *, is_chat: bool = True) -> Sequence[str]:
     """Return a script that loads the model in `directory` with transformers and vLLM, with and without a GPU.
 
-    The model answers the beginning of `prompt`. `is_chat`: it has a chat template, and the script uses it.
+    It generates an answer to the beginning of `prompt`, with the model's chat template if `is_chat`.
     """
-    path = json.dumps(str(directory), ensure_ascii=False)  # quoted, and escaped
-    asks = 'llm.chat([{"role": "user", "content": prompt}])' if is_chat else "llm.generate(prompt)"
+    path = json.dumps(str(directory), ensure_ascii=False)  # quotes and escapes
+    generate = 'llm.chat([{"role": "user", "content": prompt}])' if is_chat else "llm.generate(prompt)"
     return (
         f"model_dir = {path}",
         f"prompt = {_literal(prompt, PROMPT_COLUMNS)}",
@@ -129,12 +127,12 @@ def loading(directory: Path | str, prompt: str, *, is_chat: bool = True) -> Sequ
         "    # a CPU: no compilation, which takes minutes, and a cache of 4 GiB",
         '    on_cpu = {"enforce_eager": True, "kv_cache_memory_bytes": 4 * 2**30}',
         "    llm = LLM(model_dir, **({} if torch.cuda.is_available() else on_cpu))",
-        f"    print({asks}[0].outputs[0].text)",
+        f"    print({generate}[0].outputs[0].text)",
     )
 
 
 def _literal(text: str, columns: int) -> str:
-    """Return the beginning of `text` as a string of Python in one line, cut between words to fit in `columns`."""
+    """Return the beginning of `text` as a Python string literal of at most `columns`, cut between words."""
     text, shown, width = text.strip(), "", 2  # the quotes
     for place, character in enumerate(text):
         written = _escaped(character)
@@ -188,7 +186,7 @@ def _number(value: float | None) -> str:
 
 
 def _ratio(value: float | None, base: float | None, of: str, stderr: float | None = None) -> str:
-    """Return `0.95 of teacher`, with two standard errors where they are known: `0.95±.03 of teacher`."""
+    """Return `0.95 of teacher`, with two standard errors if known: `0.95±.03 of teacher`."""
     if value is None or not base:
         return ""
     bounds = f"±{f'{2 * stderr:.2f}'.lstrip('0')}" if stderr else ""

@@ -9,12 +9,12 @@ import numpy as np
 from roll_opd.samples.experience import Experience, one_a_run
 from roll_opd.tracking.metrics import statistics
 
-MOST_WORDS, OTHERS = 20, "other"  # reasons with a metric of their own, and the name of all the rest
-LONGEST_WORD = 40  # characters of a reason in a metric's name
+MAX_REASONS, OTHERS = 20, "other"  # reasons with a separate metric; the name for the sum of the others
+MAX_REASON_LENGTH = 40  # characters of a reason in a metric's name
 
 
 def reward_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
-    """Return `reward/<domain>/...` of the samples that a domain scored or failed on; empty where no domain did."""
+    """Return the metrics `reward/<domain>/...` of all samples with a reward domain; empty without one."""
     domains = dict.fromkeys(experience.domain for experience in experiences if experience.domain)
     found: dict[str, float] = {}
     for domain in domains:
@@ -25,36 +25,35 @@ def reward_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 def scoring_metrics(
     domain: str, errors: Mapping[str, int], latencies: Sequence[float], queued: Sequence[int], restarts: int
 ) -> dict[str, float]:
-    """Return `reward/<domain>/{errors,timeouts}`, and under `time/` what depends on the clock: `latency`, `queue` and
-    `restarts`.
+    """Return `reward/<domain>/{errors,timeouts}` and `time/reward/<domain>/{latency,queue,restarts}` of a step.
 
     Args:
-        errors: attempts that failed, by kind.
+        errors: failed attempts by kind.
         latencies: seconds from a sample's end to its score.
-        queued: numbers of samples that wait, one for each change.
-        restarts: workers that were replaced.
+        queued: lengths of the queue, one for each change.
+        restarts: number of replaced workers.
     """
-    by_word: Counter[str] = Counter()
+    by_name: Counter[str] = Counter()
     for kind, count in errors.items():
-        by_word[_word(kind)] += count
+        by_name[_metric_part(kind)] += count
     return {
         f"reward/{domain}/errors": float(sum(errors.values())),
         f"reward/{domain}/timeouts": float(errors.get("timeout", 0)),
-        **{f"reward/{domain}/errors/{word}": float(count) for word, count in sorted(by_word.items())},
+        **{f"reward/{domain}/errors/{name}": float(count) for name, count in sorted(by_name.items())},
         **statistics(f"time/reward/{domain}/latency", latencies, ("p50", "p95", "max")),
         **statistics(f"time/reward/{domain}/queue", queued, ("mean", "max")),
         f"time/reward/{domain}/restarts": float(restarts),
     }
 
 
-def _word(text: str) -> str:
-    """Return a reason or an error's kind as part of a metric's name."""
-    return re.sub(r"[^\w.-]+", "_", text)[:LONGEST_WORD].strip("_")
+def _metric_part(text: str) -> str:
+    """Return a reason or an error kind as part of a metric's name."""
+    return re.sub(r"[^\w.-]+", "_", text)[:MAX_REASON_LENGTH].strip("_")
 
 
-def _most(counts: Counter[str]) -> dict[str, int]:
-    """Return the most common ones, and the sum of the others: a worker may give any text, and each name is a chart."""
-    common = dict(counts.most_common(MOST_WORDS))
+def _most_common(counts: Counter[str]) -> dict[str, int]:
+    """Return the most common reasons and the sum of the others, since every name becomes a chart."""
+    common = dict(counts.most_common(MAX_REASONS))
     others = counts.total() - sum(common.values())
     return common | ({OTHERS: others + common.get(OTHERS, 0)} if others else {})
 
@@ -77,7 +76,9 @@ def _of_domain(domain: str, experiences: Sequence[Experience]) -> dict[str, floa
         found[f"reward/{domain}/zero_variance_rate"] = float(np.mean([len(set(group)) == 1 for group in several]))
     for part, values in parts.items():
         found |= statistics(f"reward/{domain}/{part}", values, ("mean",))
-    reasons = Counter(_word(experience.reward_reason) for experience in experiences if experience.reward_reason)
-    found |= {f"reward/{domain}/reason/{reason}": float(count) for reason, count in sorted(_most(reasons).items())}
+    reasons = Counter(_metric_part(experience.reward_reason) for experience in experiences if experience.reward_reason)
+    found |= {
+        f"reward/{domain}/reason/{reason}": float(count) for reason, count in sorted(_most_common(reasons).items())
+    }
     excluded = sum(experience.excluded for experience in experiences)
     return found | ({f"reward/{domain}/excluded": float(excluded)} if excluded else {})

@@ -1,8 +1,7 @@
-"""The directory a run leaves behind: where each thing is, and JSON lines that survive a kill.
+"""Run directory: paths of its files, atomic writes, and JSON Lines files that survive a kill.
 
 `<output_dir>/<exp_name>/<run id>/` holds the run, `<output_dir>/<exp_name>/latest` links to the newest.
-Appended files may end in half a line when a run is killed; resuming cuts them back to the step it resumes
-from.
+A kill may leave an incomplete last line in an appended file; a resume truncates these files to the resumed step.
 """
 
 import itertools
@@ -29,23 +28,23 @@ SKIPPED_SAMPLES = "skipped_samples.jsonl"
 PREFLIGHT = "teacher_preflight.json"
 VALIDATION_SAMPLES = "validation_samples.jsonl"
 RUN_FACTS = "run.json"
-CHECKPOINTS, STEP, SUPERSEDED = "checkpoints", "step_", "superseded_"  # where checkpoints are, and how they are named
-STEP_FILES = (METRICS, SAMPLES, PROMPTS, SKIPPED_SAMPLES, VALIDATION_SAMPLES)  # JSON lines whose rows carry a `step`
+CHECKPOINTS, STEP, SUPERSEDED = "checkpoints", "step_", "superseded_"  # directory and name prefixes of checkpoints
+STEP_FILES = (METRICS, SAMPLES, PROMPTS, SKIPPED_SAMPLES, VALIDATION_SAMPLES)  # JSON Lines with a `step` in each row
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """One run's directory; make it with `create` or `resume`."""
+    """Directory of one run; opened by `create` or `resume`."""
 
     path: Path
-    made: tuple[Path, ...] = ()  # it and those above it that were made with it, innermost first
-    set_aside: tuple[Path, ...] = ()  # checkpoints of later steps than the one that it goes on from
+    made_directories: tuple[Path, ...] = ()  # directories made by `create`: `path` and new parents, innermost first
+    set_aside: tuple[Path, ...] = ()  # renamed checkpoints of steps after the resumed one
 
     @classmethod
     def create(cls, output_dir: str | Path, exp_name: str) -> "RunDirectory":
         """Make `<output_dir>/<exp_name>/<run id>` with a new id, and point `latest` at it.
 
-        Raises `OSError` where it cannot be written, and `FileExistsError` where `latest` is not a link.
+        Raises `OSError` if it cannot be written, and `FileExistsError` if `latest` is not a link.
         """
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         path = Path(output_dir) / exp_name / run_id
@@ -56,15 +55,15 @@ class RunDirectory:
 
     @classmethod
     def resume(cls, path: str | Path, step: int) -> "RunDirectory":
-        """Reopen a run, cut its `STEP_FILES` back to rows of `step` and earlier, and point `latest` at it.
+        """Reopen a run, truncate its `STEP_FILES` to rows up to `step`, and point `latest` at it.
 
-        Checkpoints of later steps are set aside under another name: what goes on from `step` does not come after them.
-        Raises `FileNotFoundError` where there is no such directory.
+        Checkpoints of later steps are renamed, since they no longer belong to this run's history. Raises
+        `FileNotFoundError` if the directory does not exist.
         """
         path = Path(path).resolve()
         if not path.is_dir():
             raise FileNotFoundError(f"there is no run at {path} to resume")
-        # first of all: what is newest counts where this is killed
+        # first, because after a kill here the newest checkpoint would be resumed
         aside = [_set_aside(later) for saved, later in checkpoints_of(path).items() if saved > step]
         run = cls(path, set_aside=tuple(aside))
         for name in STEP_FILES:
@@ -74,24 +73,24 @@ class RunDirectory:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything is on record: the state before the first step, or a checkpoint."""
+        """Whether the run has metrics (as of step 0) or a checkpoint."""
         return self.metrics_file.exists() or bool(checkpoints_of(self.path))
 
     def discard(self) -> None:
-        """Remove a run that never began, with the directories that were made for it, and point `latest` at another."""
+        """Remove a run without results and the directories made for it; point `latest` at the previous run."""
         shutil.rmtree(self.path, ignore_errors=True)
         earlier = self.runs(self.path.parent.parent, self.path.parent.name)
         if earlier:
             RunDirectory(earlier[0])._link_latest()
         else:
             (self.path.parent / "latest").unlink(missing_ok=True)
-        for parent in self.made[1:]:
-            with suppress(OSError):  # another run is in it
+        for parent in self.made_directories[1:]:
+            with suppress(OSError):  # not empty
                 parent.rmdir()
 
     @staticmethod
     def runs(output_dir: str | Path, exp_name: str) -> list[Path]:
-        """Return the run directories of an experiment, newest first; empty where there are none."""
+        """Return the run directories of an experiment, newest first."""
         parent = Path(output_dir) / exp_name
         if not parent.is_dir():
             return []
@@ -119,63 +118,63 @@ class RunDirectory:
         return self.path / "tensorboard"
 
     def checkpoint(self, step: int) -> Path:
-        """Return the path of the checkpoint of `step`, which need not exist."""
+        """Return the path of the checkpoint of `step`; it need not exist."""
         return self.checkpoints / f"{STEP}{step}"
 
     def write_config(self, yaml: str) -> None:
-        """Write the resolved configuration, whole or not at all."""
+        """Write the resolved configuration atomically."""
         write_atomic(self.config_file, yaml)
 
     def read_config(self) -> dict[str, Any]:
-        """Return what `write_config` wrote, as plain data; empty before that."""
+        """Return the configuration written by `write_config` as plain data; empty before it."""
         if not self.config_file.exists():
             return {}
         return yaml.safe_load(self.config_file.read_text(encoding="utf-8")) or {}
 
-    def keep_preflight(self, teacher: str, rows: list[dict[str, str]]) -> None:
-        """Keep what the preflight of a teacher found: a run that it stops has it on record, too."""
+    def write_preflight(self, teacher: str, rows: list[dict[str, str]]) -> None:
+        """Store the preflight results of a teacher, also for a run that the preflight stops."""
         write_atomic(self.path / PREFLIGHT, json.dumps({**self.read_preflight(), teacher: rows}, indent=2) + "\n")
 
     def read_preflight(self) -> dict[str, Any]:
-        """Return what `keep_preflight` kept, by teacher; empty before that."""
+        """Return the stored preflight results by teacher; empty without any."""
         file = self.path / PREFLIGHT
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
     def append_jsonl(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append `rows` to the file `name`, one JSON object a line, as `to_json` writes them.
+        """Append `rows` to the file `name`, one JSON object per line, all or none.
 
-        Raises `OSError` where they cannot all be written (a full disk); then none of them is in the file.
+        Raises `OSError` if a row cannot be written, as on a full disk.
         """
         text = "".join(f"{to_json(row)}\n" for row in rows)
-        rest = text.encode(errors="backslashreplace")  # half of a surrogate pair is written as JSON writes it
-        with (self.path / name).open("ab", buffering=0) as file:  # a buffer would be written again by `close`
+        rest = text.encode(errors="backslashreplace")  # as JSON escapes half of a surrogate pair
+        with (self.path / name).open("ab", buffering=0) as file:  # `close` would write a buffer again
             whole = file.tell()
             try:
                 while rest:
                     rest = rest[file.write(rest) :]
             except OSError as error:
-                file.truncate(whole)  # else the next row would join half a line, and both would be lost
+                file.truncate(whole)  # otherwise the next row would be appended to an incomplete line
                 error.filename = str(self.path / name)
                 raise
 
     def _link_latest(self) -> None:
         latest = self.path.parent / "latest"
         if latest.exists() and not latest.is_symlink():
-            raise FileExistsError(f"{latest} should be a link to the newest run and is none: move it away")
+            raise FileExistsError(f"{latest} must be a link to the newest run, but is not a link: move it away")
         fresh = self.path.parent / f".latest-{secrets.token_hex(3)}"
         fresh.symlink_to(self.path.name, target_is_directory=True)
         os.replace(fresh, latest)
 
 
 def checkpoints_of(run: Path) -> dict[int, Path]:
-    """Return the checkpoints of a run directory, whole or not, by step in descending order."""
+    """Return the checkpoints of a run directory, incomplete ones included, by step in descending order."""
     names = {path: path.name.removeprefix(STEP) for path in (run / CHECKPOINTS).glob(f"{STEP}*")}
     found = {int(name): path for path, name in names.items() if name.isdecimal()}
     return dict(sorted(found.items(), reverse=True))
 
 
 def _set_aside(checkpoint: Path) -> Path:
-    """Give a checkpoint a name that is none's; return its new path."""
+    """Rename a checkpoint so that no resume finds it; return its new path."""
     places = (checkpoint.with_name(f"{SUPERSEDED}{checkpoint.name}.{number}") for number in itertools.count(1))
     place = next(place for place in places if not place.exists())
     os.replace(checkpoint, place)
@@ -183,9 +182,7 @@ def _set_aside(checkpoint: Path) -> Path:
 
 
 def to_json(value: Any) -> str:
-    """Return one line of strict JSON: numpy values become plain ones, NaN and infinity null, arrays of f32 their
-    shortest decimals.
-    """
+    """Return one line of strict JSON: plain numbers, NaN and infinity as null, f32 arrays as shortest decimals."""
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
 
 
@@ -206,7 +203,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSON-lines file, without incomplete lines; none where the file is missing."""
+    """Return the objects of a JSON Lines file without incomplete lines; empty for a missing file."""
     path = Path(path)
     if not path.exists():
         return []
@@ -215,21 +212,21 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError:
-            continue  # cut off by a kill
+            continue  # incomplete after a kill
         if isinstance(row, dict):
             rows.append(row)
     return rows
 
 
 def truncate_jsonl(path: Path, step: int) -> None:
-    """Keep the rows whose `step` is at most `step` (and those that have none); the file is replaced whole."""
+    """Remove the rows after `step`; rows without a step are kept. The file is replaced atomically."""
     if path.exists():
         kept = [row for row in read_jsonl(path) if row.get("step", step) <= step]
         write_atomic(path, "".join(f"{to_json(row)}\n" for row in kept))
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write `text` so that a reader, or a run after a kill, finds either the old file or the new one."""
+    """Write `text` to `path` atomically: after a kill, the file has the old or the new content."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(3)}")
     try:
         with partial.open("w", encoding="utf-8") as file:

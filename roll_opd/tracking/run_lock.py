@@ -1,4 +1,4 @@
-"""Keeps a run's directory to one driver: a second one would cut back what the first is writing."""
+"""Lock a run's directory for one driver: a second one would truncate the files of the first."""
 
 import errno
 import fcntl
@@ -11,15 +11,15 @@ from pathlib import Path
 from roll_opd.base.failures import ConfigError
 
 LOCK = ".driver"
-# of file systems that have no locks: then nothing is known of other drivers
+# errors of file systems without locks, on which other drivers cannot be detected
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextmanager
-def only_driver(run: Path) -> Iterator[None]:
-    """Have `run` to this process inside the block. ConfigError where another one has it.
+def lock_run(run: Path) -> Iterator[None]:
+    """Hold the lock of `run` inside the block; raises `ConfigError` if another process holds it.
 
-    The kernel takes the lock back with the process, however that ends.
+    The kernel releases the lock at any end of the process.
     """
     with open(run / LOCK, "a+", encoding="utf-8") as file:
         try:
@@ -28,7 +28,7 @@ def only_driver(run: Path) -> Iterator[None]:
             file.seek(0)
             who = file.read().strip() or "a process"
             raise ConfigError(
-                [f"{run} is the directory of a run that is still going on ({who}): wait until it has ended, or end it"]
+                [f"{run} is the directory of a run that is still running ({who}): wait for its end, or stop it"]
             ) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:

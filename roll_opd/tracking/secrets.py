@@ -1,4 +1,4 @@
-"""Takes what opens anyone's account out of a configuration before it is written and sent away."""
+"""Remove API keys, tokens and passwords from a configuration before it is written or uploaded."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ SECRETS = ("api_key", "token", "password", "secret", "authorization")  # endings
 
 
 def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without the texts under keys such as `api_key`, wherever else they stand, too."""
+    """Return a configuration without secret keys such as `api_key`, and without copies of their values elsewhere."""
     return _without(values, frozenset(_secrets(values)))
 
 
@@ -16,7 +16,7 @@ def is_secret(key: Any) -> bool:
 
 
 def _secrets(value: Any, secret: bool = False) -> Iterator[str]:
-    """Yield the texts under secret keys."""
+    """Yield the values of secret keys."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _secrets(item, secret or is_secret(key))

@@ -19,7 +19,7 @@ SHARES = (0.17, 0.22, 0.29, 0.37, 0.48, 0.63)  # of the steps so far, in a best 
 SHORTEST_START, START_SHARES = 4, (0.04, 0.08, 0.16, 0.3)  # of the steps so far, in the first window
 PRIOR = 0.7  # V / (1 + V) for a fall with a normal prior of variance V, in squared standard errors of the fall
 FREEDOM = 2 / 3  # degrees of freedom per step of the mean squared difference of neighbours
-GAIN_ERRORS = 2.0  # standard errors of a gain: it is significant
+GAIN_ERRORS = 2.0  # standard errors of a significant gain
 LOST = 0.25  # share of a gain; a window of a run that loses half of it contains steps of the fall
 RECOVERED = 2.0  # times the deepest earlier fall with a recovery
 VALLEY_ERRORS = 3.2  # standard errors of a fall with a recovery that is no noise
@@ -67,7 +67,7 @@ def step_variance(values: np.ndarray, stderr2: np.ndarray | None = None) -> np.n
 
     Half the mean squared difference of neighbours (von Neumann 1941), at least the mean of `stderr2` [R, T], the
     squared standard errors on record. If means over blocks of steps vary significantly more than independent steps
-    imply, as with prompts of which the difficulty drifts, the variance of the blocks (batch means) replaces it.
+    imply, as with prompts of drifting difficulty, the variance of the blocks (batch means) replaces it.
     """
     steps = values.shape[1]
     white = (np.diff(values, axis=1) ** 2).mean(1) / 2
@@ -76,13 +76,13 @@ def step_variance(values: np.ndarray, stderr2: np.ndarray | None = None) -> np.n
     block = min(LONGEST_BLOCK, max(SHORTEST_BLOCK, int(steps * BLOCK_SHARE)))
     if steps < BLOCKS * block:
         return white
-    blocks = block * _apart(_windows(_sums(values), block), block)
+    blocks = block * _lag_variance(_windows(_sums(values), block), block)
     is_correlated = blocks > white * (1 + BY_CHANCE * math.sqrt(block / steps))
     return np.where(is_correlated, LONGER_CORRELATION * blocks, white)
 
 
-def _apart(values: np.ndarray, lag: int) -> np.ndarray:
-    """Return [R] the variance between values `lag` apart, from second differences, which cancel a linear trend."""
+def _lag_variance(values: np.ndarray, lag: int) -> np.ndarray:
+    """Return [R] the variance between values `lag` apart, from second differences (no linear trend)."""
     second = values[:, 2 * lag :] - 2 * values[:, lag:-lag] + values[:, : -2 * lag]
     smaller = np.sort(second**2, axis=1)[:, : int(KEPT * second.shape[1])]  # without a jump or a turn
     return smaller.mean(1) / KEPT_MEAN / 6

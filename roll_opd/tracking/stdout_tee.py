@@ -1,6 +1,6 @@
-"""What a run prints, on record: a copy in its directory, its warnings, and a line that is updated in place.
+"""Copy standard output and error of a run to its `console.log`, collect warnings, and show a line updated in place.
 
-There is one standard output a process, so there is one recording at a time.
+A process has one standard output, so only one tee is active at a time.
 """
 
 import os
@@ -16,37 +16,37 @@ from typing import Any, TextIO
 from roll_opd.base.terminal import columns
 
 CONSOLE_LOG = "console.log"
-WARNING = "warning: "  # what a warning begins with, on standard error
-CLEAR = "\r\x1b[K"  # back to the first column, and erase the line
+WARNING = "warning: "  # prefix of a warning on standard error
+CLEAR = "\r\x1b[K"  # return to the first column and erase the line
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")  # ECMA-48
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 
-_current: "Recording | None" = None
+_current: "StdoutTee | None" = None
 
 
 @contextmanager
-def recorded() -> Iterator["Recording"]:
-    """Record what is printed inside the block; inside another such block, it is that one's recording."""
+def tee_output() -> Iterator["StdoutTee"]:
+    """Copy all output inside the block; a nested block returns the tee of the outer one."""
     global _current
     if _current:
         yield _current
         return
-    _current = recording = Recording()
+    _current = tee = StdoutTee()
     try:
-        yield recording
+        yield tee
     finally:
         _current = None
-        recording.end()
+        tee.end()
 
 
-class Recording:
-    """Stands between this process and its standard output and error, from its making to `end`."""
+class StdoutTee:
+    """Replaces standard output and error of this process until `end`, and copies both to a file."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
         self.warnings: list[str] = []
         self._lock = threading.RLock()
-        self._lines: list[str] = []  # until there is a file
+        self._lines: list[str] = []  # printed before `write_to`
         self._file: Path | None = None
         self._ended = False
         self._has_live_line = False
@@ -56,25 +56,25 @@ class Recording:
 
     @property
     def is_live(self) -> bool:
-        """Whether standard output is a terminal, on which a line can be updated."""
+        """Whether standard output is a terminal, where a line can be updated in place."""
         return bool(self._terminal and self._terminal.isatty()) and os.environ.get("TERM") != "dumb"
 
-    def keep_in(self, directory: Path) -> None:
-        """Append what has been printed, and what will be, to `CONSOLE_LOG` in `directory`."""
+    def write_to(self, directory: Path) -> None:
+        """Append all output, past and future, to `CONSOLE_LOG` in `directory`."""
         with self._lock:
             self._file = directory / CONSOLE_LOG
             self._add(self._lines)
             self._lines = []
 
     def show_live(self, text: str) -> None:
-        """Show a line that is replaced by the next one, or erased before anything else is printed."""
+        """Show a line that the next one replaces and other output erases."""
         with self._lock:
             self._terminal.write(f"{CLEAR}{text[: columns() - 1]}")
             self._terminal.flush()
             self._has_live_line = True
 
     def end(self) -> None:
-        """Put standard output and error back, and close the file."""
+        """Restore standard output and error."""
         with self._lock:
             self._erase_live_line()
             for copy in self._copies:
@@ -89,7 +89,7 @@ class Recording:
         with self._lock:
             if not self._ended:
                 self._erase_live_line()
-                if copy.of_errors and text.startswith(WARNING):  # `print` hands a text over whole
+                if copy.of_errors and text.startswith(WARNING):  # `print` writes a text in one call
                     self.warnings.append(" ".join(text.removeprefix(WARNING).split()))
                 self._add(copy.lines(text))
             return copy.stream.write(text)
@@ -105,46 +105,46 @@ class Recording:
             if self._file is None:
                 self._lines.extend(lines)
             elif lines:
-                with suppress(OSError):  # a full disk: what else is written there says so
+                with suppress(OSError):  # a full disk is reported by other writers
                     append(self._file, lines)
 
 
 class _Copy:
-    """A text stream that the recording reads, too. Whatever else there is to a stream is the original's."""
+    """Text stream that copies writes to the tee; other attributes are the original stream's."""
 
-    def __init__(self, stream: TextIO, recording: Recording, *, of_errors: bool) -> None:
+    def __init__(self, stream: TextIO, tee: StdoutTee, *, of_errors: bool) -> None:
         self.stream, self.of_errors = stream, of_errors
-        self._recording, self._rest = recording, ""
+        self._tee, self._rest = tee, ""
 
     def write(self, text: str) -> int:
-        return self._recording._write(self, text)
+        return self._tee._write(self, text)
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
 
     def lines(self, text: str) -> list[str]:
-        """Return the lines that `text` completes, as they would be read in a terminal."""
+        """Return the lines completed by `text`, as a terminal shows them."""
         *whole, rest = (self._rest + text).split("\n")
-        self._rest = "\r".join(rest.split("\r")[-2:])  # of a line that is updated for hours, what is there now
+        self._rest = "\r".join(rest.split("\r")[-2:])  # drops earlier updates of a live line
         return [readable(line) for line in whole]
 
     def end(self) -> None:
         """Complete the last line."""
         if self._rest:
-            self._recording._add(self.lines("\n"))
+            self._tee._add(self.lines("\n"))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
 
 def append(file: Path, lines: Sequence[str]) -> None:
-    """Write `lines` at the end of `file`."""
+    """Append `lines` to `file`."""
     with file.open("a", encoding="utf-8", errors="backslashreplace") as opened:
         opened.writelines(f"{line}\n" for line in lines)
 
 
 def readable(line: str) -> str:
-    """Return what a terminal shows of a line in the end: its last update, without control characters."""
+    """Return the final text of a line in a terminal: its last update, without control characters."""
     updates = [part for part in ESCAPES.sub("", line).split("\r") if part]
     return CONTROLS.sub("", updates[-1]) if updates else ""

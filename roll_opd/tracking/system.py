@@ -1,4 +1,4 @@
-"""What a step takes of the machine: tokens a second, and memory. `docs/metrics.md` lists every name."""
+"""Throughput and memory metrics of a step. `docs/metrics.md` lists every name."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ GIB = 2**30
 
 
 def throughput_metrics(row: Mapping[str, float]) -> dict[str, float]:
-    """Return `system/tps` and `system/generate_tps` of a step's other metrics, as far as it has tokens."""
+    """Return `system/tps` and `system/generate_tps` from a step's other metrics; without tokens, neither."""
     rates = {
         "system/tps": (row.get(STEP_TOKENS), row.get(STEP_SECONDS)),
         "system/generate_tps": (row.get(GENERATED_TOKENS), row.get("time/generate")),
@@ -20,10 +20,10 @@ def throughput_metrics(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def memory_metrics() -> dict[str, float]:
-    """Return `system/memory_gib`, of this process and all that it started, and `system/device_memory_gib`.
+    """Return `system/memory_gib` of this process and its descendants, and `system/device_memory_gib`.
 
-    The first is what they have resident and share with nobody. The second is of the fullest device, whoever uses it;
-    it is missing where there is no GPU.
+    The first is resident private memory. The second is the used memory of the fullest device, over all its users; it
+    is missing without a GPU.
     """
     here = psutil.Process()
     own = sum(map(_private_bytes, (here, *here.children(recursive=True))))
@@ -33,7 +33,7 @@ def memory_metrics() -> dict[str, float]:
 def _of_devices() -> dict[str, float]:
     try:
         used = [torch.cuda.device_memory_used(number) for number in range(torch.cuda.device_count())]
-    except Exception:  # NVML is not there, or does not answer: no reason to end a run
+    except Exception:  # NVML missing or failing must not end a run
         return {}
     return {"system/device_memory_gib": max(used) / GIB} if used else {}
 
@@ -42,5 +42,5 @@ def _private_bytes(process: psutil.Process) -> int:
     try:
         memory = process.memory_info()
     except psutil.Error:
-        return 0  # it is gone
-    return memory.rss - getattr(memory, "shared", 0)  # Linux alone tells what is shared
+        return 0  # the process has ended
+    return memory.rss - getattr(memory, "shared", 0)  # only Linux reports shared memory

@@ -119,7 +119,7 @@ def test_a_run_that_the_preflight_ended_shows_its_table(tmp_path: Path) -> None:
     run.write_config("exp_name: lake\nmax_steps: 9\n")
     run.append_jsonl(METRICS, [{"step": 0, "time/startup": 2.0}])
     (run.path / "run.json").write_text(json.dumps({"mode": "pure"}))
-    run.keep_preflight("teacher", ROWS)
+    run.write_preflight("teacher", ROWS)
     note_end(run, RunError("the preflight of teacher teacher failed: mean log-prob, samples: -16.8"))
     data = Page(write_report(run.path).read_text()).data
     assert data["preflight"] == [{"teacher": "teacher", "rows": ROWS}] and data["preflight_first"] is True
@@ -166,7 +166,7 @@ def test_an_unforeseen_error_is_named_by_its_class(tmp_path: Path) -> None:
     [
         ("agentic", 1.0, "Share of held-out games won."),
         ("agentic", 0.5, "Mean reward of held-out games."),
-        ("rlvr", 1.0, "Share of right answers to held-out prompts."),
+        ("rlvr", 1.0, "Share of correct answers to held-out prompts."),
     ],
 )
 def test_games_are_won_and_answers_are_right(pipeline: str, reward: float, what: str, tmp_path: Path) -> None:
@@ -179,6 +179,6 @@ def test_games_are_won_and_answers_are_right(pipeline: str, reward: float, what:
 
 def test_a_preflight_that_passed_stands_at_its_place(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    run.keep_preflight("teacher", ROWS[:1])
+    run.write_preflight("teacher", ROWS[:1])
     data = contents(read_run(run.path))
     assert data["preflight_first"] is False and data["preflight"][0]["rows"] == ROWS[:1]

@@ -2,12 +2,12 @@
 
 import random
 
-from roll_opd.tracking.charted_metrics import Curves
+from roll_opd.tracking.charted_metrics import ChartedMetrics
 
 
 def shown(rows: list[dict[str, float]]) -> dict[str, list[tuple[int, float]]]:
     curves: dict[str, list[tuple[int, float]]] = {}
-    tracker = Curves()
+    tracker = ChartedMetrics()
     for step, row in enumerate(rows):
         for name, at, value in tracker.add(step, row):
             curves.setdefault(name, []).append((at, value))
@@ -18,7 +18,7 @@ def history(rows: list[dict[str, float]], name: str) -> list[tuple[int, float]]:
     return [(step, row[name]) for step, row in enumerate(rows) if name in row]
 
 
-def test_a_second_name_and_what_never_happened_have_no_chart() -> None:
+def test_duplicates_and_default_values_have_no_chart() -> None:
     rows = [
         {"opd/reverse_kl/mean": 1 / step, "critic/kl": 3 / step / 3, "actor/lr": 0.1, "actor/skipped_updates": 0.0}
         | {"actor/ratio_mean": 1.0, "critic/score/mean": 0.0, "val_correct/all/mean": 0.0}
@@ -32,7 +32,7 @@ def test_a_second_name_and_what_never_happened_have_no_chart() -> None:
     assert later["val_correct/all/mean"] == history(rows, "val_correct/all/mean")
 
 
-def test_nothing_is_lost_and_nothing_is_shown_twice() -> None:
+def test_every_point_is_charted_once() -> None:
     """Of random metrics, some equal for a while: every history is the history of exactly one chart."""
     choose = random.Random(0)
     for _ in range(200):

@@ -49,7 +49,7 @@ def test_overlapping_time_belongs_to_the_phase_opened_first() -> None:
     assert (lap["generate"], lap["teacher"], lap["other"]) == (3, 4, 0)
 
 
-def test_what_is_nested_belongs_to_the_outer_phase() -> None:
+def test_nested_time_belongs_to_the_outer_phase() -> None:
     time = Time()
     clock = PhaseClock(time)
     with clock.phase("validate"):

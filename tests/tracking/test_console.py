@@ -62,11 +62,11 @@ def test_a_line_stays_within_the_width_at_scale() -> None:
     assert len(progress_line(12345, 100000, large, eta_seconds=9e9, width=80)) <= 80
 
 
-def test_a_line_says_nothing_of_what_is_absent() -> None:
+def test_a_line_leaves_out_missing_metrics() -> None:
     assert progress_line(3, 3, {}, eta_seconds=0, width=80) == "step 3/3  0.0s"
 
 
-def test_the_console_expects_the_end_from_the_last_steps() -> None:
+def test_the_remaining_time_follows_the_last_steps() -> None:
     stream = io.StringIO()
     console = Console(total_steps=4, stream=stream)
     assert console.unfinished(1, 17.0, "generate", "generated 3/8") == (
@@ -164,7 +164,7 @@ def test_a_table_has_the_rows_of_its_pipeline() -> None:
     assert before_after_table(summarize([])) == ""
 
 
-def test_what_was_not_measured_is_a_dash() -> None:
+def test_missing_values_are_a_dash() -> None:
     """`eval_steps: 0` measures before the first step alone, and one step has no first and last."""
     only_before = [{"step": 0, "val_correct/all/mean": 0.125, "val/loss": 2.0}, {"step": 1, "opd/reverse_kl/mean": 1.6}]
     assert table_of(*only_before) == {

@@ -10,12 +10,12 @@ import pytest
 from roll_opd.samples.experience import Experience
 from roll_opd.tracking.divergence_alarm import (
     AGREEMENT,
-    CUT_OFF,
     ENTROPY,
     LENGTH,
     REWARD,
+    TRUNCATED,
     WINDOW,
-    CollapseAlarm,
+    DivergenceAlarm,
     Remedies,
 )
 from roll_opd.tracking.metrics import opd_metrics
@@ -26,7 +26,7 @@ RECORDED = Path(__file__).parents[2] / "benchmarks/results/privileged_context.js
 
 def sounded(rows: list[dict], *, is_itself: bool = True, remedies: Remedies | None = None) -> dict[str, str]:
     """Return the warnings of a run by the metric that they begin with."""
-    alarm = CollapseAlarm(is_itself=is_itself, remedies=remedies)
+    alarm = DivergenceAlarm(is_itself=is_itself, remedies=remedies)
     texts = [text for row in rows for text in alarm.after(row)]
     found = {text.partition(": ")[0]: text for text in texts}
     assert len(found) == len(texts)  # each sounds once
@@ -62,7 +62,7 @@ def test_a_collapse_of_one_metric_sounds_its_alarms(change: dict, expected: set)
     assert set(sounded(rows, is_itself=False)) == expected - {AGREEMENT}  # to become as another teacher is the aim
 
 
-def test_what_is_as_large_and_may_be_noise_sounds_no_alarm() -> None:
+def test_large_changes_within_noise_sound_no_alarm() -> None:
     """Entropies and lengths that are different in every step, by more than any alarm's limit."""
     rng = np.random.default_rng(0)
     for _ in range(40):
@@ -73,7 +73,7 @@ def test_what_is_as_large_and_may_be_noise_sounds_no_alarm() -> None:
         assert not sounded(rows)
 
 
-def test_what_was_learned_and_is_lost() -> None:
+def test_a_reward_that_rises_and_falls_sounds_the_alarm() -> None:
     """Rewards of 16 x 4 samples; also of a teacher that is another model."""
     rng = np.random.default_rng(1)
     up, level = np.linspace(0.2, 0.8, 40), np.full(40, 0.8)
@@ -84,7 +84,7 @@ def test_what_was_learned_and_is_lost() -> None:
             assert (REWARD in sounded(rows, is_itself=is_itself)) == sounds
     lost = [{REWARD: value} for value in [0.3] * 10 + [0.9] * 10 + [0.3] * 20]
     text = sounded(lost)[REWARD]
-    assert "risen from 0.3 to 0.9 and fallen to 0.3" in text and "what was learned is being lost" in text
+    assert "risen from 0.3 to 0.9 and fallen to 0.3" in text and "training is losing earlier gains" in text
 
 
 def test_rewards_drawn_at_random_sound_no_alarm() -> None:
@@ -97,7 +97,7 @@ def test_rewards_drawn_at_random_sound_no_alarm() -> None:
             assert not sounded([{REWARD: float(step)} for step in (rng.binomial(4, easy) / 4).mean(1)])
 
 
-def test_the_alarms_of_runs_that_were_recorded() -> None:
+def test_alarms_of_recorded_runs() -> None:
     """Runs of the demo whose validation says which ones have collapsed."""
     expected = {
         "frozen": (set(), set()),
@@ -116,16 +116,16 @@ def test_the_alarms_of_runs_that_were_recorded() -> None:
         assert least <= set(sounded(rows)) <= most, (record["mode"], record["seed"])
 
 
-def cut_off(shares: np.ndarray, lengths: np.ndarray, rewards: np.ndarray, seed: int, samples: int = 64) -> list[dict]:
+def truncated(shares: np.ndarray, lengths: np.ndarray, rewards: np.ndarray, seed: int, samples: int = 64) -> list[dict]:
     rng = np.random.default_rng(seed)
     noise = rng.normal(1, 0.03, len(lengths))
     return [
-        {CUT_OFF: rng.binomial(samples, share) / samples, LENGTH: float(length), REWARD: float(reward)}
+        {TRUNCATED: rng.binomial(samples, share) / samples, LENGTH: float(length), REWARD: float(reward)}
         for share, length, reward in zip(shares, lengths * noise, rewards, strict=True)
     ]
 
 
-def test_answers_that_grow_and_are_cut_off_ever_more() -> None:
+def test_growing_truncated_answers_sound_the_alarm() -> None:
     """Slowly, suddenly, from any share, whatever the reward does."""
     t = np.arange(100) / 100
     rise = np.clip(2 * t - 0.5, 0, 1)
@@ -133,14 +133,14 @@ def test_answers_that_grow_and_are_cut_off_ever_more() -> None:
     for number, shares in enumerate(curves):
         for reward in (0.5 - 0.3 * t, 0.5 + 0 * t, 0.3 + 0.3 * t):
             for seed in range(2):
-                found = sounded(cut_off(shares, 300 + 800 * shares, reward, 10 * number + seed), is_itself=False)
-                assert CUT_OFF in found
-    text = sounded(cut_off(curves[1], 300 + 800 * curves[1], 0 * t, 0), is_itself=False)[CUT_OFF]
-    for part in ("of them ended at response_length", "tokens", "raise response_length", "lower learning_rate"):
+                found = sounded(truncated(shares, 300 + 800 * shares, reward, 10 * number + seed), is_itself=False)
+                assert TRUNCATED in found
+    text = sounded(truncated(curves[1], 300 + 800 * curves[1], 0 * t, 0), is_itself=False)[TRUNCATED]
+    for part in ("ended at response_length", "tokens", "raise response_length", "lower learning_rate"):
         assert part in text
 
 
-def test_answers_that_may_be_longer_sound_no_alarm() -> None:
+def test_longer_answers_within_the_limit_sound_no_alarm() -> None:
     """Growing without being cut off, at a constant or falling share, a rising one of shrinking answers."""
     t = np.arange(150) / 150
     longer = 200 + 600 * t
@@ -148,13 +148,13 @@ def test_answers_that_may_be_longer_sound_no_alarm() -> None:
     runs += [(0.05 + 0.3 * t, longer[::-1]), (0.5 + 0 * t, 0 * t + 300)]
     for shares, lengths in runs:
         for seed in range(4):
-            assert CUT_OFF not in sounded(cut_off(shares, lengths, 0.3 + 0.4 * t, seed), is_itself=False)
+            assert TRUNCATED not in sounded(truncated(shares, lengths, 0.3 + 0.4 * t, seed), is_itself=False)
 
 
 def test_advice_names_only_what_it_was_given() -> None:
     rows = run(FIRST, FIRST | {ENTROPY: 0.1}, noise=0.004)
     (plain,) = sounded(rows).values()
-    assert plain.endswith("go on from a checkpoint before it with a lower learning_rate")
+    assert plain.endswith("resume from an earlier checkpoint with a lower learning_rate")
     (text,) = sounded(rows, remedies=Remedies(slower=("a teacher that changes less", "another hint"))).values()
     assert text.endswith("with a lower learning_rate, a teacher that changes less or another hint")
 
@@ -167,7 +167,7 @@ def test_without_a_reward_only_a_self_teacher_is_suspected() -> None:
 
 
 def test_an_alarm_sounds_once_and_names_the_numbers() -> None:
-    alarm = CollapseAlarm(is_itself=True)
+    alarm = DivergenceAlarm(is_itself=True)
     early = [text for _ in range(2 * WINDOW) for text in alarm.after(FIRST)]
     later = [text for _ in range(3 * WINDOW) for text in alarm.after(FIRST | {ENTROPY: 0.1})]
     (text,) = later
@@ -199,8 +199,8 @@ def test_agreement_estimates_what_two_distributions_share() -> None:
 
 def test_a_long_run_is_tested_less_often() -> None:
     """A resumed run gives all of its steps to the alarm before it goes on."""
-    alarm = CollapseAlarm(is_itself=False)
-    rows = [{ENTROPY: 1.0 + step % 3, LENGTH: 9.0, REWARD: 0.5, CUT_OFF: 0.1} for step in range(3000)]
+    alarm = DivergenceAlarm(is_itself=False)
+    rows = [{ENTROPY: 1.0 + step % 3, LENGTH: 9.0, REWARD: 0.5, TRUNCATED: 0.1} for step in range(3000)]
     began = time.process_time()
     assert [text for row in rows for text in alarm.after(row)] == []
     assert time.process_time() - began < 3.0
@@ -208,7 +208,7 @@ def test_a_long_run_is_tested_less_often() -> None:
 
 def test_a_collapse_after_many_steps_is_found() -> None:
     """Of metrics that not every step has, too."""
-    alarm, rng = CollapseAlarm(is_itself=False), np.random.default_rng(0)
+    alarm, rng = DivergenceAlarm(is_itself=False), np.random.default_rng(0)
     found = []
     for step in range(1500):
         row = {REWARD: 0.5 + 0.01 * rng.standard_normal()}

@@ -137,7 +137,7 @@ def test_rewards_and_lengths(batch: list[Experience]) -> None:
     assert metrics["rollout/train_logprob_gap/max"] == pytest.approx(max(gaps))
 
 
-def test_nothing_to_measure_gives_no_number(batch: list[Experience]) -> None:
+def test_no_samples_give_no_metrics(batch: list[Experience]) -> None:
     assert opd_metrics([]) == {}
     masked = [replace(item, action_mask=np.zeros_like(item.action_mask), reward=None) for item in batch]
     metrics = opd_metrics(masked)

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import pytest
 
 from roll_opd.tracking import progress
-from roll_opd.tracking.progress import Count, Progress, shown_while_long
+from roll_opd.tracking.progress import Count, Progress, show_progress
 
 
-def test_counts_are_told_while_they_are_under_way() -> None:
+def test_text_shows_unfinished_counts_only() -> None:
     counts, generated, updates = Progress(), Count("generated", 3), Count("updates", 1)
     assert counts.text() == ""
     with counts.showing(generated, updates):
@@ -33,13 +33,13 @@ def seconds_of(times: Iterator[float], shown: list[float], *, live: bool) -> Ite
     def show(text: str) -> None:
         shown.append(float(text))
 
-    with shown_while_long(under_way, show, show if live else None):
+    with show_progress(under_way, show, show if live else None):
         yield
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_lines_get_rarer_and_begin_again_with_each_step(live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "LIVE_EVERY", 0.0001)
+def test_line_intervals_grow_within_a_step_and_reset_with_the_next(live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LIVE_INTERVAL_S", 0.0001)
     first, second = [float(second) for second in range(0, 3000)], [float(second) for second in range(0, 20)]
     shown: list[float] = []
     times = iter([*first, *second])
@@ -52,7 +52,7 @@ def test_lines_get_rarer_and_begin_again_with_each_step(live: bool, monkeypatch:
         assert shown == [15, 30, 60, 120, 240, 480, 960, 1560, 2160, 2760, 15]
 
 
-def test_what_never_says_how_far_it_is_is_not_waited_for() -> None:
+def test_a_status_call_that_blocks_does_not_delay_the_end() -> None:
     """As where Ray has been ended before the run has."""
     asked, never = threading.Event(), threading.Event()
 
@@ -60,7 +60,7 @@ def test_what_never_says_how_far_it_is_is_not_waited_for() -> None:
         asked.set()
         never.wait(60)
 
-    with shown_while_long(under_way, print, None):
+    with show_progress(under_way, print, None):
         assert asked.wait(10)
         left = time.monotonic()
     assert time.monotonic() - left < 20

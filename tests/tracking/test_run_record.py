@@ -21,7 +21,7 @@ from roll_opd.tracking.run_directory import (
     read_jsonl,
     to_json,
 )
-from roll_opd.tracking.run_lock import only_driver
+from roll_opd.tracking.run_lock import lock_run
 from roll_opd.tracking.summary import summarize, write_summary
 
 
@@ -61,7 +61,7 @@ def test_resume_cuts_back_to_the_step(tmp_path: Path) -> None:
         RunDirectory.resume(tmp_path / "nowhere", step=0)
 
 
-def test_later_checkpoints_are_no_longer_the_runs(tmp_path: Path) -> None:
+def test_a_resume_renames_later_checkpoints(tmp_path: Path) -> None:
     """What goes on from step 2 does not come after them: neither `newest` nor `max_ckpt_to_keep` may count them."""
     run = RunDirectory.create(tmp_path, "exp")
     for attempt in (1, 2):
@@ -79,8 +79,8 @@ def test_later_checkpoints_are_no_longer_the_runs(tmp_path: Path) -> None:
 HOLDS = """
 import os, sys, time
 from pathlib import Path
-from roll_opd.tracking.run_lock import only_driver
-with only_driver(Path(sys.argv[1])):
+from roll_opd.tracking.run_lock import lock_run
+with lock_run(Path(sys.argv[1])):
     print(os.getpid(), flush=True)
     time.sleep(60)
 """
@@ -91,12 +91,12 @@ def test_a_run_has_one_driver(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
         pid = first.stdout.readline().strip()
-        with pytest.raises(ConfigError, match=rf"a run that is still going on \(process {pid} on "):
-            with only_driver(tmp_path):
+        with pytest.raises(ConfigError, match=rf"a run that is still running \(process {pid} on "):
+            with lock_run(tmp_path):
                 pass
         first.kill()
     for _ in range(2):
-        with only_driver(tmp_path):
+        with lock_run(tmp_path):
             assert f"process {os.getpid()} on" in (tmp_path / ".driver").read_text()
 
 
@@ -208,7 +208,7 @@ def test_the_summary_of_a_resumed_run_is_that_of_a_whole_one(tmp_path: Path) -> 
     assert summary["versions"]["transformers"]
 
 
-def test_what_was_not_measured_is_null() -> None:
+def test_metrics_without_a_value_are_null() -> None:
     summary = summarize([])
     assert summary["val_accuracy_first"] is summary["teacher_val_accuracy"] is summary["reverse_kl_last"] is None
     assert (summary["steps"], summary["generated_tokens"], summary["wall_seconds"]) == (0, 0, 0)

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from roll_opd.base.terminal import warn
-from roll_opd.tracking.stdout_tee import CONSOLE_LOG, readable, recorded
+from roll_opd.tracking.stdout_tee import CONSOLE_LOG, readable, tee_output
 
 
 def log(directory: Path) -> list[str]:
     return (directory / CONSOLE_LOG).read_text(encoding="utf-8").splitlines()
 
 
-def test_all_that_is_printed_is_in_the_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_output_is_in_the_console_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sys.stdout, sys.stderr
-    with recorded() as recording:
+    with tee_output() as tee:
         print("before there is a directory")
-        recording.keep_in(tmp_path)
+        tee.write_to(tmp_path)
         print("half", end="")
         print("an error", file=sys.stderr)
         print(" a line")
@@ -37,11 +37,11 @@ def test_all_that_is_printed_is_in_the_directory(tmp_path: Path, capsys: pytest.
     assert "half a line\n\x1b[31mred\x1b[0m ü\nkeptafter it\n" in out and err == "an error\n"
 
 
-def test_a_second_part_goes_on_in_the_log(tmp_path: Path) -> None:
+def test_a_resumed_run_appends_to_the_log(tmp_path: Path) -> None:
     for part in ("first", "second"):
-        with recorded() as recording, recorded() as inner:
-            assert inner is recording
-            recording.keep_in(tmp_path)
+        with tee_output() as tee, tee_output() as inner:
+            assert inner is tee
+            tee.write_to(tmp_path)
             print(part)
     assert log(tmp_path) == ["first", "second"]
 
@@ -49,19 +49,19 @@ def test_a_second_part_goes_on_in_the_log(tmp_path: Path) -> None:
 def test_warnings_are_collected_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "30")
     text = "max_steps: a sentence that is much longer than the terminal is wide (run.yaml:3)"
-    with recorded() as recording:
+    with tee_output() as tee:
         warn(text)
         print("warning: no one's words, on standard output")
         print("warning: a library's", file=sys.stderr)
         print("an error", file=sys.stderr)
-    assert recording.warnings == [text, "a library's"]
+    assert tee.warnings == [text, "a library's"]
     assert max(map(len, capsys.readouterr().err.splitlines())) <= 30
 
 
-def test_a_stream_has_all_that_the_original_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_replaced_stream_has_the_attributes_of_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", stream)
-    with recorded():
+    with tee_output():
         assert sys.stdout.encoding == "latin-1" and not sys.stdout.isatty()
         sys.stdout.writelines(["a\n", "b\n"])
         sys.stdout.flush()
@@ -86,19 +86,19 @@ def test_control_characters_are_left_out(written: str, read: str) -> None:
 LIVE = """
 import sys
 from pathlib import Path
-from roll_opd.tracking.stdout_tee import recorded
-with recorded() as recording:
-    recording.keep_in(Path(sys.argv[1]))
-    assert recording.is_live
-    recording.show_live("generated 1 of 8 " + "x" * 200)
-    recording.show_live("generated 2 of 8")
+from roll_opd.tracking.stdout_tee import tee_output
+with tee_output() as tee:
+    tee.write_to(Path(sys.argv[1]))
+    assert tee.is_live
+    tee.show_live("generated 1 of 8 " + "x" * 200)
+    tee.show_live("generated 2 of 8")
     print("step 1/2")
-    recording.show_live("generated 3 of 8")
+    tee.show_live("generated 3 of 8")
 print("end")
 """
 
 
-def test_a_live_line_is_one_line_that_goes_away(tmp_path: Path) -> None:
+def test_a_live_line_is_erased_by_other_output(tmp_path: Path) -> None:
     """In a real terminal, 80 columns wide."""
     control, terminal = pty.openpty()
     child = subprocess.run(

@@ -106,14 +106,14 @@ def test_mlflow_in_the_run_directory(run: RunDirectory, capfd: pytest.CaptureFix
 
 DRIVER = """
 import sys, time
-from roll_opd.tracking.background import Patience
+from roll_opd.tracking.background import TrackerTimeouts
 from roll_opd.tracking.run_directory import RunDirectory
 from roll_opd.tracking.trackers import Trackers
 
 run = RunDirectory(__import__("pathlib").Path(sys.argv[1]))
 args = {"api_key": "0" * 40, "base_url": sys.argv[2], "settings": {"init_timeout": float(sys.argv[3])}}
-patience = Patience(opening=1.0, silence=1.0, closing=float(sys.argv[4]))
-trackers = Trackers.open(("wandb",), run, args={"wandb": args}, patience=patience)
+timeouts = TrackerTimeouts(opening=1.0, silence=1.0, closing=float(sys.argv[4]))
+trackers = Trackers.open(("wandb",), run, args={"wandb": args}, timeouts=timeouts)
 for step in range(1, 21):
     began = time.monotonic()
     trackers.log(step, {"x": 1.0})
@@ -125,7 +125,7 @@ trackers.close()
 
 @pytest.mark.parametrize(
     ("init_timeout", "closing", "words"),
-    [(6, 1, "has not started after 1 s"), (3, 20, "tracker wandb goes on offline")],
+    [(6, 1, "has not started after 1 s"), (3, 20, "tracker wandb continues offline")],
 )
 def test_wandb_online_with_a_server_that_never_answers(
     run: RunDirectory, silent_server: str, init_timeout: int, closing: int, words: str

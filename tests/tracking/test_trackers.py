@@ -12,12 +12,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from roll_opd.base.registry import argument_problems, arguments, defaults
 from roll_opd.tracking import builtin
-from roll_opd.tracking.background import Patience
+from roll_opd.tracking.background import TrackerTimeouts
 from roll_opd.tracking.registry import TRACKERS, TrackerError, TrackerFacts, as_list, find, register, run_id
 from roll_opd.tracking.run_directory import METRICS, SAMPLES, RunDirectory, read_jsonl
 from roll_opd.tracking.trackers import Trackers
 
-IMPATIENT = Patience(opening=0.2, silence=0.2, closing=0.3, retries=(0.01,), rows=5)
+IMPATIENT = TrackerTimeouts(opening=0.2, silence=0.2, closing=0.3, retries=(0.01,), rows=5)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "trackers.md"
@@ -192,8 +192,8 @@ def test_close_writes_every_row_of_a_slow_tracker(run: RunDirectory) -> None:
     assert [step for step, _ in Recorder.made.rows] == list(range(500))
 
 
-def test_a_call_that_raises_is_made_again(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    trackers = Trackers.open(("test_trackers.Flaky",), run, patience=IMPATIENT)
+def test_a_call_that_raises_is_retried(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    trackers = Trackers.open(("test_trackers.Flaky",), run, timeouts=IMPATIENT)
     for step in (1, 2, 3, 4):
         trackers.log(step, {"x": 1.0})
     trackers.close()
@@ -210,17 +210,17 @@ def test_a_call_that_raises_is_made_again(run: RunDirectory, capsys: pytest.Capt
         ("NotClosing", "could not be closed: OSError('disk full')"),
     ],
 )
-def test_one_that_raises_is_told_of_once_and_the_others_go_on(
+def test_a_tracker_that_raises_causes_one_warning_and_no_other_tracker_stops(
     run: RunDirectory, capsys: pytest.CaptureFixture[str], tracker: str, words: str
 ) -> None:
-    trackers = Trackers.open((f"test_trackers.{tracker}", "stdout"), run, patience=IMPATIENT)
+    trackers = Trackers.open((f"test_trackers.{tracker}", "stdout"), run, timeouts=IMPATIENT)
     for step in range(1, 5):
         trackers.log(step, {"x": 1.0})
     trackers.close()
     seen = capsys.readouterr()
     [warning] = seen.err.splitlines()
     assert warning.startswith(f"warning: tracker test_trackers.{tracker} {words}")
-    assert "the run goes on without it" in warning
+    assert "the run continues without it" in warning
     assert seen.out.count("step=") == 4
     assert logged(run) == [1, 2, 3, 4]
 
@@ -228,12 +228,12 @@ def test_one_that_raises_is_told_of_once_and_the_others_go_on(
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("open", ["has not started after 0 s", "does not answer and is dropped at step 6;"]),
-        ("log", ["has not answered for 0 s at step 2", "does not answer and is dropped at step 7;"]),
-        ("close", ["was not done 0 s after the last step"]),
+        ("open", ["has not started after 0 s", "does not respond and is dropped at step 6;"]),
+        ("log", ["has not responded for 0 s at step 2", "does not respond and is dropped at step 7;"]),
+        ("close", ["was not closed 0 s after the last step"]),
     ],
 )
-def test_one_that_hangs_costs_no_step(
+def test_a_tracker_that_hangs_delays_no_step(
     run: RunDirectory,
     release: threading.Event,
     capsys: pytest.CaptureFixture[str],
@@ -242,7 +242,7 @@ def test_one_that_hangs_costs_no_step(
 ) -> None:
     name = "test_trackers.Hanging"
     began = time.monotonic()
-    trackers = Trackers.open((name, "stdout"), run, args={name: {"where": where}}, patience=IMPATIENT)
+    trackers = Trackers.open((name, "stdout"), run, args={name: {"where": where}}, timeouts=IMPATIENT)
     assert time.monotonic() - began < 2
     trackers.log(1, {"x": 1.0})
     time.sleep(2 * IMPATIENT.silence)
@@ -269,9 +269,9 @@ def test_one_that_hangs_costs_no_step(
     assert trackers.names == ("jsonl",)
 
 
-def test_one_that_comes_back_in_time_has_every_row(run: RunDirectory, release: threading.Event) -> None:
+def test_a_tracker_that_returns_in_time_has_every_row(run: RunDirectory, release: threading.Event) -> None:
     name = "test_trackers.Hanging"
-    trackers = Trackers.open((name,), run, args={name: {"where": "open"}}, patience=IMPATIENT)
+    trackers = Trackers.open((name,), run, args={name: {"where": "open"}}, timeouts=IMPATIENT)
     for step in range(1, 5):
         trackers.log(step, {"x": 1.0})
     release.set()
@@ -280,11 +280,11 @@ def test_one_that_comes_back_in_time_has_every_row(run: RunDirectory, release: t
     assert Recorder.made.closed == 1
 
 
-def test_one_that_was_slow_once_is_not_dropped_in_silence(
+def test_a_tracker_that_was_slow_once_is_dropped_with_a_warning(
     run: RunDirectory, release: threading.Event, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "test_trackers.SlowThenFailing"
-    trackers = Trackers.open((name,), run, args={name: {"where": "open"}}, patience=IMPATIENT)
+    trackers = Trackers.open((name,), run, args={name: {"where": "open"}}, timeouts=IMPATIENT)
     release.set()
     for step in (1, 2, 3):
         trackers.log(step, {"x": 1.0})
@@ -294,7 +294,7 @@ def test_one_that_was_slow_once_is_not_dropped_in_silence(
     assert dropped.startswith(f"warning: tracker {name} failed at step 2 and is dropped: OSError('connection lost')")
 
 
-def test_metrics_that_cannot_be_written_are_tried_again(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_after_a_failed_write_are_written(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     trackers = Trackers.open((), run)
     run.metrics_file.mkdir()  # whatever keeps a file from being written
     trackers.log(1, {"x": 1.0})
@@ -305,7 +305,7 @@ def test_metrics_that_cannot_be_written_are_tried_again(run: RunDirectory, capsy
     assert logged(run) == [3]
 
 
-def test_names_that_mean_nothing_are_refused() -> None:
+def test_unknown_tracker_names_are_errors() -> None:
     with pytest.raises(TrackerError, match="unknown tracker 'nowhere'; known are jsonl, mlflow"):
         find("nowhere")
     with pytest.raises(TrackerError, match=r"the module no\.such cannot be imported"):
@@ -321,7 +321,7 @@ def test_a_name_is_registered_once() -> None:
         register("of_this_test")(Failing)
 
 
-def test_the_id_of_a_run_stays(run: RunDirectory) -> None:
+def test_a_run_keeps_its_id_at_a_service(run: RunDirectory) -> None:
     assert run_id(run, "wandb", lambda: "one") == "one"
     assert run_id(run, "wandb", lambda: "two") == "one"
     assert run_id(run, "mlflow", lambda: "three") == "three"
@@ -364,7 +364,7 @@ def test_one_tag_is_a_list_of_one(name: str) -> None:
     assert (as_list("one"), as_list(("one", "two"))) == (["one"], ["one", "two"])
 
 
-def test_knowing_a_tracker_imports_none_of_its_packages() -> None:
+def test_finding_a_tracker_imports_none_of_its_packages() -> None:
     program = (
         "import sys; from roll_opd.tracking.registry import TRACKERS\n"
         "needed = {'torch', *(p for name in TRACKERS.builtin for p in TRACKERS.facts(name).packages)}\n"

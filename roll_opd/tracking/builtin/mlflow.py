@@ -1,4 +1,4 @@
-"""MLflow, into a SQLite file of the run directory unless a tracking URI is given."""
+"""MLflow tracker; writes a SQLite file in the run directory unless a tracking URI is given."""
 
 import os
 import re
@@ -9,8 +9,8 @@ from typing import Any
 from roll_opd.tracking.registry import register, run_id
 from roll_opd.tracking.run_directory import RunDirectory
 
-PARAMS_AT_ONCE = 100  # MLflow's limit for one request
-PARAM_CHARACTERS = 500  # what every MLflow server since 1.28 takes
+PARAMS_PER_REQUEST = 100  # MLflow's limit
+PARAM_CHARACTERS = 500  # accepted by every MLflow server since 1.28
 
 
 @register("mlflow", packages=("mlflow", "sqlalchemy", "alembic"))
@@ -40,12 +40,12 @@ class MlflowTracker:
             identity = experiment.experiment_id if experiment else self._client.create_experiment(name)
             made = self._client.create_run(identity, run_name=run_name or run.path.name, tags=dict(tags or {}))
             params = [Param(_name(key), value[:PARAM_CHARACTERS]) for key, value in _flat(run.read_config())]
-            for start in range(0, len(params), PARAMS_AT_ONCE):
-                self._client.log_batch(made.info.run_id, params=params[start : start + PARAMS_AT_ONCE])
+            for start in range(0, len(params), PARAMS_PER_REQUEST):
+                self._client.log_batch(made.info.run_id, params=params[start : start + PARAMS_PER_REQUEST])
             return made.info.run_id
 
         self._id = run_id(run, "mlflow", new)
-        self._client.update_run(self._id, status="RUNNING")  # a run that is resumed had ended
+        self._client.update_run(self._id, status="RUNNING")  # a resumed run had ended
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
@@ -57,7 +57,7 @@ class MlflowTracker:
 
 
 def _name(name: str) -> str:
-    """Return a name that MLflow takes: `pass@4` becomes `pass_at_4`."""
+    """Return a metric name valid in MLflow: `pass@4` becomes `pass_at_4`."""
     return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))
 
 

@@ -1,4 +1,4 @@
-"""Lines of text on standard output."""
+"""Tracker that prints all metrics of a step to standard output."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from roll_opd.tracking.run_directory import RunDirectory
 
 @register("stdout")
 class StdoutTracker:
-    """Every metric of a step as one line of text."""
+    """Prints the metrics of a step as one line of text."""
 
     def __init__(self, run: RunDirectory, resume_step: int | None) -> None:
         pass

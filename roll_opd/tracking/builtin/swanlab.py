@@ -1,4 +1,4 @@
-"""SwanLab. Without a login it works offline, into files that `swanlab sync` uploads later."""
+"""SwanLab tracker; without a login it writes files for a later `swanlab sync`."""
 
 import os
 import secrets
@@ -12,7 +12,7 @@ from roll_opd.tracking.run_directory import RunDirectory
 
 @register("swanlab", packages=("swanlab",))
 class SwanlabTracker:
-    """A SwanLab run; where the login fails, an offline one."""
+    """SwanLab run; offline if the login fails."""
 
     def __init__(
         self,
@@ -28,8 +28,9 @@ class SwanlabTracker:
         mode: Literal["online", "cloud", "local", "offline", "disabled"] | None = None,
         login_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take arguments of `swanlab.init`; `login_kwargs` are those of `swanlab.login`, `cloud` is ROLL's word for
-        online. Without `mode`, go online if there is a login.
+        """Arguments are those of `swanlab.init`; `login_kwargs` are those of `swanlab.login`.
+
+        `cloud` is ROLL's name for online. The default `mode` is online with a login.
         """
         import swanlab
 
@@ -52,10 +53,10 @@ class SwanlabTracker:
             if login_kwargs and wanted_mode == "online":
                 swanlab.login(**login_kwargs)
             self._run = swanlab.init(mode=wanted_mode, **wanted)
-        except Exception as error:  # it has no class of its own for a network that is not there
+        except Exception as error:  # SwanLab has no exception class for network failures
             if wanted_mode != "online":
                 raise
-            warn(f"tracker swanlab goes on offline: {error}")
+            warn(f"tracker swanlab continues offline: {error}")
             self._run = swanlab.init(mode="offline", **wanted)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -4,14 +4,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from roll_opd.tracking.charted_metrics import Curves
+from roll_opd.tracking.charted_metrics import ChartedMetrics
 from roll_opd.tracking.registry import register
 from roll_opd.tracking.run_directory import SAMPLES, RunDirectory
 
 SAMPLES_SHOWN = 3  # of a step
-LONGEST_TEXT = 4000  # characters of a prompt or response
+MAX_TEXT = 4000  # characters of a prompt or response
 FACTS = ("id", "tag", "reward", "finish_reason")
-RARER = 1.25  # a step's samples are shown when so many times the steps of the last ones are made: 30 times in 1,000
+TEXT_GROWTH = 1.25  # factor between steps with samples: 30 such steps in 1,000
 
 
 @register("tensorboard")
@@ -23,24 +23,24 @@ class TensorBoardTracker:
 
         purge_step = None if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(log_dir=log_dir or str(run.tensorboard), purge_step=purge_step)
-        self._curves = Curves()
+        self._curves = ChartedMetrics()
         self._points: list[tuple[str, int, float]] = []
         self._step = -1
         self._samples = run.path / SAMPLES
         self._read = self._samples.stat().st_size if self._samples.exists() else 0  # bytes
-        self._unseen: list[dict[str, Any]] = []  # samples of the last step that was read and not shown
+        self._unseen: list[dict[str, Any]] = []  # samples of the last step read, not written yet
         self._next_texts = 1.0
         if resume_step is None and run.config_file.exists():
             self._writer.add_text("config", _code(run.config_file.read_text(encoding="utf-8")), 0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step != self._step:  # else the same step again, as it could not be written
+        if step != self._step:  # a repeated step could not be written before
             self._points = self._curves.add(step, metrics)
             self._step = step
         for name, at, value in self._points:
             self._writer.add_scalar(name, value, global_step=at)
         if step >= self._next_texts:
-            self._next_texts = step * RARER
+            self._next_texts = step * TEXT_GROWTH
             self._show_samples(step)
         self._writer.flush()  # a killed run keeps what it has logged
 
@@ -49,12 +49,12 @@ class TensorBoardTracker:
         self._writer.close()
 
     def _show_samples(self, step: int) -> None:
-        """Show samples of the last step up to `step` of which there are any that have not been shown."""
+        """Write the samples of the last step up to `step` with new samples."""
         if not self._samples.exists():
             return
         with self._samples.open("rb") as file:
             file.seek(self._read)
-            while (line := file.readline()).endswith(b"\n"):  # else it is being written
+            while (line := file.readline()).endswith(b"\n"):  # an incomplete line is still being written
                 row = json.loads(line)
                 if row["step"] > step:
                     break
@@ -69,10 +69,10 @@ class TensorBoardTracker:
 
 def _as_markdown(row: Mapping[str, Any]) -> str:
     head = ", ".join(f"{name} {row[name]}" for name in FACTS if row.get(name) not in (None, ""))
-    texts = [f"**{name}**\n\n{_code(row[name][:LONGEST_TEXT])}" for name in ("prompt", "response")]
+    texts = [f"**{name}**\n\n{_code(row[name][:MAX_TEXT])}" for name in ("prompt", "response")]
     return "\n\n".join([head, *texts])
 
 
 def _code(text: str) -> str:
-    """Return `text` as Markdown that shows it as it is."""
+    """Return `text` as a Markdown code block."""
     return "\n".join(f"    {line}" for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""Weights & Biases. Without a login it works offline, into files that `wandb sync` uploads later."""
+"""Weights & Biases tracker; without a login it writes files for a later `wandb sync`."""
 
 import os
 import secrets
@@ -9,14 +9,14 @@ from roll_opd.base.terminal import warn
 from roll_opd.tracking.registry import as_list, register, run_id
 from roll_opd.tracking.run_directory import RunDirectory
 
-# Console off, as in ROLL: the run's own log is not W&B's to capture. Seconds: a server that does not answer must not
-# hold up the end of a run; W&B itself waits for 90 and for ever.
+# No console capture, as in ROLL. Timeouts in seconds, so that an unresponsive server does not delay a run; W&B's
+# defaults are 90 and none.
 SETTINGS = {"console": "off", "init_timeout": 20.0, "finish_timeout": 20.0}
 
 
 @register("wandb", packages=("wandb",))
 class WandbTracker:
-    """A W&B run; where the server cannot be reached, an offline one."""
+    """W&B run; offline if the server cannot be reached."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class WandbTracker:
         mode: Literal["online", "offline", "disabled"] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take arguments of `wandb.init`; `log_dir` is its `dir`. Without `mode`, go online if there is a login."""
+        """Arguments are those of `wandb.init`; `log_dir` is its `dir`. The default `mode` is online with a login."""
         import wandb
 
         known = {"api_key": api_key, "base_url": base_url}
@@ -62,7 +62,7 @@ class WandbTracker:
         except wandb.Error as error:
             if wanted_mode != "online":
                 raise
-            warn(f"tracker wandb goes on offline: {error}")
+            warn(f"tracker wandb continues offline: {error}")
             # the half-opened run keeps its id in use, so this part has another
             self._run = wandb.init(
                 mode="offline", id=f"{identity}-{secrets.token_hex(2)}", settings=wandb.Settings(**options), **wanted
