@@ -1,1 +1,1 @@
-"""The report of a run: one HTML file, made from the run's directory alone, that opens without a server or a network."""
+"""Report of a run: one HTML file made from the run directory, which opens without a server or a network."""

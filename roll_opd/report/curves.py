@@ -1,4 +1,4 @@
-"""Curves: from the rows of `metrics.jsonl` to points that a page can hold. Pure functions.
+"""Curves of the report: extract points from rows of `metrics.jsonl` and downsample them. Pure functions.
 
 A point is (step, value).
 """
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 Point = tuple[int, float]
 
-MOST_POINTS = 1000  # of a curve: more than a screen has columns
-TREND_FROM = 200  # points from which on a curve is a band, and a line through it is wanted
+MAX_POINTS = 1000  # of a curve: about the columns of a screen
+TREND_FROM = 200  # points from which a curve gets a trend line
 TREND_POINTS = 100
 
 
@@ -18,49 +18,49 @@ def points(rows: Iterable[Mapping[str, float]], name: str) -> list[Point]:
     return [(int(row["step"]), row[name]) for row in rows if name in row]
 
 
-def downsample(curve: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Return at most `most` (4 or more) of the points: the first, the last, and the lowest and highest of equal runs.
+def downsample(curve: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+    """Return at most `most` (4 or more) of the points: first, last, and the extremes of equal ranges.
 
-    So nothing that stands out is lost, and every point is one that was measured.
+    Outliers are kept, and every point is a measured one.
     """
     if len(curve) <= most:
         return list(curve)
     inner = range(1, len(curve) - 1)
     kept = {0, len(curve) - 1}
-    for run in _runs(inner, (most - 2) // 2):
+    for run in _ranges(inner, (most - 2) // 2):
         kept |= {min(run, key=lambda place: curve[place][1]), max(run, key=lambda place: curve[place][1])}
     return [curve[place] for place in sorted(kept)]
 
 
 def trend(curve: Sequence[Point], most: int = TREND_POINTS) -> list[tuple[float, float]]:
-    """Return the means of `most` equal runs of a curve of many points; empty for a short one."""
+    """Return the means over `most` equal ranges of a curve; empty below `TREND_FROM` points."""
     if len(curve) < TREND_FROM:
         return []
-    runs = [curve[run.start : run.stop] for run in _runs(range(len(curve)), most)]
+    runs = [curve[run.start : run.stop] for run in _ranges(range(len(curve)), most)]
     return [(mean([step for step, _ in run]), mean([value for _, value in run])) for run in runs]
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean of one value or more."""
+    """Return the mean of at least one value."""
     return sum(values) / len(values)
 
 
 def ends(values: Sequence[float]) -> tuple[float, float]:
-    """Return the means of the first and the last tenth of one value or more, as `summary.json` has them."""
+    """Return the means of the first and the last tenth of at least one value, as in `summary.json`."""
     tenth = -(-len(values) // 10)
     return mean(values[:tenth]), mean(values[-tenth:])
 
 
 def spread(items: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` (2 or more) of the items, evenly: the first, some between, the last."""
+    """Return at most `most` (2 or more) of the items, evenly spread from the first to the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 
 def averaged(rows: Sequence[Mapping[str, float]], names: Sequence[str], most: int) -> list[dict[str, float]]:
-    """Return the means of `names` over at most `most` equal runs of rows, with the first `step` and the last, `to`."""
-    groups = [rows[run.start : run.stop] for run in _runs(range(len(rows)), min(most, len(rows)))]
+    """Return the means of `names` over at most `most` equal ranges of rows, with first `step` and last step `to`."""
+    groups = [rows[run.start : run.stop] for run in _ranges(range(len(rows)), min(most, len(rows)))]
     return [
         {"step": group[0]["step"], "to": group[-1]["step"]}
         | {name: mean([row.get(name, 0.0) for row in group]) for name in names}
@@ -68,7 +68,7 @@ def averaged(rows: Sequence[Mapping[str, float]], names: Sequence[str], most: in
     ]
 
 
-def _runs(places: range, count: int) -> list[range]:
-    """Return `places` cut into `count` runs that differ by one place at most."""
+def _ranges(places: range, count: int) -> list[range]:
+    """Return `places` cut into `count` ranges with lengths that differ by at most one."""
     edges = [places.start + len(places) * run // count for run in range(count + 1)] if count else []
     return [range(begin, end) for begin, end in itertools.pairwise(edges)]

@@ -1,4 +1,4 @@
-"""A held-out game before and after training, side by side: what a run in environments ends with."""
+"""Text with a held-out game before and after training in two columns, printed at the end of a run."""
 
 import re
 import unicodedata
@@ -8,22 +8,23 @@ from typing import Any
 
 from roll_opd.report.text import visible
 
-WIDTH, MOST_LINES = 35, 40  # of one side, in columns of a terminal and in lines
-WIDE, NO_WIDTH = {"W", "F"}, {"Mn", "Me"}  # two columns: Chinese, Japanese, emoji; none: accents by themselves
-MARKUP = re.compile(r"<\|[^|<>]*\|>|</?s>|<(?:start|end)_of_turn>")  # what chat templates write around messages
+WIDTH, MAX_LINES = 35, 40  # of one side, in terminal columns and lines
+WIDE, NO_WIDTH = {"W", "F"}, {"Mn", "Me"}  # two columns: Chinese, Japanese, emoji; none: combining accents
+MARKUP = re.compile(r"<\|[^|<>]*\|>|</?s>|<(?:start|end)_of_turn>")  # marks of chat templates around messages
 ROLES = {"system", "user", "assistant", "tool", "model"}
 NEEDED = {"step", "id", "reward", "prompt", "response", "token_ends", "action_mask"}
-ACTS = "> "  # before what the model did
+ACTION_PREFIX = "> "
 
 
 def before_and_after(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a game twice, as lines, from the rows of `validation_samples.jsonl`; "" where none was played twice.
+    """Return a game at the first and last validation in two columns; "" if no game was played at both.
 
-    It is the first one of which more came at the last validation than at the first, else the first one.
+    `rows` are those of `validation_samples.jsonl`. The game is the first with a higher reward at the last validation,
+    else the first.
     """
     students = [row for row in rows if row.get("by") == "student" and row.keys() >= NEEDED]
     if not students or any("." in str(row["id"]).rpartition("/")[2] for row in students):
-        return ""  # a run of several experiences, of which these rows may lack some
+        return ""  # a run of several experiences may be incomplete in these rows
     last_step = max(row["step"] for row in students)
     first_step = min(row["step"] for row in students)
     before = {_name(row): row for row in reversed(students) if row["step"] == first_step}
@@ -45,27 +46,27 @@ def _name(row: Mapping[str, Any]) -> str:
 
 
 def _lines(row: Mapping[str, Any], when: str) -> list[str]:
-    """Return one side: what was told, and behind a mark what the model did."""
+    """Return the lines of one side: observations, and actions after `ACTION_PREFIX`."""
     reward = "" if row["reward"] is None else f", reward {row['reward']:g}"
-    lines = [*_said(row["prompt"])]
-    begun, acted = 0, None
+    lines = [*_text_lines(row["prompt"])]
+    start_of_turn, acted = 0, None
     for place, acts in enumerate([*row["action_mask"], None]):
         start = row["token_ends"][place - 1] if place else 0
         if acts != acted and place:
-            lines += _said(row["response"][begun:start], ACTS if acted else "")
-            begun = start
+            lines += _text_lines(row["response"][start_of_turn:start], ACTION_PREFIX if acted else "")
+            start_of_turn = start
         acted = acts
-    cut = lines if len(lines) <= MOST_LINES else [*lines[: MOST_LINES - 1], f"... {len(lines) - MOST_LINES + 1} lines"]
+    cut = lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], f"... {len(lines) - MAX_LINES + 1} lines"]
     return [f"{when}{reward}", *map(_cut, cut)]
 
 
-def _said(text: str, mark: str = "") -> list[str]:
+def _text_lines(text: str, mark: str = "") -> list[str]:
     lines = [line.rstrip() for line in MARKUP.sub("\n", text).split("\n")]
     return [mark + visible(line) for line in lines if line and line not in ROLES]
 
 
 def _columns(text: str) -> int:
-    """Return how many columns of a terminal `text` takes."""
+    """Return the width of `text` in terminal columns."""
     if text.isascii():
         return len(text)
     wide = sum(unicodedata.east_asian_width(character) in WIDE for character in text)
@@ -73,7 +74,7 @@ def _columns(text: str) -> int:
 
 
 def _cut(line: str) -> str:
-    """Return `line`, or what of it fits beside three dots."""
+    """Return `line`, cut to `WIDTH` columns with three dots."""
     if _columns(line) <= WIDTH:
         return line
     while _columns(line) > WIDTH - 3:

@@ -1,6 +1,6 @@
-"""The page: one HTML file with its data, style and program inside, and a policy that lets nothing else in.
+"""Write the report page: one HTML file with data, style and scripts inline, and a policy that forbids anything else.
 
-The program (`assets/*.js`) writes text as text and never as HTML; the data are JSON that cannot end their own element.
+The scripts (`assets/*.js`) insert text as text, never as HTML; the data are JSON that cannot close their element.
 """
 
 import base64
@@ -14,7 +14,7 @@ from typing import Any
 import roll_opd
 from roll_opd.report import samples
 from roll_opd.report.curves import averaged
-from roll_opd.report.panels import MODES, before_after, charts, everything, mode_of, with_surprise
+from roll_opd.report.panels import MODES, all_metrics, before_after, charts, mode_of, with_surprise
 from roll_opd.report.run_files import RunRecord, find_run, number, read_run
 from roll_opd.report.text import limited, rounded, script_json, visible
 from roll_opd.tracking.clock import PHASES
@@ -24,15 +24,15 @@ from roll_opd.tracking.summary import summarize
 
 REPORT = "report.html"
 SCRIPTS = ("dom.js", "charts.js", "tokens.js", "sections.js")  # in this order
-STEPS_OF_TIME = 120  # bars of the chart of seconds by step
-MOST_WARNINGS, MOST_FACTS, CONFIG_CHARACTERS = 200, 100, 200_000
-LONG = 2000  # characters of a sentence that someone else wrote
+TIME_BARS = 120  # of the chart of seconds by step
+MAX_WARNINGS, MAX_FACTS, CONFIG_CHARACTERS = 200, 100, 200_000
+MAX_SENTENCE = 2000  # characters of a message from the run's files
 
 
 def write_report(run: Path, output: Path | None = None) -> Path:
-    """Write the report of the run at `run` to `output`, else into its directory, whole or not at all; return the file.
+    """Write the report of the run at `run` to `output`, by default into its directory, atomically; return the file.
 
-    Raises `NoRun` where there is no run, `OSError` where the file cannot be written.
+    Raises `NoRun` without a run at the path, `OSError` if the file cannot be written.
     """
     run = find_run(run)
     output = output or run / REPORT
@@ -41,7 +41,7 @@ def write_report(run: Path, output: Path | None = None) -> Path:
 
 
 def page(data: dict[str, Any]) -> str:
-    """Return the HTML of what `contents` returned."""
+    """Return the HTML page of `data` (of `contents`)."""
     style, script = _asset("style.css"), "\n".join(_asset(name) for name in SCRIPTS)
     policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'"
     parts = {
@@ -56,7 +56,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def contents(run: RunRecord, now: datetime | None = None) -> dict[str, Any]:
-    """Return everything that the page shows, as plain data."""
+    """Return all data of the page in JSON types."""
     mode, rows = mode_of(run), with_surprise(run.metrics)
     shown, pairs = samples.chosen_samples(run.samples), samples.answers_by_prompt(run.answers)
     everyone = shown + [row for group in pairs for row in group]
@@ -75,7 +75,7 @@ def contents(run: RunRecord, now: datetime | None = None) -> dict[str, Any]:
         "figures": _figures(run),
         "table": [_rounded(row) for row in before_after(rows, mode, comparable=not changed_settings(_parts(run)))],
         "charts": charts(rows, mode, of_games=run.facts.get("pipeline") == "agentic"),
-        "metrics": everything(rows),
+        "metrics": all_metrics(rows),
         "time": _time(run),
         "samples": [samples.shaped(row, limit) for row in shown],
         "pairs": [[samples.shaped(row, limit) for row in group] for group in pairs],
@@ -94,25 +94,25 @@ def contents(run: RunRecord, now: datetime | None = None) -> dict[str, Any]:
 
 
 def _state(run: RunRecord) -> dict[str, str]:
-    """Return how far the run got: finished, stopped, or open (still running, or killed)."""
+    """Return the state of the run: finished, stopped, or open (still running, or killed)."""
     total, done = number(run.config.get("max_steps")), run.last_step
     progress = f"{done} of {int(total)} steps" if total and total > 0 else f"{done} steps"
     ended = run.facts.get("ended")
     if run.summary:
         return {"kind": "finished", "text": f"Finished: {progress}."}
     if isinstance(ended, str):
-        return {"kind": "stopped", "text": limited(f"Stopped after {progress}: {ended}", LONG)}
+        return {"kind": "stopped", "text": limited(f"Stopped after {progress}: {ended}", MAX_SENTENCE)}
     when = f", the last one written {run.written:%Y-%m-%d %H:%M} UTC" if run.written and run.metrics else ""
-    return {"kind": "open", "text": f"Not finished: {progress}{when}. The run goes on, or it was killed."}
+    return {"kind": "open", "text": f"Not finished: {progress}{when}. The run is still running, or it was killed."}
 
 
 def _totals(run: RunRecord) -> dict[str, Any]:
-    """Return the summary of the run, of a running run that of its steps so far."""
+    """Return the summary of the run; of an unfinished run, the summary of its steps so far."""
     return {**summarize(run.metrics), **run.summary}
 
 
 def _figures(run: RunRecord) -> dict[str, float]:
-    """Return the totals of the console's last table."""
+    """Return steps, generated tokens and wall time, as in the console's final table."""
     totals = _totals(run)
     found = {name: number(totals.get(name)) or 0.0 for name in ("steps", "generated_tokens", "wall_seconds")}
     return {
@@ -123,7 +123,7 @@ def _figures(run: RunRecord) -> dict[str, float]:
 
 
 def _time(run: RunRecord) -> dict[str, Any]:
-    """Return the summary's seconds, of start-up, phases and end, and seconds by step (means over equal parts)."""
+    """Return the seconds of start-up, phases and end, and seconds by step (means over equal ranges of steps)."""
     totals = _totals(run)
     given = totals["phase_seconds"] if isinstance(totals["phase_seconds"], dict) else {}
     total = {name: seconds for name, value in given.items() if (seconds := number(value)) and seconds > 0}
@@ -131,12 +131,12 @@ def _time(run: RunRecord) -> dict[str, Any]:
     phases = sorted(total, key=lambda name: (order.get(name, len(order)), name))
     startup, wall = (number(totals[name]) or 0.0 for name in ("startup_seconds", "wall_seconds"))
     rows = [row for row in run.metrics if row["step"] > 0]
-    bars = averaged(rows, [f"time/{name}" for name in phases], STEPS_OF_TIME)
+    bars = averaged(rows, [f"time/{name}" for name in phases], TIME_BARS)
     return {
         "startup": rounded(startup, 6),
         "end": rounded(max(0.0, wall - startup - sum(total.values())), 6),
         "phases": [visible(name) for name in phases],
-        "kinds": [order.get(name, len(order)) for name in phases],  # their colours, the same in every report
+        "kinds": [order.get(name, len(order)) for name in phases],  # colours, equal in all reports
         "total": [rounded(total[name], 6) for name in phases],
         "steps": [[int(bar["step"]), int(bar["to"])] for bar in bars],
         "bars": [[rounded(bar[f"time/{name}"], 4) for name in phases] for bar in bars],
@@ -144,7 +144,7 @@ def _time(run: RunRecord) -> dict[str, Any]:
 
 
 def _preflight(given: Any) -> list[dict[str, Any]]:
-    """Return the teachers' tables, as far as they are what they should be."""
+    """Return the preflight table of each teacher; parts of an unexpected type are left out."""
     if not isinstance(given, dict):
         return []
     cells = ("check", "value", "verdict", "meaning")
@@ -152,7 +152,7 @@ def _preflight(given: Any) -> list[dict[str, Any]]:
         {
             "teacher": limited(name),
             "rows": [
-                {cell: limited(row.get(cell), LONG) for cell in cells}
+                {cell: limited(row.get(cell), MAX_SENTENCE) for cell in cells}
                 for row in (checks if isinstance(checks, list) else ())
                 if isinstance(row, dict)
             ],
@@ -162,19 +162,19 @@ def _preflight(given: Any) -> list[dict[str, Any]]:
 
 
 def _warnings(run: RunRecord) -> list[str]:
-    """Return each warning once: those noted when the run began, and those of its summary."""
+    """Return the warnings of the start and of the summary, without duplicates."""
     found = [text for source in (run.facts, run.summary) for text in _list(source.get("warnings"))]
-    return [limited(text, LONG) for text in list(dict.fromkeys(map(str, found)))[:MOST_WARNINGS]]
+    return [limited(text, MAX_SENTENCE) for text in list(dict.fromkeys(map(str, found)))[:MAX_WARNINGS]]
 
 
 def _facts(run: RunRecord) -> list[list[str]]:
-    """Return (name, value) of models, machine and versions."""
+    """Return models, machine and versions as (name, value)."""
     found = {"run directory": str(run.path)}
     found |= _changes(run)
     for part in ("models", "machine", "versions"):
         given = run.facts.get(part) or (run.summary.get(part) if part == "versions" else None)
         found |= {str(name): str(value) for name, value in (given if isinstance(given, dict) else {}).items() if value}
-    return [[limited(name), limited(value, LONG)] for name, value in list(found.items())[:MOST_FACTS]]
+    return [[limited(name), limited(value, MAX_SENTENCE)] for name, value in list(found.items())[:MAX_FACTS]]
 
 
 def _parts(run: RunRecord) -> list[Any]:
@@ -182,15 +182,15 @@ def _parts(run: RunRecord) -> list[Any]:
 
 
 def _changes(run: RunRecord) -> dict[str, str]:
-    """Return "changed from step N" -> changed settings, for each later part of a resumed run."""
+    """Return the changed settings of each later part of a resumed run, by "changed from step N"."""
     found = {}
     for part in _parts(run)[1:]:
         changed = part.get("changed") if isinstance(part, dict) else None
         changes = changed.items() if isinstance(changed, dict) else ()
-        said = [f"{key}: {' → '.join(map(str, change))}" for key, change in changes if isinstance(change, list)]
+        texts = [f"{key}: {' → '.join(map(str, change))}" for key, change in changes if isinstance(change, list)]
         if isinstance(part, dict):
             name = f"changed from step {part.get('first')}"
-            found[name] = "; ".join(said) or "unknown: the checkpoint was saved without settings"
+            found[name] = "; ".join(texts) or "unknown: the checkpoint was saved without settings"
     return found
 
 

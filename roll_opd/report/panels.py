@@ -1,4 +1,4 @@
-"""Which curves a report shows first, and the table of before and after: what matters in each mode."""
+"""Panels of the report in each mode: charts of main metrics, and the table of values before and after training."""
 
 import itertools
 import math
@@ -14,10 +14,10 @@ from roll_opd.tracking.summary import ACCURACY, ACCURACY_STDERR, LOSS, REVERSE_K
 
 DIGITS = 6
 STUDENT_LOGPROB = "opd/student_logprob"
-SURPRISE = "surprise"  # made here: the mean of -log p over tokens that the student sampled estimates its entropy
-MOST_METRICS, POINTS_OF_EACH = 200, 300  # of those that can be looked up beside the panels
+SURPRISE = "surprise"  # computed here: mean of -log p over sampled tokens, an estimate of the entropy
+MAX_METRICS, METRIC_POINTS = 200, 300  # of the metrics outside of the panels
 
-MODES = {  # as a plan titles them, for runs that did not note it
+MODES = {  # titles for runs without a recorded title
     "pure": "pure on-policy distillation",
     "mixed": "on-policy distillation with a reward",
     "rl": "reinforcement learning",
@@ -28,88 +28,88 @@ MODES = {  # as a plan titles them, for runs that did not note it
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart: its lines are (metric, name), of which those that were measured are drawn."""
+    """Chart with lines of (metric, name); lines without values are left out."""
 
     title: str
     what: str
     lines: tuple[tuple[str, str], ...]
-    better: str = ""  # up or down, where one of them is
-    unless_zero: bool = False  # not shown where it was 0 all the time: then nothing was there to measure
-    modes: tuple[str, ...] = ()  # shown in these alone; none: in all
+    better: str = ""  # direction of improvement, up or down; "": none
+    unless_zero: bool = False  # hidden if all values are 0: the quantity is unused
+    modes: tuple[str, ...] = ()  # modes with this panel; empty: all
 
 
-LEAST_STEPS = 5  # minimum to estimate the noise between steps
+MIN_STEPS = 5  # to estimate the noise between steps
 PANELS = (
     Panel(
         "Reverse KL to the teacher",
-        "log p(student) − log p(teacher) of the tokens that the student sampled, mean in nats. 0 is agreement.",
+        "log p(student) − log p(teacher) of the student's sampled tokens, mean in nats. 0 is agreement.",
         ((REVERSE_KL, "student"),),
         "down",
     ),
-    Panel("Validation accuracy", "Share of right answers to held-out prompts.", ((ACCURACY, "student"),), "up"),
+    Panel("Validation accuracy", "Share of correct answers to held-out prompts.", ((ACCURACY, "student"),), "up"),
     Panel("Reward", "Mean external reward of the step's samples.", (("critic/score/mean", "samples"),), "up"),
     Panel(
         "Loss",
-        "What is minimised, of rows that bring their answers.",
+        "Training and validation loss on rows with answers.",
         (("sft/loss", "training"), ("dpo/loss", "training"), (LOSS, "validation")),
         "down",
     ),
     Panel(
         "Pairs in the right order",
-        "Share of pairs whose chosen answer has the larger implicit reward.",
+        "Share of pairs in which the chosen answer has the larger implicit reward.",
         (("dpo/accuracy", "training"), ("val/dpo/accuracy", "validation")),
         "up",
     ),
     Panel(
         "Margin",
-        "Implicit reward of the chosen answer minus that of the rejected one.",
+        "Implicit reward of the chosen answer minus the rejected answer's.",
         (("dpo/margin", "training"), ("val/dpo/margin", "validation")),
         "up",
     ),
     Panel(
         "Implicit rewards",
-        "β · (log p(student) − log p(reference)) of whole answers.",
+        "β · (log p(student) − log p(reference)) of complete answers.",
         (("dpo/chosen_reward", "chosen"), ("dpo/rejected_reward", "rejected")),
     ),
-    Panel("Divergence", "What is minimised, of whole distributions, in nats.", (("actor/opd_loss", "loss"),), "down"),
+    Panel("Divergence", "Distillation loss between distributions, in nats.", (("actor/opd_loss", "loss"),), "down"),
     Panel(
         "KL to the reference policy",
-        "How far the student has moved from where it began.",
+        "Divergence of the student from its reference policy.",
         (("actor/kl_loss", "in the loss"), ("critic/reference_kl", "in the reward")),
         unless_zero=True,
     ),
     Panel(
         "Clipped tokens",
-        "Share of tokens whose ratio was clipped.",
+        "Share of tokens with a clipped ratio.",
         (("actor/clipfrac", "tokens"),),
         modes=("rl", "mixed"),
     ),
-    Panel("Entropy", "Of the student's next token, in nats.", (("actor/entropy", "student"),)),
+    Panel("Entropy", "Entropy of the student's next token, in nats.", (("actor/entropy", "student"),)),
     Panel(
         "Entropy, estimated",
-        "Mean of −log p over the tokens that the student sampled, in nats.",
+        "Mean of −log p over the student's sampled tokens, in nats.",
         ((SURPRISE, "student"),),
     ),
     Panel(
         "Response length",
-        "Mean number of tokens that the student wrote.",
+        "Mean number of tokens in the student's responses.",
         (("tokens/response_length/mean", "training"), ("val/response_length/mean", "validation")),
     ),
-    Panel("Value loss", "Of the critic.", (("critic/loss", "critic"),), "down"),
+    Panel("Value loss", "Loss of the critic.", (("critic/loss", "critic"),), "down"),
     Panel(
         "Explained variance",
-        "How much of the returns the critic foretells.",
+        "Share of the variance of returns that the critic predicts.",
         (("critic/explained_variance", "critic"),),
     ),
-    Panel("Gradient norm", "Before clipping.", (("actor/grad_norm", "student"),)),
+    Panel("Gradient norm", "Norm before clipping.", (("actor/grad_norm", "student"),)),
 )
 
 
 def mode_of(run: RunRecord) -> str:
-    """Return the run's mode: what was noted when it began, else what its metrics say; empty where neither does."""
-    noted = run.facts.get("mode")
-    if isinstance(noted, str):
-        return noted
+    """Return the run's mode, as recorded at its start or derived from its metrics; "" if unknown."""
+    recorded = run.facts.get("mode")
+    if isinstance(recorded, str):
+        return recorded
     names = {name for row in run.metrics for name in row}
     if "dpo/loss" in names or "sft/loss" in names:
         return "dpo" if "dpo/loss" in names else "sft"
@@ -119,30 +119,30 @@ def mode_of(run: RunRecord) -> str:
 
 
 def with_surprise(rows: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """Return rows with `SURPRISE` where the entropy itself was not measured."""
+    """Return the rows with `SURPRISE` added, unless the entropy was measured."""
     if any("actor/entropy" in row for row in rows):
         return [dict(row) for row in rows]
     return [{**row, **({SURPRISE: -row[STUDENT_LOGPROB]} if STUDENT_LOGPROB in row else {})} for row in rows]
 
 
 def charts(rows: Sequence[Mapping[str, float]], mode: str, *, of_games: bool = False) -> list[dict[str, Any]]:
-    """Return the panels that there are numbers for, as the page draws them; `of_games`: of a run in environments."""
+    """Return the panels with values as data of the page; `of_games`: for a run in environments."""
     panels = [_as_games(panel) if of_games else panel for panel in _panels(rows, mode)]
     drawn = [_chart(panel, rows) for panel in panels]
     return [chart for chart in drawn if chart["lines"]]
 
 
-def everything(rows: Sequence[Mapping[str, float]]) -> dict[str, list[list[float]]]:
-    """Return a coarser curve of every metric by name, to look up."""
-    names = sorted({name for row in rows for name in row} - {"step", SURPRISE})[:MOST_METRICS]
-    return {limited(name): _short(downsample(points(rows, name), POINTS_OF_EACH)) for name in names}
+def all_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, list[list[float]]]:
+    """Return a downsampled curve of every metric by name."""
+    names = sorted({name for row in rows for name in row} - {"step", SURPRISE})[:MAX_METRICS]
+    return {limited(name): _short(downsample(points(rows, name), METRIC_POINTS)) for name in names}
 
 
 def before_after(rows: Sequence[Mapping[str, float]], mode: str, *, comparable: bool = True) -> list[dict[str, Any]]:
-    """Return a row a line of the panels: its value before and after, and the teacher's.
+    """Return a row for each line of the panels: its value before and after training, and the teacher's.
 
-    Of what is measured now and then these are the first and the last value, else the means over a tenth of the steps.
-    Unless their settings are `comparable`, no difference between steps is judged.
+    For validation metrics these are the first and the last value, for others means over a tenth of the steps. Unless
+    the settings are `comparable`, differences between steps are not judged.
     """
     table = []
     for panel in _panels(rows, mode):
@@ -168,12 +168,12 @@ def before_after(rows: Sequence[Mapping[str, float]], mode: str, *, comparable: 
 
 
 def _as_reward(panel: Panel) -> Panel:
-    """Return the validation panel, titled as a mean reward, for rewards other than 0 and 1."""
+    """Return the validation panel with the title of a mean reward, for rewards other than 0 and 1."""
     return replace(panel, title="Validation reward", what="Mean reward of held-out prompts.")
 
 
 def _as_games(panel: Panel) -> Panel:
-    """Return a validation panel in the words of games, any other as it is."""
+    """Return a validation panel with texts about games; other panels unchanged."""
     if panel.lines[0][0] != ACCURACY:
         return panel
     if panel.title == "Validation reward":
@@ -186,13 +186,13 @@ def _is_noise(
 ) -> bool | None:
     """Return whether a difference between before and after is within noise; None if unknown.
 
-    Validation has recorded standard errors over prompts. For metrics of every step, the noise is estimated from
-    differences of neighbouring steps.
+    Validation metrics have recorded standard errors over prompts. For metrics of every step, the noise is estimated
+    from differences of neighbouring steps.
     """
     if metric == ACCURACY:
         stderrs = [value for _, value in points(rows, ACCURACY_STDERR)]
         return within_noise(difference, stderrs[0], stderrs[-1]) if len(stderrs) > 1 else None
-    if metric.startswith("val") or len(values) < LEAST_STEPS:
+    if metric.startswith("val") or len(values) < MIN_STEPS:
         return None
     tenth = math.ceil(len(values) / 10)
     stderr = math.sqrt(sum((b - a) ** 2 for a, b in itertools.pairwise(values)) / 2 / (len(values) - 1) / tenth)

@@ -1,6 +1,6 @@
-"""From a run's directory to values. Whatever is missing, broken or still being written becomes a sentence.
+"""Read a run directory for the report. Missing, broken or incomplete files become sentences in `problems`.
 
-Files may be large, come from an older version, or end in half a line; a number that is none is left out.
+Files may be large, of an older version, or end in an incomplete line; values other than finite numbers are left out.
 """
 
 import json
@@ -17,21 +17,21 @@ import yaml
 from roll_opd.tracking.run_directory import METRICS, PREFLIGHT, RUN_FACTS, SAMPLES, VALIDATION_SAMPLES
 
 CONFIG, SUMMARY = "config.yaml", "summary.json"
-MARKS = (METRICS, CONFIG, RUN_FACTS, SUMMARY)  # a directory without any of them is no run
+RUN_FILES = (METRICS, CONFIG, RUN_FACTS, SUMMARY)  # at least one exists in every run directory
 STEP = re.compile(rb'\{"step": ?(\d{1,9})[,}]')
-BROKEN = (ValueError, RecursionError)  # what parsing raises for text that nobody wrote on purpose
+BROKEN = (ValueError, RecursionError)  # of parsing
 
 
 class NoRun(Exception):
-    """There is no run at a path; the message says so to the user."""
+    """A path without a run; the message is for the user."""
 
 
 @dataclass(frozen=True)
 class StepLines:
-    """The lines of a JSON-lines file by step, not yet parsed: the file may hold gigabytes."""
+    """Index of a JSON Lines file by step; lines are parsed on access, since the file may hold gigabytes."""
 
     path: Path
-    places: Mapping[int, list[int]] = field(default_factory=dict)  # step -> where its lines begin
+    places: Mapping[int, list[int]] = field(default_factory=dict)  # step -> byte offsets of its lines
 
     @property
     def steps(self) -> list[int]:
@@ -48,23 +48,23 @@ class StepLines:
                         if row is not None:
                             yield {**row, "step": step}
         except OSError:
-            return  # gone since it was indexed
+            return  # removed after indexing
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run's directory says."""
+    """Content of a run directory."""
 
     path: Path
-    metrics: list[dict[str, float]]  # one a step, by step; finite numbers alone, with `step`
-    summary: dict[str, Any]  # empty until the run has ended
-    preflight: dict[str, Any]  # checks of each teacher, by name
-    facts: dict[str, Any]  # what was known when it began: mode, machine, versions
+    metrics: list[dict[str, float]]  # one row per step, ascending; finite numbers only, with `step`
+    summary: dict[str, Any]  # empty before the end of the run
+    preflight: dict[str, Any]  # checks by teacher
+    facts: dict[str, Any]  # of `run.json`, written at the start: mode, machine, versions
     config: dict[str, Any]
     config_text: str
     samples: StepLines
     answers: StepLines  # to held-out prompts
-    written: datetime | None  # when the last step was
+    written: datetime | None  # time of the last step
     problems: list[str]  # sentences
 
     @property
@@ -73,23 +73,23 @@ class RunRecord:
 
 
 def find_run(path: Path) -> Path:
-    """Return the run directory at `path`: itself, or that which its `latest` leads to. NoRun where there is none."""
+    """Return the run directory at `path` or at the link `latest` in it. Raises `NoRun` without one."""
     for place in (path, path / "latest"):
-        if any((place / name).exists() for name in MARKS):
+        if any((place / name).exists() for name in RUN_FILES):
             return place.resolve()
     if not path.is_dir():
-        raise NoRun(f"{path}: there is no such directory; give that of a run, such as output/demo/latest")
-    raise NoRun(f"{path} is not the directory of a run: it has none of {', '.join(MARKS)}")
+        raise NoRun(f"{path}: no such directory; name a run directory, such as output/demo/latest")
+    raise NoRun(f"{path} is not a run directory: it has none of {', '.join(RUN_FILES)}")
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read the run directory `path`."""
+    """Read the run directory `path` into a record."""
     problems: list[str] = []
     metrics = _metrics(path / METRICS, problems)
     config_text = _text(path / CONFIG, problems)
     summary = _mapping(path / SUMMARY, problems, optional=True)
     if metrics and summary and summary.get("steps") != metrics[-1]["step"]:
-        summary = {}  # of the run before it was resumed
+        summary = {}  # of an earlier part of a resumed run
     return RunRecord(
         path=path,
         metrics=metrics,
@@ -155,15 +155,15 @@ def _lines_of(count: int) -> str:
 
 
 def _lines(path: Path, problems: list[str], optional: bool = False) -> Iterator[bytes]:
-    """Yield the lines of a plain file, with their ends; none where it is missing (a FIFO would wait for ever)."""
+    """Yield the lines of a regular file with their line ends; other files are skipped (a FIFO would block)."""
     try:
         if path.is_file():
             with path.open("rb") as file:
                 yield from file
         elif path.exists():
-            problems.append(f"{path.name} is no plain file and is left out.")
+            problems.append(f"{path.name} is not a regular file and is left out.")
         elif not optional:
-            problems.append(f"{path.name} is missing: what it would tell is left out.")
+            problems.append(f"{path.name} is missing: its content is left out.")
     except OSError as error:
         problems.append(f"{path.name} cannot be read ({error.strerror}).")
 
@@ -192,7 +192,7 @@ def _config(text: str, problems: list[str]) -> dict[str, Any]:
     try:
         value = yaml.safe_load(text) or {}
     except (yaml.YAMLError, *BROKEN):
-        problems.append(f"{CONFIG} is no YAML; it is shown as it is.")
+        problems.append(f"{CONFIG} is not valid YAML; it is shown as text.")
         return {}
     return value if isinstance(value, dict) else {}
 

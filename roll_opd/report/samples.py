@@ -1,4 +1,4 @@
-"""The samples of a report: which ones, how much of each, and token by token what was recorded."""
+"""Samples of a report: selection, shortening, and the recorded values of each token."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -8,27 +8,27 @@ from roll_opd.report.curves import mean, spread
 from roll_opd.report.run_files import StepLines, number
 from roll_opd.report.text import limited, rounded
 
-STEPS, SAMPLES_A_STEP = 8, 6
-PROMPTS = 8  # answered early and late
-TOKENS = 40_000  # of all samples and answers together; about 70 bytes each in the page
+STEPS, SAMPLES_PER_STEP = 8, 6
+PROMPTS = 8  # held-out prompts with answers of several steps
+TOKENS = 40_000  # over all samples and answers; about 70 bytes each in the page
 CHARACTERS = 3000  # of a prompt
 DIGITS = 4
-STUDENT = "student"  # who answered held-out prompts, where it was no teacher
-CLOSE = 0.1  # nats: the two probabilities differ by less than a tenth of themselves
+STUDENT = "student"  # default of `by`, the model that answered a held-out prompt
+CLOSE = 0.1  # nats: the two probabilities differ by less than a tenth
 _BOUNDS = (0.01, 0.1, 0.3, 1.0, 3.0)
 EDGES = (-float("inf"), *(-bound for bound in reversed(_BOUNDS)), *_BOUNDS, float("inf"))
 
 
 def chosen_samples(lines: StepLines) -> list[dict[str, Any]]:
-    """Return recorded samples of the first step, of some between, and of the last."""
+    """Return recorded samples of up to `STEPS` steps, evenly spread from the first to the last."""
     found: list[dict[str, Any]] = []
     for step in spread(lines.steps, STEPS):
-        found += list(lines.rows([step]))[:SAMPLES_A_STEP]
+        found += list(lines.rows([step]))[:SAMPLES_PER_STEP]
     return found
 
 
 def answers_by_prompt(lines: StepLines) -> list[list[dict[str, Any]]]:
-    """Return, by held-out prompt, its answers: the student's first, one in the middle and the last, then teachers'."""
+    """Return the answers to each held-out prompt: the student's at the first, middle and last step, then teachers'."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in lines.rows(spread(lines.steps, 3)):
         groups.setdefault(_prompt(row), []).append(row)
@@ -36,12 +36,12 @@ def answers_by_prompt(lines: StepLines) -> list[list[dict[str, Any]]]:
 
 
 def _prompt(row: Mapping[str, Any]) -> str:
-    """Return what names a row's prompt: its id without the numbers of draw and sample."""
+    """Return the key of a row's prompt: its id without the numbers of draw and sample."""
     return str(row.get("id")).rpartition("#")[0] or str(row.get("prompt"))
 
 
 def fair_limit(lengths: Sequence[int], budget: int = TOKENS) -> int:
-    """Return the largest length to cut samples to so that all together stay below `budget`."""
+    """Return the largest length limit per sample that keeps the sum of all lengths within `budget`."""
     left, rest = budget, sorted(lengths)
     while rest and rest[0] * len(rest) <= left:
         left -= rest.pop(0)
@@ -49,7 +49,7 @@ def fair_limit(lengths: Sequence[int], budget: int = TOKENS) -> int:
 
 
 def length_of(row: Mapping[str, Any]) -> int:
-    """Return how many tokens a recorded response has."""
+    """Return the number of tokens of a recorded response."""
     tokens, prompt_length = row.get("tokens"), row.get("prompt_length")
     if isinstance(tokens, list) and isinstance(prompt_length, int) and 0 <= prompt_length <= len(tokens):
         return len(tokens) - prompt_length
@@ -57,10 +57,10 @@ def length_of(row: Mapping[str, Any]) -> int:
 
 
 def shaped(row: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """Return a recorded sample as the page shows it, with at most `limit` tokens: the beginning and the end.
+    """Return a recorded sample as data of the page, with at most `limit` tokens from its beginning and end.
 
-    `values` are log-probs (`student`, `rollout`, `reference`, `teacher/NAME`) and `advantage`; null is no number.
-    A sample without the places where its tokens end is one piece of text without values.
+    `values` are log-probs (`student`, `rollout`, `reference`, `teacher/NAME`) and `advantage`, null if missing.
+    A sample without recorded token ends is one piece of text without values.
     """
     length, response = length_of(row), str(row.get("response") or "")
     ends = _ends(row.get("token_ends"), length, response)
@@ -98,7 +98,7 @@ def shaped(row: Mapping[str, Any], limit: int) -> dict[str, Any]:
 
 
 def reverse_kl(row: Mapping[str, Any]) -> list[float]:
-    """Return log p(student) - log p(teacher) of a sample's action tokens, of each of its teachers."""
+    """Return log p(student) - log p(teacher) of a sample's action tokens, for each of its teachers."""
     columns = _columns(row, length_of(row))
     student = columns.get("student", [])
     return [
@@ -111,7 +111,7 @@ def reverse_kl(row: Mapping[str, Any]) -> list[float]:
 
 
 def agreement(lines: StepLines, steps: Sequence[int]) -> dict[str, Any] | None:
-    """Return how student and teachers agree on the tokens recorded in `steps`; None where none has both."""
+    """Return statistics of the reverse KL over tokens recorded in `steps`; None without teacher log-probs."""
     rows = list(lines.rows(spread(list(steps), 25)))
     gaps = [gap for row in rows for gap in reverse_kl(row)]
     if not gaps:
@@ -130,9 +130,9 @@ def agreement(lines: StepLines, steps: Sequence[int]) -> dict[str, Any] | None:
 
 
 def _columns(row: Mapping[str, Any], length: int) -> dict[str, list[float | None]]:
-    """Return the recorded values of each response token, None at observed ones, by column."""
+    """Return the recorded values of each response token by column, None at observed tokens."""
     sampled, trained = row.get("rollout_logprobs"), row.get("student_logprobs")
-    by = limited(row.get("by") or STUDENT)  # whose the sampler's log-probs are
+    by = limited(row.get("by") or STUDENT)  # the model of the sampler's log-probs
     given = {
         **({"student": trained, "rollout": sampled} if trained else {by: sampled}),
         **{f"teacher/{limited(name)}": values for name, values in _dict(row.get("teacher_logprobs")).items()},
@@ -149,7 +149,7 @@ def _columns(row: Mapping[str, Any], length: int) -> dict[str, list[float | None
 
 
 def _acted(row: Mapping[str, Any], length: int) -> list[bool]:
-    """Return which response tokens the student wrote; all of them without a recorded mask."""
+    """Return which response tokens are actions; all without a recorded mask."""
     mask = _list(row.get("action_mask"))
     return [bool(acts) for acts in mask] if len(mask) == length else [True] * length
 
@@ -178,12 +178,12 @@ def _turns(acted: Sequence[bool], kept: Sequence[int]) -> list[list[int]]:
 def _turn_rewards(row: Mapping[str, Any], acted: Sequence[bool]) -> list[float | None]:
     """Return the reward of each turn; empty if their number differs from the turns."""
     rewards = _list(row.get("turn_rewards"))
-    begun = sum(acts and not before for before, acts in itertools.pairwise([False, *acted]))
-    return [_short(number(reward)) for reward in rewards] if len(rewards) == begun else []
+    turns = sum(acts and not before for before, acts in itertools.pairwise([False, *acted]))
+    return [_short(number(reward)) for reward in rewards] if len(rewards) == turns else []
 
 
 def _ends(given: Any, length: int, response: str) -> list[int] | None:
-    """Return where each token ends in the response, or None where that was not recorded."""
+    """Return the end offset of each token in the response text, or None if not recorded."""
     if not isinstance(given, list) or len(given) != length or not all(isinstance(end, int) for end in given):
         return None
     if given != sorted(given) or (given and (given[0] < 0 or given[-1] != len(response))):
@@ -194,13 +194,13 @@ def _ends(given: Any, length: int, response: str) -> list[int] | None:
 def _masked(
     row: Mapping[str, Any], length: int, kept: Sequence[int], names: Sequence[str] = ("action_mask", "loss_mask")
 ) -> list[int]:
-    """Return which of the `kept` tokens are not learned from."""
+    """Return which of the `kept` tokens are outside of the loss."""
     masks = [mask for name in names if len(mask := _list(row.get(name))) == length]
     return [shown for shown, place in enumerate(kept) if not all(mask[place] for mask in masks)]
 
 
 def _behind(row: Mapping[str, Any]) -> int | None:
-    """Return how many updates older than the newest weights those were that sampled a row of training."""
+    """Return the number of updates between the weights that sampled a training row and its step."""
     step, version = row.get("step"), row.get("weights_version")
     return step - 1 - version if "by" not in row and isinstance(step, int) and isinstance(version, int) else None
 

@@ -8,7 +8,7 @@ from roll_opd.report.games import before_and_after
 
 
 def row(step: int, seed: int, reward: float | None, turns: list[str], by: str = "student") -> dict[str, Any]:
-    """A game in which what the model did and what it was told take turns; a token a character."""
+    """A game with alternating observations and actions; one token per character."""
     response = "".join(turns)
     mask = [place % 2 == 0 for place, turn in enumerate(turns) for _ in turn]
     ends = list(range(1, len(response) + 1))
@@ -38,7 +38,7 @@ def test_the_first_game_that_went_better_is_shown_twice() -> None:
     ]
 
 
-def test_nothing_is_shown_of_what_was_played_once() -> None:
+def test_a_game_played_once_is_not_shown() -> None:
     assert before_and_after([]) == ""
     assert before_and_after([row(0, 1, 0.0, ["Left"])]) == ""
     assert before_and_after([row(0, 1, 0.0, ["Left"]), row(2, 9, 0.0, ["Left"])]) == ""
@@ -46,7 +46,7 @@ def test_nothing_is_shown_of_what_was_played_once() -> None:
     assert before_and_after([older, row(2, 1, 0.0, ["Left"])]) == ""
 
 
-def test_nothing_is_shown_of_games_in_several_pieces() -> None:
+def test_games_of_several_experiences_are_not_shown() -> None:
     rows = [row(0, 1, 0.0, ["Left"]), row(2, 1, 1.0, ["Left"]), row(2, 1, 1.0, ["Up"]) | {"id": "Lake/1#7/0.1"}]
     assert before_and_after(rows) == ""
 
@@ -61,11 +61,11 @@ def test_long_games_and_lines_are_cut() -> None:
 @pytest.mark.parametrize(
     ("said", "columns"), [("你好", 4), ("√ 🎮", 4), ("a\u0301", 1), ("ﾊ", 1), ("向右走" * 6 + "x", 37), ("字" * 16, 32)]
 )
-def test_characters_of_two_columns_leave_the_other_side_where_it_is(said: str, columns: int) -> None:
+def test_wide_characters_keep_the_other_column_aligned(said: str, columns: int) -> None:
     """Chinese and emoji take two columns of a terminal, an accent by itself none; a root and half-width kana one."""
     line = before_and_after([row(0, 1, 0.0, [said]), row(1, 1, 1.0, [said])]).split("\n")[3]
     left, right = line.split(" | ")
-    if columns + 2 <= 35:  # behind the mark of what the model did
+    if columns + 2 <= 35:  # after the mark of an action
         assert right == f"> {said}" and left == right + " " * (35 - 2 - columns)
     else:
         assert right == f"> {'向右走' * 5}..." and left == right + " " * (35 - 2 - 30 - 3)

@@ -1,4 +1,4 @@
-"""The report of a run: its data are the run's, hostile text stays text, long runs stay small, broken ones are told."""
+"""Report of a run: data equal the run's, hostile text is escaped, long runs stay small, broken files are reported."""
 
 import itertools
 import json
@@ -85,7 +85,7 @@ def test_console_summary_and_report_have_one_set_of_totals(tmp_path: Path) -> No
         assert sum(parts) == pytest.approx(figures["seconds"]) and shown["end"] == pytest.approx(end)
 
 
-def test_the_data_are_the_runs(tmp_path: Path) -> None:
+def test_the_data_equal_the_runs(tmp_path: Path) -> None:
     run = write_run(tmp_path / "exp" / "run")
     data = of(run.path).data
     rows = read_jsonl(run.metrics_file)
@@ -116,7 +116,7 @@ def test_the_data_are_the_runs(tmp_path: Path) -> None:
     assert data["facts"] == [["run directory", str(run.path)], ["torch", "2.0"]]
 
 
-def test_every_token_has_what_was_recorded_of_it(tmp_path: Path) -> None:
+def test_every_token_has_its_recorded_values(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", response="ab\ncd é", loss_mask=[True] * 4 + [False] * 3)
     data = of(run.path).data
     recorded = read_jsonl(run.path / SAMPLES)
@@ -265,8 +265,11 @@ BROKEN = {
     "nonsense": (write_nonsense, "metrics.jsonl: 8 lines cannot be read"),
     "no metrics": (lambda run: (run / METRICS).unlink(), "metrics.jsonl is missing"),
     "empty metrics": (lambda run: (run / METRICS).write_text(""), ""),
-    "a directory": (lambda run: ((run / METRICS).unlink(), (run / METRICS).mkdir()), "metrics.jsonl is no plain file"),
-    "a FIFO": (lambda run: ((run / SAMPLES).unlink(), os.mkfifo(run / SAMPLES)), "samples.jsonl is no plain file"),
+    "a directory": (
+        lambda run: ((run / METRICS).unlink(), (run / METRICS).mkdir()),
+        "metrics.jsonl is not a regular",
+    ),
+    "a FIFO": (lambda run: ((run / SAMPLES).unlink(), os.mkfifo(run / SAMPLES)), "samples.jsonl is not a regular file"),
     "odd samples": (odd_samples, "samples.jsonl: 1 line cannot be read"),
     "no samples": (lambda run: (run / SAMPLES).unlink(), ""),
     "odd summary": (lambda run: (run / "summary.json").write_text("[1"), "summary.json is not a JSON object"),
@@ -277,13 +280,13 @@ BROKEN = {
         "",
     ),
     "odd facts": (lambda run: (run / "run.json").write_text('{"mode": 3, "machine": "x", "ended": []}'), ""),
-    "odd configuration": (lambda run: (run / "config.yaml").write_text("a: [\x00"), "config.yaml is no YAML"),
+    "odd configuration": (lambda run: (run / "config.yaml").write_text("a: [\x00"), "config.yaml is not valid YAML"),
     "no configuration": (lambda run: (run / "config.yaml").unlink(), "config.yaml is missing"),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_is_broken_becomes_a_sentence(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_files_become_sentences(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run").path
     harm, sentence = BROKEN[case]
     harm(run)
@@ -311,7 +314,7 @@ ODD = (
 )
 
 
-def test_whatever_stands_in_a_record_the_page_can_be_written(tmp_path: Path) -> None:
+def test_the_page_can_be_written_for_records_of_any_types(tmp_path: Path) -> None:
     """Each key of samples, answers, facts and summary with each odd value, and many of them at once."""
     run, rng = write_run(tmp_path / "run"), np.random.default_rng(0)
     whole = sample_row(9, 0)
@@ -336,7 +339,7 @@ def test_whatever_stands_in_a_record_the_page_can_be_written(tmp_path: Path) -> 
     assert agreement(lines, lines.steps)
 
 
-def test_how_far_a_run_got(tmp_path: Path) -> None:
+def test_the_state_of_a_run_is_finished_stopped_or_open(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     assert of(run.path).data["state"] == {"kind": "finished", "text": "Finished: 6 of 6 steps."}
     run.append_jsonl(METRICS, [metrics_row(7, 7)])  # the summary is now of the run before it was resumed
@@ -365,14 +368,14 @@ def test_runs_without_a_rollout(tmp_path: Path) -> None:
     assert Page(page(data)).data["mode_title"] == "direct preference optimization"
 
 
-def test_where_there_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "exp" / "one").path
     (tmp_path / "exp" / "latest").symlink_to("one")
     assert find_run(tmp_path / "exp") == run.resolve()
     assert main(["report", str(tmp_path / "exp"), "--output", str(tmp_path / "there.html")]) == 0
     assert (tmp_path / "there.html").exists() and not (run / "report.html").exists()
     (tmp_path / "empty").mkdir()
-    for wrong, said in (("nowhere", "no such directory"), ("empty", "not the directory of a run")):
+    for wrong, said in (("nowhere", "no such directory"), ("empty", "not a run directory")):
         assert main(["report", str(tmp_path / wrong)]) == 2
         assert said in capsys.readouterr().err
     assert main(["report", str(run), "--output", str(tmp_path / "none" / "x.html")]) == 2
