@@ -1,9 +1,8 @@
-"""One output a request, from vLLM's engine core to the process that waits for it, instead of one a token.
+"""Send one output per request from vLLM's engine core to its front end, instead of one per token.
 
-Whoever asks for a final output only (`RequestOutputKind.FINAL_ONLY`) reads nothing before it, yet vLLM sends each token
-with its log-prob on its own, and to unpack and file them is half of what an engine's front does for a small model. Here
-they wait in the engine core until the request ends. Requests with stop strings are left alone: the process that waits
-looks for those, token by token.
+For requests with only a final output (`RequestOutputKind.FINAL_ONLY`) vLLM still sends every token and log-prob
+separately; processing them is half of the front end's work for a small model. Here the engine core holds them until the
+request ends. Requests with stop strings are unchanged, because the front end searches for these token by token.
 """
 
 import functools
@@ -13,20 +12,22 @@ from typing import Any
 import msgspec
 import numpy as np
 
-Update = Callable[..., dict[int, Any]]  # `Scheduler.update_from_output`: what each client is to be sent after a step
+Update = Callable[..., dict[int, Any]]  # `Scheduler.update_from_output`: client -> outputs of a step
 
 
-def sends_whole_outputs(update: Update) -> Update:
-    """Return `Scheduler.update_from_output` with outputs of unfinished requests held back, and joined to the last."""
+def coalesces_outputs(update: Update) -> Update:
+    """Wrap `Scheduler.update_from_output`: hold the outputs of unfinished requests and join them at the end."""
 
     @functools.wraps(update)
     def updated(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
-        wholes = {name for name in scheduler_output.num_scheduled_tokens if _is_whole(scheduler.requests.get(name))}
+        final_only = {
+            name for name in scheduler_output.num_scheduled_tokens if _is_final_only(scheduler.requests.get(name))
+        }
         sent = update(scheduler, scheduler_output, model_runner_output)
         held = scheduler.__dict__.setdefault("_held_outputs", {})
         for client, step in list(sent.items()):
-            step.outputs = _due(step.outputs, held, wholes)
-            if step == type(step)(timestamp=step.timestamp):  # nothing in it
+            step.outputs = _due(step.outputs, held, final_only)
+            if step == type(step)(timestamp=step.timestamp):  # empty
                 del sent[client]
         for name in held.keys() - scheduler.requests.keys():  # aborted
             del held[name]
@@ -35,18 +36,18 @@ def sends_whole_outputs(update: Update) -> Update:
     return updated
 
 
-def _is_whole(request: Any) -> bool:
+def _is_final_only(request: Any) -> bool:
     from vllm.sampling_params import RequestOutputKind
 
     params = getattr(request, "sampling_params", None)
     return params is not None and params.output_kind is RequestOutputKind.FINAL_ONLY and not params.detokenize
 
 
-def _due(outputs: list[Any], held: dict[str, list[Any]], wholes: set[str]) -> list[Any]:
+def _due(outputs: list[Any], held: dict[str, list[Any]], final_only: set[str]) -> list[Any]:
     due = []
     for output in outputs:
         name = output.request_id
-        if output.finish_reason is None and name in wholes:
+        if output.finish_reason is None and name in final_only:
             held.setdefault(name, []).append(output)
         elif name in held:
             due.append(joined([*held.pop(name), output]))
@@ -56,7 +57,7 @@ def _due(outputs: list[Any], held: dict[str, list[Any]], wholes: set[str]) -> li
 
 
 def joined(outputs: list[Any]) -> Any:
-    """Return a request's `EngineCoreOutput`s as one."""
+    """Join the `EngineCoreOutput`s of a request into one."""
     first, last = outputs[0], outputs[-1]
     rows = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
     return msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""Requests and answers in vLLM's terms and in ours. Pure conversions. Legend: R response tokens."""
+"""Convert requests and responses between vLLM's types and ours. Pure functions. Legend: R response tokens."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 class Completion:
     """One sampled response."""
 
-    tokens: np.ndarray  # int64 [R], with the final EOS when it stopped on it
-    logprobs: np.ndarray  # f32 [R], of the distribution that was sampled (greedy: of temperature 1)
+    tokens: np.ndarray  # int64 [R], with the final EOS if it stopped on it
+    logprobs: np.ndarray  # f32 [R], of the sampled distribution (greedy: at temperature 1)
     finish_reason: str  # stop | length | abort
     weights_version: int
-    routes: np.ndarray | None = None  # integer [T-1, L, K] of T tokens, L layers: to which K experts each one went
+    routes: np.ndarray | None = None  # integer [T-1, L, K]: the K experts of each token in each of L layers
 
 
 def token_prompt(tokens: Sequence[int]) -> "TokensInput":
     """Return a tokenised prompt for vLLM."""
-    # with "type" vLLM takes it as already rendered, and spares a trip through a thread pool for every request
+    # with "type" vLLM treats it as rendered, and skips a thread pool for every request
     return {"type": "token", "prompt_token_ids": np.asarray(tokens).tolist()}
 
 
 def stop_token_ids(stop: Sequence[str], tokenizer: "TokenizerLike") -> tuple[int, ...]:
-    """Return the ids of stop strings that are special tokens, since decoded texts do not contain these."""
+    """Return the ids of stop strings that are special tokens, since decoded texts do not contain them."""
     special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return tuple(special[string] for string in stop if string in special)
 
 
 def sampling_params(sampling: SamplingPlan, seed: int, stop_ids: Sequence[int] = ()) -> "SamplingParams":
-    """Return vLLM's parameters for one sample, with the log-prob of every sampled token; `stop_ids` end it as well."""
+    """Return vLLM's parameters for one sample with log-probs of sampled tokens; `stop_ids` are more stop tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -52,14 +52,14 @@ def sampling_params(sampling: SamplingPlan, seed: int, stop_ids: Sequence[int] =
         repetition_penalty=sampling.repetition_penalty,
         stop=list(sampling.stop),
         stop_token_ids=list(stop_ids),
-        logprobs=0,  # of the sampled token, and no other
+        logprobs=0,  # of the sampled token only
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
 def completion_of(output: "RequestOutput", weights_version: int) -> Completion:
-    """Return the one sample of a finished request."""
+    """Return the sample of a finished request."""
     sample = output.outputs[0]
     return Completion(
         tokens=np.array(sample.token_ids, dtype=np.int64),
@@ -76,7 +76,7 @@ def token_logprobs(tokens: Iterable[int], entries: Iterable[Any]) -> np.ndarray:
 
 
 def cut_at_stop(completion: Completion, stop: Sequence[str], tokenizer: "TokenizerLike") -> Completion:
-    """End `completion` with the token that completes a stop string, as vLLM does; without one, as it is."""
+    """Cut `completion` after the token that completes a stop string, as vLLM does; unchanged without one."""
     for length in range(1, len(completion.tokens) + 1):
         text = tokenizer.decode(completion.tokens[:length].tolist(), skip_special_tokens=True)
         if any(string in text for string in stop):

@@ -1,7 +1,7 @@
-"""One vLLM engine: samples with log-probs, continuous batching, and weights that are replaced by version.
+"""vLLM engine: sampling with log-probs, continuous batching, and versioned weight updates.
 
-The engine core is a process of its own; this is the asynchronous front end to it. vLLM is imported when the first
-engine starts, not before. Legend: R response tokens, T tokens in all.
+The engine core is a separate process; this is its asynchronous front end. vLLM is imported when the first engine
+starts. Legend: R response tokens, T tokens of prompt and response.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from roll_opd.inference.completion import (
     token_logprobs,
     token_prompt,
 )
-from roll_opd.inference.failure import PORT_TAKEN, EngineStartError, awaited
+from roll_opd.inference.failure import PORT_TAKEN, EngineStartError, start_errors
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.inference.routes import RECORDS_ROUTES
 from roll_opd.inference.settings import (
@@ -37,7 +37,7 @@ from roll_opd.inference.settings import (
     prepare_environment,
     resolve_engine_args,
 )
-from roll_opd.inference.shm_cleanup import unlink_left_memory
+from roll_opd.inference.shm_cleanup import unlink_shared_memory
 from roll_opd.inference.sleep_mode import SleepState
 from roll_opd.samples.weight_bucket import DTYPES, BucketMemory
 
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 
 
 class WeightUpdateError(RuntimeError):
-    """The engine may hold half an update; it refuses further requests and has to be started again."""
+    """Failed weight update; the engine may hold old and new weights and must be restarted."""
 
 
 class InferenceEngine:
-    """One vLLM engine on this machine, for one event loop. Start it with `await InferenceEngine.start(...)`."""
+    """vLLM engine on this machine, for one event loop. Started by `await InferenceEngine.start(...)`."""
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class InferenceEngine:
         self._max_model_len = max_model_len
         self._dtype = dtype
         self._deterministic = deterministic
-        self._is_one_process = is_one_process  # its core has no ranks
+        self._is_one_process = is_one_process  # the core without rank processes
         self._request_ids = itertools.count()
-        self._turn = asyncio.Lock()  # weight updates, and whole batches when deterministic, exclude each other
+        self._exclusive = asyncio.Lock()  # of weight updates, and of batches when deterministic
         self._broken: str | None = None
-        self._incoming = 0  # version of the weights that are on their way
-        self._sleep = SleepState(llm)
+        self._incoming = 0  # version of the running update
+        self._sleep_state = SleepState(llm)
 
     @classmethod
     async def start(
@@ -91,11 +91,14 @@ class InferenceEngine:
     ) -> "InferenceEngine":
         """Load `model` (a Hugging Face directory) into a new engine; its weights are version 0.
 
-        `max_model_len` counts prompt and response tokens. `engine_args` are vLLM's own and go through
-        untouched; ValueError for unknown ones. With `deterministic`, a batch gives the same bits whenever it
-        is run from the same weights: batches then run one after another, each from an empty prefix cache. With
-        `routes`, responses say to which experts each token was sent. `weight_transfer` is the backend through which
-        weights arrive. With `sleeps`, it can give its memory back.
+        Args:
+            max_model_len: maximum of prompt and response tokens.
+            engine_args: passed to vLLM unchanged; ValueError for unknown ones.
+            deterministic: a batch gives the same bits for the same weights: batches run one after another, each from an
+                empty prefix cache.
+            routes: responses include the experts of each token.
+            weight_transfer: backend of weight updates.
+            sleeps: `sleep` releases memory.
         """
         arguments = _vllm_arguments(
             model,
@@ -108,7 +111,7 @@ class InferenceEngine:
             sleeps=sleeps,
         )
         dtype = DTYPES[DTYPE_NAMES[model.dtype]]
-        # in a frame of its own: exceptions that vLLM's imports keep also keep this frame, and so its variables
+        # in a separate frame: exceptions stored by vLLM's imports keep this frame and its variables alive
         one = arguments.distributed_executor_backend == UNIPROC
         return await cls._launch(
             arguments, max_model_len=max_model_len, dtype=dtype, deterministic=deterministic, is_one_process=one
@@ -120,18 +123,18 @@ class InferenceEngine:
 
         for is_last in (False, False, True):
             try:
-                with awaited():
+                with start_errors():
                     engine = cls(AsyncLLM.from_engine_args(arguments), **attributes)
                     await engine._warm_up()
                     return engine
             except EngineStartError as error:
-                # vLLM looks for a free port and opens it later; by then another run may have it
+                # vLLM chooses a free port and opens it later; meanwhile another run may take it
                 if is_last or PORT_TAKEN not in str(error):
                     raise
         raise AssertionError
 
     async def generate(self, prompt_tokens: Sequence[int], sampling: SamplingPlan, seed: int) -> Completion:
-        """Return one response to one prompt; temperature 0 is greedy. `sampling.n` is not read."""
+        """Sample one response to one prompt; temperature 0 is greedy. `sampling.n` is not read."""
         completions = [c async for _, c in self.generate_batch([prompt_tokens], sampling, [seed])]
         return completions[0]
 
@@ -140,9 +143,9 @@ class InferenceEngine:
     ) -> AsyncGenerator[tuple[int, Completion], None]:
         """Sample one response for each prompt in one batch; yield (index of the prompt, response) as each ends.
 
-        A response depends on its own seed, not on the other prompts (up to rounding in batched kernels). Leaving
-        the iterator early aborts what is still running (use `contextlib.aclosing`). ValueError for a prompt
-        that is empty or leaves no room for a response.
+        A response depends on its seed and not on the other prompts, up to rounding in batched kernels. Leaving the
+        iterator early aborts running requests (use `contextlib.aclosing`). Raises ValueError for an empty prompt or one
+        without room for a response.
         """
         self._check_awake()
         self._check_prompts(prompts, seeds)
@@ -150,7 +153,7 @@ class InferenceEngine:
         unfinished = set(range(len(ids)))
         async with AsyncExitStack() as stack:
             if self._deterministic:
-                await stack.enter_async_context(self._turn)
+                await stack.enter_async_context(self._exclusive)
                 self._check_awake()
             try:
                 waiting = await self._submit(ids, prompts, sampling, seeds)
@@ -167,8 +170,8 @@ class InferenceEngine:
     ) -> list["RequestOutputCollector"]:
         stop_ids = stop_token_ids(sampling.stop, self._llm.get_tokenizer()) if sampling.stop else ()
         if self._deterministic:
-            # the scheduler starts when it has all requests, so no step depends on when one came in; and no stop
-            # strings, which are found outside the engine core, after a delay
+            # the scheduler starts with all requests, so no step depends on their arrival; and no stop strings,
+            # which are found outside of the engine core with a delay
             sampling = replace(sampling, stop=())
             await self._pause("keep")
         try:
@@ -187,8 +190,8 @@ class InferenceEngine:
             try:
                 output: Any = await waiting[index].get()
                 finished.put_nowait((index, completion_of(output, self.weights_version)))
-            except Exception as error:  # raised again where the caller waits, not in this task
-                # vLLM raises one and the same exception for all requests: it would collect every traceback
+            except Exception as error:  # raised in the caller, not in this task
+                # vLLM raises one exception object for all requests: it would collect every traceback
                 finished.put_nowait((index, error.with_traceback(None)))
 
         tasks = [asyncio.create_task(follow(index)) for index in range(len(waiting))]
@@ -208,10 +211,9 @@ class InferenceEngine:
         return cut_at_stop(completion, sampling.stop, self._llm.get_tokenizer())
 
     async def update_weights(self, buckets: Iterable[Mapping[str, torch.Tensor]], version: int) -> None:
-        """Replace all weights by `buckets` of Hugging Face names -> full tensors, as `version`.
+        """Replace all weights by `buckets` of Hugging Face name -> full tensor, as `version`.
 
-        Buckets are consumed one at a time, and all of them must hold every weight once. For the rest see
-        `begin_update`.
+        Buckets are consumed one at a time; together they must hold every weight once. See `begin_update`.
         """
         await self.begin_update(version)
         memory = BucketMemory()
@@ -227,17 +229,17 @@ class InferenceEngine:
             memory.close()
 
     async def begin_update(self, version: int) -> None:
-        """Begin to replace all weights: `load_weights` brings them, `finish_update` ends it.
+        """Begin a weight update; `load_weights` loads its parts, `finish_update` ends it.
 
-        Running requests finish on the old weights first; waiting requests run on the new ones. WeightUpdateError, also
-        of what follows, when weights did not arrive; the engine is then unusable.
+        Running requests finish on the old weights first; waiting requests run on the new ones. All three raise
+        WeightUpdateError if the update failed; the engine is then unusable.
         """
-        await self._turn.acquire()
+        await self._exclusive.acquire()
         try:
             self._check_usable()
-            self._sleep.check_update()
+            self._sleep_state.check_update()
         except Exception:
-            self._turn.release()
+            self._exclusive.release()
             raise
         self._incoming = version
         with self._breaking():
@@ -245,7 +247,7 @@ class InferenceEngine:
             await self._llm.start_weight_update()
 
     async def load_weights(self, info: Mapping[str, Any]) -> None:
-        """Load a part of them; `info` is what the backend of this engine takes."""
+        """Load a part of the weights, described by `info` in the format of this engine's backend."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         self._check_usable()
@@ -253,62 +255,62 @@ class InferenceEngine:
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(info)))
 
     async def finish_update(self) -> None:
-        """Check, in the engine core, that all weights arrived, and go on with requests."""
+        """Verify in the engine core that all weights arrived, and resume requests."""
         self._check_usable()
         with self._breaking():
             await self._llm.finish_weight_update()
             await self._llm.reset_prefix_cache()
             self.weights_version = self._incoming
-            self._sleep.lacks_weights = False
-            if not self._sleep.away:  # else as the last of its memory comes back
+            self._sleep_state.lacks_weights = False
+            if not self._sleep_state.released:  # otherwise after the last `wake_up`
                 await self._llm.resume_generation()
-        self._turn.release()
+        self._exclusive.release()
 
     async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
-        """Meet the sender of weights, of a backend that has one to meet."""
+        """Connect to the sender of weights, for backends with a connection."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(info)))
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
-        """Have the engine refuse to work after an error inside: the weights may be half old, half new.
+        """Mark the engine as broken on an error inside the block, since its weights may be a mix of two versions.
 
-        That the core is dead is told as it is outside of an update: EngineDeadError.
+        EngineDeadError is raised unchanged, as outside of an update.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
             yield
         except BaseException as error:  # also when cancelled
-            if isinstance(error, WeightUpdateError) or self._broken:  # of a part of this update
+            if isinstance(error, WeightUpdateError) or self._broken:  # already handled in this update
                 raise
-            self._turn.release()
+            self._exclusive.release()
             self._broken = f"update to weights version {self._incoming} failed: {error or type(error).__name__}"
             if isinstance(error, EngineDeadError) or not isinstance(error, Exception):
                 raise
-            raise WeightUpdateError(f"{self._broken}. Start the engine again") from error
+            raise WeightUpdateError(f"{self._broken}. Restart the engine") from error
 
     async def sleep(self, level: int, phase: str) -> None:
-        """Give all memory back to others in a phase, where vLLM can; requests are refused from here on.
+        """Release all memory for a phase, if vLLM supports it, and refuse requests.
 
-        Requests under way end first. At level 2 the weights are given up: after `wake_up`, new ones have to come.
+        Running requests finish first. Level 2 discards the weights: new ones must be loaded after `wake_up`.
         """
-        async with self._turn:
+        async with self._exclusive:
             self._check_usable()
-            await self._sleep.begin(level, phase)
+            await self._sleep_state.begin(level, phase)
 
     async def wake_up(self, tags: Collection[str]) -> None:
-        """Take memory back: "weights", "kv_cache" or both. With the last of it, generation goes on."""
-        async with self._turn:
-            await self._sleep.end(tags)
+        """Restore memory: "weights", "kv_cache" or both. After the last part, requests are accepted."""
+        async with self._exclusive:
+            await self._sleep_state.end(tags)
 
     async def _pause(self, mode: Literal["keep", "wait"]) -> None:
-        # as `pause_generation` does, which sleeps for 20 ms afterwards
+        # as `pause_generation`, but without its sleep of 20 ms
         await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return log-probs of tokens 1..T-1 at temperature 1, f32 [T-1]; T must leave room for one more token."""
+        """Return the log-probs of tokens 1..T-1 at temperature 1, f32 [T-1]; T must be below `max_model_len`."""
         from vllm import SamplingParams
 
         self._check_awake()
@@ -317,17 +319,17 @@ class InferenceEngine:
         request_id = f"prompt-{next(self._request_ids)}"
         async with AsyncExitStack() as stack:
             if self._deterministic:
-                await stack.enter_async_context(self._turn)
+                await stack.enter_async_context(self._exclusive)
             async for output in self._llm.generate(token_prompt(tokens), params, request_id):
                 entries = output.prompt_logprobs
         assert entries is not None
         return token_logprobs(tokens[1:], entries[1:])
 
     async def close(self, *, collect: bool = True) -> None:
-        """End the engine core and wait until it has ended. Calling it twice is harmless.
+        """Stop the engine core and wait for its end. A second call has no effect.
 
-        Without `collect`, which is for a process that is about to be killed, garbage is left, and a core on a CPU that
-        has no ranks, and so nothing outside its memory, is killed: 1.4 s less.
+        Without `collect`, for a process that will be killed next, garbage collection is skipped, and a core on a CPU
+        without rank processes is killed, which saves 1.4 s.
         """
         if self._llm is None:
             return
@@ -335,13 +337,13 @@ class InferenceEngine:
         self._llm.shutdown(0.0 if self._is_one_process and not collect else None)
         self._llm = None
         if not (collect or self._is_one_process):
-            unlink_left_memory()
-        if collect:  # or it would be collected, with a complaint, at exit
+            unlink_shared_memory()
+        if collect:  # otherwise garbage collection at exit prints an error
             gc.unfreeze()
             gc.collect()
 
     async def _warm_up(self) -> None:
-        # the first request pays for lazy imports and kernels: count these seconds as start-up
+        # lazy imports and kernels of the first request count as start-up
         await self.generate([0], SamplingPlan(max_new_tokens=min(2, self._max_model_len - 1)), seed=0)
 
     def _check_usable(self) -> None:
@@ -350,11 +352,11 @@ class InferenceEngine:
 
     def _check_awake(self) -> None:
         self._check_usable()
-        self._sleep.check_awake()
+        self._sleep_state.check_awake()
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
         if len(prompts) != len(seeds):
-            raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds: give one seed a prompt")
+            raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds: give one seed per prompt")
         for index, prompt in enumerate(prompts):
             if not 0 < len(prompt) < self._max_model_len:
                 raise ValueError(
@@ -372,10 +374,10 @@ def _vllm_arguments(
     sleeps: bool,
     **plan: int,
 ) -> "AsyncEngineArgs":
-    # not is_available(), which would start CUDA in this process, and vLLM may fork it
+    # not is_available(), which initialises CUDA in this process, and vLLM may fork it
     on_cpu = torch.cuda.device_count() == 0
     prepare_environment(eager_on_cpu=on_cpu and engine_args.get("enforce_eager", True))
-    os.environ[RECORDS_ROUTES] = str(int(routes and on_cpu))  # of the engine that is started next
+    os.environ[RECORDS_ROUTES] = str(int(routes and on_cpu))  # read by the next engine
     check_plugin_is_installed()
     import vllm.v1.engine.async_llm  # noqa: F401
     from vllm import AsyncEngineArgs
@@ -385,7 +387,7 @@ def _vllm_arguments(
     on_cpu = current_platform.is_cpu()
     arguments = resolve_engine_args(model, on_cpu=on_cpu, engine_args=engine_args, routes=routes, **plan)
     arguments["weight_transfer_config"] = {"backend": weight_transfer}
-    # what is imported by now stays; a full garbage collection over it would stall some batch for 0.3 s
+    # imported modules are permanent; a full garbage collection over them would stall a batch for 0.3 s
     gc.collect()
     gc.freeze()
     if sleeps and current_platform.is_sleep_mode_available():

@@ -1,7 +1,7 @@
-"""Why an engine does not start: said by its processes in a file, since vLLM itself only says that they have ended.
+"""Report why an engine does not start, since vLLM reports only that its processes have ended.
 
-`awaited` makes the file and names it in the environment; `listen`, which vLLM's processes call through our plugin,
-writes the first error that vLLM logs with an exception there.
+`start_errors` makes a file and names it in the environment; `record_errors`, called in vLLM's processes by our plugin,
+writes the first exception that vLLM logs to it.
 """
 
 import logging
@@ -17,12 +17,12 @@ PORT_TAKEN = "ddress already in use"
 
 
 class EngineStartError(RuntimeError):
-    """An engine does not start; the message says why."""
+    """Failed start of an engine; the message is the reason."""
 
 
 @contextmanager
-def awaited() -> Iterator[None]:
-    """Raise what goes wrong inside the block as EngineStartError, with the reason of the process it went wrong in."""
+def start_errors() -> Iterator[None]:
+    """Raise errors inside the block as EngineStartError, with the reason from the failed process."""
     descriptor, name = tempfile.mkstemp(prefix="roll_opd-failure-")
     os.close(descriptor)
     os.environ[FILE] = name
@@ -30,15 +30,15 @@ def awaited() -> Iterator[None]:
         yield
     except Exception as error:
         with open(name, encoding="utf-8") as file:
-            said = file.read().strip()
-        raise EngineStartError(said or _ended(error)) from error
+            reason = file.read().strip()
+        raise EngineStartError(reason or _exit_reason(error)) from error
     finally:
         del os.environ[FILE]
         os.unlink(name)
 
 
-def listen() -> None:
-    """Have this process write why it fails into the file that its environment names, if it does."""
+def record_errors() -> None:
+    """Write the first logged exception of this process to the file named in the environment."""
     name = os.environ.get(FILE)
     logger = logging.getLogger("vllm")
     if name and not any(isinstance(handler, _FirstError) for handler in logger.handlers):
@@ -46,7 +46,7 @@ def listen() -> None:
 
 
 class _FirstError(logging.Handler):
-    """Writes the first exception that is logged as an error, unless another process has written one."""
+    """Log handler that writes the first exception, unless another process has written one."""
 
     def __init__(self, name: str) -> None:
         super().__init__(logging.ERROR)
@@ -62,13 +62,13 @@ class _FirstError(logging.Handler):
             pass  # the starting process no longer waits for it
 
 
-def _ended(error: Exception) -> str:
-    """Return what vLLM says, and what the exit code of a process means that has ended without a word."""
-    said = f"{type(error).__name__}: {error}".replace("See root cause above. ", "")
-    ended = re.search(r"proc\(s\): \{[^}]*?: -(\d+)", said)
-    if not ended:
-        return said
-    number = int(ended[1])
+def _exit_reason(error: Exception) -> str:
+    """Return vLLM's error message, with the signal that killed its process."""
+    message = f"{type(error).__name__}: {error}".replace("See root cause above. ", "")
+    killed = re.search(r"proc\(s\): \{[^}]*?: -(\d+)", message)
+    if not killed:
+        return message
+    number = int(killed[1])
     name = signal.Signals(number).name if number in {each.value for each in signal.Signals} else str(number)
-    hint = "; the system ends a process so when memory runs out" if name == "SIGKILL" else ""
-    return f"{said}: ended by {name}{hint}"
+    hint = "; the kernel does this when memory runs out" if name == "SIGKILL" else ""
+    return f"{message}: killed by {name}{hint}"

@@ -1,21 +1,21 @@
-"""End a process when its parent is gone, from inside the process.
+"""Exit a process when its parent dies, by a thread inside the process.
 
-SIGKILL gives a parent no chance to stop its children, so the child watches: a daemon thread ends the process as soon as
-the kernel has given it another parent. For vLLM's engine core and other helper processes. `cluster.process_reaper`
-serves the same purpose from the driver's side: it ends whatever a killed driver left running.
+A parent killed by SIGKILL cannot stop its children, so a daemon thread of the child exits the process after the kernel
+has given it another parent. Used in vLLM's engine core and other helper processes. `cluster.process_reaper` works from
+the driver's side: it kills the processes left by a killed driver.
 """
 
 import os
 import threading
 import time
 
-ORPHAN_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h: seen only by the process that adopted this one
+ORPHAN_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
 
 def die_with_parent(poll_seconds: float = 0.5) -> None:
-    """End this process (`os._exit`) within about `poll_seconds` of its parent's death.
+    """Start a thread that exits this process (`os._exit`) within about `poll_seconds` of its parent's death.
 
-    The parent is the one at the time of the call. Returns at once; calling twice is harmless.
+    The parent is the one at the time of the call. A second call has no effect.
     """
     if any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
         return
@@ -27,7 +27,7 @@ _THREAD_NAME = "roll_opd-die-with-parent"
 
 
 def _watch(parent_pid: int, poll_seconds: float) -> None:
-    # not PR_SET_PDEATHSIG: that fires when the parent *thread* ends, which for a pool or an actor is too early
+    # not PR_SET_PDEATHSIG, which fires at the end of the parent *thread*: too early for a pool or an actor
     while os.getppid() == parent_pid:
         time.sleep(poll_seconds)
     os._exit(ORPHAN_EXIT_CODE)

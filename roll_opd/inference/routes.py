@@ -1,8 +1,7 @@
-"""The experts to which vLLM's engine core on a CPU sent each token, as a field of a request's last output.
+"""Record the experts of each token in vLLM's engine core on a CPU, and return them in a request's last output.
 
-vLLM returns them itself (`enable_return_routed_experts`) where its second model runner works, which needs Triton. Here
-the routers of a model write to a table with a row for each cell of the KV cache; a prompt found in the prefix cache so
-brings its routes along.
+vLLM's own `enable_return_routed_experts` needs its second model runner and so Triton. Here the routers of a model write
+to a table with a row for each slot of the KV cache, so that a prefix-cache hit has its routes.
 
 Legend: T tokens of a request, L layers, K experts of a token.
 """
@@ -14,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-RECORDS_ROUTES = "ROLL_OPD_RECORDS_ROUTES"  # of an engine's process: 1 has `register` call `record_routes`
+RECORDS_ROUTES = "ROLL_OPD_RECORDS_ROUTES"  # environment variable: 1 makes `register` call `record_routes`
 
-_TABLES: list["RouteTable"] = []  # of the one model of an engine core
+_TABLES: list["RouteTable"] = []  # at most one, of the core's model
 
 
 class RouteTable:
-    """Experts by cell of the KV cache."""
+    """Experts of each slot of the KV cache."""
 
     def __init__(self, blocks: int, block_size: int, layers: int, choices: int, experts: int) -> None:
         dtype = torch.uint8 if experts <= 256 else torch.int16
@@ -28,7 +27,7 @@ class RouteTable:
         self._experts = torch.zeros(blocks * block_size, layers, choices, dtype=dtype)
 
     def write(self, layer: int, cells: torch.Tensor, experts: torch.Tensor) -> None:
-        """Store the `experts` [n, K] of tokens in `cells` [n]; padding, in cell -1, goes where no request reads."""
+        """Store the `experts` [n, K] of tokens in the slots `cells` [n]; padding has slot -1 and is never read."""
         self._experts[cells.clamp(min=0), layer] = experts.to(self._experts.dtype)
 
     def read(self, blocks: Sequence[int], tokens: int) -> np.ndarray:
@@ -41,21 +40,21 @@ class RouteTable:
 
 
 def record_routes() -> None:
-    """Have this engine core keep its routes and send them. Idempotent; before the engine is built."""
+    """Patch vLLM in this engine core to record and return routes. Idempotent; before the engine is built."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     if hasattr(Scheduler._free_request, "__wrapped__"):
         return
     scheduler: Any = Scheduler
-    scheduler._free_request = keeps_routes(Scheduler._free_request)
-    scheduler.update_from_output = sends_routes(Scheduler.update_from_output)
+    scheduler._free_request = with_kept_routes(Scheduler._free_request)
+    scheduler.update_from_output = with_returned_routes(Scheduler.update_from_output)
     runner: Any = CPUModelRunner
-    runner.initialize_kv_cache = has_a_table(CPUModelRunner.initialize_kv_cache)
+    runner.initialize_kv_cache = with_table(CPUModelRunner.initialize_kv_cache)
 
 
-def has_a_table(initialize: Callable[..., None]) -> Callable[..., None]:
-    """Return `CPUModelRunner.initialize_kv_cache`, with the model's routers writing to a table from then on."""
+def with_table(initialize: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `CPUModelRunner.initialize_kv_cache`: afterwards the model's routers write to a table."""
 
     @functools.wraps(initialize)
     def initialized(runner: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -91,12 +90,12 @@ def _write_to(table: RouteTable, model: torch.nn.Module) -> None:
             router.set_capture_fn(functools.partial(capture, module.layer_id))
 
 
-def keeps_routes(free: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Scheduler._free_request`, which reads a request's routes before its cells are another one's."""
+def with_kept_routes(free: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `Scheduler._free_request`: read a request's routes before its slots are reused."""
 
     @functools.wraps(free)
     def freed(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        tokens = request.num_tokens - 1  # nothing was computed of the last one
+        tokens = request.num_tokens - 1  # the last one was not computed
         (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
         if _TABLES and len(blocks) * _TABLES[0].block_size >= tokens:
             kept = scheduler.__dict__.setdefault("_routes", {})
@@ -106,8 +105,8 @@ def keeps_routes(free: Callable[..., Any]) -> Callable[..., Any]:
     return freed
 
 
-def sends_routes(update: Callable[..., dict[int, Any]]) -> Callable[..., dict[int, Any]]:
-    """Return `Scheduler.update_from_output`, with the routes of each request that ends in its output."""
+def with_returned_routes(update: Callable[..., dict[int, Any]]) -> Callable[..., dict[int, Any]]:
+    """Wrap `Scheduler.update_from_output`: add the routes to the output of each finished request."""
 
     @functools.wraps(update)
     def updated(scheduler: Any, *args: Any, **kwargs: Any) -> dict[int, Any]:

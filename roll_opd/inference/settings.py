@@ -1,6 +1,6 @@
-"""What vLLM is started with: the process environment it reads, and the engine arguments, a user's among them.
+"""Environment variables and engine arguments for vLLM: defaults, the plan's, and the user's.
 
-vLLM reads part of its environment when it is first imported, so this module does not import it at the top.
+vLLM reads a part of its environment at import, so this module does not import it at the top.
 """
 
 import difflib
@@ -28,30 +28,30 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
-EAGER_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}  # vLLM's sampler compiles a part even when all else is eager
+EAGER_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}  # vLLM's sampler compiles a part even in eager mode
 
-KV_CACHE_LIMIT = 2**30  # bytes on a CPU; vLLM's own default takes most of the machine's memory
-CPU_BLOCK = 128  # tokens: vLLM's default there
-CPU_BLOCKS = 32  # tokens, of which a block there holds a multiple: get_supported_kernel_block_sizes
+KV_CACHE_LIMIT = 2**30  # bytes on a CPU; vLLM's default takes most of the machine's memory
+CPU_BLOCK = 128  # tokens: vLLM's default on CPUs
+CPU_BLOCK_MULTIPLE = 32  # tokens: get_supported_kernel_block_sizes
 
-# engine arguments that the run plan decides, and the plan's word for them
-DECIDED_BY_PLAN = {
+# engine argument -> its source in the run plan
+SET_BY_PLAN = {
     "model": "the role's model path",
     "dtype": "the role's dtype",
     "max_model_len": "prompt and response lengths",
     "seed": "the run's seed",
     "tensor_parallel_size": "the number of devices per engine",
-    "logprobs_mode": "log-probs are always those of the sampled distribution",
-    "weight_transfer_config": "weights always arrive through the weight-transfer plugin",
+    "logprobs_mode": "log-probs are always of the sampled distribution",
+    "weight_transfer_config": "weights always come through the weight-transfer plugin",
 }
 
 
-# what vLLM looks for in a config.json, and transformers 5 does not write: without, it takes them for DeepSeek-V2's
+# keys of config.json that transformers 5 does not write; without them vLLM assumes DeepSeek-V2's routers
 DEEPSEEK_V3_ROUTERS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
 def prepare_environment(*, eager_on_cpu: bool) -> None:
-    """Set what vLLM needs and the user has not set, in this process and so in the engine's processes."""
+    """Set environment variables for vLLM, unless the user has set them, in this process and its children."""
     for name, value in (ENVIRONMENT | (EAGER_ENVIRONMENT if eager_on_cpu else {})).items():
         os.environ.setdefault(name, value)
     allowed = os.environ.get("VLLM_PLUGINS")
@@ -60,17 +60,17 @@ def prepare_environment(*, eager_on_cpu: bool) -> None:
 
 
 def kv_cache_bytes(model: ModelPlan, max_model_len: int, sequences: int, block: int, tp: int) -> int:
-    """Return the KV cache of each of `tp` ranks in bytes: for `sequences` of full length, at most `KV_CACHE_LIMIT`.
+    """Return the size in bytes of the KV cache on each of `tp` ranks: for `sequences` of full length.
 
-    Never less than one sequence needs. All of it is written to when an engine starts.
+    It is at most `KV_CACHE_LIMIT`, but fits one sequence. An engine writes to all of it when it starts.
     """
     each_token = int(read_model(Path(model.path)).cached_elements(tp)) * DTYPE_BYTES[model.dtype]
-    each_sequence = (-(-max_model_len // block) + 1) * block * each_token  # one block to spare: vLLM keeps some back
+    each_sequence = (-(-max_model_len // block) + 1) * block * each_token  # one more block: vLLM reserves some
     return max(each_sequence, min(sequences * each_sequence, KV_CACHE_LIMIT))
 
 
 def check_plugin_is_installed() -> None:
-    """Raise RuntimeError unless vLLM's other processes will find our plugin."""
+    """Raise RuntimeError unless the entry point of our plugin is installed, for vLLM's other processes."""
     if PLUGIN_NAME not in {point.name for point in entry_points(group="vllm.general_plugins")}:
         raise RuntimeError(
             "the vllm.general_plugins entry point of roll_opd is not installed, so vLLM's engine process "
@@ -79,11 +79,11 @@ def check_plugin_is_installed() -> None:
 
 
 def check_engine_args(engine_args: Mapping[str, Any], known: set[str]) -> None:
-    """Raise ValueError that names every argument that vLLM lacks (with the nearest name) or that the plan decides."""
+    """Raise one ValueError with every argument that is unknown to vLLM (with the nearest name) or set by the plan."""
     problems = []
     for name in engine_args:
-        if name in DECIDED_BY_PLAN:
-            problems.append(f"{name!r} cannot be set here: it follows from {DECIDED_BY_PLAN[name]}")
+        if name in SET_BY_PLAN:
+            problems.append(f"{name!r} cannot be set here: it follows from {SET_BY_PLAN[name]}")
         elif name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
             problems.append(f"{name!r} is not an engine argument of the installed vLLM; nearest: {nearest[0]!r}")
@@ -92,8 +92,8 @@ def check_engine_args(engine_args: Mapping[str, Any], known: set[str]) -> None:
 
 
 def cpu_block(engine_args: Mapping[str, Any]) -> int:
-    """Return the tokens of a block without a GPU: those asked for, up to the next multiple that can be computed."""
-    return -(-(engine_args.get("block_size") or CPU_BLOCK) // CPU_BLOCKS) * CPU_BLOCKS
+    """Return the tokens of a KV-cache block on a CPU: the user's, rounded up to a supported multiple."""
+    return -(-(engine_args.get("block_size") or CPU_BLOCK) // CPU_BLOCK_MULTIPLE) * CPU_BLOCK_MULTIPLE
 
 
 def resolve_engine_args(
@@ -106,36 +106,36 @@ def resolve_engine_args(
     engine_args: Mapping[str, Any],
     routes: bool = False,
 ) -> dict[str, Any]:
-    """Return vLLM's engine arguments: the plan's, our defaults, and the user's, which win over the defaults.
+    """Return vLLM's engine arguments: our defaults, overridden by the user's, overridden by the plan's.
 
-    With `routes`, the engine says to which experts it sent each token; on a CPU that is `routes.record_routes`.
+    With `routes`, the engine returns the experts of each token; on a CPU through `routes.record_routes`.
     """
     defaults: dict[str, Any] = {"disable_log_stats": True}
     if tensor_parallel_size > 1:
-        # in an actor of a placement group vLLM would take Ray's executor, whose ranks wait for devices of their own
+        # inside a placement group vLLM would choose Ray's executor, whose ranks wait for separate devices
         defaults["distributed_executor_backend"] = "mp"
     info = read_model(Path(model.path))
     if info.model_type == "deepseek_v3":
         defaults["hf_overrides"] = dict(DEEPSEEK_V3_ROUTERS)
     if on_cpu:
-        defaults["enforce_eager"] = True  # compiling costs minutes and small models gain nothing
-        defaults["max_num_seqs"] = 256  # vLLM says 128 here; a step of a small model is mostly overhead
+        defaults["enforce_eager"] = True  # compiling takes minutes and small models gain nothing
+        defaults["max_num_seqs"] = 256  # vLLM's default is 128; a step of a small model is mostly overhead
         sequences = engine_args.get("max_num_seqs") or defaults["max_num_seqs"]
         block = cpu_block(engine_args)
         defaults["kv_cache_memory_bytes"] = kv_cache_bytes(model, max_model_len, sequences, block, tensor_parallel_size)
-        # a prompt cut in two makes vLLM rewind its seeded generator, which CPU generators cannot: the engine dies
+        # for a split prompt vLLM rewinds its seeded generator, which CPU generators do not support: the engine dies
         defaults["enable_chunked_prefill"] = False
         if engine_args.get("enable_chunked_prefill"):
             raise ValueError("engine_args: 'enable_chunked_prefill' breaks seeded sampling on CPU; leave it out")
         if tensor_parallel_size == 1 and os.environ.get(THREADS_BIND, ENVIRONMENT[THREADS_BIND]) == "nobind":
-            # vLLM's default worker process exists to bind threads; without it a step is a quarter faster
+            # vLLM's separate worker process serves to bind threads; without it a step is a quarter faster
             defaults["distributed_executor_backend"] = UNIPROC
         if info.latent and "attention_config" not in engine_args:
-            # vLLM takes another one where the CPU has AMX, which computes in bf16 alone: f32 weights end the engine
+            # on CPUs with AMX vLLM chooses a backend for bf16 only: f32 weights end the engine
             defaults["attention_backend"] = "CPU_MLA"
     if routes and on_cpu and defaults.get("distributed_executor_backend") != UNIPROC:
-        raise ValueError("router_replay on CPUs needs engines of one rank each: use tensor_parallel_size 1")
-    decided: dict[str, Any] = {
+        raise ValueError("router_replay on CPUs needs engines of one rank: use tensor_parallel_size 1")
+    from_plan: dict[str, Any] = {
         "model": model.path,
         "dtype": DTYPE_NAMES[model.dtype],
         "max_model_len": max_model_len,
@@ -144,18 +144,18 @@ def resolve_engine_args(
         "logprobs_mode": "processed_logprobs",
     }
     if on_cpu and engine_args.get("block_size"):
-        decided["block_size"] = block
+        from_plan["block_size"] = block
     if on_cpu and info.latent:
-        decided["compilation_config"] = _without_rotary_kernel(thaw(engine_args.get("compilation_config")))
+        from_plan["compilation_config"] = _without_rotary_kernel(thaw(engine_args.get("compilation_config")))
     if routes and not on_cpu:
-        decided["enable_return_routed_experts"] = True
-    return {**defaults, **thaw(dict(engine_args)), **decided}
+        from_plan["enable_return_routed_experts"] = True
+    return {**defaults, **thaw(dict(engine_args)), **from_plan}
 
 
 def _without_rotary_kernel(config: Any) -> dict[str, Any]:
-    """Return a compilation config without vLLM's rotary kernel for CPUs, which turns a part of a head wrongly.
+    """Return a compilation config without vLLM's rotary kernel for CPUs, which is wrong for a part of a head.
 
-    Latent attention gives it such parts; what comes out has other log-probs and no error.
+    With latent attention it changes log-probs without an error.
     """
     if not isinstance(config, Mapping | None):
         raise ValueError(f"engine_args: 'compilation_config' {config!r} should be a mapping for a model like this one")

@@ -1,7 +1,7 @@
-"""Shared memory of processes that were killed: Python's resource tracker unlinks it, if it outlives them.
+"""Unlink the shared memory of killed processes through Python's resource tracker.
 
-vLLM kills ranks that do not end within seconds, as on a busy machine; Ray then ends their engine's process with all of
-its group, the tracker too, and each time 160 MiB and more would stay in /dev/shm.
+vLLM kills ranks that do not exit within seconds, as on a busy machine. Ray then kills the engine's process group with
+the tracker, which would leave 160 MiB or more in /dev/shm.
 """
 
 import os
@@ -10,16 +10,16 @@ from contextlib import suppress
 from multiprocessing import resource_tracker
 from typing import Any
 
-SECONDS = 5.0  # for the tracker: it ends with the last process that could still ask it
+TRACKER_TIMEOUT_S = 5.0  # it exits after the last process connected to it
 
 
-def unlink_left_memory() -> None:
-    """Have the tracker of this process do its work now. Children of this process are to have ended."""
+def unlink_shared_memory() -> None:
+    """Close the resource tracker of this process and wait while it unlinks; all children must have exited."""
     tracker: Any = resource_tracker._resource_tracker
-    if tracker._fd is None or tracker._pid is None:  # there is none, or it is another process's
+    if tracker._fd is None or tracker._pid is None:  # no tracker, or another process's
         return
     os.close(tracker._fd)
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + TRACKER_TIMEOUT_S
     with suppress(ChildProcessError):
         while os.waitpid(tracker._pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -1,7 +1,6 @@
-"""An engine's sleep: its memory goes to others and comes back part by part, as vLLM's sleep mode has it.
+"""Sleep state of an engine: which parts of its memory are released, and checks before requests and weight updates.
 
-vLLM for CPUs has no sleep mode. There an engine stops scheduling and refuses requests as one that sleeps does, and
-keeps its memory.
+vLLM for CPUs has no sleep mode: there a sleeping engine stops scheduling and refuses requests, but keeps its memory.
 """
 
 from collections.abc import Collection
@@ -11,59 +10,59 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 PARTS = frozenset({"weights", "kv_cache"})  # vLLM's tags
-GIVES_UP = 2  # the level at which vLLM keeps no copy of the weights
+DISCARDS_WEIGHTS = 2  # sleep level at which vLLM keeps no copy of the weights
 
 
 class SleepState:
-    """What an engine has given back."""
+    """Sleep state of one engine."""
 
     def __init__(self, llm: "AsyncLLM") -> None:
         self._llm = llm
-        self.away: frozenset[str] = frozenset()
-        self.lacks_weights = False  # those that it has are not any model's
+        self.released: frozenset[str] = frozenset()
+        self.lacks_weights = False  # its weights were discarded and not replaced yet
         self._phase = ""
 
     def check_awake(self) -> None:
-        """RuntimeError unless there is all that generation needs: there would be answers, and they would be noise."""
-        if self.away:
+        """Raise `RuntimeError` if memory or weights are missing: responses would be noise."""
+        if self.released:
             raise RuntimeError(
-                f"an inference engine was asked for responses while its {', '.join(sorted(self.away))} were away: it"
-                f" gave its memory back in the phase {self._phase}, and has not taken it back"
+                f"an inference engine cannot generate: it is asleep ({' and '.join(sorted(self.released))} released in"
+                f" the phase {self._phase})"
             )
         if self.lacks_weights:
             raise RuntimeError(
-                "an inference engine was asked for responses before it had weights: it gave them up in the phase"
-                f" {self._phase}, and was sent no new ones"
+                f"an inference engine cannot generate: its weights were discarded in the phase {self._phase}, and no"
+                " new weights were loaded"
             )
 
     def check_update(self) -> None:
-        """RuntimeError where new weights have no place."""
-        if "weights" in self.away:
+        """Raise `RuntimeError` if the memory for new weights is released."""
+        if "weights" in self.released:
             raise RuntimeError(
-                "an inference engine was sent weights while the memory for them was away: it gave it back in the phase"
-                f" {self._phase}, and has not taken it back"
+                "an inference engine cannot load weights: it is asleep (memory for weights released in the phase"
+                f" {self._phase})"
             )
 
     async def begin(self, level: int, phase: str) -> None:
-        """Give back what is there, once no request is under way."""
-        if self.away == PARTS:
+        """Release all memory after running requests have finished."""
+        if self.released == PARTS:
             return
-        if "weights" in self.away:  # vLLM takes it for asleep, and would leave the cache where it is
+        if "weights" in self.released:  # vLLM would regard the engine as asleep and keep the cache
             raise RuntimeError("an inference engine without its weights cannot sleep; wake them first")
         await self._llm.sleep(level if self._has_sleep_mode else 0, mode="wait")
-        self.away, self._phase = PARTS, phase
-        self.lacks_weights = self.lacks_weights or level >= GIVES_UP
+        self.released, self._phase = PARTS, phase
+        self.lacks_weights = self.lacks_weights or level >= DISCARDS_WEIGHTS
 
     async def end(self, tags: Collection[str]) -> None:
-        """Take parts back; with the last of them requests are scheduled again."""
-        coming = self.away & frozenset(tags)
-        if not coming:
+        """Restore parts of the memory; after the last part, requests are scheduled again."""
+        restored = self.released & frozenset(tags)
+        if not restored:
             return
         if self._has_sleep_mode:
-            await self._llm.wake_up(sorted(coming))
-        elif coming == self.away:
+            await self._llm.wake_up(sorted(restored))
+        elif restored == self.released:
             await self._llm.wake_up(["scheduling"])
-        self.away -= coming
+        self.released -= restored
 
     @property
     def _has_sleep_mode(self) -> bool:

@@ -1,4 +1,4 @@
-"""Parse the tool calls of a response. Thoughts are skipped, and a malformed call does not lose the others."""
+"""Parse the tool calls of a response. Thoughts are skipped, and a malformed call does not affect the others."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,26 +13,26 @@ HERMES = "hermes"  # of Qwen and many others: <tool_call>{"name": ..., "argument
 
 @dataclass(frozen=True)
 class ToolCall:
-    """The name of a tool, and its arguments as JSON."""
+    """Name of a tool, and its arguments as JSON."""
 
     name: str
     arguments: str
 
 
-# a response and the tools that it had -> the text before the first call, thoughts included, and the calls
+# (response, available tools) -> text before the first call, thoughts included, and the calls
 ToolCallParser = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, list[ToolCall]]]
 
 
 def find_parser(name: str, tokenizer: Any) -> ToolCallParser:
-    """Return the parser of a model's way to call tools: `hermes`, or another name that vLLM's --tool-call-parser knows.
+    """Return the tool-call parser with this name: `hermes`, or a name of vLLM's --tool-call-parser.
 
-    ValueError for a name that vLLM does not know either; to ask vLLM takes some seconds, and half a gigabyte.
+    Raises ValueError for an unknown name. Other names than `hermes` import vLLM: some seconds, and half a gigabyte.
     """
-    return read_hermes if name == HERMES else _of_vllm(name, tokenizer)
+    return read_hermes if name == HERMES else _vllm_parser(name, tokenizer)
 
 
 def read_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
-    """Return the text before the first call, and the calls; the whole text without any call."""
+    """Return the text before the first call, and the calls; the complete text without a call."""
     calls, first = [], len(text)
     for start, written in _blocks(_without_thoughts(text)):
         if call := _call(written):
@@ -42,7 +42,7 @@ def read_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, lis
 
 
 def _call(written: str) -> ToolCall | None:
-    """Return the call in the inside of a block; None where it is malformed."""
+    """Return the call in the content of a block; None if it is malformed."""
     try:
         call = json.loads(written)
         if isinstance(call["name"], str):
@@ -55,7 +55,7 @@ def _call(written: str) -> ToolCall | None:
 def _blocks(text: str) -> Iterator[tuple[int, str]]:
     """Yield (start, content) of each tool-call block, in linear time.
 
-    Of a block that was opened twice, the first opening counts where a whole call follows it, else the last.
+    In a block with two opening marks, the first counts if a complete call follows it, else the last.
     """
     end = 0
     while (close := text.find(CLOSE, end)) >= 0:
@@ -67,7 +67,7 @@ def _blocks(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _thoughts(text: str) -> list[tuple[int, int]]:
-    """Return (start, end) of the thoughts. A mark in the arguments of a whole call is text of theirs."""
+    """Return (start, end) of the thoughts. Marks inside the arguments of a complete call are text."""
     return list(
         thought_spans(_blanked(text, ((at, at + len(OPEN + call)) for at, call in _blocks(text) if _call(call))))
     )
@@ -78,7 +78,7 @@ def _without_thoughts(text: str) -> str:
 
 
 def _blanked(text: str, spans: Iterable[tuple[int, int]]) -> str:
-    """Return the text with blanks in place of `spans`, which ascend, so that places stay the same."""
+    """Return the text with blanks in place of the ascending `spans`, so that offsets are unchanged."""
     parts, done = [], 0
     for start, end in spans:
         parts += [text[done:start], " " * (end - start)]
@@ -86,7 +86,7 @@ def _blanked(text: str, spans: Iterable[tuple[int, int]]) -> str:
     return "".join([*parts, text[done:]])
 
 
-def _of_vllm(name: str, tokenizer: Any) -> ToolCallParser:
+def _vllm_parser(name: str, tokenizer: Any) -> ToolCallParser:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
@@ -111,7 +111,7 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolCallParser:
         begin += len(text[begin:]) - len(text[begin:].lstrip()) if begin else 0
         answer = _without_thoughts(text)
         content, calls = extracted(answer[begin:], tools)
-        if not calls:  # a malformed call may have lost the others
+        if not calls:  # a malformed call may have hidden the others
             blocks = [(start, extracted(f"{OPEN}{inside}{CLOSE}", tools)[1]) for start, inside in _blocks(answer)]
             calls = [call for _, found in blocks for call in found]
             content = text[begin : next((start for start, found in blocks if found), begin)].rstrip()

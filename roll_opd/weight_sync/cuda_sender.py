@@ -1,7 +1,7 @@
-"""The student's half of a weight transfer from GPU to GPU, on each of its ranks: by vLLM's own senders.
+"""Send the student's weights from GPU to GPU, on each of its ranks, with vLLM's senders.
 
-They take the weights from a source, say to the engines what comes, and pack it into buffers. Importing this imports
-vLLM.
+A sender reads the weights from a `WeightSource`, announces them to the engines, and packs them into buffers. Importing
+this module imports vLLM.
 """
 
 import math
@@ -24,16 +24,16 @@ from roll_opd.inference.settings import DTYPE_NAMES
 from roll_opd.megatron.export import hf_tensors, hf_tensors_everywhere
 from roll_opd.samples.weight_bucket import DTYPES, entry_of
 
-BUFFER_BYTES = 256 * 2**20  # of a GPU's memory; with NCCL two of them on either side
+BUFFER_BYTES = 256 * 2**20  # of GPU memory; with NCCL two on each side
 
 
 class CudaSender:
-    """Sends the student's weights to engines whenever it is asked to, on all ranks at once."""
+    """Sender of the student's weights to all engines; collective over its ranks."""
 
     def __init__(
         self, way: str, engine: Any, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str
     ) -> None:
-        """Meet `engines`, which are `RolloutWorker`s of `engine_ranks` devices each; `dtype` is that of their model."""
+        """Connect to `engines`, `RolloutWorker`s of `engine_ranks` devices each; `dtype` is their model's."""
         by_handles = way == CUDA_IPC
         source = StudentSource(engine, DTYPES[DTYPE_NAMES[dtype]], everywhere=by_handles)
         self._engines = Engines(engines, engine_ranks, source, hands_over=by_handles)
@@ -43,7 +43,7 @@ class CudaSender:
                 rank=dist.get_rank(), packed=True, packed_buffer_size_bytes=buffer_size(source.metadata())
             )
         else:
-            with socket.socket() as probe:  # only the first rank's is used
+            with socket.socket() as probe:  # only rank 0's port is used
                 probe.bind(("", 0))
                 port = probe.getsockname()[1]
             info = NCCLTrainerInitInfo(
@@ -58,20 +58,20 @@ class CudaSender:
     def send(self, version: int) -> None:
         """Replace all weights of the engines. Collective."""
         self._engines.version = version
-        torch.accelerator.synchronize()  # the senders read in streams of their own what the optimizer has written
+        torch.accelerator.synchronize()  # the senders read the optimizer's results in other CUDA streams
         self._sender.send_weights()
 
 
 class StudentSource(WeightSource):
-    """The student's weights under Hugging Face's names: whole on its first rank, or on each."""
+    """The student's full weights with Hugging Face names, on rank 0 or on every rank."""
 
     def __init__(self, engine: Any, model_dtype: torch.dtype, *, everywhere: bool) -> None:
         self._engine, self._model_dtype, self._everywhere = engine, model_dtype, everywhere
         self._metadata: list[ParamMeta] = []
-        self.entries: list[dict[str, Any]] = []  # of what was sent last, on the first rank
+        self.entries: list[dict[str, Any]] = []  # of the last update, on rank 0
 
     def metadata(self) -> list[ParamMeta]:
-        """Return name, dtype and shape of all, in order, on every rank. Collective when it is first asked."""
+        """Return name, dtype and shape of all weights, in order, on every rank. The first call is collective."""
         if not self._metadata:
             found = [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in hf_tensors(self._engine)]
             box = [found]
@@ -80,7 +80,7 @@ class StudentSource(WeightSource):
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole tensor). Collective: iterate to the end."""
+        """Yield (name, full tensor). Collective: iterate to the end."""
         self.entries = []
         tensors = hf_tensors(self._engine)
         if self._everywhere:
@@ -92,17 +92,17 @@ class StudentSource(WeightSource):
 
 
 class Engines:
-    """The engines, as vLLM's senders address them: a `VLLMWeightSyncClient`. Only the first rank calls it."""
+    """Client of all engines for vLLM's senders (`VLLMWeightSyncClient`). Only rank 0 calls it."""
 
     def __init__(
         self, actors: Sequence[ray.actor.ActorHandle], ranks: int, source: StudentSource, *, hands_over: bool
     ) -> None:
-        """With `hands_over`, what they are told has handles of CUDA's."""
+        """If `hands_over`, messages carry CUDA IPC handles."""
         self.version = 0
         self._actors, self._ranks, self._source, self._hands_over = actors, ranks, source, hands_over
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have the engines meet the sender."""
+        """Connect the engines to the sender."""
         ray.get(
             [
                 actor.init_weight_transfer.remote(for_engine(init_info, number, self._ranks))
@@ -111,15 +111,15 @@ class Engines:
         )
 
     def start_weight_update(self) -> None:
-        """Have running requests end, and the engines ready."""
+        """Begin an update in all engines, after their running requests."""
         ray.get([actor.begin_update.remote(self.version) for actor in self._actors])
 
     def update_weights(self, update_info: Any) -> None:
-        """Have the engines load what is described; returns when they have."""
+        """Load the described weights in all engines; return afterwards."""
         self._load(update_info, last=False)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Tell the engines what was sent; they check it, and go on."""
+        """Send the entries of all tensors to the engines, which verify them and resume requests."""
         nothing: dict[str, list[Any]] = {"names": [], "dtype_names": [], "shapes": []}
         self._load({**nothing, "entries": self._source.entries, "version": self.version}, last=True)
 
@@ -135,11 +135,11 @@ class Engines:
 
 
 def for_engine(init_info: Mapping[str, Any], number: int, ranks: int) -> dict[str, Any]:
-    """Return what engine `number` is told: of a group, that its ranks come behind those of the engines before it."""
+    """Return the init info of engine `number`; in a group, its ranks follow those of earlier engines."""
     offset = {"rank_offset": init_info["rank_offset"] + number * ranks} if "rank_offset" in init_info else {}
     return {**init_info, **offset}
 
 
 def buffer_size(metadata: Sequence[ParamMeta]) -> int:
-    """Return the bytes of a buffer that holds any one of the tensors."""
+    """Return the size in bytes of a buffer that fits each of the tensors."""
     return max(BUFFER_BYTES, *(math.prod(m.shape) * m.dtype.itemsize for m in metadata))

@@ -1,7 +1,7 @@
-"""vLLM's own "ipc" and "nccl" weight transfer, for GPUs: with our check that all weights arrived.
+"""vLLM's "ipc" and "nccl" weight-transfer engines for GPUs, extended by a check that all weights arrived.
 
-`ipc` reads the student's memory through handles of CUDA's, `nccl` takes part in a broadcast. At the end of an update
-the sender says what it has sent, in a message without weights.
+`ipc` reads the student's memory through CUDA IPC handles, `nccl` receives a broadcast. An update ends with a message
+without weights that lists the entries of all tensors sent.
 """
 
 import pickle
@@ -11,14 +11,14 @@ from typing import Any
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 
-from roll_opd.weight_sync.verify_weights import Arrival
+from roll_opd.weight_sync.verify_weights import WeightVerifier
 
 
 @dataclass
 class CheckedIpcUpdateInfo(IPCWeightTransferUpdateInfo):
-    """A chunk of weights, or in the end `entries` of all that were sent (see `weight_bucket.entry_of`)."""
+    """A chunk of weights, or at the end the `entries` of all tensors sent (see `weight_bucket.entry_of`)."""
 
-    handles: bytes | None = None  # `ipc_handles`, pickled: they hold types, which vLLM's messages cannot
+    handles: bytes | None = None  # `ipc_handles`, pickled: vLLM's messages cannot hold types
     entries: list[dict[str, Any]] | None = None
     version: int = 0
 
@@ -31,7 +31,7 @@ class CheckedIpcUpdateInfo(IPCWeightTransferUpdateInfo):
 
 @dataclass
 class CheckedNcclUpdateInfo(NCCLWeightTransferUpdateInfo):
-    """All weights of an update, or in the end `entries` of all that were sent (see `weight_bucket.entry_of`)."""
+    """All weights of an update, or at the end the `entries` of all tensors sent (see `weight_bucket.entry_of`)."""
 
     entries: list[dict[str, Any]] | None = None
     version: int = 0
@@ -44,40 +44,40 @@ class CheckedIpcEngine(IPCWeightTransferEngine):
 
     def start_weight_update(self) -> None:
         """Begin an update."""
-        self._arrival = Arrival(self.model)
+        self._verifier = WeightVerifier(self.model)
         super().start_weight_update()
 
     def receive_weights(self, update_info: IPCWeightTransferUpdateInfo) -> None:
-        """Load a chunk, or note what was sent."""
+        """Load a chunk, or record the entries of all tensors sent."""
         assert isinstance(update_info, CheckedIpcUpdateInfo)
         if update_info.entries is None:
             super().receive_weights(update_info)
         else:
-            self._arrival.expect(update_info.entries, update_info.version)
+            self._verifier.expect(update_info.entries, update_info.version)
 
     def finish_weight_update(self) -> None:
-        """Pack what was loaded, then check it; RuntimeError names what did not arrive."""
-        self._arrival.finish(super().finish_weight_update)
+        """Finalize the loaded weights, then verify them; raises RuntimeError with the missing ones."""
+        self._verifier.finish(super().finish_weight_update)
 
 
 class CheckedNcclEngine(NCCLWeightTransferEngine):
-    """Loads weights that the student's first rank broadcasts."""
+    """Loads weights from the broadcast of the student's rank 0."""
 
     update_info_cls = CheckedNcclUpdateInfo
 
     def start_weight_update(self) -> None:
         """Begin an update."""
-        self._arrival = Arrival(self.model)
+        self._verifier = WeightVerifier(self.model)
         super().start_weight_update()
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        """Load all weights, or note what was sent."""
+        """Load all weights, or record the entries of all tensors sent."""
         assert isinstance(update_info, CheckedNcclUpdateInfo)
         if update_info.entries is None:
             super().receive_weights(update_info)
         else:
-            self._arrival.expect(update_info.entries, update_info.version)
+            self._verifier.expect(update_info.entries, update_info.version)
 
     def finish_weight_update(self) -> None:
-        """Pack what was loaded, then check it; RuntimeError names what did not arrive."""
-        self._arrival.finish(super().finish_weight_update)
+        """Finalize the loaded weights, then verify them; raises RuntimeError with the missing ones."""
+        self._verifier.finish(super().finish_weight_update)

@@ -1,7 +1,7 @@
-"""vLLM weight-transfer backend "shared_memory": the worker's half of a weight update through host memory.
+"""vLLM weight-transfer backend "shared_memory": receives weight updates through host memory.
 
-It runs inside vLLM's engine core (and in every tensor-parallel worker), maps the buckets that a process on this machine
-wrote, loads them with vLLM's layerwise reload, and then checks that the model holds them.
+It runs in vLLM's engine core (and in every tensor-parallel worker), maps buckets written by a process on this machine,
+loads them with vLLM's layerwise reload, and verifies the model.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from roll_opd.samples.weight_bucket import map_bucket
-from roll_opd.weight_sync.verify_weights import Arrival, keep_waiting
+from roll_opd.weight_sync.verify_weights import WeightVerifier, clone_pending
 
 
 @dataclass
 class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """No information is exchanged before the first update."""
+    """Empty: no connection is needed before the first update."""
 
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """One bucket, as `BucketMemory` describes it, and the version it belongs to."""
+    """One bucket, as described by `BucketMemory`, and the version of its update."""
 
     path: str
     size: int
@@ -33,7 +33,7 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
 
 
 class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
-    """Load buckets from shared memory into this worker's model and check that they arrived."""
+    """Loads buckets from shared memory into this worker's model and verifies them."""
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
@@ -42,25 +42,24 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.version = 0  # of the last update that was finished and checked
-        self._arrival: Arrival | None = None
+        self.version = 0  # of the last verified update
+        self._verifier: WeightVerifier | None = None
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
-        """Do nothing: memory is mapped bucket by bucket."""
+        """Do nothing: memory is mapped for each bucket."""
 
     def start_weight_update(self) -> None:
-        """Begin an update: from here every layer waits for all its values."""
-        self._arrival = Arrival(self.model)
+        """Begin an update: every layer is incomplete until it has all its values."""
+        self._verifier = WeightVerifier(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Map one bucket and hand it to the model's own loader.
+        """Map one bucket and load it with the model's `load_weights`.
 
-        Nothing of the bucket is needed when this returns: what layerwise reload keeps, until the rest of its layer has
-        come in a later bucket, is copied.
+        The bucket may be overwritten afterwards: tensors of incomplete layers are copied.
         """
-        assert self._arrival is not None
-        self._arrival.expect(update_info.tensors, update_info.version)
+        assert self._verifier is not None
+        self._verifier.expect(update_info.tensors, update_info.version)
         try:
             memory, weights = map_bucket(update_info.path, update_info.size, update_info.tensors)
         except OSError as error:
@@ -70,13 +69,13 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
             ) from error
         model: Any = self.model
         model.load_weights(weights)
-        keep_waiting(self.model, memory)
+        clone_pending(self.model, memory)
 
     def finish_weight_update(self) -> None:
-        """Pack what was loaded, then check it; RuntimeError names what did not arrive."""
-        assert self._arrival is not None
-        self.version = self._arrival.finish(lambda: finalize_layerwise_reload(self.model, self.model_config))
-        self._arrival = None
+        """Finalize the loaded weights, then verify them; raises RuntimeError with the missing ones."""
+        assert self._verifier is not None
+        self.version = self._verifier.finish(lambda: finalize_layerwise_reload(self.model, self.model_config))
+        self._verifier = None
 
     def shutdown(self) -> None:
-        """Nothing is held between updates."""
+        """Do nothing: no resource is held between updates."""

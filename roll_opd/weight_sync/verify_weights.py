@@ -1,8 +1,8 @@
-"""Whether the weights of an update arrived in a model of vLLM's: every layer got all its values, and holds them.
+"""Verify that a vLLM model has received all weights of an update.
 
-Runs inside vLLM's engine core, and in every tensor-parallel worker. Matrices of linear layers are fused, packed or
-sharded and cannot be compared with what was sent; their values are counted. Norms and embeddings are compared bit for
-bit, through fingerprints.
+Runs in vLLM's engine core and in every tensor-parallel worker. Matrices of linear layers are fused, packed or sharded
+and cannot be compared with the sent tensors; their values are counted. Norms and embeddings are compared bit for bit
+through fingerprints.
 """
 
 import logging
@@ -17,20 +17,20 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from roll_opd.samples.weight_bucket import row_checksums, sampled_rows
 
 
-class Arrival:
-    """One update of a model, from before layerwise reload takes it apart."""
+class WeightVerifier:
+    """Verification of one weight update; made before layerwise reload starts."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        # it warns, at every update, of layers without weights of their own; `incomplete_layers` checks that instead
+        # it warns of layers without weights at every update; `incomplete_layers` checks them instead
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         self._model = model
         self._sent: dict[str, dict[str, Any]] = {}  # tensor name -> its entry (see `weight_bucket.entry_of`)
         self._version = 0
         self._tied_heads = tied_heads(model)
-        forget_packed_experts(model)
+        reset_expert_kernels(model)
 
     def expect(self, entries: Iterable[dict[str, Any]], version: int) -> None:
-        """Note what is sent; ValueError for what was sent before."""
+        """Record the entries of sent tensors; raises ValueError for a tensor sent twice."""
         found = {entry["name"]: entry for entry in entries}
         if repeated := sorted(found.keys() & self._sent.keys()):
             raise ValueError(f"weights sent twice in one update: {_listed(repeated)}")
@@ -38,23 +38,23 @@ class Arrival:
         self._version = version
 
     def finish(self, finalize: Callable[[], None]) -> int:
-        """Have layerwise reload end with `finalize`, then check the model; return the version that it has now.
+        """End layerwise reload by `finalize`, then verify the model; return its new version.
 
-        RuntimeError names what did not arrive.
+        Raises RuntimeError with the missing or different weights.
         """
         incomplete = incomplete_layers(self._model, set(self._sent), {name for name, _ in self._tied_heads})
         finalize()
         for _, head in self._tied_heads:
-            # reload sees only the embedding; on CPU a tied head has a packed copy of its own, now stale
+            # reload updates only the embedding; on CPU a tied head has a separate packed copy, now stale
             head.quant_method.process_weights_after_loading(head)
         if incomplete:
             raise RuntimeError(f"weights version {self._version} did not arrive: {_listed(incomplete)}")
-        check_arrival(self._model, self._sent, self._version)
+        verify_model(self._model, self._sent, self._version)
         return self._version
 
 
-def keep_waiting(model: torch.nn.Module, memory: torch.Tensor) -> None:
-    """Copy what layers that are not complete still need of `memory`, uint8, which is about to be written again."""
+def clone_pending(model: torch.nn.Module, memory: torch.Tensor) -> None:
+    """Clone the tensors in `memory`, uint8, that incomplete layers still need, before it is overwritten."""
     first = memory.data_ptr()
     for layer in model.modules():
         for _, arguments in get_layerwise_info(layer).loaded_weights:
@@ -64,7 +64,7 @@ def keep_waiting(model: torch.nn.Module, memory: torch.Tensor) -> None:
 
 
 def tied_heads(model: torch.nn.Module) -> list[tuple[str, ParallelLMHead]]:
-    """Return the output heads that share their weight with an embedding, with their module names."""
+    """Return (module name, head) of output heads that share their weight with an embedding."""
     embeddings = {
         id(module.weight)
         for module in model.modules()
@@ -77,11 +77,10 @@ def tied_heads(model: torch.nn.Module) -> list[tuple[str, ParallelLMHead]]:
     ]
 
 
-def forget_packed_experts(model: torch.nn.Module) -> None:
-    """Have experts packed for the CPU's kernels again after an update.
+def reset_expert_kernels(model: torch.nn.Module) -> None:
+    """Reset the CPU kernels of expert layers, so that vLLM packs their weights again after an update.
 
-    vLLM packs them when it makes a layer's kernel, and makes that once: values that are loaded later would be copied
-    as they are to where packed ones belong.
+    vLLM packs them when it makes a layer's kernel, only once: later values would be copied unpacked into packed memory.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -91,13 +90,13 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 def incomplete_layers(model: torch.nn.Module, sent: set[str], exempt: set[str]) -> list[str]:
-    """Return layers that lack values, as "name (got of expected values)". Call it before finalising."""
+    """Return layers with missing values, as "name (got of expected values)". To be called before finalizing."""
     missing = []
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        if name in exempt or not info.can_load():  # complete layers have left the waiting state
+        if name in exempt or not info.can_load():  # complete layers cannot load
             continue
-        if isinstance(layer, VocabParallelEmbedding):  # padded: never full, so ask whether its rows were sent
+        if isinstance(layer, VocabParallelEmbedding):  # padded and so never complete: check whether it was sent
             if f"{name}.weight" not in sent:
                 missing.append(f"{name} (not sent)")
             continue
@@ -107,11 +106,11 @@ def incomplete_layers(model: torch.nn.Module, sent: set[str], exempt: set[str]) 
     return missing
 
 
-def check_arrival(model: torch.nn.Module, sent: dict[str, dict[str, Any]], version: int) -> None:
-    """Compare vectors and embeddings in the model with the fingerprints of what was sent, bit for bit.
+def verify_model(model: torch.nn.Module, sent: dict[str, dict[str, Any]], version: int) -> None:
+    """Compare vectors and embeddings of the model with the fingerprints of the sent tensors, bit for bit.
 
-    Matrices of linear layers are fused, packed or sharded and cannot be compared. RuntimeError when a value differs, or
-    when nothing could be compared: the update is unproven then.
+    Matrices of linear layers are fused, packed or sharded and cannot be compared. Raises RuntimeError if a value
+    differs, or if no tensor could be compared.
     """
     compared, different = 0, []
     for layer_name, layer in model.named_modules():
@@ -119,21 +118,21 @@ def check_arrival(model: torch.nn.Module, sent: dict[str, dict[str, Any]], versi
             name = f"{layer_name}.{parameter_name}"
             if name not in sent:
                 continue
-            same = holds(layer, parameter, sent[name])
+            same = matches_fingerprint(layer, parameter, sent[name])
             compared += same is not None
             if same is False:
                 different.append(name)
     if different:
-        raise RuntimeError(f"weights version {version}: the model does not hold what was sent: {_listed(different)}")
+        raise RuntimeError(f"weights version {version}: the model differs from the sent weights: {_listed(different)}")
     if not compared:
         raise RuntimeError(
-            f"weights version {version} cannot be proven: of the {len(sent)} tensors sent, none has a "
+            f"weights version {version} cannot be verified: of the {len(sent)} tensors sent, none has a "
             f"counterpart of the same name, shape and dtype in {type(model).__name__}; sent: {_listed(sorted(sent))}"
         )
 
 
-def holds(layer: torch.nn.Module, parameter: torch.Tensor, entry: dict[str, Any]) -> bool | None:
-    """Whether `parameter` has the fingerprint in `entry`; None where the two cannot be compared."""
+def matches_fingerprint(layer: torch.nn.Module, parameter: torch.Tensor, entry: dict[str, Any]) -> bool | None:
+    """Whether `parameter` has the fingerprint in `entry`; None if they cannot be compared."""
     expected = entry["fingerprint"].get(str(parameter.dtype).removeprefix("torch."))
     shape = entry["shape"]
     if expected is None or parameter.ndim != len(shape):

@@ -12,7 +12,7 @@ from inference_models import Running, make_model, save_model
 
 from roll_opd.cluster.forkserver import forkserver_worker
 from roll_opd.cluster.forkserver.forkserver_main import ENGINES
-from roll_opd.cluster.forkserver.forkserver_start import ADDRESS, warm_server
+from roll_opd.cluster.forkserver.forkserver_start import ADDRESS, fork_server
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +37,7 @@ def shared_engine(tiny_model_path: str) -> Iterator[Running]:
 def warm() -> Iterator[None]:
     """What is started from now on is forked, as in a run without GPUs."""
     plan: Any = SimpleNamespace(rollout=True, env={}, megatron_roles=dict, inference_roles=dict)
-    with pytest.MonkeyPatch.context() as patch, warm_server() as server:
+    with pytest.MonkeyPatch.context() as patch, fork_server() as server:
         server.serve(plan)
         for name in ("_forkserver_address", "_forkserver_alive_fd", "ensure_running"):
             patch.setattr(forkserver_worker._SERVER, name, getattr(forkserver_worker._SERVER, name))

@@ -10,7 +10,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from roll_opd.inference.coalesce_outputs import sends_whole_outputs
+from roll_opd.inference.coalesce_outputs import coalesces_outputs
 
 WHOLE = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
 SEARCHED = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=True, stop=["x"])
@@ -40,7 +40,7 @@ class Steps:
 
     def step(self, *outputs: EngineCoreOutput) -> list[tuple[str, list[int], FinishReason | None]]:
         scheduled = SimpleNamespace(num_scheduled_tokens=dict.fromkeys((o.request_id for o in outputs), 1))
-        self.sent = sends_whole_outputs(Steps.update_from_output)(self, scheduled, list(outputs))
+        self.sent = coalesces_outputs(Steps.update_from_output)(self, scheduled, list(outputs))
         return [(o.request_id, o.new_token_ids, o.finish_reason) for step in self.sent.values() for o in step.outputs]
 
 
@@ -55,18 +55,18 @@ def test_a_request_has_one_output_with_everything_in_it() -> None:
     assert steps.step(output("b", 4, last=True)) == [("b", [1, 2, 4], FinishReason.LENGTH)]
 
 
-def test_one_that_ends_at_once_passes() -> None:
+def test_a_request_with_one_output_is_unchanged() -> None:
     assert Steps(a=WHOLE).step(output("a", 3, last=True)) == [("a", [3], FinishReason.LENGTH)]
 
 
 @pytest.mark.parametrize("params", [SEARCHED, STREAMED])
-def test_whoever_reads_token_by_token_has_them_so(params: SamplingParams) -> None:
+def test_requests_read_token_by_token_are_unchanged(params: SamplingParams) -> None:
     steps = Steps(a=params, b=WHOLE)
     assert steps.step(output("a", 3), output("b", 1)) == [("a", [3], None)]
     assert steps.step(output("a", 4, last=True)) == [("a", [4], FinishReason.LENGTH)]
 
 
-def test_what_an_aborted_request_left_is_forgotten() -> None:
+def test_held_outputs_of_an_aborted_request_are_dropped() -> None:
     steps = Steps(a=WHOLE)
     steps.step(output("a", 3))
     del steps.requests["a"]

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from roll_opd.inference.failure import FILE, EngineStartError, awaited, listen
+from roll_opd.inference.failure import FILE, EngineStartError, record_errors, start_errors
 
 VLLM = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 
@@ -19,9 +19,9 @@ def logger() -> logging.Logger:
 
 
 def test_the_first_error_of_a_process_is_the_reason(logger: logging.Logger) -> None:
-    with pytest.raises(EngineStartError) as caught, awaited():
-        listen()
-        listen()  # once is enough
+    with pytest.raises(EngineStartError) as caught, start_errors():
+        record_errors()
+        record_errors()  # once is enough
         for reason in ("no kernel for blocks of 16", "what follows"):
             try:
                 raise ValueError(reason)
@@ -32,23 +32,23 @@ def test_the_first_error_of_a_process_is_the_reason(logger: logging.Logger) -> N
     assert FILE not in os.environ
 
 
-def test_a_process_that_was_killed_says_nothing(logger: logging.Logger) -> None:
+def test_the_reason_of_a_killed_process_names_its_signal(logger: logging.Logger) -> None:
     with (
-        pytest.raises(EngineStartError, match="ended by SIGKILL; the system ends a process so when memory runs out"),
-        awaited(),
+        pytest.raises(EngineStartError, match="killed by SIGKILL; the kernel does this when memory runs out"),
+        start_errors(),
     ):
         raise RuntimeError(VLLM.format("{'EngineCore': -9}"))
 
 
 def test_an_error_of_the_starting_process_is_its_own_reason() -> None:
-    with pytest.raises(EngineStartError, match=r"^ValueError: max_num_seqs should be"), awaited():
+    with pytest.raises(EngineStartError, match=r"^ValueError: max_num_seqs should be"), start_errors():
         raise ValueError("max_num_seqs should be at least 1")
-    with awaited():
+    with start_errors():
         assert os.path.exists(os.environ[FILE])
 
 
-def test_nobody_listens_to_engines_that_nobody_waits_for(logger: logging.Logger) -> None:
-    listen()
+def test_errors_are_not_recorded_without_a_starting_process(logger: logging.Logger) -> None:
+    record_errors()
     assert not logging.getLogger("vllm").handlers or all(
         type(handler).__name__ != "_FirstError" for handler in logging.getLogger("vllm").handlers
     )

@@ -34,19 +34,19 @@ def refusal_of(engine: Running, buckets: Buckets) -> str:
     return str(refused.value)
 
 
-def test_a_layer_that_is_not_complete(engine: Running) -> None:
+def test_an_incomplete_layer_fails_the_update(engine: Running) -> None:
     lost = "model.layers.1.self_attn.k_proj.weight"  # vLLM holds q, k and v as one
     buckets = [{n: t for n, t in b.items() if n != lost} for b in buckets_of(make_model(1))]
     said = refusal_of(engine, buckets)
     assert "did not arrive: model.layers.1.self_attn.qkv_proj (" in said and " of " in said
 
 
-def test_weights_that_come_twice(engine: Running) -> None:
+def test_weights_sent_twice_fail_the_update(engine: Running) -> None:
     buckets = buckets_of(make_model(1))
     assert "sent twice in one update: " in refusal_of(engine, [*buckets, buckets[0]])
 
 
-def test_weights_that_changed_on_the_way(engine: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_changed_in_transfer_fail_the_update(engine: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fingerprint is taken of the source; here memory says something else afterwards."""
     honest = weight_bucket.fingerprint
 
@@ -58,10 +58,10 @@ def test_weights_that_changed_on_the_way(engine: Running, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(weight_bucket, "fingerprint", taken_before_a_bit_flips)
     said = refusal_of(engine, buckets_of(make_model(1)))
-    assert "not hold what was sent: model.layers.0.input_layernorm" in said
+    assert "the model differs from the sent weights: model.layers.0.input_layernorm" in said
 
 
-def test_a_core_that_dies_is_told_as_that_in_an_update_too(engine: Running) -> None:
+def test_a_core_that_dies_in_an_update_raises_engine_dead_error(engine: Running) -> None:
     """The last test of this file: there is no engine after it."""
     (core,) = engine.engine._llm.engine_core.resources.engine_manager.processes
     engine.engine._broken = None

@@ -95,7 +95,7 @@ def test_a_core_that_ends_leaves_no_file(tmp_path: Path) -> None:
     """In a process of its own, with a group that has met at a file as an engine core of one process does."""
     script = (
         "import os, sys, torch.distributed as dist\n"
-        "from roll_opd.inference.plugin import leave_no_meeting_place as leave\n"
+        "from roll_opd.inference.plugin import remove_rendezvous_file as leave\n"
         "leave()\n"
         "dist.init_process_group('gloo', init_method='file://' + sys.argv[1], rank=0, world_size=1)\n"
         "dist.barrier()\n"

@@ -9,7 +9,7 @@ import os, signal, sys
 from multiprocessing import get_context
 from multiprocessing.shared_memory import SharedMemory
 
-from roll_opd.inference.shm_cleanup import unlink_left_memory
+from roll_opd.inference.shm_cleanup import unlink_shared_memory
 
 def child(sent):
     memory = SharedMemory(create=True, size=1 << 20)
@@ -25,13 +25,13 @@ if __name__ == "__main__":
     process.join()
     print(name, os.path.exists("/dev/shm/" + name), flush=True)
     if sys.argv[1] == "unlinks":
-        unlink_left_memory()
-        unlink_left_memory()  # nothing is left to do
+        unlink_shared_memory()
+        unlink_shared_memory()  # nothing is left to do
     os.killpg(0, signal.SIGKILL)
 """
 
 
-def test_it_is_gone_although_the_tracker_is_killed_with_the_group(tmp_path: Path) -> None:
+def test_shared_memory_is_unlinked_although_the_tracker_is_killed_with_the_group(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     for word, stays in (("unlinks", False), ("leaves", True)):

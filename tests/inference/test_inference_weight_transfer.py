@@ -1,4 +1,4 @@
-"""Our ways to transfer weights are as the installed vLLM calls them: what is renamed there fails here."""
+"""Our weight-transfer backends match the interface of the installed vLLM; a renamed method there fails here."""
 
 import inspect
 import pickle
@@ -40,7 +40,7 @@ def test_backends_are_called_as_vllm_declares_it(backend: str) -> None:
     assert list(inspect.signature(WeightTransferEngineFactory.create_engine).parameters) == wanted
 
 
-def test_the_front_and_the_worker_have_the_calls_that_are_made() -> None:
+def test_front_end_and_worker_have_the_called_methods() -> None:
     requests = ("init_weight_transfer_engine", "update_weights")
     for name in (*requests, "start_weight_update", "finish_weight_update", "reset_prefix_cache", "resume_generation"):
         assert inspect.iscoroutinefunction(getattr(AsyncLLM, name)), name
@@ -50,7 +50,7 @@ def test_the_front_and_the_worker_have_the_calls_that_are_made() -> None:
     assert list(inspect.signature(Worker.init_weight_transfer_engine).parameters) == ["self", "init_info"]
 
 
-def test_what_an_ipc_engine_is_told_survives_vllms_messages() -> None:
+def test_ipc_update_info_survives_vllms_serialization() -> None:
     """Handles hold types and bytes; the last message holds none."""
     handles = {"GPU-1": (torch.Tensor, (3,), b"handle", torch.float32, 0)}
     told = {"names": ["norm"], "dtype_names": ["float32"], "shapes": [[3]], "tensor_sizes": [12]}
