@@ -26,7 +26,7 @@ from pipeline_run import REPOSITORY, machine
 from roll_opd.actors.engine_actor import RolloutWorker
 from roll_opd.actors.sampler import Sampler
 from roll_opd.base.frozen import freeze
-from roll_opd.cluster.forkserver.forkserver_start import warm_server
+from roll_opd.cluster.forkserver.forkserver_start import fork_server
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.runtime import ray_cluster
 from roll_opd.config.plan import RunPlan
@@ -99,7 +99,7 @@ def main() -> int:
         ],
     )
     start.RolloutWorker = WatchedEngine  # type: ignore[misc]
-    with warm_server() as server:
+    with fork_server() as server:
         server.serve(plan)
         with ray_cluster(plan.devices_per_node):
             rounds = asyncio.run(measured(plan, options))

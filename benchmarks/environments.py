@@ -17,7 +17,7 @@ from typing import Any
 from conversations import SLICE, WatchedEngine, idle_share, rolled_out, timeline
 from pipeline_run import REPOSITORY, machine
 
-from roll_opd.cluster.forkserver.forkserver_start import warm_server
+from roll_opd.cluster.forkserver.forkserver_start import fork_server
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.runtime import ray_cluster
 from roll_opd.config.plan import RunPlan
@@ -48,7 +48,7 @@ def main() -> int:
         ],
     )
     start.RolloutWorker = WatchedEngine  # type: ignore[misc]
-    with warm_server() as server:
+    with fork_server() as server:
         server.serve(plan)
         with ray_cluster(plan.devices_per_node):
             rounds = asyncio.run(measured(plan, options))

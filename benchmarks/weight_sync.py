@@ -24,7 +24,7 @@ from models import made_models
 from pipeline_run import machine
 from process_memory import PeakMemory
 
-from roll_opd.cluster.forkserver.forkserver_start import warm_server
+from roll_opd.cluster.forkserver.forkserver_start import fork_server
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.runtime import ray_cluster
 from roll_opd.config.plan import RunPlan
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         models = made_models(Path(directory), options.megabytes * 1e6 / 4, 2e6)
         settings = [*APART, *models, f"output_dir={directory}", *options.overrides]
         plan = load_plan("demo", "onpolicy_distill", settings, pure=True)
-        with warm_server() as server, ray_cluster(plan.devices_per_node):
+        with fork_server() as server, ray_cluster(plan.devices_per_node):
             server.serve(plan)
             found = asyncio.run(measure(plan, options.times))
     print(table(found))

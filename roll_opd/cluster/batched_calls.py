@@ -1,4 +1,4 @@
-"""Calls that go to another process together: each message has a price."""
+"""Batch calls to another process that are made in quick succession, to send fewer messages."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Hashable
@@ -12,42 +12,42 @@ Call = TypeVar("Call")
 
 
 class BatchedCalls(Generic[Key, Call]):
-    """Calls under way. Those of one key that are made one right after another are one batch."""
+    """Running calls, batched by key."""
 
     def __init__(self, send: Callable[[Key, list[Call]], AsyncGenerator[list[tuple[int, Any]], None]]) -> None:
-        """`send` yields answers, each with its place in the batch, as they come; it is closed where nobody waits."""
+        """`send` yields (index in the batch, result) as results arrive; it is closed if all callers have left."""
         self._send = send
-        self._asked: dict[Key, list[tuple[Call, asyncio.Future[Any]]]] = {}
+        self._pending: dict[Key, list[tuple[Call, asyncio.Future[Any]]]] = {}
         self._followers: set[asyncio.Task[None]] = set()
 
     def ask(self, key: Key, call: Call) -> "asyncio.Future[Any]":
-        """Return the answer to come. It raises what `send` does, and RunError where that ends without it."""
+        """Add a call to the next batch; return the future of its result. It raises the exception of `send`."""
         loop = asyncio.get_running_loop()
-        if key not in self._asked:
-            self._asked[key] = []
-            loop.call_soon(self._begin, key)  # when all that can go on now have asked
+        if key not in self._pending:
+            self._pending[key] = []
+            loop.call_soon(self._begin, key)  # after all tasks that are ready have added their calls
         answer: asyncio.Future[Any] = loop.create_future()
-        self._asked[key].append((call, answer))
+        self._pending[key].append((call, answer))
         return answer
 
     async def end(self) -> None:
-        """Stop waiting for what has not been answered."""
+        """Cancel all unanswered calls."""
         for follower in self._followers:
             follower.cancel()
         await asyncio.gather(*self._followers, return_exceptions=True)
 
     def _begin(self, key: Key) -> None:
-        batch = self._asked.pop(key)
+        batch = self._pending.pop(key)
         follower = asyncio.create_task(self._follow(key, batch))
         self._followers.add(follower)
         follower.add_done_callback(self._followers.discard)
 
-        def nobody_waits(answer: asyncio.Future[Any]) -> None:
+        def cancel_if_unused(answer: asyncio.Future[Any]) -> None:
             if answer.cancelled() and all(other.done() for _, other in batch):
                 follower.cancel()
 
         for _, answer in batch:
-            answer.add_done_callback(nobody_waits)
+            answer.add_done_callback(cancel_if_unused)
 
     async def _follow(self, key: Key, batch: list[tuple[Call, "asyncio.Future[Any]"]]) -> None:
         left = len(batch)
@@ -56,7 +56,7 @@ class BatchedCalls(Generic[Key, Call]):
                 async for finished in stream:
                     left -= len(finished)
                     for place, answer in finished:
-                        if not batch[place][1].done():  # cancelled: it is not awaited any more
+                        if not batch[place][1].done():  # not cancelled
                             batch[place][1].set_result(answer)
             if left:
                 raise RunError(f"{left} of {len(batch)} calls were left unanswered")

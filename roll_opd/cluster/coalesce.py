@@ -1,4 +1,4 @@
-"""Coalesces items that arrive shortly after one another into one message, for each message has a price."""
+"""Coalesce items of an asynchronous stream into lists, to send fewer messages between processes."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -13,18 +13,18 @@ BURST_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers to some jobs of a call, in one message from the process that ran them."""
+    """Results of some jobs of a call, in one message from the process that ran them."""
 
-    results: list[tuple[int, Any]]  # (place in the call, answer)
-    hung: bool  # code that nothing can end still runs in that process: it should be replaced
+    results: list[tuple[int, Any]]  # (index in the call, result)
+    hung: bool  # the process still runs code that cannot be stopped: it should be replaced
 
 
 async def coalesced(
     items: AsyncGenerator[Item, None], seconds: float = BURST_SECONDS, chunk: int | None = None
 ) -> AsyncGenerator[list[Item], None]:
-    """Yield the items in order, in lists: none later than `seconds` after it came, and each full `chunk` at once.
+    """Yield the items in order, in lists: each within `seconds` of its arrival, each full `chunk` immediately.
 
-    What `items` raises is raised after what it had yielded.
+    An exception of `items` is raised after all earlier items.
     """
     arrived: list[Item] = []
     some_arrived, flush = asyncio.Event(), asyncio.Event()

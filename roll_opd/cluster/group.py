@@ -1,4 +1,4 @@
-"""Groups of Ray actors, called together. Roles reach their processes through these and know nothing of Ray."""
+"""Groups of Ray actors with collective calls. Roles use them without depending on Ray."""
 
 import asyncio
 import weakref
@@ -16,45 +16,45 @@ from roll_opd.config.plan import MegatronPlan
 from roll_opd.samples.buffer_pickle import Compact
 from roll_opd.samples.dp_shards import Packing, ShardedBatch
 
-_GROUPS: "weakref.WeakSet[ActorGroup]" = weakref.WeakSet()  # those with names, until they are ended
+_GROUPS: "weakref.WeakSet[ActorGroup]" = weakref.WeakSet()  # running groups with names
 
 Reference = ray.ObjectRef  # to a value that stays in the object store until a process needs it
 
 
-DEATH_GRACE_S = 3.0  # for Ray to say that a process has died, where another one has lost its connection to that
+DEATH_GRACE_S = 3.0  # for Ray to report a dead process after another one has lost its connection to it
 
 
 class ActorGroup:
-    """The actors of one role."""
+    """Actors of one role."""
 
     def __init__(self, actors: Sequence[ray.actor.ActorHandle], names: Sequence[str] = ()) -> None:
-        """`names`: what each is called where it has died; without them, that is told as Ray tells it."""
+        """`names`: names of the actors in ProcessDied; without them, Ray's exceptions are raised."""
         self.actors, self.names = tuple(actors), tuple(names)
         self._hosts: list[str] = []
         if names:
             _GROUPS.add(self)
 
     async def hosts(self) -> list[str]:
-        """Return on which of Ray's nodes each actor lives, which its method `host` says."""
+        """Return the Ray node id of each actor, from its method `host`."""
         self._hosts = self._hosts or await self.call("host")
         return self._hosts
 
     async def ask(self, actor: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call `method` on one actor and return its answer."""
+        """Call `method` on one actor and return its result."""
         return await self._answer(actor, getattr(self.actors[actor], method).remote(*args, **kwargs))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `method` on every actor with the same arguments; return what each answered, in their order.
+        """Call `method` on every actor with the same arguments; return the results in order.
 
-        A `Compact` argument is put into the object store once, for all of them. The first failure is raised at once:
-        the other actors may be waiting for the failed one in a collective. ProcessDied where an actor is gone.
+        A `Compact` argument is put into the object store once. The first failure is raised immediately, since the other
+        actors may wait for the failed one in a collective. Raises ProcessDied if an actor has died.
         """
         shared = [_shared(value) for value in args]
         named = {name: _shared(value) for name, value in kwargs.items()}
         return await self._answers([getattr(actor, method).remote(*shared, **named) for actor in self.actors])
 
     async def stream(self, actor: int, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        """Yield what the generator `method` of one actor yields. Leaving early (use `aclosing`) cancels it."""
+        """Yield the items of the generator `method` of one actor. Leaving early (use `aclosing`) cancels it."""
         remote = getattr(self.actors[actor], method).options(num_returns="streaming").remote(*args)
         ended = False
         try:
@@ -80,25 +80,25 @@ class ActorGroup:
         try:
             return await coming
         except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
-            if not (self.names and _is_of_a_death(error)):
+            if not (self.names and _is_death(error)):
                 raise
             raise ProcessDied(self.names[actor], error) from error
 
     def end(self) -> None:
-        """End every actor at once; one that is left to itself tidies up for seconds."""
+        """Kill every actor, since a normal exit takes seconds."""
         _GROUPS.discard(self)
         for actor in self.actors:
             ray.kill(actor)
 
 
 class WorkerGroup(ActorGroup):
-    """Every rank of one Megatron role, one process a device."""
+    """All ranks of one Megatron role, one process per device."""
 
     packing: Packing  # of its engine, once that is set up
     _data_parallel_ranks: list[int]  # of every actor
 
     def __init__(self, actor: Any, plan: MegatronPlan, placement: Placement, env: dict[str, str]) -> None:
-        """Start one `actor` (a Ray actor class) a device of `plan`; `setup` makes them a process group."""
+        """Start one `actor` (a Ray actor class) per device of `plan`; `setup` connects them as a process group."""
         self.plan = plan
         ranks = []
         env = {**env, **plan.env}
@@ -156,14 +156,14 @@ class WithoutAdapter:
         """Leave the processes to the student."""
 
 
-def dead() -> str | None:
-    """Say which actor of a group that has not been ended has died, and how; None: none has, or Ray cannot tell."""
+def dead_actor() -> str | None:
+    """Return a message about a dead actor of a running group; None without one, or if Ray does not respond."""
     try:
         known = [(actor, name) for group in _GROUPS for actor, name in zip(group.actors, group.names, strict=True)]
         names = {actor._actor_id.hex(): name for actor, name in known}
         job = ray.get_runtime_context().get_job_id()
         found = actors(job_id=ray.JobID.from_hex(job), actor_state_name="DEAD") if names else {}
-    except Exception:  # Ray is ending, or has lost its GCS; or a group has come just now
+    except Exception:  # Ray is stopping or has lost its GCS, or a group was added concurrently
         return None
     ended = ((names[key], each) for key, each in found.items() if key in names)
     return next((f"{name} has died: {exit_detail(str(each.get('DeathCause') or ''))}" for name, each in ended), None)
@@ -172,9 +172,9 @@ def dead() -> str | None:
 FrozenGroup = WorkerGroup | WithoutAdapter
 
 
-def _is_of_a_death(error: ray.exceptions.RayError) -> bool:
-    """Whether an actor has ended, or, of one that lives, its engine core: vLLM's error for that."""
-    if isinstance(error, ray.exceptions.RayTaskError):  # of one that lives, though it may have asked one that does not
+def _is_death(error: ray.exceptions.RayError) -> bool:
+    """Whether the error is the death of the actor or of its engine core (vLLM's EngineDeadError)."""
+    if isinstance(error, ray.exceptions.RayTaskError):  # the actor lives, but may have called a dead one
         return type(getattr(error, "cause", None)).__name__ == "EngineDeadError"
     return isinstance(error, ray.exceptions.RayActorError)
 

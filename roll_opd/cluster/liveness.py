@@ -1,7 +1,7 @@
-"""Tells a run of what has died beside it: a role that nobody asks anything just now, or a part of Ray on this host.
+"""Detect dead actors of a run and dead Ray processes on this host, also without a call to them.
 
-A call to a dead process fails by itself, but a teacher may be called minutes after its end, and a dead GCS is missed by
-Ray after one minute.
+A call to a dead process fails, but a teacher may be called only minutes after its death, and Ray notices a dead GCS
+after one minute.
 """
 
 import threading
@@ -11,15 +11,15 @@ from typing import Any
 
 import ray
 
-from roll_opd.cluster.group import dead
-from roll_opd.cluster.runtime import what_has_ended
+from roll_opd.cluster.group import dead_actor
+from roll_opd.cluster.runtime import ended_processes
 
-LOOK_SECONDS = 2.0
+POLL_INTERVAL_S = 2.0
 
 
 @contextmanager
 def watched(lost: Callable[[str], None]) -> Iterator[None]:
-    """Have `lost` told, from a thread, of the first such end inside the block."""
+    """Call `lost` from a thread with a message about the first dead process inside the block."""
     over = threading.Event()
     thread = threading.Thread(target=_watch, args=(lost, over), name="watch", daemon=True)
     thread.start()
@@ -31,12 +31,12 @@ def watched(lost: Callable[[str], None]) -> Iterator[None]:
 
 def _watch(lost: Callable[[str], None], over: threading.Event) -> None:
     worker: Any = ray._private.worker
-    node = worker._global_node  # what this process has started of Ray: nothing, where a cluster was joined
+    node = worker._global_node  # Ray processes started by this one; None in a joined cluster
     before = None
-    while not over.wait(LOOK_SECONDS):
-        ended = what_has_ended(node) if node else None
-        said = f"{ended} on this host" if ended else dead()
-        if said and said == before and not over.is_set():  # at the first look, the call to it may be failing just now
-            lost(said)
+    while not over.wait(POLL_INTERVAL_S):
+        ended = ended_processes(node) if node else None
+        message = f"{ended} on this host" if ended else dead_actor()
+        if message and message == before and not over.is_set():  # second poll: a failing call reports it first
+            lost(message)
             return
-        before = said
+        before = message

@@ -1,9 +1,9 @@
-"""Where each device is: from the numbers in `device_mapping` to bundles of Ray placement groups.
+"""Map the device numbers of `device_mapping` to bundles of Ray placement groups.
 
 Device d is device d % devices_per_node of node d // devices_per_node. Node 0 is the driver's host; the others follow in
-the order of their ranks, or, in a Ray cluster that was joined, of their addresses. Roles that name the same number
-share that device; roles that do not, do not. On a machine without GPUs a device is a slot, and a role has all cores of
-its node: roles take turns for most of a step.
+the order of their ranks or, in a joined Ray cluster, of their addresses. Roles share a device if they name the same
+number. On a machine without GPUs a device is a slot, and a role has all cores of its node, since roles take turns for
+most of a step.
 """
 
 import ipaddress
@@ -19,47 +19,46 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from roll_opd.base.user_modules import module_variables
 from roll_opd.cluster.ray_environment import torch_variables
 from roll_opd.cluster.runtime import SLOT
-from roll_opd.cluster.startup_progress import ClusterError, StartUp
+from roll_opd.cluster.startup_progress import ClusterError, StartupProgress
 
-SHARE = 1 / 64  # of a device that one worker claims in Ray's books; how many share it is the plan's business
-PLACEMENT_SECONDS = 120
+SHARE = 1 / 64  # of a device that one worker requests from Ray; the plan limits the workers of a device
+PLACEMENT_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device: its bundle, and what a process there must know."""
+    """One device: its bundle, node, and address."""
 
     group: PlacementGroup
     bundle: int
     node: int
     cores: int  # of the node
-    gpu: str | None  # as CUDA_VISIBLE_DEVICES names it on its node
+    gpu: str | None  # id for CUDA_VISIBLE_DEVICES on its node
     address: str = ""  # of the node
 
 
 class Placement:
-    """All devices of a run, reserved. Whoever starts something there says so to `starting`."""
+    """Reserved devices of a run."""
 
     def __init__(
         self,
         num_nodes: int,
         devices_per_node: int,
-        starting: StartUp | None = None,
+        starting: StartupProgress | None = None,
         *,
         deterministic: bool = True,
         addresses: Sequence[str] = (),
     ) -> None:
-        """Reserve the devices: GPUs where the cluster has any, else slots. ClusterError when there are too few.
+        """Reserve the devices: GPUs if the cluster has any, else slots. Raises ClusterError if there are too few.
 
-        `addresses` are those of the run's hosts in their order, where the run has started Ray on them. With
-        `deterministic`, a process has the threads of its own device, whichever role it belongs to: with others, sums
-        would be cut otherwise.
+        `addresses` are the run's hosts in order, if the run has started Ray on them. With `deterministic`, a process
+        has the threads of one device in every role: another number of threads would change the order of sums.
         """
-        self.starting = starting or StartUp()
+        self.starting = starting or StartupProgress()
         self._per_node, self._deterministic = devices_per_node, deterministic
         self.on_gpu = on_gpu = ray.cluster_resources().get("GPU", 0) > 0
         self._resource = "GPU" if on_gpu else SLOT
-        # a cluster that is large enough but busy is waited for, one that is too small is not
+        # wait for a busy cluster, fail for one that is too small
         nodes = [node for node in ray.nodes() if node["Alive"]]
         offered = [(node["Resources"].get(self._resource, 0), node["NodeManagerAddress"]) for node in nodes]
         room = sum(int(count // devices_per_node) for count, _ in offered)
@@ -75,7 +74,7 @@ class Placement:
         ]
         for group in groups:
             with self.starting.waiting_for(f"{devices_per_node} free {self._resource} on a node"):
-                is_placed = group.wait(PLACEMENT_SECONDS)
+                is_placed = group.wait(PLACEMENT_TIMEOUT_S)
             if not is_placed:
                 raise ClusterError(
                     f"the cluster has no node with {devices_per_node} free {self._resource}: it offers "
@@ -86,24 +85,26 @@ class Placement:
         first = ray.util.get_node_ip_address()
         self._devices = [
             self._probe(group, node, address, bundle, on_gpu)
-            for node, (address, group) in enumerate(sorted(of_groups, key=lambda it: order(it[0], first, addresses)))
+            for node, (address, group) in enumerate(
+                sorted(of_groups, key=lambda each: node_order(each[0], first, addresses))
+            )
             for bundle in range(devices_per_node)
         ]
 
     def where(self, device: int) -> str:
-        """Return a device's number and, where there are several hosts, the address of its own."""
+        """Return a device as text: its number and, with several hosts, its address."""
         several = len({each.address for each in self._devices}) > 1
         return f"device {device}" + (f" of {self._devices[device].address}" if several else "")
 
     def hosts(self) -> dict[str, list[int]]:
-        """Return the devices of each host, by its address, in their order."""
+        """Return the device numbers of each host, by address, in order."""
         found: dict[str, list[int]] = {}
         for number, device in enumerate(self._devices):
             found.setdefault(device.address, []).append(number)
         return found
 
     def options(self, devices: tuple[int, ...], role: tuple[int, ...], env: dict[str, str]) -> dict:
-        """Ray options for a process that lives on the first of `devices`, sees all of them, and is part of a `role`."""
+        """Return Ray options for a process of a `role` on the first of `devices` that sees all of them."""
         home = self._devices[devices[0]]
         if len({self._devices[number].node for number in devices}) > 1:
             raise ClusterError(
@@ -116,7 +117,7 @@ class Placement:
             variables |= {
                 "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpus),
                 "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-                "LOCAL_RANK": "0",  # of the devices it sees
+                "LOCAL_RANK": "0",  # among the visible devices
             }
         claim = {"num_gpus": SHARE} if self._resource == "GPU" else {"resources": {SLOT: SHARE}}
         return {
@@ -129,7 +130,7 @@ class Placement:
         }
 
     def _threads(self, home: Device, role: tuple[int, ...]) -> int:
-        """CPU threads of each process of a role that has a part at `home`."""
+        """Return the CPU threads of each process of a role with a device at `home`."""
         shared_by = self._per_node
         if home.gpu is None and not self._deterministic:
             shared_by = sum(self._devices[number].node == home.node for number in role)
@@ -141,22 +142,22 @@ class Placement:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         claim = {"num_gpus": SHARE} if on_gpu else {"resources": {SLOT: SHARE}}
         seen = _look.options(num_cpus=0, scheduling_strategy=strategy, **claim).remote()
-        patience = None if math.isinf(self.starting.seconds) else self.starting.seconds
-        with self.starting.waiting_for("the first process of Ray's"):
+        timeout = None if math.isinf(self.starting.seconds) else self.starting.seconds
+        with self.starting.waiting_for("the first Ray process"):
             try:
-                cores, gpus = ray.get(seen, timeout=patience)
+                cores, gpus = ray.get(seen, timeout=timeout)
             except ray.exceptions.GetTimeoutError:
-                raise ClusterError(f"the first process of Ray's {self.starting.too_late()}") from None
+                raise ClusterError(f"the first Ray process {self.starting.timeout_message()}") from None
         return Device(group, bundle, node, cores, gpus[0] if on_gpu else None, address)
 
 
 def node_of(group: PlacementGroup) -> str:
-    """Return the id of the node on which all bundles of a placed group are."""
+    """Return the id of the node with all bundles of a placed group."""
     return next(iter(placement_group_table(group)["bundles_to_node_id"].values()))
 
 
-def order(address: str, first: str, ranks: Sequence[str]) -> tuple[int, int, str]:
-    """Return what a node is sorted by: the place of its address in `ranks`, or first the driver's, then as numbers."""
+def node_order(address: str, first: str, ranks: Sequence[str]) -> tuple[int, int, str]:
+    """Return the sort key of a node: its index in `ranks`; else the driver's host `first`, then by IP address."""
     if address in ranks:
         return ranks.index(address), 0, ""
     try:

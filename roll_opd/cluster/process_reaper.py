@@ -1,10 +1,10 @@
-"""A process that ends what a killed driver has started: SIGKILL must leave nothing running.
+"""Reaper process that kills the descendants of a driver after its end, SIGKILL included.
 
-Ray's own processes follow a killed driver, but its agents first spend a minute on reporting the death to a server that
-is dead as well. The reaper keeps a list of the driver's descendants and ends those that are left when it is gone.
+Ray's processes exit after a killed driver, but its agents first spend a minute on reporting the death to a dead server.
+The reaper tracks the driver's descendants and kills the remaining ones after the driver's end.
 
-`inference.parent_watchdog` serves the same purpose one level below: it ends an engine core whose parent is gone. Both
-are needed, for the engine core may run on another node than the driver.
+`inference.parent_watchdog` exits an engine core after the death of its parent. Both are needed, since the engine core
+may run on another node than the driver.
 """
 
 import glob
@@ -24,48 +24,48 @@ from typing import IO
 
 import psutil
 
-LOOK_SECONDS = 1.0  # between looks at which processes descend from the driver
-GRACE_SECONDS = 1.0  # for those that leave by themselves
-LEAVING_SECONDS = 0.05  # between looks at them
-# of Python's own processes that remove the shared memory and the semaphores of those that were killed
-TRACKER, TRACKER_SECONDS = "multiprocessing.resource_tracker", 5.0
-REMOVE, KEEP, IF_EMPTY = "+", "-", "?"  # the first letter of a line
-REAPER, REAPER_SECONDS = "roll_opd.cluster.process_reaper", 15.0
+POLL_INTERVAL_S = 1.0  # between scans of the driver's descendants
+EXIT_GRACE_S = 1.0  # for processes that exit by themselves
+EXIT_POLL_S = 0.05  # between scans for exited processes
+# Python's processes that remove the shared memory and semaphores of killed processes
+TRACKER, TRACKER_GRACE_S = "multiprocessing.resource_tracker", 5.0
+REMOVE, KEEP, IF_EMPTY = "+", "-", "?"  # first character of an input line
+REAPER, REAPER_GRACE_S = "roll_opd.cluster.process_reaper", 15.0
 
 
 class Reaper:
-    """The process that watches, as the one that it watches sees it."""
+    """Handle of the reaper process in the driver."""
 
-    def __init__(self, told: IO[bytes]) -> None:
-        self._told = told
+    def __init__(self, commands: IO[bytes]) -> None:
+        self._commands = commands
 
     def remove_at_the_end(self, directory: Path, within: str = "") -> None:
-        """Have `directory` removed when every process is gone, or what matches a glob pattern `within` it."""
-        self._tell(REMOVE, directory, within)
+        """Register `directory`, or the matches of a glob pattern `within` it, for removal after all processes."""
+        self._send(REMOVE, directory, within)
 
-    def keep_after_all(self, directory: Path, within: str = "") -> None:
-        """Take back what `remove_at_the_end` was told."""
-        self._tell(KEEP, directory, within)
+    def cancel_removal(self, directory: Path, within: str = "") -> None:
+        """Cancel a `remove_at_the_end` with the same arguments."""
+        self._send(KEEP, directory, within)
 
     def remove_if_empty(self, directory: Path) -> None:
         """Register `directory` for removal at the end if it is empty."""
-        self._tell(IF_EMPTY, directory, "")
+        self._send(IF_EMPTY, directory, "")
 
-    def _tell(self, what: str, directory: Path, within: str) -> None:
-        self._told.write(f"{what}{os.path.join(glob.escape(str(directory)), within)}\n".encode())
-        self._told.flush()
+    def _send(self, what: str, directory: Path, within: str) -> None:
+        self._commands.write(f"{what}{os.path.join(glob.escape(str(directory)), within)}\n".encode())
+        self._commands.flush()
 
 
 @contextmanager
 def guarded() -> Iterator[Reaper]:
-    """Have a reaper watch this process inside the `with` block."""
+    """Run a reaper for this process inside the `with` block."""
     driver = psutil.Process()
     preexisting = [str(child.pid) for child in driver.children(recursive=True)]  # not started inside the block
     reaper = subprocess.Popen(
         [sys.executable, "-m", REAPER, str(driver.pid), *preexisting],
-        stdin=subprocess.PIPE,  # closes with this process, however it ends
+        stdin=subprocess.PIPE,  # closes at any end of this process
         stdout=subprocess.DEVNULL,
-        start_new_session=True,  # a Ctrl-C in the terminal is not meant for it
+        start_new_session=True,  # not interrupted by Ctrl-C in the terminal
     )
     assert reaper.stdin is not None
     try:
@@ -76,29 +76,29 @@ def guarded() -> Iterator[Reaper]:
 
 
 def watch(driver: int, preexisting: set[int]) -> None:
-    """Wait for the end of standard input, then end what `driver` started, except itself and `preexisting`.
+    """Wait for the end of standard input, then kill the descendants of `driver` except itself and `preexisting`.
 
-    Each line of the input is a glob pattern of directories to remove afterwards, to keep, or to remove if empty.
+    Each input line is a glob pattern of directories to remove afterwards, to keep, or to remove if empty.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gone = threading.Event()
+    ended = threading.Event()
     patterns: set[str] = set()
     if_empty: set[str] = set()
-    threading.Thread(target=_read_input, args=(patterns, if_empty, gone), daemon=True).start()
+    threading.Thread(target=_read_input, args=(patterns, if_empty, ended), daemon=True).start()
     spared = preexisting | {psutil.Process().pid}
     descendants: set[psutil.Process] = set()
     shared: set[str] = set()
-    while not gone.wait(LOOK_SECONDS):
+    while not ended.wait(POLL_INTERVAL_S):
         descendants = {process for process in descendants | _descendants(driver) if process.is_running()}
         ours = (process for process in descendants if process.pid not in spared)
         shared |= {path for process in ours for path in _shared_memory(process)}
-    descendants |= _descendants(driver)  # started since the last look, by a driver that waits for this process
+    descendants |= _descendants(driver)  # started since the last scan
     started = [process for process in descendants if process.pid not in spared]
     trackers = [process for process in started if _is_tracker(process)]
     reapers = [process for process in started if _is_reaper(process)]
-    _end([process for process in started if process not in (*trackers, *reapers)], GRACE_SECONDS)
-    _end(trackers, TRACKER_SECONDS)
-    _end(reapers, REAPER_SECONDS)
+    _end([process for process in started if process not in (*trackers, *reapers)], EXIT_GRACE_S)
+    _end(trackers, TRACKER_GRACE_S)
+    _end(reapers, REAPER_GRACE_S)
     for directory in itertools.chain.from_iterable(map(glob.iglob, patterns)):
         _remove(Path(directory))
     for path in shared:
@@ -109,22 +109,22 @@ def watch(driver: int, preexisting: set[int]) -> None:
 
 
 def _end(processes: list[psutil.Process], grace: float) -> None:
-    """Kill the `processes` that run after `grace` seconds, and wait until they are gone."""
+    """Kill the `processes` still running after `grace` seconds, and wait for their end."""
     deadline = time.monotonic() + grace
-    while (alive := [process for process in processes if _computes(process)]) and time.monotonic() < deadline:
-        time.sleep(LEAVING_SECONDS)
-    for process in alive:  # psutil checks that the number still means the same process
+    while (alive := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
+        time.sleep(EXIT_POLL_S)
+    for process in alive:  # psutil checks for a reused pid
         try:
             process.kill()
         except psutil.NoSuchProcess:
             continue
-    deadline = time.monotonic() + GRACE_SECONDS
-    while any(map(_computes, alive)) and time.monotonic() < deadline:  # until then they may still write files
-        time.sleep(LEAVING_SECONDS)
+    deadline = time.monotonic() + EXIT_GRACE_S
+    while any(map(_runs, alive)) and time.monotonic() < deadline:  # they may still write files
+        time.sleep(EXIT_POLL_S)
 
 
 def _shared_memory(process: psutil.Process) -> list[str]:
-    """Return the files through which the ranks of a vLLM engine talk on a CPU, and which stay when they are killed."""
+    """Return the shared-memory files of a vLLM rank on a CPU, which remain after a kill."""
     try:
         if not process.name().startswith("VLLM"):
             return []
@@ -133,8 +133,8 @@ def _shared_memory(process: psutil.Process) -> list[str]:
         return []
 
 
-def _computes(process: psutil.Process) -> bool:
-    """Whether it has not ended; of one that has, an entry may stay until its parent, or the system's init, reads it."""
+def _runs(process: psutil.Process) -> bool:
+    """Whether the process runs; an ended one may remain as a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -149,7 +149,7 @@ def _is_tracker(process: psutil.Process) -> bool:
 
 
 def _is_reaper(process: psutil.Process) -> bool:
-    """Whether it is another one's, which has its own work to end."""
+    """Whether the process is a reaper of another run, which needs time for its own work."""
     try:
         return REAPER in process.cmdline()
     except psutil.Error:
@@ -157,21 +157,21 @@ def _is_reaper(process: psutil.Process) -> bool:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a session directory of Ray's, and the link to it, which is named after the newest."""
+    """Remove a Ray session directory, and a dangling link `session_latest` to it."""
     shutil.rmtree(directory, ignore_errors=True)
     latest = directory.parent / "session_latest"
     if latest.is_symlink() and not latest.exists():
         latest.unlink(missing_ok=True)
 
 
-def _read_input(patterns: set[str], if_empty: set[str], gone: threading.Event) -> None:
+def _read_input(patterns: set[str], if_empty: set[str], ended: threading.Event) -> None:
     for line in sys.stdin:
         what, pattern = line[0], line[1:].rstrip("\n")
         if what == KEEP:
             patterns.discard(pattern)
         else:
             (patterns if what == REMOVE else if_empty).add(pattern)
-    gone.set()
+    ended.set()
 
 
 def _descendants(driver: int) -> set[psutil.Process]:

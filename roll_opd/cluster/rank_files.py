@@ -1,4 +1,4 @@
-"""Files that ranks are writing, maybe beside their work, as the driver sees it."""
+"""Files that ranks write, possibly in the background: the driver's handle to wait for them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,13 +7,13 @@ from roll_opd.cluster.group import ActorGroup
 
 
 class Writing:
-    """What a `save` of some groups of ranks has not ended yet."""
+    """Running `save` of some groups of ranks."""
 
     def __init__(self, groups: Sequence[ActorGroup]) -> None:
         self.groups = tuple(groups)
 
     async def files(self, *, wait: bool) -> list[Path] | None:
-        """Return all files, once they are written; None where that would be to `wait` for. Raises what a rank did."""
+        """Return all files when written; None if unfinished, unless `wait`. Raises the exception of a rank."""
         found: set[Path] = set()
         for group in self.groups:
             for files in await group.call("written", wait=wait):

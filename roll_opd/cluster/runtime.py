@@ -1,4 +1,4 @@
-"""Ray: started for one run and gone with it, or joined where a cluster is already up."""
+"""Start Ray for one run and stop it afterwards, or join an existing cluster."""
 
 import logging
 import os
@@ -20,31 +20,31 @@ from roll_opd.cluster.forkserver.lean_ray import lean
 from roll_opd.cluster.multihost.host_facts import count_gpus
 from roll_opd.cluster.multihost.hosts import Hosts
 from roll_opd.cluster.process_reaper import guarded
-from roll_opd.cluster.ray_environment import prepare_environment, use_the_network_of
-from roll_opd.cluster.startup_progress import ClusterError, StartUp
+from roll_opd.cluster.ray_environment import prepare_environment, use_interface_of
+from roll_opd.cluster.startup_progress import ClusterError, StartupProgress
 from roll_opd.cluster.temp_directory import run_temp_directory
 
-SLOT = "roll_opd_slot"  # what a device is called on a machine without GPUs
-MOST_SECONDS = 3600.0  # for a host to start its part of Ray
+SLOT = "roll_opd_slot"  # resource name of a device on a machine without GPUs
+MAX_JOIN_S = 3600.0  # for a host to start its Ray node
 
 
 @contextmanager
 def ray_cluster(
     devices_per_node: int,
-    starting: StartUp | None = None,
+    starting: StartupProgress | None = None,
     hosts: Hosts | None = None,
 ) -> Iterator[None]:
-    """Have Ray up inside the `with` block, on all `hosts` where there are others.
+    """Run Ray inside the `with` block, on all `hosts` of a multi-host run.
 
-    With RAY_ADDRESS set (a cluster that somebody else started), join it. Otherwise start one on this machine whose
-    processes die with this one, SIGKILL included, and whose session directory goes with them. Besides its GPUs the
-    machine offers `devices_per_node` slots, which stand for devices where there is no GPU.
+    With RAY_ADDRESS, join that cluster. Otherwise start one on this machine; its processes and session directory are
+    removed with this process, SIGKILL included. In addition to its GPUs the machine offers `devices_per_node` slots,
+    the devices of machines without GPUs.
     """
-    starting = starting or StartUp()
+    starting = starting or StartupProgress()
     prepare_environment()
     if hosts:
-        use_the_network_of(hosts.addresses[0])
-    # authentication stays on; its notice would be printed in every run
+        use_interface_of(hosts.addresses[0])
+    # hides the notice about authentication, printed in every run
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     common: dict[str, Any] = {"log_to_driver": DEBUG in os.environ, "logging_level": "warning"}
     joins = bool(os.environ.get("RAY_ADDRESS"))
@@ -54,27 +54,27 @@ def ray_cluster(
                 _init(**common)
         else:
             if shlex.quote(sys.executable) != sys.executable:
-                # a shell starts Ray's workers with this path as it is: below "My Projects" none would ever start
+                # a shell starts Ray's workers with this path unquoted: with blanks in it no worker would start
                 common["runtime_env"] = {"py_executable": shlex.quote(sys.executable)}
             if hosts:
                 common |= {"_node_ip_address": hosts.addresses[0]} | _gpus_of_a_host(devices_per_node)
             sessions = Path(get_default_ray_temp_dir())
             if not sessions.exists():  # an existing directory may belong to another run
                 reaper.remove_if_empty(sessions)
-            unborn = sessions, f"session_*_{os.getpid()}"  # until the session directory is known
+            placeholder = sessions, f"session_*_{os.getpid()}"  # until the session directory is known
             if DEBUG not in os.environ:
-                reaper.remove_at_the_end(*unborn)
+                reaper.remove_at_the_end(*placeholder)
             with starting.waiting_for("Ray"), lean(shows_logs=DEBUG in os.environ):
                 started = _init("local", include_dashboard=False, **_offered(devices_per_node), **common)
             session = Path(started.address_info["session_dir"])
             starting.logs = session / "logs"
             if DEBUG not in os.environ:
                 reaper.remove_at_the_end(session)
-                reaper.keep_after_all(*unborn)  # of another container's process with this number, in a /tmp of both
+                reaper.cancel_removal(*placeholder)  # may match a process of another container with a shared /tmp
         try:
             if hosts:
                 with starting.waiting_for("Ray on the other hosts"):
-                    hosts.join(_gcs_address(), devices_per_node, min(starting.seconds, MOST_SECONDS))
+                    hosts.join(_gcs_address(), devices_per_node, min(starting.seconds, MAX_JOIN_S))
             yield
         finally:
             ray.shutdown()
@@ -84,16 +84,16 @@ def _gcs_address() -> str:
     return ray.get_runtime_context().gcs_address
 
 
-def joined_node(address: str, here: str, devices_per_node: int) -> Node:
-    """Make this host, known as `here` to the others, a node of the cluster at `address`, which another one has made."""
+def join_node(address: str, here: str, devices_per_node: int) -> Node:
+    """Start a Ray node on this host (address `here`) that joins the cluster at `address`."""
     offered = _offered(devices_per_node) | _gpus_of_a_host(devices_per_node)
     params = RayParams(gcs_address=address, node_ip_address=here, **offered)
     with lean(shows_logs=DEBUG in os.environ):
         return Node(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
 
 
-def what_has_ended(node: Node) -> str | None:
-    """Say which of Ray's processes that `node` has started on this host have ended; None: none has."""
+def ended_processes(node: Node) -> str | None:
+    """Return a message about Ray processes of `node` on this host that have ended; None if all run."""
     ended = [f"{kind} ({_how(process.returncode)})" for kind, process in node.dead_processes()]
     return f"Ray's {' and '.join(ended)} has ended" if ended else None
 
@@ -103,7 +103,7 @@ def _how(code: int) -> str:
 
 
 def _offered(devices_per_node: int) -> dict[str, Any]:
-    """Return what this machine offers Ray, besides its GPUs."""
+    """Return the CPUs and slots that this machine offers to Ray."""
     return {
         "num_cpus": max(os.cpu_count() or 1, devices_per_node),
         "resources": {SLOT: float(devices_per_node)},
@@ -111,22 +111,22 @@ def _offered(devices_per_node: int) -> dict[str, Any]:
 
 
 def _gpus_of_a_host(devices_per_node: int) -> dict[str, Any]:
-    """Return how many of its GPUs a host gives to a run of several: as many as device numbers count there."""
+    """Return the GPUs that a host of a multi-host run offers: `devices_per_node` if it has any."""
     return {"num_gpus": devices_per_node} if count_gpus() else {}
 
 
 def _init(*args: Any, **options: Any) -> Any:
-    """Start Ray, or join it; return what Ray says of it. ClusterError where it does not start.
+    """Start or join Ray; return its context. Raises ClusterError on failure.
 
-    SIGTERM stays with the run: Ray's own handler would end this process with exit code 15.
+    Ray's SIGTERM handler is not installed: it would end this process with exit code 15.
     """
     handler = ray._private.utils.set_sigterm_handler
     ray._private.utils.set_sigterm_handler = lambda _: None
     try:
         return ray.init(*args, **options)
-    except RunError:  # of a signal
+    except RunError:  # raised by a signal handler
         raise
-    except Exception as error:  # Ray raises plain ones, too
+    except Exception as error:  # Ray raises various types
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ClusterError(f"Ray does not start: {type(error).__name__}: {' '.join(lines[:3])}") from error
     finally:

@@ -1,4 +1,4 @@
-"""What a run waits for while it starts: said every few seconds, given up in the end, and told why where it fails."""
+"""Start-up of a run: print the awaited parts at intervals, apply the timeout, and report the reason of a failure."""
 
 import asyncio
 import math
@@ -15,42 +15,42 @@ import ray
 from roll_opd.base.failures import DEBUG, last_raised, shortened
 
 T = TypeVar("T")
-STATUS_INTERVAL_S = 10.0  # between two lines
-MOST_SAID = 3  # lines of a reason
+STATUS_INTERVAL_S = 10.0
+MAX_REASON_LINES = 3
 
 
 class ClusterError(RuntimeError):
-    """The cluster cannot hold the run, or a part of it does not start; the message says what to do."""
+    """The cluster is too small, or a part of it does not start; the message names the remedy."""
 
 
 class ProcessDied(ClusterError):
-    """A process of a role has ended; the message says which one, where, and what is known of it."""
+    """Ended process of a role; the message names the process, its device, and the cause if known."""
 
     def __init__(self, who: str, error: ray.exceptions.RayError) -> None:
         is_actors = isinstance(error, ray.exceptions.RayActorError)
         super().__init__(f"{who} has died: {_detail(error) if is_actors else 'its engine core has ended'}")
 
 
-class StartUp:
-    """Says what is waited for, from a thread, so that a call that blocks is told of like any other."""
+class StartupProgress:
+    """Prints the awaited parts from a thread, so that blocking calls are shown too."""
 
     def __init__(self, seconds: float = math.inf, say: Callable[[str], None] = print) -> None:
-        """`seconds`: how long one thing may take; `say` prints a line."""
+        """`seconds`: timeout of one part; `say` prints a line."""
         self.seconds, self._say = seconds, say
         self.logs: Path | None = None  # of Ray's processes, on this machine
-        self.parts: dict[str, float] = {}  # what was waited for, in seconds; some of it at the same time
+        self.parts: dict[str, float] = {}  # part -> seconds waited; parts may overlap
         self._waiting: dict[object, tuple[str, float]] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Have `what` among the things that are waited for inside the block."""
+        """Show `what` as awaited inside the block, and record its seconds."""
         entry = object()
         with self._lock:
             self._waiting[entry] = (what, time.monotonic())
             if self._thread is None:
-                self._thread = threading.Thread(target=self._tell, name="start-up", daemon=True)
+                self._thread = threading.Thread(target=self._print_status, name="start-up", daemon=True)
                 self._thread.start()
         try:
             yield
@@ -60,7 +60,7 @@ class StartUp:
                 self.parts[what] = self.parts.get(what, 0.0) + time.monotonic() - since
 
     async def of(self, what: str, coming: Awaitable[T]) -> T:
-        """Return what `coming` gives. ClusterError, with the reason, where that fails or takes too long."""
+        """Await `coming` as the part `what`; raises ClusterError with the reason if it fails or times out."""
         with self.waiting_for(what):
             try:
                 async with asyncio.timeout(None if math.isinf(self.seconds) else self.seconds):
@@ -70,15 +70,17 @@ class StartUp:
                 assert isinstance(cause, ray.exceptions.RayError)
                 raise ClusterError(f"{what}: does not start: {self._reason(cause)}") from error
             except TimeoutError:
-                raise ClusterError(f"{what}: {self.too_late()}") from None
+                raise ClusterError(f"{what}: {self.timeout_message()}") from None
 
-    def too_late(self) -> str:
-        """Return a sentence for what is not up after all this time, with what a process on this machine last said."""
-        words = self._last_words("*")
-        because = f"; one of its processes said: {words}" if words else f"; {DEBUG}=1 shows what its processes say"
-        return f"has not started after {self.seconds:g} s (startup_seconds){because}"
+    def timeout_message(self) -> str:
+        """Return the message of a timeout, with the last exception logged by a process on this machine."""
+        error = self._last_error("*")
+        reason = (
+            f"; one of its processes reports: {error}" if error else f"; {DEBUG}=1 shows the output of its processes"
+        )
+        return f"has not started after {self.seconds:g} s (startup_seconds){reason}"
 
-    def _tell(self) -> None:
+    def _print_status(self) -> None:
         while True:
             time.sleep(STATUS_INTERVAL_S)
             with self._lock:
@@ -92,34 +94,34 @@ class StartUp:
     def _reason(self, error: ray.exceptions.RayError) -> str:
         cause = getattr(error, "cause", None)
         if isinstance(cause, BaseException):
-            own = type(cause).__module__.startswith("roll_opd")  # its message is a sentence
+            own = type(cause).__module__.startswith("roll_opd")  # with a complete message
             return _lines(str(cause) if own and str(cause) else f"{type(cause).__name__}: {cause}")
         pid = re.search(r"pid: (\d+)", str(error))
-        words = self._last_words(pid[1]) if pid else None
-        return _lines(words or f"its process has ended: {_detail(error)}")
+        logged = self._last_error(pid[1]) if pid else None
+        return _lines(logged or f"its process has ended: {_detail(error)}")
 
-    def _last_words(self, pid: str) -> str | None:
-        """Return the exception that a process of Ray's has written; of several, the latest to write has the word."""
+    def _last_error(self, pid: str) -> str | None:
+        """Return the last exception in the logs of Ray worker `pid`; of several logs, the newest counts."""
         if self.logs is None:
             return None
         found = [*self.logs.glob(f"worker-*-{pid}.err"), *self.logs.glob(f"worker-*-{pid}.out")]
         for file in sorted(found, key=lambda file: file.stat().st_mtime, reverse=True):
-            if words := last_raised(file.read_text(encoding="utf-8", errors="replace")):
-                return words
+            if error := last_raised(file.read_text(encoding="utf-8", errors="replace")):
+                return error
         return None
 
 
 def _detail(error: ray.exceptions.RayError) -> str:
-    """Return what Ray says of the end of a process."""
+    """Return Ray's reason for the end of a process."""
     return exit_detail(str(error))
 
 
-def exit_detail(said: str) -> str:
-    """Return what Ray says of the end of a process, without what may be the cause in general."""
-    detail = re.search(r"Worker exit detail: (.*)", said, re.DOTALL)
-    return _lines(re.split(r" There are some potential| Some common causes", detail[1] if detail else said)[0])
+def exit_detail(text: str) -> str:
+    """Return the reason for the end of a process from Ray's message, without its list of general causes."""
+    detail = re.search(r"Worker exit detail: (.*)", text, re.DOTALL)
+    return _lines(re.split(r" There are some potential| Some common causes", detail[1] if detail else text)[0])
 
 
 def _lines(text: str) -> str:
     lines = [re.sub(r" \[type=\w+, input.*", "", line.strip()) for line in text.splitlines()]  # pydantic's dumps
-    return shortened(" ".join([line for line in lines if line][:MOST_SAID]))
+    return shortened(" ".join([line for line in lines if line][:MAX_REASON_LINES]))

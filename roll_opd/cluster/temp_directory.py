@@ -1,4 +1,4 @@
-"""A TMPDIR of its own for the processes of a run, removed when the run ends or is killed.
+"""Separate TMPDIR for the processes of a run, removed when the run ends or is killed.
 
 vLLM leaves sockets and rendezvous files in TMPDIR, and killed processes leave theirs.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from roll_opd.cluster.process_reaper import Reaper
 
-LONGEST = 60  # characters: socket paths are limited to 107, and vLLM adds 37
+MAX_LENGTH = 60  # characters: socket paths are limited to 107, and vLLM adds 37
 FALLBACK = "/tmp"
 RAY_VARIABLE = "RAY_TMPDIR"  # parent of Ray's session directories, whose paths are near the limit
 
@@ -23,7 +23,7 @@ def run_temp_directory(reaper: Reaper) -> Iterator[None]:
     if not os.access(outer, os.W_OK | os.X_OK):
         outer = tempfile.gettempdir()
     directory = tempfile.mkdtemp(prefix="roll_opd-", dir=outer)
-    if len(directory) > LONGEST and os.access(FALLBACK, os.W_OK):
+    if len(directory) > MAX_LENGTH and os.access(FALLBACK, os.W_OK):
         os.rmdir(directory)
         directory = tempfile.mkdtemp(prefix="roll_opd-", dir=FALLBACK)
     reaper.remove_at_the_end(Path(directory))

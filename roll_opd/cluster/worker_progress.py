@@ -1,7 +1,7 @@
-"""How far the workers are within their calls, told to the driver through Ray's key-value store.
+"""Progress of workers within long calls, published to the driver through Ray's key-value store.
 
-A worker is in its call and cannot be asked. A call that takes long says now and then how far it is; one that is quick
-says nothing, and costs nothing.
+A worker cannot answer while it is in a call. A long call publishes its progress at intervals; a short call publishes
+nothing and has no cost.
 """
 
 import time
@@ -9,26 +9,26 @@ import time
 import ray
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
-EVERY_SECONDS = 5.0
+INTERVAL_S = 5.0
 
 
 class MicroBatches:
-    """Tells how many micro-batches of its call one role has begun. Call it with that number, and how many there are."""
+    """Publishes the number of micro-batches that a role has started in its call; called with that and the total."""
 
     def __init__(self, role: str) -> None:
         self._key = f"{_prefix()}{role}"
-        self._told = 0.0
-        self._is_on_record = False
+        self._last_put = 0.0
+        self._is_published = False
 
     def __call__(self, begun: int, total: int) -> None:
         now = time.monotonic()
         if begun == 0:
-            self._told = now
-        elif begun < total and now - self._told >= EVERY_SECONDS:
-            self._told, self._is_on_record = now, True
+            self._last_put = now
+        elif begun < total and now - self._last_put >= INTERVAL_S:
+            self._last_put, self._is_published = now, True
             self._put(f"{begun} {total}")
-        elif begun == total and self._is_on_record:
-            self._is_on_record = False
+        elif begun == total and self._is_published:
+            self._is_published = False
             self._put(None)
 
     def _put(self, value: str | None) -> None:
@@ -37,12 +37,12 @@ class MicroBatches:
                 _internal_kv_del(self._key)
             else:
                 _internal_kv_put(self._key, value)
-        except Exception:  # whatever is wrong with Ray, the run's own calls tell of it
+        except Exception:  # the run's calls report failures of Ray
             pass
 
 
-def calls_under_way() -> dict[str, tuple[int, int]]:
-    """Return, by role, the micro-batches begun and their number, of the calls of this run that take long."""
+def running_calls() -> dict[str, tuple[int, int]]:
+    """Return (started, total) micro-batches of the long calls of this run, by role."""
     try:
         keys = [key.decode() for key in _internal_kv_list(_prefix())]
         found = {key.removeprefix(_prefix()): _internal_kv_get(key) for key in keys}

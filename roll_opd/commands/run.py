@@ -35,7 +35,7 @@ from roll_opd.base.full_disk import FULL, DiskFull, reason
 from roll_opd.base.paths import use_cache_of_compilers
 from roll_opd.base.run_errors import RunError, Terminated
 from roll_opd.base.terminal import echo
-from roll_opd.cluster.forkserver.forkserver_start import WarmServer, wanted_by, warm_server
+from roll_opd.cluster.forkserver.forkserver_start import ForkServer, fork_server, wanted_by
 from roll_opd.cluster.multihost.hosts import Hosts, dismiss
 from roll_opd.cluster.multihost.launcher_env import Host, LaunchError, forget, launched
 from roll_opd.cluster.multihost.multihost_worker import serve
@@ -127,7 +127,7 @@ def _launch(
     or torchrun would signal all that has started, Ray's processes with the driver.
     """
     is_here = host is None or is_attempt()  # else what this process imports is imported for nothing
-    with warm_server() if is_here and backend is None else nullcontext(WarmServer()) as server:
+    with fork_server() if is_here and backend is None else nullcontext(ForkServer()) as server:
         try:
             plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline, say=echo)
             _check_number(plan, host)
@@ -157,7 +157,7 @@ def _launch(
         return code
 
 
-def _served(plan: RunPlan, server: WarmServer, hosts: Hosts | None, backend: "Backend | None") -> int:
+def _served(plan: RunPlan, server: ForkServer, hosts: Hosts | None, backend: "Backend | None") -> int:
     if hosts:
         forget(os.environ)
         try:

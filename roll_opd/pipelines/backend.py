@@ -8,7 +8,7 @@ from typing import Any
 from roll_opd.cluster import runtime
 from roll_opd.cluster.multihost.hosts import Hosts
 from roll_opd.cluster.placement import Placement
-from roll_opd.cluster.startup_progress import StartUp
+from roll_opd.cluster.startup_progress import StartupProgress
 from roll_opd.config.plan import RunPlan
 from roll_opd.pipelines import start
 from roll_opd.pipelines.run_workers import RunWorkers
@@ -19,12 +19,12 @@ class Backend:
     """Starts Ray and workers for one run, and ends them with it. A subclass may keep them for several runs."""
 
     @contextmanager
-    def cluster(self, plan: RunPlan, starting: StartUp, hosts: Hosts | None) -> Iterator[None]:
+    def cluster(self, plan: RunPlan, starting: StartupProgress, hosts: Hosts | None) -> Iterator[None]:
         """Run Ray during the block."""
         with runtime.ray_cluster(plan.devices_per_node, starting, hosts):
             yield
 
-    def devices(self, plan: RunPlan, starting: StartUp, hosts: Hosts | None) -> Placement:
+    def devices(self, plan: RunPlan, starting: StartupProgress, hosts: Hosts | None) -> Placement:
         """Return the devices of the cluster."""
         return Placement(
             plan.num_nodes,

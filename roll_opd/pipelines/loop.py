@@ -19,7 +19,7 @@ from roll_opd.base.full_disk import DiskFull, full_disk
 from roll_opd.base.run_errors import RunError, SkippedUpdates
 from roll_opd.cluster.liveness import watched
 from roll_opd.cluster.multihost.hosts import Hosts
-from roll_opd.cluster.startup_progress import ClusterError, ProcessDied, StartUp
+from roll_opd.cluster.startup_progress import ClusterError, ProcessDied, StartupProgress
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.rows import DataError
 from roll_opd.pipelines.backend import Backend
@@ -75,7 +75,7 @@ def _run(
     # what is imported by now stays; a full garbage collection over it would stall some step for 0.3 s. There is none
     # here either: a Ctrl-C that came in a destructor would be ignored
     gc.freeze()
-    starting = StartUp(plan.startup_seconds, logger.note)
+    starting = StartupProgress(plan.startup_seconds, logger.note)
     ending = Ending(checkpoints, plan.grace_seconds, logger.note)
     try:
         with (

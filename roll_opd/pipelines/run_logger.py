@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roll_opd.base.full_disk import full_disk
 from roll_opd.base.terminal import warn
-from roll_opd.cluster.worker_progress import calls_under_way
+from roll_opd.cluster.worker_progress import running_calls
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompt_source import Source
 from roll_opd.models.tokenizer_files import has_chat_template
@@ -293,7 +293,7 @@ def _word_for_frozen_models(plan: RunPlan) -> str:
 
 
 def _micro_batches() -> list[str]:
-    calls = calls_under_way().items()
+    calls = running_calls().items()
     return [f"micro-batches of {role} {begun}/{total}" for role, (begun, total) in calls]
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from roll_opd.cluster.forkserver import forkserver_start, forkserver_variables, forkserver_worker
-from roll_opd.cluster.forkserver.forkserver_main import ENGINES, MEGATRON, compiling_later
-from roll_opd.cluster.forkserver.forkserver_start import ADDRESS, warm_server
+from roll_opd.cluster.forkserver.forkserver_main import ENGINES, MEGATRON, lazy_compile
+from roll_opd.cluster.forkserver.forkserver_start import ADDRESS, fork_server
 
 ROLE = SimpleNamespace(env={})
 ROLES: Any = {"megatron_roles": lambda: {"student": ROLE}, "inference_roles": dict}
@@ -53,7 +53,7 @@ def server() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
         patch.setenv("GONE", "1")
-        with warm_server() as opened:
+        with fork_server() as opened:
             patch.delenv("GONE")
             opened.serve(PLAN)
             yield
@@ -88,24 +88,24 @@ def test_a_fork_runs_a_program_as_the_interpreter_would(kind: str, server: None,
     assert child == {"BAR": "bar", "threads": 3, "ray": False}  # Ray reads the environment as it is imported
 
 
-def test_a_worker_that_is_not_to_begin_warm_goes_the_way_of_ray(server: None, tmp_path: Path) -> None:
+def test_a_worker_without_preloading_starts_as_in_ray(server: None, tmp_path: Path) -> None:
     said = "import sys; print(sys.argv[1:])"
     (tmp_path / "setup_worker.py").write_text(said)
     ended = setup(tmp_path / "default_worker.py", "a", FOO="foo")
     assert ended.returncode == 0 and "default_worker.py', 'a', '--language" in ended.stdout
 
 
-def test_a_server_that_has_ended_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_start_without_an_ended_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "setup_worker.py").write_text("import os; print('cold', os.environ.get('FOO'))")
     monkeypatch.setenv(ADDRESS, "roll_opd-of-nobody")
     assert setup(tmp_path / "default_worker.py", FOO="foo", ROLL_OPD_WARM=MEGATRON).stdout == "cold None\n"
 
 
-def test_one_of_its_processes_that_has_ended_is_done_without(tmp_path: Path) -> None:
+def test_workers_start_without_an_ended_server_process(tmp_path: Path) -> None:
     (tmp_path / "setup_worker.py").write_text("print('cold')")
     (tmp_path / "program.py").write_text("print('warm')")
     before = set(psutil.Process().children())
-    with warm_server() as opened:
+    with fork_server() as opened:
         opened.serve(PLAN)
         [server] = set(psutil.Process().children()) - before
         deadline = time.monotonic() + 120
@@ -117,7 +117,7 @@ def test_one_of_its_processes_that_has_ended_is_done_without(tmp_path: Path) -> 
     assert said == ["cold\n", "warm\n"]
 
 
-def test_variables_that_are_gone_are_gone_in_a_fork(server: None, tmp_path: Path) -> None:
+def test_variables_unset_since_are_unset_in_a_fork(server: None, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import os; print(os.environ.get('GONE'), os.environ.get('VLLM_NO_USAGE_STATS'))")
     assert setup(program, ROLL_OPD_WARM=MEGATRON).stdout == "None 1\n"
@@ -150,7 +150,7 @@ assert {id(kernel) for kernel, _ in dispatcher._registry.values()} == replaced
 """
 
 
-def test_what_the_server_imports_can_be_imported_without_the_compiler_and_has_the_kernels_of_cpus() -> None:
+def test_preloaded_modules_do_not_import_the_compiler_and_have_cpu_kernels() -> None:
     subprocess.run([sys.executable, "-c", SERVER], check=True, timeout=240)
 
 
@@ -167,14 +167,16 @@ def test_a_fork_that_runs_megatron_on_a_cpu_can_compile(server: None, tmp_path: 
 
 
 @pytest.mark.parametrize("off", ["0", "1"])
-def test_what_is_decorated_meanwhile_is_compiled_at_its_first_call(off: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_decorated_during_preloading_are_compiled_when_called(
+    off: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     at_once, graphs = torch.compile, []
 
     def compiler(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    with compiling_later():
+    with lazy_compile():
 
         @torch.compile(backend=compiler, fullgraph=True)
         def doubled(values: torch.Tensor) -> torch.Tensor:
@@ -230,7 +232,7 @@ def test_variables_of_a_run_are_in_the_server_as_it_imports(tmp_path: Path, monk
         "import found, os, tempfile; print(hash('a'), os.environ['NCCL_DEBUG'], tempfile.gettempdir(), os.getppid())"
     )
     said: list[str] = []
-    with warm_server() as opened:
+    with fork_server() as opened:
         opened.serve(plan_of(run, {"PYTHONHASHSEED": "8"}, {}), said.append)
         assert len(said) == 3 and all("PYTHONHASHSEED" in line for line in said)
         opened.end()
@@ -274,20 +276,20 @@ def test_variables_read_at_use_are_not_read_by_imports_of_the_server() -> None:
 
 
 @pytest.mark.parametrize("variables", [{"RAY_ADDRESS": "127.0.0.1:6379"}], ids=["joined"])
-def test_a_cluster_of_another_has_no_server(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joined_cluster_has_no_server(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with warm_server() as opened:
+    with fork_server() as opened:
         assert ADDRESS not in os.environ
         opened.serve(PLAN)
 
 
 @pytest.mark.parametrize("wait", ["0", "15"], ids=["while it imports", "while it serves"])
-def test_a_server_ends_with_its_driver_however_that_ends(wait: str) -> None:
+def test_a_server_ends_with_its_driver_sigkill_included(wait: str) -> None:
     code = (
         "import sys, time, types\n"
-        "from roll_opd.cluster.forkserver.forkserver_start import warm_server\n"
-        "with warm_server() as server:\n"
+        "from roll_opd.cluster.forkserver.forkserver_start import fork_server\n"
+        "with fork_server() as server:\n"
         "    plan = types.SimpleNamespace(rollout=None, env={}, megatron_roles=dict, inference_roles=dict)\n"
         "    server.serve(plan)\n"
         "    time.sleep(float(sys.argv[1])); print('ready', flush=True); time.sleep(600)\n"

@@ -26,8 +26,8 @@ class Other:
 
     def __init__(self, port: int, rank: int = 1, **facts: Any) -> None:
         self.inbox: queue.Queue[Any] = queue.Queue()
-        self.line = HeartbeatChannel(socket.create_connection(("127.0.0.1", port)), self.inbox)
-        self.line.say(rank=rank, size=2, **{**host_facts.facts(), **facts})
+        self.channel = HeartbeatChannel(socket.create_connection(("127.0.0.1", port)), self.inbox)
+        self.channel.send(rank=rank, size=2, **{**host_facts.facts(), **facts})
 
     def heard(self, key: str) -> Any:
         """What is said next with `key` in it."""
@@ -52,11 +52,11 @@ def port(hosts: Hosts) -> int:
 
 
 def test_a_late_host_is_named(hosts: Hosts) -> None:
-    with pytest.raises(LaunchError, match=r"host 1 of 2 has not come within 0.2 s \(host_seconds\)"):
+    with pytest.raises(LaunchError, match=r"host 1 of 2 has not joined within 0.2 s \(host_seconds\)"):
         hosts.gather(0.2, print)
 
 
-def test_a_host_that_leaves_may_come_again(hosts: Hosts) -> None:
+def test_a_host_may_reconnect(hosts: Hosts) -> None:
     Other(port(hosts)).line.close()
     time.sleep(0.2)
     second = threading.Timer(0.3, lambda: Other(port(hosts)))
@@ -67,11 +67,11 @@ def test_a_host_that_leaves_may_come_again(hosts: Hosts) -> None:
 def test_two_hosts_of_one_rank_and_strangers(hosts: Hosts) -> None:
     socket.create_connection(("127.0.0.1", port(hosts))).sendall(b"GET / HTTP/1.1\r\n\r\n")
     Other(port(hosts), rank=5)
-    with pytest.raises(LaunchError, match="says that it is host 5 of 2"):
+    with pytest.raises(LaunchError, match="reports rank 5 of 2"):
         hosts.gather(1, print)
 
 
-def test_another_runs_host_takes_nobodys_place(hosts: Hosts) -> None:
+def test_a_host_of_another_run_is_refused(hosts: Hosts) -> None:
     """From the same machine, too: two runs may have one MASTER_PORT. A host that comes again knows its run."""
     first = Other(port(hosts))
     hosts.gather(10, print)
@@ -81,8 +81,8 @@ def test_another_runs_host_takes_nobodys_place(hosts: Hosts) -> None:
     asked.start()
     assert another.heard("end") == 2
     asked.join()
-    assert "says that it is host 1 of 2, as 127.0.0.1 does" in hosts._refused[-1]
-    hosts._lines[1].say(still="there")
+    assert "reports rank 1 of 2, as 127.0.0.1 does" in hosts._refused[-1]
+    hosts._channels[1].send(still="there")
     assert first.heard("still") == "there"
 
 
@@ -96,7 +96,7 @@ def test_versions_models_and_the_directory_are_compared(hosts: Hosts, tmp_path: 
 
     def answer() -> None:
         assert other.heard("check")["models"] == [str(model)]
-        other.line.say(models={str(model): {}}, answer="")
+        other.channel.send(models={str(model): {}}, answer="")
 
     threading.Thread(target=answer).start()
     with pytest.raises(LaunchError) as caught:
@@ -118,7 +118,7 @@ def test_versions_models_and_the_directory_are_compared(hosts: Hosts, tmp_path: 
         ({"RAY_AUTH_MODE": "token", "HOME": "/no/such"}, {"RAY_AUTH_MODE": "token"}),
     ],
 )
-def test_other_hosts_are_told_the_token_wherever_it_is(
+def test_other_hosts_receive_the_token_from_environment_or_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], told: dict[str, str]
 ) -> None:
     """Ray takes it from the environment, from a file that this names, or from one in the home directory."""
@@ -132,14 +132,14 @@ def test_other_hosts_are_told_the_token_wherever_it_is(
     assert token_variables() == told
 
 
-def test_hosts_that_fit_are_told_how_the_run_ends(hosts: Hosts, tmp_path: Path) -> None:
+def test_hosts_receive_the_exit_code_of_the_run(hosts: Hosts, tmp_path: Path) -> None:
     other = Other(port(hosts))
     hosts.gather(10, print)
 
     def answer() -> None:
-        other.line.say(**host_facts.look(**other.heard("check")))
+        other.channel.send(**host_facts.look(**other.heard("check")))
         assert other.heard("join")["slots"] == 2
-        other.line.say(node=True)
+        other.channel.send(node=True)
 
     threading.Thread(target=answer).start()
     hosts.check([], str(tmp_path), devices=2)
@@ -147,22 +147,22 @@ def test_hosts_that_fit_are_told_how_the_run_ends(hosts: Hosts, tmp_path: Path) 
     assert not list(tmp_path.iterdir())
     lost: queue.Queue[str] = queue.Queue()
     hosts.watch(lost.put)
-    other.line.say(failed="Ray's raylet (killed by signal 9) has ended", node=True)
+    other.channel.send(failed="Ray's raylet (killed by signal 9) has ended", node=True)
     assert lost.get(timeout=10).endswith("127.0.0.1): Ray's raylet (killed by signal 9) has ended")
     hosts.end(3)
     assert other.heard("end") == 3
 
 
-def test_a_host_that_ends_is_lost(hosts: Hosts) -> None:
+def test_the_end_of_a_host_is_reported(hosts: Hosts) -> None:
     other = Other(port(hosts))
     hosts.gather(10, print)
     lost: queue.Queue[str] = queue.Queue()
     hosts.watch(lost.put)
-    other.line.close()
-    assert "is gone" in lost.get(timeout=10)
+    other.channel.close()
+    assert "is lost" in lost.get(timeout=10)
 
 
-def test_a_part_of_a_model_is_no_model() -> None:
+def test_missing_model_files_are_a_problem() -> None:
     whole = {"/m": {"config.json": 2, "model.safetensors": 10}}
     (problem,) = host_facts.model_problems(whole, {"/m": {"config.json": 2, "model.safetensors": 9}})
     assert "has another model.safetensors at /m than host 0" in problem
@@ -175,14 +175,14 @@ def test_hosts_with_other_numbers_of_gpus_are_refused(own: int, other: int, prob
     assert len(found) == problems
 
 
-def test_a_member_whose_driver_never_comes_says_so() -> None:
+def test_a_worker_without_a_driver_reports_it() -> None:
     program = (
         "import sys; from roll_opd.cluster.multihost import multihost_worker as member\n"
         "from roll_opd.cluster.multihost.launcher_env import Host\n"
-        "member.FIRST_SECONDS = 0.5\n"
-        "one = member._Member(Host(1, 2, '127.0.0.1', 9), print); one._again = 0.5\n"
+        "member.FIRST_CONNECT_S = 0.5\n"
+        "one = member._Worker(Host(1, 2, '127.0.0.1', 9), print); one._again = 0.5\n"
         "sys.exit(one.serve())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "host 0 has not answered at 127.0.0.1:9 for 0.5 s" in done.stdout
+    assert "no connection to host 0 at 127.0.0.1:9 within 0.5 s" in done.stdout

@@ -47,7 +47,7 @@ MPIRUN = {
         (MPIRUN, Host(1, 3, "10.0.0.1", 29501)),
     ],
 )
-def test_the_host_is_what_the_launcher_says(environ: dict[str, str], found: Host | None) -> None:
+def test_rank_and_size_are_the_launchers(environ: dict[str, str], found: Host | None) -> None:
     assert launched(environ) == found
 
 
@@ -62,7 +62,7 @@ def test_the_host_is_what_the_launcher_says(environ: dict[str, str], found: Host
         ({**TORCHRUN, "RANK": "one"}, "RANK is 'one'"),
     ],
 )
-def test_what_cannot_work_is_a_sentence(environ: dict[str, str], message: str) -> None:
+def test_an_unusable_environment_is_an_error(environ: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         launched(environ)
 

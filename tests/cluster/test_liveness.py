@@ -1,4 +1,4 @@
-"""What dies beside a run is told: real actors and Ray's own processes, killed."""
+"""Dead actors and Ray processes are reported: real ones, killed."""
 
 import asyncio
 import os
@@ -37,7 +37,7 @@ def group(*names: str) -> tuple[ActorGroup, list[int]]:
     return ActorGroup(made, names), ray.get([actor.pid.remote() for actor in made])
 
 
-def test_an_actor_that_nobody_asks_is_told_when_it_dies() -> None:
+def test_a_dead_idle_actor_is_reported() -> None:
     lost: queue.Queue[str] = queue.Queue()
     ended, _ = group("ended")
     roles, pids = group("teacher, rank 0,", "teacher, rank 1,")
@@ -61,7 +61,7 @@ def test_a_call_to_an_actor_that_dies_names_it() -> None:
     roles.end()
 
 
-def test_rays_own_processes_are_told_when_they_die() -> None:
+def test_dead_ray_processes_are_reported() -> None:
     """The last test: Ray does not survive it."""
     lost: queue.Queue[str] = queue.Queue()
     (gcs,) = [each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server"]

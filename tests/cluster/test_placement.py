@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from roll_opd.cluster.placement import Device, Placement, order
+from roll_opd.cluster.placement import Device, Placement, node_order
 from roll_opd.cluster.startup_progress import ClusterError
 
 NOBODY: Any = None  # no placement group is asked
@@ -52,7 +52,7 @@ def test_more_processes_than_cores_have_a_thread_each() -> None:
 )
 def test_hosts_are_in_a_stated_order(ranks: tuple[str, ...], wanted: list[str]) -> None:
     addresses = ["10.0.0.100", "10.0.0.3", "10.0.0.20"]
-    assert sorted(addresses, key=lambda each: order(each, "10.0.0.20", ranks)) == wanted
+    assert sorted(addresses, key=lambda each: node_order(each, "10.0.0.20", ranks)) == wanted
 
 
 def test_a_process_has_devices_of_one_host() -> None:

@@ -29,7 +29,7 @@ with guarded() as reaper:
     beside = Path(sys.argv[1]).parent / "a [b]"
     reaper.remove_at_the_end(beside, f"session_*_{sys.argv[4]}")
     reaper.remove_at_the_end(beside, "session_*")
-    reaper.keep_after_all(beside, "session_*")
+    reaper.cancel_removal(beside, "session_*")
     child = subprocess.Popen([sys.executable, "-c", sys.argv[3]], start_new_session=True)
     time.sleep(2.5)  # the reaper looks once a second
     print(child.pid, flush=True)

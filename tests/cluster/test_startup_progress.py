@@ -9,13 +9,13 @@ import pytest
 import ray
 
 from roll_opd.cluster import startup_progress
-from roll_opd.cluster.startup_progress import ClusterError, StartUp
+from roll_opd.cluster.startup_progress import ClusterError, StartupProgress
 
 
-def test_what_is_waited_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_awaited_parts_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup_progress, "STATUS_INTERVAL_S", 0.05)
     said: list[str] = []
-    starting = StartUp(say=said.append)
+    starting = StartupProgress(say=said.append)
 
     async def both() -> None:
         await asyncio.gather(
@@ -35,8 +35,8 @@ def test_what_is_waited_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.2 <= starting.parts["student"] < 0.6 <= starting.parts["teacher"]
 
 
-def test_what_takes_too_long_ends_with_what_a_process_last_said(tmp_path: Path) -> None:
-    starting = StartUp(0.05)
+def test_a_timeout_reports_the_last_error_of_a_process(tmp_path: Path) -> None:
+    starting = StartupProgress(0.05)
     starting.logs = tmp_path
     (tmp_path / "worker-1a-01000000-77.err").write_text(
         "INFO nothing\nTraceback (most recent call last):\n  File 'x'\nOSError: [Errno 5] the cause\n\n"
@@ -53,19 +53,19 @@ async def _failing(error: Exception) -> None:
     raise error
 
 
-def test_what_fails_is_told_by_its_cause() -> None:
+def test_a_failure_reports_its_cause() -> None:
     cause = ValueError("heads do not fit\nby far")
     error = ray.exceptions.RayTaskError("setup", "Traceback ...", cause)
     with pytest.raises(ClusterError, match=r"student: does not start: ValueError: heads do not fit by far$"):
-        asyncio.run(StartUp(9.0).of("student", _failing(error)))
+        asyncio.run(StartupProgress(9.0).of("student", _failing(error)))
     # as Ray raises it: an instance of both, and one that is a TimeoutError is not taken for the limit's
     late = ray.exceptions.RayTaskError("setup", "Traceback ...", TimeoutError("of the store")).as_instanceof_cause()
     with pytest.raises(ClusterError, match="does not start: TimeoutError: of the store"):
-        asyncio.run(StartUp(9.0).of("student", _failing(late)))
+        asyncio.run(StartupProgress(9.0).of("student", _failing(late)))
 
 
-def test_a_process_that_died_is_told_by_its_log(tmp_path: Path) -> None:
-    starting = StartUp()
+def test_a_dead_process_is_reported_with_its_log(tmp_path: Path) -> None:
+    starting = StartupProgress()
     starting.logs = tmp_path
     (tmp_path / f"worker-1a-01000000-{os.getpid()}.err").write_text(
         "Traceback (most recent call last):\n  File 'x'\nImportError: libcuda.so.1: cannot open shared object file\n"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roll_opd.cluster.temp_directory import LONGEST, run_temp_directory
+from roll_opd.cluster.temp_directory import MAX_LENGTH, run_temp_directory
 
 
 class Removing:
@@ -20,7 +20,7 @@ class Removing:
         self.told.append(directory)
 
 
-@pytest.mark.parametrize("place", ["missing", "a/long/" + "path/" * LONGEST, "own"])
+@pytest.mark.parametrize("place", ["missing", "a/long/" + "path/" * MAX_LENGTH, "own"])
 def test_a_directory_of_the_run(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outer = tmp_path / place
     if place != "missing":
@@ -32,7 +32,7 @@ def test_a_directory_of_the_run(place: str, tmp_path: Path, monkeypatch: pytest.
     with run_temp_directory(reaper):
         (directory,) = reaper.told
         assert os.environ["TMPDIR"] == str(directory) == tempfile.gettempdir()
-        assert directory.is_dir() and len(str(directory)) <= LONGEST
+        assert directory.is_dir() and len(str(directory)) <= MAX_LENGTH
         assert Path(os.environ["RAY_TMPDIR"]).is_dir()
     directory.rmdir()
     assert os.environ["TMPDIR"] == str(outer) and "RAY_TMPDIR" not in os.environ

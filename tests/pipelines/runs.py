@@ -23,7 +23,7 @@ import pytest
 
 from roll_opd.cluster.forkserver import forkserver_worker
 from roll_opd.cluster.forkserver.forkserver_main import EAGER_ENGINES, ENGINES, MEGATRON
-from roll_opd.cluster.forkserver.forkserver_start import WarmServer, warm_server
+from roll_opd.cluster.forkserver.forkserver_start import ForkServer, fork_server
 from roll_opd.tracking.run_directory import read_jsonl
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -71,7 +71,7 @@ def forks() -> Iterator[None]:
     """Have the launchers that are started in the block be forks of one warm server."""
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         with mock.patch.dict(os.environ, {MARK: FORKS}):
-            server = stack.enter_context(warm_server())
+            server = stack.enter_context(fork_server())
             server.import_for({"engines": EAGER_ENGINES, "variables": {MEGATRON: {}, ENGINES: {}}})
             patch.setattr(sys.modules[__name__], "SERVERS", _processes_of_the_server())
             patch.setattr(sys.modules[__name__], "FORKED_AT", os.environ[forkserver_worker.ADDRESS])
@@ -136,7 +136,7 @@ def _started(words: Sequence[str], log: Path) -> tuple[int, Callable[[], int | N
 
 def _forked(words: Sequence[str], log: Path) -> tuple[int, Callable[[], int | None]]:
     """Start it as a fork of the warm server."""
-    process = forkserver_worker.WarmProcess(target=_run_program, args=(list(words), log))
+    process = forkserver_worker.ForkedProcess(target=_run_program, args=(list(words), log))
     with pytest.MonkeyPatch.context() as patch:  # only this process is to be a fork
         for module, names in (
             (forkserver_worker._SERVER, ("_forkserver_address", "_forkserver_alive_fd", "ensure_running")),
@@ -160,8 +160,8 @@ def _run_program(words: list[str], log: Path) -> None:
         for output in (1, 2):
             os.dup2(sink.fileno(), output)
     os.chdir(REPOSITORY)
-    already: Any = lambda: nullcontext(WarmServer())  # noqa: E731
-    launch.warm_server = already
+    already: Any = lambda: nullcontext(ForkServer())  # noqa: E731
+    launch.fork_server = already
     forkserver_worker._run_program(words)
 
 

@@ -16,7 +16,7 @@ import pytest
 from runs import REPOSITORY, SPREAD, Run
 
 from roll_opd.cluster import runtime
-from roll_opd.cluster.forkserver.forkserver_start import warm_server
+from roll_opd.cluster.forkserver.forkserver_start import fork_server
 from roll_opd.cluster.placement import Placement
 from roll_opd.commands import run as launch
 from roll_opd.config.plan import RunPlan, TeacherPlan
@@ -165,7 +165,7 @@ def open_stage(place: Path) -> Iterator[Stage]:
         patch.syspath_prepend(users)
         longest = "prompt_length=1024"  # GSM8K's
         plan = load_plan(*WITH_CRITIC, [*SHORT, longest, *optimizer_of("actor_train"), *everyone], pure=False)
-        with warm_server() as server, runtime.ray_cluster(plan.devices_per_node):
+        with fork_server() as server, runtime.ray_cluster(plan.devices_per_node):
             server.serve(plan)
             yield Stage(plan, place, events)
     events.close()

@@ -39,7 +39,7 @@ def test_a_host_that_does_not_come_is_named(tmp_path: Path) -> None:
         words = command(tmp_path / "out", *TWO, "host_seconds=2")
         process = hosts[0].start([sys.executable, *words], **plainly(hosts, 0))
         assert process.wait(60) == 2
-        assert "1. host 1 of 2 has not come within 2 s (host_seconds); start the same command there" in process.output
+        assert "1. host 1 of 2 has not joined within 2 s (host_seconds); start the same command there" in process.output
         assert LEFT not in process.output and not (tmp_path / "out").exists()
 
 
@@ -58,7 +58,7 @@ def test_hosts_that_do_not_fit_are_told_together(tmp_path: Path) -> None:
         assert f"1. host 1 ({hosts[1].name}, {hosts[1].address}) has roll_opd" in said
         assert f"2. host 1 ({hosts[1].name}, {hosts[1].address}) has no model at {teacher} (no config.json)" in said
         assert f"3. host 1 ({hosts[1].name}, {hosts[1].address}) does not share {output}" in said
-        assert "host 1: the run has ended; host 0 says why" in processes[1].output
+        assert "host 1: the run has ended; see host 0 for the reason" in processes[1].output
 
 
 def test_scores_of_a_teacher_on_two_hosts_are_hugging_faces(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 import ray
 
 from roll_opd.cluster import worker_progress
-from roll_opd.cluster.worker_progress import MicroBatches, calls_under_way
+from roll_opd.cluster.worker_progress import MicroBatches, running_calls
 
 
 @ray.remote
@@ -22,10 +22,10 @@ class Worker:
 
 def test_a_call_that_takes_long_is_seen_until_it_ends(cluster: None) -> None:
     student, quick = Worker.options(num_cpus=0).remote("student", 0.0), Worker.options(num_cpus=0).remote("quick", 60.0)
-    assert calls_under_way() == {}
+    assert running_calls() == {}
     for begun, seen in ((0, {}), (3, {"student": (3, 8)}), (8, {})):
         ray.get([worker.work.remote(begun, 8) for worker in (student, quick)])
-        assert calls_under_way() == seen
+        assert running_calls() == seen
 
 
 def test_a_ray_that_does_not_answer_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,4 +39,4 @@ def test_a_ray_that_does_not_answer_is_no_error(monkeypatch: pytest.MonkeyPatch)
     tell = MicroBatches("student")
     for begun in range(4):
         tell(begun, 3)
-    assert calls_under_way() == {}
+    assert running_calls() == {}

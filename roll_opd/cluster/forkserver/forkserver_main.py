@@ -1,6 +1,6 @@
-"""The warm server's own side: what it imports, whom it serves, and what its forks must know of the time before.
+"""Program of the fork server: imports libraries, and serves forks of itself to the user's processes.
 
-It is two processes: one, a fork of the other, imports what Megatron's roles need while the other imports vLLM.
+It has two processes: one, a fork of the other, imports Megatron's modules while the other imports vLLM.
 """
 
 import ctypes
@@ -20,23 +20,23 @@ from multiprocessing import forkserver
 from types import SimpleNamespace
 from typing import Any, TextIO
 
-ENVIRONMENT = dict(os.environ)  # before any import has changed it
+ENVIRONMENT = dict(os.environ)  # before imports change it
 PATH = list(sys.path)
-ANY_ENGINE, EAGER_ENGINES = "vllm", "vllm, eager"  # what the driver may want besides Megatron
+ANY_ENGINE, EAGER_ENGINES = "vllm", "vllm, eager"  # requests of the driver in addition to Megatron
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
-MEGATRON, ENGINES = "megatron", "engines"  # whose forks a process may be, of the two
+MEGATRON, ENGINES = "megatron", "engines"  # kinds of the two server processes
 
-OF_RAY = ("pyarrow", "pydantic.v1", "requests", "jsonschema", "uvloop")  # it imports them in each of its workers
+RAY_IMPORTS = ("pyarrow", "pydantic.v1", "requests", "jsonschema", "uvloop")  # by Ray in each of its workers
 COMMON = (
-    *OF_RAY,
-    "torch._inductor",  # whose settings torch.use_deterministic_algorithms sets; the compiler itself is not in it
+    *RAY_IMPORTS,
+    "torch._inductor",  # torch.use_deterministic_algorithms changes its settings; it does not import the compiler
     "transformers.modeling_utils",
 )
-OF_MEGATRON = ("roll_opd.megatron.trainer", "roll_opd.megatron.critic", "roll_opd.megatron.export")
+MEGATRON_MODULES = ("roll_opd.megatron.trainer", "roll_opd.megatron.critic", "roll_opd.megatron.export")
 VLLM = ("roll_opd.inference.engine", "vllm.v1.engine.async_llm", "vllm.v1.engine.core")
-COMPILER = "torch._inductor.lowering"  # vLLM prepares it for its own operations, which eager engines do not compile
-EAGER_CORE = (  # what an engine core imports as it starts
+COMPILER = "torch._inductor.lowering"  # imported by vLLM for its custom operations; eager engines do not need it
+EAGER_CORE = (  # imports of an engine core at its start
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.sample.rejection_sampler",
@@ -46,8 +46,8 @@ EAGER_CORE = (  # what an engine core imports as it starts
 )
 
 
-def follow(parent: int) -> None:
-    """End this process with `parent`, which has started it, also by SIGKILL and while something is being imported."""
+def exit_with_parent(parent: int) -> None:
+    """Kill this process at the death of its parent process `parent`, also by SIGKILL and during imports."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit()
@@ -56,9 +56,9 @@ def follow(parent: int) -> None:
 def preload_and_serve(requests: TextIO, listeners: Mapping[str, int], alive: int) -> None:
     """Import Megatron's modules and the requested ones of vLLM; serve forks until the other end of `alive` is closed.
 
-    `requests` is JSON that the driver writes once it has read its configuration; `listeners` are the sockets of
-    MEGATRON and ENGINES. A failing import is left to the process that needs the module, which reports the error. Ray
-    is left to the forks, since it reads its job from the environment when it is imported.
+    `requests` is JSON that the driver writes after reading its configuration; `listeners` are the sockets of MEGATRON
+    and ENGINES. Failing imports are ignored here: the process that needs the module reports the error. Ray is imported
+    by the forks, since it reads its job from the environment at import.
     """
     from roll_opd.base.optional_torch_packages import broken_companions, hide
     from roll_opd.inference.settings import prepare_environment
@@ -66,26 +66,26 @@ def preload_and_serve(requests: TextIO, listeners: Mapping[str, int], alive: int
     modules: dict[str, Any] = sys.modules
     modules["ray"] = None  # vLLM tries to import it
     hide(broken_companions())
-    gc.disable()  # a collection finds nothing, and takes a fifth of the time
-    prepare_environment(eager_on_cpu=False)  # vLLM reads a part of it as it is imported
-    with compiling_later():
+    gc.disable()  # collections find nothing, and take a fifth of the time
+    prepare_environment(eager_on_cpu=False)  # vLLM reads a part of it at import
+    with lazy_compile():
         _import(COMMON)
         first = os.getpid()
         kind, other = (ENGINES, MEGATRON) if os.fork() else (MEGATRON, ENGINES)
-        os.close(listeners[other])  # who asks a process that has died is to know at once
+        os.close(listeners[other])  # so that requests to a dead process fail immediately
         if kind == MEGATRON:
-            follow(first)
-            _import(OF_MEGATRON)
+            exit_with_parent(first)
+            _import(MEGATRON_MODULES)
         else:
             _import_engines(json.loads(requests.read() or "{}"))
     del modules["ray"]
-    gc.freeze()  # so that collections in the forks do not copy all of these pages
+    gc.freeze()  # so that collections in the forks do not copy these pages
     gc.enable()
     _serve(listeners[kind], alive)
 
 
 def _import_engines(request: Mapping[str, Any]) -> None:
-    """Import the parts of vLLM that the driver requests, with its `variables` in the environment."""
+    """Import the requested parts of vLLM, with the request's `variables` in the environment."""
     modules: dict[str, Any] = sys.modules
     wanted = request.get("engines", "")
     os.environ |= request.get("variables", {})
@@ -101,9 +101,9 @@ def _import_engines(request: Mapping[str, Any]) -> None:
 
 
 def _prepare_cores() -> None:
-    """Do for all forks what each engine core does: set up logging, and put kernels for CPUs in the place of Triton's.
+    """Do the set-up of an engine core once for all forks: logging, and CPU kernels in place of Triton's.
 
-    A core looks for these in every module there is, for 0.7 s. They are in vLLM's.
+    A core searches every module for Triton kernels, which takes 0.7 s; here only vLLM's modules are searched.
     """
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
@@ -112,43 +112,43 @@ def _prepare_cores() -> None:
     from vllm.v1.engine import core
 
     configure_logging_if_needed(LoggingConfig())
-    vars(core)["configure_logging"] = configure_logging_if_needed  # it walks all loggers there are
+    vars(core)["configure_logging"] = configure_logging_if_needed  # it iterates over all loggers
 
     of_vllm = {name: module for name, module in sys.modules.items() if name.startswith("vllm")}
-    looking: Any = dispatcher
-    looking.sys = SimpleNamespace(modules=of_vllm)
+    patched: Any = dispatcher
+    patched.sys = SimpleNamespace(modules=of_vllm)
     try:
         current_platform.register_triton_kernel_overrides()
     finally:
-        looking.sys = sys
+        patched.sys = sys
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
 def _serve(listener: int, alive: int) -> None:
-    """Fork for the processes of this user."""
+    """Serve forks to processes of this user."""
     module: Any = forkserver
-    module.socket = SimpleNamespace(socket=_OfOneUser, AF_UNIX=socket.AF_UNIX)
+    module.socket = SimpleNamespace(socket=_SameUserSocket, AF_UNIX=socket.AF_UNIX)
     forkserver.main(listener, alive, [])
 
 
-class _OfOneUser(socket.socket):
+class _SameUserSocket(socket.socket):
     def accept(self) -> tuple[socket.socket, Any]:
         connection, address = super().accept()
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         if struct.unpack("3i", peer)[1] != os.getuid():
             connection.close()
-            raise ConnectionAbortedError(errno.ECONNABORTED, "another user")  # and the server goes on
+            raise ConnectionAbortedError(errno.ECONNABORTED, "another user")  # ignored by the server
         return connection, address
 
 
 @contextmanager
-def compiling_later() -> Iterator[None]:
-    """Have a function that `torch.compile` decorates inside the block compiled at its first call, if there is one.
+def lazy_compile() -> Iterator[None]:
+    """Postpone `torch.compile` of functions decorated inside the block to their first call.
 
-    Megatron alone imports the compiler for some it decorates, which on CPUs are hardly ever called.
+    Megatron decorates some functions that are rarely called on CPUs; this avoids the import of the compiler.
     """
     torch: Any = importlib.import_module("torch")
-    at_once = torch.compile
+    compile_now = torch.compile
 
     def later(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
         if model is None:
@@ -160,7 +160,7 @@ def compiling_later() -> Iterator[None]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not compiled:
                 is_off = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
-                compiled.append(model if is_off else at_once(model, **options))
+                compiled.append(model if is_off else compile_now(model, **options))
             return compiled[0](*args, **kwargs)
 
         return call
@@ -169,7 +169,7 @@ def compiling_later() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.compile = at_once
+        torch.compile = compile_now
 
 
 def _import(modules: Sequence[str]) -> None:

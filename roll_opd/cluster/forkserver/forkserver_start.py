@@ -1,14 +1,14 @@
-"""Processes that begin warm: one imports what a run's processes need, and they are forks of it.
+"""Start a fork server that imports the libraries of a run once; workers are forks of it.
 
-torch, Megatron and vLLM take 8 s of CPU and more to import, and a run on one machine has five processes or more that
-need them. A warm server (Python's own `multiprocessing.forkserver`) imports them once, while the driver reads its data
-and starts Ray: in two processes, of which one has imported Megatron before the other has vLLM. Ray then starts
-`warm_worker` in place of the interpreter: it asks one of them for a fork that runs what the interpreter would have run.
-vLLM's engine core is a fork of the same server as its client. If a run sets variables that are read at import
-(`warm_variables`), the server is restarted with them, which takes a second or two.
+torch, Megatron and vLLM take 8 s of CPU or more to import, and a run on one machine has at least five processes that
+need them. The fork server (Python's `multiprocessing.forkserver`) imports them once in two processes, for Megatron's
+roles and for engines, while the driver reads its data and starts Ray. Ray then starts `forkserver_worker` in place of
+the interpreter; it requests a fork that runs the worker's program. vLLM's engine core is a fork of the same server as
+its client. If a run sets variables that are read at import (`forkserver_variables`), the server is restarted with
+them, which takes a second or two.
 
-Only where there is no GPU: a process that has touched CUDA cannot be forked, and imports are nothing beside loading
-such models.
+Only without GPUs: a process with an initialised CUDA context cannot be forked, and loading such models takes much
+longer than imports.
 """
 
 import json
@@ -32,33 +32,33 @@ from roll_opd.config.plan import RunPlan
 SERVED = "ROLL_OPD_WARM_VARIABLES"  # the system_envs of the server's processes, as JSON
 _SERVE = (
     "import sys; sys.path[:] = {path!r}\n"
-    "from roll_opd.cluster.forkserver.forkserver_main import follow, preload_and_serve\n"
-    "follow({driver}); preload_and_serve(sys.stdin, {listeners!r}, {alive})"
+    "from roll_opd.cluster.forkserver.forkserver_main import exit_with_parent, preload_and_serve\n"
+    "exit_with_parent({driver}); preload_and_serve(sys.stdin, {listeners!r}, {alive})"
 )
 
 
-class WarmServer:
-    """The server as the driver sees it: nothing where there are GPUs, or where the cluster is another's."""
+class ForkServer:
+    """Handle of the fork server in the driver; without effect on GPUs and in a joined cluster."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._alive: int | None = None  # closed, it ends the server's forks
+        self._alive: int | None = None  # pipe end whose closing ends the server's forks
 
     def serve(self, plan: RunPlan, say: Callable[[str], object] = print) -> None:
-        """Import the modules for the processes of `plan`; report roles that start without preloading by `say`."""
+        """Import the modules for the processes of `plan`; print roles that start without preloading by `say`."""
         if self._process is None:
             return
         wanted = wanted_by(plan)
         for role, names in cold_roles(plan, wanted["variables"]).items():
-            said = " and ".join(f"system_envs.{name}" for name in names)
+            keys = " and ".join(f"system_envs.{name}" for name in names)
             say(
-                f"{role} starts without preloaded libraries, about 20 s slower: {said} is read at import and differs"
+                f"{role} starts without preloaded libraries, about 20 s slower: {keys} is read at import and differs"
                 " between roles; set it in the system_envs of the whole run, with one value"
             )
         self.import_for(wanted)
 
     def import_for(self, wanted: Mapping[str, Any]) -> None:
-        """Import the modules of `wanted_by`, with the variables that are read at import."""
+        """Import the modules of a request (of `wanted_by`), with its variables in the environment."""
         if self._process is None:
             return
         from_start = wanted["variables"][MEGATRON]
@@ -67,8 +67,10 @@ class WarmServer:
             self.begin(from_start)
         os.environ[SERVED] = json.dumps(wanted["variables"])
         assert self._process and self._process.stdin
-        with suppress(BrokenPipeError), self._process.stdin as told:  # broken: it has ended
-            told.write(json.dumps({"engines": wanted["engines"], "variables": wanted["variables"][ENGINES]}).encode())
+        with suppress(BrokenPipeError), self._process.stdin as requests:  # broken: the server has ended
+            requests.write(
+                json.dumps({"engines": wanted["engines"], "variables": wanted["variables"][ENGINES]}).encode()
+            )
 
     def begin(self, variables: Mapping[str, str]) -> None:
         """Start the server with `variables` in its environment."""
@@ -94,19 +96,19 @@ class WarmServer:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # a Ctrl-C in the terminal is not meant for it
+                start_new_session=True,  # not interrupted by Ctrl-C in the terminal
             )
-            os.close(alive)  # with the listeners, so that requests to a dead server fail at once
+            os.close(alive)  # with the listeners, so that requests to a dead server fail immediately
         os.environ[ADDRESS] = address
 
     def end(self) -> None:
-        """End the server."""
+        """Stop the server."""
         for name in (ADDRESS, SERVED):
             os.environ.pop(name, None)
         if self._alive is not None:
             os.close(self._alive)
         if self._process:
-            self._process.kill()  # it may still import; its fork ends with it
+            self._process.kill()  # it may still be importing; its fork is killed with it
             self._process.wait()
             if self._process.stdin:
                 self._process.stdin.close()
@@ -114,7 +116,7 @@ class WarmServer:
 
 
 def wanted_by(plan: RunPlan) -> dict[str, Any]:
-    """Return the argument of `WarmServer.import_for`: the parts of vLLM to import, and both servers' variables."""
+    """Return the request for `ForkServer.import_for`: parts of vLLM to import, and both server processes' variables."""
     engines = plan.inference_roles().values()
     eager = all(role.engine_args.get("enforce_eager", True) for role in engines)
     of_vllm = (EAGER_ENGINES if eager else ANY_ENGINE) if engines else ""
@@ -122,13 +124,13 @@ def wanted_by(plan: RunPlan) -> dict[str, Any]:
 
 
 @contextmanager
-def warm_server() -> Iterator[WarmServer]:
-    """Have a server import beside the block what a run's processes need.
+def fork_server() -> Iterator[ForkServer]:
+    """Run a fork server inside the block; it imports in the background.
 
-    It ends with this process, however that ends.
+    It ends with this process, SIGKILL included.
     """
-    outer = {name: os.environ.pop(name) for name in (ADDRESS, SERVED) if name in os.environ}  # of a run around this one
-    server = WarmServer()
+    outer = {name: os.environ.pop(name) for name in (ADDRESS, SERVED) if name in os.environ}  # of an outer run
+    server = ForkServer()
     try:
         if not (os.environ.get("RAY_ADDRESS") or has_gpu_driver()):
             server.begin({})
@@ -139,12 +141,12 @@ def warm_server() -> Iterator[WarmServer]:
 
 
 def is_open() -> bool:
-    """Whether a server runs, so that workers start with preloaded modules."""
+    """Whether a fork server runs in this process."""
     return ADDRESS in os.environ
 
 
 def variables(kind: str, system_envs: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that make a worker start as a fork of `kind`; none if it has to start without preloading.
+    """Return the variables that make a worker start as a fork of `kind`; empty for a start without preloading.
 
     `system_envs` are the variables that the run and the worker's role set.
     """

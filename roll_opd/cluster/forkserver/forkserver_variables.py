@@ -1,7 +1,7 @@
-"""Split `system_envs` into variables that a forked worker can set, and variables that the fork server needs at import.
+"""Split `system_envs` into variables set in a forked worker, and variables that the fork server needs at import.
 
-A fork has its own environment, so variables that are read when used take effect there. Others are read once, when the
-interpreter starts or a library is imported: the server sets them before its imports if all roles have the same value.
+A fork has its own environment, so variables that are read on use take effect there. Others are read once, at the start
+of the interpreter or the import of a library: the server sets them before its imports if all roles have the same value.
 A role with another value starts without preloading.
 """
 
@@ -17,29 +17,31 @@ READ_AT_USE = (
     *("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "RAY_", "MASTER_"),
     *("WANDB_", "SWANLAB_", "MLFLOW_", "TOKENIZERS_PARALLELISM"),
 )
-APPLIED = ("OMP_NUM_THREADS", "TMPDIR")  # set by `warm_worker` in the fork
-OF_VLLM = "VLLM_"  # read when vLLM is imported, only in the engines' server
+APPLIED = ("OMP_NUM_THREADS", "TMPDIR")  # set by `forkserver_worker` in the fork
+VLLM_PREFIX = "VLLM_"  # read when vLLM is imported, only in the engines' server
 
 
 def read_at_import(variables: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables that a server needs from its start."""
     return {
-        name: str(value) for name, value in variables.items() if not name.startswith((*READ_AT_USE, *APPLIED, OF_VLLM))
+        name: str(value)
+        for name, value in variables.items()
+        if not name.startswith((*READ_AT_USE, *APPLIED, VLLM_PREFIX))
     }
 
 
 def needed(kind: str, variables: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables with which forks of a server of `kind` equal new processes."""
-    of_vllm = {name: str(value) for name, value in variables.items() if name.startswith(OF_VLLM)}
+    """Return the variables that a server of `kind` must set before its imports, for forks equal to new processes."""
+    of_vllm = {name: str(value) for name, value in variables.items() if name.startswith(VLLM_PREFIX)}
     return read_at_import(variables) | (of_vllm if kind == ENGINES else {})
 
 
 def of_servers(plan: RunPlan) -> dict[str, dict[str, str]]:
-    """Return the variables of Megatron's and of the engines' server: the ones shared by all their roles."""
+    """Return the import-time variables of Megatron's and of the engines' server: those shared by all their roles."""
     megatron, engines = ([role.env for role in roles.values()] for roles in (plan.megatron_roles(), _engines(plan)))
     from_start = _shared([read_at_import({**plan.env, **env}) for env in (*megatron, *engines)])
     of_vllm = _shared([needed(ENGINES, {**plan.env, **env}) for env in engines])
-    later = {name: value for name, value in of_vllm.items() if name.startswith(OF_VLLM)}
+    later = {name: value for name, value in of_vllm.items() if name.startswith(VLLM_PREFIX)}
     return {MEGATRON: from_start, ENGINES: from_start | later}
 
 

@@ -1,6 +1,6 @@
-"""A worker of Ray's that is a fork of the warm server's: run as a program in the place of Ray's `setup_worker.py`.
+"""Program in place of Ray's `setup_worker.py` that starts a Ray worker as a fork of the fork server.
 
-This file imports nothing but the standard library, and so starts in 0.1 s; see `warm_start`.
+This file imports only the standard library, and so starts in 0.1 s; see `forkserver_start`.
 """
 
 import atexit
@@ -12,44 +12,44 @@ from multiprocessing import context, forkserver, reduction, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-# in the environment: how the server's abstract sockets are named, and of which of its processes a worker is a fork
+# environment variables: name of the server's abstract sockets; kind of server process that a worker is a fork of
 ADDRESS, WARM = "ROLL_OPD_WARM_SERVER", "ROLL_OPD_WARM"
 CONTEXT = "--serialized-runtime-env-context="
-RAYS_PROGRAMS = "/ray/_private/workers/"
+RAY_PROGRAMS = "/ray/_private/workers/"
 
-# of the standard library's inside
+# private objects of the standard library
 _SERVER: Any = forkserver._forkserver
 _TRACKER: Any = resource_tracker._resource_tracker
 _CONTEXTS: Any = vars(context)["_concrete_contexts"]
 
 
 def address_of(server: str, kind: str) -> str:
-    """Return the name of the abstract socket where a server's process of a kind listens."""
+    """Return the name of the abstract socket of a server process of `kind`."""
     return f"{server}-{kind}"
 
 
 def connect(address: str) -> None:
-    """Make the process at `address` the one that this process asks for forks."""
+    """Connect this process to the fork server at `address`."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    _TRACKER._fd = nowhere  # this process has nothing to be tracked
+    _TRACKER._fd = nowhere  # this process has no tracked resources
     _SERVER._forkserver_address = "\0" + address
-    _SERVER._forkserver_alive_fd = nowhere  # it lives as long as the driver, not as this process
-    _SERVER.ensure_running = resource_tracker.ensure_running  # or it would start a server of its own
+    _SERVER._forkserver_alive_fd = nowhere  # the server's lifetime is the driver's, not this process's
+    _SERVER.ensure_running = resource_tracker.ensure_running  # does not start another server
 
 
-class WarmProcess(ForkServerProcess):
-    """A fork of the server with the environment and the output of the process that starts it."""
+class ForkedProcess(ForkServerProcess):
+    """Fork of the server with the environment and the output of the process that starts it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         output, errors = (reduction.DupFd(number) for number in (1, 2))
-        return _arrive, (type(self), dict(os.environ), output, errors), self.__dict__
+        return _set_up_fork, (type(self), dict(os.environ), output, errors), self.__dict__
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
-        """Start it. It is not to run a worker's program of Ray's again, which defines nothing and imports for 0.5 s."""
+        """Start the fork without importing Ray's worker program as `__main__`, which takes 0.5 s without any use."""
         main = sys.modules["__main__"]
         program = getattr(main, "__file__", None)
-        if program and RAYS_PROGRAMS in program:
+        if program and RAY_PROGRAMS in program:
             main.__file__ = None
         try:
             return ForkServerProcess._Popen(process_obj)
@@ -58,15 +58,15 @@ class WarmProcess(ForkServerProcess):
                 main.__file__ = program
 
 
-class WarmContext(ForkServerContext):
-    """In the place of `multiprocessing`'s context `spawn`."""
+class ForkedContext(ForkServerContext):
+    """Replacement of `multiprocessing`'s context `spawn`."""
 
     _name = "spawn"
-    Process = WarmProcess
+    Process = ForkedProcess
 
 
-def _arrive(kind: type[WarmProcess], environment: dict[str, str], output: Any, errors: Any) -> WarmProcess:
-    """Make this fork what a new process would be, before anything of its task is unpickled."""
+def _set_up_fork(kind: type[ForkedProcess], environment: dict[str, str], output: Any, errors: Any) -> ForkedProcess:
+    """Set environment, threads and output of this fork as in a new process, before its task is unpickled."""
     import tempfile
 
     import torch
@@ -76,8 +76,8 @@ def _arrive(kind: type[WarmProcess], environment: dict[str, str], output: Any, e
     for name in ENVIRONMENT.keys() - environment.keys():
         os.environ.pop(name, None)
     os.environ.update(environment)
-    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # torch has read it when it was imported
-    tempfile.tempdir = None  # it is looked for once, in TMPDIR
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # read by torch at import
+    tempfile.tempdir = None  # cached from TMPDIR
     torch.set_num_threads(int(threads) if threads.isdecimal() else len(os.sched_getaffinity(0)))
     os.dup2(output.detach(), 1)
     os.dup2(errors.detach(), 2)
@@ -85,16 +85,16 @@ def _arrive(kind: type[WarmProcess], environment: dict[str, str], output: Any, e
 
 
 def fork_instead_of_spawning() -> None:
-    """Have the server, which is connected to, fork what libraries spawn in this process."""
-    _CONTEXTS["spawn"] = WarmContext()
+    """Make `spawn` of libraries in this process fork from the connected server."""
+    _CONTEXTS["spawn"] = ForkedContext()
 
 
 def _run_program(arguments: list[str]) -> None:
-    """Run a Python program as the interpreter would have."""
+    """Run a Python program as the interpreter would."""
     from roll_opd.cluster.forkserver import forkserver_worker  # not this copy of the module
     from roll_opd.cluster.forkserver.forkserver_main import PATH
 
-    os.setpgid(0, 0)  # Ray ends a worker with its whole process group
+    os.setpgid(0, 0)  # Ray kills a worker with its process group
     sys.path[:] = [os.path.dirname(arguments[0]), *PATH]
     sys.argv = arguments
     forkserver_worker.connect(address_of(os.environ[ADDRESS], os.environ[WARM]))
@@ -107,12 +107,12 @@ def _run_program(arguments: list[str]) -> None:
 
 
 def _setup() -> None:
-    """Do what Ray's `setup_worker.py` does, and become that program for a worker that is not to begin warm."""
+    """Start the worker as a fork; run Ray's `setup_worker.py` for a worker without preloading."""
     program, *arguments = sys.argv[1:]
     context = next((each for each in arguments if each.startswith(CONTEXT)), CONTEXT + "{}")
     variables = json.loads(context.removeprefix(CONTEXT)).get("env_vars", {})
     known = [each for each in arguments if not each.startswith((CONTEXT, "--language="))]
-    process = WarmProcess(target=_run_program, args=([program, *known],))
+    process = ForkedProcess(target=_run_program, args=([program, *known],))
     if WARM not in variables or not _is_started(process, variables):
         cold = os.path.join(os.path.dirname(program), "setup_worker.py")
         os.execv(sys.executable, [sys.executable, cold, *sys.argv[1:]])
@@ -120,8 +120,8 @@ def _setup() -> None:
     sys.exit(process.exitcode)
 
 
-def _is_started(process: WarmProcess, variables: dict[str, str]) -> bool:
-    """Start it with `variables` in its environment. False where the server has ended: it has failed, or was killed."""
+def _is_started(process: ForkedProcess, variables: dict[str, str]) -> bool:
+    """Start `process` with `variables` in its environment; return False if the server has ended."""
     connect(address_of(os.environ[ADDRESS], variables[WARM]))
     before = dict(os.environ)
     os.environ.update(variables)

@@ -1,7 +1,7 @@
-"""A program in the place of Ray's dashboard agent, which says what that says where it serves nothing: no port in use.
+"""Program in place of Ray's dashboard agent: reports that no port is in use, and exits with its raylet.
 
-A raylet does not begin without these files and ends with its agent, so there must be one. Ray's own imports 2 s of
-servers, for metrics and jobs, that nobody asks anything. This one runs without site packages, and so is there at once.
+A raylet needs the agent's files to start and exits with its agent. Ray's agent spends 2 s on importing unused servers
+for metrics and jobs; this one runs without site packages and starts immediately.
 """
 
 import sys
@@ -12,14 +12,14 @@ NOT_IN_USE = "-1"
 
 
 def main(arguments: list[str]) -> None:
-    """Write the files for the session and node that Ray names in `arguments`; return when the raylet has ended."""
+    """Write the port files for the session and node in Ray's `arguments`; return at the end of the raylet."""
     named = dict(each.removeprefix("--").split("=", 1) for each in arguments if each.startswith("--") and "=" in each)
     for port in PORTS:
         file = Path(named["session-dir"]) / f"{port}_{named['node-id']}"
-        aside = file.with_name(f"{file.name}.aside")  # a raylet that looks meanwhile must not read half of it
-        aside.write_text(NOT_IN_USE)
-        aside.rename(file)
-    sys.stdin.read()  # a pipe of the raylet's, which closes with it
+        partial = file.with_name(f"{file.name}.partial")  # the raylet must not read an incomplete file
+        partial.write_text(NOT_IN_USE)
+        partial.rename(file)
+    sys.stdin.read()  # a pipe of the raylet, closed at its end
 
 
 if __name__ == "__main__":

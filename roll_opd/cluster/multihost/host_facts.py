@@ -1,4 +1,4 @@
-"""What a host says of itself before a run starts, and what is wrong with it."""
+"""Facts about a host (versions, GPUs, model files, shared directory), and their comparison with host 0."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ from typing import Any
 import roll_opd
 
 PACKAGES = ("ray", "torch", "vllm", "megatron-core", "transformers", "transformer-engine")
-SEEN_SECONDS = 10.0  # for a network file system to show a new file
+VISIBLE_TIMEOUT_S = 10.0  # for a network file system to show a new file
 
 
 def facts() -> dict[str, Any]:
@@ -22,7 +22,7 @@ def facts() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be the same on all hosts; of this package also what its files are."""
+    """Return the versions that must be equal on all hosts; for this package with a hash of its files."""
     package = Path(roll_opd.__file__).parent
     files = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -32,14 +32,14 @@ def versions() -> dict[str, str]:
 
 
 def count_gpus() -> int:
-    """Return how many NVIDIA GPUs processes of this host may use, without loading anything of CUDA's."""
+    """Return the number of NVIDIA GPUs visible to processes of this host, without loading CUDA."""
     present = len([name for name in os.listdir("/dev") if name.removeprefix("nvidia").isdecimal()])
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     return present if allowed is None else min(present, len([name for name in allowed.split(",") if name.strip()]))
 
 
 def model_files(path: str) -> dict[str, int]:
-    """Return the files of a model that are loaded, by name in bytes; none where there is no config.json."""
+    """Return the size in bytes of each loaded file of a model; empty without a config.json."""
     directory = Path(path)
     if not (directory / "config.json").is_file():
         return {}
@@ -47,15 +47,15 @@ def model_files(path: str) -> dict[str, int]:
 
 
 def look(models: Sequence[str], directory: str | None, nonce: str) -> dict[str, Any]:
-    """Return what this host has of `models`, and whether it shares `directory`, into which host 0 has put `nonce`."""
+    """Return this host's files of `models`, and its answer to host 0's file `nonce` in the shared `directory`."""
     answer = _answer(Path(directory), nonce) if directory else ""
     return {"models": {path: model_files(path) for path in models}, "answer": answer}
 
 
 def _answer(directory: Path, nonce: str) -> str:
-    """Put a file beside the one named `nonce`, and return its name; "" where that is not there, or cannot be done."""
+    """Create a file next to `nonce`; return its name, "" if `nonce` is missing or the directory is not writable."""
     name = f"{nonce}.{os.urandom(8).hex()}"
-    if not appears(directory / nonce):
+    if not wait_for_file(directory / nonce):
         return ""
     try:
         (directory / name).touch()
@@ -64,9 +64,9 @@ def _answer(directory: Path, nonce: str) -> str:
     return name
 
 
-def appears(path: Path) -> bool:
-    """Wait until `path` is there, for a while. Whether it is."""
-    deadline = time.monotonic() + SEEN_SECONDS
+def wait_for_file(path: Path) -> bool:
+    """Wait for `path` to exist, at most `VISIBLE_TIMEOUT_S`; return whether it does."""
+    deadline = time.monotonic() + VISIBLE_TIMEOUT_S
     while not path.exists():
         if time.monotonic() > deadline:
             return False
@@ -75,21 +75,21 @@ def appears(path: Path) -> bool:
 
 
 def differences(own: Mapping[str, Any], other: Mapping[str, Any], devices: int) -> list[str]:
-    """Return how a host differs from host 0, each as what follows its name. `devices`: that a run needs of each."""
+    """Return the differences of a host from host 0, as predicates for its name. `devices`: GPUs needed of each host."""
     found = [
         f"has {name} {theirs} and host 0 has {ours}; install the same"
         for name, ours in own["versions"].items()
         if (theirs := other["versions"].get(name, "none")) != ours
     ]
     if bool(own["gpus"]) != bool(other["gpus"]):
-        found.append(f"has {other['gpus']} GPUs and host 0 has {own['gpus']}; use hosts that are alike")
+        found.append(f"has {other['gpus']} GPUs and host 0 has {own['gpus']}; use hosts of one kind")
     elif other["gpus"] and other["gpus"] < devices:
-        found.append(f"has {other['gpus']} GPUs, fewer than num_gpus_per_node {devices}; lower that")
+        found.append(f"has {other['gpus']} GPUs, fewer than num_gpus_per_node {devices}; lower it")
     return found
 
 
 def model_problems(own: Mapping[str, Mapping[str, int]], other: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Return what a host lacks of the models that host 0 has, as `differences` does."""
+    """Return the model files that differ from host 0's or are missing, in the form of `differences`."""
     found = []
     for path, files in own.items():
         theirs = other.get(path, {})

@@ -1,4 +1,4 @@
-"""The other hosts of a run, as the one of the driver sees them: who is there, whether they fit, their part of Ray."""
+"""Coordinate the hosts of a run from host 0: wait for them, check them, and start their Ray nodes."""
 
 import os
 import queue
@@ -15,27 +15,27 @@ from roll_opd.cluster.multihost import host_facts
 from roll_opd.cluster.multihost.heartbeat_channel import HeartbeatChannel
 from roll_opd.cluster.multihost.launcher_env import Host, LaunchError
 from roll_opd.cluster.ray_environment import token_variables
-from roll_opd.cluster.startup_progress import ClusterError, StartUp
+from roll_opd.cluster.startup_progress import ClusterError, StartupProgress
 
-ANSWER_SECONDS = 60.0  # for a host to look at its files
-JOIN_GRACE_S = 10.0  # that a run which cannot be waits for the hosts, to tell them
-RUN = "ROLL_OPD_RUN"  # in the environment of the attempts of one run: what its hosts know it by
+CHECK_TIMEOUT_S = 60.0  # for a host to report its files
+JOIN_GRACE_S = 10.0  # to wait for hosts before reporting a failed start to them
+RUN = "ROLL_OPD_RUN"  # environment variable: id of the run over all its attempts
 
 
 class Hosts:
-    """All hosts of a run, of which this is the first."""
+    """All hosts of a run, managed from host 0."""
 
     def __init__(self, host: Host, again: float = 0.0) -> None:
-        """Await the others. LaunchError where another process has the port.
+        """Listen for the other hosts. Raises LaunchError if the port is in use.
 
-        `again`: seconds for which the others look for a driver that comes after this one; 0: none does.
+        `again`: seconds for which the others wait for a restarted driver; 0: the run is not restarted.
         """
         self._host, self._again = host, again
         self._run = os.environ.get(RUN, "") or uuid.uuid4().hex
-        self._late = JOIN_GRACE_S  # that `end` waits for those who are not there
-        self.warm: dict[str, Any] = {}  # imports of the other hosts' `WarmServer`
+        self._late = JOIN_GRACE_S  # for which `end` waits for missing hosts
+        self.warm: dict[str, Any] = {}  # imports of the other hosts' `ForkServer`
         self._inbox: queue.Queue[tuple[HeartbeatChannel, dict[str, Any] | None]] = queue.Queue()
-        self._lines: dict[int, HeartbeatChannel] = {}
+        self._channels: dict[int, HeartbeatChannel] = {}
         self._facts: dict[int, dict[str, Any]] = {0: host_facts.facts()}
         self._refused: list[str] = []
         try:
@@ -47,96 +47,98 @@ class Hosts:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def gather(self, seconds: float, say: Callable[[str], None]) -> None:
-        """Wait until all are there, at most `seconds`. LaunchError that names those who are not."""
+        """Wait for all hosts, at most `seconds`. Raises LaunchError with the missing ones."""
         self._late = 0.0
-        with StartUp(say=say).waiting_for("the other hosts"):
+        with StartupProgress(say=say).waiting_for("the other hosts"):
             self._await_all(time.monotonic() + seconds)
         at = f"{self._host.address}:{self._host.port}"
         problems = [
-            f"host {rank} of {self._host.size} has not come within {seconds:g} s (host_seconds); start the same command"
-            f" there, as rank {rank}, and see that it reaches {at}"
+            f"host {rank} of {self._host.size} has not joined within {seconds:g} s (host_seconds); start the same"
+            f" command there, as rank {rank}, and check that it reaches {at}"
             for rank in range(1, self._host.size)
-            if rank not in self._lines
+            if rank not in self._channels
         ]
         if problems or self._refused:
             raise LaunchError([*problems, *self._refused])
 
     def check(self, models: Sequence[str], directory: str | None, devices: int) -> None:
-        """Compare versions, `models` and GPUs, and see that all share `directory`. LaunchError that names who does not.
+        """Check versions, `models`, GPUs and the shared `directory` on all hosts; raises LaunchError with all problems.
 
-        `directory` None: nothing need be shared. `devices`: GPUs of a host that the run needs, where there are GPUs.
+        `directory` None: not checked. `devices`: GPUs needed of each host, if the hosts have any.
         """
         own, problems = self._facts[0], list(self._refused)
         mine = {path: host_facts.model_files(path) for path in models}
         with _nonce(Path(directory)) if directory else nullcontext(("", Path)) as (nonce, cleared):
-            asked = {"models": list(models), "directory": directory, "nonce": nonce}
-            found = self._all_answer(ANSWER_SECONDS, check=asked)
+            request = {"models": list(models), "directory": directory, "nonce": nonce}
+            found = self._request(CHECK_TIMEOUT_S, check=request)
             for rank in range(1, self._host.size):
                 different = host_facts.differences(own, self._facts[rank], devices)
                 problems += [f"{self.name(rank)} {what}" for what in different]
                 seen = found.get(rank)
                 if seen is None:
-                    problems.append(f"{self.name(rank)} has not said within {ANSWER_SECONDS:g} s what files it has")
+                    problems.append(f"{self.name(rank)} has not reported its files within {CHECK_TIMEOUT_S:g} s")
                     continue
                 problems += [f"{self.name(rank)} {what}" for what in host_facts.model_problems(mine, seen["models"])]
-                if directory and not (seen["answer"] and host_facts.appears(cleared(seen["answer"]))):
+                if directory and not (seen["answer"] and host_facts.wait_for_file(cleared(seen["answer"]))):
                     problems.append(
-                        f"{self.name(rank)} does not share {directory}: what one host writes there the other does not"
-                        " see; make output_dir a directory of a file system that all hosts share, writable on each"
+                        f"{self.name(rank)} does not share {directory}: files of one host are missing on the other; set"
+                        " output_dir to a directory of a file system shared by all hosts and writable on each"
                     )
         if problems:
             raise LaunchError(problems)
 
     def join(self, address: str, slots: int, seconds: float) -> None:
-        """Have each host become a node, with so many slots, of the Ray cluster at `address`.
+        """Start a Ray node with `slots` on each host that joins the cluster at `address`.
 
-        ClusterError that names who does not in so many seconds.
+        Raises ClusterError with the hosts that fail or take longer than `seconds`.
         """
-        told = {"address": address, "slots": slots, "warm": self.warm, "environment": token_variables()}
-        found = self._all_answer(seconds, join=told)
-        late = [rank for rank in self._lines if rank not in found]
+        request = {"address": address, "slots": slots, "warm": self.warm, "environment": token_variables()}
+        found = self._request(seconds, join=request)
+        late = [rank for rank in self._channels if rank not in found]
         if late:
             names = ", ".join(map(self.name, sorted(late)))
             raise ClusterError(f"Ray has not started within {seconds:g} s (startup_seconds) on {names}")
-        failed = [f"{self.name(rank)}: {said['failed']}" for rank, said in sorted(found.items()) if "failed" in said]
+        failed = [
+            f"{self.name(rank)}: {answer['failed']}" for rank, answer in sorted(found.items()) if "failed" in answer
+        ]
         if failed:
             raise ClusterError("\n".join(failed))
 
     def start_ranks(self, command: Mapping[str, Any]) -> None:
-        """Have each host start its share of the ranks of a program; see `torch_ranks`."""
-        for rank, line in self._lines.items():
-            line.say(ranks={**command, "host": rank})
+        """Start each host's share of the ranks of a program; see `torch_ranks`."""
+        for rank, channel in self._channels.items():
+            channel.send(ranks={**command, "host": rank})
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """From now on tell of a host that is `lost`."""
+        """Call `lost` from a thread with a message about each lost or failed host."""
 
         def run() -> None:
             while True:
                 rank, message = self._take(None) or (0, None)
                 if message is None:
-                    lost(f"{self.name(rank)} is gone: its process has ended, or nothing was heard of it")
+                    lost(f"{self.name(rank)} is lost: its process has ended, or its heartbeats are missing")
                 elif "failed" in message:
                     lost(f"{self.name(rank)}: {message['failed']}")
 
         threading.Thread(target=run, daemon=True).start()
 
     def end(self, code: int, *, again: bool = False) -> None:
-        """Have the others end with `code`, or, with `again`, await the driver that comes after this one."""
+        """End the other hosts with exit code `code`; with `again`, they wait for a restarted driver."""
         self._await_all(time.monotonic() + self._late)
-        for line in self._lines.values():
-            line.say(end=code, again=again)
-            line.close()
+        for channel in self._channels.values():
+            channel.send(end=code, again=again)
+            channel.close()
         self._listener.close()
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses by rank, as the hosts know each other."""
-        first = next(line.here for line in self._lines.values())
-        return [first, *(self._lines[rank].there for rank in range(1, self._host.size))]
+        """Addresses of the hosts by rank."""
+        first = next(channel.here for channel in self._channels.values())
+        return [first, *(self._channels[rank].there for rank in range(1, self._host.size))]
 
     def name(self, rank: int) -> str:
-        """Return a host's name for people."""
-        where = self._lines[rank].there if rank in self._lines else self._host.address
+        """Return a host as text for messages."""
+        where = self._channels[rank].there if rank in self._channels else self._host.address
         return f"host {rank} ({self._facts[rank]['name']}, {where})" if rank in self._facts else f"host {rank}"
 
     def _accept(self) -> None:
@@ -148,80 +150,81 @@ class Hosts:
             HeartbeatChannel(connection, self._inbox)
 
     def _await_all(self, deadline: float) -> None:
-        while len(self._lines) < self._host.size - 1:
-            heard = self._take(deadline)
-            if heard is None:
+        while len(self._channels) < self._host.size - 1:
+            received = self._take(deadline)
+            if received is None:
                 return
-            rank, message = heard
+            rank, message = received
             if message is None:
-                del self._lines[rank]  # it may come again
+                del self._channels[rank]  # it may reconnect
 
-    def _all_answer(self, seconds: float, **message: Any) -> dict[int, dict[str, Any]]:
-        """Send `message` to all; return what each answers, by rank. ClusterError where one is lost meanwhile."""
-        for line in self._lines.values():
-            line.say(**message)
+    def _request(self, seconds: float, **message: Any) -> dict[int, dict[str, Any]]:
+        """Send `message` to all hosts; return the answers by rank. Raises ClusterError if a host is lost."""
+        for channel in self._channels.values():
+            channel.send(**message)
         deadline = time.monotonic() + seconds
         found: dict[int, dict[str, Any]] = {}
-        while len(found) < len(self._lines):
-            heard = self._take(deadline)
-            if heard is None:
+        while len(found) < len(self._channels):
+            received = self._take(deadline)
+            if received is None:
                 break
-            rank, answer = heard
+            rank, answer = received
             if answer is None:
-                raise ClusterError(f"{self.name(rank)} is gone: its process has ended, or nothing was heard of it")
+                raise ClusterError(f"{self.name(rank)} is lost: its process has ended, or its heartbeats are missing")
             found[rank] = answer
         return found
 
     def _take(self, deadline: float | None) -> tuple[int, dict[str, Any] | None] | None:
-        """Return the rank of a host and what it says, None for its end; None where nothing comes until `deadline`.
+        """Return (rank, message) of the next message, with message None for a closed channel; None at `deadline`.
 
-        A host that comes is taken in. A signal that one has got is one that this process gets.
+        Adds joining hosts. Signals received by a host are sent to this process.
         """
         while True:
             try:
-                line, message = self._inbox.get(
+                channel, message = self._inbox.get(
                     timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
                 )
             except queue.Empty:
                 return None
-            known = next((rank for rank, there in self._lines.items() if there is line), None)
+            known = next((rank for rank, there in self._channels.items() if there is channel), None)
             if message is not None and known is None:
-                if self._is_taken_in(line, message):
+                if self._add_host(channel, message):
                     return message["rank"], message
             elif message is not None and "signal" in message:
                 os.kill(os.getpid(), message["signal"])
             elif known is not None:
                 if message is None:
-                    line.close()
+                    channel.close()
                 return known, message
 
-    def _is_taken_in(self, line: HeartbeatChannel, message: dict[str, Any]) -> bool:
-        if not {"rank", "size", "name", "gpus", "versions"} <= message.keys():  # of no host
-            line.close()
+    def _add_host(self, channel: HeartbeatChannel, message: dict[str, Any]) -> bool:
+        if not {"rank", "size", "name", "gpus", "versions"} <= message.keys():  # not from a host
+            channel.close()
             return False
-        rank, there = message["rank"], self._lines.get(message["rank"])
+        rank, there = message["rank"], self._channels.get(message["rank"])
         is_another = bool(there) and message.get("run") != self._run
         if not 0 < rank < self._host.size or message["size"] != self._host.size or is_another:
-            who = f"{message['name']} ({line.there}) says that it is host {rank} of {message['size']}"
-            why = f"as {there.there} does" if there and is_another else f"and there are {self._host.size}"
-            self._refused.append(f"{who}, {why}; give every host a rank of its own, and every run a MASTER_PORT")
-            line.say(end=2, again=False)
+            who = f"{message['name']} ({channel.there}) reports rank {rank} of {message['size']}"
+            why = f"as {there.there} does" if there and is_another else f"but the run has {self._host.size} hosts"
+            self._refused.append(f"{who}, {why}; give every host another rank, and every run another MASTER_PORT")
+            channel.send(end=2, again=False)
             return False
-        self._lines[rank], self._facts[rank] = line, message
-        line.say(again=self._again, run=self._run)
+        self._channels[rank], self._facts[rank] = channel, message
+        channel.send(again=self._again, run=self._run)
         return True
 
 
 def dismiss(host: Host, code: int) -> None:
-    """End the hosts that await a run which cannot be."""
+    """Release the waiting hosts of a run that cannot start, with exit code `code`."""
     with suppress(LaunchError):
         Hosts(host).end(code)
 
 
 @contextmanager
 def _nonce(directory: Path) -> Iterator[tuple[str, Callable[[str], Path]]]:
-    """Have a file in `directory`, which is made if need be, inside the block; yields its name, and a function that
-    returns the path of another one's name, which is removed as well at the end.
+    """Create a file in `directory` inside the block; yield its name, and a function that registers another file.
+
+    The function takes a file name and returns its path. The files and new directories are removed at the end.
     """
     made = [each for each in (directory, *directory.parents) if not each.exists()]
     name = f".hosts_{uuid.uuid4().hex}"

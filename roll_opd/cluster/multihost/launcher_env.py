@@ -1,4 +1,4 @@
-"""Which host of a run this process is on, as torchrun, srun or mpirun say it in the environment."""
+"""Read rank, size and address of a multi-host run from the environment set by torchrun, srun or mpirun."""
 
 import re
 import socket
@@ -8,41 +8,41 @@ from dataclasses import dataclass
 from roll_opd.base.failures import ConfigError
 
 DEFAULT_PORT = 29500  # torchrun's MASTER_PORT
-LARGEST_PORT = 2**16 - 1
-OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # of the rest of what it sets
+MAX_PORT = 2**16 - 1
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # of torchrun's other variables
 
 
 class LaunchError(ConfigError):
-    """The hosts of a run, or how it was launched on them, cannot work; `problems` holds one sentence each."""
+    """Unusable hosts or launch of a multi-host run; `problems` holds one sentence each."""
 
     def __str__(self) -> str:
         numbered = (f"  {number}. {text}" for number, text in enumerate(self.problems, 1))
-        return "\n".join(["the hosts of the run do not fit:", *numbered])
+        return "\n".join(["the hosts of the run cannot be used:", *numbered])
 
 
 @dataclass(frozen=True)
 class Host:
-    """One of the hosts of a run; the driver is on that of rank 0."""
+    """One host of a run; the driver runs on host 0."""
 
     rank: int
     size: int
     address: str  # of host 0
-    port: int  # at which host 0 awaits the others
+    port: int  # on which host 0 listens
 
     def own_address(self) -> str:
-        """Return the address of this host on the way to host 0. LaunchError where there is none."""
+        """Return this host's address on the route to host 0. Raises LaunchError without a route."""
         try:
             family, kind, *_, there = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as asked:
-                asked.connect(there)  # sends nothing
-                return str(asked.getsockname()[0])
+            with socket.socket(family, kind) as probe:
+                probe.connect(there)  # sends nothing
+                return str(probe.getsockname()[0])
         except OSError as error:
             raise LaunchError([f"host 0 is {self.address} (MASTER_ADDR): {error.strerror}; give its address"]) from None
 
 
 def launched(environ: Mapping[str, str]) -> Host | None:
-    """Return which host this is, None where it is the only one. LaunchError where that cannot be told."""
+    """Return this host of a multi-host run; None for a single host. Raises LaunchError for an unusable environment."""
     variable = next((name for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK") if name in environ), "")
     if "RANK" in environ and "WORLD_SIZE" in environ:
         rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
@@ -53,7 +53,7 @@ def launched(environ: Mapping[str, str]) -> Host | None:
         size = _number(environ, "SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
         tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
         here = max(int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?", tasks) or ["1"])
-        here = min(here, size)  # of the job, in the place of those of this step
+        here = min(here, size)  # the variable may be the job's, not this step's
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
         first, how = first_node(nodes), "--ntasks-per-node=1"
     elif "OMPI_COMM_WORLD_RANK" in environ:
@@ -67,8 +67,8 @@ def launched(environ: Mapping[str, str]) -> Host | None:
     if here > 1:
         raise LaunchError(
             [
-                f"{here} processes were launched on a host; a run has one on each, which starts the others: use {how};"
-                f" on this host alone, unset {variable}"
+                f"{here} processes were launched on a host; launch one on each, which starts the others: use {how};"
+                f" for a run on this host only, unset {variable}"
             ]
         )
     if environ.get("RAY_ADDRESS"):
@@ -80,26 +80,26 @@ def launched(environ: Mapping[str, str]) -> Host | None:
         raise LaunchError(
             [f"{size} hosts were launched and MASTER_ADDR is not set; set it to the address of host 0 on every host"]
         )
-    port = _number(environ, "MASTER_PORT", str(DEFAULT_PORT)) + 1  # at MASTER_PORT itself torchrun listens
-    if port > LARGEST_PORT:
-        raise LaunchError([f"MASTER_PORT is {port - 1}, and hosts meet at the next one; use a lower one"])
+    port = _number(environ, "MASTER_PORT", str(DEFAULT_PORT)) + 1  # torchrun listens on MASTER_PORT itself
+    if port > MAX_PORT:
+        raise LaunchError([f"MASTER_PORT is {port - 1}, and the hosts connect to the next port; use a lower one"])
     return Host(rank, size, address, port)
 
 
 def forget(environ: MutableMapping[str, str]) -> None:
-    """Remove what torchrun has set: libraries in the processes of a run would take it for theirs."""
-    for name in [name for name in environ if name in OF_TORCHRUN or name.startswith(PREFIXES)]:
+    """Remove torchrun's variables, which libraries in the processes of a run would read."""
+    for name in [name for name in environ if name in TORCHRUN_VARIABLES or name.startswith(PREFIXES)]:
         del environ[name]
 
 
 def first_node(nodes: str) -> str:
-    """Return the first name of a list as Slurm writes it: "n[003-006,9],m1" gives n003."""
+    """Return the first name of a Slurm node list: "n[003-006,9],m1" gives n003."""
     found = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^,]*)", nodes)
     return "".join(part or "" for part in found.groups()) if found else ""
 
 
 def _is_of_one_process(environ: Mapping[str, str]) -> bool:
-    """Whether Slurm has started this alone: the script of an sbatch job, or a shell in a terminal (srun --pty)."""
+    """Whether Slurm has started only this process: the script of an sbatch job, or a terminal shell (srun --pty)."""
     return "SLURM_PTY_PORT" in environ or (environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ)
 
 

@@ -1,7 +1,4 @@
-"""A host that serves a run whose driver is on host 0: a node of the run's Ray cluster, until that has ended.
-
-Or it has a share of the ranks of `roll-opd score`.
-"""
+"""Program of hosts other than host 0: a Ray node of a run, or a share of the ranks of `roll-opd score`."""
 
 import json
 import queue
@@ -21,143 +18,145 @@ from roll_opd.cluster.multihost import host_facts
 from roll_opd.cluster.multihost.heartbeat_channel import HeartbeatChannel
 from roll_opd.cluster.multihost.launcher_env import Host
 
-FIRST_SECONDS = 600.0  # for which the driver is looked for at first; it says for how long later
-RETRY_SECONDS = 0.5
-LEAVING_SECONDS = 10.0  # for the Ray node to end by itself
+FIRST_CONNECT_S = 600.0  # to connect to the first driver, which sends the limit for later ones
+RETRY_INTERVAL_S = 0.5
+EXIT_GRACE_S = 10.0  # for the Ray node to exit by itself
 
 
 def serve(host: Host, say: Callable[[str], None]) -> int:
-    """Serve the run, through all its drivers where it is restarted; return the exit code of the last one."""
-    return _Member(host, say).serve()
+    """Serve the run, over restarts of its driver; return the exit code of the last driver."""
+    return _Worker(host, say).serve()
 
 
-class _Member:
+class _Worker:
     def __init__(self, host: Host, say: Callable[[str], None]) -> None:
         self._host, self._say = host, say
         self._signals: list[int] = []
-        self._again = FIRST_SECONDS  # seconds for which a driver is looked for; 0: it has had its only one
-        self._run = ""  # by what the driver knows the run
+        self._again = FIRST_CONNECT_S  # seconds to wait for a driver; 0: no restart is expected
+        self._run = ""  # the driver's id of the run
 
     def serve(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._asked)
+            signal.signal(number, self._on_signal)
         facts = host_facts.facts()
         code: int | None = None
         while code is None:
             inbox: queue.Queue[Any] = queue.Queue()
-            line = self._connected(inbox)
-            if line is None:
+            channel = self._connected(inbox)
+            if channel is None:
                 return self._failed()
-            line.say(rank=self._host.rank, size=self._host.size, run=self._run, **facts)
+            channel.send(rank=self._host.rank, size=self._host.size, run=self._run, **facts)
             node = _Node(inbox)
             try:
-                code = self._serve_one(line, inbox, node)
+                code = self._serve_one(channel, inbox, node)
             finally:
                 node.end()
-                line.close()
+                channel.close()
         return code
 
-    def _serve_one(self, line: HeartbeatChannel, inbox: "queue.Queue[Any]", node: "_Node") -> int | None:
-        """Serve one driver; return the exit code, None where another driver is to come."""
-        told = 0
+    def _serve_one(self, channel: HeartbeatChannel, inbox: "queue.Queue[Any]", node: "_Node") -> int | None:
+        """Serve one driver; return the exit code, None if a restarted driver is expected."""
+        forwarded = 0
         while True:
-            for number in self._signals[told:]:
-                line.say(signal=number)
-                if told:  # asked for more than once
+            for number in self._signals[forwarded:]:
+                channel.send(signal=number)
+                if forwarded:  # a second signal
                     return 128 + number
-                told += 1
+                forwarded += 1
             try:
-                source, message = inbox.get(timeout=RETRY_SECONDS)
+                source, message = inbox.get(timeout=RETRY_INTERVAL_S)
             except queue.Empty:
                 continue
             if source is node and message is not None:
-                line.say(**message)  # up, or what has failed
-            elif source is line and message is None:
-                self._say(f"roll-opd: host {self._host.rank}: the driver on {self._host.address} is gone")
+                channel.send(**message)  # started, or the failure
+            elif source is channel and message is None:
+                self._say(f"roll-opd: host {self._host.rank}: the driver on {self._host.address} is lost")
                 return None if self._again and not self._signals else self._failed()
-            elif source is not line:
+            elif source is not channel:
                 continue
             elif "again" in message and "end" not in message:
                 self._again, self._run = message["again"], message["run"]
             elif "check" in message:
-                line.say(**host_facts.look(**message["check"]))
+                channel.send(**host_facts.look(**message["check"]))
             elif "join" in message:
-                node.start("ray_node", {**message["join"], "here": line.here})
+                node.start("ray_node", {**message["join"], "here": channel.here})
             elif "ranks" in message:
-                node.start("torch_ranks", {**message["ranks"], "here": line.here})
+                node.start("torch_ranks", {**message["ranks"], "here": channel.here})
             elif "end" in message:
                 if message["again"] and not self._signals:
                     return None
                 if message["end"]:
-                    self._say(f"roll-opd: host {self._host.rank}: the run has ended; host 0 says why")
+                    self._say(f"roll-opd: host {self._host.rank}: the run has ended; see host 0 for the reason")
                 return int(message["end"])
 
     def _connected(self, inbox: "queue.Queue[Any]") -> HeartbeatChannel | None:
-        """Return a connection to the driver, None where there is none in time, or this command is to end."""
+        """Connect to the driver; return None after the timeout or a signal."""
         deadline = time.monotonic() + self._again
         why = ""
         while not self._signals:
             try:
-                connection = socket.create_connection((self._host.address, self._host.port), timeout=RETRY_SECONDS * 10)
+                connection = socket.create_connection(
+                    (self._host.address, self._host.port), timeout=RETRY_INTERVAL_S * 10
+                )
                 return HeartbeatChannel(connection, inbox)
             except OSError as error:
                 why = error.strerror or str(error)
             if time.monotonic() > deadline:
                 at = f"{self._host.address}:{self._host.port}"
                 self._say(
-                    f"roll-opd: host {self._host.rank}: host 0 has not answered at {at} for {self._again:g} s ({why});"
-                    " start the same command there, as rank 0"
+                    f"roll-opd: host {self._host.rank}: no connection to host 0 at {at} within {self._again:g} s"
+                    f" ({why}); start the same command there, as rank 0"
                 )
                 return None
-            time.sleep(RETRY_SECONDS)
+            time.sleep(RETRY_INTERVAL_S)
         return None
 
     def _failed(self) -> int:
         return 128 + self._signals[0] if self._signals else FAILED
 
-    def _asked(self, number: int, _: FrameType | None) -> None:
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._signals.append(number)
 
 
 class _Node:
-    """This host's part of what the driver runs, a process of its own, for a process reads Ray's token only once."""
+    """Process for this host's part of a run; separate, because a process reads Ray's token only once."""
 
     def __init__(self, inbox: "queue.Queue[Any]") -> None:
         self._inbox = inbox
         self._process: subprocess.Popen[str] | None = None
 
-    def start(self, program: str, told: dict[str, Any]) -> None:
-        """Start a program of this package; what it says comes into the inbox."""
+    def start(self, program: str, request: dict[str, Any]) -> None:
+        """Start a program of this package with `request` on its standard input; its messages are put into the inbox."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.{program}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             errors="replace",
-            start_new_session=True,  # a Ctrl-C in the terminal is not meant for it
+            start_new_session=True,  # not interrupted by Ctrl-C in the terminal
         )
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(told) + "\n")
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         threading.Thread(target=self._read, args=(self._process, program), daemon=True).start()
 
     def end(self) -> None:
-        """End it, with all that it has started."""
+        """Stop the process and its descendants."""
         if self._process is None or self._process.stdin is None:
             return
         with suppress(OSError):
             self._process.stdin.close()
         try:
-            self._process.wait(LEAVING_SECONDS)
+            self._process.wait(EXIT_GRACE_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # its reaper ends the rest
+            self._process.kill()  # its reaper kills the descendants
             self._process.wait()
 
     def _read(self, process: "subprocess.Popen[str]", program: str) -> None:
         assert process.stdout is not None
         for text in process.stdout:
-            with suppress(ValueError, TypeError):  # a library's own words
+            with suppress(ValueError, TypeError):  # other output of a library
                 self._inbox.put((self, json.loads(text) | {"node": True}))
         part = "part of Ray" if program == "ray_node" else "share of the ranks"
         self._inbox.put((self, {"failed": f"its {part} has ended (exit code {process.wait()})"}))

@@ -1,7 +1,7 @@
-"""A host's part of a run's Ray cluster: run as a program by `member`, which tells it what to join, on standard input.
+"""Program for a Ray node on another host of a run; started by `multihost_worker` with a request on standard input.
 
-It says a JSON object a line on standard output: {} when it is up, {"failed": why} when it does not come up or a part of
-it ends; and it ends with its standard input, so with the process that has started it, however that ends.
+It writes JSON lines to standard output: {} after the start, {"failed": reason} if it does not start or a Ray process
+ends. It exits when its standard input closes, and so with the process that has started it.
 """
 
 import contextlib
@@ -14,42 +14,42 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.base.failures import DEBUG
-from roll_opd.cluster.forkserver.forkserver_start import warm_server
+from roll_opd.cluster.forkserver.forkserver_start import fork_server
 from roll_opd.cluster.process_reaper import guarded
-from roll_opd.cluster.ray_environment import prepare_environment, use_the_network_of
+from roll_opd.cluster.ray_environment import prepare_environment, use_interface_of
 from roll_opd.cluster.temp_directory import run_temp_directory
 
-LOOK_SECONDS = 1.0  # between looks at Ray's processes
+POLL_INTERVAL_S = 1.0  # between checks of Ray's processes
 
 
-def run(told: dict[str, Any]) -> None:
-    """Join the cluster that `told` describes, and stay until standard input ends."""
-    os.environ |= told["environment"]
-    use_the_network_of(told["here"])
+def run(request: dict[str, Any]) -> None:
+    """Start a node of the cluster in `request`; stop it when standard input closes."""
+    os.environ |= request["environment"]
+    use_interface_of(request["here"])
     ended: queue.Queue[None] = queue.Queue()
     threading.Thread(target=_await_end, args=(ended,), daemon=True).start()
-    with warm_server() as server:
-        server.import_for(told["warm"])
+    with fork_server() as server:
+        server.import_for(request["warm"])
         prepare_environment()
         with guarded() as reaper, run_temp_directory(reaper):
-            from roll_opd.cluster.runtime import joined_node, what_has_ended
+            from roll_opd.cluster.runtime import ended_processes, join_node
 
             try:
-                node = joined_node(told["address"], told["here"], told["slots"])
-            except Exception as error:  # Ray raises plain ones
-                _say(failed=f"Ray does not start: {type(error).__name__}: {' '.join(str(error).split())[:400]}")
+                node = join_node(request["address"], request["here"], request["slots"])
+            except Exception as error:  # Ray raises various types
+                _send(failed=f"Ray does not start: {type(error).__name__}: {' '.join(str(error).split())[:400]}")
                 return
             if DEBUG not in os.environ:
                 reaper.remove_at_the_end(Path(node.get_session_dir_path()))
-            _say()
+            _send()
             failed = None
             while failed is None:
                 with contextlib.suppress(queue.Empty):
-                    ended.get(timeout=LOOK_SECONDS)
+                    ended.get(timeout=POLL_INTERVAL_S)
                     break
-                failed = what_has_ended(node)
+                failed = ended_processes(node)
             if failed:
-                _say(failed=failed)
+                _send(failed=failed)
             node.kill_all_processes(check_alive=False, allow_graceful=False)
 
 
@@ -58,7 +58,7 @@ def _await_end(ended: "queue.Queue[None]") -> None:
     ended.put(None)
 
 
-def _say(**message: str) -> None:
+def _send(**message: str) -> None:
     with contextlib.suppress(OSError):
         print(json.dumps(message), flush=True)
 

@@ -1,8 +1,7 @@
-"""A host's share of the ranks of a torch program, under torchrun: what `roll-opd score` starts.
+"""Start a host's share of the ranks of a torch program by torchrun, for `roll-opd score`.
 
-Run as a program, it is that of another host, by `member`, which says on standard input what is to be started. It says
-{"failed": why} on standard output where its ranks fail, and ends with its standard input, so with the process that has
-started it, however that ends.
+On other hosts it runs as a program, started by `multihost_worker` with a request on standard input. It writes
+{"failed": reason} to standard output if its ranks fail, and exits when its standard input closes.
 """
 
 import json
@@ -16,45 +15,49 @@ from typing import IO, Any
 from roll_opd.base.failures import DEBUG
 from roll_opd.base.paths import use_cache_of_compilers
 from roll_opd.cluster.process_reaper import guarded
-from roll_opd.cluster.ray_environment import torch_variables, use_the_network_of
+from roll_opd.cluster.ray_environment import torch_variables, use_interface_of
 from roll_opd.cluster.temp_directory import run_temp_directory
 
-# of Megatron, on a machine where nothing is wrong; the beginnings of the messages, as PYTHONWARNINGS takes them
+# harmless warnings of Megatron: beginnings of the messages, in the form of PYTHONWARNINGS
 EXPECTED_WARNINGS = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "full scope is deprecated",
 )
-ALONE = "localhost"  # in the place of this host's name, which need not have an address
+LOCAL_ADDRESS = "localhost"  # this host's name may have no address
 
 
-def start(told: Mapping[str, Any], output: IO[str] | None = None) -> "subprocess.Popen[bytes]":
-    """Start `ranks` ranks of `module` with `arguments`, which write to `output`, or where this process does.
+def start(request: Mapping[str, Any], output: IO[str] | None = None) -> "subprocess.Popen[bytes]":
+    """Start `ranks` ranks of `module` with `arguments`; their output goes to `output`, by default this process's.
 
-    Of several hosts (`hosts`) this is number `host`; `here` is its own address, `address` that of host 0, with the free
-    `port` at which the ranks meet.
+    Keys for several `hosts`: number `host` of this one, its address `here`, host 0's `address`, and a free `port` there
+    for the rendezvous.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={told['ranks']}"]
-    threads = str(max(1, (os.cpu_count() or 1) // told["ranks"]))
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={request['ranks']}"]
+    threads = str(max(1, (os.cpu_count() or 1) // request["ranks"]))
     use_cache_of_compilers(os.environ)
     environment = {"OMP_NUM_THREADS": threads, **torch_variables(), **os.environ}
     if DEBUG not in os.environ:
         ignored = [f"ignore:{beginning}" for beginning in EXPECTED_WARNINGS]
         environment["PYTHONWARNINGS"] = ",".join([*ignored, *filter(None, [os.environ.get("PYTHONWARNINGS")])])
-    if told["hosts"] == 1:
-        launcher += ["--standalone", f"--local_addr={ALONE}"]
+    if request["hosts"] == 1:
+        launcher += ["--standalone", f"--local_addr={LOCAL_ADDRESS}"]
     else:
-        use_the_network_of(told["here"])
+        use_interface_of(request["here"])
         environment |= os.environ
-        launcher += [f"--nnodes={told['hosts']}", f"--node_rank={told['host']}", f"--local_addr={told['here']}"]
-        launcher += [f"--master_addr={told['address']}", f"--master_port={told['port']}"]
-    command = [*launcher, "-m", told["module"], *told["arguments"]]
+        launcher += [
+            f"--nnodes={request['hosts']}",
+            f"--node_rank={request['host']}",
+            f"--local_addr={request['here']}",
+        ]
+        launcher += [f"--master_addr={request['address']}", f"--master_port={request['port']}"]
+    command = [*launcher, "-m", request["module"], *request["arguments"]]
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output)
 
 
-def _serve(told: Mapping[str, Any]) -> None:
+def _serve(request: Mapping[str, Any]) -> None:
     with guarded() as reaper, run_temp_directory(reaper):
-        process = start(told, sys.stderr)  # what they say is no message
+        process = start(request, sys.stderr)  # standard output is for messages
 
         def wait() -> None:
             if code := process.wait():
