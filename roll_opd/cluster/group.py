@@ -131,7 +131,7 @@ class WorkerGroup(ActorGroup):
 
 
 class WithoutAdapter:
-    """A LoRA student's ranks, as those of the frozen model that it began as."""
+    """Ranks of a LoRA student that compute with its base model, without the adapter."""
 
     def __init__(self, student: WorkerGroup) -> None:
         self._student = student
@@ -153,7 +153,7 @@ class WithoutAdapter:
         return await self._student.scatter("share_without_adapter", sharded, method, *args, **kwargs)
 
     def end(self) -> None:
-        """Leave the processes to the student."""
+        """Do nothing: the processes belong to the student."""
 
 
 def dead_actor() -> str | None:

@@ -28,7 +28,7 @@ _LEFT_OUT = {
 def columns_needed(plan: DataPlan) -> frozenset[str] | None:
     """Return the columns from which `plan` makes tokens, ids, tags and ground truths; None for all.
 
-    A row with these columns and the whole row give the same prompt. A workflow may read any column of its task.
+    Other columns do not change the prompt. A workflow may read any column of its task.
     """
     if plan.schema == "task":
         return None

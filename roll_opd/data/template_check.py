@@ -27,7 +27,7 @@ _FORMS = ((False, False), (True, False), (False, True), (True, True))
 
 
 class TemplateOmission(Exception):
-    """A chat template drops a part of a conversation. The message continues the words "the chat template"."""
+    """Part of a conversation that a chat template drops; the message continues the words "the chat template"."""
 
 
 @dataclass(frozen=True)

@@ -139,11 +139,11 @@ def _columns(row: Mapping[str, Any], length: int) -> dict[str, list[float | None
         "reference": row.get("ref_logprobs"),
         "advantage": row.get("advantages"),
     }
-    whole = {name: values for name, values in given.items() if isinstance(values, list) and len(values) == length}
+    complete = {name: values for name, values in given.items() if isinstance(values, list) and len(values) == length}
     acted = _acted(row, length)
     return {
         name: [number(value) if acts else None for value, acts in zip(values, acted, strict=True)]
-        for name, values in whole.items()
+        for name, values in complete.items()
         if values
     }
 

@@ -80,7 +80,7 @@ class DivergenceAlarm:
         self._is_itself, self._remedies = is_itself, remedies or Remedies()
         self._series = {name: _Series((name,)) for name in (ENTROPY, AGREEMENT, LENGTH)}
         self._rewards, self._truncated = _Series((REWARD,)), _Series((TRUNCATED, LENGTH))
-        self._stderr2: list[float] = []  # of each reward; 0 where it is not on record
+        self._stderr2: list[float] = []  # of each reward; 0 if not recorded
         self._sounded: set[str] = set()
         self._steps, self._untested = 0, set[str]()
 

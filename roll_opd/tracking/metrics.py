@@ -109,7 +109,7 @@ def _scored(experience: Experience) -> Iterable[_Scored]:
         )
 
 
-def _of_actions(logprobs: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
+def _action_values(logprobs: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
     """Concatenate arrays [T-P] and select the action tokens; return f64 [K]."""
     if not logprobs:
         return np.zeros(0)
@@ -133,8 +133,8 @@ def _distillation(pairs: Sequence[_Scored]) -> dict[str, float]:
     if not pairs:
         return {}
     masks = [pair.action_mask for pair in pairs]
-    student = _of_actions([pair.student_logprobs for pair in pairs], masks)
-    teacher = _of_actions([pair.teacher_logprobs for pair in pairs], masks)
+    student = _action_values([pair.student_logprobs for pair in pairs], masks)
+    teacher = _action_values([pair.teacher_logprobs for pair in pairs], masks)
     if not student.size:
         return {}
     student_mean, teacher_mean = float(student.mean()), float(teacher.mean())
@@ -211,11 +211,11 @@ def _lengths(experiences: Sequence[Experience]) -> dict[str, float]:
         return {}
     kinds = ("mean", "max", "min")
     responses = [experience.action_tokens for experience in experiences]
-    whole = [experience.response_length for experience in experiences]
+    lengths = [experience.response_length for experience in experiences]
     return {
         **statistics("tokens/response_length", responses, kinds),
         **statistics("opd/response_length", responses, kinds),
-        **(statistics("tokens/non_prompt_length", whole, kinds) if whole != responses else {}),
+        **(statistics("tokens/non_prompt_length", lengths, kinds) if lengths != responses else {}),
         **statistics("tokens/prompt_length", [item.prompt_length for item in experiences], kinds),
         "rollout/finish_length_rate": float(np.mean([item.finish_reason == "length" for item in experiences])),
     }
@@ -225,8 +225,8 @@ def _mismatch(experiences: Sequence[Experience]) -> dict[str, float]:
     """Return the log-prob gap between inference and training engine, for the same weights and tokens."""
     both = [item for item in experiences if item.old_logprobs is not None]
     masks = [item.action_mask for item in both]
-    gaps = _of_actions([_checked(item, item.rollout_logprobs, "rollout") for item in both], masks)
-    gaps -= _of_actions([_checked(item, item.old_logprobs, "student") for item in both], masks)
+    gaps = _action_values([_checked(item, item.rollout_logprobs, "rollout") for item in both], masks)
+    gaps -= _action_values([_checked(item, item.old_logprobs, "student") for item in both], masks)
     return statistics("rollout/train_logprob_gap", np.abs(gaps, out=gaps), ("mean", "max"))
 
 

@@ -18,7 +18,7 @@ def reward_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     domains = dict.fromkeys(experience.domain for experience in experiences if experience.domain)
     found: dict[str, float] = {}
     for domain in domains:
-        found |= _of_domain(domain, [e for e in experiences if e.domain == domain])
+        found |= _domain_metrics(domain, [e for e in experiences if e.domain == domain])
     return found
 
 
@@ -58,7 +58,7 @@ def _most_common(counts: Counter[str]) -> dict[str, int]:
     return common | ({OTHERS: others + common.get(OTHERS, 0)} if others else {})
 
 
-def _of_domain(domain: str, experiences: Sequence[Experience]) -> dict[str, float]:
+def _domain_metrics(domain: str, experiences: Sequence[Experience]) -> dict[str, float]:
     runs = [experience for experience in one_a_run(experiences) if experience.reward is not None]
     rewards = [e.reward for e in runs if e.reward is not None]
     groups: dict[str, list[float]] = {}

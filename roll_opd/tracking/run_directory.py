@@ -148,12 +148,12 @@ class RunDirectory:
         text = "".join(f"{to_json(row)}\n" for row in rows)
         rest = text.encode(errors="backslashreplace")  # as JSON escapes half of a surrogate pair
         with (self.path / name).open("ab", buffering=0) as file:  # `close` would write a buffer again
-            whole = file.tell()
+            end = file.tell()
             try:
                 while rest:
                     rest = rest[file.write(rest) :]
             except OSError as error:
-                file.truncate(whole)  # otherwise the next row would be appended to an incomplete line
+                file.truncate(end)  # otherwise the next row would be appended to an incomplete line
                 error.filename = str(self.path / name)
                 raise
 

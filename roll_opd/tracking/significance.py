@@ -89,7 +89,7 @@ def _lag_variance(values: np.ndarray, lag: int) -> np.ndarray:
 
 
 def lost_gain(values: np.ndarray, stderr2: np.ndarray | None = None) -> Lost:
-    """Test the series [R, T] for a significant rise of which `LOST` or more has been lost since.
+    """Test the series [R, T] for a significant gain and a later loss of at least the share `LOST` of it.
 
     A fall is the mean of a best window minus the mean of all steps behind it, level or weighted by 1, 2, ... for a
     fall that continues. Its expectation is positive for no curve that only rises. The evidence is the mean, over
@@ -196,7 +196,7 @@ class Shift:
 def shift(values: np.ndarray, window: int, start: int = 0) -> Shift:
     """Return the change of the series [R, T] from the `window` steps after `start` to the last `window` steps.
 
-    The noise of each window is that of the whole series, or its own where that is larger.
+    The noise of each window is the larger of the series' noise and its own.
     """
     sums, variance = _sums(values), step_variance(values)
     first = (sums[:, start + window] - sums[:, start]) / window

@@ -27,10 +27,10 @@ def memory_metrics() -> dict[str, float]:
     """
     here = psutil.Process()
     own = sum(map(_private_bytes, (here, *here.children(recursive=True))))
-    return {"system/memory_gib": own / GIB, **_of_devices()}
+    return {"system/memory_gib": own / GIB, **_device_memory()}
 
 
-def _of_devices() -> dict[str, float]:
+def _device_memory() -> dict[str, float]:
     try:
         used = [torch.cuda.device_memory_used(number) for number in range(torch.cuda.device_count())]
     except Exception:  # NVML missing or failing must not end a run

@@ -57,7 +57,7 @@ def test_a_late_host_is_named(hosts: Hosts) -> None:
 
 
 def test_a_host_may_reconnect(hosts: Hosts) -> None:
-    Other(port(hosts)).line.close()
+    Other(port(hosts)).channel.close()
     time.sleep(0.2)
     second = threading.Timer(0.3, lambda: Other(port(hosts)))
     second.start()

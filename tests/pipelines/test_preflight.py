@@ -21,7 +21,7 @@ from roll_opd.cluster.forkserver.forkserver_worker import ADDRESS
 from roll_opd.commands import run as launcher
 from roll_opd.config.plan import LoraPlan, RunPlan
 from roll_opd.inference import cpu_attention
-from roll_opd.inference.settings import CPU_BLOCKS
+from roll_opd.inference.settings import CPU_BLOCK_MULTIPLE
 from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint
 from roll_opd.pipelines.preflight import (
     checkpoint_problems,
@@ -114,7 +114,7 @@ def test_block_sizes_are_the_installed_engines() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     (multiple,) = CPUAttentionBackend.get_supported_kernel_block_sizes()
-    assert multiple.base == CPU_BLOCKS
+    assert multiple.base == CPU_BLOCK_MULTIPLE
 
 
 def test_head_sizes_are_the_installed_engines() -> None:

@@ -12,7 +12,7 @@ class Worker:
     """Makes micro-batches when it is told to."""
 
     def __init__(self, role: str, seconds: float) -> None:
-        worker_progress.EVERY_SECONDS = seconds
+        worker_progress.INTERVAL_S = seconds
         self.tell = MicroBatches(role)
 
     def work(self, begun: int, total: int) -> None:
@@ -33,7 +33,7 @@ def test_a_ray_that_does_not_answer_is_no_error(monkeypatch: pytest.MonkeyPatch)
         raise ConnectionError
 
     monkeypatch.setattr(worker_progress, "_prefix", lambda: "job/")
-    monkeypatch.setattr(worker_progress, "EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(worker_progress, "INTERVAL_S", 0.0)
     for name in ("_internal_kv_put", "_internal_kv_del", "_internal_kv_list"):
         monkeypatch.setattr(worker_progress, name, gone)
     tell = MicroBatches("student")

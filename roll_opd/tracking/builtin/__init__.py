@@ -1,1 +1,1 @@
-"""The built-in trackers: one a module, of the same name."""
+"""Built-in trackers, one per module of the same name."""
