@@ -53,7 +53,7 @@ def _step(
     plan: RunPlan, sample: Sample, step: int, engines: list["Part"], student: list["Part"], teacher: list["Part"]
 ) -> dict[str, float]:
     # imported here: the engines' processes read this module too, and shall hold nothing that is not theirs
-    from roll_opd.actors.megatron_actor import train_samples
+    from roll_opd.objective.columns import loss_columns
 
     assert plan.rollout is not None
     temperature, objective = plan.rollout.sampling.temperature, plan.objective
@@ -66,8 +66,9 @@ def _step(
         seconds["old_logprobs"], by_rank = _call_all(student, "compute_logprobs", sequences, temperature)
         old = _merged(by_rank)
         experiences = [replace(e, old_logprobs=old[i]) for i, e in enumerate(experiences)]
-    samples, size = train_samples(experiences, plan.teachers, objective), plan.student.mini_batch_sequences
-    batches = [samples[start : start + size] for start in range(0, len(samples), size)] * objective.ppo_epochs
+    size = plan.student.mini_batch_sequences
+    parts = [experiences[start : start + size] for start in range(0, len(experiences), size)]
+    batches = [loss_columns(part, plan.teachers, objective) for part in parts] * objective.ppo_epochs
     seconds["train"] = sum(_call_all(student, "update", batch, objective, temperature)[0] for batch in batches)
     seconds["weight_sync"] = _transfer(student, engines, version=step)
     tokens = sum(int(e.action_mask.sum()) for e in experiences)

@@ -26,7 +26,7 @@ PARTS = {  # file of roll_opd, or file and function -> part
     "roles/policy_roles.py:_in_order": "teacher chunks",
     "roles/policy_roles.py:compute_old_logprobs": "old log-probs",
     "roles/policy_roles.py:learn": "updates",
-    "roles/policy_roles.py:_for_training": "updates",
+    "objective/columns.py": "updates",
     "roles/policy_roles.py:_actor_metrics": "updates",
     "roles/learner_role.py": "updates",
     "rollout/batch.py:add": "selection, advantages, metrics",

@@ -154,16 +154,21 @@ def random_samples(sequences: int, length: int) -> list[Any]:
     """Return samples of random tokens with random advantages."""
     import numpy as np
 
-    from roll_opd.samples.training import TrainSample
+    from roll_opd.samples.sample import Sample
 
     rng = np.random.default_rng(0)
-    mask, zeros = np.ones(length - 1, bool), np.zeros(length - 1, np.float32)
-    return [
-        TrainSample(
-            rng.integers(0, 300, length), 1, mask, rng.normal(size=length - 1).astype(np.float32), zeros, zeros, None
-        )
-        for _ in range(sequences)
-    ]
+    zeros = np.zeros(length - 1, np.float32)
+    fixed = {
+        "mask": np.ones(length - 1, bool),
+        "weight": np.full(length - 1, 1 / (sequences * (length - 1)), np.float32),
+        "opd_coefficients": zeros,
+        "opd_teacher": zeros,
+    }
+
+    def advantages() -> np.ndarray:
+        return rng.normal(size=length - 1).astype(np.float32)
+
+    return [Sample(rng.integers(0, 300, length), 1, {**fixed, "advantages": advantages()}) for _ in range(sequences)]
 
 
 class AttentionWatch:

@@ -16,23 +16,23 @@ PACKAGE = Path(__file__).parent.parent / "roll_opd"
 
 # prefix of a module -> (floor, room); the longest prefix that fits counts. Rooms on one floor do not know each other.
 FLOORS = {
-    "roll_opd": (11, "front"),  # imports only when `roll_opd.run` is asked for; anybody may read the version from it
-    "roll_opd.__main__": (10, "commands"),
-    "roll_opd.commands": (10, "commands"),
-    "roll_opd.pipelines": (9, "pipelines"),
-    "roll_opd.rollout": (8, "rollout"),
-    "roll_opd.planner": (7, "planner"),  # reads facts from the rooms below
-    "roll_opd.roles": (7, "roles"),  # models of a run as the driver sees them
-    "roll_opd.actors": (6, "actors"),  # what runs in Ray's processes
+    "roll_opd": (12, "front"),  # imports only when `roll_opd.run` is asked for; anybody may read the version from it
+    "roll_opd.__main__": (11, "commands"),
+    "roll_opd.commands": (11, "commands"),
+    "roll_opd.pipelines": (10, "pipelines"),
+    "roll_opd.rollout": (9, "rollout"),
+    "roll_opd.planner": (8, "planner"),  # reads facts from the rooms below
+    "roll_opd.roles": (8, "roles"),  # models of a run as the driver sees them
+    "roll_opd.actors": (7, "actors"),  # what runs in Ray's processes
     "roll_opd.compat": (6, "compat"),  # configurations that are written for other projects
-    "roll_opd.weight_sync": (5, "weight_sync"),
+    "roll_opd.weight_sync": (6, "weight_sync"),
     "roll_opd.workflows": (5, "workflows"),
+    "roll_opd.megatron": (5, "megatron"),
     "roll_opd.cluster": (4, "cluster"),
     "roll_opd.environments": (4, "environments"),
     "roll_opd.objective": (4, "objective"),
     "roll_opd.report": (4, "report"),
     "roll_opd.inference": (3, "inference"),
-    "roll_opd.megatron": (3, "megatron"),
     "roll_opd.rewards": (3, "rewards"),
     "roll_opd.teachers": (3, "teachers"),
     "roll_opd.tracking": (3, "tracking"),

@@ -29,19 +29,25 @@ def sequences(vocab: int, number: int, length: int, seed: int = 0) -> list[np.nd
 
 
 def samples(tokens: Sequence[np.ndarray], reference: Any, objective: str) -> list[Any]:
-    """Return the train samples of an objective, with the teacher's side as `reference` has it."""
-    from roll_opd.samples.training import TeacherTargets, TrainSample
+    """Return the samples of an update, with the teacher's columns as `reference` has them."""
+    from roll_opd.samples.sample import Sample
 
     found = []
-    for number, whole in enumerate(tokens):
-        scored = len(whole) - PROMPT
-        zeros, mask = np.zeros(scored, np.float32), np.ones(scored, bool)
+    scored = [len(whole) - PROMPT for whole in tokens]
+    for number, (whole, length) in enumerate(zip(tokens, scored, strict=True)):
+        zeros, share = np.zeros(length, np.float32), np.full(length, COEFFICIENT, np.float32)
+        columns = {
+            "mask": np.ones(length, bool),
+            "weight": np.full(length, 1 / sum(scored), np.float32),
+            "advantages": zeros,
+            "opd_coefficients": zeros,
+            "opd_teacher": zeros,
+        }
         if objective == "sampled":
-            share = np.full(scored, COEFFICIENT, np.float32)
-            found.append(TrainSample(whole, PROMPT, mask, zeros, share, share * reference[f"teacher {number}"], None))
-            continue
-        names = {"topk": ("topk_ids", "topk_logprobs", "topk_rest"), "full": ("hidden",)}[objective.split()[0]]
-        arrays = {name: reference[f"{name} {number}"] for name in names}
-        targets = {"teacher": TeacherTargets(COEFFICIENT, arrays)}
-        found.append(TrainSample(whole, PROMPT, mask, zeros, zeros, zeros, None, teachers=targets))
+            columns |= {"opd_coefficients": share, "opd_teacher": share * reference[f"teacher {number}"]}
+        else:
+            names = {"topk": ("topk_ids", "topk_logprobs", "topk_rest"), "full": ("hidden",)}[objective.split()[0]]
+            columns["teacher/share"] = share
+            columns |= {f"teacher/{name}": reference[f"{name} {number}"] for name in names}
+        found.append(Sample(whole, PROMPT, columns))
     return found

@@ -1,4 +1,4 @@
-"""Ray actors around the Megatron engines, one rank each, and what the student's ranks make of experiences.
+"""Ray actors around the Megatron engines, one rank each.
 
 Megatron is imported inside the methods, for it belongs into the actors' processes: the driver, which imports this
 module to start them, may be a machine without it.
@@ -6,7 +6,7 @@ module to start them, may be a machine without it.
 
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,17 +15,16 @@ from typing import Any
 import numpy as np
 import ray
 
-from roll_opd.algorithms.sample_masks import sample_weights
 from roll_opd.cluster.worker_progress import MicroBatches
-from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, ObjectivePlan, TeacherPlan, TrainPlan
+from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, ObjectivePlan, TrainPlan
 from roll_opd.inference.settings import DTYPE_NAMES
 from roll_opd.models.device_phases import Part, Phase
 from roll_opd.samples.buffer_pickle import Compact
 from roll_opd.samples.dp_shards import DPShard, Packing
-from roll_opd.samples.experience import Experience
-from roll_opd.samples.training import TargetRef, TeacherTargets, TrainSample, ValueSample
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.training import TargetRef
 from roll_opd.samples.weight_bucket import DTYPES, BucketMemory, Description, map_bucket
-from roll_opd.teachers.target_refs import hold, opened
+from roll_opd.teachers.target_refs import hold, opened, with_targets
 from roll_opd.weight_sync.bucket_writer import OnHost, WritesBuckets, Written
 
 Text = tuple[np.ndarray, int, np.ndarray | None]  # tokens int64 [T], prompt length, and routes as in `Experience`
@@ -225,20 +224,18 @@ class TrainWorker(_LearningRank, WritesBuckets):
 
     def update(
         self,
-        shard: DPShard[Experience],
-        teachers: Sequence[TeacherPlan],
+        shard: DPShard[Sample],
         objective: ObjectivePlan,
         temperature: float,
         step: int,
     ) -> Compact:
         """Make one optimizer update from one mini-batch; return what `MegatronTrainer.update` does.
 
-        Log-probs come back of samples alone that have none of before the update.
+        Log-probs come back for samples without old log-probs, and for demonstrations.
         """
-        targets = self._opened(shard) if shard.held else None
-        samples = train_samples(shard.samples, teachers, objective, shard.policy_weights, targets)
-        result = self._engine.update(samples, objective, temperature, step, **_assigned(shard))
-        news = {n: values for n, values in result.logprobs.items() if samples[n].old_logprobs is None}
+        samples = with_targets(shard.samples, self._opened(shard)) if shard.held else shard.samples
+        result = self._engine.update(samples, objective, temperature, step, assigned=shard.micro_batches)
+        news = {number: values for number, values in result.logprobs.items() if _lacks_old(samples[number])}
         return Compact(replace(result, logprobs=news))
 
     def load_teacher_head(self, name: str, head: Sequence[ray.ObjectRef]) -> None:
@@ -286,9 +283,9 @@ class CriticWorker(_LearningRank):
         sequences = [(tokens, prompt_length) for tokens, prompt_length, _ in shard.samples]
         return Compact(self._engine.values(sequences, shard.micro_batches))
 
-    def update(self, shard: DPShard[ValueSample]) -> Compact:
+    def update(self, shard: DPShard[Sample]) -> Compact:
         """Make one optimizer update from one mini-batch; return what `MegatronCritic.update` does."""
-        return Compact(self._engine.update(shard.samples, **_assigned(shard)))
+        return Compact(self._engine.update(shard.samples, assigned=shard.micro_batches))
 
     def _save_hf(self, directory: Path, later: bool) -> Callable[[], list[Path]]:
         from roll_opd.megatron.critic import save_critic_hf
@@ -302,92 +299,10 @@ def _texts(shard: DPShard[Text]) -> dict[str, Any]:
     return texts if all(taken is None for taken in routes) else {**texts, "routes": routes}
 
 
-def _assigned(shard: DPShard) -> dict[str, Any]:
-    return {"assigned": shard.micro_batches, "scales": shard.scales}
+def _lacks_old(sample: Sample) -> bool:
+    demonstration = sample.columns.get("demonstration")
+    return "old_logprobs" not in sample.columns or (demonstration is not None and bool(demonstration.all()))
 
 
 def _all_files(parts: Sequence[Callable[[], list[Path]]]) -> list[Path]:
     return [file for part in parts for file in part()]
-
-
-def train_samples(
-    experiences: Sequence[Experience],
-    teachers: Sequence[TeacherPlan],
-    objective: ObjectivePlan,
-    weights: Sequence[float | None] | None = None,
-    targets: Sequence[Mapping[str, Mapping[str, np.ndarray]]] | None = None,
-) -> list[TrainSample]:
-    """Return one `TrainSample` an experience.
-
-    Where the teachers' part is an advantage, they are merged into two numbers a token (see algorithms.opd); where it is
-    a part of the loss, each comes along with its targets, and the numbers are 0.
-
-    Args:
-        weights: `policy_weights` of the batch, of which these may be a share; None: these are all of it.
-        targets: of each experience, `TeacherTargets.arrays` by teacher; None: there are none.
-    """
-    sampled = objective.opd_objective == "sampled"
-    if weights is None:
-        weights = policy_weights(experiences, objective)
-    weights = weights or [None] * len(experiences)
-    arrays_of = targets or [{}] * len(experiences)
-    coefficients = {teacher.name: teacher.opd_kl_coef for teacher in teachers}
-    # a coefficient of 0 takes part: what is not finite then still shows, as 0 times it is NaN
-    of_advantages = {name: np.float32(value if sampled else 0) for name, value in coefficients.items()}
-    samples = []
-    for experience, weight, own in zip(experiences, weights, arrays_of, strict=True):
-        mask, by_teacher = experience.action_mask, experience.teacher_logprobs
-        total = np.float32(sum(of_advantages[name] for name in by_teacher))
-        with np.errstate(invalid="ignore"):
-            weighted = sum(
-                (of_advantages[name] * logprobs for name, logprobs in by_teacher.items()),
-                np.zeros(len(mask), np.float32),
-            )
-        samples.append(
-            TrainSample(
-                tokens=experience.tokens,
-                prompt_length=experience.prompt_length,
-                action_mask=mask if experience.loss_mask is None else experience.loss_mask,
-                advantages=_advantages(experience),
-                opd_coefficients=total * mask.astype(np.float32),
-                # where, not a product: what lies under the mask may be infinite
-                opd_teacher=np.where(mask, weighted, np.float32(0)).astype(np.float32),
-                old_logprobs=experience.old_logprobs,
-                ref_logprobs=experience.ref_logprobs,
-                importance_weights=_importance_weights(experience, weight),
-                reward=0.0 if experience.excluded else experience.reward,
-                teachers={name: TeacherTargets(coefficients[name], arrays) for name, arrays in own.items()},
-                demonstration=experience.demonstration,
-                actions=mask,
-                routes=experience.routes,
-            )
-        )
-    return samples
-
-
-def policy_weights(experiences: Sequence[Experience], objective: ObjectivePlan) -> list[float | None]:
-    """Return what weighs whole samples of an update in its policy loss; None: not this one. Empty: all weigh 1."""
-    if not (objective.difficulty_loss_weight or objective.length_loss_weight):
-        return []
-    own = [number for number, experience in enumerate(experiences) if not experience.demonstration]
-    lengths = [experiences[number].action_tokens for number in own]
-    difficulties = [experiences[number].difficulty for number in own] if objective.difficulty_loss_weight else None
-    found = sample_weights(lengths, difficulties, by_length=objective.length_loss_weight)
-    weights: list[float | None] = [None] * len(experiences)
-    for number, weight in zip(own, found, strict=True):
-        weights[number] = weight
-    return weights
-
-
-def _importance_weights(experience: Experience, weight: float | None) -> np.ndarray | None:
-    """Return the weights of tokens in the policy loss, f32 [T-P]: a correction's, times that of the whole sample."""
-    corrected = experience.importance_weights
-    if weight is None:
-        return corrected
-    return np.float32(weight) * (np.ones(experience.response_length, np.float32) if corrected is None else corrected)
-
-
-def _advantages(experience: Experience) -> np.ndarray:
-    if experience.advantages is None:  # pure distillation, or a demonstration
-        return np.zeros(experience.response_length, np.float32)
-    return experience.advantages.astype(np.float32)

@@ -7,7 +7,7 @@ Legend: N packed tokens, n of them on this rank, X tokens of the same sequences 
 token after a prompt), m of them that this rank predicts, B sequences.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +18,8 @@ from torch import Tensor
 
 from roll_opd.megatron.context import ALONE, ContextRank, TokenOwners, zigzag
 from roll_opd.samples.packing import shared_prefix
+from roll_opd.samples.sample import Sample
 from roll_opd.samples.tensors import as_tensor
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One sequence for the engine: T tokens, P of them prompt, and arrays by name."""
-
-    tokens: np.ndarray  # int64 [T]
-    prompt_length: int  # P >= 1
-    columns: Mapping[str, np.ndarray]  # each [T-P] or [T-P, K]
-    routes: np.ndarray | None = None  # integer [T-1, L, K], the experts of each token in each layer
 
 
 @dataclass

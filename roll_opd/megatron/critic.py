@@ -15,16 +15,16 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from roll_opd.algorithms.aggregation import scaled, value_scales
 from roll_opd.algorithms.gae import clipped_values, value_loss
 from roll_opd.config.plan import CriticPlan
-from roll_opd.megatron.batches import PackedBatch, Sample
+from roll_opd.megatron.batches import PackedBatch
 from roll_opd.megatron.export import Written, save_hf
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.model import BuiltModel, PackedModel, build_model, unwrapped
 from roll_opd.megatron.weights.source import Files
 from roll_opd.models.weight_files import VALUE_HEAD
-from roll_opd.samples.training import TrainResult, ValueSample
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.training import TrainResult
 
 
 class ValueHead(torch.nn.Module):
@@ -94,25 +94,24 @@ class MegatronCritic(MegatronLearner):
 
         Arguments and result are those of `compute_logprobs`.
         """
-        samples = [Sample(tokens, prompt_length, {}) for tokens, prompt_length in sequences]
+        samples = [Sample(tokens, prompt_length) for tokens, prompt_length in sequences]
         computed = self._forward(samples, 1.0, lambda values_M, _: {"values": values_M}, assigned)
         return None if computed is None else {number: arrays["values"] for number, arrays in computed.items()}
 
     def update(
         self,
-        samples: Sequence[ValueSample],
+        samples: Sequence[Sample],
         *,
         assigned: list[list[int]] | None = None,
-        scales: Sequence[float] | None = None,
     ) -> TrainResult:
-        """Make one optimizer update from the whole mini-batch `samples`; the mean over sequences of their token means.
+        """Make one optimizer update from a mini-batch with the columns of `objective.columns.value_columns`.
 
         `sums` holds `weighted_loss` (Σ over all ranks is the loss), and over this rank's action tokens: `tokens`,
-        `values`, `squared_error` and `clipped` (tokens at which the clipped error was the larger). With `assigned` and
-        `scales`, `samples` are this data-parallel rank's share alone: see `samples.dp_shards`.
+        `values`, `squared_error` and `clipped` (tokens at which the clipped error was the larger). With `assigned`,
+        `samples` are this data-parallel rank's shard alone: see `samples.dp_shards`.
         """
         loss = partial(_loss, clip=self.plan.value_clip)
-        done = self._learn(_columns(samples, scales), loss, 1.0, assigned=assigned)
+        done = self._learn(samples, loss, 1.0, assigned=assigned)
         return TrainResult(done.sums, {}, done.grad_norm, done.learning_rate, done.applied)
 
 
@@ -139,24 +138,6 @@ def _load_head(head: ValueHead, path: Path) -> None:
             )
         with torch.no_grad():
             head.weight.copy_(files.part(VALUE_HEAD, 0, 0, 1))
-
-
-def _columns(samples: Sequence[ValueSample], scales: Sequence[float] | None = None) -> list[Sample]:
-    masks = [torch.from_numpy(sample.action_mask) for sample in samples]
-    weights = scaled(masks, value_scales([int(mask.sum()) for mask in masks]) if scales is None else scales)
-    return [
-        Sample(
-            sample.tokens,
-            sample.prompt_length,
-            {
-                "mask": sample.action_mask,
-                "weight": weight.numpy(),
-                "old_values": sample.old_values,
-                "returns": sample.returns,
-            },
-        )
-        for sample, weight in zip(samples, weights, strict=True)
-    ]
 
 
 def _loss(values_M: Tensor, batch: PackedBatch, *, clip: float | None) -> tuple[Tensor, dict]:

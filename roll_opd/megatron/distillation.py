@@ -4,9 +4,8 @@ Legend: M scored tokens of a pack, R of them that a teacher has targets for, K t
 teacher's hidden size.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,27 +13,6 @@ from roll_opd.algorithms.divergences import ColumnSum, divergence, topk_divergen
 from roll_opd.config.plan import ObjectivePlan
 from roll_opd.megatron.batches import PackedBatch
 from roll_opd.megatron.head import OutputHead, TeacherHead
-from roll_opd.samples.training import TrainSample
-
-
-def teacher_columns(samples: Sequence[TrainSample]) -> list[dict[str, np.ndarray]]:
-    """Return, for each sample, the targets of every teacher of the batch: `name/share` f32 [T-P], and its arrays.
-
-    A share is the teacher's coefficient on the action tokens of the samples that it has targets for, else 0.
-    """
-    teachers = {name: targets for sample in samples for name, targets in sample.teachers.items()}
-    result = []
-    for sample in samples:
-        mask = sample.action_mask
-        columns: dict[str, np.ndarray] = {}
-        for name, of_another in teachers.items():
-            targets = sample.teachers.get(name)
-            columns[f"{name}/share"] = mask * np.float32(targets.coefficient if targets else 0)
-            for key, like in of_another.arrays.items():
-                empty = np.broadcast_to(np.zeros((), like.dtype), (len(mask), *like.shape[1:]))
-                columns[f"{name}/{key}"] = targets.arrays[key] if targets else empty
-        result.append(columns)
-    return result
 
 
 def distillation_loss(
@@ -72,5 +50,5 @@ def _over_vocabulary(head: OutputHead, measure: ColumnSum, teacher: TeacherHead,
     return head.divergence(hidden, teacher, measure)
 
 
-_TARGET_ARRAYS = {"topk": ("topk_ids", "topk_logprobs", "topk_rest"), "full": ("hidden",)}  # see `TeacherTargets`
+_TARGET_ARRAYS = {"topk": ("topk_ids", "topk_logprobs", "topk_rest"), "full": ("hidden",)}  # see `samples.sample`
 _DIVERGENCE_OVER: dict[str, Callable[..., Tensor]] = {"topk": _over_topk, "full": _over_vocabulary}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from roll_opd.config.plan import MegatronPlan, MicroBatchLimits
 from roll_opd.megatron import parallel
-from roll_opd.megatron.batches import PackedBatch, Sample, columns_of, pack
+from roll_opd.megatron.batches import PackedBatch, columns_of, pack
 from roll_opd.megatron.deterministic_ops import VECTOR
 from roll_opd.megatron.head import OutputHead, whole_head
 from roll_opd.megatron.layers import uses_transformer_engine
@@ -25,6 +25,7 @@ from roll_opd.megatron.model import BuiltModel, HeadModel, build_model, unwrappe
 from roll_opd.megatron.offload import Memory
 from roll_opd.models.device_phases import Part, Phase
 from roll_opd.samples.dp_shards import Packing
+from roll_opd.samples.sample import Sample
 from roll_opd.samples.tensors import as_array
 
 # what is computed of a micro-batch on the last pipeline stage: (what the model ends in, the batch) -> ...

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from roll_opd.config.plan import OptimizerPlan, TrainPlan
 from roll_opd.megatron import parallel
-from roll_opd.megatron.batches import PackedBatch, Sample
+from roll_opd.megatron.batches import PackedBatch
 from roll_opd.megatron.engine import LossFunction, MegatronEngine
 from roll_opd.megatron.fused_updates import fuse
 from roll_opd.megatron.model import DTYPES, unwrapped
 from roll_opd.megatron.replay import disagreement
 from roll_opd.megatron.router import RouterLosses, begin_counts, expert_layers, has_losses, update_biases
 from roll_opd.models.device_phases import Part
+from roll_opd.samples.sample import Sample
 
 
 @dataclass(frozen=True)

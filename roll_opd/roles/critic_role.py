@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roll_opd.algorithms.aggregation import value_scales
 from roll_opd.base.run_errors import RunError
 from roll_opd.config.plan import CriticPlan
+from roll_opd.objective.columns import value_columns
 from roll_opd.roles.learner_role import Learner, Update, optimizer_metrics, total
 from roll_opd.roles.policy_roles import gathered
-from roll_opd.samples.dp_shards import ShardedBatch, shard_batch, without_tokens
+from roll_opd.samples.dp_shards import ShardedBatch, shard_batch
 from roll_opd.samples.experience import Experience, changed, present
-from roll_opd.samples.training import ValueSample
+from roll_opd.samples.sample import Sample
 from roll_opd.tracking.metrics import statistics
 
 OF_THE_CRITIC = ("critic/grad_norm", "critic/lr", "critic/skipped_updates")
@@ -42,29 +42,15 @@ class Critic(Learner):
         for _ in range(self.plan.critic_epochs):
             for start in range(0, len(experiences), size):
                 batch = experiences[start : start + size]
-                update, _ = await self._update("update", self._shard(value_samples(batch)))
+                update, _ = await self._update("update", self._shards(batch))
                 updates.append(update)
                 self._check_applied(updates[-1], batch)
         return _update_metrics(updates) | value_metrics(experiences)
 
-    def _shard(self, samples: Sequence[ValueSample]) -> ShardedBatch[ValueSample]:
-        """Cut a mini-batch into what each data-parallel rank learns from."""
-        scales = value_scales([int(np.count_nonzero(sample.action_mask)) for sample in samples])
-        return shard_batch(samples, self._assigned(samples), type, without_tokens, scales=scales)
-
-
-def value_samples(experiences: Sequence[Experience]) -> list[ValueSample]:
-    """Return one `ValueSample` an experience; each has its values and returns."""
-    return [
-        ValueSample(
-            tokens=e.tokens,
-            prompt_length=e.prompt_length,
-            action_mask=e.action_mask & e.is_learned_from,
-            old_values=present(e.values),
-            returns=present(e.returns).astype(np.float32),
-        )
-        for e in experiences
-    ]
+    def _shards(self, experiences: Sequence[Experience]) -> ShardedBatch[Sample]:
+        """Return a mini-batch with the columns that the loss reads, in shards for the data-parallel ranks."""
+        samples = value_columns(experiences)
+        return shard_batch(samples, self._assigned(samples), [None] * len(samples), Sample.empty)
 
 
 def value_metrics(experiences: Sequence[Experience]) -> dict[str, float]:

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from roll_opd.actors.megatron_actor import Text, policy_weights
-from roll_opd.algorithms.aggregation import loss_scales
-from roll_opd.base.frozen import FrozenDict
+from roll_opd.actors.megatron_actor import Text
 from roll_opd.base.run_errors import RunError
 from roll_opd.cluster.group import FrozenGroup, Reference, WorkerGroup
 from roll_opd.cluster.rank_files import Writing
 from roll_opd.config.plan import FollowingPlan, ObjectivePlan, TeacherPlan
+from roll_opd.objective.columns import loss_columns
 from roll_opd.roles.learner_role import Learner, Update, optimizer_metrics, total
-from roll_opd.samples.dp_shards import ShardedBatch, shard_batch, without_tokens
+from roll_opd.samples.dp_shards import ShardedBatch, shard_batch
 from roll_opd.samples.experience import Experience, as_read_by, changed
+from roll_opd.samples.sample import Sample
 from roll_opd.samples.training import ROUTER_LOSSES, TargetRef
 from roll_opd.teachers.target_refs import as_sent
 
@@ -68,7 +68,7 @@ def _texts(
     texts = [(sample.tokens, sample.prompt_length, sample.routes if routed else None) for sample in samples]
     assignment = group.packing.assign([text[:2] for text in texts], group.plan.forward_limits)
     sent = [as_sent(one) for one in held]
-    return shard_batch(texts, assignment, lambda text: text[2] is None, _without_tokens, held=sent)
+    return shard_batch(texts, assignment, [text[2] is None for text in texts], _without_tokens, held=sent)
 
 
 def _without_tokens(text: Text) -> Text:
@@ -114,7 +114,7 @@ class Teacher(FrozenModel):
         objective: ObjectivePlan,
         ids: Sequence[TargetRef] | None,
     ) -> list[tuple[np.ndarray, TargetRef]]:
-        """Return log-probs as `compute_logprobs` does, each with the `TeacherTargets.arrays` the objective needs.
+        """Return log-probs as `compute_logprobs` does, each with the targets that the objective needs.
 
         Args:
             ids: for a top-k of the student's, what `Student.topk_ids` returned.
@@ -201,55 +201,28 @@ class Student(Learner):
         for _ in range(objective.ppo_epochs):
             for start in range(0, len(learned), size):
                 batch = learned[start : start + size]
-                update, logprobs = await self._update(
-                    "update", self._shard(batch, objective), teachers, objective, temperature, step
-                )
+                shards = self._shards(batch, teachers, objective)
+                update, logprobs = await self._update("update", shards, objective, temperature, step)
                 updates.append(update)
                 for number, values in logprobs.items():
-                    learned[start + number] = changed(learned[start + number], old_logprobs=values)
+                    if batch[number].old_logprobs is None:
+                        learned[start + number] = changed(batch[number], old_logprobs=values)
                 self._check_applied(update, learned[start : start + size])
         return learned, _actor_metrics(updates)
 
-    def _shard(self, experiences: Sequence[Experience], objective: ObjectivePlan) -> ShardedBatch[Experience]:
-        """Cut a mini-batch into what each data-parallel rank learns from."""
-        masks = [e.action_mask if e.loss_mask is None else e.loss_mask for e in experiences]
-        scales = loss_scales(
-            [int(np.count_nonzero(m)) for m in masks], [e.demonstration for e in experiences], objective
-        )
+    def _shards(
+        self, experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
+    ) -> ShardedBatch[Sample]:
+        """Return a mini-batch with the columns that the loss reads, in shards for the data-parallel ranks."""
+        samples = loss_columns(experiences, teachers, objective)
+        has_targets = objective.opd_objective != "sampled"
         return shard_batch(
-            _for_training(experiences),
-            self._assigned(experiences, group_size=2 if objective.paired else 1),
-            training_kind,
-            without_tokens,
-            scales=scales,
-            policy_weights=policy_weights(experiences, objective),
-            held=[as_sent(e.teacher_targets) for e in experiences] if objective.opd_objective != "sampled" else (),
+            samples,
+            self._assigned(samples, group_size=2 if objective.paired else 1),
+            [(e.routes is None, *e.teacher_targets) for e in experiences],
+            Sample.empty,
+            held=[as_sent(e.teacher_targets) for e in experiences] if has_targets else (),
         )
-
-
-def training_kind(experience: Experience) -> tuple:
-    """Return which arrays a train sample of it has."""
-    optional = (experience.old_logprobs, experience.ref_logprobs, experience.importance_weights, experience.routes)
-    there = (array is None for array in optional)
-    unscored = experience.reward is None and not experience.excluded
-    return *there, unscored, experience.demonstration, *experience.teacher_targets
-
-
-def _for_training(experiences: Sequence[Experience]) -> list[Experience]:
-    """Remove what only rewards and teachers read: the test cases of a batch can be larger than all the rest of it.
-
-    What is held goes beside them; of whom it is stays, by which samples are told apart.
-    """
-    kept = ("difficulty",)  # of which a weight may be made
-    none = FrozenDict()
-
-    def extra(e: Experience) -> FrozenDict:
-        return FrozenDict({key: e.extra[key] for key in kept if key in e.extra}) or none
-
-    return [
-        changed(e, extra=extra(e), teacher_prompts={}, teacher_targets=dict.fromkeys(e.teacher_targets))
-        for e in experiences
-    ]
 
 
 def _actor_metrics(updates: Sequence[Update]) -> dict[str, float]:

@@ -5,7 +5,7 @@ samples of the batch have: a sample without a scored token, so that all ranks bu
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -51,8 +51,6 @@ class DPShard(Generic[Item]):
 
     samples: Sequence[Item]
     micro_batches: list[list[int]]
-    scales: Sequence[float] = ()  # of each sample, of its tokens' weights in the loss: see `token_scales`
-    policy_weights: Sequence[float | None] = ()  # of each sample, see `sample_weights`; none: all are 1
     held: Sequence[Mapping[str, TargetRef]] = ()  # of each sample, what it needs and did not bring; none: nothing
 
 
@@ -73,21 +71,21 @@ class ShardedBatch(Generic[Item]):
 def shard_batch(
     samples: Sequence[Item],
     assignment: Assignment,
-    kind: Callable[[Item], Hashable],
+    layouts: Sequence[Hashable],
     emptied: Callable[[Item], Item],
     **of_samples: Sequence[Any],
 ) -> ShardedBatch[Item]:
     """Return the batch sharded by `assignment`.
 
     Args:
-        kind: which arrays a sample has. Every shard has a template sample of each kind, in the order in which the batch
-            has them.
+        layouts: of each sample, which arrays it has. Every shard has a template sample of each layout, in the order of
+            the batch.
         emptied: makes a template sample of a sample.
         of_samples: fields of `DPShard`, of each sample; empty ones stay empty.
     """
     kinds: dict[Hashable, int] = {}
-    for number, sample in enumerate(samples):
-        kinds.setdefault(kind(sample), number)
+    for number, layout in enumerate(layouts):
+        kinds.setdefault(layout, number)
     seen = list(kinds.values())
     templates = [emptied(samples[number]) for number in seen]
     shards: list[DPShard[Item]] = []
@@ -103,17 +101,3 @@ def shard_batch(
         shards.append(DPShard(on_the_way, parts, **given))
         numbers.append([*(-1 for _ in seen), *own])
     return ShardedBatch(shards, numbers)
-
-
-def without_tokens(sample: Any) -> Any:
-    """Return a dataclass of arrays, all [T-P] but `tokens`, with a prompt of one token and nothing after it."""
-    emptied: dict[str, Any] = {"tokens": sample.tokens[:1], "prompt_length": 1}
-    for one in fields(sample):
-        value = getattr(sample, one.name)
-        if one.name in emptied:
-            continue
-        if isinstance(value, np.ndarray):
-            emptied[one.name] = value[:0]
-        elif isinstance(value, dict) and value and all(isinstance(array, np.ndarray) for array in value.values()):
-            emptied[one.name] = {name: array[:0] for name, array in value.items()}
-    return replace(sample, **emptied)

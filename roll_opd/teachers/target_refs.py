@@ -13,6 +13,7 @@ import ray
 
 from roll_opd.samples.buffer_pickle import Compact
 from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
 from roll_opd.samples.training import TargetRef
 
 BUNDLE_BYTES = 2**20  # small samples share an object, for each object has a price; one that is larger is fetched alone
@@ -44,6 +45,28 @@ def opened(
         return {name: np.zeros((0, *shape), dtype) for name, (dtype, shape) in one.columns.items()}
 
     return [{name: arrays(number, one) for name, one in by.items()} for number, by in enumerate(held)]
+
+
+def with_targets(samples: Sequence[Sample], targets: Sequence[Mapping[str, Mapping[str, np.ndarray]]]) -> list[Sample]:
+    """Return the samples of a shard with the targets of every teacher as columns `TEACHER/ARRAY`.
+
+    Samples that a teacher has no targets of get zeros, which their `share` of 0 leaves out of the loss.
+    """
+    teachers = {name: arrays for own in targets for name, arrays in own.items()}
+    result = []
+    for sample, own in zip(samples, targets, strict=True):
+        length = len(sample.columns["mask"])
+        columns = {
+            f"{name}/{key}": own[name][key] if name in own else _zeros(length, like)
+            for name, arrays in teachers.items()
+            for key, like in arrays.items()
+        }
+        result.append(replace(sample, columns={**sample.columns, **columns}))
+    return result
+
+
+def _zeros(length: int, like: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(np.zeros((), like.dtype), (length, *like.shape[1:]))
 
 
 def release(experiences: Iterable[Experience]) -> None:

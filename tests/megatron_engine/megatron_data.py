@@ -5,11 +5,11 @@ Imports no engine.
 
 import numpy as np
 from megatron_layouts import DEMO, DEMO_MODELS, VOCABULARY
+from megatron_samples import TrainSample, ValueSample
 from transformers import AutoTokenizer
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import ObjectivePlan, OptimizerPlan
-from roll_opd.samples.training import TrainSample, ValueSample
 
 # name of a pass -> (sequences a micro-batch, tokens a micro-batch, temperature, whether relatives share their prefix)
 PASSES = {

@@ -10,10 +10,10 @@ from megatron_data import SAVED_AFTER, TEMPERATURE, UPDATES, VALUE_CLIP, optimiz
 from megatron_jobs.distillation import DISTILLING, TEACHERS, looks_at
 from megatron_layouts import VOCABULARY
 from megatron_models import load, load_adapted, load_critic
+from megatron_samples import TrainSample
 from transformers import PreTrainedModel
 
 from roll_opd.config.plan import ObjectivePlan
-from roll_opd.samples.training import TrainSample
 
 
 def token_values(model: PreTrainedModel, tokens: np.ndarray, prompt: int) -> torch.Tensor:

@@ -10,11 +10,11 @@ import torch
 from megatron_data import TEMPERATURE, routes_of, train_samples
 from megatron_models import load
 from megatron_reference import _trained, descend, naive_loss, token_logprobs
+from megatron_samples import TrainSample
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from roll_opd.config.plan import ObjectivePlan
-from roll_opd.samples.training import TrainSample
 
 
 def naive_experts_training(path: str, bias_rate: float = 0.0, *, changed: bool = False) -> tuple[list[dict], dict]:

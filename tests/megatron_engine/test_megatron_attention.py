@@ -12,7 +12,8 @@ from megatron.core.transformer import TransformerConfig
 from roll_opd.megatron.attention import PackedAttention, written_out
 from roll_opd.config.plan import MicroBatchLimits
 from roll_opd.samples.packing import relatives
-from roll_opd.megatron.batches import Sample, pack
+from roll_opd.megatron.batches import pack
+from roll_opd.samples.sample import Sample
 
 
 class Plain(torch.nn.Module):

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_samples import TeacherTargets, TrainSample, columns_of
 from torch import Tensor
 
 from roll_opd.config.plan import ObjectivePlan
-from roll_opd.megatron import trainer
 from roll_opd.megatron.batches import PackedBatch, pack
 from roll_opd.megatron.distillation import distillation_loss
 from roll_opd.megatron.head import OutputHead, TeacherHead
-from roll_opd.samples.training import TeacherTargets, TrainSample
+from roll_opd.objective.loss import opd_loss
 
 VOCABULARY, WIDTH, TEACHER_WIDTH, TOPK, TEMPERATURE = 13, 5, 7, 4, 0.7
 LENGTHS = ((3, 6), (1, 4), (2, 7))  # tokens of prompt and response
@@ -56,7 +56,7 @@ def sequences(**arrays: Any) -> list[TrainSample]:
 
 def packed(samples: list[TrainSample], objective: ObjectivePlan) -> tuple[OutputHead, PackedBatch, Tensor, Tensor]:
     """Return head and pack, and in double precision the head's hidden states [M, E] and log-probs [M, V] of them."""
-    batch = pack(trainer._columns(samples, objective), torch.device("cpu"), 1)
+    batch = pack(columns_of(samples, objective), torch.device("cpu"), 1)
     hidden_NE = torch.from_numpy(numbers(1, len(batch.tokens_n), WIDTH)).requires_grad_()
     weight_VE = torch.from_numpy(numbers(2, VOCABULARY, WIDTH))
     hidden_ME = hidden_NE[batch.before_m]
@@ -93,7 +93,7 @@ def test_advantage_minus_discounted_reverse_kl_times_ratio(discount: float, clip
     )
     head, batch, naive_ME, dense_MV = packed(samples, objective)
     settings: dict[str, Any] = {"objective": objective, "arguments": {}, "step": 1}
-    loss, _ = trainer._loss(head.logprobs(), batch, **settings)
+    loss, _ = opd_loss(head.logprobs(), batch.columns, batch.lengths, **settings)
 
     tokens = sum(int(sample.action_mask.sum()) for sample in samples)
     wanted = torch.zeros((), dtype=torch.float64)

@@ -10,7 +10,7 @@ import torch
 from roll_opd.algorithms.registry import POLICY_LOSSES
 from roll_opd.config.plan import ObjectivePlan
 from roll_opd.megatron.critic import _loss as critic_loss
-from roll_opd.megatron.trainer import _loss
+from roll_opd.objective.loss import opd_loss
 
 LENGTHS = (4, 3, 5)
 LOSSES = sorted(name for name in POLICY_LOSSES.builtin if POLICY_LOSSES.facts(name).needs is None)
@@ -41,11 +41,10 @@ def columns(seed: int) -> dict[str, torch.Tensor]:
 def update(arrays: dict[str, torch.Tensor], objective: ObjectivePlan, new: torch.Tensor) -> tuple[Any, ...]:
     leaf = new.clone().requires_grad_()
     arguments = {**POLICY_LOSSES.defaults(objective.policy_loss), **objective.policy_loss_args}
-    batch = SimpleNamespace(columns=arrays, lengths=LENGTHS)
-    loss, report = _loss(leaf, batch, objective=objective, arguments=arguments, step=1)
+    loss, sums = opd_loss(leaf, arrays, LENGTHS, objective=objective, arguments=arguments, step=1)
     loss.backward()
     assert leaf.grad is not None
-    return loss.item(), leaf.grad.tolist(), {name: float(value) for name, value in report["sums"].items()}
+    return loss.item(), leaf.grad.tolist(), {name: float(value) for name, value in sums.items()}
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -99,13 +98,12 @@ def test_approx_kl_is_that_of_old_against_new() -> None:
     ones, zeros = torch.ones(4), torch.zeros(4)
     arrays = {"mask": ones.bool(), "weight": ones / 4, "advantages": ones, "old_logprobs": old}
     arrays |= {"opd_coefficients": zeros, "opd_teacher": zeros}
-    batch = SimpleNamespace(columns=arrays, lengths=(4,))
     arguments = POLICY_LOSSES.defaults("ppo")
-    _, report = _loss(new, batch, objective=ObjectivePlan(policy_loss="ppo"), arguments=arguments, step=1)
-    assert float(report["sums"]["approx_kl"]) / 4 == pytest.approx(
+    _, sums = opd_loss(new, arrays, (4,), objective=ObjectivePlan(policy_loss="ppo"), arguments=arguments, step=1)
+    assert float(sums["approx_kl"]) / 4 == pytest.approx(
         0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1), rel=1e-6
     )
-    assert float(report["sums"]["clipped"]) == 4
+    assert float(sums["clipped"]) == 4
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])

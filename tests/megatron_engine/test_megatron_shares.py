@@ -3,17 +3,14 @@
 import numpy as np
 import pytest
 
-from roll_opd.actors.megatron_actor import policy_weights, train_samples
-from roll_opd.algorithms.aggregation import loss_scales
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
-from roll_opd.megatron.batches import Sample
-from roll_opd.megatron.trainer import _columns
-from roll_opd.roles.policy_roles import training_kind
-from roll_opd.samples.dp_shards import Packing, shard_batch, without_tokens
+from roll_opd.objective.columns import loss_columns
+from roll_opd.samples.dp_shards import Packing, shard_batch
 from roll_opd.samples.experience import Experience, changed
+from roll_opd.samples.sample import Sample
 from roll_opd.samples.training import TargetRef
-from roll_opd.teachers.target_refs import opened
+from roll_opd.teachers.target_refs import opened, with_targets
 
 WORKER = MegatronPlan("", ModelPlan(""), (0,), Layout(), MicroBatchLimits())
 TEACHERS = [TeacherPlan("a", WORKER, 1.0), TeacherPlan("b", WORKER, 0.5)]
@@ -68,34 +65,27 @@ def test_columns_of_a_share_are_those_of_the_batch(
     rng = np.random.default_rng(ranks)
     made = [experience(rng, number, taught=taught) for number in range(24)]
     batch, targets = [one for one, _ in made], [own for _, own in made]
-    whole = _columns(train_samples(batch, TEACHERS, objective, targets=targets), objective)
+    held = [as_held(number, own) for number, own in enumerate(targets)]
+    batch = [changed(one, teacher_targets=own) for one, own in zip(batch, held, strict=True)]
+    samples = loss_columns(batch, TEACHERS, objective)
+    whole = with_targets(samples, targets) if taught else samples
 
     packing, limits = Packing(ranks, equal=True), MicroBatchLimits(tokens=60)
     assignment = packing.assign([(one.tokens, one.prompt_length) for one in batch], limits)
-    masks = [one.action_mask if one.loss_mask is None else one.loss_mask for one in batch]
-    held = [as_held(number, own) for number, own in enumerate(targets)]
-    pieces = shard_batch(
-        [changed(one, teacher_targets=own) for one, own in zip(batch, held, strict=True)],
-        assignment,
-        training_kind,
-        without_tokens,
-        scales=loss_scales([int(mask.sum()) for mask in masks], [one.demonstration for one in batch], objective),
-        policy_weights=policy_weights(batch, objective),
-        held=held if taught else (),
-    )
+    layouts = [tuple(one.teacher_targets) for one in batch]
+    pieces = shard_batch(samples, assignment, layouts, Sample.empty, held=held if taught else ())
     bundles = [list(own.values()) for own in targets]
     monkeypatch.setattr("ray.get", lambda references: [bundles[reference] for reference in references])
     seen: list[int] = []
     for shard, numbers in zip(pieces.shards, pieces.numbers, strict=True):
-        experiences = shard.samples._value  # type: ignore[attr-defined]  # as it arrives
-        arrays = opened(shard.held, shard.micro_batches) if shard.held else None
-        samples = train_samples(experiences, TEACHERS, objective, shard.policy_weights, arrays)
-        columns = _columns(samples, objective, shard.scales)
+        columns = shard.samples._value  # type: ignore[attr-defined]  # as it arrives
+        if shard.held:
+            columns = with_targets(columns, opened(shard.held, shard.micro_batches))
         assert columns and all(len(one.tokens) == 1 for n, one in zip(numbers, columns, strict=True) if n == -1)
         for place in (place for part in shard.micro_batches for place in part):
             seen.append(numbers[place])
             same(columns[place], whole[numbers[place]])
-        assert list(columns[0].columns) == list(whole[0].columns)  # what a micro-batch without a sample is made like
+        assert columns[0].columns.keys() == whole[0].columns.keys()  # what a micro-batch without a sample is made like
     assert sorted(seen) == list(range(len(batch)))
     assert [
         [[pieces.numbers[r][n] for n in part] for part in s.micro_batches] for r, s in enumerate(pieces.shards)

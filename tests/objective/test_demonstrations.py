@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from roll_opd.actors.megatron_actor import train_samples
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.objective.advantages import external_advantages
 from roll_opd.objective.audit import advantages, token_level_rewards
+from roll_opd.objective.columns import loss_columns
 from roll_opd.objective.demonstrations import demonstration_experiences, mixed
 from roll_opd.samples.experience import Experience
 
@@ -82,11 +82,12 @@ def test_they_carry_no_advantage_and_no_reward() -> None:
         for mine, wanted in zip([values[n] for n in (0, 1, 3, 4)], apart, strict=True):
             np.testing.assert_array_equal(mine, wanted)
             assert mine.any()
-    given = train_samples([*together[:2], row], [TEACHER], objective)
-    assert [made.demonstration for made in given] == [False, False, True]
-    marked = given[2]
-    assert (marked.old_logprobs, marked.ref_logprobs, marked.reward) == (None, None, None)
-    assert not marked.advantages.any() and not marked.opd_coefficients.any() and not marked.opd_teacher.any()
+    given = loss_columns([*together[:2], row], [TEACHER], objective)
+    assert [made.columns["demonstration"].all() for made in given] == [False, False, True]
+    marked = given[2].columns
+    assert marked.keys() == given[0].columns.keys()
+    unread = ("advantages", "opd_coefficients", "opd_teacher", "old_logprobs", "ref_logprobs", "rewards")
+    assert not any(marked[name].any() for name in unread if name in marked)
 
 
 def test_a_run_of_one_step_is_grpo() -> None:

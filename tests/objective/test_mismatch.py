@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from roll_opd.actors.megatron_actor import train_samples
 from roll_opd.algorithms.aggregation import token_weights
 from roll_opd.config.plan import (
     CorrectionPlan,
@@ -19,6 +19,7 @@ from roll_opd.config.plan import (
     TeacherPlan,
     TokenFilterPlan,
 )
+from roll_opd.objective.columns import loss_columns
 from roll_opd.objective.mismatch import corrected, train_infer_metrics
 from roll_opd.samples.experience import Experience
 
@@ -135,15 +136,16 @@ def test_corrected_samples_and_their_loss(plan: CorrectionPlan) -> None:
     objective = ObjectivePlan(correction=plan)
     made = sampled(3)
     found = corrected(made, [OPD], objective)
-    samples = train_samples(found, [OPD], objective)
-    shares = token_weights([torch.from_numpy(sample.action_mask) for sample in samples], "token-mean")
+    samples = [SimpleNamespace(**sample.columns) for sample in loss_columns(found, [OPD], objective)]
+    shares = token_weights([torch.from_numpy(sample.mask) for sample in samples], "token-mean")
     loss = wanted = 0.0
     left = 0
     for e, after, sample, share in zip(made, found, samples, shares, strict=True):
         kept, weights = naive_correction(e, plan)
-        assert after.loss_mask.tolist() == sample.action_mask.tolist() == kept
+        assert after.loss_mask.tolist() == sample.mask.tolist() == kept
         assert after.importance_weights == pytest.approx(weights, rel=1e-6)
         assert after.action_mask is e.action_mask
+        assert sample.weight.tolist() == share.tolist()
         gains = sample.opd_teacher - sample.opd_coefficients * sample.old_logprobs
         loss -= float((share.double().numpy() * sample.importance_weights * gains).sum())
         for t, keeps in enumerate(kept):

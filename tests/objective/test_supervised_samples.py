@@ -1,15 +1,11 @@
 """Rows with answers become samples like any other: the loss reads every token of an answer, and no advantage."""
 
-from dataclasses import fields
-
 import numpy as np
 import pytest
 
-from roll_opd.actors.megatron_actor import train_samples
 from roll_opd.config.plan import ObjectivePlan
-from roll_opd.roles.policy_roles import training_kind
+from roll_opd.objective.columns import loss_columns
 from roll_opd.samples.experience import changed, supervised_samples
-from roll_opd.samples.training import TrainSample
 
 
 @pytest.mark.parametrize("answers", [1, 2], ids=["sft", "dpo"])
@@ -27,20 +23,22 @@ def test_an_answer_is_a_train_sample_without_advantages(answers: int, has_refere
     references = [rng.normal(size=sample.response_length).astype(np.float32) for sample in samples]
     if has_reference:
         samples = [changed(sample, ref_logprobs=ref) for sample, ref in zip(samples, references, strict=True)]
-    assert len({sample.id for sample in samples}) == len(samples) and len({training_kind(s) for s in samples}) == 1
+    assert len({sample.id for sample in samples}) == len(samples)
 
-    expected = []
-    for prompt, given in rows:
-        for answer in given:
-            zeros, mask = np.zeros(len(answer), np.float32), np.ones(len(answer), bool)
-            ref = references[len(expected)] if has_reference else None
-            whole = np.concatenate([prompt, answer])
-            expected.append(TrainSample(whole, len(prompt), mask, zeros, zeros, zeros, None, ref, actions=mask))
-    found = train_samples(samples, (), ObjectivePlan(policy_loss="sft"))
-    for one, other in zip(found, expected, strict=True):
-        for field in fields(TrainSample):
-            value, wanted = getattr(one, field.name), getattr(other, field.name)
-            if isinstance(wanted, np.ndarray):
-                assert value.dtype == wanted.dtype and np.array_equal(value, wanted), field.name
-            else:
-                assert value == wanted, field.name
+    found = loss_columns(samples, (), ObjectivePlan(policy_loss="sft"))
+    answers_given = [(prompt, answer) for prompt, given in rows for answer in given]
+    tokens = sum(len(answer) for _, answer in answers_given)
+    for one, (prompt, answer), reference in zip(found, answers_given, references, strict=True):
+        zeros = np.zeros(len(answer), np.float32)
+        expected = {
+            "mask": np.ones(len(answer), bool),
+            "weight": np.full(len(answer), 1 / tokens, np.float32),
+            "advantages": zeros,
+            "opd_coefficients": zeros,
+            "opd_teacher": zeros,
+            **({"ref_logprobs": reference} if has_reference else {}),
+        }
+        assert one.tokens.tolist() == [*prompt, *answer] and one.prompt_length == len(prompt)
+        assert one.columns.keys() == expected.keys() and one.routes is None
+        for name, wanted in expected.items():
+            assert one.columns[name].dtype == wanted.dtype and np.array_equal(one.columns[name], wanted), name

@@ -134,12 +134,12 @@ class Judged(Workflow):
         return [response]
 
 
-# unmodified OpenAI clients, of every kind: three turns with tools, each told the log-probs of what it is told
+# unmodified OpenAI clients, of every kind: three turns, each told the log-probs of what it is told
 @WORKFLOWS.register_module("clients")
 class Clients(Workflow):
     def run(self) -> List[Experience]:
         messages, told = [{"role": "user", "content": self.task.raw_task["question"]}], []
-        options = {"model": "policy", "max_tokens": 12, "logprobs": True, "tools": [TOOL]}
+        options = {"model": "policy", "max_tokens": 12, "logprobs": True}
         for turn in range(3):
             kind = (self.model.tokenizer.encode(messages[0]["content"])[0] + turn) % 3
             options["messages"] = messages
@@ -206,9 +206,6 @@ class Recorded(WorkflowWithRecording):
         reward = exact(done.choices[0].message.content, self.task.raw_task["answer"])
         await self.update_reward(reward)
         return {"example/reward": reward}
-
-
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 """
 
 

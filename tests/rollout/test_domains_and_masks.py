@@ -6,15 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from roll_opd.actors.megatron_actor import train_samples
 from roll_opd.algorithms.kl import adaptive_kl_coefficient
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import ObjectivePlan, SamplingPlan
 from roll_opd.objective.advantages import external_advantages
+from roll_opd.objective.columns import loss_columns, value_columns
 from roll_opd.objective.masks import mask_metrics, masked
 from roll_opd.objective.reference_kl import kl_coefs
-from roll_opd.roles.critic_role import value_samples
-from roll_opd.roles.policy_roles import _for_training
 from roll_opd.samples.experience import Experience
 
 BATCH = ObjectivePlan(
@@ -118,10 +116,10 @@ def test_what_is_masked_counts_in_its_groups_mean_and_in_no_whitening() -> None:
     wanted = (raw - raw.mean()) / np.sqrt(raw.var(ddof=1) + 1e-8)
     assert np.concatenate([found[0].advantages, found[2].advantages]) == pytest.approx(wanted, abs=1e-9)
     assert not any(one.advantages.any() for one in found if not one.is_learned_from)
-    for one, train in zip(found, train_samples(found, (), objective), strict=True):
-        assert train.action_mask.any() == one.is_learned_from
+    for one, train in zip(found, loss_columns(found, (), objective), strict=True):
+        assert train.columns["mask"].any() == one.is_learned_from
     valued = [replace(one, values=np.zeros(one.response_length, np.float32), returns=one.advantages) for one in found]
-    assert [one.action_mask.any() for one in value_samples(valued)] == [one.is_learned_from for one in found]
+    assert [one.columns["mask"].any() for one in value_columns(valued)] == [one.is_learned_from for one in found]
 
 
 def test_without_masks_nothing_is_touched() -> None:
@@ -137,13 +135,11 @@ def test_weights_of_samples_multiply_those_of_a_correction() -> None:
     made[0] = replace(made[0], importance_weights=np.float32([1.0, 0.5, 2.0]))
     made.append(sample(9, "", 0.0, length=9, demonstration=True))
     objective = ObjectivePlan(difficulty_loss_weight=True, length_loss_weight=True)
-    sent = _for_training(made)
-    assert [dict(one.extra) for one in sent] == [{"difficulty": 1.0}, {"difficulty": 0}, {}, {}]
-    weights = [one.importance_weights for one in train_samples(sent, (), objective)]
+    weights = [one.columns["importance_weights"] for one in loss_columns(made, (), objective)]
     mean = (2.0 + 0.5 + 1.0) / 3  # all are equally long; a row without a difficulty counts as 1
     assert weights[0] == pytest.approx(np.array([2.0, 1.0, 4.0]) / mean)
     assert weights[1] == pytest.approx(np.full(3, 0.5 / mean))
     assert weights[2] == pytest.approx(np.full(3, 1.0 / mean))
-    assert weights[3] is None  # a demonstration has none
-    plain = train_samples(made, (), ObjectivePlan())
-    assert all(one.importance_weights is other.importance_weights for one, other in zip(plain, made, strict=True))
+    assert weights[3].tolist() == [1.0] * 9  # a demonstration is not weighted
+    plain = loss_columns(made[:1], (), ObjectivePlan())
+    assert plain[0].columns["importance_weights"] is made[0].importance_weights

@@ -5,14 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from roll_opd.actors.megatron_actor import train_samples
 from roll_opd.algorithms.registry import ADVANTAGES
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import CorrectionPlan, ObjectivePlan
 from roll_opd.objective.advantages import external_advantages
 from roll_opd.objective.audit import advantage_metrics
+from roll_opd.objective.columns import loss_columns, value_columns
 from roll_opd.objective.mismatch import corrected
-from roll_opd.roles.critic_role import value_samples
 from roll_opd.samples.experience import Experience
 
 REWARDS = {"g0": (3.0, 0.0, 5.0, 1.0), "g1": (7.0, 2.0, 2.0, 4.0), "g2": (9.0,)}
@@ -77,9 +76,9 @@ def test_the_others_learn_as_if_it_were_not_there(estimator: str, level: str | N
 def test_none_of_its_tokens_counts_in_an_update() -> None:
     objective = ObjectivePlan(adv_estimator="gae", correction=CorrectionPlan())
     found = corrected(external_advantages(samples(), objective), (), objective)
-    for sample, train, value in zip(found, train_samples(found, (), objective), value_samples(found), strict=True):
-        assert train.action_mask.any() == value.action_mask.any() == (not sample.excluded)
-        assert np.isfinite(train.advantages).all() and train.reward is not None
+    for sample, train, value in zip(found, loss_columns(found, (), objective), value_columns(found), strict=True):
+        assert train.columns["mask"].any() == value.columns["mask"].any() == (not sample.excluded)
+        assert np.isfinite(train.columns["advantages"]).all() and "rewards" in train.columns
 
 
 def test_it_counts_in_no_metric() -> None:

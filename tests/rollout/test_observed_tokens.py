@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from teacher_assets import megatron, workers_of
 
-from roll_opd.actors.megatron_actor import train_samples
 from roll_opd.base.paths import REPOSITORY
 from roll_opd.config.plan import (
     CorrectionPlan,
@@ -31,6 +30,7 @@ from roll_opd.config.plan import (
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.objective.advantages import external_advantages
 from roll_opd.objective.audit import advantage_metrics
+from roll_opd.objective.columns import loss_columns
 from roll_opd.objective.masks import mask_metrics, masked
 from roll_opd.objective.mismatch import corrected, train_infer_metrics
 from roll_opd.objective.reference_kl import kl_coefs
@@ -58,6 +58,7 @@ TEACHERS = [
 CORRECTION = CorrectionPlan(
     weight="tis", high=2.0, filters=(TokenFilterPlan("ratio", "token", 0.5, 2.0),), negatives_delta=0.1
 )
+LEARNED = ("advantages", "opd_teacher", "opd_coefficients")  # columns that tokens are weighted with
 OBJECTIVES = {
     "pure": (ObjectivePlan(), TEACHERS),
     "mixed": (ObjectivePlan(adv_estimator="grpo", opd_kl_discount=0.9, init_kl_coef=0.1), TEACHERS),
@@ -244,9 +245,9 @@ def test_no_number_on_record_is_of_an_observed_token(name: str, tmp_path: Path) 
         given = [disturbed(one, rng) for one in experiences] if wild else experiences
         made, metrics = worked_on(given, objective, teachers)
         metrics |= validation_metrics(given, 3) | value_metrics(given)
-        trained = train_samples(made, teachers, objective)
+        trained = loss_columns(made, teachers, objective)
         learned = [
-            [one.acted(a).tolist() for a in (t.advantages, t.opd_teacher, t.opd_coefficients)]
+            [one.acted(a).tolist() for a in (t.columns[name] for name in LEARNED)]
             for one, t in zip(made, trained, strict=True)
         ]
         outputs.append(

@@ -9,7 +9,8 @@ import pytest
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.objective.advantages import external_advantages
 from roll_opd.objective.audit import advantages
-from roll_opd.roles.critic_role import value_metrics, value_samples
+from roll_opd.objective.columns import value_columns
+from roll_opd.roles.critic_role import value_metrics
 from roll_opd.samples.experience import Experience
 
 COEFFICIENT = 0.7
@@ -90,9 +91,9 @@ def test_advantages_and_returns(whiten: bool) -> None:
         (weights,) = advantages([e], [TEACHER], 0.0, objective.advantage_clip)
         assert weights == pytest.approx(wanted, abs=1e-9)
         assert e.returns == pytest.approx(returns, abs=1e-9)
-    for sample, e in zip(value_samples(found), found, strict=True):
-        assert sample.returns.dtype == sample.old_values.dtype == np.float32
-        assert sample.returns == pytest.approx(e.returns, abs=1e-6)
+    for sample, e in zip(value_columns(found), found, strict=True):
+        assert sample.columns["returns"].dtype == sample.columns["old_values"].dtype == np.float32
+        assert sample.columns["returns"] == pytest.approx(e.returns, abs=1e-6)
 
 
 def test_value_metrics_equal_their_formulas() -> None:

@@ -10,6 +10,7 @@ from megatron_jobs.training import TRAIN_LAYOUTS
 from megatron_layouts import LAYOUTS
 from megatron_ranks import Job, record, save, saved, write_arrays, write_json
 from megatron_registry import jobs, operation
+from megatron_samples import value_columns_of
 
 from roll_opd.config.plan import CriticPlan, MicroBatchLimits, ModelPlan
 from roll_opd.megatron import checkpoint
@@ -55,7 +56,7 @@ def critic(job: Job, root: Path) -> None:
     write_arrays(root / f"{job['name']}-values.npz", model.values(data.sequences(layouts.VOCABULARY)))
     records = []
     for step in range(data.SAVED_AFTER if "load" in job else 0, data.UPDATES):
-        result = model.update(data.value_samples(step))
+        result = model.update(value_columns_of(data.value_samples(step)))
         records.append(record(result))
         if job["save"] and step + 1 == data.SAVED_AFTER:
             save(model, root / f"{job['name']}.ckpt")

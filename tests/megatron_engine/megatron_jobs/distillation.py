@@ -12,12 +12,12 @@ import torch.distributed as dist
 from megatron_layouts import VOCABULARY
 from megatron_ranks import Job, held, meet_anew, trainer_of, write_json
 from megatron_registry import jobs, operation
+from megatron_samples import TeacherTargets, updated
 
 from roll_opd.config.plan import MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan
 from roll_opd.megatron import parallel
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import save_hf
-from roll_opd.samples.training import TeacherTargets
 
 # one update each, with two teachers for some samples: what a divergence in the loss can be
 DISTILLING = [
@@ -97,7 +97,7 @@ def distil(job: Job, root: Path) -> None:
     records = []
     for batch, teachers, objective in zip(samples, targets, DISTILLING, strict=True):
         batch = [replace(sample, teachers=of_sample) for sample, of_sample in zip(batch, teachers, strict=True)]
-        result = trainer.update(batch, objective, data.TEMPERATURE)
+        result = updated(trainer, batch, objective, data.TEMPERATURE)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, result.sums)
         loss = sum(sums.get("weighted_loss", 0.0) for sums in everyone)

@@ -11,6 +11,7 @@ import numpy as np
 from megatron_layouts import EXPERT_MODELS
 from megatron_ranks import Job, held, record, save, saved, trainer_of, write_arrays, write_json
 from megatron_registry import jobs, operation
+from megatron_samples import updated
 
 from roll_opd.config.plan import MicroBatchLimits, ObjectivePlan
 from roll_opd.megatron import checkpoint
@@ -64,7 +65,7 @@ def experts(job: Job, root: Path) -> None:
         trainer.share_prefixes = False
     records = []
     for step in range(data.SAVED_AFTER if job["load"] else 0, data.UPDATES):
-        records.append(record(trainer.update(data.train_samples(step, "opd"), ObjectivePlan(), data.TEMPERATURE)))
+        records.append(record(updated(trainer, data.train_samples(step, "opd"), ObjectivePlan(), data.TEMPERATURE)))
         if job["save"] and step + 1 == data.SAVED_AFTER:
             save(trainer, root / f"{job['name']}.ckpt")
     saved()

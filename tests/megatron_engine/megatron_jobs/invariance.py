@@ -18,6 +18,7 @@ from megatron_jobs.vocabulary import TEACHER_WIDTH
 from megatron_layouts import VOCABULARY
 from megatron_ranks import STILL, Job, gradient, record, trainer_of, write_results
 from megatron_registry import jobs, operation
+from megatron_samples import TeacherTargets, TrainSample, ValueSample, updated, value_columns_of
 
 from roll_opd.algorithms.aggregation import MODES
 from roll_opd.algorithms.registry import POLICY_LOSSES
@@ -25,7 +26,7 @@ from roll_opd.config.plan import CriticPlan, MicroBatchLimits, ModelPlan, Object
 from roll_opd.megatron.critic import MegatronCritic
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.trainer import MegatronTrainer
-from roll_opd.samples.training import TeacherTargets, TrainResult, TrainSample, ValueSample
+from roll_opd.samples.training import TrainResult
 from tests.cover import cover
 
 INVARIANT = (*POLICY_LOSSES.builtin, "topk", "full")  # losses of a policy
@@ -181,7 +182,7 @@ def over_losses(trainer: MegatronTrainer, splits: tuple[str, ...], losses: list[
         units = [samples[first : first + size] for first in range(0, len(samples), size)]
 
         def update(batch: list, objective: ObjectivePlan = objective) -> TrainResult:
-            return trainer.update(batch, objective, data.TEMPERATURE, supervised.SUPERVISED_STEP)
+            return updated(trainer, batch, objective, data.TEMPERATURE, supervised.SUPERVISED_STEP)
 
         found |= over_splits(splits, trainer, name, units, update)
     return found
@@ -203,7 +204,11 @@ def critic_invariance(job: Job, root: Path) -> None:
     plan = CriticPlan("critic", model, tuple(range(layout.world_size)), layout, MicroBatchLimits(), optimizer=STILL)
     critic = MegatronCritic(replace(plan, value_clip=data.VALUE_CLIP), seed=0)
     units, splits = [[sample] for sample in data.value_samples(0)], INVARIANCE_LAYOUTS[job["layout"]]
-    write_results(root / f"{job['name']}.npz", over_splits(splits, critic, CRITIC_LOSS, units, critic.update))
+
+    def update(batch: list) -> TrainResult:
+        return critic.update(value_columns_of(batch))
+
+    write_results(root / f"{job['name']}.npz", over_splits(splits, critic, CRITIC_LOSS, units, update))
 
 
 def over_splits(

@@ -9,6 +9,7 @@ import megatron_data as data
 import megatron_layouts as layouts
 from megatron_ranks import Job, held, meet_anew, optimizer_of, record, save, saved, write_arrays, write_json
 from megatron_registry import jobs, operation
+from megatron_samples import updated
 
 from roll_opd.config.plan import LoraPlan, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TrainPlan
 from roll_opd.megatron import checkpoint, parallel
@@ -83,7 +84,7 @@ def lora(job: Job, root: Path) -> None:
         write_arrays(root / f"{job['name']}-off.npz", trainer.compute_logprobs(sequences, 1.0))
     records = []
     for step in range(data.SAVED_AFTER if job["load"] else 0, data.UPDATES):
-        records.append(record(trainer.update(data.train_samples(step, "opd"), ObjectivePlan(), data.TEMPERATURE)))
+        records.append(record(updated(trainer, data.train_samples(step, "opd"), ObjectivePlan(), data.TEMPERATURE)))
         if job["save"] and step + 1 == data.SAVED_AFTER:
             save(trainer, root / f"{job['name']}.ckpt")
     saved()

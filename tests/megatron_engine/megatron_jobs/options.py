@@ -7,6 +7,7 @@ import megatron_data as data
 import numpy as np
 from megatron_ranks import STILL, Job, gradient, record, trainer_of, write_results
 from megatron_registry import jobs, operation
+from megatron_samples import updated
 
 from roll_opd.config.plan import MicroBatchLimits, ObjectivePlan
 
@@ -37,7 +38,7 @@ def options(job: Job, root: Path) -> None:
     """Loss and gradient of an update with options of Megatron's."""
     _, _, args = OPTIONS[job["option"]]
     trainer = trainer_of({**job, "megatron_args": args}, root, STILL, MicroBatchLimits(tokens=70))
-    result = record(trainer.update(data.train_samples(3, "opd"), ObjectivePlan(), 1.0))
+    result = record(updated(trainer, data.train_samples(3, "opd"), ObjectivePlan(), 1.0))
     write_results(
         root / f"{job['name']}.npz", {"loss": np.array(result["weighted_loss"]), "gradient": gradient(trainer)}
     )

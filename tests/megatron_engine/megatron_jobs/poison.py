@@ -10,6 +10,7 @@ import numpy as np
 import torch.distributed as dist
 from megatron_ranks import Job, identical, meet_anew, trainer_of, weights, write_json
 from megatron_registry import jobs, operation
+from megatron_samples import updated
 
 from roll_opd.config.plan import MicroBatchLimits, OptimizerPlan
 from roll_opd.megatron import parallel
@@ -37,15 +38,15 @@ def poison(job: Job, root: Path) -> None:
 
     trainer = trainer_of(job, root, optimizer, MicroBatchLimits(tokens=70))
     start = weights(trainer)
-    applied = [trainer.update(batch, referred, 1.0).applied for batch in bad]
+    applied = [updated(trainer, batch, referred, 1.0).applied for batch in bad]
     after_bad = weights(trainer)
-    applied.append(trainer.update(good, objective, 1.0).applied)
+    applied.append(updated(trainer, good, objective, 1.0).applied)
     after_both = weights(trainer)
     parallel.shutdown()
 
     meet_anew(root / f"port-{job['name']}")
     trainer = trainer_of(job, root, optimizer, MicroBatchLimits(tokens=70))
-    trainer.update(good, objective, 1.0)
+    updated(trainer, good, objective, 1.0)
     facts = {
         "applied": applied,
         "untouched": identical(start, after_bad),

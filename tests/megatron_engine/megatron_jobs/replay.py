@@ -8,6 +8,7 @@ import megatron_data as data
 import megatron_layouts as layouts
 from megatron_ranks import Job, held, optimizer_of, record, write_arrays, write_json
 from megatron_registry import jobs, operation
+from megatron_samples import updated
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import MicroBatchLimits, ModelPlan, ObjectivePlan, TrainPlan
@@ -52,7 +53,7 @@ def replay(job: Job, root: Path) -> None:
     records = []
     for step in range(data.UPDATES):
         samples = [replace(s, routes=data.routes_of(s.tokens)) for s in data.train_samples(step, "opd")]
-        records.append(record(trainer.update(samples, ObjectivePlan(), data.TEMPERATURE)))
+        records.append(record(updated(trainer, samples, ObjectivePlan(), data.TEMPERATURE)))
     write_json(root / f"{job['name']}.json", records)
     save_hf(trainer, root / f"{job['name']}.hf")
     held(trainer, job, root)

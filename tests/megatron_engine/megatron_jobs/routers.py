@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron_ranks import STILL, Job, gradient, meet_anew, write_results
 from megatron_registry import jobs, operation
+from megatron_samples import updated
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import MicroBatchLimits, ModelPlan, ObjectivePlan, TrainPlan
@@ -58,7 +59,7 @@ def routers(job: Job, root: Path) -> None:
             )
             for s in data.train_samples(3, "opd")
         ]
-        trainer.update(samples, ObjectivePlan(), data.TEMPERATURE)
+        updated(trainer, samples, ObjectivePlan(), data.TEMPERATURE)
         found[f"{name}-gradient"] = gradient(trainer)
         value = trainer.router_losses.values.get(name, torch.zeros(()))
         dist.all_reduce(value)

@@ -10,11 +10,11 @@ from megatron_data import train_samples
 from megatron_layouts import VOCABULARY
 from megatron_ranks import Job, held, record, trainer_of, write_json
 from megatron_registry import jobs, operation
+from megatron_samples import TrainSample, updated
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import MicroBatchLimits, ObjectivePlan
 from roll_opd.megatron.export import save_hf
-from roll_opd.samples.training import TrainSample
 
 # one update each, from rows with answers; in the last one these are a part of the batch
 SUPERVISED = {
@@ -81,7 +81,7 @@ def supervised(job: Job, root: Path) -> None:
     limits = MicroBatchLimits(*SUPERVISED_LAYOUTS[job["layout"]])
     trainer = trainer_of({**job, "model": "qwen3_tied"}, root, data.optimizer_plan(True), limits)
     schema = job["schema"]
-    result = trainer.update(supervised_samples(schema), SUPERVISED[schema], 1.0, SUPERVISED_STEP)
+    result = updated(trainer, supervised_samples(schema), SUPERVISED[schema], 1.0, SUPERVISED_STEP)
     write_json(root / f"{job['name']}.json", record(result))
     save_hf(trainer, root / f"{job['name']}.hf")
     held(trainer, job, root)

@@ -9,6 +9,7 @@ from megatron_data import SAVED_AFTER
 from megatron_layouts import LAYOUTS, RANKS
 from megatron_ranks import Job, held, optimizer_of, record, save, saved, trainer_of, write_arrays, write_json
 from megatron_registry import jobs, operation
+from megatron_samples import updated
 
 from roll_opd.config.plan import MicroBatchLimits
 from roll_opd.megatron import checkpoint
@@ -88,7 +89,7 @@ def train(job: Job, root: Path) -> None:
     records = []
     for step in range(data.SAVED_AFTER if job["load"] else 0, data.UPDATES):
         samples = data.train_samples(step, objective, job["count"])
-        result = trainer.update(samples, data.OBJECTIVES[objective], data.TEMPERATURE)
+        result = updated(trainer, samples, data.OBJECTIVES[objective], data.TEMPERATURE)
         records.append(record(result))
         if step == 0:
             write_arrays(root / f"{job['name']}-first.npz", result.logprobs)

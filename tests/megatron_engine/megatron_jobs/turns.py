@@ -7,6 +7,7 @@ from megatron_jobs.lora import adapters_of, lora_job
 from megatron_jobs.training import train_job
 from megatron_ranks import Job, optimizer_of, record, save, saved, trainer_of, write_json
 from megatron_registry import jobs, operation
+from megatron_samples import updated
 from megatron_turns import AFTER_UPDATE, BEFORE_UPDATE, InTurns
 
 from roll_opd.config.plan import MicroBatchLimits
@@ -50,7 +51,7 @@ def turns(job: Job, root: Path) -> None:
     for step in range(data.UPDATES):
         in_turns.phases(*BEFORE_UPDATE)
         samples = data.train_samples(step, objective, count)
-        records.append(record(trainer.update(samples, data.OBJECTIVES[objective], data.TEMPERATURE)))
+        records.append(record(updated(trainer, samples, data.OBJECTIVES[objective], data.TEMPERATURE)))
         in_turns.phases(*AFTER_UPDATE)
         if step == 0:
             in_turns.in_any_order()

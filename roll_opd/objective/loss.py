@@ -1,0 +1,117 @@
+"""The loss of on-policy distillation and of the external reward, from log-probs and columns.
+
+    reverse_kl_t = old_logprobs_t - teacher_logprobs_t                      (of the sampled token)
+    A_t          = clip(A_external_t - Σ_{k≥0} opd_kl_discount^k · Σ_teachers opd_kl_coef · reverse_kl_{t+k})
+    loss         = rl_loss_coef · Σ_t weight_t · (policy_loss(logprobs_t, old_logprobs_t, A_t) + kl_loss_coef · KL_t)
+
+In pure distillation A_external is 0, and with the policy loss `importance_sampling` the gradient is that of
+Σ weight · opd_kl_coef · KL(student || teacher). The weights of a mini-batch's tokens sum to 1 with `token-mean`.
+
+Legend: M scored tokens of a pack, B sequences.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roll_opd.algorithms.kl import KL_ESTIMATORS, READS_OLD
+from roll_opd.algorithms.losses.batch import LossBatch
+from roll_opd.algorithms.losses.bounds import beyond_bounds
+from roll_opd.algorithms.opd import opd_penalty
+from roll_opd.algorithms.registry import policy_loss
+from roll_opd.algorithms.returns import discounted_to_go
+from roll_opd.algorithms.token_advantages import clipped
+from roll_opd.config.plan import ObjectivePlan
+
+
+def opd_loss(
+    logprobs_M: Tensor,
+    columns: Mapping[str, Tensor],
+    lengths: Sequence[int],
+    *,
+    objective: ObjectivePlan,
+    arguments: Mapping[str, Any],
+    step: int,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a pack's part of the loss, f32 [], and its sums for metrics (see `MegatronTrainer.update`).
+
+    A log-prob or advantage that is not finite makes the loss NaN, and the update is skipped.
+
+    Args:
+        logprobs_M: current log-probs, with a gradient.
+        columns: of `objective.columns`, [M] each.
+        lengths: scored tokens of each sequence.
+        arguments: those of the policy loss, defaults included.
+        step: of the run, from 1.
+    """
+    mask_M, demonstration_M = columns["mask"], columns.get("demonstration")
+    sampled_M = sampled_mask(columns)
+    old_M = columns.get("old_logprobs", logprobs_M.detach())
+    if demonstration_M is not None:  # not sampled: their old log-probs are the current ones
+        old_M = torch.where(demonstration_M, logprobs_M.detach(), old_M)
+    penalty_M = opd_penalty(old_M, columns["opd_coefficients"], columns["opd_teacher"])
+    to_go_M = discounted_to_go(penalty_M, columns.get("actions", mask_M), lengths, objective.opd_kl_discount)
+    # where, not a product: a masked value may be infinite
+    advantages_M = torch.where(mask_M, clipped(columns["advantages"] - to_go_M, objective.advantage_clip), 0)
+    batch = LossBatch(
+        logprobs_M,
+        old_M,
+        advantages_M,
+        mask_M,
+        tuple(lengths),
+        rewards_M=columns.get("rewards"),
+        ref_logprobs_M=columns.get("ref_logprobs"),
+        demonstration_M=demonstration_M,
+        step=step,
+    )
+    losses_M = policy_loss(objective.policy_loss)(batch, **arguments)
+    if "importance_weights" in columns:
+        losses_M = losses_M * torch.where(mask_M, columns["importance_weights"], 1)
+    policy = (losses_M * columns["weight"]).sum()
+    kl = _kl_loss(replace(batch, mask_M=sampled_M), objective.kl_loss, columns["weight"])
+    loss = objective.rl_loss_coef * (policy + objective.kl_loss_coef * kl)
+    # a clamped ratio would hide an infinite log-prob and train on it; a loss of NaN skips the update
+    loss = torch.where(_finite(batch), loss, math.nan)
+
+    now = replace(batch, logprobs_M=logprobs_M.detach(), mask_M=sampled_M)
+    ratio_M = now.ratio_M[sampled_M].double()
+    sums = {
+        "tokens": sampled_M.sum(),
+        "weighted_loss": loss.detach(),
+        "policy_loss": policy.detach(),
+        "ratio": ratio_M.sum(),
+        "clipped": beyond_bounds(objective.policy_loss, now, arguments).sum(),
+        "approx_kl": (ratio_M - 1 - ratio_M.log()).sum(),
+        "kl_loss": kl.detach(),
+    }
+    if demonstration_M is not None:
+        learned_M = mask_M & demonstration_M
+        sums["demonstration_tokens"] = learned_M.sum()
+        sums["demonstration_loss"] = -(logprobs_M.detach() * columns["weight"])[learned_M].sum()
+    return loss, sums
+
+
+def sampled_mask(columns: Mapping[str, Tensor]) -> Tensor:
+    """Return the tokens of the mask that the student sampled, bool [M]: those of no demonstration."""
+    mask_M, demonstration_M = columns["mask"], columns.get("demonstration")
+    return mask_M if demonstration_M is None else mask_M & ~demonstration_M
+
+
+def _finite(batch: LossBatch) -> Tensor:
+    """Return whether all that the loss reads is finite at the tokens of the mask, bool []."""
+    arrays = (batch.logprobs_M, batch.old_logprobs_M, batch.advantages_M, batch.ref_logprobs_M)
+    read_XM = torch.stack([values_M.detach() for values_M in arrays if values_M is not None])
+    return (torch.isfinite(read_XM) | ~batch.mask_M).all()
+
+
+def _kl_loss(batch: LossBatch, name: str, weight_M: Tensor) -> Tensor:
+    """Return the weighted KL loss to the reference policy; without a reference policy 0, with gradient 0."""
+    logprobs_M = batch.action_logprobs_M
+    reference_M = logprobs_M.detach() if batch.ref_logprobs_M is None else batch.ref_logprobs_M
+    others = [torch.where(batch.mask_M, other_M, 0) for other_M in (reference_M, batch.old_logprobs_M)]
+    kl_M = KL_ESTIMATORS[name](logprobs_M, *(others if name in READS_OLD else others[:1]))
+    return (kl_M * weight_M).sum()
