@@ -1,6 +1,6 @@
-"""How per-token losses become one number: by a weight for each token, fixed before the batch is split.
+"""Loss aggregation: per-token weights for `loss_agg_mode`, fixed before the batch is split.
 
-A loss is then the weighted sum over its tokens, which is the same for any split into micro-batches, ranks or packs.
+The loss is the weighted sum over tokens, independent of the split into micro-batches, ranks or packs.
 
 Legend: M scored tokens of all sequences, B sequences.
 """
@@ -18,7 +18,7 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 def token_weights(
     masks: Sequence[Tensor], mode: str, normaliser: float | None = None, parts: Sequence[Hashable] | None = None
 ) -> list[Tensor]:
-    """Return f32 [M_b] for each sequence of the whole batch, 0 where its mask is False.
+    """Return the token weights f32 [M_b] of each sequence of the whole batch, 0 off the mask.
 
     Args:
         masks: bool [M_b] for each of the B sequences over all ranks.
@@ -30,19 +30,19 @@ def token_weights(
 def token_scales(
     tokens: Sequence[int], mode: str, normaliser: float | None = None, parts: Sequence[Hashable] | None = None
 ) -> list[float]:
-    """Return for each sequence of the whole batch what each of its tokens weighs.
+    """Return the weight per token of each sequence of the whole batch.
 
     Args:
-        tokens: how many are in the loss, of each of the B sequences over all ranks.
+        tokens: number of tokens in the loss, for each of the B sequences over all ranks.
         mode: token-mean (Σ loss / Σ tokens); seq-mean-token-sum (mean over sequences of their sums);
             seq-mean-token-mean (mean over sequences of their means; ROLL's default);
             seq-mean-token-sum-norm (Σ loss / `normaliser`; Dr. GRPO, arXiv 2503.20783).
-        parts: which part of the batch each sequence belongs to; each part is averaged alone, and the means are added.
+        parts: part of the batch of each sequence; parts are averaged separately, and the means are added.
 
     Sequences without an action token count in no denominator.
 
     Raises:
-        ValueError: for an unknown mode, or one that needs a normaliser and has none.
+        ValueError: for an unknown mode, or a missing normaliser.
     """
     if parts is not None:
         scales: dict[int, float] = {}
@@ -65,12 +65,12 @@ def token_scales(
 
 
 def loss_scales(tokens: Sequence[int], demonstrations: Sequence[bool], objective: ObjectivePlan) -> list[float]:
-    """Return `token_scales` of an update's samples, in which demonstrations are averaged alone."""
+    """Return `token_scales` of an update's samples, with demonstrations averaged separately."""
     return token_scales(tokens, objective.loss_agg_mode, objective.loss_normaliser, parts=demonstrations)
 
 
 def value_scales(tokens: Sequence[int]) -> list[float]:
-    """Return `token_scales` of a critic's update, which are the same, as in ROLL, whatever the policy loss does."""
+    """Return `token_scales` of a critic's update: as in ROLL, independent of the policy loss."""
     return token_scales(tokens, "seq-mean-token-mean")
 
 

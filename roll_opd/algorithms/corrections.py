@@ -1,11 +1,10 @@
-"""The gap between the log-probs of the training engine and those the inference engine sampled with, and what may be
-done about it: weigh tokens by the ratio of the two, or leave some out.
+"""Mismatch of training and rollout log-probs: metrics, importance weights and token masks.
 
 A ratio is train/infer, a difference p_train - p_infer. Both exist at four levels: of a `token`; `geometric`, the mean
-over a sequence (of log-ratios, then exp); `segment`, that mean over a stretch of action tokens without a gap; and
+over a sequence (of log-ratios, then exp); `segment`, that mean over an unbroken stretch of action tokens; and
 `sequence`, the product of its ratios (and the sum of its differences).
 
-Legend: M scored tokens of all sequences end to end; `lengths` says how many each has.
+Legend: M scored tokens of all sequences, concatenated; `lengths` has the number per sequence.
 """
 
 from collections.abc import Sequence
@@ -19,17 +18,17 @@ from roll_opd.algorithms.losses.batch import MAX_LOG_RATIO
 from roll_opd.algorithms.sequences import on_tokens, sequence_means, sequence_numbers, sequence_sums
 
 Level = Literal["token", "segment", "geometric", "sequence"]
-ICEPOP_LOW, ICEPOP_HIGH = 0.5, 5.0  # as verl and rLLM give them
-PIECE = 2**15  # tokens that are measured together: what is computed of them stays in a core's cache
+ICEPOP_LOW, ICEPOP_HIGH = 0.5, 5.0  # defaults of verl and rLLM
+PIECE = 2**15  # tokens per chunk of the metrics, to stay in a core's cache
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Log-probs of sampled tokens, all [M], as two engines see them with the same weights. No gradients."""
+    """Log-probs [M] of sampled tokens from two engines with the same weights, without gradients."""
 
     train_M: Tensor
     infer_M: Tensor
-    mask_M: Tensor  # bool; what lies off the mask may be anything
+    mask_M: Tensor  # bool; values off the mask are arbitrary
     lengths: tuple[int, ...]
 
     def log_ratio(self, level: Level = "token") -> Tensor:
@@ -60,8 +59,8 @@ class Mismatch:
 def importance_weights(mismatch: Mismatch, *, level: Level = "token", upper_bound: float | None = 1.2) -> Tensor:
     """Return min(ratio, upper_bound), [M]; 1 off the mask: truncated importance sampling.
 
-    Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025). They multiply
-    the loss, so that its expectation is that under the training engine's distribution.
+    Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025). The weights multiply
+    the loss, so that its expectation is under the training engine's distribution.
     """
     ratio_M = mismatch.ratio(level)
     return ratio_M if upper_bound is None else torch.where(mismatch.mask_M, ratio_M.clamp(max=upper_bound), 1.0)
@@ -77,28 +76,28 @@ def icepop_weights(
 def ratio_within(
     mismatch: Mismatch, *, level: Level = "token", low: float | None = 0.8, high: float | None = 1.2
 ) -> Tensor:
-    """Return which tokens to keep, bool [M]: low <= ratio <= high, None: no bound on this side; True off the mask."""
+    """Return the mask of tokens to keep, bool [M]: low <= ratio <= high, None: no bound; True off the mask."""
     return _within(mismatch.ratio(level), low, high) | ~mismatch.mask_M
 
 
 def difference_within(
     mismatch: Mismatch, *, level: Level = "token", low: float | None = -0.2, high: float | None = 0.2
 ) -> Tensor:
-    """Return which tokens to keep, bool [M]: low <= difference of probabilities <= high, as `ratio_within` does."""
+    """Return the mask of tokens to keep, bool [M]: low <= difference of probabilities <= high; see `ratio_within`."""
     return _within(mismatch.difference(level), low, high) | ~mismatch.mask_M
 
 
 def negatives_near(mismatch: Mismatch, advantages_M: Tensor, *, delta: float = 0.1) -> Tensor:
-    """Return which tokens to keep, bool [M]: not A < 0 in sequences whose mean infer - train is above `delta`.
+    """Return the mask of tokens to keep, bool [M]: drops A < 0 in sequences with mean infer - train above `delta`.
 
-    Negative advantages on text that the model would hardly write do harm. DeepSeek-V3.2, arXiv 2512.02556.
+    Negative advantages on unlikely text are harmful. DeepSeek-V3.2, arXiv 2512.02556.
     """
     far_M = -mismatch.log_ratio("geometric") > delta
     return ~(far_M & (advantages_M < 0) & mismatch.mask_M)
 
 
 def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
-    """Return what is measured whether or not a correction is on; empty where the mask has no token.
+    """Return the mismatch metrics, which are independent of corrections; empty without masked tokens.
 
     `logprob_diff_mean` and `_max` of |train - infer|, the same of probabilities; `k1` and `k3`, estimates of
     KL(infer || train); `ratio_mean`, `_min`, `_max`; `ess`, the effective share of the samples: (Σw)² / (N·Σw²).
@@ -127,7 +126,7 @@ def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
 
 
 def _sums_and_extremes(train_K: Tensor, infer_K: Tensor) -> tuple[Tensor, Tensor]:
-    """Return six sums over tokens and four largest values, of which one is the smallest ratio's, negated."""
+    """Return six sums over tokens and four maxima; one of them is the negated minimum of the ratio."""
     log_ratio = (train_K - infer_K).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio, apart = log_ratio.exp(), log_ratio.abs()
     difference = train_K.exp().sub_(infer_K.exp()).abs_()

@@ -1,6 +1,6 @@
-"""Divergences between the student's and the teacher's distribution of the next token, as sums over columns.
+"""Divergences between the student's and the teacher's next-token distributions, as sums over columns.
 
-A column is a token of the vocabulary, or the bucket that holds the tail of a top-k. With s and t the probabilities of
+A column is a token of the vocabulary, or the bucket of the tail of a top-k. With s and t the probabilities of
 student and teacher in a column, and m a mixture of both:
 
     reverse_kl            KL(s || t)
@@ -9,8 +9,8 @@ student and teacher in a column, and m a mixture of both:
     skewed_reverse_kl(α)  KL(s || m),                       m = α s + (1-α) t      DistiLLM, arXiv 2402.03898
     skewed_forward_kl(α)  KL(t || m),                       m = α t + (1-α) s
 
-β is the teacher's weight. At β = 0 and 1 the mixture is one of the two and that sum is 0 whatever they are; there, as
-in TRL, `jsd` means the limits of jsd/β and jsd/(1-β): forward_kl and reverse_kl. α = 0 is the plain KL.
+β is the teacher's weight. At β = 0 and 1 the mixture is one of the two and the sum is always 0; there, as in TRL,
+`jsd` is the limit of jsd/β or jsd/(1-β): forward_kl or reverse_kl. α = 0 is the plain KL.
 
 In each column KL(p || q) counts as p log(p/q) - p + q. Over a whole distribution the added terms cancel, in value and
 in the gradient of the logits; in a column they make the term non-negative and, where p is close to q, of second order,
@@ -33,14 +33,14 @@ from torch import Tensor
 class ColumnSum:
     """A sum over columns, as two functions of the log-probs in each: (student, teacher), or the student's alone.
 
-    Neither function gives NaN for log-probs; `value` is inf where the divergence is.
+    Neither function returns NaN for log-probs; `value` is inf if the divergence is.
     """
 
-    value: Callable[..., Tensor]  # what a column adds
+    value: Callable[..., Tensor]  # term of a column
     slope: Callable[..., Tensor]  # its derivative by the student's log-prob
 
     def __call__(self, student_logprobs: Tensor, *others: Tensor) -> Tensor:
-        """Sum over the last dimension, [..., K] -> [...], with gradient to `student_logprobs` alone."""
+        """Sum over the last dimension, [..., K] -> [...], with gradient only to `student_logprobs`."""
         return _Sum.apply(self, student_logprobs, *others)
 
 
@@ -58,7 +58,7 @@ class _Sum(torch.autograd.Function):
 
 
 def divergence(name: str, *, beta: float = 0.5, alpha: float = 0.1) -> ColumnSum:
-    """Return the divergence called `name`, a key of `DIVERGENCES`.
+    """Return divergence `name`, a key of `DIVERGENCES`.
 
     Args:
         beta: of jsd, 0 to 1: the teacher's weight in the mixture.
@@ -77,32 +77,32 @@ def divergence(name: str, *, beta: float = 0.5, alpha: float = 0.1) -> ColumnSum
 
 
 def topk_divergence(student_ML: Tensor, teacher_ML: Tensor, measure: ColumnSum) -> Tensor:
-    """Divergence of K tokens and the bucket of all others, f32 [M], with gradient to `student_ML`.
+    """Return the divergence over K tokens and the bucket of the rest, f32 [M], with gradient to `student_ML`.
 
     By the data-processing inequality it is at most the divergence over the whole vocabulary, and never negative;
     with K = V, where the bucket is empty, it is that divergence.
 
     Args:
-        student_ML: student log-probs of K different tokens, and last that of all others together, L = K + 1. It has to
-            be a sum of its own: log(1 - Σp) would have no digits left where the tokens are nearly everything.
-        teacher_ML: teacher log-probs of the same tokens and of the same others.
+        student_ML: student log-probs of K different tokens, and last that of the rest, L = K + 1. The last must be a
+            separate sum: log(1 - Σp) would lose all digits if the tokens have nearly all mass.
+        teacher_ML: teacher log-probs of the same columns.
     """
-    # normalised once more in f64: else the gradient would have the rounding of f32 where the student is sure
+    # renormalised in f64, as f32 rounding would dominate the gradient of a confident student
     return measure(*(side_ML.double().log_softmax(-1) for side_ML in (student_ML, teacher_ML))).float()
 
 
 def _times(probability: Tensor, log_ratio: Tensor) -> Tensor:
-    """probability · log_ratio, 0 where the probability is 0 and the ratio may be anything."""
+    """Return probability · log_ratio; 0 where the probability is 0, for any ratio."""
     return torch.where(probability > 0, probability * log_ratio, 0.0)
 
 
 def _log_mixture(first: Tensor, second: Tensor, weight: float) -> Tensor:
-    """log(weight · e^first + (1-weight) · e^second)."""
+    """Return log(weight · e^first + (1-weight) · e^second)."""
     return torch.logaddexp(first + math.log(weight), second + math.log1p(-weight))
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return a column's part of KL(p || q), from log-probs."""
+    """Return a column's term of KL(p || q), from log-probs."""
     probability = p.exp()
     return _times(probability, p - q) - probability + q.exp()
 
@@ -129,7 +129,7 @@ def _jsd(student: Tensor, teacher: Tensor, *, beta: float) -> Tensor:
 
 
 def _jsd_slope(student: Tensor, teacher: Tensor, *, beta: float) -> Tensor:
-    # what the mixture's own movement adds to either KL cancels in their weighted sum
+    # the mixture's gradients in both KLs cancel in their weighted sum
     return (1 - beta) * _times(student.exp(), student - _log_mixture(teacher, student, beta))
 
 

@@ -1,4 +1,4 @@
-"""Filters of groups by their rewards. What a filter is called with are its keyword arguments."""
+"""Filters of groups by their rewards; keyword arguments come from the configuration."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,12 +6,12 @@ import numpy as np
 
 
 def mean_filter(rewards: Sequence[float], *, threshold_down: float, threshold_up: float) -> bool:
-    """Whether the mean lies between the thresholds, exclusive: neither hopeless nor already solved."""
+    """Return whether the mean is strictly between the thresholds: neither unsolved nor solved."""
     return bool(threshold_down < np.mean(rewards) < threshold_up)
 
 
 def std_filter(rewards: Sequence[float], *, std_threshold: float) -> bool:
-    """Whether the standard deviation (of the population) is above the threshold: the samples differ."""
+    """Return whether the population standard deviation is above the threshold."""
     return bool(np.std(rewards) > std_threshold)
 
 

@@ -1,9 +1,9 @@
-"""Generalised advantage estimation, and the loss from which a critic learns its values. arXiv 1506.02438, 1707.06347.
+"""Generalised advantage estimation, and the value loss of a critic. arXiv 1506.02438, 1707.06347.
 
     δ_k = r_k + γ V_{k+1} - V_k        A_k = Σ_{i≥0} (γλ)^i δ_{k+i}        returns_k = A_k + V_k
 
 k counts the action tokens of one sequence, as every discount does (see `returns`). V_k is the value of the state before
-token k, and 0 after the last: a sequence that was cut off counts as ended.
+token k, and 0 after the last: a truncated sequence counts as terminated.
 
 Legend: M scored tokens of all sequences end to end, K action tokens among them.
 """
@@ -22,8 +22,8 @@ def gae(
     """Return advantages (not whitened) and returns, both f64 [M] and 0 off the mask.
 
     Args:
-        rewards_M: token rewards; what lies off the mask is not read.
-        values_M: of the state before each token; off the mask not read either.
+        rewards_M: token rewards, ignored off the mask.
+        values_M: values of the state before each token, ignored off the mask.
         mask_M: bool, True at action tokens.
         lengths: M_b, tokens of each sequence.
         gamma: discount of one action token.
@@ -44,9 +44,9 @@ def gae(
 
 
 def value_loss(values_M: Tensor, old_values_M: Tensor, returns_M: Tensor, clip: float | None = None) -> Tensor:
-    """Return ½ (V - R)², or with `clip` ½ max((V - R)², (V_clipped - R)²), a number a token.
+    """Return ½ (V - R)² per token, or with `clip` ½ max((V - R)², (V_clipped - R)²).
 
-    V_clipped is V held within ±`clip` of the value before the update: a token moves no further in one batch.
+    V_clipped is V clipped to ±`clip` around the value before the update.
     """
     loss_M = (values_M - returns_M).square()
     if clip is not None:

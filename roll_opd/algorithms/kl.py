@@ -16,49 +16,49 @@ MAX_KL_ERROR = 0.2  # relative, of one step of the adaptive coefficient
 
 
 def k1(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Δ = logprobs - other: unbiased; may be negative. No loss by itself: its gradient does not know `other`."""
+    """Return Δ = logprobs - other: unbiased; may be negative. Not a loss: its gradient is independent of `other`."""
     return logprobs - other
 
 
 def absolute(logprobs: Tensor, other: Tensor) -> Tensor:
-    """|Δ|."""
+    """Return |Δ|."""
     return (logprobs - other).abs()
 
 
 def k2(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Δ²/2: as a loss on the student's own samples, its gradient is that of the reverse KL."""
+    """Return Δ²/2: as a loss on the student's samples, its gradient is that of the reverse KL."""
     return (logprobs - other).square() / 2
 
 
 def k3(logprobs: Tensor, other: Tensor) -> Tensor:
-    """e^-Δ - 1 + Δ: unbiased, never negative. As a loss, its gradient is that of the forward KL.
+    """Return e^-Δ - 1 + Δ: unbiased, never negative. As a loss, its gradient is that of the forward KL.
 
-    Without a bound, as in Trinity-RFT: a token that `other` finds e^20 times likelier counts as e^20.
+    Unbounded, as in Trinity-RFT: a token e^20 times likelier under `other` counts as e^20.
     """
     log_ratio = other - logprobs
     return log_ratio.exp() - 1 - log_ratio
 
 
 def low_var_kl(logprobs: Tensor, other: Tensor) -> Tensor:
-    """`k3`, at most 10 and without a gradient beyond: what ROLL calls k3, and Trinity-RFT low_var_kl."""
-    log_ratio = (other - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # what is beyond 20 is beyond 10 here, too
+    """Return `k3` clipped at 10, without gradient beyond: ROLL's k3 and Trinity-RFT's low_var_kl."""
+    log_ratio = (other - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # beyond 20 the value is clipped at 10 anyway
     return (log_ratio.exp() - 1 - log_ratio).clamp(-MAX_LOW_VARIANCE, MAX_LOW_VARIANCE)
 
 
 def corrected_k3(logprobs: Tensor, other: Tensor, old: Tensor | None = None) -> Tensor:
-    """clamp(r, 0, 2) · `k3`, r = e^(logprobs - old) with its gradient: as a loss, that of the reverse KL.
+    """Return clamp(r, 0, 2) · `k3`, r = e^(logprobs - old) with gradient: as a loss, that of the reverse KL.
 
-    `old` are the log-probs of the weights that sampled; without them the student is still on policy, and r is 1.
+    `old` are the log-probs of the rollout weights; None: on policy, r is 1.
     """
     old = logprobs.detach() if old is None else old
     return probability_ratio(logprobs, old).clamp(0, MAX_CORRECTION) * k3(logprobs, other)
 
 
 def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, samples: int) -> float:
-    """Return the KL coefficient of the next step: more where `kl` is above `target`, less below. arXiv 1909.08593.
+    """Return the KL coefficient of the next step: larger if `kl` is above `target`, else smaller. arXiv 1909.08593.
 
-    coefficient · (1 + clip(kl/target - 1, ±0.2) · samples/horizon); `samples` are those of the step, and the
-    coefficient moves by at most a fifth in `horizon` of them. A `kl` that is not finite leaves it as it is.
+    coefficient · (1 + clip(kl/target - 1, ±0.2) · samples/horizon); `samples` is the number in the step, and the
+    coefficient changes by at most a fifth per `horizon` samples. A non-finite `kl` leaves it unchanged.
     """
     if not math.isfinite(kl):
         return coefficient
@@ -66,7 +66,7 @@ def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, hor
     return coefficient * (1 + error * samples / horizon)
 
 
-READS_OLD = ("corrected_k3",)  # takes the log-probs under the weights that sampled, too
-# by the names of ROLL's kl_penalty and of the literature; `table` says what each may be used for
+READS_OLD = ("corrected_k3",)  # estimators that also take rollout log-probs
+# names of ROLL's kl_penalty and of the literature; `table` has their uses
 KL_ESTIMATORS: dict[str, Callable[..., Tensor]] = {"kl": k1, "k1": k1, "abs": absolute, "mse": k2, "k2": k2, "k3": k3}
 KL_ESTIMATORS |= {"low_var_kl": low_var_kl, "corrected_k3": corrected_k3}

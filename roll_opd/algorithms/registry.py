@@ -1,10 +1,10 @@
-"""The policy losses and advantages that a configuration can name.
+"""`POLICY_LOSSES` and `ADVANTAGES`: registries of the losses and advantages that a configuration can name.
 
-A function registers itself where it is defined, with what the configuration must know of it before a run; its arguments
-and their defaults are its signature. A module in `losses` or `advantages` is found by itself. A user's own function
-needs no more than the same signature; `register_*` gives it a name and facts.
+A function is registered where it is defined, with facts for the planner; its arguments and defaults are its signature.
+Modules in `losses` and `advantages` are found automatically. A user's function needs the same signature; `register_*`
+gives it a name and facts.
 
-Importing this module imports no torch, and neither do names, facts and defaults; looking a function up does.
+Names, facts and defaults are read without torch; only finding a function imports it.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,29 +24,29 @@ Advantage = Callable[..., "Normalised"]  # (RewardBatch, *, its arguments) -> No
 
 
 class AlgorithmError(Exception):
-    """An algorithm, advantage or policy loss that cannot be used; the message says why and what is known."""
+    """An algorithm, advantage or policy loss is unknown or misused; the message says why and what is known."""
 
 
 @dataclass(frozen=True)
 class PolicyLossFacts:
-    """What the configuration must know of a policy loss without calling it."""
+    """Properties of a policy loss for the planner."""
 
     reads_advantages: bool = True
-    reads_pg_clip: bool = False  # takes clip_low, clip_high and dual_clip, which ROLL's pg_clip keys decide
+    reads_pg_clip: bool = False  # takes clip_low, clip_high and dual_clip, set by ROLL's pg_clip keys
     needs: Literal["demonstrations", "pairs"] | None = None
-    loss_agg_mode: str | None = None  # its own; None: ROLL's default
+    loss_agg_mode: str | None = None  # None: ROLL's default
 
 
 @dataclass(frozen=True)
 class AdvantageFacts:
-    """What the configuration must know of an advantage function without calling it."""
+    """Properties of an advantage function for the planner."""
 
-    baseline: bool = False  # compares the samples of a prompt, so a single sample has nothing to be compared with
-    reads_runs: bool = False  # wants the steps of each run; others get a run as one sample
-    reads_states: bool = False  # compares steps that began from one state
-    adds_steps: bool = False  # adds up a run's rewards, so that each must be of a step alone
-    discounts_turns: bool = False  # gamma is of a turn, whose tokens have one value; else of a token
-    # keys of the objective that decide what happens to the tokens; they may be given as arguments too
+    baseline: bool = False  # compares the samples of a prompt, so it needs several
+    reads_runs: bool = False  # gets the steps of each run; others get a run as one sample
+    reads_states: bool = False  # compares steps with the same initial state
+    adds_steps: bool = False  # sums a run's rewards, so each must be of a single step
+    discounts_turns: bool = False  # gamma discounts per turn; else per token
+    # defaults of objective keys for the token advantages; may also be given as arguments
     token_defaults: Mapping[str, object] = field(default_factory=lambda: FrozenDict({"gamma": 1.0}))
 
 
@@ -74,12 +74,12 @@ register_advantage = ADVANTAGES.register
 
 
 def policy_loss(name: str, arguments: Mapping[str, Any] | None = None) -> PolicyLoss:
-    """Return the function, after checking that it takes `arguments`. Raises `AlgorithmError`."""
+    """Return the function after checking `arguments`; raises `AlgorithmError`."""
     return _checked(POLICY_LOSSES, name, arguments or {})
 
 
 def advantage(name: str, arguments: Mapping[str, Any] | None = None) -> Advantage:
-    """Return the function, after checking that it takes `arguments`. Raises `AlgorithmError`."""
+    """Return the function after checking `arguments`; raises `AlgorithmError`."""
     return _checked(ADVANTAGES, name, arguments or {})
 
 

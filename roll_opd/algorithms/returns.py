@@ -1,4 +1,4 @@
-"""Sums over what is still to come in a sequence. Legend: M tokens of all sequences end to end, K action tokens."""
+"""Discounted returns-to-go over tokens or turns. Legend: M tokens of all sequences, concatenated, K action tokens."""
 
 from collections.abc import Sequence
 
@@ -7,19 +7,19 @@ from torch import Tensor
 
 
 def discounted_to_go(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int], discount: float) -> Tensor:
-    """Return Σ_{k≥0} discount^k · the value of the k-th action token from here on, [M]; 0 off the mask.
+    """Return Σ_{k≥0} discount^k · value of the k-th following action token, [M]; 0 off the mask.
 
-    A discount is of one action token: text of a tool or an environment between two of them is no step.
+    The discount is per action token; tokens of tools or environments between them do not count.
 
     Args:
-        values_M: what lies off the mask is not read.
+        values_M: ignored off the mask.
         mask_M: bool, True at action tokens.
-        lengths: tokens of each sequence, off the mask or not.
+        lengths: tokens of each sequence, on and off the mask.
         discount: 0 returns the values themselves.
     """
     if discount == 0.0 or not len(values_M):
         return torch.where(mask_M, values_M, 0)
-    if mask_M.all():  # nothing has to be picked out and put back
+    if mask_M.all():  # fast path without indexing
         return _to_go(values_M, torch.as_tensor(lengths, dtype=torch.int64), discount)
     total_M = torch.where(mask_M, values_M, 0)
     counts_B = torch.tensor([int(piece.count_nonzero()) for piece in mask_M.split(list(lengths))], dtype=torch.int64)
@@ -28,16 +28,16 @@ def discounted_to_go(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int], d
 
 
 def turns_to_go(values_M: Tensor, mask_M: Tensor, acted_M: Tensor, lengths: Sequence[int], discount: float) -> Tensor:
-    """Return Σ_{k≥0} discount^k · the sum of the values of the k-th turn from a token's own on, [M]; 0 off the mask.
+    """Return Σ_{k≥0} discount^k · sum of the values of the k-th following turn, [M]; 0 off the mask.
 
-    A turn is an unbroken stretch of action tokens, which all have one return: that of `discounted_to_go`, were a turn
-    one token. What a mask leaves out of a turn adds no value, and does not make it two.
+    A turn is an unbroken stretch of action tokens with one common return, that of `discounted_to_go` if a turn were one
+    token. Masked tokens of a turn add no value and do not split it.
 
     Args:
-        values_M: what lies off `mask_M` is not read.
-        mask_M: bool, action tokens that count.
+        values_M: ignored off `mask_M`.
+        mask_M: bool, action tokens in the loss.
         acted_M: bool, all action tokens.
-        lengths: tokens of each sequence, off the mask or not.
+        lengths: tokens of each sequence, on and off the mask.
     """
     counted_M = torch.where(mask_M, values_M, 0)
     total_M = torch.zeros_like(counted_M)
@@ -52,13 +52,15 @@ def turns_to_go(values_M: Tensor, mask_M: Tensor, acted_M: Tensor, lengths: Sequ
 
 
 def _to_go(values_K: Tensor, counts_B: Tensor, discount: float) -> Tensor:
-    """In log2(longest) steps: a sum over the next 2n tokens is that over n, and the one n tokens on."""
+    """Return discounted sums in log2(longest) steps: the sum over 2n tokens is two sums over n tokens."""
     counts_B = counts_B[counts_B > 0].to(values_K.device)
     if not len(counts_B):
         return values_K
     ends_B = counts_B.cumsum(0)
     if discount == 1.0 and values_K.count_nonzero() == values_K[ends_B - 1].count_nonzero():
-        total_K = torch.repeat_interleave(values_K[ends_B - 1] + 0.0, counts_B)  # a reward at the end, and no other
+        total_K = torch.repeat_interleave(
+            values_K[ends_B - 1] + 0.0, counts_B
+        )  # fast path for a single reward at the end
         total_K[ends_B - 1] = values_K[ends_B - 1]
         return total_K
     left_K = torch.repeat_interleave(ends_B, counts_B) - torch.arange(len(values_K), device=values_K.device)

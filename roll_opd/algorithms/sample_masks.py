@@ -1,4 +1,4 @@
-"""Which samples of a step are learned from, and with what weight: ROLL's masks and weights of whole samples.
+"""ROLL's masks and weights of whole samples: length, difficulty, correctness.
 
 Legend: B samples. Samples of one prompt share a group.
 """
@@ -8,16 +8,16 @@ from collections.abc import Sequence
 
 
 def below_longest(lengths: Sequence[int], longest: int) -> list[bool]:
-    """Return, [B], which responses have fewer tokens than they may: the others were probably cut (`max_len_mask`)."""
+    """Return the mask [B] of responses below the maximum length; others are probably truncated (`max_len_mask`)."""
     return [length < longest for length in lengths]
 
 
 def between_difficulties(
     rewards: Sequence[float | None], groups: Sequence[str], *, low: float, high: float
 ) -> list[bool]:
-    """Return, [B], whose group has a mean reward between `low` and `high`, exclusive (`difficulty_mask`).
+    """Return the mask [B] of samples whose group's mean reward is strictly in (`low`, `high`) (`difficulty_mask`).
 
-    A reward of None counts in no mean. A group without a reward is kept.
+    Rewards of None are ignored. A group without rewards is kept.
     """
     by_group: dict[str, list[float]] = defaultdict(list)
     for reward, group in zip(rewards, groups, strict=True):
@@ -28,7 +28,7 @@ def between_difficulties(
 
 
 def right_or_short(rewards: Sequence[float | None], lengths: Sequence[int], *, threshold: int) -> list[bool]:
-    """Return, [B], whose reward is 1, or 0 with fewer than `threshold` tokens; None is kept (`error_max_len_clip`)."""
+    """Return the mask [B] of samples with reward 1 or None, or 0 below `threshold` tokens (`error_max_len_clip`)."""
     return [
         reward in (None, 1) or (reward == 0 and length < threshold)
         for reward, length in zip(rewards, lengths, strict=True)
@@ -38,15 +38,15 @@ def right_or_short(rewards: Sequence[float | None], lengths: Sequence[int], *, t
 def sample_weights(
     lengths: Sequence[int], difficulties: Sequence[float | None] | None, *, by_length: bool
 ) -> list[float]:
-    """Return the weights of an update's samples, [B], of mean 1.
+    """Return the weights [B] of an update's samples, with mean 1.
 
-    They are the product of 0.5 + 1.5 · difficulty, the difficulty held within [0, 1] (`difficulty_loss_weight`; 1 where
-    it is None), and of 1.5 - (length - shortest) / (longest - shortest) (`length_loss_weight`).
+    They are 0.5 + 1.5 · difficulty, clipped to [0, 1] (`difficulty_loss_weight`; 1 for None), times
+    1.5 - (length - shortest) / (longest - shortest) (`length_loss_weight`).
 
     Args:
         lengths: response tokens.
-        difficulties: of the rows; None: they do not count.
-        by_length: whether the lengths do.
+        difficulties: of the rows; None: not used.
+        by_length: whether lengths are used.
     """
     weights = [1.0] * len(lengths)
     if difficulties is not None:

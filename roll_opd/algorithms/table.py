@@ -1,7 +1,7 @@
-"""The algorithms as data: a row an `algorithm_type`, and what it says where the user writes nothing.
+"""Table of algorithms: the defaults of each `algorithm_type`, without torch.
 
-Names and flags are Trinity-RFT's. The functions that a row names, their defaults and what else there is to know of them
-stand in `losses` and `advantages`. Here are also the names of what is no extension point. Needs no torch.
+Names and flags are Trinity-RFT's. `losses` and `advantages` define the functions with their defaults and facts. The
+names of KL estimators and divergences, which are not extension points, are also here.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ ROLL_LOSS_AGG_MODE = "seq-mean-token-mean"  # without an `algorithm_type`
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What an `algorithm_type` means where a user writes nothing else.
+    """Defaults of an `algorithm_type`.
 
     `advantage` and `policy_loss` are built-in names, registered names or dotted paths.
     """
@@ -25,11 +25,11 @@ class Algorithm:
     advantage: str | None = None  # None: the loss reads no advantages
     policy_loss_args: Mapping[str, object] = field(default_factory=FrozenDict)
     advantage_args: Mapping[str, object] = field(default_factory=FrozenDict)
-    schema: str = "experience"  # what a row of data holds; rows with answers have a pipeline of that name
-    repeat: int | None = 2  # responses a prompt; None: there is no rollout to repeat, or any number will do
+    schema: str = "experience"  # schema of the data; sft and dpo have separate pipelines
+    repeat: int | None = 2  # responses per prompt; None: no rollout, or any number
     kl_loss: str | None = "k2"  # estimator of the KL loss to the reference policy
     expert_data_ratio: float = 0.0  # share of demonstrations in an update
-    loss_agg_mode: str = "token-mean"  # where the loss has none of its own
+    loss_agg_mode: str = "token-mean"  # unless the loss has its own
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -53,17 +53,17 @@ ALGORITHMS: dict[str, Algorithm] = {
     "multi_step_grpo": Algorithm("ppo", "step_wise_grpo", repeat=8),
     "on_policy_distill": Algorithm("ppo", "on_policy_distill", repeat=8, kl_loss=None),
 }
-KL_LOSS_COEF = 0.001  # where a row has a KL loss
-EXPERT_DATA_RATIO = 0.5  # where a loss without a row reads demonstrations
+KL_LOSS_COEF = 0.001  # default of algorithms with a KL loss
+EXPERT_DATA_RATIO = 0.5  # default of other losses with demonstrations
 
-# the names of `kl.KL_ESTIMATORS` whose gradient knows the other model, so that they may be a KL loss
+# names of `kl.KL_ESTIMATORS` usable as a KL loss: their gradient depends on the other model
 KL_LOSSES = ("abs", "k2", "k3", "low_var_kl", "corrected_k3")
-# ... and those that may be kl_penalty, of a token's reward -> the name that ROLL means by it
+# names usable as kl_penalty of token rewards -> ROLL's name
 KL_PENALTIES = {"kl": "kl", "k1": "kl", "abs": "abs", "mse": "mse", "k2": "mse", "k3": "low_var_kl"}
 KL_PENALTIES["low_var_kl"] = "low_var_kl"
 DIVERGENCE_NAMES = ("reverse_kl", "forward_kl", "jsd", "skewed_reverse_kl", "skewed_forward_kl")  # of `divergences`
 
-# Trinity-RFT's names -> ours
+# Trinity-RFT's names -> names here
 FUNCTION_ALIASES = {"ppo": "gae"}  # of its advantage_fn
 ARGUMENT_ALIASES: dict[str, tuple[str, ...]] = {
     "clip_range": ("clip_low", "clip_high"),
@@ -75,7 +75,7 @@ ARGUMENT_ALIASES: dict[str, tuple[str, ...]] = {
 
 
 def algorithm(name: str) -> Algorithm:
-    """Return the row of this name, or a user's own by its dotted path. Raises `AlgorithmError`."""
+    """Return the algorithm `name`, or a user's by dotted path; raises `AlgorithmError`."""
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     module_name, _, attribute = name.rpartition(".")
@@ -92,7 +92,7 @@ def algorithm(name: str) -> Algorithm:
 
 
 def loss_facts(name: str | None) -> PolicyLossFacts:
-    """Return what is known of a policy loss; of one that cannot be found here, what holds for most."""
+    """Return the facts of a policy loss; the defaults for an unknown one."""
     try:
         return POLICY_LOSSES.facts(name) if name else PolicyLossFacts()
     except AlgorithmError:
@@ -100,7 +100,7 @@ def loss_facts(name: str | None) -> PolicyLossFacts:
 
 
 def advantage_facts(name: str | None) -> AdvantageFacts:
-    """Return what is known of an advantage; of one that cannot be found here, what holds for most."""
+    """Return the facts of an advantage; the defaults for an unknown one."""
     try:
         return ADVANTAGES.facts(name) if name else AdvantageFacts()
     except AlgorithmError:
@@ -108,9 +108,9 @@ def advantage_facts(name: str | None) -> AdvantageFacts:
 
 
 def merged_arguments(given: Mapping[str, object], defaults: Mapping[str, object]) -> tuple[FrozenDict, tuple[str, ...]]:
-    """Return what a user gave merged over a function's defaults, and the names that the function does not have."""
+    """Return (a function's defaults updated by the given arguments, unknown argument names)."""
     ours: dict[str, object] = {}
-    for name in sorted(given, key=lambda name: len(ARGUMENT_ALIASES.get(name, ())) != 2):  # clip_range before its ends
+    for name in sorted(given, key=lambda name: len(ARGUMENT_ALIASES.get(name, ())) != 2):  # clip_range before its parts
         for own in ARGUMENT_ALIASES.get(name, (name,)):
             ours[own] = given[name]
     unknown = tuple(name for name in given if not {*ARGUMENT_ALIASES.get(name, (name,))} <= {*defaults})

@@ -1,13 +1,13 @@
-"""From the normalised reward of a sample to the advantage of each token.
+"""Token advantages from normalised rewards: returns-to-go or GAE, with optional whitening.
 
     A = whiten(Σ_k γ^k r_{t+k}), with a critic whiten(GAE of r), k over action tokens, or over turns,
-    r = whiten(R' on the last action token, 0 elsewhere, minus a penalty a token)
+    r = whiten(R' on the last action token, 0 elsewhere, minus a penalty per token)
 
-R' is the reward as an advantage function normalised it (see `advantages`). Each part happens only where it is asked
-for. The teacher's term is added after this (see `opd`): normalising the sum would erase it. The sum is clipped then.
+R' is the normalised reward of an advantage function (see `advantages`). Every part is optional. The teachers' term is
+added afterwards (see `opd`), because normalising the sum would erase it; then the sum is clipped.
 
-Legend: B samples, M scored tokens of all samples end to end. Everything is float64: it is small, and sums of many
-terms are compared with records to the sixth digit.
+Legend: B samples, M scored tokens of all samples, concatenated. Everything is float64: arrays are small, and tests
+compare six digits of long sums.
 """
 
 import itertools
@@ -21,14 +21,14 @@ from torch import Tensor
 from roll_opd.algorithms.gae import gae
 from roll_opd.algorithms.returns import discounted_to_go, turns_to_go
 
-VARIANCE_FLOOR = 1e-8  # whitening's
+VARIANCE_FLOOR = 1e-8  # of whitening
 
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """Advantages and the returns that a critic learns, f64 [M], 0 off the mask, with mean and scale of both whitenings.
+    """Advantages and returns (a critic's targets), f64 [M], 0 off the mask, with mean and scale of both whitenings.
 
-    Where nothing is whitened, mean is 0 and scale 1.
+    Without whitening, mean is 0 and scale 1.
     """
 
     advantages_M: Tensor
@@ -51,7 +51,7 @@ def token_advantages(
     whiten_rewards: bool = False,
     whiten_advantages: bool = False,
 ) -> TokenAdvantages:
-    """Return discounted returns-to-go of token rewards, or GAE; whitened (arXiv 2501.03262) if asked.
+    """Return discounted returns-to-go of token rewards, or GAE; whitened (arXiv 2501.03262) if enabled.
 
     Args:
         rewards_M: f64 [M], 0 off the mask.
@@ -59,29 +59,29 @@ def token_advantages(
         lengths: tokens of each sample.
         values_M: a critic's values of the state before each token; None: returns-to-go.
         lambd: of GAE.
-        turns_M: bool [M], all action tokens, whose unbroken stretches gamma counts; None: it counts tokens.
+        turns_M: bool [M], all action tokens; gamma discounts their unbroken stretches; None: tokens.
     """
-    rewards_M, reward_mean, reward_scale = _whitened(rewards_M, mask_M, asked=whiten_rewards)
+    rewards_M, reward_mean, reward_scale = _whitened(rewards_M, mask_M, enabled=whiten_rewards)
     if values_M is not None:
         advantages_M, returns_M = gae(rewards_M, values_M, mask_M, lengths, gamma, lambd)
     elif turns_M is not None:
         advantages_M = returns_M = turns_to_go(rewards_M, mask_M, turns_M, lengths, gamma)
     else:
         advantages_M = returns_M = discounted_to_go(rewards_M, mask_M, lengths, gamma)
-    advantages_M, mean, scale = _whitened(advantages_M, mask_M, asked=whiten_advantages)
+    advantages_M, mean, scale = _whitened(advantages_M, mask_M, enabled=whiten_advantages)
     return TokenAdvantages(advantages_M, returns_M, reward_mean, reward_scale, mean, scale)
 
 
-def _whitened(values_M: Tensor, mask_M: Tensor, *, asked: bool) -> tuple[Tensor, float, float]:
-    """Return values with the mean and scale of their whitening, which leaves 0 off the mask."""
-    if not asked:
+def _whitened(values_M: Tensor, mask_M: Tensor, *, enabled: bool) -> tuple[Tensor, float, float]:
+    """Return (whitened values, mean, scale); 0 off the mask."""
+    if not enabled:
         return values_M, 0.0, 1.0
     mean, scale = whitening(values_M, mask_M)
     return (values_M - mean) / scale * mask_M, mean, scale
 
 
 def on_last_action(rewards_B: Tensor, masks: Sequence[Tensor]) -> Tensor:
-    """Put each sample's reward on its last action token, f64 [M]; a sample without one gives nothing."""
+    """Return each sample's reward on its last action token, f64 [M]; samples without one are skipped."""
     *begins, end = itertools.accumulate(map(len, masks), initial=0)
     placed_M = np.zeros(end)
     for reward, begin, mask in zip(rewards_B.tolist(), begins, masks, strict=True):
@@ -92,7 +92,7 @@ def on_last_action(rewards_B: Tensor, masks: Sequence[Tensor]) -> Tensor:
 
 
 def last_action(mask: np.ndarray) -> int | None:
-    """Return the place of a mask's last True; None where it has none."""
+    """Return the index of a mask's last True; None without one."""
     if not mask.any():
         return None
     return len(mask) - 1 - int(mask[::-1].argmax())
@@ -101,7 +101,7 @@ def last_action(mask: np.ndarray) -> int | None:
 def whitening(values_M: Tensor, mask_M: Tensor) -> tuple[float, float]:
     """Return mean and standard deviation (unbiased, variance + 1e-8) over the masked tokens; (0, 1) for fewer than two.
 
-    Values that are not finite do not count, so that they make only their own sample's advantages not finite.
+    Non-finite values are ignored, so that they affect only the advantages of their sample.
     """
     kept = values_M[mask_M & values_M.isfinite()].double()
     if len(kept) < 2:
@@ -110,5 +110,5 @@ def whitening(values_M: Tensor, mask_M: Tensor) -> tuple[float, float]:
 
 
 def clipped(values: Tensor, limit: float | None) -> Tensor:
-    """Clip values to ±`limit`; None: no limit. Non-finite values pass through, so that the update is skipped."""
+    """Clip values to ±`limit`; None: no limit. Non-finite values are kept, so that the update is skipped."""
     return values if limit is None else values.clamp(-limit, limit).where(values.isfinite(), values)

@@ -285,13 +285,13 @@ def test_advantages_of_one_sample_and_of_no_sample(name: str) -> None:
 
 def test_what_cannot_be_computed_is_refused() -> None:
     alone = RewardBatch(torch.zeros(2), ["a", "a"])
-    with pytest.raises(ValueError, match="rank_penalty of advantage grpo reads the log-probs"):
+    with pytest.raises(ValueError, match="rank_penalty of advantage grpo needs the log-probs"):
         grpo(alone, rank_penalty=0.1)
     with pytest.raises(ValueError, match="opmd_baseline 'median' is unknown; use mean or logavgexp"):
         ADVANTAGES["opmd"](alone, opmd_baseline="median")
     with pytest.raises(ValueError, match="drop 'all' of advantage rec is unknown"):
         ADVANTAGES["rec"](alone, drop="all")
-    with pytest.raises(ValueError, match="the states of the samples are not known"):
+    with pytest.raises(ValueError, match="the states of the samples are unknown"):
         ADVANTAGES["gigpo"](alone)
 
 

@@ -274,7 +274,7 @@ def test_dpo_is_the_mean_over_pairs() -> None:
     found = (POLICY_LOSSES["dpo"](pairs) * weights).sum()
     values = REFERENCES["dpo"](sequences(pairs))
     assert found.item() == pytest.approx((max(values[0]) + max(values[2])) / 2, rel=1e-6)
-    with pytest.raises(ValueError, match="reads pairs of sequences, and the pack holds 3"):
+    with pytest.raises(ValueError, match="needs pairs of sequences, but the pack has 3"):
         POLICY_LOSSES["dpo"](part(made, [0, 1, 2]))
 
 

@@ -27,23 +27,26 @@ SOUND = {"policy_loss": "ppo", "advantage": "grpo"}
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"policy_loss": "sft"}, "policy loss sft reads no advantages, so advantage grpo would change nothing"),
-        ({"policy_loss": "sft", "teachers": True}, "so the teachers' term, which is part of them, would teach nothing"),
+        ({"policy_loss": "sft"}, "policy loss sft reads no advantages, so advantage grpo would have no effect"),
+        (
+            {"policy_loss": "sft", "teachers": True},
+            "so the teachers' term, which is part of them, would have no effect",
+        ),
         ({"advantage": None}, "without an advantage function it is 0"),
         ({"advantage": "on_policy_distill"}, "without a teacher it is 0"),
-        ({"advantage": "gae"}, "advantage gae reads the values of a critic, and there is none"),
-        ({"critic": True}, "a critic's values are read by advantage gae only, and the advantage is grpo"),
-        ({"kl_loss": "k1", "reference": True}, "k1 as a KL loss has the gradient of log π alone"),
-        ({"kl_loss": "kl", "reference": True}, "kl as a KL loss has the gradient of log π alone"),
-        ({"kl_loss": "k2"}, "measured against a reference policy, and there is none"),
-        ({"policy_loss": "dpo", "advantage": None}, "compares with a reference policy, and there is none"),
+        ({"advantage": "gae"}, "advantage gae needs the values of a critic, but there is none"),
+        ({"critic": True}, "only advantage gae uses a critic's values, but the advantage is grpo"),
+        ({"kl_loss": "k1", "reference": True}, "k1 as a KL loss has the gradient of log π, which"),
+        ({"kl_loss": "kl", "reference": True}, "kl as a KL loss has the gradient of log π, which"),
+        ({"kl_loss": "k2"}, "a KL loss (k2) needs a reference policy, but there is none"),
+        ({"policy_loss": "dpo", "advantage": None}, "policy loss dpo needs a reference policy, but there is none"),
         (
             {"policy_loss": "dpo", "advantage": None, "reference": True, "loss_agg_mode": "token-mean"},
-            "loss_agg_mode token-mean would weigh pairs by their length",
+            "loss_agg_mode token-mean would weight pairs by their length",
         ),
         ({"policy_loss": "mix"}, "with expert_data_ratio 0 one of them is empty"),
         ({"policy_loss": "mix_chord", "expert_data_ratio": 1.0}, "with expert_data_ratio 1 one of them is empty"),
-        ({"expert_data_ratio": 0.5}, "would take demonstrations for the student's own samples"),
+        ({"expert_data_ratio": 0.5}, "would treat demonstrations as the student's samples"),
     ],
 )
 def test_unsound_combinations(changes: dict, reason: str) -> None:

@@ -174,7 +174,7 @@ def test_a_users_own_algorithm(rl: dict[str, Any], plan: Plan, tmp_path: Path, m
         ({"pg_variant": "ppo3"}, "pg_variant: 'ppo3' is unknown; use one of vanilla, ppo, tis"),
         (
             {"kl_loss_fn": "k1", "use_kl_loss": True, "reference": REFERENCE, "adv_estimator": "grpo"},
-            "kl_loss_fn: k1 as a KL loss has the gradient of log π alone",
+            "kl_loss_fn: k1 as a KL loss has the gradient of log π, which",
         ),
         ({"algorithm_type": "grpo"}, "use_kl_loss: true needs a reference policy; write a reference section"),
     ],

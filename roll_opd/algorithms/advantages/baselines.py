@@ -1,4 +1,4 @@
-"""Advantages that are the reward less a baseline of its group. Legend: see `batch`."""
+"""Baseline advantages: the reward minus a baseline of its group (RLOO, OPMD, AsymRE, REC). Legend: see `batch`."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -12,7 +12,7 @@ from roll_opd.algorithms.registry import register_advantage
 
 @register_advantage("rloo", baseline=True)
 def rloo(batch: RewardBatch) -> Normalised:
-    """R minus the mean of the others of its group: (R - mean) · G/(G-1). arXiv 2402.14740."""
+    """Return R minus the mean of the rest of its group: (R - mean) · G/(G-1). arXiv 2402.14740."""
     rewards_B = batch.rewards_B.double()
     others_B = torch.zeros_like(rewards_B)
     for members in group_members(batch.groups):
@@ -23,7 +23,7 @@ def rloo(batch: RewardBatch) -> Normalised:
 
 @register_advantage("opmd", baseline=True)
 def opmd(batch: RewardBatch, *, opmd_baseline: Literal["mean", "logavgexp"] = "mean", tau: float = 1.0) -> Normalised:
-    """R - baseline: the group's mean, or τ · (logsumexp(R/τ) - log G). Trinity-RFT, arXiv 2505.17826."""
+    """Return R - baseline, with the group's mean or τ · (logsumexp(R/τ) - log G). Trinity-RFT, arXiv 2505.17826."""
     if opmd_baseline not in ("mean", "logavgexp"):
         raise ValueError(f"opmd_baseline {opmd_baseline!r} is unknown; use mean or logavgexp")
 
@@ -37,16 +37,16 @@ def opmd(batch: RewardBatch, *, opmd_baseline: Literal["mean", "logavgexp"] = "m
 
 @register_advantage("asymre", baseline=True)
 def asymre(batch: RewardBatch, *, baseline_shift: float = -0.1) -> Normalised:
-    """R - (mean + shift): below the mean, failures weigh less than successes. arXiv 2506.20520."""
+    """Return R - (mean + shift), which weights failures less than successes. arXiv 2506.20520."""
     return _minus(batch, lambda rewards: rewards.mean() + baseline_shift)
 
 
 @register_advantage("rec", baseline=True)
 def rec(batch: RewardBatch, *, std_normalize: bool = False, drop: Literal["balance"] | None = None) -> Normalised:
-    """R - mean, with `std_normalize` over (biased std + 1e-6). arXiv 2509.24203.
+    """Return R - mean, with `std_normalize` divided by (biased std + 1e-6). arXiv 2509.24203.
 
-    With `drop` balance, where more than half of a group is below its mean, the surplus of these samples is dropped, the
-    last ones first: they get 0, and mean and std are those of the rest.
+    With `drop` balance, if more than half of a group is below its mean, the surplus is dropped from the end: dropped
+    samples get 0 and do not count in mean and std.
     """
     if drop not in (None, "balance"):
         raise ValueError(f"drop {drop!r} of advantage rec is unknown; use balance or nothing")

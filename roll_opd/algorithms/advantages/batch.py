@@ -1,11 +1,10 @@
-"""What an advantage function reads and returns, and the normalisation that several of them share.
+"""Interface of advantage functions (`RewardBatch` -> `Normalised`), and shared normalisation.
 
-An advantage function is `f(batch, *, its own arguments) -> Normalised`: what a sample's reward is worth beside those of
-its group or batch, (R - mean) / scale, a number a sample; `token_advantages` takes it from there to the tokens. The
-standard deviation is unbiased unless said otherwise. A group, or batch, of one has nothing to be compared with: its
-reward stays as it is.
+An advantage function is `f(batch, *, arguments) -> Normalised`: the reward of each sample relative to its group or
+batch, (R - mean) / scale; `token_advantages` computes the tokens' advantages from it. The standard deviation is
+unbiased unless stated otherwise. The reward of a group or batch of one is unchanged.
 
-Legend: B samples. Everything is float64: it is small, and compared with records to the sixth digit.
+Legend: B samples. Everything is float64: arrays are small, and tests compare six digits.
 """
 
 from collections.abc import Sequence
@@ -16,31 +15,31 @@ import torch
 from torch import Tensor
 
 STD_FLOOR = 1e-6  # GRPO's, arXiv 2402.03300
-Level = Literal["group", "batch"] | None  # None: not at all
+Level = Literal["group", "batch"] | None  # None: no normalisation
 
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """The samples of a step."""
+    """Rewards, groups and runs of a step's samples."""
 
     rewards_B: Tensor  # f64
     groups: Sequence[str]  # samples of one prompt share a group
-    logprobs: Sequence[Tensor] | None = None  # of each sample's action tokens under the weights that wrote them
-    runs: Sequence[int] | None = None  # steps of one trajectory share a run, in their order; None: each sample is one
-    states: Sequence[str] | None = None  # steps that began alike, of one prompt, share a state; None: not known
+    logprobs: Sequence[Tensor] | None = None  # rollout log-probs of each sample's action tokens
+    runs: Sequence[int] | None = None  # steps of a trajectory share a run, in order; None: each sample is a run
+    states: Sequence[str] | None = None  # steps of a prompt with the same initial state share a state; None: unknown
 
 
 @dataclass(frozen=True)
 class Normalised:
-    """`rewards` = (R - `mean`) / `scale`, all f64 [B]; where nothing is normalised, mean is 0 and scale 1."""
+    """Normalised rewards (R - `mean`) / `scale`, all f64 [B]; without normalisation mean is 0 and scale 1."""
 
     rewards: Tensor
     mean: Tensor
     scale: Tensor
-    dropped: Tensor | None = None  # bool [B], samples that leave the batch as if they were never sampled; None: none
+    dropped: Tensor | None = None  # bool [B], samples removed from the batch; None: none
 
     def at(self, numbers: Sequence[int]) -> "Normalised":
-        """Return these samples' alone."""
+        """Return the values of the samples `numbers`."""
         return Normalised(self.rewards[numbers], self.mean[numbers], self.scale[numbers])
 
     @classmethod
@@ -51,15 +50,15 @@ class Normalised:
 
     @classmethod
     def given(cls, advantages_B: Tensor, rewards_B: Tensor, dropped_B: Tensor | None = None) -> "Normalised":
-        """Return advantages that are no such quotient: the mean is their difference from the reward, the scale 1."""
+        """Wrap arbitrary advantages: the mean is their difference from the reward, the scale 1."""
         return cls(advantages_B, rewards_B - advantages_B, torch.ones_like(rewards_B), dropped_B)
 
 
 def normalised_rewards(rewards_B: Tensor, groups: Sequence[str], mean_over: Level, std_over: Level) -> Normalised:
-    """Normalise rewards over their `group` or the whole `batch`, or (None) not at all.
+    """Normalise rewards over their `group`, the whole `batch`, or not at all (None).
 
-    Rewards that do not differ where a deviation is asked for are worth 0, whatever mean is subtracted: to divide by
-    what is left would make them the largest of all.
+    With std normalisation, equal rewards become 0 whatever mean is subtracted; dividing by the floor would make them
+    the largest.
     """
     rewards_B = rewards_B.double()
     mean_B, scale_B = torch.zeros_like(rewards_B), torch.ones_like(rewards_B)
@@ -75,7 +74,7 @@ def normalised_rewards(rewards_B: Tensor, groups: Sequence[str], mean_over: Leve
 
 
 def run_members(batch: RewardBatch) -> dict[tuple[str, int], list[int]]:
-    """Return the numbers of the samples of each run, by its group and its own number, both in their order."""
+    """Return (group, run) -> sample numbers, in order."""
     numbers = range(len(batch.groups)) if batch.runs is None else batch.runs
     members: dict[tuple[str, int], list[int]] = {}
     for place, run in enumerate(zip(batch.groups, numbers, strict=True)):
@@ -93,7 +92,7 @@ def step_returns(batch: RewardBatch, discount: float) -> Tensor:
 
 
 def group_members(groups: Sequence[str], level: Level = "group") -> list[list[int]]:
-    """Return the numbers of the samples that are compared with each other, a list for each group (or for the batch)."""
+    """Return the sample numbers of each group, or of the batch, that are compared with each other."""
     if level is None:
         return []
     members: dict[str, list[int]] = {}

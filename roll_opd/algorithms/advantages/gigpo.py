@@ -1,4 +1,4 @@
-"""GiGPO: trajectories beside those of their group, and steps beside those from the same state. Legend: see `batch`."""
+"""GiGPO: trajectories relative to their group plus steps relative to their state. Legend: see `batch`."""
 
 from collections.abc import Sequence
 
@@ -28,24 +28,23 @@ def gigpo(
     episode_reward_weight: float = 1.0,
     step_reward_weight: float = 1.0,
 ) -> Normalised:
-    """episode_reward_weight · A_E + step_reward_weight · A_S, for each step. arXiv 2505.10978; ROLL's defaults.
+    """Return episode_reward_weight · A_E + step_reward_weight · A_S per step. arXiv 2505.10978; ROLL's defaults.
 
-    A_E is the sum of a trajectory's rewards, normalised over trajectories, of which each counts once. A_S is the step's
-    return, discounted with step_reward_gamma, normalised over the steps that began from its state, in this trajectory
-    and in the others of its prompt; a step whose state is the only one of its kind gets 0, and so do
-    steps of equal returns where deviations are divided by.
+    A_E is the sum of a trajectory's rewards, normalised over trajectories. A_S is the step's return, discounted with
+    step_reward_gamma and normalised over the steps from the same state in all trajectories of the prompt; a step with a
+    unique state gets 0, as do steps of equal returns with std normalisation.
 
     Args:
-        mean_cal_level, std_cal_level: over what A_E is normalised; None: not at all. A_S subtracts the mean of its
-            state, or divides by its deviation, where A_E does that with those of the group or batch.
+        mean_cal_level, std_cal_level: level of A_E's normalisation; None: none. A_S uses the mean or std of its
+            state if A_E uses that of the group or batch.
         step_reward_gamma: discount of a later step's reward.
-        episode_reward_weight, step_reward_weight: of the two parts.
+        episode_reward_weight, step_reward_weight: weights of the two parts.
 
     Raises:
-        ValueError: where the states are not known.
+        ValueError: if the states are unknown.
     """
     if batch.states is None:
-        raise ValueError("advantage gigpo compares steps from one state, and the states of the samples are not known")
+        raise ValueError("advantage gigpo compares steps with equal states, but the states of the samples are unknown")
     runs = run_members(batch)
     rewards_B = batch.rewards_B.double()
     sums_R = torch.stack([rewards_B[members].sum() for members in runs.values()]) if runs else rewards_B
@@ -54,17 +53,17 @@ def gigpo(
     for place, members in enumerate(runs.values()):
         episode_B[members] = found.rewards[place]
     returns_B = step_returns(batch, step_reward_gamma)
-    step_B = _beside_their_state(returns_B, batch.states, mean_cal_level is not None, std_cal_level is not None)
+    step_B = _relative_to_state(returns_B, batch.states, mean_cal_level is not None, std_cal_level is not None)
     return Normalised.given(episode_reward_weight * episode_B + step_reward_weight * step_B, rewards_B)
 
 
-def _beside_their_state(returns_B: Tensor, states: Sequence[str], centred: bool, scaled: bool) -> Tensor:
+def _relative_to_state(returns_B: Tensor, states: Sequence[str], centred: bool, scaled: bool) -> Tensor:
     if not (centred or scaled):
         return returns_B
     found_B = torch.zeros_like(returns_B)
     for members in group_members(states):
         own = returns_B[members]
-        if len(members) > 1 and not (scaled and own.std() <= STD_FLOOR):  # equal returns: 0, as alone
+        if len(members) > 1 and not (scaled and own.std() <= STD_FLOOR):  # equal returns: 0, as for a unique state
             scale = own.std() + STD_FLOOR if scaled else 1.0
             found_B[members] = (own - (own.mean() if centred else 0.0)) / scale
     return found_B

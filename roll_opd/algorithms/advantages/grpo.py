@@ -1,4 +1,4 @@
-"""GRPO, and its form for runs of several steps. Legend: see `batch`."""
+"""GRPO, and step-wise GRPO for multi-step runs. Legend: see `batch`."""
 
 import torch
 from torch import Tensor
@@ -23,11 +23,11 @@ def grpo(
     std_threshold: float | None = None,
     rank_penalty: float | None = None,
 ) -> Normalised:
-    """(R - mean of the group) / (std + 1e-6). arXiv 2402.03300.
+    """Return (R - mean of the group) / (std + 1e-6). arXiv 2402.03300.
 
     Args:
-        mean_cal_level, std_cal_level: over what; std over the `batch`: arXiv 2508.08221, None: Dr. GRPO, 2503.20783.
-        std_threshold: groups whose rewards deviate by no more than this, and groups of one, get 0 and leave the batch.
+        mean_cal_level, std_cal_level: level; std over the `batch`: arXiv 2508.08221, None: Dr. GRPO, 2503.20783.
+        std_threshold: groups with at most this std, and groups of one, get 0 and are dropped from the batch.
         rank_penalty: R · (1 - rank_penalty · rank/G) for R, rank 0 … G-1 in the group from the least to the most likely
             answer (mean log-prob of its action tokens). arXiv 2506.02355.
 
@@ -55,9 +55,9 @@ def step_wise_grpo(
     std_threshold: float | None = None,
     enable_step_norm: bool = False,
 ) -> Normalised:
-    """`grpo` of the reward of each run's last step, given to all its steps; divided by their count if asked.
+    """Return `grpo` of the reward of each run's last step for all its steps, as in Trinity-RFT.
 
-    Trinity-RFT. Every run of a prompt counts once, whatever its number of steps.
+    Every run of a prompt counts once. With `enable_step_norm` it is divided by the number of steps.
     """
     steps = run_members(batch)
     rewards_B = batch.rewards_B.double()
@@ -74,7 +74,7 @@ def step_wise_grpo(
 def _ranks(batch: RewardBatch) -> Tensor:
     """Return rank/G of each sample in its group, f64 [B], by the mean log-prob of its action tokens."""
     if batch.logprobs is None:
-        raise ValueError("rank_penalty of advantage grpo reads the log-probs of the samples, and there are none")
+        raise ValueError("rank_penalty of advantage grpo needs the log-probs of the samples, but there are none")
     likely_B = torch.stack([values.double().sum() / max(len(values), 1) for values in batch.logprobs])
     ranks_B = torch.zeros_like(likely_B)
     for members in group_members(batch.groups):

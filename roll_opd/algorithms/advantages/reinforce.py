@@ -1,4 +1,4 @@
-"""Advantages that compare nothing unless asked to. Legend: see `batch`."""
+"""REINFORCE advantages without baseline (also for gae and REINFORCE++), and pure distillation. Legend: see `batch`."""
 
 import torch
 
@@ -6,18 +6,18 @@ from roll_opd.algorithms.advantages.batch import Level, Normalised, RewardBatch,
 from roll_opd.algorithms.registry import register_advantage
 
 
-# the others differ in what happens to the tokens: with the critic's values, whitened, discounted by turns (ROLL's)
+# these differ only in the token advantages: critic values, whitening, discount per turn (ROLL's)
 @register_advantage("gae", token_defaults={"gamma": 1.0, "lambd": 1.0, "whiten_advantages": True})
 @register_advantage("reinforceplusplus", token_defaults={"gamma": 1.0, "whiten_advantages": True})
 @register_advantage("agentic_reinforce", discounts_turns=True)
 @register_advantage("reinforce")
 def reinforce(batch: RewardBatch, *, mean_cal_level: Level = None, std_cal_level: Level = None) -> Normalised:
-    """Return R; with ROLL's norm_mean_type and norm_std_type, normalised as they say."""
+    """Return R, normalised as ROLL's norm_mean_type and norm_std_type."""
     return normalised_rewards(batch.rewards_B, batch.groups, mean_cal_level, std_cal_level)
 
 
 @register_advantage("on_policy_distill", token_defaults={})
 def on_policy_distill(batch: RewardBatch) -> Normalised:
-    """Return 0: the reward plays no part. The teachers' term is added to each token (see `opd`)."""
+    """Return 0: the reward is ignored. The teachers' term is added per token (see `opd`)."""
     rewards_B = batch.rewards_B.double()
     return Normalised.given(torch.zeros_like(rewards_B), rewards_B)

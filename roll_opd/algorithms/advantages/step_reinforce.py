@@ -1,4 +1,4 @@
-"""REINFORCE of the steps of a trajectory, each with what comes after it. Legend: see `batch`."""
+"""Step-wise REINFORCE: discounted returns over the steps of a trajectory. Legend: see `batch`."""
 
 from roll_opd.algorithms.advantages.batch import Level, Normalised, RewardBatch, normalised_rewards, step_returns
 from roll_opd.algorithms.registry import register_advantage
@@ -12,9 +12,9 @@ def step_reinforce(
     std_cal_level: Level = None,
     step_reward_gamma: float = 0.95,
 ) -> Normalised:
-    """Return a step's reward and those of its later steps, each discounted by step_reward_gamma more. ROLL's.
+    """Return the discounted return of each step, Σ_k step_reward_gamma^k · R_{t+k}, as in ROLL.
 
-    Normalised as `mean_cal_level` and `std_cal_level` say, over steps: a trajectory counts as often as it has steps.
+    `mean_cal_level` and `std_cal_level` normalise over steps, so a trajectory counts once per step.
     """
     found = normalised_rewards(step_returns(batch, step_reward_gamma), batch.groups, mean_cal_level, std_cal_level)
     return Normalised.given(found.rewards, batch.rewards_B.double())

@@ -1,8 +1,8 @@
-"""What a policy loss reads.
+"""`LossBatch`: input of policy losses.
 
-A policy loss is a function `loss(batch, *, its own arguments) -> [M]`, a number for each token: 0 off the mask, finite
-wherever the log-probs on the mask are. It knows nothing of weights, ranks and packs: the sum over its tokens, weighted
-by `aggregation.token_weights`, is minimised.
+A policy loss is a function `loss(batch, *, arguments) -> [M]`, one number per token: 0 off the mask, finite if the
+log-probs on the mask are. It is independent of weights, ranks and packs: the sum over tokens, weighted by
+`aggregation.token_weights`, is minimised.
 
 Legend: M scored tokens of a pack, B sequences.
 """
@@ -14,22 +14,22 @@ from torch import Tensor
 
 from roll_opd.algorithms.sequences import on_tokens, sequence_means
 
-MAX_LOG_RATIO = 20.0  # e^20 is already absurd; without the clamp one wild token overflows
+MAX_LOG_RATIO = 20.0  # without the clamp one outlier token overflows
 
 
 @dataclass(frozen=True)
 class LossBatch:
-    """A pack of whole sequences. Arrays are [M] and floating unless said otherwise; only `logprobs_M` has a gradient.
+    """Pack of whole sequences. Arrays are [M] and floating unless stated otherwise; only `logprobs_M` has a gradient.
 
-    Log-probs off the mask may be anything, infinities included; advantages and rewards are finite.
+    Log-probs off the mask are arbitrary, possibly infinite; advantages and rewards are finite.
     """
 
     logprobs_M: Tensor  # under the weights being trained
     old_logprobs_M: Tensor  # under the weights that the update starts from
     advantages_M: Tensor
-    mask_M: Tensor  # bool, the tokens that the student chose
+    mask_M: Tensor  # bool, sampled tokens
     lengths: tuple[int, ...]  # scored tokens of each sequence, B of them, Σ = M
-    rewards_M: Tensor | None = None  # the external reward of each token's sequence
+    rewards_M: Tensor | None = None  # reward of each token's sequence
     ref_logprobs_M: Tensor | None = None  # under the frozen reference policy
     demonstration_M: Tensor | None = None  # bool, tokens of demonstrations
     step: int = 1  # of the run, from 1
@@ -46,24 +46,24 @@ class LossBatch:
 
     @property
     def ratio_M(self) -> Tensor:
-        """exp(log_ratio), the log-ratio clamped to ±20; 1 off the mask."""
+        """exp(log_ratio), with the log-ratio clamped to ±20; 1 off the mask."""
         return _ratio(self.log_ratio_M)
 
     @property
     def sequence_ratio_M(self) -> Tensor:
-        """The geometric mean of a sequence's ratios (its logarithm clamped to ±20), for each of its tokens."""
+        """Geometric mean of the sequence's ratios (logarithm clamped to ±20) at each token."""
         return on_tokens(_ratio(sequence_means(self.log_ratio_M, self.mask_M, self.lengths)), self.lengths)
 
     def needs(self, name: str, loss: str) -> Tensor:
-        """Return the optional array `name`; ValueError where the batch lacks it."""
+        """Return the optional array `name`; raises ValueError if the batch lacks it."""
         found = getattr(self, name)
         if found is None:
-            raise ValueError(f"policy loss {loss} reads {name} of its batch, and there is none")
+            raise ValueError(f"policy loss {loss} needs {name} in its batch, but there is none")
         return found
 
 
 def probability_ratio(logprobs_M: Tensor, old_logprobs_M: Tensor) -> Tensor:
-    """exp(logprobs - old_logprobs), the log-ratio clamped to ±20."""
+    """Return exp(logprobs - old_logprobs), with the log-ratio clamped to ±20."""
     return _ratio(logprobs_M - old_logprobs_M)
 
 

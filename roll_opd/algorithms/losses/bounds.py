@@ -1,4 +1,4 @@
-"""Which tokens a policy loss clips: those whose ratio is beyond its own bounds. For metrics. Legend: see `batch`."""
+"""Masks of clipped tokens per policy loss, for metrics. Legend: see `batch`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,10 +11,10 @@ from roll_opd.algorithms.losses.rec import in_range
 
 
 def beyond_bounds(loss: str, batch: LossBatch, arguments: Mapping[str, Any]) -> Tensor:
-    """Return which tokens are outside of the bounds of the policy loss of this name, bool [M]; False off the mask.
+    """Return the mask of tokens outside of the bounds of policy loss `loss`, bool [M]; False off the mask.
 
-    `arguments` are all that it is called with, defaults included. A loss that is not listed here has the bounds of its
-    `clip_low` and `clip_high`, whosever it is, and without such arguments none, as sapo: its gate has no edge.
+    `arguments` are all arguments, including defaults. Losses that are not listed here have the bounds `clip_low` and
+    `clip_high`, or none without these arguments, such as sapo with its smooth gate.
     """
     if loss in _OUTSIDE:
         return _OUTSIDE[loss](batch, arguments) & batch.mask_M

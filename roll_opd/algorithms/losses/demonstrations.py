@@ -1,6 +1,6 @@
-"""Learning from samples and demonstrations in one batch: (1-μ) · PPO on the former, μ · SFT on the latter.
+"""Losses of mixed batches: (1-μ) · PPO on the student's samples, μ · SFT on demonstrations.
 
-Each part is normalised by its own count: give `aggregation.token_weights` the two parts. Legend: see `batch`.
+Both parts are normalised separately through `parts` of `aggregation.token_weights`. Legend: see `batch`.
 """
 
 import math
@@ -18,7 +18,7 @@ from roll_opd.algorithms.registry import register_policy_loss
 def mix(
     batch: LossBatch, *, mu: float = 0.1, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = 3.0
 ) -> Tensor:
-    """(1-μ) · PPO on the student's own tokens, μ · (-logprobs) on demonstrations. Trinity-RFT."""
+    """Return (1-μ) · PPO on the student's tokens, μ · (-logprobs) on demonstrations. Trinity-RFT."""
     own_M = ppo(batch, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     return torch.where(batch.needs("demonstration_M", "mix"), mu * sft(batch), (1 - mu) * own_M)
 
@@ -36,9 +36,9 @@ def mix_chord(
     clip_high: float = 0.2,
     dual_clip: float | None = 3.0,
 ) -> Tensor:
-    """`mix` with a schedule for μ (`chord_mu`), and -sg(p(1-p)) · logprobs on demonstrations. CHORD, arXiv 2508.11408.
+    """Return `mix` with a schedule of μ (`chord_mu`) and -sg(p(1-p)) · logprobs on demonstrations. arXiv 2508.11408.
 
-    The factor p(1-p) is small for tokens whose probability is near 0 or 1; `enable_phi_function` false leaves it out.
+    CHORD. The factor p(1-p) is small for probabilities near 0 or 1; `enable_phi_function` false omits it.
     """
     mu = chord_mu(batch.step, mu_warmup_steps, mu_decay_steps, mu_peak, mu_valley)
     demonstration_M = sft(batch)
@@ -50,9 +50,9 @@ def mix_chord(
 
 
 def chord_mu(step: int, warmup_steps: int, decay_steps: int, peak: float, valley: float) -> float:
-    """Return μ at `step`, counted from 1: up to `peak` in a line, down to `valley` in half a cosine, then constant.
+    """Return μ at `step`, from 1: linear warm-up to `peak`, cosine decay to `valley`, then constant.
 
-    The first of W warm-up steps has peak/W, as in Trinity-RFT; step W is the first of the decay.
+    The first of W warm-up steps has peak/W, as in Trinity-RFT; the decay starts at step W.
     """
     if step < warmup_steps:
         return peak * step / warmup_steps

@@ -1,4 +1,4 @@
-"""Losses that are a weight, without gradient, times the log-likelihood. Legend: see `batch`."""
+"""Likelihood losses: a weight without gradient times the log-likelihood. Legend: see `batch`."""
 
 from typing import Literal
 
@@ -11,25 +11,25 @@ from roll_opd.algorithms.registry import register_policy_loss
 
 @register_policy_loss("sft", reads_advantages=False)
 def sft(batch: LossBatch) -> Tensor:
-    """-logprobs: maximum likelihood. Neither advantages nor old log-probs are read."""
+    """Return -logprobs: maximum likelihood, without advantages and old log-probs."""
     return -batch.action_logprobs_M
 
 
 @register_policy_loss("vanilla")
 def vanilla(batch: LossBatch) -> Tensor:
-    """-A · logprobs: REINFORCE; ROLL's pg_variant `vanilla`."""
+    """Return -A · logprobs: REINFORCE; ROLL's pg_variant `vanilla`."""
     return -batch.advantages_M * batch.action_logprobs_M
 
 
 @register_policy_loss("opmd")
 def opmd(batch: LossBatch, *, tau: float = 1.0) -> Tensor:
-    """-A · logprobs / (1+τ). Trinity-RFT, arXiv 2505.17826."""
+    """Return -A · logprobs / (1+τ). Trinity-RFT, arXiv 2505.17826."""
     return vanilla(batch) / (1 + tau)
 
 
 @register_policy_loss("tis")
 def tis(batch: LossBatch, *, lower_bound: float = 0.0, upper_bound: float = 1.0) -> Tensor:
-    """-A · sg(clip(r, lower, upper)) · logprobs: truncated importance sampling, ROLL's pg_variant `tis`."""
+    """Return -A · sg(clip(r, lower, upper)) · logprobs: truncated importance sampling, ROLL's pg_variant `tis`."""
     return vanilla(batch) * batch.ratio_M.detach().clamp(lower_bound, upper_bound)
 
 
@@ -42,10 +42,10 @@ def topr(
     advantage_threshold: float = 0.0,
     sign_of: Literal["advantage", "reward"] = "advantage",
 ) -> Tensor:
-    """-sg(α) · A · logprobs, α = 1 where A > threshold, else clip(r, 0, 1). arXiv 2503.14286, as in Trinity-RFT.
+    """Return -sg(α) · A · logprobs, α = 1 if A > threshold, else clip(r, 0, 1). arXiv 2503.14286, Trinity-RFT.
 
-    With `sign_of` reward it is the external reward, where the batch has any, that is above the threshold: as in ROLL,
-    whose advantages may have a baseline and the samples another sign than before.
+    `sign_of` reward compares the reward, if the batch has rewards, with the threshold: as in ROLL, whose baselines may
+    change the sign of advantages.
     """
     if sign_of not in ("advantage", "reward"):
         raise ValueError(f"sign_of {sign_of!r} of policy loss topr is unknown; use advantage or reward")
@@ -55,12 +55,12 @@ def topr(
 
 
 def is_negative(batch: LossBatch, threshold: float, sign_of: str) -> Tensor:
-    """Return which tokens `topr` tapers, bool [M]."""
+    """Return the mask of tokens that `topr` tapers, bool [M]."""
     sign_M = batch.advantages_M if sign_of == "advantage" or batch.rewards_M is None else batch.rewards_M
     return sign_M <= threshold
 
 
 @register_policy_loss("kimi15")
 def kimi15(batch: LossBatch, *, tau: float = 0.1) -> Tensor:
-    """-A · logprobs + τ/2 · (logprobs - old_logprobs)². Kimi k1.5, arXiv 2501.12599."""
+    """Return -A · logprobs + τ/2 · (logprobs - old_logprobs)². Kimi k1.5, arXiv 2501.12599."""
     return vanilla(batch) + tau / 2 * batch.log_ratio_M.square()

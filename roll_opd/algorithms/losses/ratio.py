@@ -1,4 +1,4 @@
-"""Losses of the ratio r = exp(logprobs - old_logprobs), clipped in one way or another. Legend: see `batch`."""
+"""Ratio losses with r = exp(logprobs - old_logprobs): PPO, GSPO, CISPO, SAPO, SPPO. Legend: see `batch`."""
 
 from typing import Literal
 
@@ -8,12 +8,12 @@ from torch import Tensor
 from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.algorithms.registry import register_policy_loss
 
-SAPO_HEIGHT = 4.0  # makes the slope of the gate at r = 1 that of r itself
+SAPO_HEIGHT = 4.0  # gives the gate slope 1 at r = 1
 
 
 @register_policy_loss("importance_sampling")
 def importance_sampling(batch: LossBatch) -> Tensor:
-    """-A · r. Thinking Machines, "On-Policy Distillation" (2025)."""
+    """Return -A · r. Thinking Machines, "On-Policy Distillation" (2025)."""
     return -batch.advantages_M * batch.ratio_M * batch.mask_M
 
 
@@ -26,7 +26,7 @@ def ppo(
     dual_clip: float | None = 3.0,
     ratio_type: Literal["token", "sequence"] = "token",
 ) -> Tensor:
-    """max(-A·r, -A·clip(r, 1-low, 1+high)), and for A < 0 at most -A·dual_clip. arXiv 1707.06347, 1912.09729.
+    """Return max(-A·r, -A·clip(r, 1-low, 1+high)), and for A < 0 at most -A·dual_clip. arXiv 1707.06347, 1912.09729.
 
     With ratio_type `sequence`, r is the geometric mean over the sequence's tokens.
     """
@@ -38,9 +38,9 @@ def ppo(
 
 @register_policy_loss("gspo", loss_agg_mode="seq-mean-token-mean")
 def gspo(batch: LossBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
-    """PPO with sg(s) · π_t/sg(π_t) for r, s the geometric mean of r over the sequence. arXiv 2507.18071, GSPO-token.
+    """Return PPO with sg(s) · π_t/sg(π_t) for r, s the geometric mean of r over the sequence. arXiv 2507.18071.
 
-    The value is that of the whole sequence, the gradient each token's own.
+    GSPO-token: the value is that of the sequence, the gradient is per token.
     """
     one_M = (batch.action_logprobs_M - batch.action_logprobs_M.detach()).exp()
     return _clipped(batch.sequence_ratio_M.detach() * one_M, batch, clip_low, clip_high, None)
@@ -56,9 +56,9 @@ def cispo(
     mask_clip_range_low: float = 1.0,
     mask_clip_range_high: float = 0.28,
 ) -> Tensor:
-    """-A · sg(clip(r, 1-low, 1+high)) · logprobs: clipping bounds the weight, never the gradient. arXiv 2506.13585.
+    """Return -A · sg(clip(r, 1-low, 1+high)) · logprobs: clips the weight, not the gradient. arXiv 2506.13585.
 
-    With `enable_mask_clip` 0 where PPO with the mask's own range would have no gradient, as in Trinity-RFT.
+    With `enable_mask_clip` 0 where PPO with the mask's range would have no gradient, as in Trinity-RFT.
     """
     ratio_M, advantages_M = batch.ratio_M.detach(), batch.advantages_M
     loss_M = -advantages_M * ratio_M.clamp(1 - clip_low, 1 + clip_high) * batch.action_logprobs_M
@@ -71,7 +71,7 @@ def cispo(
 
 @register_policy_loss("sapo")
 def sapo(batch: LossBatch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
-    """-A · (4/τ)·σ(τ(r-1)), τ = tau_pos for A > 0, else tau_neg: a soft gate for a clip. arXiv 2511.20347."""
+    """Return -A · (4/τ)·σ(τ(r-1)), τ = tau_pos for A > 0, else tau_neg: a soft clip. arXiv 2511.20347."""
     tau_M = torch.full_like(batch.advantages_M, tau_neg).masked_fill(batch.advantages_M > 0, tau_pos)
     gate_M = SAPO_HEIGHT / tau_M * torch.sigmoid(tau_M * (batch.ratio_M - 1))
     return -batch.advantages_M * gate_M * batch.mask_M
@@ -79,7 +79,7 @@ def sapo(batch: LossBatch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Te
 
 @register_policy_loss("sppo")
 def sppo(batch: LossBatch, *, epsilon: float = 0.3) -> Tensor:
-    """-A · (logprobs - old_logprobs) where 1/(1+ε) <= r <= 1+ε, else 0. arXiv 2108.05828."""
+    """Return -A · (logprobs - old_logprobs) where 1/(1+ε) <= r <= 1+ε, else 0. arXiv 2108.05828."""
     ratio_M = batch.ratio_M.detach()
     near_M = (ratio_M >= 1 / (1 + epsilon)) & (ratio_M <= 1 + epsilon)
     return torch.where(near_M, -batch.advantages_M * batch.log_ratio_M, 0)

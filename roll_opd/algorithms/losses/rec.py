@@ -1,4 +1,4 @@
-"""REC, group-relative REINFORCE seen as an off-policy method: which tokens count, and how much. arXiv 2509.24203.
+"""REC loss: off-policy group-relative REINFORCE with clipping ranges and weights. arXiv 2509.24203.
 
 Legend: see `batch`.
 """
@@ -27,11 +27,11 @@ def rec(
     regularizer: Literal["none", "forward-kl", "k2"] = "none",
     regularizer_coef: float = 0.0,
 ) -> Tensor:
-    """-A · w · logprobs where the ratio is in range, plus a regulariser on every token.
+    """Return -A · w · logprobs where the ratio is in range, plus a regulariser on every token.
 
     Args:
-        clip_mode: two-side keeps 1-low <= r <= 1+high; one-side asks for the upper bound where A >= 0 and for the lower
-            one where A <= 0; gspo-one-side does so with the geometric mean s of the sequence; ring is two-side
+        clip_mode: two-side keeps 1-low <= r <= 1+high; one-side applies the upper bound where A >= 0 and the lower
+            one where A <= 0; gspo-one-side does this with the geometric mean s of the sequence; ring is two-side
             plus r <= 1-low' where A >= 0 and r >= 1+high' where A <= 0.
         weight: w = 1, r, s or exp(A/temp); none has a gradient.
         regularizer: forward-kl adds -coef · logprobs, k2 adds coef · (logprobs - old_logprobs)².
@@ -70,7 +70,7 @@ def in_range(
     epsilon_high_prime: float,
     **_: object,
 ) -> Tensor:
-    """Return which tokens `rec` learns from, bool [M]. Arguments are those of `rec`; others are not read."""
+    """Return the mask of tokens in range, bool [M]; arguments as in `rec`, others are ignored."""
     ratio_M, sequence_ratio_M = batch.ratio_M.detach(), batch.sequence_ratio_M.detach()
     good_M, bad_M = batch.advantages_M >= 0, batch.advantages_M <= 0
     low, high = 1 - epsilon_low, 1 + epsilon_high
