@@ -1,1 +1,1 @@
-"""What the files of a Hugging Face model directory say; needs no torch."""
+"""Facts from the files of a Hugging Face model directory, without torch: sizes, weights, tokenizers, memory."""

@@ -1,4 +1,4 @@
-"""LoRA adapters on disk, as `peft` saves them. JSON only, no torch."""
+"""Read and write the configuration of LoRA adapters in peft's format, without torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from roll_opd.models.json_files import ModelFilesError, is_pointer, pointer_sent
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# a key of adapter_config.json -> what it must be, where it is there at all: the others are other methods
+# key of adapter_config.json -> value of plain LoRA; other values are other methods
 PLAIN: Mapping[str, Any] = {
     "peft_type": "LORA",
     "use_rslora": False,
@@ -31,7 +31,7 @@ EMPTY = (
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """What adapter_config.json says."""
+    """Contents of adapter_config.json."""
 
     rank: int
     alpha: float
@@ -39,9 +39,9 @@ class AdapterInfo:
 
 
 def read_adapter(path: Path) -> AdapterInfo:
-    """Return what the adapter in directory `path` is. Raises ModelFilesError where it is none, or no plain LoRA."""
+    """Return the properties of the adapter in a directory; raises ModelFilesError unless it is a plain LoRA adapter."""
     if not (path / CONFIG).is_file():
-        raise ModelFilesError(f"{path} has no {CONFIG}; give the directory of an adapter that peft saved")
+        raise ModelFilesError(f"{path} has no {CONFIG}; set the directory of an adapter saved by peft")
     if not (path / WEIGHTS).is_file():
         raise ModelFilesError(f"{path} has no {WEIGHTS}; save the adapter again with safe_serialization=True")
     if is_pointer(path / WEIGHTS):
@@ -50,8 +50,8 @@ def read_adapter(path: Path) -> AdapterInfo:
     other = {key: config[key] for key, wanted in PLAIN.items() if config.get(key) not in (None, wanted)}
     other |= {key: config[key] for key in EMPTY if config.get(key)}
     if other:
-        said = ", ".join(f"{key}={value!r}" for key, value in other.items())
-        raise ModelFilesError(f"{path / CONFIG} has {said}; only plain LoRA adapters can be trained on")
+        values = ", ".join(f"{key}={value!r}" for key, value in other.items())
+        raise ModelFilesError(f"{path / CONFIG} has {values}; only plain LoRA adapters can be trained on")
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     is_right = type(rank) is int and rank > 0 and isinstance(alpha, int | float) and isinstance(targets, list | str)
     if not is_right:
@@ -61,7 +61,7 @@ def read_adapter(path: Path) -> AdapterInfo:
 
 
 def adapter_config(base: str, rank: int, alpha: float, targets: Sequence[str]) -> dict[str, Any]:
-    """Return an adapter_config.json."""
+    """Return the contents of an adapter_config.json."""
     return {
         **PLAIN,
         "base_model_name_or_path": base,
@@ -77,5 +77,5 @@ def adapter_config(base: str, rank: int, alpha: float, targets: Sequence[str]) -
 
 
 def tensor_name(module: str, matrix: str) -> str:
-    """Return the name of matrix "A" or "B" of a module of Hugging Face's."""
+    """Return the tensor name of matrix "A" or "B" of a Hugging Face module."""
     return f"base_model.model.{module}.lora_{matrix}.weight"

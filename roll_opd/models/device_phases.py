@@ -1,9 +1,8 @@
-"""Who holds what in each phase of a step, where roles share devices: a state machine of values, without processes.
+"""State machine of roles that share devices: which memory each role holds in each phase of a step, without processes.
 
-A role that acts in a phase has there what `HOLDS` says. Whoever shares a device with it has given everything back by
-then; in a phase of `TOGETHER`, all but what `HOLDS` leaves it. Phases may follow one another in any order. One thing
-can get lost: engines that give their weights up have to be sent them before they generate again. What does not fit is a
-`PhaseError` that names role and phase, and never a move.
+A role that is active in a phase holds the parts in `HOLDS`. Roles that share a device with it have released all memory,
+or in a phase of `TOGETHER` all but their parts in `HOLDS`. Phases may follow in any order. Engines that discard their
+weights need a weight sync before they generate again. Invalid calls raise `PhaseError` and move nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +14,12 @@ from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, RunPla
 
 
 class Phase(StrEnum):
-    """What a pipeline is at, under the names of its times (`time/step_*`) where these have one."""
+    """Phase of a step, named as in the timing metrics (`time/step_*`)."""
 
     START = "start"
     RESTORE = "restore"
     WEIGHT_SYNC = "weight_sync"
-    GENERATE = "generate"  # in validation, too
+    GENERATE = "generate"  # also in validation
     READ = "teacher"  # log-probs of teachers and reference policy
     OLD_LOGPROBS = "old_logprobs"
     VALUES = "values"
@@ -29,16 +28,16 @@ class Phase(StrEnum):
 
 
 class Part(StrEnum):
-    """What takes memory on a device between two calls. Of engines, vLLM's own tags."""
+    """Kind of memory that a role holds between calls; vLLM's tags for engines."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
-    OPTIMIZER = "optimizer"  # moments, and f32 weights where the model's are not
+    OPTIMIZER = "optimizer"  # moments, and f32 master weights unless the model is f32
     CACHE = "kv_cache"
 
 
 class Kind(StrEnum):
-    """What a role's processes can do."""
+    """Kind of role."""
 
     STUDENT = "student"
     CRITIC = "critic"
@@ -62,25 +61,25 @@ ALL: Mapping[Kind, Parts] = {
     Kind.ENGINES: SERVING,
 }
 _READERS: Mapping[Kind, Parts] = {Kind.STUDENT: WEIGHTS, Kind.FROZEN: WEIGHTS, Kind.FOLLOWER: WEIGHTS}
-# phase -> who may be asked for something, and what it holds then
+# phase -> kinds of roles that may be called, and the memory that they hold
 HOLDS: Mapping[Phase, Mapping[Kind, Parts]] = {
     Phase.START: _READERS,  # output heads of teachers
     Phase.RESTORE: {**_READERS, Kind.STUDENT: STATE, Kind.CRITIC: STATE},
     Phase.WEIGHT_SYNC: {Kind.STUDENT: WEIGHTS, Kind.FOLLOWER: WEIGHTS, Kind.ENGINES: WEIGHTS},
-    Phase.GENERATE: {**_READERS, Kind.ENGINES: SERVING},  # readers on other devices need not wait
-    Phase.READ: _READERS,  # the student's most likely tokens, and the base of its adapters, are read as well
+    Phase.GENERATE: {**_READERS, Kind.ENGINES: SERVING},  # readers on other devices may run concurrently
+    Phase.READ: _READERS,  # also the student's top-k tokens, and the base model of its adapters
     Phase.OLD_LOGPROBS: {Kind.STUDENT: WEIGHTS},
     Phase.VALUES: {Kind.CRITIC: WEIGHTS},
     Phase.TRAIN: {Kind.STUDENT: LEARNING, Kind.CRITIC: LEARNING},
     Phase.CHECKPOINT: {Kind.STUDENT: STATE, Kind.CRITIC: STATE, Kind.FOLLOWER: WEIGHTS},
 }
-TOGETHER = frozenset({Phase.WEIGHT_SYNC})  # phases whose roles are side by side; in the others they take turns
-# who is there from a phase's beginning on; the others of it are as they are asked
-AT_ONCE: Mapping[Phase, tuple[Kind, ...]] = {
+TOGETHER = frozenset({Phase.WEIGHT_SYNC})  # phases with concurrent roles; in others they are exclusive
+# kinds that acquire memory when the phase starts; others on their first call
+ACQUIRED_ON_ENTRY: Mapping[Phase, tuple[Kind, ...]] = {
     Phase.WEIGHT_SYNC: (Kind.STUDENT, Kind.ENGINES),
     Phase.GENERATE: (Kind.ENGINES,),
 }
-# what a call needs besides weights; what is not named needs these alone
+# call -> required memory; other calls require weights only
 NEEDS: Mapping[str, Parts] = {
     "update": LEARNING,
     "save": STATE,
@@ -92,26 +91,26 @@ NEEDS_NOTHING = frozenset({"written", "weights_version", "close"})
 
 
 class PhaseError(RuntimeError):
-    """A role was asked for something while its memory was another's."""
+    """A role was called while its devices belong to another role."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A role whose processes share devices with another's."""
+    """Role that shares devices with another role."""
 
     name: str
     kind: Kind
     devices: frozenset[int]
-    keeps_weights: bool = True  # False: engines that give them up, rather than to bring them to the host
+    keeps_weights: bool = True  # False: engines that discard their weights instead of offloading them
 
     def meets(self, other: "Member") -> bool:
-        """Whether both have a part on some device."""
+        """Return whether both roles share a device."""
         return self is not other and bool(self.devices & other.devices)
 
 
 @dataclass(frozen=True)
 class Move:
-    """What a role gives back of its memory, or gets back."""
+    """Memory that a role releases (`away`) or acquires."""
 
     member: str
     parts: Parts
@@ -120,52 +119,52 @@ class Move:
 
 @dataclass(frozen=True)
 class State:
-    """What the members hold at a moment."""
+    """Current phase, and the memory that each member holds."""
 
     phase: Phase = Phase.START
     held: Mapping[str, Parts] = field(default_factory=FrozenDict)  # of members that have started
-    blank: frozenset[str] = frozenset()  # engines without weights
+    blank: frozenset[str] = frozenset()  # engines with discarded weights
 
     def of(self, member: str) -> Parts:
         return self.held.get(member, NOTHING)
 
 
 class Machine:
-    """The rules for some members."""
+    """Transition rules of the given members."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = {member.name: member for member in members}
 
     def everywhere(self) -> State:
-        """Return the state in which everyone holds everything, as without taking turns."""
+        """Return the state in which all members hold all memory, as without sharing."""
         return State(held=FrozenDict({member.name: ALL[member.kind] for member in self.members.values()}))
 
     def enter(self, state: State, phase: Phase) -> tuple[list[Move], State]:
-        """Return the moves as a phase begins, and what is held after them.
+        """Return (moves, state) of entering a phase.
 
-        PhaseError where engines are to generate without weights.
+        Raises PhaseError for generation with discarded weights.
         """
         if phase is Phase.GENERATE and state.blank:
             raise PhaseError(
-                f"{_listed(state.blank)} cannot generate: the weights there were given up in an earlier phase, and no"
-                f" new ones were sent; go through the phase {Phase.WEIGHT_SYNC} before {phase}"
+                f"{_listed(state.blank)} cannot generate: their weights were discarded in an earlier phase and not"
+                f" sent again; enter the phase {Phase.WEIGHT_SYNC} before {phase}"
             )
         state, moves = replace(state, phase=phase), []
-        if phase in TOGETHER:  # or what has to leave would have to do so beside others' calls
+        if phase in TOGETHER:  # otherwise members would release memory during calls of others
             for member in self.members.values():
-                state, leaving = self._leave(state, member)
-                moves += leaving
-        for kind in AT_ONCE.get(phase, ()):
+                state, released = self._release(state, member)
+                moves += released
+        for kind in ACQUIRED_ON_ENTRY.get(phase, ()):
             for member in self.members.values():
                 if member.kind is kind:
-                    state, coming = self._come(state, member)
-                    moves += coming
+                    state, acquired = self._acquire(state, member)
+                    moves += acquired
         return moves, state
 
     def act(self, state: State, name: str, call: str) -> tuple[list[Move], State]:
-        """Return the moves before a member is asked for `call`, in order, and what is held after them.
+        """Return (moves in order, state) before `call` of a member.
 
-        PhaseError where the phase has no such calls of it.
+        Raises PhaseError if the phase does not allow the call.
         """
         member = self.members[name]
         if call in NEEDS_NOTHING:
@@ -173,58 +172,58 @@ class Machine:
         holds = HOLDS[state.phase].get(member.kind, NOTHING)
         needs = self._needs(member, call)
         if not needs <= holds:
-            inside = f"in which its {_listed(needs - holds)} are away" if holds else "in which its memory is another's"
+            inside = f"without its {_listed(needs - holds)}" if holds else "in which its memory is released"
             raise PhaseError(
-                f"{name} was asked for {call} in the phase {state.phase}, {inside}; enter a phase that has them there"
+                f"{name}: {call} was called in the phase {state.phase}, {inside}; enter a phase that allows it"
                 f" ({_listed(phase for phase in Phase if needs <= HOLDS[phase].get(member.kind, NOTHING))})"
             )
         if state.phase is Phase.GENERATE and any(other.kind is Kind.ENGINES for other in self.meeting(member)):
             raise PhaseError(
-                f"{name} was asked for {call} in the phase {state.phase}, in which its devices belong to inference"
-                f" engines; ask in the phase {Phase.READ}"
+                f"{name}: {call} was called in the phase {state.phase}, in which its devices belong to inference"
+                f" engines; call it in the phase {Phase.READ}"
             )
-        state, moves = self._come(state, member)
+        state, moves = self._acquire(state, member)
         return moves, state
 
     def start(self, state: State, name: str) -> tuple[list[Move], State]:
-        """Return the moves before a member's processes load their model, and what is held when they have."""
-        state, moves = self._alone(state, self.members[name])
+        """Return (moves, state) of loading a member's model."""
+        state, moves = self._release_others(state, self.members[name])
         return moves, _with(state, name, ALL[self.members[name].kind])
 
     def sent(self, state: State) -> State:
-        """Return the state after engines have been sent weights."""
+        """Return the state after a weight sync to the engines."""
         return replace(state, blank=frozenset())
 
     def meeting(self, member: Member) -> list[Member]:
-        """Return those who share a device with a member."""
+        """Return the members that share a device with a member."""
         return [other for other in self.members.values() if member.meets(other)]
 
     def take_turns(self, name: str, other: str, phase: Phase) -> bool:
-        """Whether two members cannot be at work at the same time in a phase."""
+        """Return whether two members exclude each other in a phase."""
         return phase not in TOGETHER and self.members[name].meets(self.members[other])
 
-    def _come(self, state: State, member: Member) -> tuple[State, list[Move]]:
-        """Have a member hold what the phase says."""
-        state, moves = self._alone(state, member)
+    def _acquire(self, state: State, member: Member) -> tuple[State, list[Move]]:
+        """Acquire the memory that a member holds in the phase."""
+        state, moves = self._release_others(state, member)
         if missing := HOLDS[state.phase][member.kind] - state.of(member.name):
             moves.append(Move(member.name, missing, away=False))
             state = _with(state, member.name, state.of(member.name) | missing)
         return state, moves
 
-    def _alone(self, state: State, member: Member) -> tuple[State, list[Move]]:
-        """Have those who share devices with a member leave."""
+    def _release_others(self, state: State, member: Member) -> tuple[State, list[Move]]:
+        """Release the memory of all members that share devices with a member."""
         moves: list[Move] = []
         for other in self.meeting(member):
-            state, leaving = self._leave(state, other)
-            moves += leaving
+            state, released = self._release(state, other)
+            moves += released
         return state, moves
 
-    def _leave(self, state: State, member: Member) -> tuple[State, list[Move]]:
-        """Have a member give back what the phase does not leave it beside others."""
+    def _release(self, state: State, member: Member) -> tuple[State, list[Move]]:
+        """Release the memory that a member does not hold concurrently with others in the phase."""
         left = HOLDS[state.phase].get(member.kind, NOTHING) if state.phase in TOGETHER else NOTHING
         held = state.of(member.name)
         parts = held - left
-        if parts and member.kind is Kind.ENGINES:  # an engine gives back all or nothing
+        if parts and member.kind is Kind.ENGINES:  # engines release everything or nothing
             parts = held
         if not parts:
             return state, []
@@ -235,15 +234,14 @@ class Machine:
 
     def _needs(self, member: Member, call: str) -> Parts:
         if member.kind is Kind.FOLLOWER:
-            return WEIGHTS  # it has no more
+            return WEIGHTS  # it holds nothing else
         return NEEDS.get(call, WEIGHTS)
 
 
 def members_of(plan: RunPlan) -> list[Member]:
-    """Return the roles that share a device with another one; those that serve beside the student's engines stay.
+    """Return the roles that share a device with another role.
 
-    What another role's processes compute for is that role. Judges and auxiliary models answer at any moment, so they
-    are not among them.
+    Roles served by another role's processes are omitted, as are judges and auxiliary models, which must always respond.
     """
     members = [_member(role) for role in plan.megatron_roles().values() if plan.serving(role) is role]
     if plan.rollout:
@@ -254,12 +252,12 @@ def members_of(plan: RunPlan) -> list[Member]:
 
 
 def members_on_gpus(plan: RunPlan) -> list[Member]:
-    """Return those that take turns where devices are GPUs: there they do unless it is written otherwise."""
+    """Return the members that share GPUs exclusively, the default; empty with is_offload_states false."""
     return [] if plan.is_offload_states is False else members_of(plan)
 
 
-def at_once(members: Sequence[Member]) -> Iterator[tuple[Phase, dict[str, Parts]]]:
-    """Yield what is held at once on a device that `members` share, in each phase, by each of them in its turn."""
+def held_together(members: Sequence[Member]) -> Iterator[tuple[Phase, dict[str, Parts]]]:
+    """Yield (phase, member -> parts) for each set of parts held simultaneously on a device of `members`."""
     for phase, holds in HOLDS.items():
         there = {member.name: holds[member.kind] for member in members if member.kind in holds}
         if phase is Phase.GENERATE and any(member.kind is Kind.ENGINES for member in members):

@@ -1,7 +1,7 @@
-"""The options of the installed engines, read from their sources: importing vLLM or Megatron-core takes seconds.
+"""Validate engine options against the sources of the installed vLLM and Megatron-core, without importing them.
 
-A `strategy_config` passes through to the engine as it is. Here its names, and its values as far as annotations can be
-understood without an import, are held against the dataclasses that will take them.
+`strategy_config` is passed through to the engine. Its names, and its values where the annotation can be evaluated, are
+checked against the engine's dataclasses; importing the engines would take seconds.
 """
 
 import ast
@@ -19,7 +19,7 @@ from pydantic import Field
 from roll_opd.base.hints import nearest
 from roll_opd.base.registry import type_problem
 
-# engine -> (package, file, dataclass), a later one inheriting from an earlier one
+# engine -> (package, file, dataclass), base classes first
 DATACLASSES = {
     "Megatron": (
         ("megatron.core", "model_parallel_config.py", "ModelParallelConfig"),
@@ -27,7 +27,7 @@ DATACLASSES = {
     ),
     "vLLM": (("vllm", "engine/arg_utils.py", "EngineArgs"), ("vllm", "engine/arg_utils.py", "AsyncEngineArgs")),
 }
-# vLLM's own classes behind its arguments: what its type names mean, and between what bounds its numbers lie
+# vLLM's config modules with type aliases and bounds of the arguments
 VLLM_FIELDS = ("cache", "scheduler", "parallel", "model", "load", "offload")
 _BOUNDS = ("ge", "gt", "le", "lt")
 _DECIDED = """
@@ -45,26 +45,26 @@ _DECIDED = """
     init_model_with_meta_device heterogeneous_block_specs test_mode timers grad_scale_func no_sync_func grad_sync_func
     param_sync_func finalize_model_grads_func autocast_dtype enable_autocast
 """
-MEGATRON_DECIDED = frozenset(_DECIDED.split())  # by model_args, the model's config.json or the engine itself
-VLLM_DECIDED = ("model", "seed", "dtype", "tokenizer", "logprobs_mode", "weight_transfer_config")  # by the run
-# options of earlier vLLM versions that decided how it works, and nothing of what it computes
-_GONE = """
+MEGATRON_DECIDED = frozenset(_DECIDED.split())  # set by model_args, the model's config.json or the engine
+VLLM_DECIDED = ("model", "seed", "dtype", "tokenizer", "logprobs_mode", "weight_transfer_config")  # set by the run
+# options of earlier vLLM versions without effect on results
+_REMOVED = """
     cuda_graph_sizes max_seq_len_to_capture max_context_len_to_capture full_cuda_graph use_v2_block_manager
     num_scheduler_steps multi_step_stream_outputs scheduler_delay_factor preemption_mode num_lookahead_slots swap_space
     worker_use_ray engine_use_ray disable_log_requests disable_async_output_proc tokenizer_pool_size
     tokenizer_pool_type tokenizer_pool_extra_config ray_workers_use_nsight collect_detailed_traces
     disable_frontend_multiprocessing max_num_partial_prefills max_long_partial_prefills
 """
-GONE = {"vLLM": frozenset(_GONE.split())}
+REMOVED = {"vLLM": frozenset(_REMOVED.split())}
 ENVIRONMENT = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")  # the name of an environment variable
-# what an annotation may be made of to be understood; with anything else in it, any value is accepted
+# names that an evaluated annotation may use; with others, any value is accepted
 _PLAIN = {kind.__name__: kind for kind in (int, float, bool, str, dict, list, tuple)}
 _TYPING = {name: getattr(typing, name) for name in ("Any", "Optional", "Union", "Literal", "Dict", "List", "Tuple")}
 
 
 @cache
 def engine_options(engine: str) -> dict[str, Any] | None:
-    """Return option -> its type (Any where that is not understood); None where they cannot be found."""
+    """Return option -> type (Any if it cannot be evaluated); None if the engine's options are not found."""
     options: dict[str, Any] = {}
     aliases, bounds = _vllm_fields() if engine == "vLLM" else ({}, {})
     for package, file, name in DATACLASSES[engine]:
@@ -75,21 +75,21 @@ def engine_options(engine: str) -> dict[str, Any] | None:
         tree = ast.parse(source.read_text(encoding="utf-8") if source.is_file() else "")
         found = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
         if not found:
-            return None  # a version that keeps them elsewhere
+            return None  # another version with a different layout
         for node in found[0].body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                options[node.target.id] = _understood(node.annotation, aliases)
+                options[node.target.id] = _evaluated(node.annotation, aliases)
     bounded = {name: bounds[name] for name in options.keys() & bounds.keys() if options[name] is not Any}
     return options | {name: Annotated[options[name], _bounds(limits)] for name, limits in bounded.items()}
 
 
 def _bounds(limits: Mapping[str, float]) -> Any:
-    """Return the bounds `gt`, `ge`, `lt` and `le` in the form that pydantic reads."""
+    """Return the bounds `gt`, `ge`, `lt` and `le` as a pydantic Field."""
     return Field(gt=limits.get("gt"), ge=limits.get("ge"), lt=limits.get("lt"), le=limits.get("le"))
 
 
 def _vllm_fields() -> tuple[dict[str, ast.expr], dict[str, dict[str, float]]]:
-    """Return what vLLM's names of types stand for, and the bounds of its options."""
+    """Return (type alias -> annotation, option -> bounds) of vLLM's config modules."""
     aliases: dict[str, ast.expr] = {}
     bounds: dict[str, dict[str, float]] = {}
     spec = find_spec("vllm")
@@ -109,17 +109,17 @@ def _vllm_fields() -> tuple[dict[str, ast.expr], dict[str, dict[str, float]]]:
 
 
 class _Resolved(ast.NodeTransformer):
-    """Puts what a name of a type stands for in its place."""
+    """Replaces type aliases by their annotations."""
 
     def __init__(self, aliases: Mapping[str, ast.expr]) -> None:
         self._aliases = aliases
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        meant = self._aliases.get(node.id)
-        return node if meant is None else self.visit(copy.deepcopy(meant))
+        alias = self._aliases.get(node.id)
+        return node if alias is None else self.visit(copy.deepcopy(alias))
 
 
-def _understood(annotation: ast.expr, aliases: Mapping[str, ast.expr]) -> Any:
+def _evaluated(annotation: ast.expr, aliases: Mapping[str, ast.expr]) -> Any:
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         annotation = ast.parse(annotation.value, mode="eval").body
     annotation = _Resolved(aliases).visit(annotation)
@@ -132,24 +132,24 @@ def _understood(annotation: ast.expr, aliases: Mapping[str, ast.expr]) -> Any:
 
 
 def no_effect(engine: str, name: str) -> str | None:
-    """Say why `name` means nothing to the installed engine any more, or never did; None where it may mean something."""
+    """Return why an option has no effect in the installed engine; None if it may have one."""
     if ENVIRONMENT.fullmatch(name):
-        return f"is an environment variable and no option of {engine}, so it does nothing here; write it in system_envs"
+        return f"is an environment variable, not an option of {engine}, and has no effect here; move it to system_envs"
     options = engine_options(engine)
-    if options is not None and name not in options and name in GONE.get(engine, ()):
-        return f"the installed {engine} no longer has this option, so it does nothing"
+    if options is not None and name not in options and name in REMOVED.get(engine, ()):
+        return f"the installed {engine} no longer has this option; it has no effect"
     return None
 
 
 def option_problem(engine: str, name: str, value: Any, also_known: Iterable[str] = ()) -> str | None:
-    """Say what is wrong with an option of an engine; None: nothing, or the engine is not installed.
+    """Return the problem of an engine option; None without one, or if the engine is not installed.
 
-    `also_known` are keys that are read elsewhere, for the hint at a misspelt one.
+    `also_known` are other valid keys, for spelling hints.
     """
     if engine == "Megatron" and name in MEGATRON_DECIDED:
-        return "is decided by the model's config.json, model_args or the engine itself; remove it"
+        return "is set by the model's config.json, model_args or the engine; remove it"
     if engine == "vLLM" and name in VLLM_DECIDED:
-        return "is set by the run itself; remove it"
+        return "is set by the run; remove it"
     options = engine_options(engine)
     if options is None:
         return None

@@ -11,7 +11,7 @@ from roll_opd.models.json_files import ModelFilesError, read_json
 from roll_opd.models.safetensors_headers import StoredTensor, differ, read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-NAMED = 3  # files that a sentence names
+MAX_NAMED = 3  # files in a message
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:
@@ -21,33 +21,33 @@ def weight_files(path: Path) -> tuple[Path, ...]:
     """
     single, shards = path / SINGLE, _shards(path)
     if single.is_file():
-        if shards and single not in shards and _are_whole(shards):
+        if shards and single not in shards and _are_complete(shards):
             _check_same(path, single, shards)
         return shards if single in shards else (single,)
     for file in (single, *shards):
         if file.is_symlink() and not file.exists():
             raise ModelFilesError(
-                f"{file} is a broken link to {file.readlink()}; download the model again, or copy it with link targets"
+                f"{file} is a broken link to {file.readlink()}; download the model again, or copy it with its targets"
                 " (cp -rL)"
             )
     present = sorted(file.name for file in path.glob("*.safetensors") if not file.name.startswith("adapter_"))
     if missing := [file for file in shards if not file.is_file()]:
         others = [name for name in present if path / name not in shards]
-        instead = f" (there is {_named(others)}, which it does not name)" if others else ""
+        instead = f" (found {_named(others)}, which is not in the index)" if others else ""
         raise ModelFilesError(
-            f"weight file {missing[0].name} that the index names is missing{instead}; download it again, or remove"
-            f" {INDEX} where it is of other weights"
+            f"weight file {missing[0].name} of the index is missing{instead}; download it again, or remove"
+            f" {INDEX} if it belongs to other weights"
         )
     if shards:
         return shards
     if present:
         raise ModelFilesError(
             f"found {_named(present)}, but neither {SINGLE} nor {INDEX}; download the index, or rename a file with the"
-            f" whole model to {SINGLE}"
+            f" complete model to {SINGLE}"
         )
     if any(path.glob("pytorch_model*.bin")):
         raise ModelFilesError(
-            "the weights are in .bin form only; save the model once more with save_pretrained() for safetensors"
+            "the weights are in .bin form only; save the model again with save_pretrained() for safetensors"
         )
     return ()
 
@@ -55,7 +55,7 @@ def weight_files(path: Path) -> tuple[Path, ...]:
 def engine_problem(path: Path) -> str | None:
     """Return an error for a model with a stale index, which transformers ignores and vLLM reads; else None."""
     shards = _shards(path)
-    if not shards or path / SINGLE in shards or not (path / SINGLE).is_file() or _are_whole(shards):
+    if not shards or path / SINGLE in shards or not (path / SINGLE).is_file() or _are_complete(shards):
         return None
     return (
         f"{path / INDEX} is stale: some of its files, such as {shards[0].name}, are missing or damaged."
@@ -75,7 +75,7 @@ def stored_tensors(path: Path, files: tuple[Path, ...]) -> dict[str, StoredTenso
         if file not in headers:
             continue  # an ignored index
         if name not in headers[file]:
-            raise ModelFilesError(f"{file} has no tensor {name}, which the index looks for there; get both files again")
+            raise ModelFilesError(f"{file} lacks tensor {name} of the index; download both files again")
         found[name] = headers[file][name]
     return found
 
@@ -90,11 +90,11 @@ def _weight_map(path: Path) -> dict[str, str]:
         return {}
     names = read_json(path / INDEX).get("weight_map", {})
     if not isinstance(names, dict) or not all(isinstance(name, str) and name for name in names.values()):
-        raise ModelFilesError(f"weight_map in {INDEX} should give each weight the name of a file; get it again")
+        raise ModelFilesError(f"weight_map in {INDEX} should map each weight to a file name; download it again")
     return names
 
 
-def _are_whole(shards: tuple[Path, ...]) -> bool:
+def _are_complete(shards: tuple[Path, ...]) -> bool:
     try:
         return all([file.is_file() and bool(read_header(file)) for file in shards])
     except ModelFilesError:
@@ -109,7 +109,7 @@ def _check_same(path: Path, single: Path, shards: tuple[Path, ...]) -> None:
     )
     if name:
         raise ModelFilesError(
-            f"{SINGLE} and the files that {INDEX} names are both complete and differ ({name});"
+            f"{SINGLE} and the files of {INDEX} are both complete and differ ({name});"
             f" transformers loads {SINGLE}, vLLM the others. Remove the outdated set: the index and its files, or"
             f" {SINGLE}"
         )
@@ -122,5 +122,5 @@ def _are_same(one: StoredTensor | None, other: StoredTensor | None) -> bool:
 
 
 def _named(names: list[str]) -> str:
-    rest = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(names) - MAX_NAMED
+    return ", ".join(names[:MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")

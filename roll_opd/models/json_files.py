@@ -14,7 +14,7 @@ class ModelFilesError(Exception):
 
 
 def is_pointer(file: Path) -> bool:
-    """Whether `file` is a git-LFS pointer."""
+    """Return whether `file` is a git-LFS pointer."""
     with file.open("rb") as stream:
         return stream.read(len(POINTER)) == POINTER
 
@@ -35,10 +35,10 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelFilesError(str(error)) from None
     except UnicodeDecodeError as error:
         raise ModelFilesError(
-            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); get it again"
+            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); download it again"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ModelFilesError(f"{path} is not valid JSON: {error}; get it again") from None
+        raise ModelFilesError(f"{path} is not valid JSON: {error}; download it again") from None
     if not isinstance(value, dict):
-        raise ModelFilesError(f"{path} should hold a JSON object")
+        raise ModelFilesError(f"{path} should contain a JSON object")
     return value

@@ -1,6 +1,6 @@
-"""What a model can be cut into: layouts of the Megatron engine, and tensor parallelism of either engine.
+"""Check that a model can be sharded as configured: Megatron layouts, and tensor parallelism of both engines.
 
-Every function writes a sentence into `Diagnostics` for what cannot be, under the key that says it.
+Every function reports problems to `Diagnostics` under the key of the setting.
 """
 
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ UNEVEN_STAGES = (
     "num_layers_in_last_pipeline_stage",
     "pipeline_model_parallel_layout",
 )
-# settings that count the embedding or the loss as one more layer when the stages are cut
+# settings that count the embedding or the loss as a layer of a stage
 COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
 def check_layout(info: ModelInfo, layout: Layout, args: Mapping[str, object], diagnostics: Diagnostics) -> None:
-    """Check that a model can be cut as `layout` and the other options, `args`, say; `diagnostics` are theirs."""
+    """Check that a model can be sharded with `layout` and the Megatron options `args`."""
     check_tensor_parallel(info, layout.tp, "tensor_model_parallel_size", diagnostics)
     _check_pipeline(info, layout, args, diagnostics)
     _check_experts(info, layout, diagnostics)
@@ -29,7 +29,7 @@ def check_layout(info: ModelInfo, layout: Layout, args: Mapping[str, object], di
 def check_tensor_parallel(
     info: ModelInfo, tp: int, key: str, diagnostics: Diagnostics, copies_kv_heads: bool = False
 ) -> None:
-    """Check that heads and MLP can be cut into `tp` equal parts.
+    """Check that heads and MLP can be split into `tp` equal parts.
 
     The vocabulary need not be: both engines pad it. With `copies_kv_heads` (vLLM) several ranks may share one
     key/value head.
@@ -91,7 +91,7 @@ def _check_experts(info: ModelInfo, layout: Layout, diagnostics: Diagnostics) ->
     if ranks % (etp * layout.ep):
         diagnostics.error(
             key,
-            f"{ranks} ranks a pipeline stage are no multiple of ep {layout.ep} x etp {etp}; use a smaller one, or"
+            f"{ranks} ranks per pipeline stage are not a multiple of ep {layout.ep} x etp {etp}; use a smaller one, or"
             " expert_tensor_parallel_size: 1",
         )
     if info.expert_intermediate % etp:

@@ -1,7 +1,7 @@
-"""Which of Megatron-core's options the engine takes; read before anything starts. No torch, no Megatron.
+"""Supported Megatron-core options, checked before start without torch or Megatron.
 
-Of all fields of Megatron's configuration these alone have been run here. Of the others some need what is not there, and
-some would be accepted and do nothing (`fp8`, `mtp_num_layers`): they are refused by name.
+Only tested options are accepted. Others need missing components or would be silently ignored (`fp8`,
+`mtp_num_layers`), so they are rejected.
 """
 
 from collections.abc import Mapping
@@ -9,24 +9,24 @@ from typing import Any
 
 from roll_opd.models.supported import ROUTERS
 
-_RUN = """
+_TESTED = """
     recompute_granularity recompute_method recompute_num_layers recompute_modules moe_layer_recompute
     num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
     moe_aux_loss_coeff moe_z_loss_coeff moe_router_dtype moe_router_bias_update_rate moe_token_dispatcher_type
     moe_shared_expert_overlap
 """
-RUN = frozenset(_RUN.split()) | ROUTERS.keys()  # `supported.not_yet` says which values of these
-# kernels of Transformer Engine's, or compiled for a GPU: results are the same without them
+RUN = frozenset(_TESTED.split()) | ROUTERS.keys()  # `supported.not_yet` checks their values
+# kernels of Transformer Engine or compiled for GPUs, without effect on results
 _KERNELS = """
     attention_backend bias_activation_fusion bias_dropout_fusion apply_rope_fusion moe_permute_fusion
 """
 FOR_GPUS = frozenset(_KERNELS.split())
 _NO_MODULE = "no layer here reads it"
 WITHOUT_EFFECT = {
-    "cross_entropy_loss_fusion": "logits are never stored, so there is no such kernel",
-    "cross_entropy_fusion_impl": "logits are never stored, so there is no such kernel",
-    "moe_grouped_gemm": "experts of a rank are computed one after the other",
+    "cross_entropy_loss_fusion": "logits are never materialized, so there is no such kernel",
+    "cross_entropy_fusion_impl": "logits are never materialized, so there is no such kernel",
+    "moe_grouped_gemm": "experts of a rank are computed sequentially",
     "persist_layer_norm": _NO_MODULE,
     "masked_softmax_fusion": _NO_MODULE,
     "attention_softmax_in_fp32": _NO_MODULE,
@@ -37,9 +37,9 @@ DISPATCHER = "alltoall"
 
 
 def refusal(name: str, value: Any) -> str | None:
-    """Return why the engine does not take an option, None where it does.
+    """Return why the engine rejects an option; None if it accepts it.
 
-    A value that asks for nothing (false, 0) is taken of every option.
+    A disabled option (false, 0) is always accepted.
     """
     if name == "recompute_modules" and isinstance(value, list | tuple):
         others = [module for module in value if module not in RECOMPUTED]
@@ -50,18 +50,18 @@ def refusal(name: str, value: Any) -> str | None:
         return f"{value!r} is not available: packs differ in length; use {DISPATCHER}, or remove it"
     if not value or name in RUN or name in FOR_GPUS or name in WITHOUT_EFFECT:
         return None
-    return "is not available: this option of Megatron's would do nothing here, or has never been run; remove it"
+    return "is not available: this Megatron option has no effect here or is untested; remove it"
 
 
 def remark(name: str, *, has_gpus: bool) -> str | None:
-    """Return why an option that is taken has no effect, None where it has one."""
+    """Return why an accepted option has no effect; None if it has one."""
     if name in WITHOUT_EFFECT:
         return f"has no effect: {WITHOUT_EFFECT[name]}"
     return "has no effect without a GPU" if name in FOR_GPUS and not has_gpus else None
 
 
 def usable(args: Mapping[str, Any], *, has_kernels: bool) -> dict[str, Any]:
-    """Return the options without those that need Transformer Engine, unless it is there (`has_kernels`)."""
+    """Return the options without those that need Transformer Engine, unless it is installed (`has_kernels`)."""
     if has_kernels:
         return dict(args)
     found = {name: value for name, value in args.items() if name not in FOR_GPUS or not value}

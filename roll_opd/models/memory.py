@@ -1,7 +1,7 @@
-"""Estimates the memory a rank of each role needs, from the sizes in config.json.
+"""Memory estimates per rank of each role, from the sizes in config.json.
 
-Within some per cent of what is allocated: fragmentation, communication buffers and the engines' own overhead are left
-out, and savings of selective recomputation are not counted.
+Accurate to some per cent of the allocated memory: fragmentation, communication buffers, the engines' overhead and
+savings of selective recomputation are not included.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,46 +19,46 @@ from roll_opd.config.plan import (
     TrainPlan,
 )
 from roll_opd.models.device_phases import Parts as Held
-from roll_opd.models.device_phases import Phase, at_once, members_on_gpus
+from roll_opd.models.device_phases import Phase, held_together, members_on_gpus
 from roll_opd.models.model_info import ModelInfo
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-PADDED_TO = 32  # columns a tensor rank: the engine's vocabulary is a multiple of it (`exact.VECTOR`)
-# f32 logits that the head holds at a time on one rank. A GPU reads the output embedding anew for each chunk, and small
-# chunks would be bound by that; on a CPU they stay near its caches
+PADDED_TO = 32  # vocabulary columns per tensor rank are padded to a multiple of it (`deterministic_ops.VECTOR`)
+# bytes of f32 logits per chunk and rank. A GPU re-reads the output embedding for each chunk, so small chunks would be
+# memory-bound; on a CPU small chunks fit the caches
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
-JUDGE_SEQUENCES = 64  # that a judge's memory is estimated for
+JUDGE_SEQUENCES = 64  # concurrent sequences in the estimate of a judge
 VLLM_MAX_SEQUENCES = 256  # vLLM's default max_num_seqs
 VLLM_UTILIZATION = 0.9  # vLLM's default gpu_memory_utilization
 GRADIENT_BYTES = 4  # the engine accumulates gradients in fp32
-MOMENT_BYTES = 8  # two fp32 Adam moments a parameter
-MASTER_BYTES = 4  # fp32 master weights where the model itself is not fp32
+MOMENT_BYTES = 8  # two fp32 Adam moments per parameter
+MASTER_BYTES = 4  # fp32 master weights unless the model is fp32
 COMPUTES = frozenset(Phase) - {Phase.START, Phase.RESTORE, Phase.WEIGHT_SYNC, Phase.CHECKPOINT}
-PASSING = ("activations", "head")  # parts that a role needs only while it computes
-BESIDE_WEIGHTS = ("averages", "teacher_heads")  # parts that come and go with the weights
+PASSING = ("activations", "head")  # parts allocated only during computation
+BESIDE_WEIGHTS = ("averages", "teacher_heads")  # parts that are offloaded with the weights
 
-Parts = dict[str, int]  # name of a part -> bytes a rank
+Parts = dict[str, int]  # name of a part -> bytes per rank
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank of a layout holds of a model."""
+    """Sizes of a rank's shard of a model in a layout."""
 
     info: ModelInfo
     layout: Layout
-    has_head: bool = True  # False: a critic, whose head is one column
+    has_head: bool = True  # False: a critic, which has a one-column head
     device: str = "cpu"  # or "cuda"
 
     @property
     def kv_heads(self) -> float:
-        """Key and value heads of a rank: with more ranks than heads each rank holds a copy of one."""
+        """Key and value heads per rank; with more ranks than heads, each rank has a copy of one."""
         return max(1.0, self.info.kv_heads / self.layout.tp)
 
     def parameters(self, stage: int) -> tuple[int, int]:
         """Return the (dense, expert) parameters of a rank of pipeline stage `stage`.
 
-        The first also has the embedding, the last the head, which is a copy of the embedding where the two are tied.
-        Every tensor rank has the whole of a router, and of what makes latent attention's narrow vectors.
+        The first stage also has the embedding, the last the head, a copy of the embedding if they are tied. Routers and
+        the down-projections of latent attention are replicated on every tensor rank.
         """
         info, layout = self.info, self.layout
         each = info.experts * 3 * info.hidden * info.expert_intermediate
@@ -69,7 +69,7 @@ class Shard:
         copied = info.layers * 2 * info.hidden * info.head_dim * (self.kv_heads * layout.tp - info.kv_heads)
         plain, routing = self.layers_of(stage)
         dense = (info.parameters - experts - ends + copied) / layout.pp
-        # layers with experts differ from the others: more of them, or fewer, than are on a stage on average
+        # correction for stages with more or fewer expert layers than the average
         more = routing - info.expert_layers / layout.pp
         dense += more * info.hidden * (info.experts + 3 * info.shared_intermediate - 3 * info.intermediate)
         whole = routing * info.experts * info.hidden
@@ -87,7 +87,7 @@ class Shard:
         return int(dense / layout.tp + whole), int(experts * share / (layout.ep * layout.expert_tp))
 
     def layers_of(self, stage: int) -> tuple[float, float]:
-        """Return how many layers (without, with experts) a stage has; the mean where stages are not equal."""
+        """Return the number of layers (without, with experts) of a stage; the mean if stages are unequal."""
         info, pp = self.info, self.layout.pp
         chunks = pp * (self.layout.vpp or 1)
         if info.layers % chunks:
@@ -97,7 +97,7 @@ class Shard:
         return mine.count(False), sum(mine)
 
     def adapter_parameters(self, lora: LoraPlan) -> int:
-        """Return the parameters of a rank's adapters; of each pair one matrix is cut as its layer is."""
+        """Return the adapter parameters of a rank; one matrix of each pair is sharded like its layer."""
         info, tp = self.info, self.layout.tp
         queries, keys = info.heads * info.head_dim, info.kv_heads * info.head_dim
         outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
@@ -108,12 +108,12 @@ class Shard:
         return int(lora.rank * (columns + rows) * info.layers / self.layout.pp)
 
     def layer_elements(self) -> float:
-        """Return the elements a token that one layer keeps for its backward pass on a rank, averaged over layers.
+        """Return the elements per token that a layer stores for the backward pass on a rank, averaged over layers.
 
         With flash attention and a fused SwiGLU these are: both norms' inputs and outputs (4 hidden), queries and keys
-        before and after rotation, values and the attention's output (3 a side), the MLP's two projections and their
-        product (3 widths). Of a mixture of experts each token comes to `experts_per_token` experts, with its hidden
-        state. After Korthikanti et al. 2022, section 4, with widths that need not be multiples of hidden.
+        before and after rotation, values and the attention's output (3 each), the MLP's two projections and their
+        product (3 widths). In a mixture of experts each token goes to `experts_per_token` experts with its hidden
+        state. After Korthikanti et al. 2022, section 4, for widths that are not multiples of hidden.
         """
         info, layout = self.info, self.layout
         sequence = layout.tp if layout.sequence_parallel else 1
@@ -122,49 +122,49 @@ class Shard:
         routed = info.experts_per_token * layout.expert_tp / layout.tp
         experts = routed * (info.hidden + 3 * info.expert_intermediate / layout.expert_tp)
         experts += 3 * info.shared_intermediate / layout.tp
-        if latent := info.latent:  # queries and keys twice, what keys and values are cut from, values, the output
+        if latent := info.latent:  # queries and keys twice, the compressed keys and values, values, the output
             heads = (4 * info.head_dim + latent.plain + 3 * latent.value) * info.heads / layout.tp
             heads += 2 * latent.narrow / sequence
         mlp = (info.expert_layers * experts + (info.layers - info.expert_layers) * dense) / info.layers
         return 4 * info.hidden / sequence + heads + mlp
 
     def kept_elements(self, stage: int, args: Mapping[str, object], micro_batches: int) -> float:
-        """Return the elements a token of all layers that a stage keeps at its fullest, for its micro-batches under way.
+        """Return the peak elements per token over all layers of a stage, for its micro-batches in flight.
 
-        `args` are Megatron's recompute options. 1F1B: pp - stage micro-batches are under way; interleaved stages
-        keep more (Narayanan et al. 2021). With full recomputation a layer keeps its input, and one is at work.
+        `args` are Megatron's recompute options. 1F1B has pp - stage micro-batches in flight; interleaved stages have
+        more (Narayanan et al. 2021). With full recomputation layers store their input, and one is recomputed.
         """
         info, layout = self.info, self.layout
         layers, chunks = info.layers / layout.pp, layout.vpp or 1
         warm = layout.pp - stage if chunks == 1 else 2 * (layout.pp - stage - 1) + (chunks - 1) * layout.pp + 1
-        under_way = min(warm / chunks, micro_batches)
+        in_flight = min(warm / chunks, micro_batches)
         layer = self.layer_elements()
         if args.get("recompute_granularity") != "full":
-            return under_way * layers * layer
+            return in_flight * layers * layer
         several = args.get("recompute_num_layers")
         number = min(several if isinstance(several, int) else 1, layers)
         kept = info.hidden / (layout.tp if layout.sequence_parallel else 1)
         if args.get("recompute_method") == "block":
-            return under_way * (number * kept + (layers - number) * layer) + layer
-        return under_way * layers / number * kept + number * layer
+            return in_flight * (number * kept + (layers - number) * layer) + layer
+        return in_flight * layers / number * kept + number * layer
 
 
 def shard_of(info: ModelInfo, role: MegatronPlan, device: str = "cpu") -> Shard:
-    """Return what a rank of `role` holds of its model."""
+    """Return the shard of a rank of `role`."""
     return Shard(info, role.layout, not isinstance(role, CriticPlan), device)
 
 
 def estimate_memory(plan: RunPlan, models: Mapping[str, ModelInfo], longest: int) -> dict[str, tuple[Parts, ...]]:
-    """Return role name -> {part: bytes a rank} of each pipeline stage.
+    """Return role name -> {part: bytes per rank} for each pipeline stage.
 
-    `longest` are the tokens of the longest sequence. Inference roles have one stage.
+    `longest` is the token count of the longest sequence. Inference roles have one stage.
     """
     found: dict[str, tuple[Parts, ...]] = {}
     response = plan.rollout.sampling.max_new_tokens if plan.rollout else 0
     longer = {t.worker.name: t.context.prompt_length + response for t in plan.teachers if t.context}
     for name, role in plan.megatron_roles().items():
         if plan.is_base(role):
-            continue  # the student has its weights, and computes for it
+            continue  # served by the student's processes and weights
         shard = shard_of(models[name], role, "cuda" if plan.device_memory_gb else "cpu")
         found[name] = tuple(
             train_memory(shard, role, longest, stage)
@@ -185,11 +185,11 @@ def estimate_memory(plan: RunPlan, models: Mapping[str, ModelInfo], longest: int
 
 
 def train_memory(shard: Shard, plan: TrainPlan, longest: int, stage: int) -> Parts:
-    """Return the bytes that a training rank of a stage needs.
+    """Return the memory of a training rank of a stage.
 
     weights = p * bytes; gradients = 4p; optimizer = (8 + 4 if not fp32) * p, divided by dp * cp with the distributed
-    optimizer, of experts by dp * cp * tp / (expert_tp * ep); activations and the head's as `Shard` says. With LoRA, p
-    of gradients and optimizer are the adapters' alone.
+    optimizer, of experts by dp * cp * tp / (expert_tp * ep); activations and head as in `Shard`. With LoRA, p of
+    gradients and optimizer counts only the adapters.
     """
     layout, size = plan.layout, BYTES[plan.model.dtype]
     dense, experts = shard.parameters(stage)
@@ -212,9 +212,9 @@ def train_memory(shard: Shard, plan: TrainPlan, longest: int, stage: int) -> Par
 
 
 def logprob_memory(shard: Shard, role: MegatronPlan, longest: int, stage: int) -> Parts:
-    """Return the bytes that a rank of a model that does not learn needs: weights, one layer's activations, the head's.
+    """Return the memory of a rank of a frozen model: weights, one layer's activations, the head.
 
-    Of one that averages weights, the averages in fp32 too, where it computes in another precision.
+    A follower with averaged weights in another precision also has fp32 averages.
     """
     size = BYTES[role.model.dtype]
     tokens = _tokens(role.forward_limits, longest, role.layout)
@@ -232,7 +232,7 @@ def _tokens(limits: MicroBatchLimits, longest: int, layout: Layout) -> int:
 
 
 def _head(shard: Shard, tokens: int, size: int, stage: int) -> Parts:
-    """Return what the last stage holds at its head: hidden states before and after the norm, a chunk of logits."""
+    """Return the head's memory on the last stage: hidden states before and after the norm, a chunk of logits."""
     if stage != shard.layout.pp - 1:
         return {}
     logits = min(CHUNK_BYTES[shard.device], 4 * tokens * shard.info.vocab // shard.layout.tp) if shard.has_head else 0
@@ -240,11 +240,11 @@ def _head(shard: Shard, tokens: int, size: int, stage: int) -> Parts:
 
 
 def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Parts:
-    """Return the bytes an inference rank needs: weights, and keys and values of `sequences` full-length sequences.
+    """Return the memory of an inference rank: weights, and the KV cache of `sequences` full-length sequences.
 
     kv_cache = 2 * layers * (kv_heads of the rank) * head_dim * bytes * tokens, with latent attention layers *
-    (kv_lora_rank + qk_rope_head_dim) * bytes * tokens. vLLM takes what gpu_memory_utilization
-    allows and queues what does not fit; this is what it would need to run all of them at once.
+    (kv_lora_rank + qk_rope_head_dim) * bytes * tokens. vLLM allocates gpu_memory_utilization
+    and queues sequences that do not fit; this is the memory to run all of them concurrently.
     """
     size, shard = BYTES[engines.model.dtype], Shard(info, Layout(tp=engines.tp))
     tokens = engines.max_model_len * min(sequences, VLLM_MAX_SEQUENCES)
@@ -253,17 +253,16 @@ def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Par
 
 
 def fullest(stages: tuple[Mapping[str, int], ...]) -> Mapping[str, int]:
-    """Return the parts of the stage that needs most."""
+    """Return the parts of the stage with the largest total."""
     return max(stages, key=lambda parts: sum(parts.values()), default={})
 
 
 def device_memory(plan: RunPlan, device_bytes: int | None = None, *, computing: bool = True) -> dict[int, int]:
-    """Return device -> bytes that its roles need together.
+    """Return device -> total bytes of its roles.
 
-    Weights, optimizer and caches of all roles stay; of activations there are those of one role at a time, and none
-    without `computing`. An engine on a device of known size takes the share of it that gpu_memory_utilization says.
-    Roles that take turns have there what `phases.at_once` says, in the phase that needs most; judges and auxiliary
-    models stay.
+    Weights, optimizer and caches of all roles are resident; activations count for one role at a time, and not without
+    `computing`. An engine on a device of known size takes its gpu_memory_utilization. Roles that share devices count
+    with the parts of `held_together` in the phase with the largest total; judges and auxiliary models are resident.
     """
     stays: dict[int, int] = {}
     turns = {member.name: member for member in members_on_gpus(plan)}
@@ -271,7 +270,7 @@ def device_memory(plan: RunPlan, device_bytes: int | None = None, *, computing: 
     passes: dict[int, int] = {}
     for name, role in plan.roles().items():
         if isinstance(role, MegatronPlan) and plan.serving(role).name != name:
-            continue  # another role's processes compute for it
+            continue  # served by another role's processes
         for device, parts in _of_devices(role, plan.memory[name]):
             passing = sum(parts.get(part, 0) for part in PASSING)
             staying = sum(parts.values()) - passing
@@ -291,14 +290,14 @@ def device_memory(plan: RunPlan, device_bytes: int | None = None, *, computing: 
         here = [turns[name] for name in members]
         most = max(
             sum(_held(members[name], held, computing and phase in COMPUTES) for name, held in by_name.items())
-            for phase, by_name in at_once(here)
+            for phase, by_name in held_together(here)
         )
         needs[device] = needs.get(device, 0) + most
     return {device: needs[device] for device in sorted(needs)}
 
 
 def _held(parts: Mapping[str, int], held: Held, computes: bool) -> int:
-    """Return the bytes of a member's parts: what it holds, and what passes where it `computes`."""
+    """Return the bytes of a member's held parts, and of its temporary parts if it `computes`."""
     names = {str(part) for part in held} | set(BESIDE_WEIGHTS) | (set(PASSING) if computes else set())
     return sum(size for name, size in parts.items() if name in names)
 
@@ -312,7 +311,7 @@ def _of_devices(
 
 
 def readable_bytes(size: float) -> str:
-    """Write a number of bytes with a unit."""
+    """Format a number of bytes with a unit."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,7 +1,6 @@
-"""What a Hugging Face model directory says about itself: sizes, positions, weights. JSON only, no torch.
+"""`ModelInfo`: sizes, positions and weights of a Hugging Face model directory, without torch.
 
-Parameter counts come from the headers of the safetensors files, which say every tensor's shape; where the
-weights are not on this machine, from the sizes in config.json.
+Parameter counts come from the headers of the safetensors files, or without weights from the sizes in config.json.
 """
 
 import hashlib
@@ -19,7 +18,7 @@ from roll_opd.models.json_files import ModelFilesError as ModelFilesError
 from roll_opd.models.json_files import read_json as read_json
 from roll_opd.models.safetensors_headers import StoredTensor as StoredTensor
 
-# model_type in config.json -> whether the Megatron engine runs it; a run of the others can be planned, not started
+# model_type in config.json -> whether the Megatron engine supports it; others can be planned only
 MODEL_TYPES = {
     "llama": True,
     "mistral": True,
@@ -34,9 +33,13 @@ MODEL_TYPES = {
     "glm4_moe": False,
 }
 DEEPSEEK_TYPES = ("deepseek_v2", "deepseek_v3")
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what families call the number of experts
+EXPERT_COUNTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+)  # key of the number of experts, by model family
 RUN = tuple(name for name, runs in MODEL_TYPES.items() if runs)
-LARGEST_SIZE = 2**31 - 1  # of a number in config.json: what engines keep shapes in
+MAX_SIZE = 2**31 - 1  # of a number in config.json; engines store shapes as int32
 FINGERPRINT_PIECES = 16
 FINGERPRINT_BYTES = 65_536
 
@@ -45,20 +48,20 @@ FINGERPRINT_BYTES = 65_536
 class LatentInfo:
     """Widths of multi-head latent attention."""
 
-    query_rank: int  # 0: queries are made from hidden states
+    query_rank: int  # 0: queries are projected from hidden states
     rank: int
-    plain: int  # of a query or key, what is not rotated
+    plain: int  # unrotated width of a query or key
     rotated: int
     value: int
 
     @property
     def cached(self) -> int:
-        """Numbers of a token and layer that an inference engine keeps, for all heads together."""
+        """Cached numbers per token and layer, shared by all heads."""
         return self.rank + self.rotated
 
     @property
     def narrow(self) -> int:
-        """What is made from hidden states and is the same for all heads."""
+        """Width of the projections from hidden states that all heads share."""
         return self.query_rank + self.rank + self.rotated
 
 
@@ -85,15 +88,15 @@ class ModelInfo:
     parameters: int
     weight_files: tuple[Path, ...]  # empty: config.json only
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict, repr=False)  # of the weight files, by name
-    latent: LatentInfo | None = None  # None: keys and values are made from hidden states
+    latent: LatentInfo | None = None  # None: no latent attention
 
     @property
     def expert_layers(self) -> int:
-        """How many layers have experts."""
+        """Number of layers with experts."""
         return sum(self.has_experts)
 
     def cached_elements(self, tp: int) -> float:
-        """Return what an inference rank of `tp` keeps of a token: more ranks than key/value heads have copies."""
+        """Return the cached numbers per token of one of `tp` inference ranks; surplus ranks have copies of heads."""
         if self.latent:
             return self.layers * self.latent.cached
         return 2 * self.layers * max(1.0, self.kv_heads / tp) * self.head_dim
@@ -114,11 +117,11 @@ def find_model(text: str) -> Path:
     if found is None:
         hint = hub_hint(text)
         raise ModelFilesError(
-            f"model {text!r} not found: no such directory from {places()}, and not in the Hugging Face cache; give the"
+            f"model {text!r} not found: no such directory from {places()}, and not in the Hugging Face cache; set the"
             f" path of a local Hugging Face model directory{f', or {hint}' if hint else ''}"
         )
     if is_file:
-        raise ModelFilesError(f"model {text!r} is a file; give the directory with config.json and the weights")
+        raise ModelFilesError(f"model {text!r} is a file; set the directory with config.json and the weights")
     return found
 
 
@@ -136,7 +139,7 @@ def _in_hub_cache(name: str) -> Path | None:
 
 
 def read_model(path: Path) -> ModelInfo:
-    """Return what is known of the model in directory `path`. Raises ModelFilesError."""
+    """Read the model in directory `path`; raises ModelFilesError."""
     try:
         if not (path / "config.json").is_file():
             raise ModelFilesError(f"{path} has no config.json; {_in_its_place(path)}")
@@ -173,7 +176,7 @@ def _in_its_place(path: Path) -> str:
 
 
 def is_vision_config(config: dict[str, Any]) -> bool:
-    """Whether a config.json is that of a vision-language or video model."""
+    """Return whether a config.json is that of a vision-language or video model."""
     kind = str(config.get("model_type", ""))
     return "vision_config" in config or "text_config" in config or kind.endswith(("_vl", "_vl_moe", "_omni"))
 
@@ -207,7 +210,9 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
         shared_intermediate=_size(config, "shared_expert_intermediate_size", default=shared) if experts else 0,
         has_experts=layers_with_experts(config, layers, experts),
         tied=bool(config.get("tie_word_embeddings")),
-        parameters=sum(math.prod(tensor.shape) for name, tensor in tensors.items() if not _is_behind(name, layers)),
+        parameters=sum(
+            math.prod(tensor.shape) for name, tensor in tensors.items() if not _is_extra_layer(name, layers)
+        ),
         weight_files=weights,
         tensors=tensors,
         latent=latent,
@@ -225,8 +230,8 @@ def _latent(config: dict[str, Any]) -> LatentInfo:
     )
 
 
-def _is_behind(name: str, layers: int) -> bool:
-    """Whether a tensor is of a layer behind the last, which predicts further tokens and is not loaded."""
+def _is_extra_layer(name: str, layers: int) -> bool:
+    """Return whether a tensor belongs to a multi-token-prediction layer after the last one, which is not loaded."""
     parts = name.split(".")
     return name.startswith("model.layers.") and parts[2].isdigit() and int(parts[2]) >= layers
 
@@ -249,23 +254,21 @@ def _parameters_by_size(info: ModelInfo) -> int:
         queries, values = info.heads * info.head_dim, info.heads * latent.value
         attention = info.hidden * (latent.narrow + values) + latent.rank * (info.heads * latent.plain + values)
         attention += (latent.query_rank or info.hidden) * queries
-    experts = info.experts * (3 * info.expert_intermediate + 1) + 3 * info.shared_intermediate  # and the router
+    experts = info.experts * (3 * info.expert_intermediate + 1) + 3 * info.shared_intermediate  # plus the router
     mlps = info.expert_layers * experts + (info.layers - info.expert_layers) * 3 * info.intermediate
     return embeddings + info.layers * (attention + 2 * info.hidden) + mlps * info.hidden + info.hidden
 
 
 def _size(config: dict[str, Any], *names: str, default: int | None = None) -> int:
-    """Return the first of `names` that config.json gives as a positive whole number."""
+    """Return the first positive integer of config.json under `names`."""
     for name in names:
         value = config.get(name)
         if value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ModelFilesError(f"{name} in config.json should be a whole number, got {value!r}")
-        if value > LARGEST_SIZE:
-            raise ModelFilesError(
-                f"{name} in config.json is more than {LARGEST_SIZE}, which no model has; get it again"
-            )
+            raise ModelFilesError(f"{name} in config.json should be an integer, got {value!r}")
+        if value > MAX_SIZE:
+            raise ModelFilesError(f"{name} in config.json exceeds {MAX_SIZE}; download it again")
         if value > 0:
             return value
     if default is None:
@@ -274,7 +277,7 @@ def _size(config: dict[str, Any], *names: str, default: int | None = None) -> in
 
 
 def same_weights(one: ModelInfo, other: ModelInfo) -> bool:
-    """Say whether two models hold the same weights: the same files, or the same sizes and sampled content."""
+    """Return whether two models have the same weights: the same files, or equal sizes and sampled content."""
     if one.path == other.path:
         return True
     if not (one.weight_files and other.weight_files):
@@ -287,7 +290,7 @@ def same_weights(one: ModelInfo, other: ModelInfo) -> bool:
 
 
 def fingerprint(file: Path) -> str:
-    """Return a hash of a file's size and of pieces spread over it: fine-tuned models often share first tensors."""
+    """Return a hash of a file's size and of pieces spread over it; fine-tuned models may share first tensors."""
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with file.open("rb") as stream:

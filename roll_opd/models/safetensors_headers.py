@@ -30,12 +30,12 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     with file.open("rb") as stream:
         start = stream.read(8)
         if not start:
-            raise ModelFilesError(f"{file.name} is empty (0 bytes); get it again")
+            raise ModelFilesError(f"{file.name} is empty (0 bytes); download it again")
         if is_pointer(file):
             raise ModelFilesError(pointer_sentence(file))
         size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 0 < size <= MAX_HEADER_BYTES:
-            raise ModelFilesError(f"{file.name} is not a safetensors file, or it is cut off; get it again")
+            raise ModelFilesError(f"{file.name} is not a safetensors file, or is truncated; download it again")
         try:
             tensors = {
                 name: _stored_tensor(file, value, 8 + size)
@@ -43,14 +43,14 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 if name != "__metadata__"
             }
             if not 0 <= sum(math.prod(tensor.shape) for tensor in tensors.values()) < 2**63:
-                raise ValueError("more weights than there can be")
+                raise ValueError("too many weights")
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
-            raise ModelFilesError(f"{file.name} has a damaged header; get it again") from None
+            raise ModelFilesError(f"{file.name} has a damaged header; download it again") from None
     needed = max((tensor.end for tensor in tensors.values()), default=8 + size)
     size = file.stat().st_size
     if size != needed:
-        what = "is cut off" if size < needed else "has bytes after its last tensor"
-        raise ModelFilesError(f"{file.name} {what}: {size} of {needed} bytes; get it again")
+        what = "is truncated" if size < needed else "has bytes after its last tensor"
+        raise ModelFilesError(f"{file.name} {what}: {size} of {needed} bytes; download it again")
     return tensors
 
 
@@ -60,7 +60,7 @@ def _stored_tensor(file: Path, value: dict[str, Any], data: int) -> StoredTensor
 
 
 def differ(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors of the same shape and dtype differ in the sampled pieces."""
+    """Return whether two tensors of equal shape and dtype differ in the sampled pieces."""
     return one.dtype == other.dtype and any(
         left != right for left, right in zip(pieces(one), pieces(other), strict=True)
     )

@@ -1,4 +1,4 @@
-"""Which Hugging Face models the Megatron engine runs, and how; read before anything starts. No torch, no Megatron."""
+"""Check that the Megatron engine supports a Hugging Face model, before start and without torch or Megatron."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,15 +9,15 @@ from roll_opd.config.plan import MegatronPlan, TrainPlan
 from roll_opd.models.model_info import DEEPSEEK_TYPES, MODEL_TYPES, RUN, read_json
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-DEEPSEEK_ROPE_TYPES = ("default", "yarn")  # vLLM takes every other one for yarn
-# a key of config.json -> the only value whose numerics are proven
+DEEPSEEK_ROPE_TYPES = ("default", "yarn")  # vLLM treats all others as yarn
+# key of config.json -> the only validated value
 PROVEN_VALUES: dict[str, object] = {
     "mlp_bias": False,
     "use_sliding_window": False,
     "hidden_act": "silu",
     "attention_bias": False,
 }
-# of one model_type alone
+# model_type -> validated values
 PROVEN_OF_TYPE: dict[str, dict[str, object]] = {
     "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None},
@@ -30,22 +30,22 @@ PROVEN_OF_TYPE: dict[str, dict[str, object]] = {
         "moe_layer_freq": 1,
     },
 }
-NORMALISED = ("mixtral", "qwen2_moe", "qwen3_moe")  # whose chosen experts may be weighed to a sum of 1
+NORMALISED = ("mixtral", "qwen2_moe", "qwen3_moe")  # may normalise the weights of the chosen experts to a sum of 1
 V2_METHODS = (None, "greedy", "group_limited_greedy")
-_DEPENDS = "what a token is worth would depend on the others of its batch"
-# options of routers -> what they may be (None: not written), and why nothing else
+_DEPENDS = "a token's log-prob would depend on the other tokens of its batch"
+# router option -> (allowed values, None if unset; reason)
 ROUTERS: dict[str, tuple[tuple[object, ...], str]] = {
-    "moe_router_load_balancing_type": ((None, "none", "aux_loss"), "packs hold several sequences; use aux_loss"),
+    "moe_router_load_balancing_type": ((None, "none", "aux_loss"), "packs contain several sequences; use aux_loss"),
     "moe_expert_capacity_factor": ((None,), _DEPENDS),
     "moe_pad_expert_input_to_capacity": ((None, False), _DEPENDS),
     "moe_input_jitter_eps": ((None,), "log-probs would be random"),
-    "moe_router_fusion": ((None, False), "experts would be chosen by another kernel, without replay"),
+    "moe_router_fusion": ((None, False), "the fused kernel selects experts without replay"),
     "moe_router_force_load_balancing": ((None, False), "it is for benchmarks"),
 }
 
 
 def not_yet(role: MegatronPlan) -> list[str]:
-    """Return a sentence for each thing about a role that the engine cannot run yet."""
+    """Return a message for each unsupported property of a role."""
     sentences = unsupported(Path(role.model.path))
     sentences += [
         f"{key} {value!r} is not available: {why}"
@@ -57,8 +57,7 @@ def not_yet(role: MegatronPlan) -> list[str]:
         sentences.append(f"adapters (LoRA) of models of type {model_type} are not available; train all weights")
     if role.megatron_args.get("moe_router_bias_update_rate") and model_type != "deepseek_v3":
         sentences.append(
-            "moe_router_bias_update_rate moves the biases of routers, which models of type deepseek_v3 alone have;"
-            " remove it"
+            "moe_router_bias_update_rate updates router biases, which only models of type deepseek_v3 have; remove it"
         )
     if isinstance(role, TrainPlan) and role.model.dtype == "fp16":
         sentences.append("training in fp16 is not available; use bf16 or fp32")
@@ -66,7 +65,7 @@ def not_yet(role: MegatronPlan) -> list[str]:
 
 
 def unsupported(path: Path) -> list[str]:
-    """Return a sentence for each thing about the model in `path` that the engine cannot run yet."""
+    """Return a message for each unsupported property of the model in `path`."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     model_type = config.get("model_type")
     if not MODEL_TYPES.get(model_type):
@@ -82,7 +81,7 @@ def unsupported(path: Path) -> list[str]:
         sentences += [f"{path.name}: {sentence}" for sentence in _of_deepseek(config)]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        return [*sentences, f"{path.name}: rope_parameters in config.json should be a mapping; get the file again"]
+        return [*sentences, f"{path.name}: rope_parameters in config.json should be a mapping; download the file again"]
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     rope_types = DEEPSEEK_ROPE_TYPES if model_type in DEEPSEEK_TYPES else ROPE_TYPES
     if rope_type not in rope_types:
@@ -93,7 +92,7 @@ def unsupported(path: Path) -> list[str]:
 
 def _of_attention(config: Mapping[str, Any]) -> Iterator[str]:
     if config["model_type"] == "mistral" and "sliding_window" not in config:
-        yield "sliding_window is not in config.json, which then means 4096; write null if the model has none"
+        yield "sliding_window is missing in config.json (default 4096); write null if there is none"
     kinds = config.get("layer_types")
     other = sorted({str(kind) for kind in kinds} - {"full_attention"}) if isinstance(kinds, list) else []
     if other:
@@ -103,22 +102,22 @@ def _of_attention(config: Mapping[str, Any]) -> Iterator[str]:
 def _of_experts(config: Mapping[str, Any]) -> Iterator[str]:
     is_normalised = config.get("norm_topk_prob", config["model_type"] == "mixtral")
     if config["model_type"] in NORMALISED and is_normalised and config.get("num_experts_per_tok") == 1:
-        yield "num_experts_per_tok=1 in config.json is not available: its router, which always says 1, cannot learn"
+        yield "num_experts_per_tok=1 in config.json is not available: the router always outputs 1 and cannot learn"
 
 
 def _of_weights(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("quantization_config"):
         yield (
-            "quantised weights (quantization_config in config.json) are not available; give the release in bf16 or fp16"
+            "quantised weights (quantization_config in config.json) are not available; use the release in bf16 or fp16"
         )
 
 
 def _of_deepseek(config: Mapping[str, Any]) -> Iterator[str]:
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if kv_heads not in (None, heads):
-        yield f"num_key_value_heads={kv_heads!r} in config.json is not available yet (expected {heads}, one a head)"
+        yield f"num_key_value_heads={kv_heads!r} in config.json is not available yet (expected {heads}, one per head)"
     if config["model_type"] == "deepseek_v3" and config.get("num_experts_per_tok") == 1:
-        yield "num_experts_per_tok=1 in config.json is not available yet: one expert is not weighed as several are"
+        yield "num_experts_per_tok=1 in config.json is not available yet: a single expert is weighted differently"
     if config["model_type"] == "deepseek_v2" and config.get("topk_method") not in V2_METHODS:
         known = " or ".join(map(repr, V2_METHODS[1:]))
         yield f"topk_method={config['topk_method']!r} in config.json is not available yet (expected {known})"

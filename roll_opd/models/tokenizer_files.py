@@ -1,9 +1,7 @@
-"""Compares two tokenizers by the content of their files, and reads how many ids they use.
+"""Compare two tokenizers by their files, and read ids, special tokens and chat templates.
 
-A teacher is given token ids, not texts. So what counts is that every id that the student can write is the same token to
-both; how either of them cuts a text, which special tokens it puts around one and which template it has for a
-conversation are the student's business alone, and worth a warning. Names and paths say nothing about any of that; the
-files do.
+Teachers get token ids, not text, so every id that the student can generate must be the same token in both tokenizers.
+Differences in tokenization, special tokens and chat templates concern the student only and are worth a warning.
 """
 
 import hashlib
@@ -15,9 +13,9 @@ from typing import Any
 from roll_opd.base.failures import os_sentence
 from roll_opd.models.json_files import ModelFilesError, is_pointer, pointer_sentence, read_json
 
-# steps of tokenizer.json besides its model; each changes which ids a text becomes
+# steps of tokenizer.json besides its model that affect tokenization
 PIPELINE = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-# keys of tokenizer_config.json that change ids, in the order of their weight
+# keys of tokenizer_config.json that affect ids, most important first
 SPECIAL = ("eos_token", "bos_token", "pad_token", "unk_token", "add_bos_token", "add_eos_token", "add_prefix_space")
 OTHER_FORMATS = ("vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "tiktoken.model")
 
@@ -27,24 +25,24 @@ MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError, Recurs
 
 @dataclass(frozen=True)
 class TokenizerComparison:
-    """What is not the same in the tokenizers of a student and of a model that reads its tokens."""
+    """Differences between the tokenizers of a student and of a model that reads its tokens."""
 
-    conflict: str | None = None  # an id that the student can write is another token, or none, in the other; in words
-    differences: tuple[str, ...] = ()  # everything else, in words
-    only_student: int = 0  # ids of tokens that the other tokenizer does not have
+    conflict: str | None = None  # message: an id of the student is another token, or missing, in the other
+    differences: tuple[str, ...] = ()  # messages for all other differences
+    only_student: int = 0  # number of ids missing in the other tokenizer
     only_other: int = 0
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Say whether a model directory has tokenizer files."""
+    """Return whether a model directory has tokenizer files."""
     return any((path / name).is_file() for name in ("tokenizer.json", *OTHER_FORMATS))
 
 
 def largest_token_id(path: Path) -> int | None:
     """Return the largest id in tokenizer.json, or None if the model has no such file.
 
-    Raises ModelFilesError if the file cannot be read or is not in the form of the `tokenizers` library, and
-    for a tokenizer file that is a git-LFS pointer.
+    Raises ModelFilesError for an unreadable file, a format other than that of the `tokenizers` library, and a git-LFS
+    pointer.
     """
     file = path / "tokenizer.json"
     if not file.is_file():
@@ -57,11 +55,11 @@ def largest_token_id(path: Path) -> int | None:
         added = [token["id"] for token in content.get("added_tokens") or []]
         return max(map(operator.index, [*_vocabulary(content).values(), *added]), default=None)
     except MALFORMED:
-        raise ModelFilesError(f"{file} is not in the form of the tokenizers library") from None
+        raise ModelFilesError(f"{file} is not in the format of the tokenizers library") from None
 
 
 def added_ids(path: Path) -> frozenset[int]:
-    """Return the ids of tokens that tokenizer.json adds to the vocabulary, such as those of a template."""
+    """Return the ids of tokenizer.json's added tokens, such as those of a template."""
     file = path / "tokenizer.json"
     if not file.is_file():
         return frozenset()
@@ -69,7 +67,7 @@ def added_ids(path: Path) -> frozenset[int]:
 
 
 def compare_tokenizers(student: Path, other: Path, name: str = "teacher") -> TokenizerComparison:
-    """Return what differs between the student's tokenizer and that of `other`, which the sentences call `name`.
+    """Compare the student's tokenizer with that of `other`, called `name` in messages.
 
     Raises ModelFilesError if some of the files cannot be read.
     """
@@ -86,7 +84,7 @@ def compare_tokenizers(student: Path, other: Path, name: str = "teacher") -> Tok
     except OSError as error:
         raise ModelFilesError(os_sentence(error)) from None
     except MALFORMED:
-        raise ModelFilesError(f"a tokenizer file of {student} or {other} is not in a known form") from None
+        raise ModelFilesError(f"a tokenizer file of {student} or {other} has an unknown format") from None
 
 
 def _compare_ids(student: Path, other: Path, name: str) -> TokenizerComparison:
@@ -99,13 +97,13 @@ def _compare_ids(student: Path, other: Path, name: str) -> TokenizerComparison:
         if mine == theirs and not unlike:
             return TokenizerComparison()
         what = unlike[0] if unlike else "tokenizer.json"
-        return TokenizerComparison(f"{what} differs, and ids can be compared one by one only in tokenizer.json")
+        return TokenizerComparison(f"{what} differs, and only tokenizer.json allows a comparison by id")
     differences = []
     if new := sorted(theirs.keys() - mine.keys()):
         many = f"{len(new)} token ids exist" if len(new) > 1 else "one token id exists"
         differences.append(f"{many} only in the {name}, {_first(new[0], theirs)}")
     if all(file.is_file() for file in files):
-        differences += _cutting_differences(read_json(files[0]), read_json(files[1]), name)
+        differences += _pipeline_differences(read_json(files[0]), read_json(files[1]), name)
     return TokenizerComparison(
         _id_conflict(mine, theirs, name), tuple(differences), len(mine.keys() - theirs.keys()), len(new)
     )
@@ -125,7 +123,7 @@ def _first(number: int, tokens: dict[int, str]) -> str:
 
 
 def tokens_by_id(path: Path) -> dict[int, str] | None:
-    """Return id -> token, added ones included; None where no file says it in a form that is read here."""
+    """Return id -> token, including added tokens; None without a file in a known format."""
     if (path / "tokenizer.json").is_file():
         content = read_json(path / "tokenizer.json")
         added = {int(token["id"]): token["content"] for token in content.get("added_tokens") or []}
@@ -141,8 +139,8 @@ def tokens_by_id(path: Path) -> dict[int, str] | None:
     return tokens
 
 
-def _cutting_differences(mine: dict[str, Any], theirs: dict[str, Any], name: str) -> list[str]:
-    """Return in what the steps differ that cut a text into tokens."""
+def _pipeline_differences(mine: dict[str, Any], theirs: dict[str, Any], name: str) -> list[str]:
+    """Return the differences in the steps of tokenization."""
     found = [f"{step} differs" for step in PIPELINE if mine.get(step) != theirs.get(step)]
     return [*filter(None, [_merges_difference(_merges(mine), _merges(theirs), name)]), *found]
 
@@ -180,7 +178,7 @@ def _settings(path: Path) -> dict[str, Any]:
     found = {}
     for name in SPECIAL:
         value = content.get(name)
-        # false is what a missing switch means, and a token is written as a text or as {"content": text}
+        # a missing switch means false; a token is a string or {"content": string}
         found[name] = value.get("content") if isinstance(value, dict) else (value or None)
     return found
 
@@ -195,7 +193,7 @@ def _settings_difference(mine: dict[str, Any], theirs: dict[str, Any], name: str
 
 
 def _ends(path: Path) -> frozenset[int]:
-    """Return the ids that end an answer: those of generation_config.json, else of config.json; none if neither says."""
+    """Return eos_token_id of generation_config.json, or else of config.json; empty if neither has it."""
     for file in ("generation_config.json", "config.json"):
         ids = read_json(path / file).get("eos_token_id") if (path / file).is_file() else None
         if ids is not None:
@@ -211,7 +209,7 @@ def _ends_difference(mine: frozenset[int], theirs: frozenset[int], name: str) ->
 
 
 def has_chat_template(path: Path) -> bool:
-    """Whether the tokenizer in directory `path` has a chat template."""
+    """Return whether the tokenizer in directory `path` has a chat template."""
     return bool(chat_template_of(path))
 
 

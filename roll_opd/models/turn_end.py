@@ -66,20 +66,20 @@ def turn_end(path: Path, template: str | None = None) -> TurnEnd | None:
         known = tokens_by_id(path)
     except (jinja2.TemplateError, ModelFilesError, TypeError, ValueError, KeyError, AttributeError, RecursionError):
         return None
-    _, found, behind = text.rpartition(_ANSWER)
+    _, found, after = text.rpartition(_ANSWER)
     if not found or known is None:
         return None
-    return _read(behind, {token: number for number, token in known.items()}, added_tokens(path))
+    return _read(after, {token: number for number, token in known.items()}, added_tokens(path))
 
 
-def _read(behind: str, tokens: Mapping[str, int], added: Mapping[str, int]) -> TurnEnd:
+def _read(after: str, tokens: Mapping[str, int], added: Mapping[str, int]) -> TurnEnd:
     names: list[str] = []
     place = 0
-    while place < len(behind):
-        here = max((token for token in added if behind.startswith(token, place)), key=len, default="")
+    while place < len(after):
+        here = max((token for token in added if after.startswith(token, place)), key=len, default="")
         names += [here] if here else []
         place += len(here) or 1
-    text = behind.strip()
+    text = after.strip()
     if not names and text in tokens:
         names = [text]
     return TurnEnd(text, tuple(added.get(name, tokens.get(name, -1)) for name in names), tuple(names))

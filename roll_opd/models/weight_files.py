@@ -1,8 +1,7 @@
-"""Holds a model's weight files against its config.json, before anything starts: names, shapes and types from the
-headers, and a few bytes of every tensor. No torch.
+"""Check a model's weight files against its config.json before start: names, shapes, dtypes and sampled bytes.
 
-A model whose config.json does not fit its weights may load and run and give wrong log-probs without a word: with a
-layer fewer in config.json the last ones are left out, a quantised matrix is read without its scales.
+A model whose config.json does not match its weights may load and silently give wrong log-probs: with fewer layers in
+config.json the last ones are dropped, and a quantised matrix is read without its scales. Needs no torch.
 """
 
 import re
@@ -11,26 +10,26 @@ from collections.abc import Iterator, Mapping
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, StoredTensor, read_json
 from roll_opd.models.safetensors_headers import PIECES, differ, pieces
 
-# The decoders whose tensors are known by name. Of the others, layers and the ends of the model are compared.
+# decoders with known tensor names; for others, only layers, embedding and head are compared
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 VALUE_HEAD = "score.weight"
 IN_A_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")  # of older releases; nobody loads them
+BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")  # in older releases; never loaded
 OF_FURTHER_TOKENS = "eh_proj.weight"  # joins a token's embedding and hidden state
-NAMED = 3  # tensors that a sentence names; the rest are counted
-FIRST_PIECES = 4  # of a tensor, to detect zeros; then all `PIECES` if one of them is zero
+MAX_NAMED = 3  # tensors named in a message; the rest are counted
+FIRST_PIECES = 4  # pieces of a tensor searched for zeros first; then all `PIECES` if one is zero
 CHUNK_BYTES = 2**24
 
 Shape = tuple[int, ...]
 
 
 def weight_problems(info: ModelInfo, *, needs_head: bool = True) -> list[str]:
-    """Return a sentence for each way in which the weights of `info` do not fit its config.json.
+    """Return a message for each mismatch of the weights of `info` and its config.json.
 
-    None where weights are missing. A model that ends in values needs no output embedding. Raises ModelFilesError for
-    files that cannot be read.
+    Empty without weights. A critic (`needs_head` false) needs no output embedding. Raises ModelFilesError for
+    unreadable files.
     """
     if not holds_decoder(info):
         return []
@@ -43,7 +42,7 @@ def weight_problems(info: ModelInfo, *, needs_head: bool = True) -> list[str]:
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and len(kinds) != info.layers and not problems:
         problems.append(
-            f"layer_types names {len(kinds)} layers there, num_hidden_layers {info.layers}; layers are lost"
+            f"layer_types has {len(kinds)} layers there, num_hidden_layers {info.layers}; layers are missing"
         )
     if info.model_type in DENSE:
         wanted |= _layer_shapes(info)
@@ -58,12 +57,12 @@ def weight_problems(info: ModelInfo, *, needs_head: bool = True) -> list[str]:
 
 
 def lost_weights(info: ModelInfo) -> list[str]:
-    """Return a sentence for each kind of tensor that is zero, wholly or in half; reads a few pieces of every one.
+    """Return messages for tensors that are all or half zero; reads a few pieces of each.
 
-    Such a model loads, and gives every token -ln V or another wrong number. Biases may be zero, and so may many rows of
-    the vocabulary. Raises ModelFilesError for files that cannot be read.
+    Such a model loads but gives wrong log-probs, such as -ln V for every token. Biases and many rows of the vocabulary
+    may be zero. Raises ModelFilesError for unreadable files.
     """
-    whole, half = [], []
+    all_zero, half_zero = [], []
     try:
         for name, tensor in info.tensors.items():
             if may_be_zero(name) or tensor.dtype not in FLOATS:
@@ -72,30 +71,30 @@ def lost_weights(info: ModelInfo) -> list[str]:
                 continue
             zeros = _zero_pieces(tensor, PIECES)
             if zeros and all(zeros) and _all_zero(tensor):
-                whole.append(name)
+                all_zero.append(name)
             elif len(zeros) > 2 and 2 * sum(zeros) >= len(zeros) and name not in (EMBEDDING, HEAD):
-                half.append(name)
+                half_zero.append(name)
     except OSError as error:
         raise ModelFilesError(f"{error.filename or info.path} cannot be read: {error.strerror}") from None
     return [
-        f"{_named(names)} in {info.path}: {share} zero, so the weights were lost on their way; get the model again"
-        for names, share in ((whole, "all numbers are"), (half, "half of the numbers are"))
+        f"{_named(names)} in {info.path}: {share} zero, so the weights were lost in a copy; download the model again"
+        for names, share in ((all_zero, "all numbers are"), (half_zero, "half of the numbers are"))
         if names
     ]
 
 
 def may_be_zero(name: str) -> bool:
-    """Say whether a tensor of this name may hold zeros alone: a bias, a buffer, or the value head of a new critic."""
+    """Return whether a tensor may be all zero: a bias, a buffer, or the value head of a new critic."""
     return name.endswith(("bias", *BUFFERS)) or name == VALUE_HEAD
 
 
 def holds_decoder(info: ModelInfo) -> bool:
-    """Say whether the weights have anything of a decoder, by the names of their tensors."""
+    """Return whether the weights have tensors of a decoder, by name."""
     return any(name == EMBEDDING or IN_A_LAYER.match(name) for name in info.tensors)
 
 
 def _layer_shapes(info: ModelInfo) -> dict[str, Shape]:
-    """Return name -> shape of every tensor in the layers of a Llama-like decoder, as Hugging Face stores them."""
+    """Return name -> shape of the layer tensors of a Llama-like decoder in Hugging Face's format."""
     queries, keys = info.heads * info.head_dim, info.kv_heads * info.head_dim
     layer: dict[str, Shape] = {
         "input_layernorm.weight": (info.hidden,),
@@ -121,36 +120,36 @@ def _layer_shapes(info: ModelInfo) -> dict[str, Shape]:
 
 def _layer_problems(info: ModelInfo, found: Mapping[str, StoredTensor]) -> Iterator[str]:
     numbers = {int(match[1]) for name in found if (match := IN_A_LAYER.match(name))}
-    # layers that predict further tokens are numbered after the others
+    # multi-token-prediction layers are numbered after the others
     numbers -= {number for number in numbers if f"model.layers.{number}.{OF_FURTHER_TOKENS}" in found}
     if numbers and numbers != set(range(info.layers)):
         yield (
-            f"num_hidden_layers is {info.layers} there, and the weights hold {len(numbers)} layers ({min(numbers)} to"
-            f" {max(numbers)}); put the config.json of the same release beside them"
+            f"num_hidden_layers is {info.layers} there, and the weights have {len(numbers)} layers ({min(numbers)} to"
+            f" {max(numbers)}); use the config.json of the same release"
         )
 
 
 def _missing(wanted: Mapping[str, Shape], found: Mapping[str, StoredTensor]) -> Iterator[str]:
     names = [name for name in wanted if name not in found]
     if names == [HEAD]:
-        yield f"they have no {HEAD}, and tie_word_embeddings is not true there; set it, or get the whole model"
+        yield f"they have no {HEAD}, and tie_word_embeddings is not true there; set it, or download the complete model"
     elif names:
-        yield f"they have no {_named(names)}; get the whole model, or its own config.json"
+        yield f"they have no {_named(names)}; download the complete model, or its config.json"
 
 
 def _unexpected(wanted: Mapping[str, Shape], found: Mapping[str, StoredTensor]) -> Iterator[str]:
     names = [name for name in found if name not in wanted and IN_A_LAYER.match(name) and not name.endswith(BUFFERS)]
     if names:
-        yield f"they have {_named(names)}, which its model_type does not have; get the model's own config.json"
+        yield f"they have {_named(names)}, which its model_type does not have; download the model's config.json"
 
 
 def _other_shapes(wanted: Mapping[str, Shape], found: Mapping[str, StoredTensor]) -> Iterator[str]:
-    """Yield a sentence for each tensor of another shape; of those in the layers, for the first of its name."""
-    told = set()
+    """Yield a message for each tensor of a different shape; only the first of equal names in layers."""
+    reported = set()
     for name, shape in wanted.items():
-        if name in found and found[name].shape != shape and (short := IN_A_LAYER.sub("", name)) not in told:
-            told.add(short)
-            yield f"{name} is {_size(found[name].shape)}, config.json makes it {_size(shape)}"
+        if name in found and found[name].shape != shape and (short := IN_A_LAYER.sub("", name)) not in reported:
+            reported.add(short)
+            yield f"{name} is {_size(found[name].shape)}, config.json expects {_size(shape)}"
 
 
 def _other_types(found: Mapping[str, StoredTensor]) -> Iterator[str]:
@@ -159,12 +158,12 @@ def _other_types(found: Mapping[str, StoredTensor]) -> Iterator[str]:
         if tensor.dtype not in FLOATS and not name.endswith(BUFFERS):
             by_type.setdefault(tensor.dtype, []).append(name)
     for dtype, names in by_type.items():
-        yield f"{_named(names)}: quantised weights ({dtype}) are not available yet; give the release in bf16 or fp16"
+        yield f"{_named(names)}: quantised weights ({dtype}) are not available yet; use the release in bf16 or fp16"
 
 
 def _named(names: list[str]) -> str:
-    rest = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {rest} more tensors" if rest > 0 else "")
+    rest = len(names) - MAX_NAMED
+    return ", ".join(names[:MAX_NAMED]) + (f" and {rest} more tensors" if rest > 0 else "")
 
 
 def _size(shape: Shape) -> str:
@@ -185,6 +184,6 @@ def _zero_pieces(tensor: StoredTensor, count: int) -> list[bool]:
 
 
 def _is_zero(numbers: bytes, width: int) -> bool:
-    """Say whether little-endian floats of `width` bytes are all zero, of either sign."""
+    """Return whether little-endian floats of `width` bytes are all zero, of either sign."""
     signs = numbers[width - 1 :: width].replace(b"\x80", b"\x00")
     return not any(signs) and not any(any(numbers[byte::width]) for byte in range(width - 1))

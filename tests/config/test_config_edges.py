@@ -28,7 +28,7 @@ def test_an_option_with_a_quoted_annotation_passes(plan: Callable[..., RunPlan])
 @pytest.mark.parametrize("option", ["softmax_scale", "rotary_interleaved", "window_size", "perform_initialization"])
 def test_what_would_change_the_model_is_refused(problems: Callable[..., list[str]], option: str) -> None:
     (found,) = problems({f"student_train.strategy_args.strategy_config.{option}": 1})
-    assert "is decided by the model's config.json" in found
+    assert "is set by the model's config.json" in found
 
 
 @pytest.mark.parametrize("source", ["raise RuntimeError('boom')", "def f(:", "import no_such_module_at_all"])

@@ -17,21 +17,21 @@ LAYER = "model.layers.3.mlp.up_proj.weight"
 @pytest.mark.parametrize(
     ("config", "messages"),
     [
-        ({"num_hidden_layers": 3}, ["num_hidden_layers is 3 there, and the weights hold 4 layers (0 to 3)"]),
-        ({"num_hidden_layers": 5}, ["num_hidden_layers is 5 there, and the weights hold 4 layers (0 to 3)"]),
+        ({"num_hidden_layers": 3}, ["num_hidden_layers is 3 there, and the weights have 4 layers (0 to 3)"]),
+        ({"num_hidden_layers": 5}, ["num_hidden_layers is 5 there, and the weights have 4 layers (0 to 3)"]),
         (
             {"intermediate_size": 40},
-            ["layers.0.mlp.gate_proj.weight is 32x16, config.json makes it 40x16", "up_proj", "down_proj"],
+            ["layers.0.mlp.gate_proj.weight is 32x16, config.json expects 40x16", "up_proj", "down_proj"],
         ),
         (
             {"num_key_value_heads": 4},
-            ["layers.0.self_attn.k_proj.weight is 8x16, config.json makes it 16x16", "v_proj"],
+            ["layers.0.self_attn.k_proj.weight is 8x16, config.json expects 16x16", "v_proj"],
         ),
         (
             {"num_attention_heads": 8, "head_dim": 2, "num_key_value_heads": 4},
-            ["q_norm.weight is 4, config.json makes it 2"],
+            ["q_norm.weight is 4, config.json expects 2"],
         ),
-        ({"vocab_size": 9}, ["model.embed_tokens.weight is 8x16, config.json makes it 9x16", "lm_head.weight"]),
+        ({"vocab_size": 9}, ["model.embed_tokens.weight is 8x16, config.json expects 9x16", "lm_head.weight"]),
         ({"model_type": "llama"}, ["they have model.layers.0.self_attn.q_norm.weight, "]),
         ({"model_type": "qwen2"}, ["they have no model.layers.0.self_attn.q_proj.bias, ", "they have "]),
         ({"tie_word_embeddings": True}, ["tie_word_embeddings is true there, but lm_head.weight is not model.embed"]),
@@ -79,12 +79,12 @@ def test_quantised_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ([], "should hold a JSON object"),
-        ({"weight_map": [1]}, "should give each weight"),
-        ({"weight_map": {"a": 3}}, "should give each weight"),
+        ([], "should contain a JSON object"),
+        ({"weight_map": [1]}, "should map each weight"),
+        ({"weight_map": {"a": 3}}, "should map each weight"),
         (
             {"weight_map": {"a": "model.safetensors"}},
-            "model.safetensors has no tensor a, which the index looks for there",
+            "model.safetensors lacks tensor a of the index",
         ),
     ],
 )

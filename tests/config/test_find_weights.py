@@ -120,13 +120,13 @@ def _without_index(path: Path) -> None:
             r"model.safetensors is a git-LFS pointer.*run `git lfs pull`",
         ),
         (lambda path: (path / "config.json").write_text(POINTER), r"config.json is a git-LFS pointer.*`git lfs pull`"),
-        (lambda path: (path / SINGLE).write_bytes(b""), r"model.safetensors is empty \(0 bytes\); get it again"),
+        (lambda path: (path / SINGLE).write_bytes(b""), r"model.safetensors is empty \(0 bytes\); download it again"),
         (_link, r"model.safetensors is a broken link to ../../blobs/4d7a21; download the model again"),
-        (_renamed, rf"{FIRST} that the index names is missing \(there is pytorch_model-00001-of-00002.safetensors"),
+        (_renamed, rf"{FIRST} of the index is missing \(found pytorch_model-00001-of-00002.safetensors"),
         (_without_index, rf"found {FIRST}, {SECOND}, but neither {SINGLE} nor {INDEX}.*download the index"),
         (
             lambda path: (path / SINGLE).rename(path / "pytorch_model.bin"),
-            r"in .bin form only; save the model once more",
+            r"in .bin form only; save the model again",
         ),
     ],
 )

@@ -22,7 +22,7 @@ from roll_opd.models.device_phases import (
     Phase,
     PhaseError,
     State,
-    at_once,
+    held_together,
 )
 from roll_opd.roles.colocation import DeviceScheduler
 
@@ -87,7 +87,7 @@ def test_a_role_that_acts_has_what_it_needs_and_its_devices(seed: int) -> None:
             name = drawn.choice(EVERYONE).name
             call = drawn.choice(CALLS[machine.members[name].kind])
             if not allowed(machine, state, name, call):
-                with pytest.raises(PhaseError, match=rf"{name} was asked for {call} in the phase {phase}"):
+                with pytest.raises(PhaseError, match=rf"{name}: {call} was called in the phase {phase}"):
                     machine.act(state, name, call)
                 continue
             steps.append(machine.act(state, name, call))
@@ -118,14 +118,14 @@ def test_a_role_that_acts_has_what_it_needs_and_its_devices(seed: int) -> None:
 def test_a_forgotten_phase_is_a_sentence(phase: Phase, name: str, call: str) -> None:
     machine = Machine(EVERYONE)
     _, state = machine.enter(machine.everywhere(), phase)
-    with pytest.raises(PhaseError, match=f"{name} was asked for {call} in the phase {phase}"):
+    with pytest.raises(PhaseError, match=f"{name}: {call} was called in the phase {phase}"):
         machine.act(state, name, call)
 
 
 def test_what_is_there_at_once() -> None:
     """On one device: learning alone, the cache alone, and both sets of weights as one is sent to the other."""
     student, engines = EVERYONE[0], EVERYONE[5]
-    found = list(at_once([student, engines]))
+    found = list(held_together([student, engines]))
     assert (Phase.WEIGHT_SYNC, {"student": WEIGHTS, "engines": WEIGHTS}) in found
     assert (Phase.TRAIN, {"student": ALL[Kind.STUDENT]}) in found
     assert (Phase.GENERATE, {"engines": ALL[Kind.ENGINES]}) in found
@@ -192,12 +192,12 @@ def test_a_call_in_the_wrong_phase_asks_nobody(
 
     async def go() -> None:
         await turns.enter(Phase.OLD_LOGPROBS)
-        with pytest.raises(RunError, match="student was asked for update in the phase old_logprobs"):
+        with pytest.raises(RunError, match="student: update was called in the phase old_logprobs"):
             await groups["student"].call("update")
         await groups["student"].call("compute_logprobs")
         with pytest.raises(RunError, match="engines cannot generate"):
             await turns.enter(Phase.GENERATE)
-        with pytest.raises(RunError, match="student was asked for save"):  # through its adapter's base, too
+        with pytest.raises(RunError, match="student: save was called"):  # through its adapter's base, too
             await groups["student"].call("without_adapter", "save")
 
     asyncio.run(go())
