@@ -1,1 +1,1 @@
-"""What every room may import: registries, errors, text, paths, hardware. Standard library and pydantic."""
+"""Shared utilities that every package may import: registry, errors, paths, terminal. Standard library and pydantic."""

@@ -1,4 +1,4 @@
-"""What every command that reads a configuration takes, and the exit codes of all commands."""
+"""Arguments shared by all commands that read a configuration, and exit codes."""
 
 import argparse
 import gc
@@ -13,20 +13,20 @@ from roll_opd.base.failures import ConfigError
 
 DONE, FAILED, USER_ERROR, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 YAML = (".yaml", ".yml")
-WANTED = "give a YAML file, or --config_path DIR --config_name NAME"
-# of pipelines that roll out, the arguments of `load_plan`; others are known to the configuration by their name
+HOW_TO_NAME = "give a YAML file, or --config_path DIR --config_name NAME"
+# pipeline with rollouts -> arguments of `load_plan`; other pipelines are passed by name
 ENTRIES: dict[str, dict[str, Any]] = {
     "distill": {"pure": True},
     "rlvr": {"pure": False},
     "agentic": {"pipeline": "agentic"},
 }
 SIZES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}  # parallel sizes of `score`
-# the file into which a run writes where its directory is, for `roll_opd.run`, which starts it
+# file to which a run writes its directory, for `roll_opd.run`, which starts it
 RUN_DIRECTORY_FILE = "ROLL_OPD_RUN_DIRECTORY_FILE"
 
 
 def safe_output() -> None:
-    """Have what the terminal's encoding lacks printed as an escape, rather than end the command."""
+    """Print characters outside of the terminal's encoding as escapes instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -34,10 +34,10 @@ def safe_output() -> None:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Have Python collect garbage only where it is told to.
+    """Disable automatic garbage collection; explicit collections still work.
 
-    What a command imports and what a step's samples are made of stays: collections that come by themselves find
-    nothing, and took a sixth of the driver's time in a step of 8,192 samples.
+    Imported modules and a step's samples stay alive, so automatic collections find nothing; they took a sixth of the
+    driver's time in a step of 8,192 samples.
     """
     were_on = gc.isenabled()
     gc.disable()
@@ -49,63 +49,63 @@ def without_collections() -> Iterator[None]:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, takes_pipeline: bool = True) -> None:
-    """Add what every command that reads a configuration takes: it is a YAML file, or as in ROLL a directory and a name.
+    """Add the configuration arguments: a YAML file, or a directory and a name as in ROLL, and overrides.
 
-    With `takes_pipeline` the first word may name the pipeline; without it the configuration tells.
+    With `takes_pipeline` the first word may name the pipeline; otherwise the configuration determines it.
     """
     pipeline = f"[{'|'.join(ENTRIES)}|sft|dpo|MODULE] " if takes_pipeline else ""
     parser.usage = (
         f"%(prog)s [options] {pipeline}CONFIG.yaml [key=value ...]\n"
         f"       %(prog)s [options] {pipeline}--config_path DIR --config_name NAME [key=value ...]"
     )
-    parser.add_argument("--config", metavar="FILE", help="the configuration's file, as the word CONFIG.yaml")
-    parser.add_argument("--config_path", metavar="DIR", help="directory, from here, examples/ or beside the script")
+    parser.add_argument("--config", metavar="FILE", help="configuration file, same as CONFIG.yaml")
+    parser.add_argument("--config_path", metavar="DIR", help="directory, relative to here, examples/ or the script")
     parser.add_argument("--config_name", metavar="NAME", help="YAML file in it, with or without .yaml")
-    pipeline = "the pipeline (without it the configuration tells), " if takes_pipeline else ""
-    what = f"{pipeline}the configuration's file, and overrides of it: key=value, +key=value, ~key"
+    pipeline = "the pipeline (default: from the configuration), " if takes_pipeline else ""
+    what = f"{pipeline}the configuration file, and overrides: key=value, +key=value, ~key"
     parser.add_argument("overrides", nargs="*", metavar="words", help=what)
 
 
-def asked_pipeline(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Take the pipeline from the words of a command line; return what `load_plan` is told of it, if there is one."""
+def pipeline_arguments(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Remove the pipeline from the words of a command line; return its arguments for `load_plan`, empty without one."""
     first = parsed.overrides[0] if parsed.overrides else ""
     if not first or not _is_name(first):
         return {}
     if (_named_yaml(first) or os.path.isfile(first)) and not _names_configuration(parsed):
-        return {}  # meant as the configuration, of which `configuration` says what its name lacks
+        return {}  # a configuration without its ending; `configuration` reports it
     parsed.overrides = parsed.overrides[1:]
     return ENTRIES.get(first, {"pipeline": first})
 
 
 def configuration(parsed: argparse.Namespace) -> tuple[str, str, list[str]]:
-    """Return directory, name and overrides of the configuration that a command line names, or raise ConfigError."""
+    """Return (directory, name, overrides) of the configuration on a command line; raises ConfigError."""
     files = [*filter(None, [parsed.config]), *(word for word in parsed.overrides if _is_file(word))]
     overrides = [word for word in parsed.overrides if not _is_file(word)]
     named = [option for option in ("config_path", "config_name") if getattr(parsed, option) is not None]
     if len(files) > 1:
-        raise ConfigError([f"{' and '.join(files)} are {len(files)} configurations; a run takes one"])
+        raise ConfigError([f"{' and '.join(files)} are {len(files)} configurations; give one"])
     if files and named:
-        raise ConfigError([f"{files[0]} and --{named[0]} both name the configuration; give one of them"])
+        raise ConfigError([f"{files[0]} and --{named[0]} both name the configuration; give one"])
     if files:
         directory, name = os.path.split(files[0])
         return directory or ".", name, overrides
     if len(named) < 2:
         if named:
-            raise ConfigError([f"--{named[0]} alone names no configuration; {WANTED}"])
-        raise ConfigError([f"no configuration is named{_advice(next(filter(_is_name, overrides), None))}"])
+            raise ConfigError([f"--{named[0]} alone does not name a configuration; {HOW_TO_NAME}"])
+        raise ConfigError([f"no configuration given{_advice(next(filter(_is_name, overrides), None))}"])
     return parsed.config_path, parsed.config_name, overrides
 
 
 def _advice(word: str | None) -> str:
-    """Say what to write where no configuration is named; `word` may have been meant as its name."""
+    """Return the remedy for a missing configuration; `word` may be meant as its name."""
     if word is None:
-        return f"; {WANTED}"
+        return f"; {HOW_TO_NAME}"
     near = _named_yaml(word)
-    return f": {word!r} is no .yaml file; {f'write {near}' if near else WANTED}"
+    return f": {word!r} is not a .yaml file; {f'write {near}' if near else HOW_TO_NAME}"
 
 
 def _named_yaml(word: str) -> str | None:
-    """Return the YAML file that a word names without its ending, as --config_name may; None where there is none."""
+    """Return the YAML file of a word without its ending, as --config_name allows; None if it does not exist."""
     return next((word + ending for ending in YAML if os.path.isfile(word + ending)), None)
 
 
@@ -115,20 +115,20 @@ def _names_configuration(parsed: argparse.Namespace) -> bool:
 
 
 def _is_name(word: str) -> bool:
-    """Whether a word of the command line is neither an override nor a YAML file."""
+    """Return whether a word of the command line is neither an override nor a YAML file."""
     return "=" not in word and not word.startswith("~") and not word.endswith(YAML)
 
 
 def _is_file(word: str) -> bool:
-    """Whether a word of the command line is a configuration's file; `key=file.yaml` is an override."""
+    """Return whether a word of the command line is a configuration file; `key=file.yaml` is an override."""
     return word.endswith(YAML) and ("=" not in word or os.path.isfile(word))
 
 
-def tell_run_directory(path: str | os.PathLike[str]) -> None:
-    """Write where a run's directory is into the file that the environment names, if it names one.
+def write_run_directory(path: str | os.PathLike[str]) -> None:
+    """Write a run's directory to the file that the environment variable names, if it is set.
 
-    It names none afterwards: a run that this one starts, in a workflow say, is another's.
+    The variable is removed, so that nested runs do not overwrite the file.
     """
     if file := os.environ.pop(RUN_DIRECTORY_FILE, None):
-        with open(file, "w", encoding="utf-8") as told:
-            told.write(os.path.realpath(path))
+        with open(file, "w", encoding="utf-8") as stream:
+            stream.write(os.path.realpath(path))

@@ -1,4 +1,4 @@
-"""What the sources of built-in parts say of them: importing a part would import torch, or a package that is missing."""
+"""Read the declarations of built-in parts from source, without importing torch or optional packages."""
 
 import ast
 import importlib
@@ -14,7 +14,7 @@ _NO_ARGUMENTS = ast.parse("def f(): ...").body[0].args  # type: ignore[attr-defi
 
 @dataclass(frozen=True)
 class Declared:
-    """A built-in part: where it is defined, the facts that it is registered with, its arguments that have a default."""
+    """Built-in part: module, registered facts, defaults of its keyword arguments."""
 
     module: str
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -22,9 +22,9 @@ class Declared:
 
 
 def declarations(package: str, decorator: str | None) -> Mapping[str, Declared]:
-    """Return the built-in parts of a package by name: what its modules put under `decorator`; None: each is one.
+    """Return name -> declaration of the functions and classes under `decorator`; None: one per module.
 
-    Raises ValueError where a name, a fact or a default is not written as a literal.
+    Raises ValueError if a name, a fact or a default is not a literal.
     """
     directories = importlib.import_module(package).__path__
     sources = {Path(d, f"{module.name}.py") for d in directories for module in pkgutil.iter_modules([d])}

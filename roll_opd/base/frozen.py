@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 
 class FrozenDict(dict[str, Any]):
-    """A dict that refuses to change, can be pickled, and freezes what it holds."""
+    """Immutable, picklable dict with recursively frozen values."""
 
     def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> None:
         super().__init__({key: freeze(value) for key, value in dict(values).items()})
@@ -30,7 +30,7 @@ def freeze(value: Any) -> Any:
 
 
 def thaw(value: Any) -> Any:
-    """Return `value` as plain dicts and lists, for libraries that insist on them."""
+    """Return `value` as plain dicts and lists, for libraries that require them."""
     if isinstance(value, dict):
         return {key: thaw(item) for key, item in value.items()}
     if isinstance(value, tuple):

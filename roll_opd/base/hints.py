@@ -1,12 +1,12 @@
-"""The hint at a misspelt name: the known name that it really resembles, or none."""
+"""Spelling hints: find the known name that a misspelt name resembles."""
 
 import difflib
 from collections.abc import Iterable
 
-RESEMBLES = 0.75  # share of letters in common and in order; below it a hint names something else than what was meant
+RESEMBLES = 0.75  # minimum similarity ratio of difflib; below it hints are wrong
 
 
 def nearest(name: str, known: Iterable[str], at_least: float = RESEMBLES) -> str | None:
-    """Return the one of `known` that `name` is a misspelling of, None where it resembles none of them."""
+    """Return the known name that `name` resembles most; None if it resembles none."""
     found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=at_least)
     return found[0] if found else None

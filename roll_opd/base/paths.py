@@ -1,4 +1,4 @@
-"""Where the paths in a configuration lead: from the current directory, from its own file, or from the repository."""
+"""Resolve paths of a configuration: relative to the current directory, the configuration file, or the repository."""
 
 import os
 import re
@@ -21,21 +21,21 @@ FILES = (
     ".yaml",
     ".py",
     ".safetensors",
-)  # no repository is called so
+)  # suffixes of files, not of Hub repositories
 _PACKAGE = Path(__file__).resolve().parents[1]
-SHIPPED = _PACKAGE / "shipped"  # made by setup.py, in an installed package alone
-# what has `configs/` and `examples/` in it: the repository, or what an installed package brings of it
+SHIPPED = _PACKAGE / "shipped"  # created by setup.py in an installed package
+# directory with `configs/` and `examples/`: the repository, or its copy in an installed package
 REPOSITORY = SHIPPED if SHIPPED.is_dir() else _PACKAGE.parent
 _beside: ContextVar[tuple[Path, ...]] = ContextVar("_beside", default=())
 
 
 class PathError(ValueError):
-    """A path cannot be looked at; the message says which, why and what to do."""
+    """A path cannot be read; the message says which, why and what to do."""
 
 
 @contextmanager
-def looking_beside(directory: Path) -> Iterator[None]:
-    """Have relative paths looked up in `directory`, too, inside the `with` block: that of the configuration's file."""
+def also_resolving_in(directory: Path) -> Iterator[None]:
+    """Context manager: also resolve relative paths in `directory`, that of the configuration file."""
     token = _beside.set((directory,))
     try:
         yield
@@ -44,20 +44,20 @@ def looking_beside(directory: Path) -> Iterator[None]:
 
 
 def candidates(text: str) -> list[Path]:
-    """Return where `text` may lead, first choice first: from here, from the configuration's file, from the repository.
+    """Return candidate paths of `text` in order: current directory, configuration file, repository.
 
-    From here comes first, as in ROLL. An absolute path leads to itself. PathError where `text` can be no path.
+    The current directory comes first, as in ROLL. Raises PathError if `text` cannot be a path.
     """
     given = expanded(text)
     return [given] if given.is_absolute() else [place / given for place in (Path(), *_beside.get(), REPOSITORY)]
 
 
 def expanded(text: str) -> Path:
-    """Return the path that `text` means, with `~` and `~user` replaced. PathError where it can mean none."""
+    """Return the path `text` with `~` and `~user` expanded; raises PathError if it cannot be a path."""
     if not text.strip():
         raise PathError("the path is empty; write one")
     if "\0" in text:
-        raise PathError(f"{text!r} has a NUL character in it, which no path has; remove it")
+        raise PathError(f"{text!r} has a NUL character, which paths cannot have; remove it")
     found = os.path.expanduser(text)
     if text.startswith("~") and found == text:
         home = Path(text).parts[0]
@@ -66,9 +66,9 @@ def expanded(text: str) -> Path:
 
 
 def find_path(text: str) -> Path | None:
-    """Return the existing path that `text` means, the first of `candidates`.
+    """Return the first existing path of `candidates`; None without one.
 
-    PathError where that cannot be seen: a directory may not be entered, a name is too long, ...
+    Raises PathError if a path cannot be checked: no permission, name too long, ...
     """
     for candidate in candidates(text):
         try:
@@ -80,10 +80,10 @@ def find_path(text: str) -> Path | None:
 
 
 def regular_file(path: Path) -> Path:
-    """Return `path` where it is a regular file, which can be read from its beginning again. PathError for others."""
+    """Return `path` if it is a regular file, which can be read repeatedly; raises PathError for others."""
     try:
-        path.stat()  # an OSError where there is nothing
-        if path.is_file() and not path.resolve().is_relative_to("/proc"):  # whose files may wait for ever
+        path.stat()  # raises OSError if missing
+        if path.is_file() and not path.resolve().is_relative_to("/proc"):  # files of /proc may block forever
             return path
         raise PathError(f"{path} is {file_kind(path)}, which cannot be read twice; give a regular file")
     except OSError as error:
@@ -91,22 +91,22 @@ def regular_file(path: Path) -> Path:
 
 
 def content(path: Path) -> bytes:
-    """Return what is in a regular file that should not be empty. PathError for others, which may never end."""
+    """Return the content of a non-empty regular file; raises PathError for others."""
     try:
         if not regular_file(path).stat().st_size:
-            raise PathError(f"{path} is empty; get it again")
+            raise PathError(f"{path} is empty; download it again")
         return path.read_bytes()
     except OSError as error:
         raise PathError(os_sentence(error)) from None
 
 
 def places() -> str:
-    """Name the directories from which relative paths are looked up."""
+    """Return the directories in which relative paths are resolved, for messages."""
     return " or ".join(map(str, dict.fromkeys((Path.cwd(), *_beside.get(), REPOSITORY))))
 
 
 def hub_hint(name: str, kind: str = "model") -> str | None:
-    """Say how to get what may be the name of a model or data set (`kind`) on the Hugging Face Hub; None: it is none."""
+    """Return how to download a possible Hugging Face Hub name of a model or dataset (`kind`); None for other names."""
     if not HUB_NAME.fullmatch(name) or Path(name).suffix in FILES:
         return None
     option = "" if kind == "model" else f" --repo-type {kind}"

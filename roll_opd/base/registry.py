@@ -1,7 +1,6 @@
-"""Extension points: a configuration names a part by a registered name or by a dotted path, everywhere the same way.
+"""`Registry` of an extension point: a configuration selects a part by registered name or dotted path.
 
-What the configuration must know of a part stands on the part: its arguments are its signature, and whatever else there
-is to know are the facts that it is registered with.
+The planner reads a part's arguments from its signature and its other properties from the facts of its registration.
 """
 
 import importlib
@@ -26,27 +25,27 @@ _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 @dataclass(frozen=True)
 class Registry(Generic[Facts]):
-    """The names of one extension point. What is wrong with a name is raised as `error`."""
+    """Registry of one extension point; problems with a name are raised as `error`."""
 
     kind: str  # "reward", for messages
-    made_of: str  # "function or class", what a dotted path leads to
+    made_of: str  # "function or class", for messages
     example: str  # a dotted path, for messages
     error: type[Exception]
-    package: str  # the package of ours whose modules register the built-in names
-    facts_type: Callable[..., Facts]  # a dataclass; without arguments, the facts of a part that was not registered
-    decorator: str | None = None  # what they register with, to be read in their sources; None: a module is a name
-    elsewhere: tuple[str, ...] = ()  # names that mean something and are not looked up here
+    package: str  # package whose modules register the built-in names
+    facts_type: Callable[..., Facts]  # dataclass; its defaults are the facts of unregistered parts
+    decorator: str | None = None  # decorator to find in the sources; None: one part per module
+    elsewhere: tuple[str, ...] = ()  # valid names that are not resolved here
     _registered: dict[str, tuple[Callable[..., Any], Facts]] = field(default_factory=dict)
 
     def register(self, name: str, **facts: Any) -> Callable[[Part], Part]:
-        """Make a function or class known as `name`, with `facts`; an error where another one has the name."""
+        """Register a function or class as `name` with `facts`; raises `error` if the name is taken."""
 
         def decorate(part: Part) -> Part:
             known, _ = self._registered.get(name, (part, None))
             path = f"{known.__module__}.{known.__qualname__}"
             if name in self._declared and self._declared[name].module != part.__module__:
                 path = self._declared[name].module
-            # the same one again: its module has been imported a second time
+            # same part: its module was imported twice
             elif path == f"{part.__module__}.{part.__qualname__}":
                 self._registered[name] = (part, self.facts_type(**facts))
                 return part
@@ -56,16 +55,16 @@ class Registry(Generic[Facts]):
 
     @property
     def builtin(self) -> tuple[str, ...]:
-        """The names that the package itself registers, sorted."""
+        """Built-in names, sorted."""
         return tuple(sorted(self._declared))
 
     @property
     def known(self) -> str:
-        """Every name, for messages."""
+        """All names, for messages."""
         return ", ".join(sorted({*self.elsewhere, *self.builtin, *self._registered}))
 
     def find(self, name: str) -> Callable[..., Any]:
-        """Return the function or class that `name` means."""
+        """Return the function or class `name`; raises `error`."""
         if name in self._declared:
             importlib.import_module(self._declared[name].module)
         if name in self._registered:
@@ -87,10 +86,9 @@ class Registry(Generic[Facts]):
         return found
 
     def facts(self, name: str) -> Facts:
-        """Return what is known of the part that `name` means. Raises as `find` does.
+        """Return the facts of part `name`; raises as `find`.
 
-        A part may be registered under several names, each with its own facts; under a dotted path it has those of the
-        first one.
+        A part may be registered under several names with different facts; a dotted path gets the first.
         """
         if self.decorator and name in self._declared:
             return self.facts_type(**self._declared[name].facts)
@@ -100,15 +98,15 @@ class Registry(Generic[Facts]):
         return next((facts for known, facts in self._registered.values() if known is part), self.facts_type())
 
     def defaults(self, name: str) -> dict[str, Any]:
-        """Return the arguments of a policy loss or the like, that take one value of ours, with their defaults."""
+        """Return the argument defaults of part `name`, whose first argument is passed by the caller."""
         if self.decorator and name in self._declared:
             return dict(self._declared[name].defaults)
         return defaults(self.find(name), given_by_us=1)
 
     def located(self, name: str) -> str:
-        """Return a name by which any process finds the part: a built-in name as it is, else a dotted path.
+        """Return an importable name of a part for other processes: the built-in name, else a dotted path.
 
-        Raises `error` for what is neither a known name nor a dotted path, and for what no other process could import.
+        Raises `error` for an unknown name, and for a part of `__main__`.
         """
         if name in self.elsewhere or name in self._declared:
             return name
@@ -128,16 +126,16 @@ class Registry(Generic[Facts]):
 
 
 def arguments(part: Callable[..., Any], given_by_us: int) -> dict[str, inspect.Parameter]:
-    """Return the arguments that a configuration may give `part`, by name: all but the first `given_by_us`.
+    """Return the configurable arguments of `part`: all but the first `given_by_us`, which the caller passes.
 
-    Raises ValueError for a part without a signature, one that is written in C.
+    Raises ValueError for a part without a signature, such as one written in C.
     """
     parameters = list(inspect.signature(part).parameters.values())[given_by_us:]
     return {parameter.name: parameter for parameter in parameters if parameter.kind in _KEYWORD}
 
 
 def annotations(part: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of what `part` takes, by name; none where they are written for a type checker alone."""
+    """Return argument -> type of `part`; empty if its annotations cannot be evaluated."""
     try:
         return get_type_hints(part.__init__ if inspect.isclass(part) else part)
     except (NameError, TypeError):
@@ -145,7 +143,7 @@ def annotations(part: Callable[..., Any]) -> dict[str, Any]:
 
 
 def defaults(part: Callable[..., Any], given_by_us: int) -> dict[str, Any]:
-    """Return the defaults of those `arguments` that have one."""
+    """Return the defaults of `arguments`."""
     found = arguments(part, given_by_us)
     return {name: parameter.default for name, parameter in found.items() if parameter.default is not parameter.empty}
 
@@ -153,15 +151,15 @@ def defaults(part: Callable[..., Any], given_by_us: int) -> dict[str, Any]:
 def argument_problems(
     part: Callable[..., Any], given: Mapping[str, Any], given_by_us: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name of an argument, what is wrong with it) for what `part` does not take, misses or has another type for.
+    """Yield (argument, problem) for unknown, missing and wrongly typed arguments of `part`.
 
-    Types are read from annotations, strictly: "1" is no number. What is not annotated is not checked.
+    Types come from annotations and are strict: "1" is not a number. Arguments without annotation are not checked.
     """
     taken = arguments(part, given_by_us)
     parameters = inspect.signature(part).parameters.values()
     places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
     if places < given_by_us and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        yield "its call", f"gives {given_by_us} arguments before those of the configuration, and it takes {places}"
+        yield "its call", f"passes {given_by_us} arguments before those of the configuration, but it takes {places}"
     catches_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     hints = annotations(part)
     for name, value in given.items():
@@ -183,7 +181,7 @@ def argument_problems(
 
 
 def type_problem(annotation: Any, value: Any) -> str | None:
-    """Say what `value` should be where it is not what `annotation` says."""
+    """Return the type error of `value` for `annotation`; None if it fits."""
     try:
         TypeAdapter(annotation, config=_STRICT).validate_python(value)
     except ValidationError as error:

@@ -1,15 +1,15 @@
-"""What ends a run whose configuration was right."""
+"""Exceptions that end a run with a valid configuration."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 class RunError(RuntimeError):
-    """The run cannot go on; the message says why and what to look at."""
+    """The run cannot continue; the message says why and what to check."""
 
 
 class SkippedUpdates(RunError):
-    """Too many updates in a row were skipped. `samples` are what the last of them was to learn from."""
+    """Too many consecutive updates were skipped. `samples` are those of the last one."""
 
     def __init__(self, message: str, samples: Sequence[Any]) -> None:
         super().__init__(message)
@@ -17,8 +17,8 @@ class SkippedUpdates(RunError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C has ended the run; the message says how to go on."""
+    """Ctrl-C ended the run; the message says how to resume."""
 
 
 class Terminated(RunError):
-    """SIGTERM has ended the run; the message says what was saved and how to go on."""
+    """SIGTERM ended the run; the message says what was saved and how to resume."""

@@ -1,4 +1,4 @@
-"""What people read in a terminal: text and tables that fit its width."""
+"""Terminal output: wrapped text, tables, warnings."""
 
 import re
 import shutil
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TextIO
 
-WIDTH = 80  # where output goes to no terminal
+WIDTH = 80  # if the output is not a terminal
 NARROWEST_OUTPUT, NARROWEST_COLUMN = 20, 6  # characters
 GAP = "  "  # between the columns of a table
-ITEM = re.compile(r" *(?:[-*] |\d+\. )")  # what the lines of an item stand behind
-BREAKS = re.compile(r"(?<=[/_, -])")  # where a cell may be broken
+ITEM = re.compile(r" *(?:[-*] |\d+\. )")  # marker of a list item
+BREAKS = re.compile(r"(?<=[/_, -])")  # positions at which a cell may be broken
 
 
 def columns() -> int:
-    """Return how wide output may be: COLUMNS where it is set, else the terminal's width, else `WIDTH`."""
+    """Return the output width: COLUMNS if set, else the terminal's width, else `WIDTH`."""
     return max(NARROWEST_OUTPUT, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
@@ -26,31 +26,31 @@ def echo(text: str, stream: TextIO | None = None) -> None:
 
 
 def warn(text: str) -> None:
-    """Print a warning on standard error. What begins with "warning: " there is on the record of the run, too."""
+    """Print a warning on standard error; the run's record also collects lines that start with "warning: "."""
     echo(f"warning: {text}", sys.stderr)
 
 
 def wrapped(text: str, width: int) -> str:
-    """Return `text` with its lines broken between words, what follows being indented.
+    """Return `text` with long lines wrapped at words and continuation lines indented.
 
-    A word that is longer than a line, such as a path, stays whole, so that it can be copied.
+    Words longer than a line, such as paths, are not broken, so that they can be copied.
     """
     return "\n".join(line if len(line) <= width else _wrapped(line, width) for line in text.splitlines())
 
 
 def _wrapped(line: str, width: int) -> str:
     item = ITEM.match(line)
-    behind = item.end() if item else len(line) - len(line.lstrip()) + 2
-    indent = " " * min(behind, width // 2)
+    start = item.end() if item else len(line) - len(line.lstrip()) + 2
+    indent = " " * min(start, width // 2)
     return "\n".join(
         textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     )
 
 
 def table(rows: Sequence[Sequence[str]], width: int, indent: int = 2) -> list[str]:
-    """Return the lines of a table of equally long `rows`, its columns as wide as their cells.
+    """Return the lines of a table of equally long `rows`.
 
-    Where that is more than `width`, the widest columns are narrowed, and their cells run over several lines.
+    If it exceeds `width`, the widest columns are narrowed and their cells wrapped.
     """
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     room = width - indent - len(GAP) * (len(sizes) - 1)
@@ -66,7 +66,7 @@ def table(rows: Sequence[Sequence[str]], width: int, indent: int = 2) -> list[st
 
 
 def _broken(cell: str, size: int) -> list[str]:
-    """Return the lines of a cell, broken after a separator where it has any."""
+    """Return the lines of a cell, broken after separators if possible."""
     lines = [""]
     for piece in BREAKS.split(cell):
         if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > size:

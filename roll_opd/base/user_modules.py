@@ -31,7 +31,7 @@ def search_modules_in(*directories: Path) -> None:
 
 @contextmanager
 def same_modules() -> Iterator[None]:
-    """Search the directories of before again after the `with` block, whatever was planned inside of it."""
+    """Context manager: restore the module directories afterwards, whatever was planned inside."""
     before = _directories()
     try:
         yield

@@ -20,12 +20,12 @@ from roll_opd.base.command_line import (
     SIZES,
     USER_ERROR,
     add_config_arguments,
-    asked_pipeline,
     configuration,
+    pipeline_arguments,
     safe_output,
     without_collections,
 )
-from roll_opd.base.failures import os_sentence, tell_unforeseen
+from roll_opd.base.failures import os_sentence, print_unexpected
 from roll_opd.base.interpreter import REMEDY, lacking
 from roll_opd.commands import demo
 
@@ -53,7 +53,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from roll_opd.planner.describe import to_json, to_text
 
     try:
-        asked = asked_pipeline(arguments)
+        asked = pipeline_arguments(arguments)
         said = (lambda text: None) if arguments.json else echo
         plan = load_plan(*configuration(arguments), **asked, runnable=False, say=said)
         plan = replace(plan, warnings=(*plan.warnings, *warnings_here(plan)))
@@ -79,7 +79,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     from roll_opd.commands.run import launch
 
-    return launch(arguments, **asked_pipeline(arguments))
+    return launch(arguments, **pipeline_arguments(arguments))
 
 
 def _score_arguments(parser: argparse.ArgumentParser) -> None:
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if lack:
             print(f"roll-opd: {sys.executable} {lack}; {REMEDY}", file=sys.stderr)
         else:
-            tell_unforeseen(error)
+            print_unexpected(error)
         return FAILED
 
 

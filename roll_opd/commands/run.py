@@ -24,13 +24,13 @@ from roll_opd.base.command_line import (
     TERMINATED,
     USER_ERROR,
     add_config_arguments,
-    asked_pipeline,
     configuration,
+    pipeline_arguments,
     safe_output,
-    tell_run_directory,
     without_collections,
+    write_run_directory,
 )
-from roll_opd.base.failures import ConfigError, os_sentence, shortened, tell_unforeseen
+from roll_opd.base.failures import ConfigError, os_sentence, print_unexpected, shortened
 from roll_opd.base.full_disk import FULL, DiskFull, reason
 from roll_opd.base.paths import use_cache_of_compilers
 from roll_opd.base.run_errors import RunError, Terminated
@@ -85,7 +85,7 @@ def main(
     is_open = pure is None and pipeline is None
     add_config_arguments(parser, takes_pipeline=is_open)
     parsed = parser.parse_intermixed_args(arguments)
-    asked = asked_pipeline(parsed) if is_open else {"pure": pure, "pipeline": pipeline}
+    asked = pipeline_arguments(parsed) if is_open else {"pure": pure, "pipeline": pipeline}
     return launch(parsed, **asked, backend=backend)
 
 
@@ -202,7 +202,7 @@ def _run(plan: RunPlan, hosts: Hosts | None, backend: "Backend | None") -> int:
         if inputs.resumed and inputs.resumed.step >= plan.max_steps:
             done, path = inputs.resumed.step, inputs.resumed.path
             echo(f"{path} is after step {done} of {plan.max_steps}: nothing is left to do")
-            tell_run_directory(inputs.resumed.run)
+            write_run_directory(inputs.resumed.run)
             return DONE
     except (Exception, KeyboardInterrupt) as error:
         return exit_code(error, is_started=False)
@@ -238,7 +238,7 @@ def exit_code(
         return FAILED
     if isinstance(error, OSError):
         return _ended(os_sentence(error), USER_ERROR)
-    tell_unforeseen(error)
+    print_unexpected(error)
     return FAILED
 
 

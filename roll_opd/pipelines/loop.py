@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from roll_opd.base.command_line import tell_run_directory
+from roll_opd.base.command_line import write_run_directory
 from roll_opd.base.failures import ConfigError, os_sentence
 from roll_opd.base.full_disk import DiskFull, full_disk
 from roll_opd.base.run_errors import RunError, SkippedUpdates
@@ -60,7 +60,7 @@ def _run(
 ) -> None:
     pipeline = importlib.import_module(plan.pipeline if "." in plan.pipeline else f"roll_opd.pipelines.{plan.pipeline}")
     resumed = inputs.resumed
-    tell_run_directory(directory.path)
+    write_run_directory(directory.path)
     tee.write_to(directory.path)
     checkpoints = Checkpoints(directory, plan.checkpoint, plan.max_steps, inputs.began, inputs.history)
     trackers = Trackers.open(plan.trackers, directory, resumed.step if resumed else None, plan.tracker_args)

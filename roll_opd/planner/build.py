@@ -16,7 +16,7 @@ from roll_opd.algorithms.table import KL_LOSS_COEF, algorithm, loss_facts
 from roll_opd.base import hardware
 from roll_opd.base.failures import ConfigError
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.base.paths import PathError, find_path, looking_beside
+from roll_opd.base.paths import PathError, also_resolving_in, find_path
 from roll_opd.base.user_modules import dotted_path, search_modules_in, users_module
 from roll_opd.compat.roll.pipelines import off_policy_problem, rollout_only_problem, vision_problem
 from roll_opd.compat.trinity.load import load_any
@@ -112,7 +112,7 @@ def load_plan(
         say(loaded.told)
         pure = pipeline = None
     search_modules_in(Path(), loaded.directory)
-    with looking_beside(loaded.directory):
+    with also_resolving_in(loaded.directory):
         return plan_config(loaded, pure=pure, pipeline=pipeline, runnable=runnable)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from roll_opd.base.failures import ConfigError
-from roll_opd.base.paths import PathError, looking_beside
+from roll_opd.base.paths import PathError, also_resolving_in
 from roll_opd.base.user_modules import dotted_path, module_variables, search_modules_in, users_module
 from roll_opd.commands.main import main
 from roll_opd.planner.build import load_plan
@@ -119,7 +119,7 @@ def test_a_file_is_looked_up_beside_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "looked_up.py").write_text(REWARDS)
     with pytest.raises(PathError, match=r"file looked_up\.py not found"):
         dotted_path("looked_up.py:good")
-    with looking_beside(tmp_path):
+    with also_resolving_in(tmp_path):
         assert dotted_path("looked_up.py:good") == "looked_up.good"
     assert users_module("looked_up").__file__ == str(tmp_path / "looked_up.py")
     assert dotted_path("mypackage.module.good") == "mypackage.module.good"

@@ -16,7 +16,7 @@ import yaml
 
 import roll_opd
 from roll_opd.base import command_line
-from roll_opd.base.command_line import asked_pipeline, configuration
+from roll_opd.base.command_line import configuration, pipeline_arguments
 from roll_opd.base.failures import ConfigError
 from roll_opd.commands import main, python_api
 from roll_opd.pipelines.loop import Run
@@ -29,7 +29,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo"
 def ask(*words: str) -> tuple:
     """What `roll-opd run` makes of the words after it: what it is told of the pipeline, and the configuration."""
     parsed = main.parse(["run", *words])
-    return asked_pipeline(parsed), *configuration(parsed)
+    return pipeline_arguments(parsed), *configuration(parsed)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_every_pipeline_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "no configuration is named; give a YAML file, or --config_path DIR --config_name NAME"),
-        ("distill b=1", "no configuration is named"),
+        ("", "no configuration given; give a YAML file, or --config_path DIR --config_name NAME"),
+        ("distill b=1", "no configuration given"),
         ("distill --config_path x", "--config_path alone"),
         ("distill --config_name a", "--config_name alone"),
         ("a.yaml b.yaml", "a.yaml and b.yaml are 2 configurations"),
@@ -81,13 +81,13 @@ def test_words_that_name_no_configuration(words: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("distill run", "no configuration is named: 'run' is no .yaml file; write run.yaml"),
-        ("run", "no configuration is named: 'run' is no .yaml file; write run.yaml"),
-        ("distill b=1 there/other", "'there/other' is no .yaml file; write there/other.yml"),
-        ("distill there/rows.jsonl", "'there/rows.jsonl' is no .yaml file; give a YAML file, or --config_path"),
-        ("there/rows.jsonl", "'there/rows.jsonl' is no .yaml file; give a YAML file, or --config_path"),
-        ("distill none ~b", "'none' is no .yaml file; give a YAML file, or --config_path"),
-        ("distill ~b +c=1", "no configuration is named; give a YAML file"),
+        ("distill run", "no configuration given: 'run' is not a .yaml file; write run.yaml"),
+        ("run", "no configuration given: 'run' is not a .yaml file; write run.yaml"),
+        ("distill b=1 there/other", "'there/other' is not a .yaml file; write there/other.yml"),
+        ("distill there/rows.jsonl", "'there/rows.jsonl' is not a .yaml file; give a YAML file, or --config_path"),
+        ("there/rows.jsonl", "'there/rows.jsonl' is not a .yaml file; give a YAML file, or --config_path"),
+        ("distill none ~b", "'none' is not a .yaml file; give a YAML file, or --config_path"),
+        ("distill ~b +c=1", "no configuration given; give a YAML file"),
     ],
 )
 def test_a_word_that_is_no_yaml_file_is_named(
@@ -136,7 +136,7 @@ def test_version_prints_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     [
         (("-m", "roll_opd", "--version"), 0, roll_opd.__version__),
         # this one imports what a run needs: it answers, and does not end in silence
-        (("-m", "roll_opd.commands.run"), 2, "no configuration is named"),
+        (("-m", "roll_opd.commands.run"), 2, "no configuration given"),
     ],
 )
 def test_the_package_runs_as_a_module(words: tuple[str, ...], code: int, said: str) -> None:

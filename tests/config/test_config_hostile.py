@@ -117,7 +117,7 @@ VALUES: list[tuple[str, Any, str]] = [
     (MODEL, "", "missing"),
     (ROWS, "", "empty"),
     (ROWS, "/dev/zero", "a device"),
-    (ROWS, "/proc/kmsg", "no regular file on a disk"),
+    (ROWS, "/proc/kmsg", "not a regular file"),
     ("output_dir", "", "empty"),
     ("system_envs", {"A=B": "1"}, "pattern"),
     ("student_train.device_mapping", "list(range(0,1)) + " * 700 + "x", "characters"),

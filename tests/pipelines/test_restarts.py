@@ -11,7 +11,7 @@ import pytest
 
 PROGRAM = """
 import os, pathlib, signal, sys, time
-from roll_opd.base.command_line import tell_run_directory
+from roll_opd.base.command_line import write_run_directory
 from roll_opd.commands.restarts import is_attempt, restarted, restarts_left
 
 place, ends = pathlib.Path(sys.argv[1]), sys.argv[2].split(",")
@@ -20,8 +20,8 @@ if not is_attempt():
 with (place / "attempts").open("a") as file:
     file.write(" ".join([str(restarts_left()), *sys.argv[3:]]) + "\\n")
 run = place / "run"
-tell_run_directory(run)
-tell_run_directory(place / "of a run that a workflow starts")
+write_run_directory(run)
+write_run_directory(place / "of a run that a workflow starts")
 if restarts_left() < 2:  # the first fails before it has a checkpoint
     step = run / "checkpoints/step_4"
     step.mkdir(parents=True, exist_ok=True)
