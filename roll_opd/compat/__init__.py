@@ -1,1 +1,1 @@
-"""Translations of configurations that are written for other projects."""
+"""Translation of configurations written for ROLL and Trinity-RFT."""

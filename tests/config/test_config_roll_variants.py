@@ -196,10 +196,10 @@ ROLE = {"model_args": {"dtype": "bf16"}, "device_mapping": "[0]", "strategy_args
         ({"pretrain": "Qwen/Qwen3-Omni-30B-A3B-Thinking", "sft_train": ROLE}, "is a vision-language"),
         ({"pretrain": "Qwen/Qwen3.5-35B-A3B", "actor_train": ROLE}, "is a vision-language"),
         ({"actor_train": {**ROLE, "data_args": {"video_folder": "v"}}}, "vision, video or audio configuration"),
-        ({"custom_envs": {"Sokoban": {}}, "actor_infer": ROLE}, "only roll out"),
+        ({"custom_envs": {"Sokoban": {}}, "actor_infer": ROLE}, "rollout-only pipelines"),
         (
             {"train_env_manager": {"tags": ["a"]}, "actor_train": {"model_args": {}}, "actor_infer": ROLE},
-            "only roll out",
+            "rollout-only pipelines",
         ),
     ],
 )

@@ -210,7 +210,7 @@ def test_grpo_without_gpus(plan: Planner, root: Path) -> None:
     dropped = next(line for line in told.splitlines() if "no GPUs" in line)
     for key in ("gpu_per_node", "engine_num", "tensor_parallel_size", "dtype", "gpu_memory_utilization", "ulysses"):
         assert key in dropped
-    assert "synchronizer.sync_interval" in told and "weights of the step before" in told
+    assert "synchronizer.sync_interval" in told and "weights of the previous step" in told
     assert "algorithm.repeat_times -> num_return_sequences_in_group: 4" in told
 
 
@@ -327,7 +327,7 @@ def test_an_auxiliary_model_samples_as_it_is_written(plan: Planner, root: Path) 
     one, two = (model.engine for model in found.workflow.auxiliary_models)
     assert (one.sampling.temperature, one.sampling.max_new_tokens, one.max_model_len) == (0.3, 9, 29)
     assert (two.sampling.temperature, two.sampling.top_p, two.sampling.max_new_tokens) == (0.8, 0.5, 48)
-    assert "auxiliary_models.1.max_prompt_tokens: max_model_len says" in told
+    assert "auxiliary_models.1.max_prompt_tokens: max_model_len sets" in told
     found, _ = plan(GRPO, {"explorer.auxiliary_models": [other]})
     assert found.workflow.auxiliary_models[0].engine.sampling.temperature == 1.0
     found, _ = plan(
@@ -379,11 +379,11 @@ def test_keys_of_trinity_0_6_are_translated(plan: Planner) -> None:
     assert (sampling.repetition_penalty, sampling.temperature, sampling.top_p) == (1.5, 0.5, 0.7)
     assert found.validation and found.validation.sampling.repetition_penalty == 1.5
     assert "enable_chunked_prefill" not in found.rollout.engine_args
-    dropped = told.partition("and these mean nothing here")[2]
+    dropped = told.partition("ignored:")[2]
     for key in nothing:
         assert key in dropped, key
     assert f"{engine}.enable_chunked_prefill: this machine has no GPUs" in dropped
-    read = " ".join(told.partition("and these mean nothing here")[0].split())
+    read = " ".join(told.partition("ignored:")[0].split())
     assert f"{place}.path + {place}.subset_name + {place}.split -> actor_train.data_args.file_name" in read
     assert "trainer.use_dynamic_bsz -> actor_train.use_dynamic_batching_in_train" in read
 
@@ -479,7 +479,7 @@ def test_everything_refused_is_told_at_once(refusals: Any) -> None:
         "buffer.explorer_input.taskset.storage_type": "sql is not available",
         "model.lora_configs": "has exclude_modules",
         "data_processor.experience_pipeline.operators": "in the workflow",
-        "stages": "for each stage",
+        "stages": "one configuration per stage",
         "trainer.trainer_config_path": "not read",
         "explorer.over_rollout": "is_use_additional_prompts",
     }
@@ -492,22 +492,22 @@ def test_everything_refused_is_told_at_once(refusals: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "changes", "told"),
     [
-        (DISTIL, {"explorer.auxiliary_models": []}, "its first model is the teacher"),
+        (DISTIL, {"explorer.auxiliary_models": []}, "add the teacher as its first model"),
         (GRPO, {"explorer.auxiliary_models": [{"model_path": "x"}]}, "auxiliary_models.auxiliary_0"),
         (GRPO, {"explorer.auxiliary_models": [{"model_pat": "x"}]}, "did you mean 'model_path'"),
         (DISTIL, {"buffer.train_batch_size": 12}, "does not divide the 32 sequences of a step"),
         (DISTIL, {"model.max_prompt_tokens": ...}, "model.max_prompt_tokens: is missing"),
         (DISTIL, {"model.model_path": ...}, "model.model_path: is missing"),
         (GRPO, {"buffer.explorer_input.taskset.split": "dev"}, "no file of split 'dev'"),
-        (GRPO, {"buffer.explorer_input.default_workflow_type": ...}, "name the workflow"),
+        (GRPO, {"buffer.explorer_input.default_workflow_type": ...}, "set the workflow"),
         (GRPO, {"algorithm.algorithm_type": "sft"}, "start_sft_pipeline.py"),
-        (GRPO, {"algorithm.kl_loss_fn_args": {"beta": 1}}, "kl_coef alone"),
-        (GRPO, {"buffer.batch_size": 0}, "a whole number of at least 1"),
+        (GRPO, {"algorithm.kl_loss_fn_args": {"beta": 1}}, "only kl_coef is"),
+        (GRPO, {"buffer.batch_size": 0}, "an integer of at least 1"),
         (GRPO, {"buffer.batch_size": 100}, "less than one step of 100"),
         (GRPO, {"buffer": 3}, "expected a section with keys"),
-        (GRPO, {"explorer.never_heard": 3}, "keys of Trinity-RFT up to 0.6 that this package knows"),
+        (GRPO, {"explorer.never_heard": 3}, "is not a known key of Trinity-RFT up to 0.6"),
         (GRPO, {"algorithm.rollout_correction": {"rollout_is": "token"}}, "train_infer_correction"),
-        (GRPO, {"explorer.rollout_model.data_parallel_size": 2}, "write more engines"),
+        (GRPO, {"explorer.rollout_model.data_parallel_size": 2}, "use more engines"),
         (GRPO, {"data": {"dataset_path": "x"}}, "before 0.2"),
         (GRPO, {"algorithm.algorithm_type": "grop"}, "grop"),
         (GRPO, {"trainer.grad_clip": "much"}, "max_grad_norm"),  # our own check, with the place of their key

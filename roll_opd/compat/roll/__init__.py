@@ -1,1 +1,1 @@
-"""What configurations of ROLL have beside ours: keys, names, pipelines."""
+"""ROLL compatibility: unsupported pipelines, policy loss variants."""

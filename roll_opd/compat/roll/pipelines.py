@@ -1,6 +1,6 @@
-"""Configurations of ROLL's pipelines that do not exist here: one sentence each.
+"""Detect configurations of ROLL pipelines that are unsupported here, and report each with one message.
 
-One sentence is more use to their owner than the forty unknown keys that the ordinary checks would find.
+Otherwise the checks of keys would report dozens of unknown ones.
 """
 
 import re
@@ -17,7 +17,7 @@ VISION_MODEL = re.compile(r"[-_./](vl|omni|vision|wan2\.\d|flux)\b|\bqwen3\.5-",
 
 
 def vision_problem(values: Mapping[str, Any]) -> str | None:
-    """Return the sentence for a vision, video or image-generation configuration, None for a text one."""
+    """Return the message for a vision, video or image-generation configuration; None for a text one."""
     for key, value in _leaves(values, ""):
         last, text = key.rpartition(".")[2], value if isinstance(value, str) else ""
         reason = None
@@ -27,11 +27,11 @@ def vision_problem(values: Mapping[str, Any]) -> str | None:
             reason = f"{text!r} is the pipeline of a vision-language model"
         elif last == "strategy_name" and text.startswith("diffusion"):
             reason = f"{text!r} trains an image or video generator"
-        # a reward's own judge is its worker's business
+        # the worker checks the judge of a reward
         elif last in MODEL_KEYS and text and not key.startswith("rewards."):
             reason = _vision_model(text)
         if reason:
-            return f"{key}: {reason}; only text models can be trained here, use ROLL itself for vision and video"
+            return f"{key}: {reason}; only text models can be trained here, use ROLL for vision and video"
     return None
 
 
@@ -43,14 +43,14 @@ def _vision_model(model: str) -> str | None:
     try:
         config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
     except ModelFilesError:
-        return None  # told by the role that reads this model
+        return None  # reported by the role with this model
     return f"{path} is a vision-language model ({config.get('model_type')})" if is_vision_config(config) else None
 
 
 def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
-            # null, as ROLL's shared fragments write it, says nothing; environments describe themselves
+            # null values of ROLL's shared fragments are ignored; environments have free-form keys
             if key not in ("custom_env", "custom_envs"):
                 yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
     elif isinstance(value, list):
@@ -62,7 +62,7 @@ def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-# keys of ROLL's off-policy distillation, by which a file of it is known where it has no role of another pipeline
+# keys that identify ROLL's off-policy distillation, in a file without roles of other pipelines
 OFF_POLICY_KEYS = (
     "student_pretrain",
     "teacher_pretrain",
@@ -75,7 +75,7 @@ LEARNERS = ("student_train", "actor_train", "sft_train")
 
 
 def off_policy_problem(values: Mapping[str, Any]) -> str | None:
-    """Return the sentence for a configuration of ROLL's distill_pipeline, None for any other."""
+    """Return the message for a configuration of ROLL's distill_pipeline; None for others."""
     found = next((key for key in OFF_POLICY_KEYS if key in values), None)
     if found is None or not values.keys().isdisjoint((*LEARNERS, "student_infer", "actor_infer")):
         return None
@@ -87,14 +87,14 @@ def off_policy_problem(values: Mapping[str, Any]) -> str | None:
 
 
 def rollout_only_problem(values: Mapping[str, Any]) -> str | None:
-    """Return the sentence for a configuration that plays environments and trains nothing, None for any other."""
+    """Return the message for a rollout-only configuration; None for others."""
     train = values.get("actor_train")
     if "student_train" in values:
         return None
     if train is not None and not (isinstance(train, Mapping) and train.keys() <= {"model_args"}):
         return None
     return (
-        "actor_train: is missing, or has no training_args, strategy_args and device_mapping; ROLL's pipelines that only"
-        " roll out (start_agentic_rollout_pipeline.py, start_rlvr_rollout_pipeline.py) do not exist here, so write what"
-        " is trained"
+        "actor_train: is missing, or has no training_args, strategy_args and device_mapping; ROLL's"
+        " rollout-only pipelines (start_agentic_rollout_pipeline.py, start_rlvr_rollout_pipeline.py) do not exist here,"
+        " so add the training keys"
     )

@@ -1,4 +1,4 @@
-"""ROLL's `pg_variant`: which policy loss a student's role names, and where ROLL reads it."""
+"""ROLL's `pg_variant`: the policy loss of a student's role."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, Top, Worker
 
 @dataclass(frozen=True)
 class Variant:
-    """A policy loss by ROLL's name; `key` is where it is written."""
+    """Policy loss by ROLL's name, written under `key`."""
 
     key: str
     name: str
@@ -18,15 +18,15 @@ class Variant:
 
     @property
     def is_of_role(self) -> bool:
-        """Whether ROLL reads it too: its workers know token ratios alone."""
+        """Whether it is written in a role, where ROLL reads it too, with token ratios only."""
         return "." in self.key
 
 
 def read_variant(top: Top, workers: Mapping[str, Worker | None]) -> Variant | None:
-    """Return the loss that a `pg_variant` names, None where none does.
+    """Return the loss of `pg_variant`; None without one.
 
-    ROLL reads the one of the role that learns, and only where its worker_cls is an ActorPGWorker. At the top it is the
-    user's own variable; there it counts for configurations whose role says neither.
+    ROLL reads only the trained role's, and only with an ActorPGWorker as worker_cls. A top-level `pg_variant`, in ROLL
+    a variable of the YAML file, applies if the role sets neither.
     """
     learner = next((name for name in (PURE_ROLES[0], MIXED_ROLES[0]) if workers.get(name) is not None), "")
     for path, worker in workers.items():
@@ -38,13 +38,13 @@ def read_variant(top: Top, workers: Mapping[str, Worker | None]) -> Variant | No
             return None
         top.diag.warn(
             "pg_variant",
-            f"{top.pg_variant} is the policy loss; ROLL reads a pg_variant in actor_train alone, beside the worker_cls"
-            " of an ActorPGWorker",
+            f"{top.pg_variant} is the policy loss; ROLL reads pg_variant only in actor_train, with an ActorPGWorker"
+            " as worker_cls",
         )
         return Variant("pg_variant", top.pg_variant, PG_VARIANTS[top.pg_variant])
     found = _of_role(role)
     if top.pg_variant not in (None, found.name if found else None):
-        top.diag.warn("pg_variant", f"{top.pg_variant} has no effect, as in ROLL, where it is a variable of the YAML's")
+        top.diag.warn("pg_variant", f"{top.pg_variant} has no effect, as in ROLL, where it is a YAML variable")
     return found
 
 
@@ -57,8 +57,8 @@ def _of_role(worker: Worker) -> Variant | None:
         if name is not None:
             worker.diag.warn(
                 "pg_variant",
-                f"{name} has no effect, as in ROLL, where only worker_cls"
-                " roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker reads it; the loss is that of the other keys",
+                f"{name} has no effect, as in ROLL, where it requires worker_cls"
+                " roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker; the other keys set the loss",
             )
         return None
     if name is None:
@@ -76,11 +76,11 @@ def _is_known(section: Top | Worker, name: str) -> bool:
 
 
 def _check_class(worker: Worker, trainable: bool) -> None:
-    """Refuse a worker class that is not ROLL's own, and note what of ROLL's is not read."""
+    """Reject a user's worker class, and report ROLL keys without effect."""
     if worker.worker_cls is not None and not worker.worker_cls.startswith("roll."):
         worker.diag.unsupported(
             "worker_cls",
-            f"{worker.worker_cls} is no class of ROLL's, and worker classes of one's own are not run here; write a"
+            f"{worker.worker_cls} is not a class of ROLL's, and user worker classes are not supported; write a"
             " policy_loss_fn, an advantage_fn or a pipeline of your own (docs/extending.md), and remove the key",
         )
     elif worker.worker_cls is not None and not (trainable and PG_WORKER in worker.worker_cls):

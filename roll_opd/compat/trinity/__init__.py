@@ -1,1 +1,1 @@
-"""Configurations of Trinity-RFT, put under our keys."""
+"""Translation of Trinity-RFT configurations."""

@@ -1,13 +1,13 @@
-"""Trinity-RFT's legacy: its keys, and what each is here: a key of ours, a part of one, nothing, or a reason to refuse.
+"""Table of Trinity-RFT's keys: each is mapped to a key here, combined with others, ignored, or rejected.
 
-`translate.py` reads a configuration by this table; docs/coming-from-trinity.md tells its users the same in prose.
+`translate.py` applies the table; docs/coming-from-trinity.md describes it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# sections of which any one makes a file Trinity-RFT's, where it has no role of ours
+# a file with one of these sections and no role of this package is Trinity-RFT's
 SECTIONS = frozenset(
     ("algorithm", "buffer", "cluster", "explorer", "model", "synchronizer", "trainer", "checkpoint_root_dir")
 )
@@ -18,8 +18,8 @@ SFT_ROWS = ("buffer.trainer_input.sft_warmup_dataset", "buffer.trainer_input.aux
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of a key: it is `ours` ({train} and {infer} are the student's roles), read with others (a `part`),
-    or means nothing, for the reason `why`. With `harmless` it means nothing with these values, and others are refused.
+    """Translation of a key: to the key `ours` ({train} and {infer} are the student's roles), combined with other keys
+    (`part`), or ignored for the reason `why`. With `harmless` these values are ignored and others rejected.
     """
 
     ours: str = ""
@@ -33,17 +33,17 @@ NOTHING = Rule()
 
 
 def to(ours: str) -> Rule:
-    """Return the rule of a key whose value goes to a key of ours as it is."""
+    """Return the rule of a key whose value is copied to the key `ours`."""
     return Rule(ours=ours)
 
 
 def nothing(why: str) -> Rule:
-    """Return the rule of a key that means nothing here."""
+    """Return the rule of a key that is ignored."""
     return Rule(why=why)
 
 
 def only(*harmless: Any, instead: str) -> Rule:
-    """Return the rule of a key of which some values mean nothing; others are refused with what to do `instead`."""
+    """Return the rule of a key whose `harmless` values are ignored; others are rejected with the remedy `instead`."""
     return Rule(harmless=harmless, why=instead)
 
 
@@ -55,25 +55,25 @@ def _below(prefix: str, keys: Mapping[str, Rule]) -> dict[str, Rule]:
     return {f"{prefix}.{key}": rule for key, rule in keys.items()}
 
 
-_ONE_LOOP = nothing("each step samples with the weights of the step before")
-_OWN_LOADER = nothing("rows are read by the package's own reader")
-_NO_BUFFER = nothing("a step's experiences go from rollout to training without a buffer between them")
-_NO_RETRY = nothing("a run that fails is left out (on_workflow_error), a process that dies is replaced")
-_TEMPLATE = only(None, "", instead="write it into chat_template of the model's tokenizer_config.json, remove the key")
+_ONE_LOOP = nothing("each step samples with the weights of the previous step")
+_OWN_LOADER = nothing("the package has its own data loader")
+_NO_BUFFER = nothing("a step's experiences go to training without a buffer")
+_NO_RETRY = nothing("a failed run is dropped (on_workflow_error), a dead process is replaced")
+_TEMPLATE = only(None, "", instead="move it to chat_template in the model's tokenizer_config.json, remove the key")
 _IMAGES = only(None, "", {}, instead="rows with images cannot be trained on; remove it")
 
-_EXTERNAL = only(None, {}, {"enable": False}, instead="engines are the run's own here; remove the section")
-_ROPE = only(None, {}, instead="write it into the config.json of the model, remove the key")
-_CODE = nothing("code that comes with a model is not run")
+_EXTERNAL = only(None, {}, {"enable": False}, instead="the run starts its own engines; remove the section")
+_ROPE = only(None, {}, instead="move it to the model's config.json, remove the key")
+_CODE = nothing("code of a model directory is never run")
 _LORA = only(False, None, [], {}, instead="LoRA is not available; remove it")
-_LONG_PROMPT = nothing("on_long_prompt says what becomes of a prompt that is too long")
-_LOGPROBS = nothing("the log-prob of each sampled token is always there")
+_LONG_PROMPT = nothing("on_long_prompt handles prompts that are too long")
+_LOGPROBS = nothing("log-probs of sampled tokens are always recorded")
 _THINKING = nothing("the model's chat template decides; a workflow may pass chat_template_kwargs")
 
 _SELECTOR: dict[str, Rule] = {}
 for _name in ("task_selector", "data_selector"):  # before 0.6, and since
     _SELECTOR[f"{_name}.selector_type"] = only(
-        "sequential", "shuffle", "random", instead="rows come in a new random order in each pass; remove it"
+        "sequential", "shuffle", "random", instead="rows are shuffled in each epoch; remove it"
     )
     _SELECTOR |= _below(_name, _all(NOTHING, "seed feature_keys kwargs"))
 
@@ -84,9 +84,9 @@ TASKSET_KEYS: dict[str, Rule] = {
     "rollout_args.logprobs": _LOGPROBS,
     "repeat_times": PART,
     **_all(NOTHING, "name enable_progress_bar index is_eval total_epochs total_steps batch_size"),
-    "storage_type": only("file", instead="rows are files; write the table into a JSONL or Parquet file, and its path"),
-    "format.workflow_key": only("", None, instead="all rows have one workflow; let that one choose by the row"),
-    "format.reward_fn_key": only("", None, instead="rows choose their reward by their tag; see docs/rewards/README.md"),
+    "storage_type": only("file", instead="datasets are files; export it to a JSONL or Parquet file, and set its path"),
+    "format.workflow_key": only("", None, instead="all rows have one workflow; let it choose by the row"),
+    "format.reward_fn_key": only("", None, instead="a row's tag selects its reward; see docs/rewards/README.md"),
     "format.system_prompt_key": only("", None, instead="let the workflow read it from task.raw_task; remove the key"),
     **_below("format", _all(_IMAGES, "image_key video_key")),
     **_below("format", _all(NOTHING, "prompt_type messages_key tools_key chosen_key rejected_key")),
@@ -104,38 +104,38 @@ ENGINE_KEYS: dict[str, Rule] = {
     **_all(PART, "temperature top_p top_k repetition_penalty"),
     "engine_type": only("vllm", "vllm_async", instead="engines are vLLM's; write vllm"),
     **_all(NOTHING, "use_v1 bundle_indices name"),
-    "enable_history": nothing("what a run's calls answered is always kept"),
+    "enable_history": nothing("a run's responses are always recorded"),
     "enable_thinking": _THINKING,
-    "enable_openai_api": nothing("every run has an OpenAI address of the model"),
-    "enable_auto_tool_choice": nothing("tools that a request has may be called"),
-    "reasoning_parser": nothing("a thought is a part of the response"),
-    "tool_call_parser": nothing("a teacher answers nothing"),
-    "min_response_tokens": only(None, 0, 1, instead="a response may be as short as the model likes; remove it"),
-    "ignore_eos": only(False, None, instead="a response ends where the model ends it; remove it"),
+    "enable_openai_api": nothing("every run has an OpenAI-compatible endpoint"),
+    "enable_auto_tool_choice": nothing("tools of a request may always be called"),
+    "reasoning_parser": nothing("thoughts are part of the response"),
+    "tool_call_parser": nothing("a teacher generates no responses"),
+    "min_response_tokens": only(None, 0, 1, instead="responses have no minimum length; remove it"),
+    "ignore_eos": only(False, None, instead="a response ends at the model's stop token; remove it"),
     "chat_template": _TEMPLATE,
     **_all(_LORA, "enable_lora enable_runtime_lora_updating lora_modules lora_kwargs"),
     "logprobs": _LOGPROBS,
     "trust_remote_code": _CODE,
     "enable_prompt_truncation": _LONG_PROMPT,
-    **_all(only(1, 0, None, instead="write more engines (engine_num)"), "data_parallel_size"),
-    **_all(only(1, 0, None, instead="an engine is spread by tensor_parallel_size alone"), "pipeline_parallel_size"),
-    "enable_expert_parallel": only(False, None, instead="an engine is spread by tensor_parallel_size alone; remove it"),
+    **_all(only(1, 0, None, instead="use more engines (engine_num)"), "data_parallel_size"),
+    **_all(only(1, 0, None, instead="engines support only tensor_parallel_size"), "pipeline_parallel_size"),
+    "enable_expert_parallel": only(False, None, instead="engines support only tensor_parallel_size; remove it"),
     "extra_engine_args": only(None, {}, instead="override strategy_args.strategy_config of the role; remove it"),
     "enable_multimodal": only(False, None, instead="images cannot be trained on; remove it"),
     "enable_return_routed_experts": only(False, None, instead="routes of workflows are not recorded yet; remove it"),
     "external_model_config": _EXTERNAL,
     **_all(_ROPE, "rope_scaling rope_theta"),
-    "base_port": nothing("endpoint_port is the port of the policy's address"),
-    "api_key": nothing("endpoint_api_key is the key of the policy's address"),
+    "base_port": nothing("endpoint_port sets the port of the policy's endpoint"),
+    "api_key": nothing("endpoint_api_key sets the key of the policy's endpoint"),
     **_all(NOTHING, "gpu_per_engine enable_log_requests nnodes node_rank weight_sync_buffer_size engine_id"),
     **_all(NOTHING, "ray_namespace ray_actor_name sync_method checkpoint_job_dir cuda_visible_devices"),
 }
-# of the student's engines alone: a teacher is scored by Megatron here
+# only for the student's engines; teachers run in Megatron
 ROLLOUT_KEYS: dict[str, Rule] = {
     **ENGINE_KEYS,
     "seed": to("seed"),
     "tool_call_parser": to("tool_call_parser"),
-    "model_path": nothing("it is that of the student"),
+    "model_path": nothing("it is the student's model"),
     **_all(PART, "gpu_memory_utilization enable_chunked_prefill"),
     **{key: to(f"{{infer}}.strategy_args.strategy_config.{key}") for key in ("enforce_eager", "enable_prefix_caching")},
 }
@@ -148,16 +148,16 @@ TEACHER_KEYS: dict[str, Rule] = {
     **_all(_SCORED, "temperature top_p top_k repetition_penalty"),
 }
 
-# of models that workflows ask
+# auxiliary models of workflows
 AUXILIARY_KEYS: dict[str, Rule] = {
     **ENGINE_KEYS,
     "model_path": PART,
     "name": PART,
-    "tool_call_parser": nothing("the student's is that of all models"),
+    "tool_call_parser": nothing("the student's parser applies to all models"),
     **_all(NOTHING, "seed gpu_memory_utilization enforce_eager enable_prefix_caching enable_chunked_prefill"),
 }
 
-# veRL's own, of which these are read and the rest is not
+# veRL's keys that are read; the rest is ignored
 _VERL = {
     "actor_rollout_ref.actor": "optim.lr ppo_epochs grad_clip use_dynamic_bsz ppo_max_token_len_per_gpu"
     " ulysses_sequence_parallel_size",
@@ -168,8 +168,8 @@ _VERL = {
 KEYS: dict[str, Rule] = {
     "mode": only(
         "both",
-        instead="exploring and training are one loop here (both); rows with answers are trained on by"
-        " start_sft_pipeline.py and start_dpo_pipeline.py, and validation measures a model",
+        instead="exploring and training are one loop here (both); use start_sft_pipeline.py or start_dpo_pipeline.py"
+        " for rows with answers, and validation to evaluate a model",
     ),
     **_all(PART, "project checkpoint_root_dir"),
     "name": to("exp_name"),
@@ -184,11 +184,11 @@ KEYS: dict[str, Rule] = {
         _all(PART, "policy_loss_fn_args advantage_fn_args kl_loss_fn kl_loss_fn_args kl_penalty_fn kl_penalty_fn_args"),
     ),
     "algorithm.entropy_loss_fn": only(
-        "default", "basic", "none", None, instead="entropy_loss_coef is the one form of it; remove the key"
+        "default", "basic", "none", None, instead="entropy_loss_coef is the only form; remove the key"
     ),
     "algorithm.entropy_loss_fn_args": PART,
     "algorithm.sample_strategy": only(
-        "default", "mix", None, instead="every experience is learned from once, in its step; remove it"
+        "default", "mix", None, instead="every experience is trained on once, in its step; remove it"
     ),
     "algorithm.sample_strategy_args": PART,
     "algorithm.add_strategy": only(
@@ -196,12 +196,12 @@ KEYS: dict[str, Rule] = {
     ),
     "algorithm.use_token_level_loss": NOTHING,
     "algorithm.loss_agg_mode": to("loss_agg_mode"),
-    "algorithm.bypass_old_logprobs": nothing("ratios are to log-probs of the training engine's own"),
+    "algorithm.bypass_old_logprobs": nothing("ratios use log-probs of the training engine"),
     "algorithm.rollout_correction": only(
         None,
         {},
         {"bypass_mode": True},
-        instead="train_infer_correction is what there is against log-probs that are apart; remove it",
+        instead="use train_infer_correction for the mismatch of log-probs; remove it",
     ),
     "algorithm.enable_router_replay": only(False, None, instead="routes of workflows are not recorded yet; remove it"),
     "algorithm.optimizer.clip_grad": PART,
@@ -210,7 +210,7 @@ KEYS: dict[str, Rule] = {
     "algorithm.optimizer.lr_warmup_steps_ratio": to("{train}.training_args.warmup_ratio"),
     "algorithm.optimizer.weight_decay": to("{train}.training_args.weight_decay"),
     **_below("algorithm.optimizer", _all(PART, "min_lr_ratio warmup_style lr_scheduler_type betas")),
-    "algorithm.optimizer.optimizer_type": only("adam", "adamw", instead="AdamW is the one optimizer; remove it"),
+    "algorithm.optimizer.optimizer_type": only("adam", "adamw", instead="AdamW is the only optimizer; remove it"),
     "model.model_path": PART,
     "model.critic_model_path": PART,
     **_below("model", _all(PART, "max_model_len max_prompt_tokens max_response_tokens temperature top_p top_k")),
@@ -226,7 +226,7 @@ KEYS: dict[str, Rule] = {
     "model.lora_configs": PART,
     **_below("model", _all(NOTHING, "fully_sharded_loras max_cpu_loras")),
     "model.tinker": only(
-        None, {}, {"enable": False}, instead="training is done here, with Megatron-core; remove the section"
+        None, {}, {"enable": False}, instead="training runs locally with Megatron-core; remove the section"
     ),
     **_below("cluster", _all(PART, "node_num gpu_per_node")),
     "cluster.ray_address": nothing("a run starts its own Ray, or joins with torchrun"),
@@ -250,7 +250,7 @@ KEYS: dict[str, Rule] = {
     "buffer.trainer_input.experience_buffer": _NO_BUFFER,
     **dict.fromkeys(SFT_ROWS, PART),
     "buffer.trainer_input.sft_warmup_steps": only(
-        0, None, instead="warm up with start_sft_pipeline.py first, and begin with its checkpoint; remove the key"
+        0, None, instead="warm up with start_sft_pipeline.py and start from its checkpoint; remove the key"
     ),
     "explorer.runner_per_model": PART,
     "explorer.max_timeout": to("workflow_timeout"),
@@ -263,17 +263,17 @@ KEYS: dict[str, Rule] = {
     **_below("explorer", _all(NOTHING, "min_running_model_num proxy_port db_url runner_state_report_interval")),
     **_below("explorer", _all(NOTHING, "runner_prepare_concurrency runner_prepare_max_retries")),
     "explorer.max_inflight_batches": _ONE_LOOP,
-    "explorer.runner_num": nothing("runner_per_model says it"),
-    "explorer.max_repeat_times_per_runner": nothing("runs of a prompt are spread over all processes"),
-    "explorer.concurrent_mode": nothing("runs are under way at once in threads and coroutines"),
+    "explorer.runner_num": nothing("runner_per_model sets it"),
+    "explorer.max_repeat_times_per_runner": nothing("runs of a prompt are distributed over all processes"),
+    "explorer.concurrent_mode": nothing("runs are concurrent threads and coroutines"),
     "explorer.over_rollout": only(
-        None, {}, {"ratio": 0.0}, instead="is_use_additional_prompts answers more prompts than needed; remove it"
+        None, {}, {"ratio": 0.0}, instead="is_use_additional_prompts samples more prompts than needed; remove it"
     ),
     "explorer.dynamic_timeout": only(
-        None, {}, {"enable": False}, instead="max_timeout (workflow_timeout) is the one limit; remove it"
+        None, {}, {"enable": False}, instead="max_timeout (workflow_timeout) is the only limit; remove it"
     ),
     "explorer.eval_interval": PART,
-    "explorer.eval_on_startup": nothing("a run with validation always begins with one"),
+    "explorer.eval_on_startup": nothing("a run with validation always starts with one"),
     **_below("explorer.rollout_model", ROLLOUT_KEYS),
     AUXILIARY: PART,
     **_below(
@@ -282,7 +282,7 @@ KEYS: dict[str, Rule] = {
     ),
     **_below("synchronizer", _all(_ONE_LOOP, "explorer_sync_interval trainer_sync_interval")),
     **_below("synchronizer", _all(NOTHING, "explorer_world_size ray_namespace group_name")),
-    "trainer.trainer_type": only("verl", instead="training is done with Megatron-core; write verl, or remove the key"),
+    "trainer.trainer_type": only("verl", instead="training runs in Megatron-core; write verl, or remove the key"),
     "trainer.trainer_strategy": PART,
     **_below(
         "trainer.megatron",
@@ -307,9 +307,9 @@ KEYS: dict[str, Rule] = {
     **_below("trainer", _all(PART, "grad_clip use_dynamic_bsz max_token_len_per_gpu ppo_max_token_len_per_gpu")),
     **_below("trainer", _all(PART, "ulysses_sequence_parallel_size actor_grad_clip")),
     **_below("trainer", _all(NOTHING, "name enable_preview save_strategy save_hf_checkpoint")),
-    "trainer.fix_actor_microbatch_loss_scale": nothing("a loss is always that of the whole batch"),
+    "trainer.fix_actor_microbatch_loss_scale": nothing("the loss is always that of the whole batch"),
     "trainer.trainer_config_path": only(
-        None, "", instead="that file is not read; write algorithm.optimizer and trainer.grad_clip here, remove the key"
+        None, "", instead="the file is not read; set algorithm.optimizer and trainer.grad_clip here, remove the key"
     ),
     **{f"trainer.trainer_config.{section}.{key}": PART for section, keys in _VERL.items() for key in keys.split()},
     "monitor.monitor_type": to("track_with"),
@@ -317,30 +317,29 @@ KEYS: dict[str, Rule] = {
     **_below("monitor", _all(NOTHING, "enable_ray_timeline detailed_stats cache_dir")),
     "data_processor.task_pipeline": only(None, {}, instead="process the rows before the run, into a file; remove it"),
     "data_processor.experience_pipeline": PART,
-    "service": only(None, {}, {"data_juicer": None}, instead="no other service is asked; remove the section"),
+    "service": only(None, {}, {"data_juicer": None}, instead="other services are not supported; remove the section"),
     "stages": only(
         None,
         [],
-        instead="write a configuration for each stage, and begin the next one with the checkpoint of the one before",
+        instead="write one configuration per stage, each starting from the previous stage's checkpoint",
     ),
 }
-# arguments of their losses of demonstrations that say how veRL cuts a batch
+# arguments of Trinity-RFT's demonstration losses for veRL's batching
 BATCH_ARGUMENTS = frozenset(
     (
         *("use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer"),
         *("train_batch_size_expert", "train_batch_size_usual"),
     )
 )
-UNREAD = ("trainer.trainer_config",)  # sections whose other keys mean nothing
+UNREAD = ("trainer.trainer_config",)  # sections whose other keys are ignored
 
-# workflows whose reward is theirs where none is named
-REWARD_OF_WORKFLOW = {
+# workflow -> its default reward
+DEFAULT_REWARDS = {
     **dict.fromkeys(("math_workflow", "async_math_workflow"), "math_reward"),
     **dict.fromkeys(("math_boxed_workflow", "async_math_boxed_workflow"), "math_boxed_reward"),
     **dict.fromkeys(("on_policy_distill_math_workflow", "math_eval_workflow"), "accuracy_reward"),
 }
-# their reward -> the sections of `rewards` that are its counterpart
-# theirs is 0.1 or -0.1: the same but for a constant
+# Trinity-RFT's reward -> equivalent sections of `rewards`; its format reward is 0.1 or -0.1, equal up to a constant
 _FORMAT = {"weight": 0.2, "pattern": r".*?<think>.*?</think>\s*<answer>.*?</answer>\s*"}
 REWARDS: dict[str, dict[str, Any]] = {
     "accuracy_reward": {"math_rule": {"worker_cls": "math_rule"}},

@@ -1,4 +1,4 @@
-"""Reads a configuration of either kind: ours, or one of Trinity-RFT, which is put under our keys."""
+"""Load a configuration of this package or of Trinity-RFT, which is translated."""
 
 import warnings
 from pathlib import Path
@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from roll_opd.base import hardware
 from roll_opd.base.failures import ConfigError, os_sentence
-from roll_opd.base.paths import PathError, find_path, hub_hint, looking_beside
+from roll_opd.base.paths import PathError, also_resolving_in, find_path, hub_hint
 from roll_opd.compat.trinity.reading import Machine
 from roll_opd.compat.trinity.translate import is_trinity, translated
 from roll_opd.config.compose import (
@@ -33,7 +33,10 @@ from roll_opd.data.rows import DataError
 
 
 def load_any(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
-    """Return what `load_config` does, also of a Trinity-RFT file; `overrides` are of our keys. Raises ConfigError."""
+    """Load a configuration as `load_config`, translating a Trinity-RFT file; `overrides` use this package's keys.
+
+    Raises ConfigError.
+    """
     try:
         directory, name = find_config(config_path, config_name)
         file = directory / f"{name}.yaml"
@@ -42,14 +45,14 @@ def load_any(config_path: str, config_name: str, overrides: list[str]) -> Loaded
             root = yaml.compose(file.read_text(encoding="utf-8"), Loader=LOADER)
         keys = {key.value: None for key, _ in root.value} if isinstance(root, yaml.MappingNode) else {}
     except (ConfigError, OSError, PathError, yaml.YAMLError):
-        keys = {}  # told by `load_config`
+        keys = {}  # reported by `load_config`
     if not is_trinity(keys):
         return load_config(config_path, config_name, overrides)
-    with bounded_work(), looking_beside(directory):
-        return _of_trinity(file, overrides)
+    with bounded_work(), also_resolving_in(directory):
+        return _load_trinity(file, overrides)
 
 
-def _of_trinity(file: Path, overrides: list[str]) -> LoadedConfig:
+def _load_trinity(file: Path, overrides: list[str]) -> LoadedConfig:
     lines = key_lines(file, file.name, "")
     values = _resolved(_loaded(file), lines)
     diag = Diagnostics(lines)
@@ -58,7 +61,7 @@ def _of_trinity(file: Path, overrides: list[str]) -> LoadedConfig:
     if diag.problems:
         raise ConfigError(diag.problems)
     ours, origins = _overridden(read.values, overrides)
-    head = f"{file} is a configuration of Trinity-RFT; it is read as"
+    head = f"{file} is a Trinity-RFT configuration; it is translated to"
     told = "\n".join([head, *read.lines()])
     return LoadedConfig(file.stem, file.parent, ours, read.origins | origins, told=told)
 
@@ -70,12 +73,12 @@ def _loaded(file: Path) -> DictConfig:
         raise ConfigError([yaml_message(error, file)]) from None
     except (OmegaConfBaseException, OSError, ValueError) as error:
         raise ConfigError([f"{file}: {one_line(error)}"]) from None
-    assert isinstance(loaded, DictConfig)  # it has the sections of one
+    assert isinstance(loaded, DictConfig)  # it has sections
     return loaded
 
 
 def _resolved(config: DictConfig, lines: dict[str, str]) -> dict[str, Any]:
-    """Return plain values; ConfigError for references that lead nowhere."""
+    """Resolve references to plain values; raises ConfigError for invalid ones."""
     diag = Diagnostics(lines)
     found = resolve(config, diag)
     if diag.problems:
@@ -84,7 +87,7 @@ def _resolved(config: DictConfig, lines: dict[str, str]) -> dict[str, Any]:
 
 
 def _overridden(values: dict[str, Any], overrides: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return `values` with overrides of our keys, and where these were written."""
+    """Return (`values` with overrides of this package's keys, origins of the overridden keys)."""
     config, problems = OmegaConf.create(values), []
     origins: dict[str, str] = {}
     for override in parse_overrides(overrides):
@@ -99,7 +102,9 @@ def _overridden(values: dict[str, Any], overrides: list[str]) -> tuple[dict[str,
                 else:
                     OmegaConf.update(config, key, value, merge=True, force_add=True)
             except (OmegaConfBaseException, KeyError, TypeError, AttributeError, ValueError) as error:
-                problems.append(f"override {override.input_line!r}: {one_line(error)}; write key=value, of our keys")
+                problems.append(
+                    f"override {override.input_line!r}: {one_line(error)}; write key=value with keys of this package"
+                )
         origins |= dict.fromkeys(keys_below(key, value), COMMAND_LINE)
     if problems:
         raise ConfigError(problems)
@@ -107,14 +112,14 @@ def _overridden(values: dict[str, Any], overrides: list[str]) -> tuple[dict[str,
 
 
 def _files_of(path: str, split: str, subset: str | None) -> list[str]:
-    """Return the files of a data set as Trinity-RFT finds them: a file, or those of a split in a directory."""
+    """Return the files of a dataset as Trinity-RFT finds them: a file, or a split's files in a directory."""
     try:
         found = find_path(path)
     except PathError as error:
         raise ValueError(str(error)) from None
     if found is None:
         hint = hub_hint(path, "dataset")
-        missing = f"{path!r} is neither a file nor a directory here, and nothing is downloaded"
+        missing = f"{path!r} is not a local file or directory, and nothing is downloaded"
         raise ValueError(f"{missing}; {hint or 'correct the path'}")
     if not found.is_dir():
         return [str(found)]
@@ -128,7 +133,7 @@ def _files_of(path: str, split: str, subset: str | None) -> list[str]:
     chosen = named or (inside if split == "train" and not known else [])
     if not chosen:
         there = ", ".join(str(file.relative_to(found)) for file in files[:8]) or "none"
-        raise ValueError(f"{found} has no file of split {split!r}; name one of its files: {there}")
+        raise ValueError(f"{found} has no file of split {split!r}; use one of its files: {there}")
     return [str(file) for file in chosen]
 
 

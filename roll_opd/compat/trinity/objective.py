@@ -1,4 +1,4 @@
-"""The objective that a Trinity-RFT configuration asks for: its algorithm, functions, and what these need."""
+"""Translate the objective of a Trinity-RFT configuration: algorithm, loss, advantage, KL, critic."""
 
 from typing import Any
 
@@ -9,30 +9,31 @@ from roll_opd.compat.trinity.reading import Translation
 
 
 def objective(read: Translation) -> None:
-    """The row, its functions' arguments, and the KL to a reference policy."""
+    """Translate the algorithm, its functions' arguments, and the KL to a reference policy."""
     key = "algorithm.algorithm_type"
     name = read.get(key, "ppo")
     if name in ("sft", "dpo"):
-        read.diag.error(
-            key, f"{name} learns from rows with answers; write a configuration for start_{name}_pipeline.py"
-        )
+        read.diag.error(key, f"{name} trains on rows with answers; write a configuration for start_{name}_pipeline.py")
         return
     read.put("algorithm_type", name, key if read.get(key) else "")
     try:
         row = algorithm(name) if isinstance(name, str) else None
     except AlgorithmError:
-        row = None  # told with our own key
+        row = None  # reported under this package's key
     advantage = read.below("algorithm.advantage_fn_args")
     if read.is_pure and "kl_coef" in advantage:
         read.put("opd_kl_coef", advantage.pop("kl_coef"), "algorithm.advantage_fn_args.kl_coef")
     loss = read.below("algorithm.policy_loss_fn_args")
     for argument in sorted(BATCH_ARGUMENTS & loss.keys()):
-        read.drop(f"algorithm.policy_loss_fn_args.{argument}", "a loss is that of the whole batch, however it is cut")
+        read.drop(
+            f"algorithm.policy_loss_fn_args.{argument}",
+            "the loss is that of the whole batch, independent of micro-batches",
+        )
     if loss.get("use_token_level_loss_in_sft") is True:
-        read.drop("algorithm.policy_loss_fn_args.use_token_level_loss_in_sft", "loss_agg_mode says it")
+        read.drop("algorithm.policy_loss_fn_args.use_token_level_loss_in_sft", "loss_agg_mode sets it")
         loss = {argument: value for argument, value in loss.items() if argument != "use_token_level_loss_in_sft"}
     if "loss_agg_mode" in loss and read.get("algorithm.loss_agg_mode") is not None:
-        read.drop("algorithm.policy_loss_fn_args.loss_agg_mode", "algorithm.loss_agg_mode says it")
+        read.drop("algorithm.policy_loss_fn_args.loss_agg_mode", "algorithm.loss_agg_mode sets it")
         loss = {argument: value for argument, value in loss.items() if argument != "loss_agg_mode"}
     if loss := {argument: value for argument, value in loss.items() if argument not in BATCH_ARGUMENTS}:
         read.put("policy_loss_fn_args", loss, "algorithm.policy_loss_fn_args")
@@ -48,9 +49,9 @@ def objective(read: Translation) -> None:
         if argument == "expert_data_ratio":
             read.put("expert_data_ratio", value, path)
         elif argument == "sft_dataset_name":
-            read.drop(path, "demonstrations are those of trainer_input")
+            read.drop(path, "demonstrations come from trainer_input")
         else:
-            read.diag.error(path, "is no argument here; every experience is learned from in its step; remove it")
+            read.diag.error(path, "is not supported; every experience is trained on in its step; remove it")
     if compares:
         read.put("reference.strategy_args.strategy_name", "megatron_infer")
     if (row and row.advantage == "gae") or read.values.get("advantage_fn") in ("ppo", "gae"):
@@ -58,15 +59,15 @@ def objective(read: Translation) -> None:
 
 
 def _one_argument(read: Translation, section: str, name: str) -> Any:
-    """Return the one argument that a function has; others are refused."""
+    """Return the only supported argument of a function; others are reported."""
     given = read.below(section)
     for argument in given.keys() - {name}:
-        read.diag.error(f"{section}.{argument}", f"is no argument here; {name} alone is; remove it")
+        read.diag.error(f"{section}.{argument}", f"is not an argument here; only {name} is; remove it")
     return given.get(name)
 
 
 def _kl_loss(read: Translation, by_row: bool) -> bool:
-    """Return whether the loss has a KL to a reference policy."""
+    """Translate the KL loss; return whether there is one."""
     name, key = read.first("algorithm.kl_loss_fn")
     coefficient = _one_argument(read, "algorithm.kl_loss_fn_args", "kl_coef")
     if name:
@@ -84,7 +85,7 @@ def _kl_loss(read: Translation, by_row: bool) -> bool:
 
 
 def _kl_penalty(read: Translation) -> bool:
-    """Return whether rewards have a KL to a reference policy subtracted."""
+    """Translate the KL penalty of rewards; return whether there is one."""
     name, key = read.first("algorithm.kl_penalty_fn", default="none")
     given = read.below("algorithm.kl_penalty_fn_args")
     if name == "none":
@@ -101,7 +102,7 @@ def _kl_penalty(read: Translation) -> bool:
         read.put("target_kl", given.get("target_kl", 1.0), f"{key}_args.target_kl")
         read.put("kl_horizon", given.get("horizon", 10000), f"{key}_args.horizon")
     for argument in given.keys() - {"kl_coef", "adaptive", "target_kl", "horizon"}:
-        read.diag.error(f"{key}_args.{argument}", "is no argument here; remove it")
+        read.diag.error(f"{key}_args.{argument}", "is not an argument here; remove it")
     return True
 
 

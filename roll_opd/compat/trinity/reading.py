@@ -1,4 +1,4 @@
-"""Goes through a Trinity-RFT configuration by the table of its keys, and keeps the list of what becomes of each."""
+"""`Translation`: apply the key table to a Trinity-RFT configuration and record the result of each key."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ DISTILL = "on_policy_distill"
 
 @dataclass(frozen=True)
 class Machine:
-    """What the run will have: devices of a node, and whether they are GPUs."""
+    """Devices of a node, and whether they are GPUs."""
 
     devices: int
     has_gpus: bool
@@ -22,21 +22,21 @@ class Machine:
 
 @dataclass
 class Translation:
-    """What has been read so far."""
+    """State of a translation: values read, keys mapped and ignored."""
 
     diag: Diagnostics
     machine: Machine
-    found: dict[str, Any] = field(default_factory=dict)  # their keys of which a part is made
-    values: dict[str, Any] = field(default_factory=dict)  # ours
-    origins: dict[str, str] = field(default_factory=dict)  # of ours
-    mapped: list[tuple[str, str, Any]] = field(default_factory=list)  # their key, ours, value
-    unread: dict[str, str] = field(default_factory=dict)  # their key -> why it means nothing
-    auxiliaries: dict[str, str] = field(default_factory=dict)  # their models that workflows ask -> our sections
-    devices: int = 1  # of training
+    found: dict[str, Any] = field(default_factory=dict)  # Trinity-RFT key -> value, for combined keys
+    values: dict[str, Any] = field(default_factory=dict)  # translated configuration
+    origins: dict[str, str] = field(default_factory=dict)  # of translated keys
+    mapped: list[tuple[str, str, Any]] = field(default_factory=list)  # (Trinity-RFT keys, our key, value)
+    unread: dict[str, str] = field(default_factory=dict)  # ignored Trinity-RFT key -> reason
+    auxiliaries: dict[str, str] = field(default_factory=dict)  # Trinity-RFT section of an auxiliary model -> ours
+    devices: int = 1  # training devices
 
     @property
     def is_pure(self) -> bool:
-        """Whether a teacher is all that is learned from."""
+        """Whether the algorithm is pure distillation."""
         return self.get("algorithm.algorithm_type") == DISTILL
 
     @property
@@ -49,23 +49,23 @@ class Translation:
 
     @property
     def frozen(self) -> list[str]:
-        """Roles beside the student that are Megatron models."""
+        """Megatron roles other than the student."""
         return [role for role in ("teacher", "reference", "critic") if role in self.values]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of one of their keys."""
+        """Return the value of a Trinity-RFT key."""
         return self.found.get(key, default)
 
     def first(self, *keys: str, default: Any = None) -> tuple[Any, str]:
-        """Return the value of the first of their keys that is written, and its name."""
+        """Return (value, key) of the first Trinity-RFT key that is set; (default, "") if none is."""
         return next(((self.found[key], key) for key in keys if key in self.found), (default, ""))
 
     def either(self, key: str, default: Any) -> tuple[Any, str]:
-        """Return the value of one of their keys, or their default, as `put` takes it."""
+        """Return (value, key) of a Trinity-RFT key or its default, as arguments of `put`."""
         return self.first(key, default=default)
 
     def put(self, ours: str, value: Any, *by: str) -> None:
-        """Write one of our keys, because of theirs, or because it is Trinity-RFT's default."""
+        """Set a key of this package, translated from the keys `by`, or Trinity-RFT's default without them."""
         ours = ours.format(train=self.train, infer=self.infer)
         *sections, last = ours.split(".")
         place = self.values
@@ -78,11 +78,11 @@ class Translation:
             self.origins[ours] = f"{key}{self.diag.where(key).replace(' (', ', ').rstrip(')')}"
 
     def drop(self, key: str, why: str) -> None:
-        """Note that a key that is written means nothing."""
+        """Record that a key is ignored."""
         self.unread[key] = why
 
-    def drop_the_rest(self, why: Mapping[str, str]) -> None:
-        """Note what is written and has been read without an effect; `why` has reasons by what a key begins with."""
+    def drop_remaining(self, why: Mapping[str, str]) -> None:
+        """Record all remaining keys as ignored; `why` maps key prefixes to reasons."""
         used = {key for keys, *_ in self.mapped for key in keys.split(" + ")} | self.unread.keys()
         for key in self.found:
             if key in used or any(other.startswith(f"{key}.") for other in used):
@@ -90,15 +90,15 @@ class Translation:
             self.drop(key, next((text for beginning, text in why.items() if key.startswith(beginning)), ""))
 
     def number(self, key: str, default: int, least: int = 1) -> int:
-        """Return a whole number of theirs; what is none is told, and `default` takes its place."""
+        """Return an integer value of a Trinity-RFT key; reports other values and returns `default`."""
         value = self.get(key, default)
         if isinstance(value, int) and not isinstance(value, bool) and value >= least:
             return value
-        self.diag.error(key, f"should be a whole number of at least {least}, got {value!r}")
+        self.diag.error(key, f"should be an integer of at least {least}, got {value!r}")
         return default
 
     def below(self, key: str) -> dict[str, Any]:
-        """Return a value of theirs that should be a section."""
+        """Return the section under a Trinity-RFT key; reports other values."""
         value = self.get(key, {})
         if isinstance(value, dict):
             return value
@@ -106,7 +106,7 @@ class Translation:
         return {}
 
     def entries(self, key: str) -> list[Mapping[str, Any]]:
-        """Return a value of theirs that should be a list of sections."""
+        """Return the list of sections under a Trinity-RFT key; reports other values."""
         value = self.get(key) or []
         if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
             return value
@@ -114,12 +114,12 @@ class Translation:
         return []
 
     def lines(self) -> Iterable[str]:
-        """Yield the list of what was read how."""
+        """Yield the lines of the translation report."""
         for theirs, ours, value in self.mapped:
-            told = "***" if is_secret(ours) or (isinstance(value, dict) and any(map(is_secret, value))) else value
-            yield f"  {theirs or '(default)'} -> {ours}: {_yaml(told)}"
+            shown = "***" if is_secret(ours) or (isinstance(value, dict) and any(map(is_secret, value))) else value
+            yield f"  {theirs or '(default)'} -> {ours}: {_yaml(shown)}"
         if self.unread:
-            yield "and these mean nothing here:"
+            yield "ignored:"
         reasons: dict[str, list[str]] = {}
         for key, why in self.unread.items():
             reasons.setdefault(why, []).append(key)
@@ -134,7 +134,7 @@ def _yaml(value: Any) -> str:
 
 
 def sort(read: Translation, values: Mapping[str, Any], keys: Mapping[str, Rule], prefix: str) -> None:
-    """Go through `values`, written below `prefix`: follow each key's rule, keep the parts in `found`."""
+    """Apply the rules of `keys` to `values` below `prefix`; combined keys are stored in `found`."""
     sections = {key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)}
 
     def visit(value: Any, key: str) -> None:
@@ -149,7 +149,9 @@ def sort(read: Translation, values: Mapping[str, Any], keys: Mapping[str, Rule],
             elif value is not None:
                 read.diag.error(path, f"expected a section with keys, got {value!r}")
         elif path.startswith(UNREAD):
-            read.drop(path if path in UNREAD else ".".join(path.split(".")[:2]), "veRL's own; there is no veRL here")
+            read.drop(
+                path if path in UNREAD else ".".join(path.split(".")[:2]), "a key of veRL, which is not used here"
+            )
         else:
             read.diag.error(path, _unknown(key, {*keys, *sections}))
 
@@ -158,18 +160,15 @@ def sort(read: Translation, values: Mapping[str, Any], keys: Mapping[str, Rule],
 
 
 def _unknown(key: str, known: Iterable[str]) -> str:
-    """Say that a key is not known here, and which one may be meant; Trinity-RFT may have it in another version."""
+    """Return the message for an unknown key, with a suggestion."""
     section, _, last = key.rpartition(".")
-    beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
-    if near := nearest(last, beside):
+    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
+    if near := nearest(last, siblings):
         return f"unknown key; did you mean {near!r}?"
     elsewhere = [name for name in known if name.rpartition(".")[2] == last]
     if elsewhere:
         return f"unknown key here; it belongs to {' or '.join(sorted(elsewhere)[:3])}"
-    return (
-        "is none of the keys of Trinity-RFT up to 0.6 that this package knows, so that it cannot say what would change"
-        " without it; leave it out to run without it"
-    )
+    return "is not a known key of Trinity-RFT up to 0.6, so its effect is unknown; remove it to run without it"
 
 
 def _follow(read: Translation, rule: Rule, path: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""The sizes of a run that a Trinity-RFT configuration asks for: devices, batches, the optimizer's steps."""
+"""Translate the sizes of a Trinity-RFT configuration: devices, batches, optimizer, steps."""
 
 import math
 from collections.abc import Callable
@@ -8,19 +8,19 @@ from roll_opd.algorithms.table import algorithm
 from roll_opd.compat.trinity.keys import AUXILIARY, DTYPES, TASKSET
 from roll_opd.compat.trinity.reading import Translation
 
-MOST_PER_DEVICE = 8  # sequences of a micro-batch, where it is not limited by tokens
+MAX_PER_DEVICE = 8  # sequences per micro-batch without a token limit
 _ACTOR = "trainer.trainer_config.actor_rollout_ref.actor"
 _VERL = "trainer.trainer_config.trainer"
 
 
 def devices(read: Translation) -> None:
-    """Training, sampling and the teacher have devices of their own, as there; without GPUs they share the slots."""
+    """Translate devices: separate ones for training, sampling and the teacher; without GPUs all share the slots."""
     teacher = f"{AUXILIARY}.0"
     sizes = {
         place: read.number(f"{place}.engine_num", 1) * read.number(f"{place}.tensor_parallel_size", 1)
         for place in ("explorer.rollout_model", *([teacher] if "teacher" in read.values else []))
     }
-    asked = {
+    auxiliary = {
         place: read.number(f"{place}.engine_num", 1) * read.number(f"{place}.tensor_parallel_size", 1)
         for place in read.auxiliaries
     }
@@ -34,7 +34,9 @@ def devices(read: Translation) -> None:
             "explorer.rollout_model.gpu_memory_utilization",
         )
         dropped += tuple(
-            f"{place}.{name}" for place in (sizes | asked) for name in ("engine_num", "tensor_parallel_size", "dtype")
+            f"{place}.{name}"
+            for place in (sizes | auxiliary)
+            for name in ("engine_num", "tensor_parallel_size", "dtype")
         )
         dropped += tuple(name for name in read.found if name.startswith("trainer.megatron."))
         for name in (*dropped, "trainer.ulysses_sequence_parallel_size"):
@@ -43,17 +45,17 @@ def devices(read: Translation) -> None:
         if "explorer.rollout_model.enable_chunked_prefill" in read.found:
             read.drop(
                 "explorer.rollout_model.enable_chunked_prefill",
-                "this machine has no GPUs: on a CPU it breaks seeded sampling",
+                "this machine has no GPUs, and on a CPU it breaks seeded sampling",
             )
         for role in (read.train, read.infer, *read.frozen, *read.auxiliaries.values()):
             read.put(f"{role}.model_args.dtype", "fp32")
         for number, section in enumerate(read.auxiliaries.values()):
             read.put(f"{section}.device_mapping", f"[{number % read.devices}]")
         return
-    taken = sum(sizes.values()) + sum(asked.values())
+    taken = sum(sizes.values()) + sum(auxiliary.values())
     read.devices = nodes * each - taken
     if read.devices < 1:
-        text = f"{nodes} x {each} GPUs are all taken by engines ({taken}); training needs some, too"
+        text = f"{nodes} x {each} GPUs are all used by engines ({taken}); training needs some too"
         read.diag.error("cluster.gpu_per_node", text)
         return
     read.put("num_nodes", nodes, "cluster.node_num" if read.get("cluster.node_num") else "")
@@ -65,7 +67,7 @@ def devices(read: Translation) -> None:
         read.put(f"{role}.model_args.dtype", DTYPES[dtype], key)
     begin = 0
     own = {read.train: read.devices, read.infer: sizes["explorer.rollout_model"], "teacher": sizes.get(teacher, 0)}
-    own |= {section: asked[place] for place, section in read.auxiliaries.items()}
+    own |= {section: auxiliary[place] for place, section in read.auxiliaries.items()}
     for role, size in own.items():
         if size:
             read.put(f"{role}.device_mapping", f"list(range({begin},{begin + size}))", "cluster.gpu_per_node")
@@ -98,9 +100,9 @@ def devices(read: Translation) -> None:
 
 
 def _megatron(read: Translation) -> None:
-    """How the model is spread over training's devices, where Megatron trains it there, too."""
+    """Translate the parallel layout of Trinity-RFT's Megatron trainer."""
     ours = "{train}.strategy_args.strategy_config"
-    copy = 1  # devices that have one copy of the model
+    copy = 1  # devices per model replica
     for name in ("tensor", "pipeline", "context", "expert", "virtual_pipeline"):
         theirs = "context_parallel_size" if name == "context" else f"{name}_model_parallel_size"
         key = f"trainer.megatron.{theirs}"
@@ -116,7 +118,7 @@ def _megatron(read: Translation) -> None:
 
 
 def batches(read: Translation) -> None:
-    """Prompts a step and sequences an update; micro-batches are limited by tokens."""
+    """Translate prompts per step, sequences per update, and micro-batches."""
     prompts = read.number("buffer.batch_size", 1)
     read.put("rollout_batch_size", prompts, "buffer.batch_size" if read.get("buffer.batch_size") else "")
     try:
@@ -149,7 +151,7 @@ def batches(read: Translation) -> None:
         read.put("{infer}.device_mapping", f"list(range(0,{read.machine.devices}))", key)
         read.put("num_gpus_per_node", read.machine.devices)
     each = update // number
-    device = next(size for size in range(min(MOST_PER_DEVICE, each), 0, -1) if each % size == 0)
+    device = next(size for size in range(min(MAX_PER_DEVICE, each), 0, -1) if each % size == 0)
     for role in (read.train, *(["critic"] if "critic" in read.values else [])):
         read.put(f"{role}.training_args.per_device_train_batch_size", device, key if read.get(key) else "")
         read.put(f"{role}.training_args.gradient_accumulation_steps", each // device, key if read.get(key) else "")
@@ -160,7 +162,7 @@ def batches(read: Translation) -> None:
 
 
 def training(read: Translation) -> None:
-    """The optimizer, and micro-batches limited by tokens."""
+    """Translate the optimizer, checkpoints, and token limits of micro-batches."""
     actor, optimizer = "{train}.training_args", "algorithm.optimizer"
     rate, key = read.first(f"{optimizer}.lr", f"{_ACTOR}.optim.lr", default=1e-6)
     read.put(f"{actor}.learning_rate", rate, key)
@@ -207,12 +209,12 @@ def training(read: Translation) -> None:
 
 
 def steps(read: Translation, count: Callable[[list[str]], int]) -> None:
-    """The steps of the run, counted from the rows where epochs are written."""
+    """Translate the number of steps, computed from the number of rows if epochs are given."""
     steps, key = read.first("buffer.total_steps", "trainer.total_steps")
     if steps is not None:
         read.put("max_steps", steps, key)
         if "buffer.total_epochs" in read.found:
-            read.drop("buffer.total_epochs", f"{key} says it")
+            read.drop("buffer.total_epochs", f"{key} sets it")
         return
     epochs = read.number("buffer.total_epochs", 1)
     files = read.values.get(read.train, {}).get("data_args", {}).get("file_name") or []

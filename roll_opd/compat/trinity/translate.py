@@ -1,8 +1,7 @@
-"""Reads a configuration of Trinity-RFT: its values under our keys, and what becomes of each of its keys, in one list.
+"""Translate a Trinity-RFT configuration: names, models, lengths, datasets, rewards, validation.
 
-`keys.py` says what each key is. What is put together from several keys is here: models, lengths, rows,
-rewards; the objective is in `objective.py`, sizes are in `sizes.py`. Where Trinity-RFT has another
-default than this package, it is written out.
+`keys.py` has the rules of single keys, `objective.py` and `sizes.py` translate the objective and the sizes. Defaults
+that differ between the packages are written out.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,9 +11,9 @@ from roll_opd.base.declared import declarations
 from roll_opd.compat.trinity.keys import (
     AUXILIARY,
     AUXILIARY_KEYS,
+    DEFAULT_REWARDS,
     EVAL_TASKSETS,
     KEYS,
-    REWARD_OF_WORKFLOW,
     REWARDS,
     SECTIONS,
     SFT_ROWS,
@@ -37,14 +36,14 @@ SAMPLING = {
     "repetition_penalty": "repetition_penalty",
     "max_tokens": "max_new_tokens",
 }
-UNUSED = {  # what is written and has no effect, by what it begins with
+UNUSED = {  # prefix of ignored keys -> reason
     "model.critic_model_path": "the algorithm has no critic",
     "trainer.critic_warmup": "the algorithm has no critic",
-    "trainer.trainer_strategy": "Megatron-core spreads the model",
+    "trainer.trainer_strategy": "Megatron-core shards the model",
     "trainer.megatron": "trainer_strategy is not megatron",
-    f"{EVAL_TASKSETS}.": "validation is done as training is",
+    f"{EVAL_TASKSETS}.": "validation uses the settings of training",
 }
-# of an adapter in model.lora_configs -> ours, and Trinity-RFT's default
+# key of model.lora_configs -> (our key, Trinity-RFT's default)
 LORA = {
     "lora_rank": ("lora_rank", 32),
     "lora_alpha": ("lora_alpha", 32),
@@ -55,7 +54,7 @@ FilesOf = Callable[[str, str, str | None], list[str]]
 
 
 def is_trinity(values: Mapping[Any, Any]) -> bool:
-    """Whether these are the values of a Trinity-RFT configuration."""
+    """Return whether these are the values of a Trinity-RFT configuration."""
     return not SECTIONS.isdisjoint(values) and values.keys().isdisjoint(OUR_ROLES)
 
 
@@ -66,16 +65,16 @@ def translated(
     files_of: FilesOf,
     count: Callable[[list[str]], int],
 ) -> Translation:
-    """Return `values` of Trinity-RFT under our keys; every refusal goes to `diag`, which knows where keys are written.
+    """Translate `values` of Trinity-RFT; problems are reported to `diag`.
 
-    `files_of(path, split, subset)` returns the files of a data set, `count` the rows of files; both raise ValueError
-    with a sentence for what cannot be read.
+    `files_of(path, split, subset)` returns the files of a dataset, `count` the number of rows of files; both raise
+    ValueError with a message.
     """
     read = Translation(diag, machine)
     sort(read, values, KEYS, "")
     if "data" in values:
         diag.problems.clear()
-        diag.error("data", "is a section of Trinity-RFT before 0.2; write buffer.explorer_input, as its guide does")
+        diag.error("data", "is a section of Trinity-RFT before 0.2; write buffer.explorer_input as in its guide")
         return read
     _names(read)
     objective(read)
@@ -87,7 +86,7 @@ def translated(
     batches(read)
     training(read)
     steps(read, count)
-    read.drop_the_rest(UNUSED)
+    read.drop_remaining(UNUSED)
     return read
 
 
@@ -98,13 +97,15 @@ def _names(read: Translation) -> None:
     pipeline = "data_processor.experience_pipeline"
     for name, value in read.below(pipeline).items():
         if name == "operators" and value:
-            read.diag.error(f"{pipeline}.{name}", "experiences are not changed on their way; do it in the workflow")
+            read.diag.error(
+                f"{pipeline}.{name}", "experience operators are not supported; process experiences in the workflow"
+            )
         else:
             read.drop(f"{pipeline}.{name}", "")
 
 
 def _adapter(read: Translation) -> None:
-    """LoRA: one adapter, beside the linear layers of the student."""
+    """Translate LoRA: one adapter of the student."""
     place = "model.lora_configs"
     entries = read.entries(place)
     if not entries:
@@ -112,8 +113,8 @@ def _adapter(read: Translation) -> None:
     known = {"name", "base_model_name", "lora_dtype", "is_dummy", "path", *LORA}
     odd = sorted(key for key in entries[0].keys() - known if entries[0][key])
     if len(entries) > 1 or odd:
-        said = f"has {', '.join(odd)}" if odd else f"has {len(entries)} adapters"
-        read.diag.error(place, f"{said}; one adapter of the student's is trained, with {', '.join(LORA)}")
+        found = f"has {', '.join(odd)}" if odd else f"has {len(entries)} adapters"
+        read.diag.error(place, f"{found}; only one adapter of the student with the keys {', '.join(LORA)} is supported")
         return
     for name, (ours, default) in LORA.items():
         read.put(f"{{train}}.model_args.{ours}", entries[0].get(name, default), place)
@@ -142,7 +143,7 @@ def _models_and_lengths(read: Translation) -> None:
         response, keys[2] = whole - prompt, keys[0]
     if prompt is None or response is None:
         missing = "model.max_prompt_tokens" if prompt is None else "model.max_response_tokens"
-        read.diag.error(missing, "is missing; write it: prompt and response have their own limits")
+        read.diag.error(missing, "is missing; write it: prompt and response have separate limits")
         return
     read.put("prompt_length", prompt, keys[1])
     read.put("response_length", response, keys[2])
@@ -154,33 +155,33 @@ _LENGTHS = ("max_model_len", "max_prompt_tokens", "max_response_tokens")
 
 
 def _auxiliary_models(read: Translation) -> None:
-    """The first one is the teacher in distillation; the others, and all in other algorithms, are asked by workflows.
+    """Translate auxiliary models: in distillation the first is the teacher, all others serve workflows.
 
-    A workflow of the user's own may ask the teacher, too, and then has it in an engine besides.
+    A user's workflow may also call the teacher, which then also gets an engine.
     """
     models = read.entries(AUXILIARY)
     workflow, _ = read.first(f"{TASKSET}.default_workflow_type", f"{INPUT}.default_workflow_type")
     built_in = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module")
-    asks_teacher = isinstance(workflow, str) and workflow not in built_in
+    calls_teacher = isinstance(workflow, str) and workflow not in built_in
     if read.is_pure and not models:
-        read.diag.error(AUXILIARY, "is missing; its first model is the teacher, write one")
+        read.diag.error(AUXILIARY, "is missing; add the teacher as its first model")
     for number, model in enumerate(models):
         place = f"{AUXILIARY}.{number}"
         is_teacher = read.is_pure and not number
-        sort(read, model, TEACHER_KEYS if is_teacher and not asks_teacher else AUXILIARY_KEYS, f"{place}.")
+        sort(read, model, TEACHER_KEYS if is_teacher and not calls_teacher else AUXILIARY_KEYS, f"{place}.")
         path = read.get(f"{place}.model_path"), f"{place}.model_path"
         if is_teacher:
             read.put("teacher.model_args.model_name_or_path", *path)
             read.put("teacher.strategy_args.strategy_name", "megatron_infer")
-        if not is_teacher or asks_teacher:
+        if not is_teacher or calls_teacher:
             ours = read.auxiliaries[place] = f"auxiliary_models.{_name(model, number)}"
             read.put(f"{ours}.model_args.model_name_or_path", *path)
             read.put(f"{ours}.strategy_args.strategy_name", "vllm")
-            _asked(read, place, ours)
+            _auxiliary_sampling(read, place, ours)
 
 
-def _asked(read: Translation, place: str, ours: str) -> None:
-    """How an auxiliary model samples, and how much fits; what it does not say itself is as of the student."""
+def _auxiliary_sampling(read: Translation, place: str, ours: str) -> None:
+    """Translate sampling and lengths of an auxiliary model; the student's values are the defaults."""
     for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
         value, key = read.first(f"{place}.{name}", f"model.{name}", default=1.0 if name == "temperature" else None)
         if value is not None:
@@ -193,25 +194,26 @@ def _asked(read: Translation, place: str, ours: str) -> None:
     if length[0] is not None:
         read.put(engine, *length)
         if prompt[1]:
-            read.drop(prompt[1], "max_model_len says how much fits")
+            read.drop(prompt[1], "max_model_len sets the limit")
     elif isinstance(prompt[0], int) and isinstance(response, int):
         read.put(engine, prompt[0] + response, prompt[1], key)
 
 
 def _name(model: Mapping[str, Any], number: int) -> str:
-    """Return what an auxiliary model is called here."""
+    """Return the name of an auxiliary model's section."""
     name = str(model.get("name") or "")
     return name if name.isidentifier() else f"auxiliary_{number}"
 
 
 def _rows(read: Translation, files_of: FilesOf) -> None:
-    """The rows to learn from, what a workflow sees of them, and how it samples."""
+    """Translate the training dataset, the workflow and its sampling."""
     sets = read.entries(f"{INPUT}.tasksets")
     if len(sets) == 1:
         sort(read, sets[0], TASKSET_KEYS, f"{TASKSET}.")
     elif sets:
         read.diag.error(
-            f"{INPUT}.tasksets", f"{len(sets)} are not read; write one, whose path is a directory with all files"
+            f"{INPUT}.tasksets",
+            f"{len(sets)} tasksets are not supported; write one, with a directory of all files as path",
         )
         return
     files = _files(read, TASKSET, files_of)
@@ -226,12 +228,12 @@ def _rows(read: Translation, files_of: FilesOf) -> None:
     if not workflow and read.is_pure:
         workflow = "on_policy_distill_workflow"
     if not workflow:
-        read.diag.error(f"{INPUT}.default_workflow_type", "is missing; name the workflow")
+        read.diag.error(f"{INPUT}.default_workflow_type", "is missing; set the workflow")
     read.put("workflow", workflow, key)
     if args := read.below(f"{TASKSET}.workflow_args"):
         read.put("workflow_args", args, f"{TASKSET}.workflow_args")
     for name, ours in SAMPLING.items():
-        of_engine = f"explorer.rollout_model.{name}"  # the last word there
+        of_engine = f"explorer.rollout_model.{name}"  # lowest precedence
         value, key = read.first(f"{TASKSET}.rollout_args.{name}", f"model.{name}", of_engine)
         if value is not None:
             read.put(f"{{infer}}.generating_args.{ours}", value, key)
@@ -239,20 +241,20 @@ def _rows(read: Translation, files_of: FilesOf) -> None:
     for key in (f"{TASKSET}.rollout_args.n", f"{TASKSET}.repeat_times"):
         if read.get(key) is not None:
             if read.get(key) not in (1, repeats):
-                read.diag.error(key, "algorithm.repeat_times says how many responses a prompt has; remove this key")
-            read.drop(key, "algorithm.repeat_times says it")
+                read.diag.error(key, "algorithm.repeat_times sets the responses per prompt; remove this key")
+            read.drop(key, "algorithm.repeat_times sets it")
     if not read.values.get("workflow_timeout"):
         read.put("workflow_timeout", 1800)
     _demonstrations(read, files_of)
 
 
 def _place(read: Translation, place: str) -> list[str]:
-    """Return the keys that say which files the data set at `place` has."""
+    """Return the set keys that select the files of the dataset at `place`."""
     return [key for name in ("path", "subset_name", "split") if (key := f"{place}.{name}") in read.found]
 
 
 def _files(read: Translation, place: str, files_of: FilesOf) -> list[str]:
-    """Return the files of the data set at `place`."""
+    """Return the files of the dataset at `place`."""
     path = read.get(f"{place}.path")
     if not isinstance(path, str) or not path:
         read.diag.error(f"{place}.path", "is missing; write a file of rows, or a directory of them")
@@ -265,12 +267,12 @@ def _files(read: Translation, place: str, files_of: FilesOf) -> list[str]:
 
 
 def _demonstrations(read: Translation, files_of: FilesOf) -> None:
-    """Rows with answers, of which mix and mix_chord learn a share."""
+    """Translate the demonstrations of mix and mix_chord."""
     section, key = read.first(*SFT_ROWS)
     if not isinstance(section, Mapping):
         return
     if read.get("algorithm.algorithm_type") not in ("mix", "mix_chord"):
-        read.diag.error(key, "are learned from by mix and mix_chord alone; train on them with start_sft_pipeline.py")
+        read.diag.error(key, "are supported only by mix and mix_chord; train on them with start_sft_pipeline.py")
         return
     for name in ("path", "split", "subset_name"):
         if section.get(name) is not None:
@@ -288,17 +290,17 @@ def _demonstrations(read: Translation, files_of: FilesOf) -> None:
 
 
 def _reward(read: Translation) -> None:
-    """Their reward function as a section of `rewards`; a workflow of theirs that names none has its own.
+    """Translate the reward function, or the workflow's default one, to a section of `rewards`.
 
-    A user's workflow calls the function itself, and so does one of the package where `rewards` has no counterpart.
+    User workflows, and built-in ones whose function has no counterpart in `rewards`, call the function themselves.
     """
     name, key = read.first(f"{TASKSET}.default_reward_fn_type", f"{INPUT}.default_reward_fn_type")
     workflow = read.values.get("workflow")
-    name = name or (REWARD_OF_WORKFLOW.get(workflow) if isinstance(workflow, str) else None)
+    name = name or (DEFAULT_REWARDS.get(workflow) if isinstance(workflow, str) else None)
     args, args_key = read.below(f"{TASKSET}.reward_fn_args"), f"{TASKSET}.reward_fn_args"
     if not name:
         if args:
-            read.drop(args_key, "no reward function is named")
+            read.drop(args_key, "there is no reward function")
         return
     builtin = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module")
     own = not isinstance(workflow, str) or workflow not in builtin
@@ -309,10 +311,10 @@ def _reward(read: Translation) -> None:
         return
     given = read.below(f"{TASKSET}.workflow_args")
     if workflow in BOXED and name == "math_boxed_reward" and (given.keys() & {"with_think", "format_score_coef"}):
-        read.put("workflow_reward", name, key or f"{TASKSET}.workflow_args")  # which alone reads them
+        read.put("workflow_reward", name, key or f"{TASKSET}.workflow_args")  # the only reward with these arguments
         return
     if workflow in THINKING and name != "math_reward" and "system_prompt" not in read.values:
-        read.put("system_prompt", "", key)  # theirs has the one of its own for that reward alone
+        read.put("system_prompt", "", key)  # Trinity-RFT adds its own system prompt for math_reward only
     for domain, section in REWARDS[name].items():
         read.put(f"rewards.{domain}", {**section}, key)
     if name == "math_dapo_reward" and args.get("enable_overlong_penalty"):
@@ -323,11 +325,11 @@ def _reward(read: Translation) -> None:
         }
         read.put("rewards.math_rule.terms", {"length_penalty": penalty}, args_key)
     elif args:
-        read.diag.error(args_key, f"has no counterpart for {name}; write its arguments under rewards, and remove it")
+        read.diag.error(args_key, f"has no counterpart for {name}; move its arguments to rewards, and remove it")
 
 
 def _validation(read: Translation, files_of: FilesOf) -> None:
-    """All sets of validation are one; they are sampled in one way."""
+    """Translate validation: all datasets are merged and sampled with the settings of the first."""
     sets = read.entries(EVAL_TASKSETS)
     files: list[str] = []
     keys: list[str] = []
@@ -339,15 +341,17 @@ def _validation(read: Translation, files_of: FilesOf) -> None:
         for name in ("prompt_key", "response_key"):
             own = read.get(f"{place}.format.{name}")
             if own not in (None, read.values.get(name)):
-                read.diag.error(f"{place}.format.{name}", f"{own!r} is not the column of training; rename one of them")
+                read.diag.error(
+                    f"{place}.format.{name}", f"{own!r} differs from the training column; rename one of them"
+                )
         for name, ours in (("default_workflow_type", "workflow"), ("default_reward_fn_type", None)):
             trained = read.values.get(ours) if ours else read.first(f"{TASKSET}.{name}", f"{INPUT}.{name}")[0]
             if read.get(f"{place}.{name}") not in (None, trained):
-                read.diag.error(f"{place}.{name}", "validation works as training does; let it read task.is_eval")
+                read.diag.error(f"{place}.{name}", "validation uses training's setting; let it read task.is_eval")
     other = read.get(f"{INPUT}.default_eval_workflow_type")
     if sets and other not in (None, "", read.values.get("workflow")):
         read.diag.error(
-            f"{INPUT}.default_eval_workflow_type", "validation has training's workflow; let it read task.is_eval"
+            f"{INPUT}.default_eval_workflow_type", "validation uses training's workflow; let it read task.is_eval"
         )
     if not sets:
         if "explorer.eval_interval" in read.found:
