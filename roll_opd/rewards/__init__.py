@@ -1,4 +1,4 @@
-"""What a reward of one's own is written with: `from roll_opd.rewards import Score, register`."""
+"""Public interface for user rewards: `from roll_opd.rewards import Score, register`."""
 
 from roll_opd.rewards.interface import Failure, RewardSample, Score
 from roll_opd.rewards.registry import register

@@ -1,7 +1,7 @@
-"""Find a reward by what a configuration calls it: a registered name, ROLL's class path, or a dotted path.
+"""`REWARDS` registry: find a reward by registered name, ROLL's class path, or dotted path.
 
-A function is the reward itself, called with the arguments of the configuration; a class is made once with them, and
-its method `score` is the reward.
+A function is the reward itself, called with the configured arguments; a class is instantiated once with them, and its
+method `score` is the reward.
 """
 
 import inspect
@@ -19,13 +19,13 @@ from roll_opd.rewards.signature import adapter, is_foreign
 
 @dataclass(frozen=True)
 class RewardFacts:
-    """What a configuration must know of a reward besides its arguments."""
+    """Properties of a reward that the planner needs."""
 
-    needs_ground_truth: bool = False  # every row must have one
-    keeps_time: bool = False  # it limits its own time; others have `timeout` seconds a sample
-    max_concurrency: int | None = None  # calls under way at once by default; None: as many as the processes take
-    endpoint_arguments: frozenset[str] = frozenset()  # those that only a judge behind an endpoint has
-    asks_a_service: bool = False  # a call leaves this machine, or costs money
+    needs_ground_truth: bool = False
+    keeps_time: bool = False  # limits its own time; others get `timeout` seconds per sample
+    max_concurrency: int | None = None  # default concurrent calls; None: as many as the processes take
+    endpoint_arguments: frozenset[str] = frozenset()  # arguments of a judge behind an API only
+    asks_a_service: bool = False  # calls leave this machine or cost money
 
 
 REWARDS: Registry[RewardFacts] = Registry(
@@ -40,20 +40,19 @@ register = REWARDS.register
 
 
 def reward_arguments(worker: str) -> dict[str, inspect.Parameter]:
-    """Return the arguments that a configuration may give the reward that `worker` names. Raises as `resolve` does.
+    """Return the configurable arguments of reward `worker`; raises as `resolve`.
 
-    A function's first argument is the samples; a class's positional-only ones come from the process that makes it.
+    A function's first argument is the samples; the creating process passes a class's positional-only arguments.
     """
     found = _find(worker)
     return arguments(found, given_by_us=0 if inspect.isclass(found) else 1)
 
 
 def resolve(worker: str, args: Mapping[str, Any] | None = None, *given: Any) -> Reward:
-    """Return the reward that `worker` names, with `args` bound to it.
+    """Return reward `worker` with `args` bound.
 
     `worker` is a registered name, a path of ROLL's (`roll.pipeline....MathRuleRewardWorker`) or a dotted path to a
-    function or class of the user's own. A class is made with `given` first. Raises `RewardError` that says what was
-    looked for and what is known.
+    user's function or class. A class gets `given` as first arguments. Raises `RewardError` with the known names.
     """
     found = _checked(worker, args, given)
     if not inspect.isclass(found):
@@ -63,8 +62,8 @@ def resolve(worker: str, args: Mapping[str, Any] | None = None, *given: Any) -> 
 
 
 def check(worker: str, args: Mapping[str, Any] | None = None) -> None:
-    """Raise what `resolve` would. Of classes only the built-in ones are made, to see whether this machine has what they
-    need; a user's own may load a model.
+    """Raise the errors of `resolve`. Only built-in classes are instantiated, to check the machine's requirements; a
+    user's class may load a model.
     """
     if worker in REWARDS.builtin:
         resolve(worker, args)
@@ -73,7 +72,7 @@ def check(worker: str, args: Mapping[str, Any] | None = None) -> None:
 
 
 def _checked(worker: str, args: Mapping[str, Any] | None, given: tuple[Any, ...] = ()) -> Callable[..., Any]:
-    """Return the function or class that `worker` names; `RewardError` where it cannot score or does not take `args`."""
+    """Return the function or class of reward `worker`; raises `RewardError` if it cannot score or rejects `args`."""
     found = _find(worker)
     is_class = inspect.isclass(found)
     if is_class and not {"score", "__call__"} & set(dir(found)):
@@ -82,19 +81,19 @@ def _checked(worker: str, args: Mapping[str, Any] | None, given: tuple[Any, ...]
         if not is_class and is_foreign(found, args or ()):
             raise RewardError(
                 f"reward {worker}: its signature is {found.__name__}{inspect.signature(found)}, expected"
-                " score(samples, **arguments) with a number for each sample; add this to the module and name"
+                " score(samples, **arguments) with a number for each sample; add this to the module and use"
                 f" score as the worker:\n{indent(adapter(found), ' ' * 8)}\n       "
             )
         inspect.signature(found).bind(*(given if is_class else ("samples",)), **(args or {}))
     except TypeError as error:
-        made = "made" if is_class else "called"
-        names = ", ".join(sorted(args or ())) or "none"  # without values: API keys may be among them
+        made = "created" if is_class else "called"
+        names = ", ".join(sorted(args or ())) or "none"  # without values, which may contain API keys
         raise RewardError(
             f"reward {worker}: cannot be {made} with the arguments of the configuration ({names}): {error}"
         ) from error
     except RewardError:
         raise
-    except ValueError:  # written in C, it has no signature that could be checked
+    except ValueError:  # a callable written in C has no signature
         pass
     return found
 
@@ -105,5 +104,5 @@ def _find(worker: str) -> Callable[..., Any]:
     name = REWARD_CLASSES_OF_ROLL.get(worker.rpartition(".")[2])
     if name is None:
         known = REWARDS.known
-        raise RewardError(f"{worker} has no counterpart here; known are {known}, or give a dotted path of your own")
+        raise RewardError(f"{worker} has no counterpart here; known are {known}, or use a dotted path to your reward")
     return REWARDS.find(name)

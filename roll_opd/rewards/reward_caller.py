@@ -1,8 +1,8 @@
-"""Call a reward so that a sample that fails harms no other: with a time limit, and one by one where a batch fails.
+"""Call a reward with a timeout and per-sample failures: a failing batch is retried one sample at a time.
 
-A function that is not a coroutine runs in a thread, which nothing can end from outside: one that runs out of time is
-counted in `hung`, and the owner of the process replaces it. Exceptions that an event loop would act on itself
-(SystemExit, CancelledError, StopIteration) are failures of the sample like any other.
+A plain function runs in a thread, which cannot be stopped: one that times out is counted in `hung`, and the owner
+replaces the process. Exceptions that would affect the event loop (SystemExit, CancelledError, StopIteration) become
+failures of the sample.
 """
 
 import asyncio
@@ -29,19 +29,19 @@ from roll_opd.rewards.interface import (
 
 
 class Caller:
-    """One reward, called from an event loop; in `executor` if it is not a coroutine function."""
+    """Caller of one reward from an event loop; plain functions run in `executor`."""
 
     def __init__(
         self, name: str, reward: Reward, executor: Executor, timeout: float | None = None, most_calls: int = 256
     ) -> None:
-        """`timeout`: seconds a sample may take; None: the reward limits itself. `most_calls`: calls at a time."""
+        """`timeout`: seconds per sample; None: the reward limits itself. `most_calls`: maximum concurrent calls."""
         self._name, self._reward, self._executor, self._timeout = name, reward, executor, timeout
         self._calls = asyncio.Semaphore(most_calls)
         self._is_async = inspect.iscoroutinefunction(reward)
         self.hung = 0
 
     async def score(self, samples: Sequence[RewardSample]) -> list[Scored]:
-        """Return a score or a failure for each sample, in order. Raises `RewardError` for a malformed answer."""
+        """Return a score or a failure for each sample, in order; raises `RewardError` for a malformed result."""
         try:
             async with self._calls:
                 scores = await self._answer(samples)
@@ -59,7 +59,7 @@ class Caller:
         if self._is_async:
             coroutine: Any = self._reward(samples)
             return await _awaited(coroutine, limit)
-        call = asyncio.get_running_loop().run_in_executor(self._executor, _called, self._reward, samples)
+        call = asyncio.get_running_loop().run_in_executor(self._executor, _call, self._reward, samples)
         done, _ = await asyncio.wait([call], timeout=limit)
         if not done:
             self.hung += 1
@@ -79,17 +79,17 @@ class Caller:
 
 
 class _Raised(Exception):
-    """Carries an `error` that an event loop would not hand to the caller."""
+    """Wrapper of an `error` that would affect the event loop."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
         self.error = error
 
 
-def _called(reward: Reward, samples: Sequence[RewardSample]) -> Scores | Awaitable[Scores]:
+def _call(reward: Reward, samples: Sequence[RewardSample]) -> Scores | Awaitable[Scores]:
     try:
         return reward(samples)
-    except StopIteration as error:  # a future cannot hold it, and would never be done
+    except StopIteration as error:  # a future cannot store it and would never finish
         raise _Raised(error) from error
     except Exception:
         raise
@@ -98,7 +98,7 @@ def _called(reward: Reward, samples: Sequence[RewardSample]) -> Scores | Awaitab
 
 
 async def _awaited(answer: Awaitable[Scores], limit: float | None) -> Scores:
-    """Wait as `asyncio.wait_for` does, but not for a task that ignores its cancellation, nor be cancelled by one."""
+    """Await with a timeout like `asyncio.wait_for`, without waiting for tasks that ignore their cancellation."""
     task = asyncio.ensure_future(_guarded(answer))
     try:
         done, _ = await asyncio.wait([task], timeout=limit)
@@ -119,9 +119,9 @@ async def _guarded(answer: Awaitable[Scores]) -> Scores:
 
 
 def weighted(scores: Mapping[str, Scored], weights: Mapping[str, float]) -> Scored:
-    """Return the weighted sum of several rewards' scores of one sample; each score is a part, named after its reward.
+    """Return the weighted sum of several rewards' scores of one sample, with each score as a part named by its reward.
 
-    If one failed, the sum has failed; if one has no value, the sum has none.
+    A failure of one reward is a failure of the sum; a value of None makes the sum None.
     """
     errors: Counter[str] = Counter()
     for scored in scores.values():

@@ -248,17 +248,17 @@ def test_every_form_of_a_judges_url_gives_its_chat_url(url: str, whole: str) -> 
         ({"judge_api_url": "host:8000"}, "'host:8000' is not a URL"),
         ({"judge_api_url": "http://user:hidden@"}, "is not a URL"),
         ({"judge_api_key": "sk-\u00e4"}, "header Authorization"),
-        ({"judge_model_type": "local"}, "neither api nor inference"),
-        ({"judge_prompt": "mine"}, "judge_prompt: 'mine' is not known; take one of match"),
+        ({"judge_model_type": "local"}, "is not api or inference"),
+        ({"judge_prompt": "mine"}, "judge_prompt: 'mine' is not known; use one of match"),
         ({"prompt_file": "absent.txt"}, "prompt_file: no file 'absent.txt'"),
         ({"prompt_file": "setup.py"}, "has no {response}"),
         ({"prompt_file": "a", "judge_prompt": "match"}, "remove one"),
-        ({"verdict": "xml"}, "neither json nor regex"),
+        ({"verdict": "xml"}, "is not json or regex"),
         ({"pattern": "("}, "no regular expression"),
         ({"min_score": 1}, "min_score 1 is not below max_score 1"),
         ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY is not set"),
         ({"cache_size": -1}, "cache_size: -1"),
-        ({"concurrency": 0}, "concurrency: 0 is not a positive whole number"),
+        ({"concurrency": 0}, "concurrency: 0 is not a positive integer"),
         ({"concurrency": 1.5}, "concurrency: 1.5"),
         ({"requests_per_minute": "9"}, "requests_per_minute: '9' is not a positive number"),
         ({"retry_seconds": float("inf")}, "retry_seconds: inf"),
@@ -271,6 +271,6 @@ def test_what_is_written_wrong_is_said(keys: dict[str, Any], message: str) -> No
 
 
 def test_a_key_is_not_shown_when_another_argument_is_wrong() -> None:
-    with pytest.raises(RewardError, match="cannot be made with") as raised:
+    with pytest.raises(RewardError, match="cannot be created with") as raised:
         resolve("llm_judge", {"judge_api_key": "sk-secret", "nonsense": 1})
     assert "sk-secret" not in str(raised.value)

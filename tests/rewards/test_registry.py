@@ -86,7 +86,7 @@ def test_a_registered_name() -> None:
         ("no_such_module.reward", "no_such_module cannot be imported"),
         ("my_rewards.absent", "no function or class named absent"),
         ("my_rewards.number", "no function or class named number"),
-        ("my_rewards.Constant", "cannot be made with the arguments .* .none.: missing .*value"),
+        ("my_rewards.Constant", "cannot be created with the arguments .* .none.: missing .*value"),
     ],
 )
 def test_what_cannot_be_found_is_said(users_module: str, worker: str, message: str) -> None:
@@ -99,7 +99,7 @@ def test_what_cannot_be_found_is_said(users_module: str, worker: str, message: s
     [
         ([1.0], "it returned 1 scores for 2 samples"),
         (["right", 0], "returned 'right' for sample a; return a number"),
-        ([Score(1.0, ["right"]), 0], "returned 1.0 for sample a; .* parts as numbers by name"),
+        ([Score(1.0, ["right"]), 0], "returned 1.0 for sample a; .* parts as a mapping of names to numbers"),
         (1.0, "it returned float; return a list"),
         ("ab", "it returned str; return a list"),
     ],

@@ -143,7 +143,7 @@ def test_rows_that_cannot_be_judged_and_patterns_that_do_not_end() -> None:
         ("general_rule", {"normalize": "case"}, r"normalize is 'case'; write a list, such as \[case, spaces\]"),
         ("general_rule", {"normalize": ["caps"]}, "normalize is 'caps'; write one of width, case"),
         ("general_rule", {"tolerance": -1}, "tolerance is -1; write a number of at least 0"),
-        ("general_rule", {"rules": "exact"}, "cannot be made with"),
+        ("general_rule", {"rules": "exact"}, "cannot be created with"),
     ],
 )
 def test_wrong_arguments_are_named(worker: str, arguments: dict[str, object], message: str) -> None:

@@ -37,7 +37,7 @@ def test_a_pattern_of_ones_own_matches_the_whole_response() -> None:
     reward = Format(r"<answer>.*</answer>")
     samples = [RewardSample("r", text, None, "t") for text in ("<answer>a\nb</answer>", "so <answer>a</answer>")]
     assert reward.score(samples) == [Score(1.0, reason="well formed"), Score(0.0, reason="other form")]
-    with pytest.raises(RewardError, match=r"format: pattern is no regular expression: .*; correct '\(a'"):
+    with pytest.raises(RewardError, match=r"format: pattern is not a regular expression: .*; correct '\(a'"):
         resolve("format", {"pattern": "(a"})
     with pytest.raises(RewardError, match="pattern is 3; write a regular expression"):
         resolve("format", {"pattern": 3})

@@ -1,1 +1,1 @@
-"""The built-in rewards: one a module, of the same name."""
+"""Built-in rewards, one per module of the same name."""

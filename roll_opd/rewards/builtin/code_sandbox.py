@@ -1,4 +1,4 @@
-"""The reward of a program that passes its row's test cases, run where it can do no harm.
+"""`code_sandbox`: reward for a program that passes its row's test cases in a sandbox.
 
 The row's `test_cases` define the tests (docs/rewards/code_sandbox.md); `sandbox.response` extracts the program from the
 response. The sandbox is a security boundary: see `roll_opd.rewards.sandbox`.
@@ -23,20 +23,20 @@ from roll_opd.rewards.sandbox.tolerance import TOLERANCE
 
 UNSAFE = (
     "code_sandbox: UNSAFE: programs that a model wrote run with your rights, and can read, change and delete your files"
-    " and use your network; remove `unsafe: true` unless the machine is thrown away afterwards"
+    " and use your network; remove `unsafe: true` unless the machine is disposable"
 )
 BAD_ROW = "unusable test cases"
-MOST_DIGITS = 100_000  # of an integer in a row's cases; parsing one takes 0.1 s
+MAX_DIGITS = 100_000  # of an integer in a row's cases; parsing one takes 0.1 s
 
 
 @register("code_sandbox", keeps_time=True)
 class CodeSandbox:
-    """1.0 for a program that passes all of its row's cases, else 0.0; with `partial`, the share that it passes.
+    """1.0 for a program that passes all cases of its row, else 0.0; with `partial`, the share of passed cases.
 
-    None for a row whose cases cannot be used. Numbers with a fraction are right within `tolerance`. `workers` programs
-    run at once over all calls (default: the CPUs this process may use); programs may import `packages`, names of
-    installed ones, besides the standard library; the other arguments are those of `Limits`. Raises `RewardError` where
-    this machine offers no sandbox.
+    None for a row with unusable cases. Numbers with a fraction may differ by `tolerance`. `workers` programs run
+    concurrently over all calls (default: the CPUs of this process); programs may import the installed `packages`
+    besides the standard library; the other arguments are those of `Limits`. Raises `RewardError` if this machine has
+    no sandbox.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CodeSandbox:
             if not isinstance(value, bool):
                 raise RewardError(f"code_sandbox: {name} is {value!r}; write true or false")
         if workers is not None and (type(workers) is not int or workers < 1):
-            raise RewardError(f"code_sandbox: workers is {workers!r}; it must be a whole number above 0")
+            raise RewardError(f"code_sandbox: workers is {workers!r}; it must be an integer above 0")
         if isinstance(packages, str) or not all(isinstance(package, str) for package in packages):
             raise RewardError(f"code_sandbox: packages is {packages!r}; write a list of names, such as [numpy]")
         limits = Limits(cpu_seconds, wall_seconds, memory_mb, processes, open_files, disk_mb, files, output_mb)
@@ -67,24 +67,24 @@ class CodeSandbox:
             print(UNSAFE, file=sys.stderr, flush=True)
         self._tolerance = number("code_sandbox", "tolerance", tolerance, least=0.0)
         workers = workers or len(os.sched_getaffinity(0))
-        if 0 < sys.get_int_max_str_digits() < MOST_DIGITS:
-            sys.set_int_max_str_digits(MOST_DIGITS)
+        if 0 < sys.get_int_max_str_digits() < MAX_DIGITS:
+            sys.set_int_max_str_digits(MAX_DIGITS)
         self._partial = partial
-        self._told = False
+        self._reported = False
         self._pool = Pool(limits, workers, unsafe, files_of_packages(packages))
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="code_sandbox")
         self.close = weakref.finalize(self, _close, self._threads, self._pool)
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score | Failure]:
-        """Return each sample's score, in order, with what became of its first case that did not pass as the reason."""
+        """Return each sample's score, in order; the reason is the result of its first case that did not pass."""
         return list(self._threads.map(self._score, samples))
 
     def _score(self, sample: RewardSample) -> Score | Failure:
         try:
             cases = read_cases(sample.extra, sample.response)
         except BadCases as error:
-            if not self._told:  # the first tells what is wrong with the data; all are counted
-                self._told = True
+            if not self._reported:  # log the first, count all
+                self._reported = True
                 print(f"code_sandbox: {sample.id}: {BAD_ROW}: {error}", file=sys.stderr, flush=True)
             return Score(None, reason=BAD_ROW)
         program = program_of(sample.response, called_by(cases))

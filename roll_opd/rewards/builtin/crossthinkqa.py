@@ -1,6 +1,6 @@
-"""The reward of Nemotron-CrossThink's questions (arXiv 2504.13941): multiple choice, or a short answer of one's own.
+"""`crossthinkqa`: reward for Nemotron-CrossThink's questions (arXiv 2504.13941), multiple choice or short answer.
 
-`reward_type` says what an answer is worth, as in ROLL:
+`reward_type` selects the values, as in ROLL:
 
     right  boxed    loose soft strict
     yes    yes        1     1     1
@@ -25,7 +25,7 @@ from roll_opd.rewards.texts.choices import is_choice, options_of
 
 RewardType = Literal["loose", "soft", "strict"]
 # (right, boxed) -> value
-WORTH: dict[RewardType, dict[tuple[bool, bool], float]] = {
+VALUES: dict[RewardType, dict[tuple[bool, bool], float]] = {
     "loose": {(True, True): 1.0, (True, False): 1.0, (False, True): -1.0, (False, False): -1.0},
     "soft": {(True, True): 1.0, (True, False): 0.5, (False, True): -0.5, (False, False): -1.0},
     "strict": {(True, True): 1.0, (True, False): -1.0, (False, True): -1.0, (False, False): -1.0},
@@ -35,10 +35,10 @@ _MATHEMATICAL = re.compile(r"[\d\\]")
 
 @register("crossthinkqa", needs_ground_truth=True)
 class CrossThinkQA:
-    """Parts: `right` and `boxed`. `response_length_penalty_coef` times the shortness of the response is added."""
+    """CrossThinkQA score with parts `right` and `boxed`, plus `response_length_penalty_coef` times the shortness."""
 
     def __init__(self, reward_type: RewardType = "loose", response_length_penalty_coef: float = 0.0) -> None:
-        self.worth = WORTH[choice("crossthinkqa", "reward_type", reward_type, WORTH)]
+        self.values = VALUES[choice("crossthinkqa", "reward_type", reward_type, VALUES)]
         key = "response_length_penalty_coef"
         self.length_coef = number("crossthinkqa", key, response_length_penalty_coef)
 
@@ -50,7 +50,7 @@ class CrossThinkQA:
         if judged.value is None:
             return judged
         right, boxed = judged.value == 1.0, judged.parts["boxed"] == 1.0
-        value = self.worth[right, boxed]
+        value = self.values[right, boxed]
         if self.length_coef:
             tokens = response_tokens(sample)
             if tokens is None:
@@ -60,7 +60,7 @@ class CrossThinkQA:
 
 
 def _judge(sample: RewardSample) -> Score:
-    """Return 1.0 or 0.0, with the part `boxed`: for a choice if the ground truth names options, else a short answer."""
+    """Grade a sample 1.0 or 0.0, with the part `boxed`: as multiple choice if the ground truth names options."""
     truth = sample.ground_truth
     if truth is None:
         return Score(None, reason="no ground truth")
@@ -76,12 +76,12 @@ def _judge(sample: RewardSample) -> Score:
 
 
 def same_answer(answer: str, gold: str) -> bool:
-    """Return whether two short answers are the same text, or, where `gold` has digits or LaTeX, the same value."""
+    """Return whether two short answers have equal text or, if `gold` has digits or LaTeX, equal value."""
     if answers.same_text(answer, gold):
         return True
     if not _MATHEMATICAL.search(gold):
         return False
     try:
         return bool(is_right(rf"\boxed{{{answer}}}", gold))
-    except (TimedOut, Crashed):  # it was not shown to be right
+    except (TimedOut, Crashed):  # not proven right
         return False

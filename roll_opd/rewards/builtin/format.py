@@ -1,4 +1,4 @@
-"""A term that wants answers in a form: 1.0 where the whole response matches a pattern, else 0.0."""
+"""`format`: reward term, 1.0 if the whole response matches a pattern, else 0.0."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,13 @@ from roll_opd.rewards.interface import TIMEOUT, Failure, RewardSample, Score
 from roll_opd.rewards.registry import register
 from roll_opd.rewards.texts.patterns import PatternTimeout, compiled, matches
 
-# one thinking section, and an answer after it
+# one thought followed by an answer
 THINK_THEN_ANSWER = r"\s*+<think>(?:(?!</?think>).)*+</think>\s*+(?!</?think>)\S(?:(?!</?think>).)*+"
 
 
 @register("format")
 class Format:
-    """`pattern` is a regular expression of the package `regex`; `.` matches newlines, too."""
+    """Format reward; `pattern` is a regular expression of the package `regex` in which `.` matches newlines."""
 
     def __init__(self, pattern: str = THINK_THEN_ANSWER) -> None:
         self.pattern = compiled("format", "pattern", pattern)

@@ -1,7 +1,7 @@
-"""A rule by name, for answers that a comparison of texts can judge: 1.0 where it holds, else 0.0 (`f1`: in between).
+"""`general_rule`: reward by a named text rule, 1.0 if it holds, else 0.0 (`f1`: between).
 
-`choice` (ROLL's GeneralValRuleRewardWorker), `exact`, `number` and `f1` look at the final answer; `contains` and
-`regex` at all that follows the thinking.
+`choice` (ROLL's GeneralValRuleRewardWorker), `exact`, `number` and `f1` read the final answer; `contains` and
+`regex` read all text after the thought.
 """
 
 import re
@@ -22,40 +22,40 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)
 
 
 def exact(answer: str, gold: str) -> float:
-    """Return 1.0 where the two are equal."""
+    """Return 1.0 if answer and gold are equal, else 0.0."""
     return float(bool(gold) and answer == gold)
 
 
 def contains(text: str, gold: str) -> float:
-    """Return 1.0 where `gold` stands in `text`, and not within a longer English word or number."""
+    """Return 1.0 if `text` contains `gold` outside of longer English words and numbers, else 0.0."""
     left = r"(?<![A-Za-z0-9_])" if gold[:1].isascii() else ""
     right = r"(?![A-Za-z0-9_])" if gold[-1:].isascii() else ""
     return float(bool(gold) and re.search(left + re.escape(gold) + right, text) is not None)
 
 
 def f1(answer: str, gold: str) -> float:
-    """Return the harmonic mean of precision and recall of the words of `answer` (SQuAD, arXiv 1606.05250)."""
+    """Return the word F1 of `answer` against `gold` (SQuAD, arXiv 1606.05250)."""
     answer_words, gold_words = answer.split(), gold.split()
     common = sum((Counter(answer_words) & Counter(gold_words)).values())
     return 2 * common / (len(answer_words) + len(gold_words)) if common else 0.0
 
 
-def said_number(text: str) -> Fraction | None:
-    """Return the first number of the box or announced answer (after its equals sign), else the text's last number."""
+def final_number(text: str) -> Fraction | None:
+    """Return the first number of the boxed or announced answer (after its equals sign), else the last of the text."""
     boxed = answers.last_boxed(text)
     for part in answers.announced(text) if boxed is None else (boxed,):
-        said = _numbers(part.rpartition("=")[2])
-        if said:
-            return number_in(said[0])
-    said = _numbers(text)
-    return number_in(said[-1]) if said else None
+        numbers = _numbers(part.rpartition("=")[2])
+        if numbers:
+            return number_in(numbers[0])
+    numbers = _numbers(text)
+    return number_in(numbers[-1]) if numbers else None
 
 
 def _numbers(text: str) -> list[str]:
     return [found for found in _NUMBER.findall(answers.undecorated(text)) if found]
 
 
-# rules on normalised text: the rule, and what of a response it is given
+# rule on normalised text -> (function, part of the response that it reads)
 TEXT_RULES: dict[str, tuple[Callable[[str, str], float], Callable[[str], str]]] = {
     "exact": (exact, answers.final_answer),
     "contains": (contains, str),
@@ -66,7 +66,7 @@ Rule = Literal["choice", "exact", "contains", "f1", "regex", "number"]
 
 @register("general_rule", needs_ground_truth=True)
 class GeneralRule:
-    """The best score among the ground truths of a row, where it is a JSON list of them."""
+    """Rule-based score; if the ground truth is a JSON list, the best score over its entries."""
 
     def __init__(
         self,
@@ -106,13 +106,13 @@ class GeneralRule:
         values = [value for value in map(number_in, golds) if value is not None]
         if len(values) < len(golds):
             return None
-        answer = said_number(text)
+        answer = final_number(text)
         close = answer is not None and any(abs(answer - gold) <= self.tolerance * abs(gold) for gold in values)
         return float(close)
 
 
 def _by_regex(text: str, pattern: str) -> Score | Failure:
-    """Return 1.0 where the row's own pattern is found in the text."""
+    """Return 1.0 if the row's pattern matches a part of the text, else 0.0."""
     try:
         found = matches(compiled("general_rule", "ground_truth", pattern), text, whole=False)
     except RewardError:

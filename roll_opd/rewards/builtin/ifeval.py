@@ -1,7 +1,7 @@
-"""The reward of instructions that a rule can check: 1.0 where a response follows all of its row's, else 0.0.
+"""`ifeval`: reward for verifiable instructions, 1.0 if a response follows all instructions of its row, else 0.0.
 
-Rows name them as IFEval does (`instruction_id_list` and `kwargs`, keys of the row or of a JSON `ground_truth`) or as
-Tulu 3 and ROLL do (`func_name` and arguments in a JSON `ground_truth`).
+Rows use IFEval's form (`instruction_id_list` and `kwargs`, in the row or in a JSON `ground_truth`) or Tulu 3's and
+ROLL's form (`func_name` and arguments in a JSON `ground_truth`).
 """
 
 import inspect
@@ -21,14 +21,14 @@ Check = Callable[[str], bool]
 
 
 class Unjudgeable(ValueError):
-    """A row names no instruction, one that is not known, or one whose arguments are not there."""
+    """A row has no instruction, an unknown one, or one with missing arguments."""
 
 
 @register("ifeval")
 class IFEval:
-    """`loose` judges as the paper's loose accuracy does; `partial` gives the share of the instructions followed.
+    """Instruction-following score; `loose` is the paper's loose accuracy, `partial` scores the share followed.
 
-    Part `followed` is that share in any case. What precedes `</think>` is not judged.
+    Part `followed` is always that share. Text before `</think>` is ignored.
     """
 
     def __init__(self, loose: bool = False, partial: bool = False) -> None:
@@ -50,14 +50,14 @@ class IFEval:
 
 
 def strict_view(text: str) -> list[str]:
-    """Return the text as the only view, or none for a blank text, which follows no instruction."""
+    """Return the text as the only view; no view for blank text, which follows no instruction."""
     return [text] if text.strip() else []
 
 
 def loose_views(text: str) -> list[str]:
-    """Return the text, also without its first line, last line or both, each with and without stars.
+    """Return views of the text without its first line, last line, both or none, each with and without stars.
 
-    An instruction counts as followed where any of these views follows it.
+    An instruction counts as followed if any view follows it.
     """
     lines = text.split("\n")
     parts = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
@@ -65,7 +65,7 @@ def loose_views(text: str) -> list[str]:
 
 
 def read_checks(ground_truth: str | None, row: Mapping[str, Any]) -> list[Check]:
-    """Return a row's instructions as functions of a text; `Unjudgeable` where they cannot all be read."""
+    """Return a row's instructions as checks of a text; raises `Unjudgeable` if one is invalid."""
     if "instruction_id_list" in row:
         return _instructions(row["instruction_id_list"], row.get("kwargs"))
     try:
@@ -78,7 +78,7 @@ def read_checks(ground_truth: str | None, row: Mapping[str, Any]) -> list[Check]
         raise Unjudgeable("no instruction")
     if "func_name" in truth:
         return [_bound(FUNCTIONS, truth["func_name"], truth)]
-    # "instruction_id": the newer rows of Tulu 3's authors
+    # "instruction_id" is in newer rows of Tulu 3's authors
     return _instructions(truth.get("instruction_id_list", truth.get("instruction_id")), truth.get("kwargs"))
 
 
@@ -91,7 +91,7 @@ def _instructions(names: Any, arguments: Any) -> list[Check]:
 
 
 def _list(value: Any) -> Sequence[Any]:
-    """Return `value` where it is a list, or the list in a JSON string; else an empty one."""
+    """Return a list or the list in a JSON string; empty for other values."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -101,21 +101,21 @@ def _list(value: Any) -> Sequence[Any]:
 
 
 def _bound(table: Mapping[str, Callable[..., bool]], name: Any, given: Mapping[str, Any]) -> Check:
-    """Return the rule called `name`, its arguments read and bound."""
+    """Return rule `name` with its converted arguments bound."""
     if not isinstance(name, str) or not isinstance(given, Mapping):
         raise Unjudgeable("no instruction")
     if name not in table:
         raise Unjudgeable(f"unknown instruction {name}")
     rule = table[name]
-    wanted = list(inspect.signature(rule).parameters.values())[1:]
+    parameters = list(inspect.signature(rule).parameters.values())[1:]
     try:
-        return partial(rule, **{one.name: _argument(given.get(one.name), one.annotation) for one in wanted})
+        return partial(rule, **{one.name: _argument(given.get(one.name), one.annotation) for one in parameters})
     except (ValueError, OverflowError):
         raise Unjudgeable(f"bad arguments of {name}") from None
 
 
 def _argument(value: Any, kind: Any) -> Any:
-    """Return `value` converted to the type that a rule's argument has; `ValueError` where it cannot be."""
+    """Convert `value` to the type of a rule's argument; raises ValueError if impossible."""
     if kind is int and isinstance(value, int | float | str) and not isinstance(value, bool):
         return int(value)
     if kind is str and isinstance(value, str) and value:

@@ -1,4 +1,4 @@
-"""A term that takes from long answers, to be added to another reward.
+"""`length_penalty`: reward term that penalizes long responses, to be added to another reward.
 
 With L tokens in the response, DAPO's soft overlong punishment (arXiv 2503.14476, equation 13) is
 
@@ -6,7 +6,7 @@ With L tokens in the response, DAPO's soft overlong punishment (arXiv 2503.14476
     (max_tokens - cache_tokens - L)/cache_tokens      in between
     -1                                           L >  max_tokens
 
-`coef` adds ROLL's term, which takes from short answers: coef times -0.5 up to 100 tokens, rising to 0 at 400.
+`coef` adds ROLL's penalty for short responses: coef times -0.5 up to 100 tokens, rising to 0 at 400.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from roll_opd.rewards.arguments import number
 from roll_opd.rewards.interface import RewardError, RewardSample, Score
 from roll_opd.rewards.registry import register
 
-SHORT, LONG_ENOUGH = 100, 400  # tokens between which ROLL's term rises
+SHORT, LONG_ENOUGH = 100, 400  # ROLL's term rises between these token counts
 SHORT_VALUE = -0.5
 
 
 @register("length_penalty")
 class LengthPenalty:
-    """Counts the tokens that the student chose; part `tokens` is their number."""
+    """Length penalty over the sampled tokens; part `tokens` is their number."""
 
     def __init__(
         self, max_tokens: int | None = None, cache_tokens: int | None = None, coef: float | None = None
@@ -50,7 +50,7 @@ class LengthPenalty:
 
 
 def response_tokens(sample: RewardSample) -> int | None:
-    """Return the number of tokens that the student chose; None where only the text is known."""
+    """Return the number of sampled tokens; None if only the text is known."""
     return None if sample.experience is None else sample.experience.action_tokens
 
 

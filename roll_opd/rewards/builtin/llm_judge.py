@@ -1,6 +1,6 @@
-"""A language model as the judge: it is asked about each response and its verdict, read from its words, is the reward.
+"""`llm_judge`: reward parsed from the verdict of a language model about each response.
 
-What asks the model is a `Complete`, see `roll_opd.rewards.endpoints.chat`.
+The model is called through a `Complete`, see `roll_opd.rewards.endpoints.chat`.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.registry import register
 
 VERDICT_ATTEMPTS = 3
-AGAIN = "No verdict can be read in that. Write only the verdict, in exactly the form that was asked for."
+RETRY_PROMPT = "No verdict can be read in that. Write only the verdict, in exactly the form that was asked for."
 DEFAULT_KEY_ENV = "OPENAI_API_KEY"
-# the others concern the question and the verdict, wherever the judge runs
+# arguments of a judge behind an API only; all others apply to any judge
 ENDPOINT_ARGUMENTS = """
     judge_model_name judge_api_url judge_api_key api_key_env temperature max_tokens extra_body request_seconds
     retry_seconds concurrency requests_per_minute
@@ -39,7 +39,7 @@ ENDPOINT_ARGUMENTS = """
     endpoint_arguments=frozenset(ENDPOINT_ARGUMENTS.split()),
 )
 class LLMJudge:
-    """The verdict of a judge on each sample, 0..1; None for a row that lacks what the question names."""
+    """Judge's verdict on each sample in 0..1; None for a row without a field of the template."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class LLMJudge:
         concurrency: int = 16,
         requests_per_minute: float | None = None,
     ) -> None:
-        """Take the keys of docs/rewards/llm_judge.md. With `judge_model_type` inference, `complete` asks an engine."""
+        """Create the judge with the keys of docs/rewards/llm_judge.md; `complete` is the engine of type inference."""
         if judge_model_type not in ("api", "inference"):
-            raise RewardError(f"judge_model_type: {judge_model_type!r} is neither api nor inference")
+            raise RewardError(f"judge_model_type: {judge_model_type!r} is not api or inference")
         if not isinstance(cache_size, int) or cache_size < 0:
-            raise RewardError(f"cache_size: {cache_size!r} is no number of verdicts; write 0 or more")
+            raise RewardError(f"cache_size: {cache_size!r} is not a number of verdicts; write 0 or more")
         prompt = _prompt(judge_prompt, prompt_file)
         self._template = prompt.template
         self._read = _reader(prompt, verdict, verdict_key, pattern, min_score, max_score)
@@ -84,10 +84,10 @@ class LLMJudge:
                 _key(judge_api_key, api_key_env),
                 Limits(request_seconds, retry_seconds, concurrency, requests_per_minute),
             )
-        self._complete: Any = complete  # None where arguments are checked before the engine is there
+        self._complete: Any = complete  # None while only the arguments are checked
 
     async def score(self, samples: Sequence[RewardSample]) -> list[Scored]:
-        """Return a score or a failure for each sample, all asked at once."""
+        """Return a score or a failure for each sample, judged concurrently."""
         return list(await asyncio.gather(*map(self._score, samples)))
 
     async def _score(self, sample: RewardSample) -> Scored:
@@ -103,23 +103,21 @@ class LLMJudge:
         return Score(verdict.value, verdict.parts, errors=dict(errors))
 
     async def _judge(self, messages: Messages, errors: Counter[str]) -> Verdict:
-        """Ask until there is a verdict: the second time with its first answer, since the same question is answered
-        alike.
-        """
+        """Request a verdict with retries that include the previous answer, as an equal prompt gets an equal answer."""
         text = await self._complete(messages, errors)
         for _ in range(VERDICT_ATTEMPTS - 1):
             verdict = self._read(text)
             if verdict is not None:
                 return verdict
             errors["no_verdict"] += 1
-            again = [{"role": "assistant", "content": text}, {"role": "user", "content": AGAIN}]
+            again = [{"role": "assistant", "content": text}, {"role": "user", "content": RETRY_PROMPT}]
             text = await self._complete([*messages, *again], errors)
         verdict = self._read(text)
         if verdict is None:
             raise GaveUp(
                 "no_verdict",
                 f"no verdict in {VERDICT_ATTEMPTS} answers of the judge, the last ending in {text[-200:]!r}; correct"
-                " the prompt, or how it is read (verdict, pattern, verdict_key, min_score, max_score), or raise"
+                " the prompt or its parsing (verdict, pattern, verdict_key, min_score, max_score), or raise"
                 " max_tokens",
             )
         return verdict
@@ -133,15 +131,13 @@ def _prompt(name: str | None, file: str | None) -> JudgePrompt:
     if file is None:
         if name is not None and name not in JUDGE_PROMPTS:
             known = ", ".join(JUDGE_PROMPTS)
-            raise RewardError(
-                f"judge_prompt: {name!r} is not known; take one of {known}, or write your own prompt_file"
-            )
+            raise RewardError(f"judge_prompt: {name!r} is not known; use one of {known}, or your own prompt_file")
         return JUDGE_PROMPTS[name or "match"]
     if name is not None:
-        raise RewardError("judge_prompt and prompt_file are both written; remove one")
+        raise RewardError("judge_prompt and prompt_file are both set; remove one")
     path = find_path(file)
     if path is None or not path.is_file():
-        raise RewardError(f"prompt_file: no file {file!r} from {places()}; give the path of a text file")
+        raise RewardError(f"prompt_file: no file {file!r} from {places()}; set the path of a text file")
     try:
         template = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -158,24 +154,24 @@ def _reader(
     low: float | None,
     high: float | None,
 ) -> ReadVerdict:
-    """Return the function that reads the verdict: as the prompt asks for it, or as the configuration says."""
+    """Return the verdict parser, from the configuration or else the prompt's defaults."""
     low, high = (prompt.min_score if low is None else low), (prompt.max_score if high is None else high)
     if not low < high:
-        raise RewardError(f"min_score {low!r} is not below max_score {high!r}; write the judge's own range")
+        raise RewardError(f"min_score {low!r} is not below max_score {high!r}; write the range of the judge's scores")
     verdict = verdict or ("regex" if pattern is not None else "json" if key is not None else prompt.verdict)
     if verdict == "json":
         key = key or prompt.verdict_key
         return by_json([key] if isinstance(key, str) else list(key), low, high)
     if verdict != "regex":
-        raise RewardError(f"verdict: {verdict!r} is neither json nor regex")
+        raise RewardError(f"verdict: {verdict!r} is not json or regex")
     try:
         return by_pattern(re.compile(pattern or prompt.pattern), low, high)
     except re.error as error:
-        raise RewardError(f"pattern: {pattern!r} is no regular expression: {error}") from None
+        raise RewardError(f"pattern: {pattern!r} is not a regular expression: {error}") from None
 
 
 def _key(written: str, variable: str | None) -> str:
-    """Return the API key in the configuration, else in the environment; empty where there is none."""
+    """Return the API key from the configuration or else the environment; empty without one."""
     if written:
         return written.strip()
     if variable is not None and not os.environ.get(variable):

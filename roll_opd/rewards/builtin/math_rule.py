@@ -1,8 +1,8 @@
-r"""The reward of an exactly right mathematical answer: 1.0, else 0.0.
+r"""`math_rule`: reward 1.0 for an exactly right mathematical answer, else 0.0.
 
-`final_answer` finds the answer in the text, `notation` writes it in one way, `equality` compares it with the ground
-truth: numbers exactly, as fractions; expressions and sets (LaTeX) by math-verify in processes of their own, because
-what a model writes can keep a computer algebra system busy for ever.
+`final_answer` finds the answer in the text, `notation` normalises it, `equality` compares it with the ground truth:
+numbers exactly, as fractions; expressions and sets (LaTeX) by math-verify in separate processes, because an answer can
+keep a computer algebra system busy forever.
 """
 
 from collections.abc import Sequence
@@ -14,27 +14,27 @@ from roll_opd.rewards.mathematics.notation import MAX_EXPRESSION
 from roll_opd.rewards.mathematics.processes import Algebra, Busy, Crashed, TimedOut
 from roll_opd.rewards.registry import register
 
-GSM8K = "####"  # behind which its rows have their answer
+GSM8K = "####"  # marker before the answer of its rows
 
 
 @register("math_rule", needs_ground_truth=True, keeps_time=True)
 class MathRule:
-    """1.0 for each sample whose final answer equals its ground truth, else 0.0; any text at all is taken.
+    """1.0 for a sample whose final answer equals its ground truth, else 0.0; accepts any text.
 
-    `timeout`: seconds of the processor for the algebra of one sample. An answer that takes longer is not right.
+    `timeout`: CPU seconds for the algebra of one sample. An answer that takes longer counts as wrong.
     """
 
     def __init__(self, timeout: float = 3.0) -> None:
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 3600:
-            raise RewardError(f"math_rule: timeout is {timeout!r}; give a number of seconds, such as 3")
+            raise RewardError(f"math_rule: timeout is {timeout!r}; write a number of seconds, such as 3")
         self._timeout = timeout
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score | Failure]:
-        """Return a score each; reasons are right, wrong, no answer, timeout, crash and no ground truth."""
+        """Return one score per sample; reasons are right, wrong, no answer, timeout, crash and no ground truth."""
         return [self._score(sample) for sample in samples]
 
     def _score(self, sample: RewardSample) -> Score | Failure:
-        if sample.ground_truth is None:  # a reward of 0 for it would be an invention
+        if sample.ground_truth is None:  # 0 would count as wrong
             return Score(None, reason="no ground truth")
         try:
             right = is_right(sample.response, sample.ground_truth, self._timeout)
@@ -43,16 +43,16 @@ class MathRule:
         except Crashed:
             return Score(0.0, reason="crash")
         except Busy:
-            return Failure("busy", "math_rule: too many answers at once that take long; raise the domain's world_size")
+            return Failure("busy", "math_rule: too many slow comparisons of answers; raise the domain's world_size")
         if right is None:
             return Score(0.0, reason="no answer")
         return Score(float(right), reason="right" if right else "wrong")
 
 
 def is_right(response: str, ground_truth: str, timeout: float = 3.0) -> bool | None:
-    """Return whether the final answer of `response` equals `ground_truth`; None where it has no final answer.
+    """Return whether the final answer of `response` equals `ground_truth`; None without a final answer.
 
-    Raises `TimedOut`, `Crashed` or `Busy` where the comparison did not end.
+    Raises `TimedOut`, `Crashed` or `Busy` if the comparison did not finish.
     """
     gold = boxed(ground_truth) or ground_truth.rpartition(GSM8K)[2]
     answer = final_answer(response, numeric=number_in(gold) is not None)

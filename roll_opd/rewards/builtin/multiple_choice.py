@@ -1,4 +1,4 @@
-"""The reward of a right choice: 1.0 where the response chooses exactly the options of the ground truth, else 0.0."""
+"""`multiple_choice`: reward 1.0 for choosing exactly the options of the ground truth, else 0.0."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from roll_opd.rewards.texts.choices import chosen, options_of, right_choices
 
 @register("multiple_choice", needs_ground_truth=True)
 class MultipleChoice:
-    """Part `boxed` says whether the choice stood in a box; with `require_boxed` one outside is wrong."""
+    """Multiple-choice score; part `boxed` is 1 for a boxed choice, which `require_boxed` demands."""
 
     def __init__(self, require_boxed: bool = False) -> None:
         self.require_boxed = flag("multiple_choice", "require_boxed", require_boxed)
@@ -20,7 +20,7 @@ class MultipleChoice:
 
 
 def choice_score(sample: RewardSample, require_boxed: bool = False) -> Score:
-    """Return the score of one sample; it has no value where the ground truth names no option."""
+    """Return the score of one sample; its value is None if the ground truth names no option."""
     options = options_of(sample.extra)
     right = None if sample.ground_truth is None else right_choices(sample.ground_truth, options)
     if right is None:

@@ -1,4 +1,4 @@
-"""A reward that a server of the user's own computes: batches of samples to an HTTP endpoint, rewards back."""
+"""`remote`: reward computed by a user's HTTP server, which gets batches of samples and returns rewards."""
 
 import math
 from collections import Counter
@@ -14,14 +14,14 @@ from roll_opd.rewards.registry import register
 ADVICE = {
     **dict.fromkeys(("http_401", "http_403"), "check headers"),
     "http_404": "check url",
-    **dict.fromkeys(("http_400", "http_422"), "the server does not take the samples in this form, see what it logs"),
-    "broken_json": 'let the server answer {"rewards": [...]}, one a sample',
+    **dict.fromkeys(("http_400", "http_422"), "the server rejects the format of the samples, check its log"),
+    "broken_json": 'the server must return {"rewards": [...]}, one per sample',
 }
 
 
-@register("remote", keeps_time=True, asks_a_service=True, max_concurrency=4)  # a call is for a batch
+@register("remote", keeps_time=True, asks_a_service=True, max_concurrency=4)  # calls have batches
 class Remote:
-    """The rewards that `url` answers to a POST of samples."""
+    """Client of the reward server at `url`."""
 
     def __init__(
         self,
@@ -32,14 +32,14 @@ class Remote:
         concurrency: int = 16,
         requests_per_minute: float | None = None,
     ) -> None:
-        """Take the keys of docs/rewards/remote.md."""
+        """Create the client with the keys of docs/rewards/remote.md."""
         if not url:
             raise RewardError("remote needs url, such as http://host:8000/score; write it")
         limits = Limits(request_seconds, retry_seconds, concurrency, requests_per_minute)
         self._endpoint = Endpoint(url, headers or {}, limits, ADVICE)
 
     async def score(self, samples: Sequence[RewardSample]) -> list[Scored]:
-        """Score all samples with one request; its failed attempts are counted with the first sample."""
+        """Score all samples with one request; failed attempts are counted in the first sample's errors."""
         if not samples:
             return []
         errors: Counter[str] = Counter()
@@ -53,7 +53,7 @@ class Remote:
 
 
 def as_json(sample: RewardSample) -> dict[str, Any]:
-    """Return what the request holds about a sample."""
+    """Return the JSON object of a sample in a request."""
     return {
         "id": sample.id,
         "prompt": sample.prompt,
@@ -65,7 +65,7 @@ def as_json(sample: RewardSample) -> dict[str, Any]:
 
 
 def read_rewards(answer: Any, count: int) -> list[Score]:
-    """Return `count` scores from `{"rewards": [...]}`, or from the list alone; ValueError says what is wrong."""
+    """Parse `count` scores from `{"rewards": [...]}` or a plain list; raises ValueError."""
     rewards = answer.get("rewards") if isinstance(answer, dict) else answer
     if not isinstance(rewards, list):
         raise ValueError("no list of rewards")
@@ -75,7 +75,7 @@ def read_rewards(answer: Any, count: int) -> list[Score]:
 
 
 def _score(reward: Any) -> Score:
-    """Read a number, null, or {"reward": number or null, "parts": {name: number}, "reason": text}."""
+    """Parse a number, null, or {"reward": number or null, "parts": {name: number}, "reason": text}."""
     if not isinstance(reward, dict):
         return Score(None if reward is None else _number(reward))
     value, parts, reason = reward.get("reward"), reward.get("parts") or {}, reward.get("reason") or ""
@@ -87,5 +87,5 @@ def _score(reward: Any) -> Score:
 
 def _number(value: Any) -> float:
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"a reward is {value!r:.100}, no number")
+        raise ValueError(f"a reward is {value!r:.100}, not a number")
     return float(value)

@@ -1,4 +1,4 @@
-"""How a model is asked a question: `Complete`, and the one over HTTP, for any server with OpenAI's chat completions."""
+"""`Complete`, the interface of a judge model, and its implementation over OpenAI's chat completions."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -8,8 +8,7 @@ from roll_opd.rewards.endpoints.endpoint import Endpoint, Limits
 from roll_opd.rewards.interface import RewardError
 
 Messages = list[dict[str, str]]
-# The text that a model answers; failed attempts that it tried again are added to the counter by kind, and `GaveUp`
-# is raised where there is no answer.
+# (messages, errors) -> text of the model's answer; counts retried failures in `errors` by kind, raises `GaveUp`.
 Complete = Callable[[Messages, Counter[str]], Awaitable[str]]
 
 ADVICE = {
@@ -20,10 +19,10 @@ ADVICE = {
 
 
 class ChatEndpoint:
-    """A `Complete` over HTTP."""
+    """`Complete` over HTTP."""
 
     def __init__(self, url: str, body: Mapping[str, Any], key: str, limits: Limits) -> None:
-        """`body`: what a request holds beside the messages; a key with the value None is left out."""
+        """`body`: fields of a request besides the messages; fields that are None are omitted."""
         if not url or not body["model"]:
             raise RewardError(
                 "llm_judge needs judge_api_url (such as http://host:8000/v1) and judge_model_name; write both"
@@ -37,7 +36,7 @@ class ChatEndpoint:
 
 
 def chat_url(url: str) -> str:
-    """Return `http://host/v1/chat/completions` for `http://host`, `http://host/v1` or all of it."""
+    """Return `http://host/v1/chat/completions` for `http://host`, `http://host/v1` or the full URL."""
     import httpx
 
     try:
@@ -45,7 +44,7 @@ def chat_url(url: str) -> str:
     except httpx.InvalidURL:
         given = httpx.URL()
     if not given.host:
-        return url  # the endpoint says what is wrong
+        return url  # Endpoint reports the error
     path = given.path.rstrip("/")
     if not path.endswith("/chat/completions"):
         path = f"{path or '/v1'}/chat/completions"
@@ -53,11 +52,11 @@ def chat_url(url: str) -> str:
 
 
 def read_completion(answer: Any) -> str:
-    """Return the text of a chat completion, empty where the model wrote none; ValueError for anything else."""
+    """Return the text of a chat completion, empty if it has none; raises ValueError for other JSON."""
     try:
         content = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
         raise ValueError("no choices[0].message.content") from None
     if content is not None and not isinstance(content, str):
-        raise ValueError("choices[0].message.content is no text")
+        raise ValueError("choices[0].message.content is not a string")
     return content or ""

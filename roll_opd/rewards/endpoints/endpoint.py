@@ -1,8 +1,8 @@
-"""JSON over HTTP to one URL that may be slow, refuse, break off or be away for a while.
+"""JSON client of one HTTP URL with retries, rate limits and outage detection.
 
-Failures that may pass (429, 5xx, time-outs, lost connections, unreadable answers) are retried for `retry_seconds`, and
-each failed attempt is counted; failures that only the user can repair (401, 404) end the request at once. After several
-failures in a row the endpoint counts as down: one request at a time then tries again, and all others wait for it.
+Transient failures (429, 5xx, timeouts, lost connections, unreadable answers) are retried for `retry_seconds`, and
+each failed attempt is counted; permanent ones (401, 404) end the request immediately. After several consecutive
+failures the endpoint counts as down: one request at a time probes it, and all others wait.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from roll_opd.rewards.interface import RewardError
 
 if TYPE_CHECKING:
-    import httpx  # half a second, which planning need not wait for
+    import httpx  # lazy: importing takes 0.5 s, which planning does not need
 
-FIRST_DELAY, LONGEST_DELAY = 0.5, 5.0  # seconds before another attempt
-LONGEST_PAUSE = 60.0  # seconds of a Retry-After that are waited
+FIRST_DELAY, MAX_DELAY = 0.5, 5.0  # seconds before a retry
+MAX_PAUSE = 60.0  # seconds of a Retry-After header that are respected
 CONNECT_SECONDS = 10.0
-DOWN_AFTER = 8  # failures in a row, by any requests
-EXCERPT = 200  # characters of an answer in a message
+DOWN_AFTER = 8  # consecutive failures over all requests
+EXCERPT = 200  # characters of a response in a message
 
 ADVICE = {
-    "connect": "see whether the server runs and the URL is right",
+    "connect": "check that the server runs and the URL is right",
     "timeout": "raise request_seconds, or lower concurrency",
     "http_429": "lower concurrency, or set requests_per_minute",
 }
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class GaveUp(Exception):
-    """No usable answer; `kind` is a short name to count by, the text says what failed, where, and what to do."""
+    """Request failed finally; `kind` is a short name for counting, the text says what failed, where, and what to do."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -50,11 +50,11 @@ class GaveUp(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """How many requests an endpoint gets, and how long it may fail. `RewardError` names a wrong value."""
+    """Rate limits and timeouts of an endpoint; raises `RewardError` for a wrong value."""
 
-    request_seconds: float = 120  # for one request, from its first byte to the answer's last
-    retry_seconds: float = 300  # for which a request, or the endpoint as a whole, may go on failing
-    concurrency: int = 16  # requests under way at a time
+    request_seconds: float = 120  # timeout of one request, from its first byte to the response's last
+    retry_seconds: float = 300  # limit of retrying, per request and per outage
+    concurrency: int = 16  # maximum concurrent requests
     requests_per_minute: float | None = None
 
     def __post_init__(self) -> None:
@@ -63,11 +63,13 @@ class Limits:
                 continue
             fits = isinstance(value, int if name == "concurrency" else int | float) and not isinstance(value, bool)
             if not fits or not math.isfinite(value) or value < 0 or (value == 0 and name != "retry_seconds"):
-                raise RewardError(f"{name}: {value!r} is not a positive {'whole ' * (name == 'concurrency')}number")
+                raise RewardError(
+                    f"{name}: {value!r} is not a positive {'integer' if name == 'concurrency' else 'number'}"
+                )
 
 
 class _Failed(Exception):
-    """One attempt came to nothing."""
+    """One attempt failed."""
 
     def __init__(self, kind: str, detail: str, again: bool = True, pause: float = 0.0) -> None:
         super().__init__(detail)
@@ -75,10 +77,10 @@ class _Failed(Exception):
 
 
 class Endpoint:
-    """One URL. Made anywhere, used from one event loop, by any number of tasks."""
+    """Client of one URL for any number of tasks of one event loop."""
 
     def __init__(self, url: str, headers: Mapping[str, str], limits: Limits, advice: Mapping[str, str]) -> None:
-        """`advice`: kind of failure -> what to do about it; headers and the URL's query are never shown."""
+        """`advice`: kind of failure -> what to do; messages never contain headers or the URL's query."""
         self._url, self.shown_url = _checked_url(url)
         self._headers = {"Content-Type": "application/json", **_checked_headers(headers)}
         self._secrets = [word for value in headers.values() for word in value.split() if len(word) > 3]
@@ -89,12 +91,11 @@ class Endpoint:
         self._last = ""
 
     async def ask(self, body: Any, read: Callable[[Any], Answer], errors: Counter[str]) -> Answer:
-        """POST `body`, and return what `read` makes of the JSON that comes back (ValueError: it cannot be used).
+        """POST `body` and return the response JSON parsed by `read`, which raises ValueError for an unusable one.
 
-        Attempts that failed and were followed by another are counted in `errors` by kind. Raises `GaveUp` with
-        the kind of the last one.
+        Retried failures are counted in `errors` by kind. Raises `GaveUp` with the kind of the last failure.
         """
-        self._settle()
+        self._bind_to_loop()
         content = json.dumps(body, default=str).encode()
         arrived, began, attempts = time.monotonic(), math.inf, 0
         while True:
@@ -113,8 +114,8 @@ class Endpoint:
                 self._note(None, time.monotonic())
                 return answer
 
-    def _settle(self) -> None:
-        """Make what belongs to the running event loop, once."""
+    def _bind_to_loop(self) -> None:
+        """Create the client and locks of the running event loop, once."""
         import httpx
 
         loop = asyncio.get_running_loop()
@@ -122,7 +123,7 @@ class Endpoint:
             self._loop = loop
             self._client = httpx.AsyncClient(
                 headers=self._headers,
-                timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # `_post` keeps the time of the whole
+                timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # `_post` limits the total time
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=self._limits.concurrency),
             )
             self._slots, self._probe = asyncio.Semaphore(self._limits.concurrency), asyncio.Lock()
@@ -132,10 +133,10 @@ class Endpoint:
         return self._failures >= DOWN_AFTER
 
     def _note(self, failed: _Failed | None, now: float) -> None:
-        """Count failures in a row over all requests, and warn when the endpoint goes down or is back."""
+        """Count consecutive failures over all requests, and warn when the endpoint goes down or recovers."""
         if failed is None or not failed.again:
             if self._down:
-                _log.warning("%s answers again after %.0f s", self.shown_url, now - self._failing_since)
+                _log.warning("%s recovered after %.0f s", self.shown_url, now - self._failing_since)
             self._failures = 0
             return
         self._last = f"{failed.kind}: {failed}"
@@ -143,12 +144,14 @@ class Endpoint:
             self._failing_since = now
         self._failures += 1
         if self._failures == DOWN_AFTER:
-            _log.warning("%s is down, last with %s; asking it once at a time", self.shown_url, self._last)
+            _log.warning(
+                "%s is down, last failure %s; probing it with one request at a time", self.shown_url, self._last
+            )
         pause = _delay(now - self._failing_since) if self._down else 0.0
         self._resume_at = max(self._resume_at, now + max(pause, failed.pause))
 
     def _down_for(self, arrived: float, now: float) -> float:
-        """Return how long a request that came in at `arrived` has waited in an outage, in seconds; 0 without one."""
+        """Return the seconds that a request from `arrived` has waited in the current outage; 0 without one."""
         return now - max(arrived, self._failing_since) if self._down else 0.0
 
     async def _attempt(self, content: bytes, read: Callable[[Any], Answer], arrived: float) -> Answer:
@@ -163,15 +166,13 @@ class Endpoint:
             return await self._post(content, read)
 
     def _refuse_if_lost(self, arrived: float) -> None:
-        """Give up without another attempt where the request has waited for all of `retry_seconds` already."""
+        """Raise `GaveUp` without another attempt if the request has waited for `retry_seconds`."""
         waited = self._down_for(arrived, time.monotonic())
         if waited >= self._limits.retry_seconds:
-            raise GaveUp(
-                "down", f"{self.shown_url}: failing for {waited:.0f} s, last with {self._last}; not asked again"
-            )
+            raise GaveUp("down", f"{self.shown_url}: failing for {waited:.0f} s, last with {self._last}; gave up")
 
     async def _turn(self) -> None:
-        """Wait out a pause, and keep requests `requests_per_minute` apart."""
+        """Wait for the end of a pause and for the slot of `requests_per_minute`."""
         while (wait := self._resume_at - time.monotonic()) > 0:
             await asyncio.sleep(wait)
         if self._limits.requests_per_minute is not None:
@@ -190,7 +191,7 @@ class Endpoint:
         except (httpx.ConnectTimeout, httpx.NetworkError, httpx.ProtocolError, httpx.ProxyError) as error:
             raise _Failed("connect", f"{type(error).__name__} {error}".strip()) from None
         except (TimeoutError, httpx.TimeoutException):
-            raise _Failed("timeout", f"no answer in {seconds:g} s") from None
+            raise _Failed("timeout", f"no response in {seconds:g} s") from None
         except httpx.DecodingError as error:
             raise _Failed("broken_json", str(error)) from None
         status = response.status_code
@@ -204,20 +205,20 @@ class Endpoint:
             raise _Failed("broken_json", f"{error} in {self._excerpt(response.text)!r}") from None
 
     def _excerpt(self, text: str) -> str:
-        for secret in self._secrets:  # some servers say back what they were sent
+        for secret in self._secrets:  # some servers echo the request headers
             text = text.replace(secret, "***")
         text = " ".join(text[: 10 * EXCERPT].split())
         return text if len(text) <= EXCERPT else text[:EXCERPT] + "..."
 
     def _message(self, failed: _Failed, attempts: int) -> str:
         tried = f" ({attempts} attempts)" if attempts > 1 else ""
-        advice = self._advice.get(failed.kind, "see what the server logs")
+        advice = self._advice.get(failed.kind, "check the server's log")
         return f"{self.shown_url}: {failed.kind}{tried}: {failed}; {advice}"
 
 
 def _delay(failing_for: float) -> float:
-    """Return seconds to wait: as long as it has failed so far (exponential), with jitter to spread the requests."""
-    return random.uniform(0.5, 1.0) * min(max(failing_for, FIRST_DELAY), LONGEST_DELAY)
+    """Return the delay of a retry: the time of failing so far (exponential backoff), with jitter."""
+    return random.uniform(0.5, 1.0) * min(max(failing_for, FIRST_DELAY), MAX_DELAY)
 
 
 def _retry_after(response: "httpx.Response") -> float:
@@ -228,11 +229,11 @@ def _retry_after(response: "httpx.Response") -> float:
         seconds = (
             float(text) if text[:1].isdigit() else email.utils.parsedate_to_datetime(text).timestamp() - time.time()
         )
-    return min(max(seconds, 0.0), LONGEST_PAUSE)
+    return min(max(seconds, 0.0), MAX_PAUSE)
 
 
 def _checked_url(text: str) -> "tuple[httpx.URL, str]":
-    """Return the URL, and how messages show it: without a password and a query, which may hold a key."""
+    """Return (URL, its form in messages without password and query, which may contain a key)."""
     import httpx
 
     try:
@@ -248,5 +249,7 @@ def _checked_url(text: str) -> "tuple[httpx.URL, str]":
 def _checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
     for name, value in headers.items():
         if not isinstance(value, str) or not (value.isascii() and value.isprintable()):
-            raise RewardError(f"the header {name} (of the key or of headers) is no line of printable ASCII; correct it")
+            raise RewardError(
+                f"the header {name} (of the key or of headers) is not a line of printable ASCII; correct it"
+            )
     return dict(headers)

@@ -1,8 +1,8 @@
-"""What a judge is asked: templates, and how they are filled.
+"""Prompt templates of judges and their rendering.
 
-`{prompt}`, `{response}`, `{ground_truth}` and the like are replaced in one pass and everything else stays as it is, so
-that neither a template's JSON nor a student's braces can break anything. A `{boundary}` around the response is made
-from it, so that no response can contain it and seem to end.
+`{prompt}`, `{response}`, `{ground_truth}` and similar fields are replaced in one pass and everything else is kept, so
+braces in a template's JSON or in a response are safe. `{boundary}` is a hash of the response, so that no response can
+contain its own end marker.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from roll_opd.rewards.interface import RewardError, RewardSample
 
 @dataclass(frozen=True)
 class JudgePrompt:
-    """A template, and how the verdict that it asks for is read."""
+    """Judge template with the parsing of its verdict."""
 
     template: str
     verdict: str = "regex"
@@ -83,7 +83,7 @@ Write a JSON object with these four keys, and nothing else.""",
     max_score=5.0,
 )
 
-# by our names and by ROLL's
+# built-in names and ROLL's names
 JUDGE_PROMPTS = {
     "match": MATCH,
     "quality": QUALITY,
@@ -92,19 +92,19 @@ JUDGE_PROMPTS = {
     "PERALIGN-RLVR-prompt": PERSONA,
 }
 
-_PLACE = re.compile(
-    r"\{(prompt|question|response|ground_truth|reference|tag|boundary|extra\.[\w-]+)\}"  # two by ROLL's names too
+_PLACE = re.compile(  # question and reference are ROLL's names
+    r"\{(prompt|question|response|ground_truth|reference|tag|boundary|extra\.[\w-]+)\}"
 )
 
 
 def check_template(template: str, where: str) -> None:
-    """Raise `RewardError` for a template that would judge nothing."""
+    """Raise `RewardError` for a template without the response."""
     if "{response}" not in template:
-        raise RewardError(f"{where} has no {{response}}, so that the judge would not see it; write it in")
+        raise RewardError(f"{where} has no {{response}}, so the judge would not see it; add it")
 
 
 def filled(template: str, sample: RewardSample) -> str | None:
-    """Return the question about `sample`; None where it lacks what the template names (a ground truth, a row's key)."""
+    """Render the template for `sample`; None if the sample lacks a field (a ground truth, a row's key)."""
     values = {place: _value(place, sample) for place in set(_PLACE.findall(template))}
     if None in values.values():
         return None

@@ -1,6 +1,4 @@
-"""Answers by question, for asyncio: the least recently used are forgotten, and a question under way is not asked
-again.
-"""
+"""LRU cache of verdicts for asyncio that shares pending requests for equal questions."""
 
 import asyncio
 from collections import OrderedDict
@@ -18,37 +16,37 @@ class _SharedCall(Generic[Answer]):
 
 
 class VerdictCache(Generic[Answer]):
-    """At most `size` answers; with 0 every question is asked."""
+    """LRU cache of at most `size` answers; 0 disables it."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._known: OrderedDict[str, Answer] = OrderedDict()
-        self._asked: dict[str, _SharedCall[Answer]] = {}
+        self._pending: dict[str, _SharedCall[Answer]] = {}
 
     async def get(self, question: str, ask: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        """Return the answer to `question`, from `ask()` if it is not known; all who wait get what that raises."""
+        """Return the cached answer to `question`, or that of one shared `ask()`, whose error all waiters get."""
         if not self._size:
             return await ask()
         if question in self._known:
             self._known.move_to_end(question)
             return self._known[question]
-        asked = self._asked.get(question)
-        if asked is None:
-            asked = self._asked[question] = _SharedCall(asyncio.ensure_future(ask()))
-            asked.task.add_done_callback(lambda task: self._keep(question, task))
-        asked.waiting += 1
+        call = self._pending.get(question)
+        if call is None:
+            call = self._pending[question] = _SharedCall(asyncio.ensure_future(ask()))
+            call.task.add_done_callback(lambda task: self._keep(question, task))
+        call.waiting += 1
         try:
-            return await asyncio.shield(asked.task)
+            return await asyncio.shield(call.task)
         finally:
-            asked.waiting -= 1
-            if not asked.waiting and not asked.task.done():  # all who waited were cancelled
-                self._asked.pop(question, None)
-                asked.task.cancel()
+            call.waiting -= 1
+            if not call.waiting and not call.task.done():  # all waiters were cancelled
+                self._pending.pop(question, None)
+                call.task.cancel()
 
     def _keep(self, question: str, task: "asyncio.Task[Answer]") -> None:
-        asked = self._asked.get(question)
-        if asked is not None and asked.task is task:
-            del self._asked[question]
+        call = self._pending.get(question)
+        if call is not None and call.task is task:
+            del self._pending[question]
         if not task.cancelled() and task.exception() is None:
             self._known[question] = task.result()
             if len(self._known) > self._size:

@@ -1,6 +1,6 @@
-"""From what a judge wrote to a number: its last verdict, as JSON or by a pattern, scaled to 0..1.
+"""Parsers of a judge's verdict: the last JSON object or pattern match, scaled to 0..1.
 
-The last one, because a judge that thinks aloud quotes others first, those in the answer it reads included.
+The last one counts, because a judge may quote other verdicts first, including those in the graded response.
 """
 
 import json
@@ -12,27 +12,27 @@ from typing import Any
 
 from roll_opd.base.frozen import FrozenDict
 
-MAX_TEXT = 20_000  # characters looked at, from the end: the verdict is there
+MAX_TEXT = 20_000  # only the last characters are searched
 WORDS = {"yes": True, "true": True, "correct": True, "no": False, "false": False, "incorrect": False}
 
-# YES or NO anywhere; in small letters only as the first word, because "there is no error" is no verdict
+# YES or NO anywhere; lower case only as the first word, because "there is no error" is not a verdict
 YES_OR_NO = r"\b(YES|NO)\b|\A\W*((?i:yes|no))\b"
 
 
 @dataclass(frozen=True)
 class Verdict:
     value: float  # 0..1
-    parts: Mapping[str, float] = field(default_factory=FrozenDict)  # of a verdict with several keys, 0..1 each
+    parts: Mapping[str, float] = field(default_factory=FrozenDict)  # per key if there are several, 0..1 each
 
 
-ReadVerdict = Callable[[str], Verdict | None]  # None: there is none
+ReadVerdict = Callable[[str], Verdict | None]  # None: no verdict found
 
 
 def by_pattern(pattern: re.Pattern[str], low: float, high: float) -> ReadVerdict:
-    """Read the last match: its first group that matched, or all of it; a number, or a word such as YES."""
+    """Return a parser of the last match, by its first group or in full: a number, or a word such as YES."""
 
     def read(text: str) -> Verdict | None:
-        matches = list(pattern.finditer(_said(text)))
+        matches = list(pattern.finditer(_without_thought(text)))
         if not matches:
             return None
         last = matches[-1]
@@ -43,11 +43,11 @@ def by_pattern(pattern: re.Pattern[str], low: float, high: float) -> ReadVerdict
 
 
 def by_json(keys: Sequence[str], low: float, high: float) -> ReadVerdict:
-    """Read the last JSON object that has all `keys`; of several keys the mean counts, and each is a part."""
+    """Return a parser of the last JSON object with all `keys`; the value is their mean, each is a part."""
 
     def read(text: str) -> Verdict | None:
         found = None
-        for candidate in _objects(_said(text)):
+        for candidate in _objects(_without_thought(text)):
             if all(key in candidate for key in keys):
                 found = candidate
         if found is None:
@@ -61,16 +61,16 @@ def by_json(keys: Sequence[str], low: float, high: float) -> ReadVerdict:
     return read
 
 
-def _said(text: str) -> str:
-    """Return the text after the judge's thinking; nothing where the text ends within it."""
-    _, end, said = text.rpartition("</think>")
-    if not end and "<think>" in said:
+def _without_thought(text: str) -> str:
+    """Return the text after the judge's thought; empty if the thought is unfinished."""
+    _, end, answer = text.rpartition("</think>")
+    if not end and "<think>" in answer:
         return ""
-    return said[-MAX_TEXT:]
+    return answer[-MAX_TEXT:]
 
 
 def _scaled(written: Any, low: float, high: float) -> float | None:
-    """Return `written` from low..high to 0..1; None where it is no number between them and no word of `WORDS`."""
+    """Scale a number in low..high, or a word of `WORDS`, to 0..1; None for other values."""
     if isinstance(written, str):
         written = WORDS.get(written.strip().lower(), written)
     if isinstance(written, bool):
@@ -85,7 +85,7 @@ def _scaled(written: Any, low: float, high: float) -> float | None:
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in a text, in order; not those inside of another one."""
+    """Yield the top-level JSON objects in a text, in order."""
     decoder = json.JSONDecoder()
     position = text.find("{")
     while position >= 0:

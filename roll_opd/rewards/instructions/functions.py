@@ -1,6 +1,6 @@
-"""The functions that rows of Tulu 3's RLVR-IFeval (arXiv 2411.15124) name, which are the rows of ROLL's ifeval domain.
+"""Instruction checks of Tulu 3's RLVR-IFeval rows (arXiv 2411.15124), which ROLL's ifeval domain uses.
 
-They are IFEval's instructions under other names and arguments, and mostly ask for an exact number.
+They are IFEval's instructions under other names and arguments, mostly with exact counts.
 """
 
 from collections.abc import Callable
@@ -19,18 +19,18 @@ def keyword_frequency(text: str, word: str, N: int) -> bool:
 
 
 def letter_frequency(text: str, letter: str, N: int) -> bool:
-    """The letter in this case, exactly so often."""
+    """Exact count of a letter, case-sensitive."""
     return text.count(letter) == N
 
 
 def paragraph_count(text: str, N: int) -> bool:
-    """Paragraphs are parted by `* * *`, and none is empty."""
+    """Exact number of paragraphs, separated by `* * *`, none empty."""
     paragraphs = text.split("* * *")
     return len(paragraphs) == N and all(map(str.strip, paragraphs))
 
 
 def word_constraint(text: str, N: int, quantifier: Relation) -> bool:
-    """Words are what spaces part; "around" is within a tenth."""
+    """Number of words, separated by spaces; "around" is within a tenth."""
     return rules.holds(len(text.split()), quantifier, N, slack=max(round(N * 0.1), 1))
 
 
@@ -44,7 +44,7 @@ def paragraphs(text: str, N: int, first_word: str, i: int) -> bool:
 
 
 def postscript(text: str, postscript_marker: str) -> bool:
-    """The marker, and something after it."""
+    """The marker with text after it."""
     return bool(text.partition(postscript_marker)[2].strip())
 
 
@@ -57,7 +57,7 @@ def bullet_points(text: str, N: int) -> bool:
 
 
 def one_of(text: str, options: list[str]) -> bool:
-    """The text is one of the options, whatever its case and its full stop."""
+    """The text is one of the options, ignoring case and a final period."""
     return text.strip().rstrip(".").lower() in {option.strip().rstrip(".").lower() for option in options}
 
 

@@ -1,6 +1,6 @@
-"""The 25 instructions of IFEval (Zhou et al. 2023, arXiv 2311.07911) by name, each a function that checks a text.
+"""Checks of IFEval's 25 instructions (Zhou et al. 2023, arXiv 2311.07911) by name.
 
-A rule takes the text and, by the names that the rows use, the arguments of the instruction.
+A check takes the text and the arguments of the instruction under the names in the rows.
 """
 
 import json
@@ -12,7 +12,7 @@ from roll_opd.rewards.instructions.language import is_language
 from roll_opd.rewards.instructions.wording import count_capital_words, count_sentences, count_words
 
 Relation = Literal["less than", "at least", "at most", "around"]
-ENGLISH_SHARE = 0.9  # of the letters of a text in English that are a-z
+ENGLISH_SHARE = 0.9  # minimum share of a-z among the letters of an English text
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _HIGHLIGHT = re.compile(r"\*[^\n*]*\*")
 _STRONG = re.compile(r"\*\*[^\n*]*\*\*")
@@ -21,7 +21,7 @@ _PARAGRAPH = re.compile(r"\s?\*\*\*\s?")
 
 
 def holds(count: int, relation: Relation, wanted: int, slack: int = 0) -> bool:
-    """Whether a count keeps to "less than", "at least", "at most" or, give or take `slack`, "around" a number."""
+    """Return whether a count satisfies a relation to a number; "around" allows a difference of `slack`."""
     if relation == "around":
         return abs(count - wanted) <= slack
     return {"less than": count < wanted, "at least": count >= wanted, "at most": count <= wanted}[relation]
@@ -40,7 +40,7 @@ def no_forbidden_words(text: str, forbidden_words: list[str]) -> bool:
 
 
 def count_word(text: str, word: str) -> int:
-    """Return how often `word` stands in `text` on its own, whatever its case."""
+    """Count `word` in `text` as a separate word, ignoring case."""
     return len(re.findall(rf"(?<!\w){re.escape(word.lower())}(?!\w)", text.lower()))
 
 
@@ -57,7 +57,7 @@ def number_sentences(text: str, num_sentences: int, relation: Relation) -> bool:
 
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Paragraphs are parted by `***`; the first and the last may be empty, and do not count then."""
+    """Number of paragraphs, separated by `***`; an empty first or last one does not count."""
     paragraphs = [paragraph.strip() for paragraph in _PARAGRAPH.split(text)]
     return all(paragraphs[1:-1]) and sum(map(bool, paragraphs)) == num_paragraphs
 
@@ -67,7 +67,7 @@ def number_words(text: str, num_words: int, relation: Relation) -> bool:
 
 
 def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Paragraphs are parted by two newlines; one that is empty does not count, but has its place."""
+    """First word of a paragraph; paragraphs are separated by two newlines, empty ones keep their index."""
     paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
     if not 1 <= nth_paragraph <= len(paragraphs) or not paragraphs[nth_paragraph - 1]:
         return False
@@ -80,7 +80,7 @@ def number_placeholders(text: str, num_placeholders: int) -> bool:
 
 
 def count_placeholders(line: str) -> int:
-    """Parts of a line in square brackets, such as [name]."""
+    """Count the parts of a line in square brackets, such as [name]."""
     count, end = 0, -1
     while (start := line.find("[", end + 1)) >= 0 and (end := line.find("]", start)) >= 0:
         count += 1
@@ -111,7 +111,7 @@ def number_highlighted_sections(text: str, num_highlights: int) -> bool:
 
 
 def multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    """A section begins with the splitter and a number, such as `SECTION 1`."""
+    """Number of sections that start with the splitter and a number, such as `SECTION 1`."""
     return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
 
 
@@ -133,7 +133,7 @@ def _has_title(line: str) -> bool:
 
 
 def two_responses(text: str) -> bool:
-    """Exactly two responses, which differ, parted by `******`; nothing may precede the first or follow the second."""
+    """Exactly two different responses, separated by `******`, with nothing before or after."""
     responses = [response.strip() for response in text.split("******")]
     given = [response for response in responses if response]
     return all(responses[1:-1]) and len(given) == 2 and given[0] != given[1]

@@ -1,6 +1,6 @@
-r"""Mathematics for `equality`: expressions and sets in LaTeX, read and compared by math-verify and SymPy.
+r"""Comparison of LaTeX expressions and sets with math-verify and SymPy, for `equality`.
 
-Nothing here limits its own time: it runs in `processes`.
+Nothing here limits its run time: it runs in `processes`.
 """
 
 import re
@@ -32,7 +32,7 @@ from roll_opd.rewards.mathematics.structure import brackets_inside, split_outsid
 _READ = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none")
 _PLAIN_PRODUCTS = ConversionConfig(interpret_as_mixed_fractions=False)  # mixed numbers are fractions by now
 _DIGITS = 30  # of a numeric comparison
-_APART = 10.0**-20  # relative difference of two numbers that are not the same
+_APART = 10.0**-20  # relative difference above which two numbers differ
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\})\s*\^\\circ")
 _UNREADABLE = re.compile(r"\d\s+\d")  # 5 5 is neither 25 nor 10
 _SETMINUS = re.compile(r"\\(?:setminus|backslash)(?![A-Za-z])")
@@ -40,11 +40,11 @@ _CUP, _CAP = re.compile(r"\\cup(?![A-Za-z])"), re.compile(r"\\cap(?![A-Za-z])")
 
 
 def same_expression(gold: str, answer: str) -> bool:
-    """Return whether two expressions, equations or matrices are the same."""
+    """Return whether two expressions, equations or matrices are equal."""
     golds, answers = _read(gold), _read(answer)
     if isinstance(golds, Set) != isinstance(answers, Set):
         return False
-    if golds.has(Derivative) or answers.has(Derivative):  # of symbols, all would be 0
+    if golds.has(Derivative) or answers.has(Derivative):  # derivatives of symbols would all be 0
         return bool(golds == answers)
     if not isinstance(golds, MatrixBase) and not isinstance(answers, MatrixBase):
         apart = _apart(golds, answers)
@@ -54,7 +54,7 @@ def same_expression(gold: str, answer: str) -> bool:
 
 
 def same_set(gold: str, answer: str) -> bool:
-    """Return whether two sets of numbers, written as intervals, inequalities and unions of them, are the same."""
+    """Return whether two sets of numbers (intervals, inequalities, unions) are equal."""
     golds, answers = _set(gold), _set(answer)
     if golds is None or answers is None:
         return same_expression(gold, answer)
@@ -67,7 +67,7 @@ def same_set(gold: str, answer: str) -> bool:
 
 
 def contradict(value: str, rounding: str) -> bool:
-    """Return whether `value` is a real number and the decimal `rounding` neither its rounding nor its truncation."""
+    """Return whether `value` is a real number that the decimal `rounding` neither rounds nor truncates."""
     number = _read(value)
     if number.free_symbols or not _is_expression(number):
         return False
@@ -97,7 +97,7 @@ def _read(text: str) -> Basic | MatrixBase:
 
 
 def _apart(gold: Basic, answer: Basic) -> bool | None:
-    """Return whether two numbers differ; None where either is no number, or they are too close to say."""
+    """Return whether two numbers differ; None if one is not a number or they are too close."""
     if gold.free_symbols or answer.free_symbols:
         return None
     exact = gold.doit(), answer.doit()
@@ -117,7 +117,7 @@ def _is_expression(value: Basic | MatrixBase) -> bool:
 
 
 def _set(text: str) -> Set | None:
-    """None where the text is no set of real numbers."""
+    """Parse a set of real numbers; None if the text is not one."""
     text = text.strip()
     for separator, combine in (
         (_CUP, Union),
@@ -137,10 +137,10 @@ def _set(text: str) -> Set | None:
     if inside is not None and text.startswith(("\\{", "{")):
         return FiniteSet(*map(_read, ends))
     if len(ends) == 2:
-        low, high = (cast(Expr, _read(end)) for end in ends)  # of anything else there is no interval
+        low, high = (cast(Expr, _read(end)) for end in ends)  # Interval requires expressions
         left_open, right_open = text[0] == "(", text[-1] == ")"
         if bool(low > high) or (low.is_infinite and not left_open) or (high.is_infinite and not right_open):
-            raise ValueError(f"{text} is no interval")
+            raise ValueError(f"{text} is not an interval")
         return Interval(low, high, left_open, right_open)
     relation = _read(text)
     if not isinstance(relation, Boolean) or relation.is_Symbol or len(relation.free_symbols) != 1:

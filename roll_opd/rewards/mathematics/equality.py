@@ -1,7 +1,6 @@
-r"""Whether two answers are the same, by their form: words, choices, times, ratios, lists, sets, points, intervals.
+r"""Equality of two answers by form: words, choices, times, ratios, lists, sets, points, intervals.
 
-What is left, single expressions and sets of numbers, is compared by the two functions of `Algebra`; see
-docs/rewards/math_rule.md for the rules.
+`Algebra` compares the remaining single expressions and sets of numbers; docs/rewards/math_rule.md has the rules.
 """
 
 import re
@@ -14,7 +13,7 @@ from roll_opd.rewards.mathematics.notation import MAX_DIGITS, MAX_EXPRESSION, ex
 from roll_opd.rewards.mathematics.structure import NAME, assigned, members_of, point_of, split_outside
 from roll_opd.rewards.mathematics.units import conversion, split_unit
 
-MAX_MEMBERS = 30  # of a list; longer ones are compared as text
+MAX_MEMBERS = 30  # longer lists are compared as text
 
 _NUMBER = re.compile(
     rf"([-+]?)\s*(?:\\frac\{{\s*(-?\d{{1,{MAX_DIGITS}}})\s*\}}\{{\s*(-?\d{{1,{MAX_DIGITS}}})\s*\}}"
@@ -44,7 +43,7 @@ _NOT_WORDS = re.compile(r"[^A-Za-z0-9 ,.'?-]|^\d|(?<![A-Za-z])(?:sin|cos|tan|log
 
 
 class Algebra(Protocol):
-    """What a computer algebra system decides, for texts in LaTeX."""
+    """Interface of a computer algebra system for LaTeX texts."""
 
     def same_expression(self, gold: str, answer: str) -> bool: ...
 
@@ -54,7 +53,7 @@ class Algebra(Protocol):
 
 
 def as_number(text: str) -> Fraction | None:
-    """Return the exact value of a plain text that is an integer, a decimal or a quotient of two; None for others."""
+    """Parse an integer, a decimal or a quotient of two exactly; None for other text."""
     match = _NUMBER.fullmatch(text.strip())
     if match is None:
         return None
@@ -69,14 +68,14 @@ def as_number(text: str) -> Fraction | None:
 
 
 def number_in(text: str) -> Fraction | None:
-    """Return the number in an answer written as people do: with a unit, thousands commas or a percent sign."""
+    """Parse the number in an answer with optional unit, thousands separators or percent sign."""
     if len(text) > MAX_EXPRESSION:
         return None
     return as_number(split_unit(plain(text))[0].rstrip("%"))
 
 
 def same_answer(gold: str, answer: str, algebra: Algebra) -> bool:
-    """Return whether `answer` is `gold`; both as people write them."""
+    """Return whether `answer` equals `gold`, both in any notation."""
     gold, answer = plain(gold), plain(answer)
     if not gold or not answer:
         return False
@@ -127,7 +126,7 @@ def _same(gold: str, answer: str, algebra: Algebra) -> bool:
 
 
 def _same_members(golds: Sequence[str], answers: Sequence[str], algebra: Algebra) -> bool:
-    """Return whether each of either is in the other: order and repetition do not count."""
+    """Return whether two lists have the same members, ignoring order and repetition."""
     same = [[_same_single(gold, answer, algebra) for answer in answers] for gold in golds]
     return all(map(any, same)) and all(map(any, zip(*same, strict=True)))
 
@@ -190,7 +189,7 @@ def _same_value(gold: str, answer: str, algebra: Algebra) -> bool:
 
 
 def _same_ratio(golds: Sequence[str], answers: Sequence[str], algebra: Algebra) -> bool:
-    """3:4 is 6:8, and 3/4 where only one of the two is written as a ratio."""
+    """Return whether two ratios are equal: 3:4 is 6:8, and 3/4 if only one is written as a ratio."""
     if len(golds) != len(answers):
         quotients = [f"\\frac{{{side[0]}}}{{{side[1]}}}" if len(side) == 2 else side[0] for side in (golds, answers)]
         return max(len(golds), len(answers)) == 2 and _same_value(exact(quotients[0]), exact(quotients[1]), algebra)
@@ -202,7 +201,7 @@ def _same_ratio(golds: Sequence[str], answers: Sequence[str], algebra: Algebra) 
 
 
 def _sides(gold: str, answer: str) -> tuple[str, str]:
-    """Without "x =" or "x in" where only one has it, or where both define a function."""
+    """Return both answers without "x =" or "x in" if only one has it, or if both define a function."""
     golds, answers = split_outside(gold, _EQUALS), split_outside(answer, _EQUALS)
     if len(golds) > 1 and len(answers) > 1:
         if _squeezed(golds[0]) == _squeezed(answers[0]) and NAME.fullmatch(golds[0].strip()):
@@ -219,10 +218,10 @@ def _sides(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _agree(sides: Sequence[str], algebra: Algebra) -> bool:
-    """Return whether no two sides of "a ≈ b ≈ c" contradict each other, so that a list of guesses is no answer.
+    """Return whether no two sides of "a ≈ b ≈ c" contradict each other; this rejects lists of guesses.
 
-    A decimal is a rounding of each other side; two sides that are no decimals are the same. Names have any value, and
-    one expression may be close to one other.
+    A decimal must round each other side; two non-decimals must be equal. Names match any value, and one expression may
+    be close to one other.
     """
     texts = [split_unit(_value(split_outside(side, _EQUALS)))[0].strip() for side in sides]
     texts = [text for text in texts if text and not (NAME.fullmatch(text) and text != "\\pi")]
@@ -251,7 +250,7 @@ def _scale(decimal: re.Match[str]) -> Fraction:
 
 
 def _contradict(text: str, rounding: str, algebra: Algebra) -> bool:
-    """Return whether `text` is a number that `rounding`, a decimal, neither rounds nor cuts off."""
+    """Return whether `text` is a number that the decimal `rounding` neither rounds nor truncates."""
     decimal = _DECIMAL.fullmatch(rounding)
     assert decimal
     scale = _scale(decimal)
@@ -270,7 +269,7 @@ def _without_percent(text: str) -> str:
 
 
 def _values(sides: Sequence[str]) -> list[str]:
-    """Return the sides of "a ≈ b" that are numbers, where any is: its names and functions are no answer."""
+    """Return the numeric sides of "a ≈ b", or all sides if none is numeric."""
     texts = {side.strip(): split_unit(_value(split_outside(side, _EQUALS)))[0].strip() for side in sides}
     found = [
         side
@@ -288,7 +287,7 @@ def _value(sides: Sequence[str]) -> str:
 
 
 def _is_of_sets(text: str) -> bool:
-    """Return whether it is a union, an intersection or a difference."""
+    """Return whether the text is a union, an intersection or a difference of sets."""
     return len(split_outside(text, _OF_SETS)) > 1
 
 
@@ -297,7 +296,7 @@ def _in_braces(text: str) -> bool:
 
 
 def _is_set(members: Sequence[str]) -> bool:
-    """Return whether these are intervals, inequalities and their unions."""
+    """Return whether all members are intervals, inequalities or their unions."""
     return all(
         _is_of_sets(part)
         or _RELATION.search(part)
@@ -309,7 +308,7 @@ def _is_set(members: Sequence[str]) -> bool:
 
 
 def _as_one_set(members: Sequence[str], text: str) -> str:
-    """Inequalities hold together unless "or" is between them; intervals in a row are a union."""
+    """Join members to one set: inequalities intersect unless "or" separates them; intervals form a union."""
     together = all(map(_RELATION.search, members)) and not re.search(r"(?<![A-Za-z])or(?![A-Za-z])", text)
     return ("\\cap " if together else "\\cup ").join(exact(member) for member in members)
 

@@ -1,23 +1,23 @@
-r"""The final answer of a text.
+r"""Extraction of the final answer from a mathematical text.
 
-What follows `</think>` is looked at alone. In it, in this order: the last `\boxed{...}` (boxes joined by "and",
-"or" or a comma are one list); what follows the last `####`, `<answer>` or "the answer is"; the last formula, where
-no number follows it; the last number, or the last line where the answer sought is no number.
+Only text after `</think>` is searched, in this order: the last `\boxed{...}` (boxes joined by "and", "or" or a comma
+are one list); the text after the last `####`, `<answer>` or "the answer is"; the last formula unless a number follows;
+the last number, or the last line for a non-numeric answer.
 
-Every pattern here takes time in proportion to the text.
+Every pattern takes time linear in the text.
 """
 
 import re
 
-MAX_TEXT = 20_000  # characters looked at, from the end: the answer is there
+MAX_TEXT = 20_000  # only the last characters are searched
 
-# A number as people write it: 72  -3  1,234.50  3/4  .5  50%
+# numbers such as 72  -3  1,234.50  3/4  .5  50%
 _NUMBER = re.compile(
     r"""
-    (?:(?<![\w)\]}])[-+−–])?                              # after a digit or bracket it subtracts
-    (?:\\?\$)?                                           # a price
-    (?:\d{1,3}(?:[ ,]\d{3})+(?![\d])|\d+)?               # with thousands separators or without
-    (?:(?<![\d.])\.\d+|(?<=\d)(?:\.\d+)?)                # decimals; there is a digit before or after the point
+    (?:(?<![\w)\]}])[-+−–])?                              # sign, unless after a digit or bracket
+    (?:\\?\$)?                                           # currency
+    (?:\d{1,3}(?:[ ,]\d{3})+(?![\d])|\d+)?               # digits, optional thousands separators
+    (?:(?<![\d.])\.\d+|(?<=\d)(?:\.\d+)?)                # decimals
     (?:/\d+|\ \d+/\d+)?                                  # a quotient, a mixed number
     (?:\s?\\?%)?
     """,
@@ -39,15 +39,15 @@ _MARK = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-# what ends an answer that is given in a sentence: the next tag, the next sentence, or a reason
+# end of an answer within a sentence: a tag, the next sentence, or a reason
 _END = re.compile(r"</?\w|<\||\n|\.\s+[A-Z]|\.?\**\s*$|,?\s+(?:because|since|as|so|not|which|where)\s")
 
 
 def final_answer(text: str, numeric: bool = True) -> str | None:
-    """Return the final answer of `text`, None where it has none; `numeric`: a number is sought."""
+    """Return the final answer of `text`, None without one; `numeric`: the answer is a number."""
     text = text[-MAX_TEXT:]
     _, thought, text = text.rpartition("</think>")
-    if not thought and "<think>" in text:  # cut off while it was thinking
+    if not thought and "<think>" in text:  # truncated within the thought
         return None
     box = _BOX.search(text)
     if box:
@@ -59,9 +59,9 @@ def final_answer(text: str, numeric: bool = True) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    """Return the inside of the last box, joined to the boxes before it that it is in one list with."""
+    """Return the content of the last box, joined with preceding boxes of the same list."""
     inside: list[str] = []
-    following = len(text)  # where the box after this one begins
+    following = len(text)  # start of the next box
     for box in reversed(list(_BOX.finditer(text))):
         begin, end = box.end(), _end_of_group(text, box.end())
         if end is None or (inside and not _JOINT.fullmatch(text, end, following)):
@@ -72,7 +72,7 @@ def boxed(text: str) -> str | None:
 
 
 def _end_of_group(text: str, begin: int) -> int | None:
-    """Return the end of the braces that open at `begin`, or of a word without braces; None where they stay open."""
+    """Return the end of the brace group or word at `begin`; None if the braces stay open."""
     if begin >= len(text):
         return None
     if text[begin] != "{":

@@ -1,15 +1,15 @@
-r"""One way of writing for each thing that people and models write in many: LaTeX's synonyms, Unicode, numbers.
+r"""Normalisation of mathematical notation: LaTeX synonyms, Unicode symbols, numbers.
 
-Decimals become exact fractions, so that nothing after this compares floats: 0.333 is not 1/3. The patterns are
-linear in the text, which is short (`MAX_EXPRESSION`).
+Decimals become exact fractions, so that no floats are compared: 0.333 is not 1/3. The patterns are linear in the text,
+which is short (`MAX_EXPRESSION`).
 """
 
 import re
 import unicodedata
 from fractions import Fraction
 
-MAX_EXPRESSION = 500  # characters of an answer that is more than a plain number
-MAX_DIGITS = 100  # digits on one side of a number's point; longer ones are compared as text
+MAX_EXPRESSION = 500  # characters; longer answers are compared as text
+MAX_DIGITS = 100  # digits on each side of the decimal point; longer numbers are compared as text
 
 _SYMBOLS = str.maketrans(
     {
@@ -32,7 +32,7 @@ _VULGAR = re.compile("[¼½¾⅐-⅞]")
 _ROOT = re.compile(r"√\s*(\d+|\w|\([^()]*\)|\{[^{}]*\})")
 
 _ARGUMENT = r"(\\[A-Za-z]+|[0-9A-Za-z]|\{[^{}]*\})"
-# Each is (what is written, what is meant), in order
+# (pattern, replacement), applied in order
 _RULES = [
     (re.compile(pattern), meaning)
     for pattern, meaning in (
@@ -111,8 +111,8 @@ _MILLIONS = re.compile(rf"(?<=[\d}}])\s*({'|'.join(_POWERS_OF_TEN)})(?![A-Za-z])
 
 
 def plain(text: str) -> str:
-    """Return `text` without what does not change its meaning: wrappers, spaces, synonyms, thousands separators."""
-    if _BARE.fullmatch(text):  # as most answers are
+    """Normalise wrappers, spaces, synonyms and thousands separators of a text."""
+    if _BARE.fullmatch(text):  # fast path for most answers
         return text
     text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
     text = _SUPERSCRIPT.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
@@ -133,7 +133,7 @@ def plain(text: str) -> str:
 
 
 def exact(text: str) -> str:
-    """Return a plain text with its decimals, mixed and repeating numbers as fractions in LaTeX."""
+    """Convert decimals, mixed and repeating numbers of a normalised text to LaTeX fractions."""
     text = _REPEATING.sub(lambda found: _latex(_repeating(*found.groups())), text)
     text = _SCIENTIFIC.sub(r"\1\\cdot 10^{\2}", text)
     text = _MIXED.sub(_mixed, text)
@@ -141,7 +141,7 @@ def exact(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """Without dollars, stars and braces around the whole, and marks after it."""
+    """Return a text without enclosing dollars, stars and braces and trailing punctuation."""
     for _ in range(4):
         text = text.strip().strip("*").rstrip(".;:,").lstrip(":=").strip()
         if text.endswith("\\"):

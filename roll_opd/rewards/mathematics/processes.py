@@ -1,10 +1,9 @@
-r"""Processes that answer questions of `algebra`, each within a limit of time that holds everywhere.
+r"""Process pool for `algebra` with a hard CPU-time limit per question.
 
-math-verify limits its own time with signals, which work in the main thread only and cannot interrupt one long
-integer operation; `\boxed{9^{9^9}}` then hangs a run. Here a process that has not answered in time is killed and
-another takes its place. Time is the processor's, so that a verdict does not depend on what else the machine does.
-Processes start when they are first needed, up to `PROCESSES`, and end with their parent: their input closes, and an
-alarm ends one that is busy.
+math-verify limits its time with signals, which work in the main thread only and cannot interrupt one long integer
+operation; `\boxed{9^{9^9}}` then hangs a run. Here a process that exceeds the limit is killed and replaced. The limit
+is CPU time, so that a verdict does not depend on the machine's load. Processes start on first use, up to `PROCESSES`,
+and end with their parent: their input closes, and an alarm ends a busy one.
 """
 
 import json
@@ -23,9 +22,9 @@ import psutil
 from roll_opd.rewards.interface import RewardError
 
 PROCESSES = 8
-PATIENCE = 60  # seconds that a question waits for a free process; its own time begins with that
-START_SECONDS = 120  # that the first process may take
-MOST_WAITING = 20  # seconds on the clock for each of the processor's that a question has
+PATIENCE = 60  # seconds that a question waits for a free process, before its own time starts
+START_SECONDS = 120  # timeout of starting the first process
+MAX_WALL_FACTOR = 20  # wall time limit of a question, as a multiple of its CPU limit
 MEMORY_BYTES = 1 << 30  # address space of a process
 
 READY = "ready"  # a process's first line
@@ -36,19 +35,19 @@ Question = Literal["same_expression", "same_set", "contradict"]
 
 
 class TimedOut(Exception):
-    """The question had its time and was not answered."""
+    """The question exceeded its CPU time."""
 
 
 class Crashed(Exception):
-    """The question ended two processes."""
+    """The question crashed two processes."""
 
 
 class Busy(Exception):
-    """Other questions kept every process for too long."""
+    """No process became free within PATIENCE."""
 
 
 class Algebra:
-    """`equality.Algebra` for one pair of answers, `seconds` for all their questions together."""
+    """`equality.Algebra` for one pair of answers, with a CPU budget of `seconds` for all questions."""
 
     def __init__(self, seconds: float) -> None:
         self._left = seconds
@@ -71,7 +70,7 @@ class Algebra:
 
 
 class _Process:
-    """One process, one question at a time. Raises `RewardError` where math-verify cannot be started."""
+    """Algebra process for one question at a time; raises `RewardError` if math-verify cannot be started."""
 
     def __init__(self) -> None:
         paths = [_PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]
@@ -89,9 +88,9 @@ class _Process:
             )
 
     def ask(self, question: Question, gold: str, answer: str, seconds: float) -> tuple[str | None, float]:
-        """Return the reply, and the processor's seconds that it took.
+        """Return (reply, CPU seconds); the reply is empty if the process died, None if it was killed after a timeout.
 
-        The reply is empty where the process has ended; None, and the process is ended, where time ran out.
+        The question is one call of `algebra`.
         """
         assert self.process.stdin is not None
         before = self._processor_seconds()
@@ -104,7 +103,7 @@ class _Process:
         spent = 0.0
         while (reply := self._line(seconds - spent)) is None:
             spent = self._processor_seconds() - before
-            if spent >= seconds or time.monotonic() - began >= MOST_WAITING * seconds:
+            if spent >= seconds or time.monotonic() - began >= MAX_WALL_FACTOR * seconds:
                 break
         if not reply:
             self.process.kill()
@@ -129,16 +128,16 @@ class _Process:
 
 
 class Pool:
-    """Up to `processes` processes, for questions from any thread."""
+    """Thread-safe pool of up to `processes` algebra processes."""
 
     def __init__(self, processes: int = PROCESSES) -> None:
         self._free: queue.LifoQueue[_Process | RewardError] = queue.LifoQueue()
         self._lock = threading.Lock()
         self._room = self._processes = processes
-        self._tried = threading.Event()  # the first process is up, or failed to come up
+        self._tried = threading.Event()  # the first process has started or failed
 
     def start(self) -> None:
-        """Start a process in the background, where there is room for one."""
+        """Start a process in the background unless the pool is full."""
         with self._lock:
             if self._room == 0:
                 return
@@ -146,15 +145,15 @@ class Pool:
         threading.Thread(target=self._add, daemon=True).start()
 
     def ask(self, question: Question, gold: str, answer: str, seconds: float) -> tuple[bool, float]:
-        """Return the reply, and the processor's seconds that it took.
+        """Return (reply, CPU seconds).
 
-        Raises `TimedOut`, `Crashed` or `Busy`, and `RewardError` where math-verify cannot be started at all.
+        Raises `TimedOut`, `Crashed`, `Busy`, or `RewardError` if math-verify cannot be started.
         """
         if not self._tried.is_set():
             if self._room == self._processes:
                 self.start()
             self._tried.wait(START_SECONDS)
-        for _ in range(2):  # a process that somebody killed is not the question's fault
+        for _ in range(2):  # retry once, in case the process was killed from outside
             process = self._take()
             reply, spent = process.ask(question, gold, answer, seconds)
             if reply:
@@ -192,7 +191,7 @@ class Pool:
 
 
 def _serve() -> None:
-    """Return a process's whole life: read a question, answer `true` or `false`."""
+    """Main loop of a process: read a question, print `true` or `false`."""
     import resource
     import signal
 
@@ -204,14 +203,14 @@ def _serve() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     sys.set_int_max_str_digits(0)
-    algebra.same_expression("\\frac{1}{2}+x", "x+\\frac{2}{4}")  # what is built once, before the first question
+    algebra.same_expression("\\frac{1}{2}+x", "x+\\frac{2}{4}")  # warm-up of lazy initialization
     print(READY, flush=True)
     for line in sys.stdin:
         question, gold, answer, seconds = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, seconds + 1)  # the parent is gone: nobody else ends this process
+        signal.setitimer(signal.ITIMER_PROF, seconds + 1)  # ends this process if its parent has died
         try:
             same = getattr(algebra, question)(gold, answer)
-        except Exception:  # what cannot be read or compared is not the answer
+        except Exception:  # unparsable answers count as wrong
             same = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         print("true" if same else "false", flush=True)

@@ -1,4 +1,4 @@
-r"""How an answer is put together: the members of a list, the coordinates of a point, the values by name."""
+r"""Structure of an answer: members of a list, coordinates of a point, values by name."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ NAME = re.compile(
 
 
 def assigned(members: Sequence[str]) -> dict[str, str] | None:
-    """Return the values by name, in the names' order, of "x=1, y=2"; None for others, and for x_1=1, x_2=2."""
+    """Parse "x=1, y=2" to name -> value, sorted by name; None for other texts and for x_1=1, x_2=2."""
     if len(members) == 1 and len(members[0].split("=")) == 2:  # (x,y) = (1,2)
         names, values = (point_of([side.strip()]) or [] for side in members[0].split("="))
         if len(names) == len(values) and all(map(NAME.fullmatch, names)):
@@ -28,7 +28,7 @@ def assigned(members: Sequence[str]) -> dict[str, str] | None:
 
 
 def members_of(text: str) -> list[str]:
-    r"""Return what a list, a set in braces or a +- stands for; the text alone where it is one thing."""
+    r"""Return the members of a list, a set in braces or a +-; otherwise the text as the only member."""
     text = text.strip()
     inside = brackets_inside(text)
     while inside is not None and text.startswith("(") and len(split_outside(inside, _COMMA)) == 1:
@@ -52,7 +52,7 @@ def _both_signs(text: str) -> list[str]:
 
 
 def point_of(members: Sequence[str]) -> list[str] | None:
-    """Return the coordinates of (1, 2) or [0, 1), where that is all there is."""
+    """Return the coordinates of a single point such as (1, 2) or [0, 1); None for others."""
     if len(members) != 1:
         return None
     inside = brackets_inside(members[0].strip())
@@ -63,7 +63,7 @@ def point_of(members: Sequence[str]) -> list[str] | None:
 
 
 def brackets_inside(text: str) -> str | None:
-    """Return what is between the brackets around the whole text, of any kind; None where there are none."""
+    """Return the content of brackets of any kind around the whole text; None without them."""
     opening = "\\{" if text.startswith("\\{") else text[:1]
     if opening not in ("(", "[", "\\{", "{"):
         return None
@@ -86,7 +86,7 @@ def _step(bracket: str) -> int:
 
 
 def split_outside(text: str, separator: "re.Pattern[str]") -> list[str]:
-    """Return the parts of a text between the separators that are in no bracket."""
+    """Split a text at separators outside of brackets."""
     parts, depth, at = [], 0, 0
     pattern = re.compile(f"(?P<bracket>{_BRACKET.pattern})|(?P<cut>{separator.pattern})")
     for token in pattern.finditer(text):

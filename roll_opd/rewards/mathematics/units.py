@@ -1,7 +1,7 @@
 """Units of answers: "12 cm", "5 miles per hour", "\\$18", "72 clips".
 
-An answer without a unit is compared as if it had the other's, because the question has named it. Units of a kind
-are converted into each other (3 m = 300 cm); other words must be the same.
+An answer without a unit gets the other's unit, because the question names it. Units of a kind are converted
+(3 m = 300 cm); other words must be equal.
 """
 
 import re
@@ -52,7 +52,7 @@ _UNITS = {
 }
 _KMH = [("km", 1), ("h", -1)]
 _SHORT = {"mph": [("mile", 1), ("h", -1)], "kmph": _KMH, "kph": _KMH, "kmh": _KMH, "cc": [("cm", 3)]}
-_NO_UNIT = {"unit", "of", "in", "total", "a", "the"}  # words that say nothing
+_NO_UNIT = {"unit", "of", "in", "total", "a", "the"}  # words without meaning as a unit
 _NOT_UNITS = {"or", "and", "mod", "choose", "to", "pi", "if", "where", "for", "times", "over", "plus", "minus", "is",
               "no", "not", "sin", "cos", "tan", "log", "exp", "sqrt", "cot", "csc", "half"}  # fmt: skip
 
@@ -73,7 +73,7 @@ _WORDS = re.compile(r"[A-Za-z$€£]+|/|\^-?\d")
 
 @dataclass(frozen=True)
 class Unit:
-    """`kinds`: powers of kinds of unit, None where a word is in no table; `size` in their basic units."""
+    """Unit; `kinds` are powers of kinds, None for unknown words, `size` is in base units."""
 
     words: frozenset[str]
     kinds: frozenset[tuple[str, int]] | None = None
@@ -81,7 +81,7 @@ class Unit:
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
-    """Return an answer's value and its unit; the unit is None where there is none, or one that says nothing."""
+    """Return (value, unit) of an answer; the unit is None if it is missing or meaningless."""
     prefix = _PREFIX.match(text)
     if prefix:  # "$3 per hour" is "3 $ per hour"
         value = prefix[1] + text[prefix.end() :]
@@ -100,7 +100,7 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
 
 
 def _can_have(value: str, written: str, unit: Unit, apart: bool) -> bool:
-    """Return whether what is `written` after a value is its unit, and not the rest of a formula."""
+    """Return whether the text `written` after a value is its unit and not the rest of a formula."""
     if written.startswith(("$", "\\$", "€", "£")):
         return True
     if written.startswith("^\\circ"):
@@ -113,7 +113,7 @@ def _can_have(value: str, written: str, unit: Unit, apart: bool) -> bool:
 
 
 def conversion(one: Unit | None, other: Unit | None) -> Fraction | None:
-    """By what to multiply a value in `one` to have it in `other`; None where they are different things."""
+    """Return the factor from unit `one` to unit `other`; None if they are incompatible."""
     if one is None or other is None:
         return Fraction(1)
     if one.kinds is not None and other.kinds is not None:
@@ -122,12 +122,12 @@ def conversion(one: Unit | None, other: Unit | None) -> Fraction | None:
 
 
 def _unit(text: str) -> Unit | None:
-    """None: this is no unit but part of a formula."""
+    """Parse a unit; None if the text is part of a formula."""
     text = re.sub(r"\\frac\{(.*?)\}\{(.*?)\}", r"\1/\2", text).replace("\\circ", "degree").replace("^{", "^")
     text = re.sub(r"\^degree", "degree ", text.replace("}", "").replace(".", ""))
     powers: Counter[tuple[str, int]] = Counter()
     names: list[tuple[str, int]] = []
-    sign, power = 1, 1  # of the word that comes next
+    sign, power = 1, 1  # of the next word
     tokens = _WORDS.findall(text)
     for token in tokens:
         word = token if token in _UNITS else token.lower()

@@ -1,6 +1,6 @@
-"""Runs programs that nobody has read, and tells what they did.
+"""Sandbox for untrusted programs and the grading of their test cases.
 
-`pool` keeps sandboxes ready; `process` is one of them seen from outside, `bubblewrap` and `seccomp` its walls, `inside`
-what runs behind them. `cases`, `assertions` and `calls` turn a row into what is asked inside and what is expected
-outside; `judge` compares, and believes nothing of what comes out but how a process ended.
+`pool` keeps sandboxes ready; `process` controls one from outside, `bubblewrap` and `seccomp` isolate it, `inside` is
+the code within. `cases`, `assertions` and `calls` split a row into code for the sandbox and expected values that stay
+outside; `grading` compares, and trusts only the exit status of a process.
 """

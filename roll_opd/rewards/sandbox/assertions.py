@@ -1,9 +1,8 @@
-"""Take the expected values out of assertion code, so that a program never sees what it has to produce.
+"""Split assertion code into calls for the sandbox and expected values, which the program never sees.
 
-`assert f(1) == [2]` becomes `_seen(0, f(1))` inside, and `[2]` stays outside, where what was seen is compared. That
-works for comparisons of anything with a literal, anywhere in the code: in a `test_` or `check` function, joined by
-`and`, in a loop. Of other assertions the outcome alone is told, so that each must have been reached; they are evaluated
-inside, in the program's own process.
+`assert f(1) == [2]` becomes `_seen(0, f(1))` inside, and `[2]` stays outside for the comparison. This works for
+comparisons with a literal anywhere in the code: in a `test_` or `check` function, joined by `and`, in a loop. Other
+assertions are evaluated inside, in the program's process; only their outcome is reported, so each must be reached.
 """
 
 import ast
@@ -32,7 +31,7 @@ def _is_one_of(left: Any, right: Any, tolerance: float) -> bool:
 _COMPARE: dict[type[ast.cmpop], Compare] = {
     ast.Eq: same_value,
     ast.NotEq: _exactly(operator.ne),
-    # for None, True and False
+    # only for None, True and False
     ast.Is: _exactly(lambda left, right: type(left) is type(right) and left == right),
     ast.IsNot: _exactly(lambda left, right: type(left) is not type(right) or left != right),
     ast.In: _is_one_of,
@@ -54,12 +53,12 @@ _MIRROR: dict[type[ast.cmpop], type[ast.cmpop]] = {
 
 @dataclass(frozen=True)
 class Expectation:
-    """One comparison that is made outside."""
+    """Comparison made outside of the sandbox."""
 
     compare: Compare
     literal: Any
-    always: bool  # it is reached in every right run: it stands under no condition and in no loop
-    never: bool = False  # it is reached in no right run: `assert False`, after what has to raise
+    always: bool  # reached in every correct run: outside of conditions and loops
+    never: bool = False  # reached in no correct run: `assert False` after a call that must raise
 
     def holds(self, written: Any, tolerance: float) -> bool:
         try:
@@ -70,7 +69,7 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Check:
-    """Code to run after the program, and what it must have seen."""
+    """Code to run after the program, with the expected values."""
 
     code: str
     expected: tuple[Expectation, ...]
@@ -87,19 +86,19 @@ class Check:
                 return False
             reached.add(number)
         if not reached and any(not item.never for item in self.expected):
-            return False  # no test was run, as of a class that nobody calls: nothing has been shown
+            return False  # no test ran, such as in a class without calls
         return all(number in reached for number, item in enumerate(self.expected) if item.always)
 
 
 def hide_expected(code: str) -> Check:
-    """Return assertion code without its expected values, and these apart. SyntaxError where it is not Python."""
+    """Split assertion code into code and expected values; raises SyntaxError."""
     hider = _Hider()
     tree = ast.fix_missing_locations(hider.visit(ast.parse(code)))
     return Check(ast.unparse(tree), tuple(hider.expected), frozenset(_names_of_the_program(tree)))
 
 
 def _names_of_the_program(tree: ast.AST) -> set[str]:
-    """Return the names that code reads and does not make itself."""
+    """Return the names that code reads but does not define."""
     nodes = list(ast.walk(tree))
     made = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
@@ -108,7 +107,7 @@ def _names_of_the_program(tree: ast.AST) -> set[str]:
 
 
 def _has_members(node: ast.expr) -> bool:
-    """Return whether a loop surely has members: a literal, a range of literals, or these numbered or zipped."""
+    """Return whether an iterable is surely non-empty: a literal, a range of literals, enumerated or zipped."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         if node.func.id in ("enumerate", "zip", "reversed", "sorted"):
             return bool(node.args) and all(map(_has_members, node.args))
@@ -166,13 +165,13 @@ class _Hider(ast.NodeTransformer):
         return node
 
     def visit_For(self, node: ast.For) -> ast.AST:
-        # the program may have made its own `range`, so that a loop over it does nothing
+        # a program could redefine `range` to make a loop empty
         leaves = any(isinstance(inner, ast.Break | ast.Continue | ast.Return) for inner in ast.walk(node))
         return self._branch(node) if leaves or not _has_members(node.iter) else self.generic_visit(node)
 
     visit_If = visit_While = visit_Try = visit_With = visit_ClassDef = visit_AsyncFunctionDef = _branch
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        # helpers may never be called; tests and checks are, once each
+        # tests and checks are called once each, helpers perhaps never
         is_called = node.name.startswith("test_") or node.name == "check"
         return self.generic_visit(node) if is_called else self._branch(node)

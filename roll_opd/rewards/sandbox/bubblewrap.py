@@ -1,8 +1,7 @@
-"""The command that starts a supervisor in namespaces of its own, by bubblewrap
-(https://github.com/containers/bubblewrap).
+"""Bubblewrap command that starts the supervisor in new namespaces (https://github.com/containers/bubblewrap).
 
-The sandbox's root holds the interpreter's own files (no site-packages) and the system's libraries, read-only, a
-work directory in memory, and nothing else of the machine.
+The sandbox's root has the interpreter's files (no site-packages) and the system's libraries, read-only, a work
+directory in memory, and nothing else of the machine.
 """
 
 import os
@@ -31,10 +30,10 @@ ENVIRONMENT = {
     "PATH": "/python/bin",
     "HOME": "/work",
     "TMPDIR": "/work",
-    "PYTHONHASHSEED": "0",  # the order of a set is the same in every run
+    "PYTHONHASHSEED": "0",  # deterministic set order
     "OMP_NUM_THREADS": "1",
 }
-# no user's or site's packages, no bytecode written, UTF-8 everywhere
+# no user or site packages, no bytecode, UTF-8
 FLAGS = ("-s", "-S", "-B", "-X", "utf8")
 START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from inside.supervisor import main; main(*sys.argv[1:])"
 PACKAGES = "/python/packages"
@@ -42,7 +41,7 @@ PRIVATE = ("cmdline", "config.gz", "key-users", "keys", "locks", "sched_debug", 
 
 
 def isolated_command(limits: Limits, packages: Sequence[Path], seccomp_fd: int) -> list[str]:
-    """Return the command; `packages` are files and directories to import. `SandboxError` if bubblewrap is missing."""
+    """Return the command; `packages` are importable files and directories. Raises `SandboxError` without bubblewrap."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxError(f"code_sandbox: bubblewrap (bwrap) is not installed; {HOW_TO_GET_IT}")
@@ -58,7 +57,14 @@ def isolated_command(limits: Limits, packages: Sequence[Path], seccomp_fd: int) 
         *(part for path in packages for part in ("--ro-bind", str(path), f"{PACKAGES}/{path.name}")),
         *("--proc", "/proc", *_masked_proc(), "--remount-ro", "/proc"),
         *("--dev", "/dev", *size, "--tmpfs", "/dev/shm"),
-        *("--tmpfs", "/dev/pts", "--remount-ro", "/dev/pts", "--remount-ro", "/dev"),  # the machine's terminals are few
+        *(
+            "--tmpfs",
+            "/dev/pts",
+            "--remount-ro",
+            "/dev/pts",
+            "--remount-ro",
+            "/dev",
+        ),  # terminals of the machine are a scarce resource
         *(*size, "--tmpfs", "/work", "--symlink", "work", "/tmp", "--remount-ro", "/"),
         *("--seccomp", str(seccomp_fd), "--chdir", "/work"),
         *("/python/bin/python3", *FLAGS, "-c", START, "/python", "/work", *([PACKAGES] if packages else [])),
@@ -66,14 +72,14 @@ def isolated_command(limits: Limits, packages: Sequence[Path], seccomp_fd: int) 
 
 
 def bare_command(directory: str, packages: Sequence[Path]) -> list[str]:
-    """Return the command for the same supervisor without any isolation, with `directory` to work in."""
+    """Return the command of a supervisor without isolation, with work directory `directory`."""
     folders = dict.fromkeys(str(path.parent) for path in packages)
     return [sys.executable, *FLAGS, "-c", START, str(INSIDE.parent), directory, *folders]
 
 
 def _masked_proc() -> Iterator[str]:
-    """Yield options that hide the files of /proc about the whole machine. Where the worker is root, the sandbox's user
-    is root to /proc as well, although without any capability: it must find nothing there that is for root only.
+    """Yield options that hide the machine-wide files of /proc. If the worker is root, the sandbox's user is root for
+    /proc too, although without capabilities, so files for root only are masked.
     """
     for entry in sorted(os.scandir("/proc"), key=lambda entry: entry.name):
         if entry.name.isdigit() or entry.is_symlink() or entry.name == "sys":
@@ -86,7 +92,7 @@ def _masked_proc() -> Iterator[str]:
 
 
 def _root() -> Iterator[str]:
-    """Yield options for the files that an interpreter needs, under /python, where it finds its own library."""
+    """Yield options that bind the interpreter's files below /python."""
     library = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix, "base": sys.base_prefix}))
     executable = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
     yield from ("--ro-bind", "/usr/lib", "/usr/lib")
@@ -99,7 +105,7 @@ def _root() -> Iterator[str]:
     yield from ("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache")
     yield from ("--ro-bind", str(executable), "/python/bin/python3")
     inside = f"/python/lib/{library.name}"
-    if library.parent.parent == Path("/usr"):  # the system's own: its shared libraries are there already
+    if library.parent.parent == Path("/usr"):  # system interpreter: its shared libraries are bound already
         yield from ("--ro-bind", str(library), inside)
     else:
         yield from ("--ro-bind", str(library.parent), "/python/lib")

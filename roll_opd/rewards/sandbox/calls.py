@@ -1,5 +1,6 @@
-"""Cases that call a function of the program, or a method of its class `Solution`, with arguments, as APPS, TACO and
-LiveCodeBench have them. What the call must give stays outside.
+"""Test cases that call a function, or a method of class `Solution`, as in APPS, TACO and LiveCodeBench.
+
+Expected results stay outside of the sandbox.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from roll_opd.rewards.sandbox.tolerance import same_value
 
 
 def check_of_call(name: str, arguments: Sequence[Any], answer: Any, wrapped: bool) -> Check:
-    """Return the check of one call. `wrapped`: the answer may stand in a list of one. ValueError for odd arguments."""
+    """Return the check of one call; `wrapped`: the answer may be in a list of one. Raises ValueError."""
     wanted = plain(answer)
     accepted = [wanted, wanted[0]] if wrapped else [wanted]
     written = ", ".join(repr(plain(argument)) for argument in arguments)
@@ -23,14 +24,14 @@ def check_of_call(name: str, arguments: Sequence[Any], answer: Any, wrapped: boo
 
 
 def is_wrapped(answers: Sequence[Any]) -> bool:
-    """Return whether every answer of a row is a list of one, as in APPS. Where such lists were the answers themselves,
-    some answer of the row would be no such list.
+    """Return whether every answer of a row is a list of one, as in APPS; lists that are real answers would differ in
+    length.
     """
     return all(isinstance(answer, tuple | list) and len(answer) == 1 for answer in answers)
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as JSON has it: tuples as lists, keys as texts. ValueError for what JSON does not have."""
+    """Convert a value to JSON types: tuples to lists, keys to strings. Raises ValueError."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -41,4 +42,4 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, dict) or hasattr(value, "items"):
         return {str(key): plain(item) for key, item in value.items()}
-    raise ValueError(f"{type(value).__name__} is no plain value")
+    raise ValueError(f"{type(value).__name__} is not a plain value")

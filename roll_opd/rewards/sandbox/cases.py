@@ -1,4 +1,4 @@
-"""The test cases of a row, in the forms that ROLL's data has and those of APPS, TACO and LiveCodeBench, as one form."""
+"""Parse the test cases of a row from the formats of ROLL, APPS, TACO and LiveCodeBench."""
 
 import ast
 import json
@@ -22,22 +22,20 @@ class BadCases(ValueError):
 
 @dataclass(frozen=True)
 class Case:
-    """A run of the program: what it reads and must print, or what is checked after it."""
+    """One run of the program: input and expected output, or a check after it."""
 
     stdin: str = ""
-    expected_stdout: str | None = None  # None: it has to end without an error
+    expected_stdout: str | None = None  # None: must exit without an error
     check: Check | None = None
-    before: str = ""  # run in front of the program
-    about_text: str | None = None  # code that runs instead of the program, with the answer in it as a literal
+    before: str = ""  # code to run before the program
+    about_text: str | None = None  # code that replaces the program, with the answer as a literal
 
     def program(self, program: str) -> str:
         return program if self.about_text is None else self.about_text
 
 
 def read_cases(row: Mapping[str, Any], response: str = "") -> tuple[Case, ...]:
-    """Return the cases in a row's `test_cases` (or APPS's `input_output`), a list or a JSON string of one; raises
-    `BadCases`.
-    """
+    """Parse a row's `test_cases` or APPS's `input_output`, a list or its JSON; raises `BadCases`."""
     written = row.get("test_cases")
     if written is None:
         written = row.get("input_output")
@@ -69,7 +67,7 @@ def called_by(cases: Sequence[Case]) -> frozenset[str]:
 
 
 def _function(row: Mapping[str, Any]) -> str:
-    """Return the function that cases of input and output call, "" where there is none: they run the program."""
+    """Return the function that the cases call; "" if they run the program."""
     name = row.get("fn_name") or row.get("test_case_function")
     if name in (None, "", "None"):
         return ""
@@ -80,7 +78,7 @@ def _function(row: Mapping[str, Any]) -> str:
 
 
 def _pairs(written: Mapping[str, Any]) -> Any:
-    """Return {"inputs": [...], "outputs": [...]} as a list of cases."""
+    """Convert {"inputs": [...], "outputs": [...]} to a list of cases."""
     inputs, outputs = written.get("inputs"), written.get("outputs")
     if inputs is None and outputs is None:
         return [written]
@@ -95,12 +93,12 @@ def _calls(written: Sequence[Any], name: str) -> tuple[Case, ...]:
         if not isinstance(item, Mapping):
             raise BadCases("with fn_name a case needs inputs and outputs")
         asked, answer = _input(item), _output(item)
-        if isinstance(asked, str):  # one argument a line, as JSON
+        if isinstance(asked, str):  # one JSON argument per line
             try:
                 asked, answer = [json.loads(line) for line in asked.splitlines() if line.strip()], _json_or_text(answer)
             except (ValueError, RecursionError) as error:
                 raise BadCases(
-                    f"with fn_name the input must be a list of arguments, or a line of JSON each: {error}"
+                    f"with fn_name the input must be a list of arguments, or one JSON argument per line: {error}"
                 ) from None
         if not _is_list(asked):
             raise BadCases(f"with fn_name the input must be a list of arguments, not {type(asked).__name__}")
@@ -109,7 +107,7 @@ def _calls(written: Sequence[Any], name: str) -> tuple[Case, ...]:
     try:
         return tuple(Case(check=check_of_call(name, arguments, answer, wrapped)) for arguments, answer in pairs)
     except (ValueError, RecursionError) as error:
-        raise BadCases(f"the arguments or the result of {name} are no plain values: {error}") from None
+        raise BadCases(f"the arguments or the result of {name} are not plain values: {error}") from None
 
 
 def _case(item: Any, row: Mapping[str, Any]) -> Case:
@@ -155,7 +153,7 @@ def _check(code: str, item: Mapping[str, Any], row: Mapping[str, Any]) -> Check:
 
 
 def _uncalled_test(tree: ast.Module) -> str | None:
-    """Return the name of a test class or coroutine that the code defines and never uses: any program would pass it."""
+    """Return the name of an unused test class or coroutine, which any program would pass; None without one."""
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     for node in tree.body:
         if not isinstance(node, ast.AsyncFunctionDef | ast.ClassDef):
@@ -192,10 +190,10 @@ def _json_or_text(value: Any) -> Any:
 
 
 def _text(value: Any, name: str) -> str:
-    if _is_list(value):  # lines, as some sets write them
+    if _is_list(value):  # some datasets have lists of lines
         value = "\n".join(map(str, value))
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str):
-        raise BadCases(f"{name} must be a text, not {type(value).__name__}")
+        raise BadCases(f"{name} must be a string, not {type(value).__name__}")
     return value

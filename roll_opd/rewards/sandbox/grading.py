@@ -1,4 +1,4 @@
-"""Grade one case, outside the sandbox, from what the sandbox gave back."""
+"""Grade one test case outside of the sandbox from its outcome."""
 
 from roll_opd.rewards.sandbox.cases import Case
 from roll_opd.rewards.sandbox.process import Outcome
@@ -14,14 +14,14 @@ OUTPUT = "output limit"
 PROCESSES = "process limit"
 DISK = "disk limit"
 NO_CODE = "no code"
-REFUSED = "sandbox refused"  # the sandbox broke down twice on this program
-NOT_RUN = "not run"  # an earlier case has decided
+REFUSED = "sandbox refused"  # the sandbox failed twice on this program
+NOT_RUN = "not run"  # decided by an earlier case
 
 _XCPU, _KILL = -24, -9
 
 
 def grade(case: Case, outcome: Outcome, tolerance: float = TOLERANCE) -> str:
-    """Return the result of a case: one of the reasons above. Numbers with a fraction are right within `tolerance`."""
+    """Return the result of a case, one of the reasons above; numbers with a fraction may differ by `tolerance`."""
     if outcome.exit_code is None:
         return outcome.ended if outcome.ended in (TIME, MEMORY, OUTPUT, PROCESSES, DISK) else REFUSED
     report = read_report(outcome.report)
@@ -33,7 +33,7 @@ def grade(case: Case, outcome: Outcome, tolerance: float = TOLERANCE) -> str:
         wanted = case.expected_stdout
         return PASSED if wanted is None or same_output(outcome.stdout, wanted, tolerance) else WRONG
     if "seen" not in report:
-        return RUNTIME  # it ended before the check did
+        return RUNTIME  # exited before the end of the check
     return PASSED if case.check.passes(report["seen"], tolerance) else WRONG
 
 

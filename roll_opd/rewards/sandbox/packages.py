@@ -1,4 +1,4 @@
-"""Installed packages that programs may import besides the standard library."""
+"""Files of installed packages that sandboxed programs may import."""
 
 import re
 from collections.abc import Sequence
@@ -11,25 +11,25 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def files_of_packages(names: Sequence[str]) -> tuple[Path, ...]:
-    """Return the files and directories in site-packages that the packages `names` (as pip knows them) consist of, with
-    those that they require. Raises `RewardError` for one that is not installed here.
+    """Return the site-packages files and directories of packages (pip names) and their requirements. Raises
+    `RewardError` for a missing package.
     """
     found: dict[str, Path] = {}
     seen: set[str] = set()
     waiting = [(name, True) for name in names]
     while waiting:
-        name, is_asked_for = waiting.pop()
+        name, is_requested = waiting.pop()
         if name.lower() in seen:
             continue
         seen.add(name.lower())
         try:
             package = metadata.distribution(name)
         except metadata.PackageNotFoundError:
-            if is_asked_for:
+            if is_requested:
                 raise RewardError(
-                    f"code_sandbox: packages: {name} is not installed here; install it, or leave it out"
+                    f"code_sandbox: packages: {name} is not installed here; install it, or remove it"
                 ) from None
-            continue  # an extra, or for another system
+            continue  # an extra, or a requirement of another system
         for file in package.files or ():
             top = file.parts[0]
             if top not in ("..", "__pycache__", "/") and not top.endswith((".dist-info", ".pth")):

@@ -1,4 +1,4 @@
-"""Sandboxes that are started before they are needed, each for one program."""
+"""Pool of pre-started sandboxes, each for one program."""
 
 import queue
 import threading
@@ -12,15 +12,15 @@ from roll_opd.rewards.sandbox.process import Outcome, Sandbox
 from roll_opd.rewards.sandbox.settings import Limits, SandboxError
 from roll_opd.rewards.sandbox.tolerance import TOLERANCE
 
-ATTEMPTS = 2  # of a program whose sandbox breaks down: somebody may have killed it
+ATTEMPTS = 2  # per program; a sandbox may have been killed from outside
 PROBE = ("print(6 * 7)", (Case(expected_stdout="42"),))
 
 
 class Pool:
-    """`size` sandboxes ready at any time. `run` may be called from any thread."""
+    """Thread-safe pool that keeps `size` sandboxes ready."""
 
     def __init__(self, limits: Limits, size: int, unsafe: bool = False, packages: Sequence[Path] = ()) -> None:
-        """Start the sandboxes, and wait until a first program has run; raises `SandboxError` where none can."""
+        """Start the sandboxes and run a probe program; raises `SandboxError` if it fails."""
         self._limits, self._size, self._unsafe, self._packages = limits, size, unsafe, packages
         self._ready: queue.Queue[Sandbox | SandboxError] = queue.Queue()
         self._wanted: queue.Queue[bool] = queue.Queue()
@@ -35,9 +35,9 @@ class Pool:
             raise
 
     def run(self, program: str, cases: Sequence[Case], all_cases: bool, tolerance: float = TOLERANCE) -> list[str]:
-        """Return how each case ended. Unless `all_cases`, the first failure ends the program; a time limit always does.
+        """Return the result of each case; a time limit ends the program, as does any failure unless `all_cases`.
 
-        `REFUSED` where only this program breaks its sandbox; raises `SandboxError` where others break theirs, too.
+        `REFUSED` if only this program breaks its sandbox; raises `SandboxError` if the probe fails too.
         """
         for _ in range(ATTEMPTS):
             try:
@@ -50,9 +50,9 @@ class Pool:
         return [REFUSED] + [NOT_RUN] * (len(cases) - 1)
 
     def outcome(self, program: str, stdin: str = "") -> Outcome | None:
-        """Return what a program left, which nobody judges; None where it breaks its sandbox.
+        """Run a program without grading and return its outcome; None if it breaks its sandbox.
 
-        Raises `SandboxError` where no sandbox can be had.
+        Raises `SandboxError` if no sandbox can be started.
         """
         sandbox = self._take_ready()
         try:
@@ -61,7 +61,7 @@ class Pool:
             sandbox.close()
 
     def close(self) -> None:
-        """End all that is ready; what runs ends by itself."""
+        """Close all idle sandboxes; busy ones close after their program."""
         self._wanted.put(False)
         self._keeper.join()
         while not self._ready.empty():
@@ -89,7 +89,7 @@ class Pool:
         return reasons + [NOT_RUN] * (len(cases) - len(reasons))
 
     def _take_ready(self) -> Sandbox:
-        """Take a sandbox; skip those that died while they waited, unless all have."""
+        """Take a sandbox, skipping dead ones; raises `SandboxError` if all are dead."""
         for _ in range(self._size):
             with suppress(SandboxError):
                 return self._take()
@@ -108,11 +108,11 @@ class Pool:
         return sandbox
 
     def _keep(self) -> None:
-        """Start sandboxes, all in this one thread: the kernel ends a sandbox with the thread that started it."""
+        """Start sandboxes in this thread only: the kernel kills a sandbox when its starting thread ends."""
         while self._wanted.get():
             try:
                 self._ready.put(Sandbox(self._limits, self._unsafe, self._packages))
             except SandboxError as error:
                 self._ready.put(error)
-            except Exception as error:  # no memory, processes or descriptors left: whoever waits must hear of it
+            except Exception as error:  # out of memory, processes or descriptors: pass the error to the waiting caller
                 self._ready.put(SandboxError(f"code_sandbox: no sandbox can be started: {error!r}"))

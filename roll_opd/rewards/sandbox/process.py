@@ -1,4 +1,4 @@
-"""One sandbox seen from outside: start it, let it run cases, end it."""
+"""`Sandbox`: start one sandbox process, run cases in it, close it."""
 
 import json
 import os
@@ -21,27 +21,27 @@ from roll_opd.rewards.sandbox.seccomp import ARCHITECTURES, filter_program
 from roll_opd.rewards.sandbox.settings import MEBI, Limits, SandboxError
 
 START_SECONDS = 30.0
-GRACE_SECONDS = 5.0  # beyond a case's wall time, for a busy machine; then the whole sandbox is ended
-LARGEST_FRAME = 64 * MEBI
+GRACE_SECONDS = 5.0  # beyond a case's wall time on a busy machine, before the sandbox is killed
+MAX_FRAME_BYTES = 64 * MEBI
 CLOSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one case left. Only `ended` and `exit_code` can be trusted; the program may have written all else."""
+    """Outcome of one case. Only `ended` and `exit_code` are trusted; the program may have forged the rest."""
 
-    ended: str  # "ended", or the limit that was broken
-    exit_code: int | None  # negative: the signal; None: it was killed for breaking a limit
+    ended: str  # "ended" or the exceeded limit
+    exit_code: int | None  # negative: the signal; None: killed for exceeding a limit
     stdout: bytes
     report: bytes
 
 
 class Sandbox:
-    """A supervisor that starts. It serves one program, then `close` ends everything in it."""
+    """One sandbox for one program; `close` kills everything in it."""
 
     def __init__(self, limits: Limits, unsafe: bool = False, packages: Sequence[Path] = ()) -> None:
-        """Start it; raises `SandboxError` where that fails. The thread that makes it must outlive it: the kernel ends
-        the sandbox with that thread, so that nothing is left when the worker is killed.
+        """Start the sandbox; raises `SandboxError`. The calling thread must outlive it: the kernel kills the sandbox
+        with that thread, so that nothing is left if the worker is killed.
         """
         self._limits = limits
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
@@ -56,14 +56,14 @@ class Sandbox:
         os.set_blocking(self._requests, False)
 
     def wait_until_ready(self) -> None:
-        """Wait until it can `run`. Raises `SandboxError` where it did not start."""
+        """Wait until it can `run`; raises `SandboxError` if it did not start."""
         if self._frame(time.monotonic() + START_SECONDS) != READY or self._process.poll() is not None:
             self._errors.seek(0)
             words = self._errors.read(2000).decode("utf-8", "replace").strip() or "no message"
             raise SandboxError(f"code_sandbox: the sandbox does not start: {words}; {HOW_TO_ALLOW_IT}")
 
     def run(self, program: str, stdin: str, check: str | None, before: str = "") -> Outcome | None:
-        """Run one case after the code `before`; None if the sandbox died or hangs, and must not be used again."""
+        """Run one case after the code `before`; None if the sandbox died or hangs and must not be reused."""
         request = {"before": before, "program": program, "stdin": stdin, "check": check, "limits": asdict(self._limits)}
         data = json.dumps(request).encode()
         deadline = time.monotonic() + PATIENCE * self._limits.wall_seconds + GRACE_SECONDS
@@ -80,12 +80,12 @@ class Sandbox:
         return Outcome(ended, code, frames[1], frames[2])
 
     def close(self) -> None:
-        """End the sandbox and all that is in it; any number of times."""
+        """Kill the sandbox and everything in it; idempotent."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
         try:
-            self._process.wait(CLOSE_SECONDS)  # it ends because its requests do
+            self._process.wait(CLOSE_SECONDS)  # exits when its request pipe closes
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -110,7 +110,7 @@ class Sandbox:
         if head is None:
             return None
         size = struct.unpack(">I", head)[0]
-        return self._read(size, deadline) if size <= LARGEST_FRAME else None
+        return self._read(size, deadline) if size <= MAX_FRAME_BYTES else None
 
     def _read(self, count: int, deadline: float) -> bytes | None:
         got = bytearray()
@@ -126,7 +126,7 @@ class Sandbox:
 
 
 def _is_ready(end: int, event: int, seconds: float) -> bool:
-    poll = select.poll()  # not select.select, which knows the first 1024 descriptors only
+    poll = select.poll()  # select.select supports only the first 1024 descriptors
     poll.register(end, event)
     return bool(poll.poll(seconds * 1000))
 
@@ -135,7 +135,7 @@ def _start_isolated(limits: Limits, packages: Sequence[Path], errors: IO[bytes])
     machine = platform.machine()
     if machine not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise SandboxError(f"code_sandbox: no list of system calls for {machine}; known: {known}")
+        raise SandboxError(f"code_sandbox: no system call filter for {machine}; known: {known}")
     with tempfile.TemporaryFile() as rules:
         rules.write(filter_program(machine))
         rules.seek(0)

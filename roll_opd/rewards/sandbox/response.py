@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from roll_opd.base.thoughts import after_thoughts
 
-_SOLUTION = "<|begin_of_solution|>"  # ROLL's models may write it before what counts
+_SOLUTION = "<|begin_of_solution|>"  # ROLL's models may write it before the solution
 
 # A fence after the markers of its quotes and list items. The info string of a backtick fence has no backticks.
 _FENCE = re.compile(
@@ -65,7 +65,7 @@ def program_of(response: str, called: Collection[str] = ()) -> str | None:
 def fenced_blocks(text: str) -> Iterator[Block]:
     """Yield the fenced code blocks by CommonMark's rules, also in lists and quotes; the last may be unclosed.
 
-    It goes by lines, in time linear in the text; a regular expression could go back and forth over it.
+    Works line by line in time linear in the text; a regular expression could backtrack.
     """
     fence, info, width, quotes = "", "", 0, 0
     code: list[str] = []

@@ -1,17 +1,16 @@
-"""The system calls that a sandboxed process does not get, as a classic BPF program for seccomp(2).
+"""Seccomp filter of the sandbox: denied system calls as a classic BPF program for seccomp(2).
 
-Namespaces are the walls; this narrows the kernel behind them: no tracing, mounting, new namespaces, keys, BPF,
-io_uring, modules, clocks, sockets (a pair of Unix sockets is allowed: event loops need one), no memory that counts
-for no limit (memfd, System V), nothing that is counted for the user of the whole machine (inotify), and no say in how
-other processes are scheduled, of which the supervisor is one. A call that is newer than this list does not exist
-(ENOSYS).
+Namespaces isolate; this reduces the kernel's attack surface: no tracing, mounting, new namespaces, keys, BPF, io_uring,
+modules, clocks, sockets (Unix socket pairs are allowed, event loops need one), no memory outside of the limits (memfd,
+System V), nothing counted per user of the machine (inotify), and no control of the scheduling of other processes such
+as the supervisor. System calls newer than this list return ENOSYS.
 """
 
 import errno
 import platform
 import struct
 
-# name: numbers on (x86_64, aarch64); of Linux's unistd_64.h and asm-generic/unistd.h
+# name -> numbers on (x86_64, aarch64); of Linux's unistd_64.h and asm-generic/unistd.h
 DENIED = {
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -100,22 +99,27 @@ _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; th
 _ERRNO, _KILL, _ALLOW = 0x00050000, 0x80000000, 0x7FFF0000
 _ENDS = {"allow": _ALLOW, "deny": _ERRNO | errno.EPERM, "missing": _ERRNO | errno.ENOSYS, "kill": _KILL}
 
-Step = tuple[int, int, "str | int", "str | int"]  # code, k, where to jump if true, if false: an end or steps to skip
+Step = tuple[int, int, "str | int", "str | int"]  # code, k, jump if true, jump if false (an end, or steps to skip)
 
 
 def filter_program(machine: str | None = None) -> bytes:
-    """Return the filter for a machine such as `x86_64`; None is this one. KeyError for others than ARCHITECTURES."""
+    """Return the filter for a machine such as `x86_64`, default this one; raises KeyError unless in ARCHITECTURES."""
     column, arch = ARCHITECTURES[machine or platform.machine()]
     steps: list[Step] = [
         (_LOAD, _ARCH, 0, 0),
         (_EQUAL, arch, 0, "kill"),
         (_LOAD, _NUMBER, 0, 0),
         (_AT_LEAST, FIRST_UNKNOWN, "missing", 0),  # x32's numbers are above it too
-        (_EQUAL, CLONE3[column], "missing", 0),  # its flags lie in memory, where no filter sees them; libc uses clone
+        (
+            _EQUAL,
+            CLONE3[column],
+            "missing",
+            0,
+        ),  # its flags are in memory, which filters cannot read; libc falls back to clone
     ]
     denied = (numbers[column] for numbers in DENIED.values())
     steps += [(_EQUAL, number, "deny", 0) for number in denied if number is not None]
-    # a process may change its own limits (0), nobody else's
+    # a process may change only its own limits (0)
     for call, jump, value, yes, no in (
         (CLONE, _ANY_BIT, NAMESPACES, "deny", "allow"),
         (SOCKETPAIR, _EQUAL, AF_UNIX, "allow", "deny"),

@@ -1,4 +1,4 @@
-"""Compare printed output and returned values with expected ones, with a tolerance for numbers with a fraction.
+"""Comparison of output and returned values with expected ones, with a tolerance for numbers with a fraction.
 
 A number is right within `tolerance * max(1, |expected|)`, as in programming contests. Integers of any length are
 compared digit by digit; a number with a fraction in place of an integer is right within `tolerance`.
@@ -44,8 +44,12 @@ def same_value(value: Any, wanted: Any, tolerance: float = TOLERANCE) -> bool:
         has_fraction = isinstance(wanted, float | Decimal | Fraction)
         if not (has_fraction or isinstance(value, float | Decimal | Fraction)):
             return False
-        number, asked = float(value), float(wanted)
-        return abs(number - asked) <= tolerance * max(1.0, abs(asked) if has_fraction else 1.0) < math.inf
+        number, expected_number = float(value), float(wanted)
+        return (
+            abs(number - expected_number)
+            <= tolerance * max(1.0, abs(expected_number) if has_fraction else 1.0)
+            < math.inf
+        )
     if isinstance(wanted, list | tuple):
         return (
             isinstance(value, list | tuple)
@@ -78,11 +82,11 @@ def _same_word(word: str, wanted: str, tolerance: float) -> bool:
     """Return whether two words agree. Trailing zeros of a fraction do not count; leading zeros do, as in codes."""
     if word == wanted:
         return True
-    found, asked = _NUMBER.fullmatch(word), _NUMBER.fullmatch(wanted)
-    if found and asked:
-        if found[1] == asked[1] and (found[2] or "").rstrip("0") == (asked[2] or "").rstrip("0"):
+    found, expected_number = _NUMBER.fullmatch(word), _NUMBER.fullmatch(wanted)
+    if found and expected_number:
+        if found[1] == expected_number[1] and (found[2] or "").rstrip("0") == (expected_number[2] or "").rstrip("0"):
             return True
-        if found[2] is None and asked[2] is None:
+        if found[2] is None and expected_number[2] is None:
             return False
     # parts at odd places are numbers
     parts, wanted_parts = _INSIDE.split(word), _INSIDE.split(wanted)
@@ -96,11 +100,11 @@ def _close(text: str, wanted: str, tolerance: float) -> bool:
     if _is_whole(text) and _is_whole(wanted):
         return False  # different digits
     try:
-        number, asked = Decimal(text), Decimal(wanted)
-        if not (number.is_finite() and asked.is_finite()):
-            return str(number) == str(asked)  # NaN and the infinities
-        size = Decimal(1) if _is_whole(wanted) else max(Decimal(1), abs(asked))
-        gap = abs(_CONTEXT.subtract(number, asked))
+        number, expected_number = Decimal(text), Decimal(wanted)
+        if not (number.is_finite() and expected_number.is_finite()):
+            return str(number) == str(expected_number)  # NaN and the infinities
+        size = Decimal(1) if _is_whole(wanted) else max(Decimal(1), abs(expected_number))
+        gap = abs(_CONTEXT.subtract(number, expected_number))
         return gap <= _CONTEXT.multiply(Decimal(tolerance), size)
     except DecimalException:
         return False

@@ -1,21 +1,21 @@
-"""What the supervisor's `plain` wrote, as Python values again. It comes from the program: anything may be in it."""
+"""Decode untrusted values that the supervisor's `plain` encoded."""
 
 import json
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Any
 
-# Whoever writes a report chooses what it costs to read it: equal hashes make a set slow, large terms a fraction
-MOST_MEMBERS = 2000  # of a set or a mapping; a literal that it could equal is shorter
-MOST_DIGITS = 1000  # of a fraction's terms
+# the program controls the cost of decoding: equal hashes make sets slow, large terms make fractions slow
+MAX_MEMBERS = 2000  # of a set or a mapping; expected literals are shorter
+MAX_DIGITS = 1000  # of a fraction's terms
 
 
 class Unreadable(ValueError):
-    """A report, or a value in it, that is none."""
+    """A report or a value in it is malformed."""
 
 
 def read_report(report: bytes) -> dict[str, Any]:
-    """Return the object in a report, {} where there is none."""
+    """Parse the object of a report; {} if malformed."""
     try:
         found = json.loads(report, parse_int=_key)
     except (ValueError, RecursionError):
@@ -24,14 +24,14 @@ def read_report(report: bytes) -> dict[str, Any]:
 
 
 def _key(digits: str) -> int:
-    """Parse the number of an expectation, the only JSON integer in a report; longer ones could take very long."""
+    """Parse an expectation's number, the only JSON integer in a report; rejects long ones, which parse slowly."""
     if len(digits) > 9:
         raise Unreadable
     return int(digits)
 
 
 def read_value(written: Any) -> Any:
-    """Return the value that a program's process wrote; raises `Unreadable`."""
+    """Decode a value of the program's process; raises `Unreadable`."""
     if written is None or isinstance(written, bool):
         return written
     try:
@@ -45,13 +45,13 @@ def _values(items: Any) -> list[Any]:
 
 
 def _members(items: Any) -> Any:
-    if len(items) > MOST_MEMBERS:
+    if len(items) > MAX_MEMBERS:
         raise Unreadable
     return items
 
 
 def _term(text: Any) -> int:
-    if len(text) > MOST_DIGITS:
+    if len(text) > MAX_DIGITS:
         raise Unreadable
     return int(text, 16)
 

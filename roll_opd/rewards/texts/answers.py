@@ -1,6 +1,6 @@
-r"""Where the final answer stands in a text: its last `\boxed{...}`, else after "the answer is", else its last line.
+r"""Extraction and normalisation of final answers: last `\boxed{...}`, else "the answer is", else the last line.
 
-Every function takes time linear in the length of its text, whatever the text is.
+Every function takes time linear in its text.
 """
 
 import json
@@ -9,8 +9,8 @@ import unicodedata
 from collections.abc import Callable, Collection
 from typing import Literal
 
-MARKS_LOOKED_AT = 50  # from the end; an answer that is announced more often is a loop
-REACH = 300  # characters after a mark, or of a last line, that may hold the answer
+MAX_MARKS = 50  # last announcements searched; more are a loop
+REACH = 300  # characters searched after a mark or in a last line
 
 _BRACE = re.compile(r"\\f?box(?:ed)?\s{0,3}\{|\\[{}]|[{}]")
 _MARK = re.compile(
@@ -24,7 +24,7 @@ _MARK = re.compile(
 _DECORATION = re.compile(
     r"\\(?:text|math|bold)[a-z]{0,10}(?![a-z])|\\(?:bf|rm|it|sf|tt)\b|\\?[{}]|\\[,;:!()\[\] ]|</?answer>|[$*`]|__"
 )
-# what stays of the signs: a minus and a point of a number, and signs that say how much
+# kept signs: minus and decimal point of a number, and signs of quantity
 _SIGN = re.compile(
     r"""
     (?P<kept>(?<!\w)-(?=\.?\d)|\.(?=\d)|[%€£°+=<>/^\\])
@@ -37,13 +37,13 @@ _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 
 
 def after_thinking(text: str) -> str:
-    """Return what follows the last `</think>`, and precedes a `<think>` that never ended."""
+    """Return the text after the last `</think>` and before an unclosed `<think>`."""
     return text.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the inside of the last `\boxed{...}` (`\fbox`, `\box`) whose braces balance; None where there is none."""
-    opened: list[tuple[int, int]] = []  # start of the command, or -1 for a bare brace; where its inside begins
+    r"""Return the content of the last balanced `\boxed{...}` (`\fbox`, `\box`); None without one."""
+    opened: list[tuple[int, int]] = []  # (start of the command or -1 for a bare brace, start of its content)
     start, inside = -1, None
     for brace in _BRACE.finditer(text):
         if brace[0] == "}":
@@ -58,8 +58,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def announced(text: str) -> list[str]:
-    """Return what follows each "the answer is", "Answer:", "答案是" or `<answer>`, to its line's end, last first."""
-    marks = [mark.end() for mark in _MARK.finditer(text)][-MARKS_LOOKED_AT:]
+    """Return the rest of the line after each "the answer is", "Answer:", "答案是" or `<answer>`, last first."""
+    marks = [mark.end() for mark in _MARK.finditer(text)][-MAX_MARKS:]
     tails = [text[end : end + REACH].lstrip() for end in reversed(marks)]
     return [tail.partition("\n")[0].partition("</answer>")[0].strip() for tail in tails]
 
@@ -70,7 +70,7 @@ def last_line(text: str) -> str:
 
 
 def final_answer(text: str) -> str:
-    """Return the final answer of `text`; empty where it has none."""
+    """Return the final answer of `text`; empty without one."""
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
@@ -106,13 +106,13 @@ def normalized(text: str, how: Collection[Normalization] = tuple(NORMALIZATIONS)
 
 
 def same_text(one: str, other: str) -> bool:
-    """Return whether two answers have the same words and numbers, but for decoration, case, articles, punctuation."""
+    """Return whether two answers are equal up to decoration, case, articles and punctuation."""
     one, other = (normalized(undecorated(text)) for text in (one, other))
     return bool(one) and one == other
 
 
 def several(ground_truth: str) -> tuple[str, ...]:
-    """Return the acceptable answers that a ground truth names: those of a JSON list, else itself."""
+    """Return the acceptable answers of a ground truth: the entries of a JSON list, else the text itself."""
     if ground_truth.lstrip().startswith("["):
         try:
             listed = json.loads(ground_truth)

@@ -1,7 +1,7 @@
-"""Reads which options of a multiple-choice question a text names: "B", "(B)", "B. Paris", "A and C", an option's text.
+"""Parse the chosen options of a multiple-choice answer: "B", "(B)", "B. Paris", "A and C", an option's text.
 
-A letter counts only where it stands alone. "A" and "I" before a word are an article and a pronoun, "A or B" is no
-answer, and a lower-case letter counts in brackets or with nothing but punctuation after it.
+Only separate letters count. "A" and "I" before a word are an article and a pronoun, "A or B" is not an answer, and a
+lower-case letter counts in brackets or before punctuation only.
 """
 
 import re
@@ -23,7 +23,7 @@ _AND = re.compile(r"\s{0,3}(?:(?:[,，、;；&]|\band\b|和|与|及)\s{0,3}){1,2
 _OR = re.compile(rf"\s{{0,3}},?\s{{0,3}}(?:\bor\b|或者?|/)\s{{0,3}}(?:options?\s)?{_OPEN}?[A-Z]{_ALONE}")
 _SPACED = re.compile(r"[A-Z](?:\s[A-Z]){1,9}")
 _WORD_AFTER = re.compile(r"\s{1,3}([A-Za-z]\w*)")
-# words that may follow an answer, and not an article or a pronoun
+# words that may follow an answer but not an article or a pronoun
 _AFTER_ANSWER = frozenset(
     "and as because but due for from given is not only or since so that which while with".split()  # noqa: SIM905
 )
@@ -61,7 +61,7 @@ def _without_letter(option: str) -> str:
 
 
 def right_choices(ground_truth: str, options: Mapping[str, str]) -> frozenset[str] | None:
-    """Return the letters that a ground truth names; None where it names none."""
+    """Return the letters that a ground truth names; None without any."""
     named = [_named_by(answer, options) for answer in answers.several(ground_truth)]
     return frozenset().union(*named) if all(named) else None
 
@@ -78,7 +78,7 @@ def _named_by(answer: str, options: Mapping[str, str]) -> frozenset[str]:
 
 
 def is_choice(ground_truth: str, options: Mapping[str, str]) -> bool:
-    """Return whether a ground truth that may also be a short answer of its own ("DNA", "E. coli") names an option."""
+    """Return whether a ground truth names an option rather than a short answer ("DNA", "E. coli")."""
     if options:
         return right_choices(ground_truth, options) is not None
     boxed = answers.last_boxed(ground_truth)
@@ -86,7 +86,7 @@ def is_choice(ground_truth: str, options: Mapping[str, str]) -> bool:
 
 
 def chosen(text: str, options: Mapping[str, str]) -> tuple[frozenset[str] | None, bool]:
-    """Return the letters that a response chooses, None where it chooses none, and whether a box says so.
+    """Return (chosen letters of a response or None, whether they are boxed).
 
     The last box decides; without one that names an option, the last sentence that announces an answer; without
     that, the last line.
@@ -100,11 +100,11 @@ def chosen(text: str, options: Mapping[str, str]) -> tuple[frozenset[str] | None
         letters = _read(tail, options)
         if letters is not None:
             return letters, False
-    return _said_right(text) or _in_last_line(text, options), False
+    return _declared_right(text) or _in_last_line(text, options), False
 
 
 def _read(answer: str, options: Mapping[str, str]) -> frozenset[str] | None:
-    """Return what an answer chooses; None where it chooses nothing, empty where it offers a choice ("A or B")."""
+    """Return the choice of an answer; None without one, empty for an alternative ("A or B")."""
     letters = letters_at_start(answer)
     if letters and _BARE.fullmatch(answers.undecorated(answer)):
         return letters
@@ -112,7 +112,7 @@ def _read(answer: str, options: Mapping[str, str]) -> frozenset[str] | None:
 
 
 def letters_at_start(text: str) -> frozenset[str] | None:
-    """Return the letters of the choice that `text` begins with; None where it begins with none, empty for "A or B"."""
+    """Return the letters of the choice at the start of `text`; None without one, empty for "A or B"."""
     text = answers.undecorated(text)
     if _SPACED.fullmatch(text):
         return frozenset(text.split())
@@ -141,21 +141,21 @@ def _match_end(pattern: re.Pattern[str], text: str, position: int) -> int:
 
 
 def _is_a_word(run: str, text: str, end: int) -> bool:
-    """Return whether "A" or "I" is the article or the pronoun, as the word after it tells."""
+    """Return whether "A" or "I" is an article or a pronoun, judged by the next word."""
     after = _WORD_AFTER.match(text, end)
     return run in ("A", "I") and after is not None and after[1].lower() not in _AFTER_ANSWER
 
 
 def _with_text(text: str, options: Mapping[str, str]) -> frozenset[str] | None:
-    """Return the one option whose text is `text`; None where none is, or several are."""
+    """Return the only option whose text is `text`; None if there is none or several."""
     same = [letter for letter, option in options.items() if answers.same_text(text, option)]
     return frozenset(same) if len(same) == 1 else None
 
 
-def _said_right(text: str) -> frozenset[str] | None:
-    """Return the last letter of which the text says that it "is correct"."""
-    said = [right[1] for right in _IS_RIGHT.finditer(answers.undecorated(text))]
-    return frozenset(said[-1]) if said else None
+def _declared_right(text: str) -> frozenset[str] | None:
+    """Return the last letter that the text declares correct ("B is correct")."""
+    letters = [right[1] for right in _IS_RIGHT.finditer(answers.undecorated(text))]
+    return frozenset(letters[-1]) if letters else None
 
 
 def _in_last_line(text: str, options: Mapping[str, str]) -> frozenset[str] | None:

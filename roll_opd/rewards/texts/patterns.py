@@ -1,4 +1,4 @@
-"""Regular expressions that users and rows bring, run against any text within a time.
+"""Regular expressions of users and rows, matched with a timeout.
 
 Python's own engine cannot be stopped in the middle of `(a+)+b`; the package `regex` can.
 """
@@ -9,7 +9,7 @@ import regex
 
 from roll_opd.rewards.interface import RewardError
 
-SECONDS = 0.5  # for one text; an honest pattern needs milliseconds
+SECONDS = 0.5  # per text; a normal pattern needs milliseconds
 
 
 Pattern = Any  # a `regex.Pattern`, which the package does not export as a type
@@ -20,17 +20,19 @@ class PatternTimeout(Exception):
 
 
 def compiled(reward: str, key: str, pattern: object) -> Pattern:
-    """Return `pattern` compiled, `.` matching newlines; `RewardError` where it is no regular expression."""
+    """Compile a pattern in which `.` matches newlines; raises `RewardError` if it is invalid."""
     if not isinstance(pattern, str):
         raise RewardError(f"reward {reward}: {key} is {pattern!r}; write a regular expression")
     try:
         return regex.compile(pattern, regex.DOTALL)
     except regex.error as error:
-        raise RewardError(f"reward {reward}: {key} is no regular expression: {error}; correct {pattern!r}") from error
+        raise RewardError(
+            f"reward {reward}: {key} is not a regular expression: {error}; correct {pattern!r}"
+        ) from error
 
 
 def matches(pattern: Pattern, text: str, whole: bool) -> bool:
-    """Return whether the `whole` text matches, or else a part of it; `PatternTimeout` where that takes too long."""
+    """Return whether the `whole` text, or else a part of it, matches; raises `PatternTimeout`."""
     match = pattern.fullmatch if whole else pattern.search
     try:
         return match(text, timeout=SECONDS) is not None

@@ -1,4 +1,4 @@
-"""What runs inside a sandbox: nothing but the standard library, and no other room of this project.
+"""Code that runs inside a sandbox; imports only the standard library.
 
-It is bound into the sandbox as the package `inside`, and imports itself relatively for that reason.
+It is bound into the sandbox as package `inside`, so its imports are relative.
 """

@@ -1,4 +1,4 @@
-"""The child in which a program runs: its limits, its names, and what it reports."""
+"""Child process that runs a program: resource limits, namespace, report."""
 
 import __future__
 
@@ -22,7 +22,7 @@ from typing import NoReturn
 from .cleaning import IS_INIT
 from .pipes import write_all
 
-# names that ROLL gives to every program, in its order
+# modules that ROLL star-imports into every program, in its order
 STARS = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
@@ -39,8 +39,8 @@ FUTURE = functools.reduce(
 
 
 def load_module() -> types.ModuleType:
-    """Return the module in which a program runs, with the names that it finds. Made once, before any fork: a child that
-    filled it would touch, and so copy, the memory of every name.
+    """Return the module for programs with the prelude's names. Created once before forking: filling it in a child would
+    copy the memory of every name.
     """
     module = types.ModuleType("__main__")
     exec(PRELUDE, module.__dict__)
@@ -49,7 +49,7 @@ def load_module() -> types.ModuleType:
 
 
 def confine(limits: dict[str, int]) -> None:
-    """Set the limits of this process and of what it starts."""
+    """Set the resource limits of this process and its children."""
     memory, disk, cpu = limits["memory_mb"] << 20, limits["disk_mb"] << 20, limits["cpu_seconds"]
     for what, soft, hard in (
         (resource.RLIMIT_CORE, 0, 0),
@@ -77,8 +77,7 @@ def play(
 ) -> NoReturn:
     """Run `before` and the program as `module`, then the check; never returns.
 
-    With a check the program counts as imported, so that its code under `__name__ == "__main__"` does not run and wait
-    for an input.
+    With a check the program runs as an imported module, so code under `__name__ == "__main__"` does not wait for input.
     """
     confine(limits)
     random.seed(0)
@@ -92,7 +91,7 @@ def play(
     code = 1
     report: dict[str, object] = {}
     try:
-        # apart from the program, which may begin with imports from __future__
+        # compiled separately: the program may start with imports from __future__
         prefix = compile(before, "before.py", "exec", dont_inherit=True)
         exec(prefix, space)
         flags = prefix.co_flags & FUTURE
@@ -110,7 +109,7 @@ def play(
     try:
         if check is not None:
             write_all(report_end, json.dumps(report).encode(), write)
-        getattr(threading, "_shutdown")()  # noqa: B009 - what the interpreter does at its end, and type stubs hide
+        getattr(threading, "_shutdown")()  # noqa: B009 - as the interpreter does on exit; hidden by type stubs
         atexit._run_exitfuncs()
         sys.stdout.flush()
     except BaseException as error:
@@ -121,7 +120,7 @@ def play(
 
 
 def plain(value: object, depth: int = 0) -> list[object] | bool | None:
-    """Return a value as JSON that keeps its type's family; [] for what cannot be told. The other half is values.py."""
+    """Encode a value as JSON with its kind of type; [] for unsupported values. values.py decodes it."""
     if depth > 100:
         return []
     if value is None or isinstance(value, bool | str):

@@ -1,16 +1,16 @@
-"""What is done after a case, so that the next one finds the sandbox as this one did."""
+"""Cleanup after a case: kill its processes and remove its files."""
 
 import os
 import signal
 import stat
 from contextlib import suppress
 
-IS_INIT = os.getpid() == 1  # in a pid namespace of its own; without one, in unsafe mode
+IS_INIT = os.getpid() == 1  # true in a pid namespace, false in unsafe mode
 SHARED_MEMORY = "/dev/shm"
 
 
 def kill_all(child: int | None = None) -> None:
-    """End and reap everything but this process."""
+    """Kill and reap all other processes."""
     if IS_INIT:
         with suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
@@ -18,7 +18,7 @@ def kill_all(child: int | None = None) -> None:
             while True:
                 os.waitpid(-1, 0)
         return
-    for _ in range(1000):  # without a pid namespace: whatever has become a child of this subreaper, again and again
+    for _ in range(1000):  # without a pid namespace: kill children of this subreaper until there are none
         try:
             with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
                 pids = [int(pid) for pid in file.read().split()]
@@ -34,16 +34,16 @@ def kill_all(child: int | None = None) -> None:
 
 
 def empty(directory: str) -> None:
-    """Remove all that a case wrote: its directory's content and, behind the wall, what is in shared memory. Raises
-    OSError where that cannot be done, and the sandbox is of no more use.
+    """Remove the files of a case in its directory and, in a sandbox, in shared memory. Raises OSError, after which the
+    sandbox must not be reused.
     """
     for place in (directory, SHARED_MEMORY) if IS_INIT else (directory,):
         os.chmod(place, 0o700)
         top = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
         try:
             _remove_content(top)
-            if IS_INIT:  # the directory itself could tell the next case something, too
-                with suppress(OSError):  # a kernel that keeps no attributes here
+            if IS_INIT:  # attributes of the directory could pass data to the next case
+                with suppress(OSError):  # no extended attributes on this file system
                     for name in os.listxattr(top):
                         os.removexattr(top, name)
                 os.utime(top, (0, 0))
@@ -52,8 +52,8 @@ def empty(directory: str) -> None:
 
 
 def _remove_content(top: int) -> None:
-    """Remove it without paths and recursion, for which a tree can be too deep: what lies in a directory's directories
-    is moved up before it goes.
+    """Remove a directory's content without paths and recursion, for which a tree can be too deep: subdirectories are
+    moved to the top first.
     """
     while names := os.listdir(top):
         for name in names:
@@ -73,7 +73,7 @@ def _remove_content(top: int) -> None:
 
 
 def _is_directory(name: str, parent: int) -> bool:
-    """Return whether it is a directory; one is made accessible."""
+    """Return whether an entry is a directory, and make it accessible."""
     if not stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode):
         return False
     os.chmod(name, 0o700, dir_fd=parent)

@@ -1,4 +1,4 @@
-"""Reading and writing the ends of pipes."""
+"""Read and write pipes."""
 
 import os
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from contextlib import suppress
 
 
 def read_exactly(end: int, count: int) -> bytes:
-    """Return `count` bytes, fewer where the pipe ends before."""
+    """Read `count` bytes, fewer at the end of the pipe."""
     parts = bytearray()
     while len(parts) < count:
         part = os.read(end, min(count - len(parts), 1 << 20))
@@ -23,7 +23,7 @@ def write_all(end: int, data: bytes, write: Callable[..., int] = os.write) -> No
 
 
 def feed_some(end: int, data: bytes) -> bytes:
-    """Write what the pipe takes at once; what is left of `data`, empty where nobody reads."""
+    """Write without blocking; return the rest of `data`, empty if the reader has closed."""
     try:
         return data[os.write(end, data[:65536]) :]
     except BlockingIOError:
@@ -33,7 +33,7 @@ def feed_some(end: int, data: bytes) -> bytes:
 
 
 def drain(end: int, into: bytearray, room: int) -> bool:
-    """Read what is there; False at the end of the pipe. One byte above `room` tells that there was more."""
+    """Read available data up to one byte above `room`, which marks an overflow; False at the end of the pipe."""
     while len(into) <= room:
         try:
             part = os.read(end, min(1 << 16, room + 1 - len(into)))

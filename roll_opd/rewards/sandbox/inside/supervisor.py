@@ -1,10 +1,9 @@
-"""The first process inside a sandbox: runs one test case after another, each in a forked child, and tells what came
-out.
+"""Supervisor, the first process inside a sandbox: runs test cases in forked children and reports their outcome.
 
-It judges nothing: it is given a program, its input and a check whose expected values have been taken out, and gives
-back output, exit status and what the check saw. It keeps no secret, and the child holds neither of its pipes. As the
-first process of its pid namespace it cannot be killed from within; it is not dumpable, so that its memory and files
-cannot be opened through /proc.
+It does not grade: it gets a program, its input and a check without expected values, and returns output, exit status
+and the values that the check saw. It has no secrets, and the child has neither of its pipes. As the first process of
+its pid namespace it cannot be killed from within; it is not dumpable, so its memory and files cannot be opened
+through /proc.
 """
 
 import ctypes
@@ -28,17 +27,17 @@ PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
 
 def main(directory: str, *packages: str) -> None:
-    """Serve standard input and output until their other end is closed. `packages`: where programs may import from."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its handler would make even the first process killable
+    """Serve requests on stdin and stdout until they close; `packages` are import directories of programs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a handler would make the first process killable
     libc = ctypes.CDLL(None)
     if libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
         sys.exit("prctl(PR_SET_DUMPABLE) failed")
     if not IS_INIT:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    sys.path[:1] = []  # where this package is
+    sys.path[:1] = []  # remove this package's directory
     sys.path += packages
     with suppress(WorkerGone, OSError):
-        serve(os.dup(0), os.dup(1), directory)  # 0 and 1 become the children's own pipes
+        serve(os.dup(0), os.dup(1), directory)  # the children's pipes replace 0 and 1
     kill_all()
     if not IS_INIT:
         with suppress(OSError):
@@ -48,9 +47,9 @@ def main(directory: str, *packages: str) -> None:
 
 
 def serve(requests: int, replies: int, directory: str) -> None:
-    """Answer requests until their pipe ends. Cases run in `directory`, and what they leave in it is removed."""
+    """Run requested cases in `directory` until the pipe closes; remove their files after each."""
     module = load_module()
-    gc.freeze()  # a child that collects garbage copies no page of what is here already
+    gc.freeze()  # keeps garbage collection in a child from copying pages
     write_frames(replies, READY)
     while True:
         head = read_exactly(requests, 4)
@@ -63,7 +62,7 @@ def serve(requests: int, replies: int, directory: str) -> None:
 
 
 def run(request: dict[str, Any], module: types.ModuleType, directory: str, requests: int) -> tuple[Any, ...]:
-    """Run one case; return (wait status or None where it was killed, why, standard output, report)."""
+    """Run one case; return (wait status or None if killed, reason, stdout, report)."""
     limits = request["limits"]
     stdin = request["stdin"].encode("utf-8", "surrogatepass")
     (input_end, feed), (out, output_end), (seen, report_end) = os.pipe(), os.pipe(), os.pipe()

@@ -1,4 +1,4 @@
-"""The watch over one case: feeds it and takes what it says until it ends or breaks a limit."""
+"""Monitor of one case: feeds its input, reads its output, and enforces limits."""
 
 import os
 import select
@@ -7,23 +7,23 @@ import time
 from .cleaning import IS_INIT, SHARED_MEMORY, kill_all
 from .pipes import close, drain, feed_some
 
-TICK = 0.01  # s between looks at the processes of a case
+TICK = 0.01  # s between checks of the limits
 REPORT_BYTES = 4 << 20
-PATIENCE = 3  # times the wall time, at most, where the machine is so busy that a case waits for a CPU
+PATIENCE = 3  # maximum multiple of the wall time on a busy machine
 PAGE = os.sysconf("SC_PAGESIZE")
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")  # per second of CPU time
 
 
 class WorkerGone(Exception):
-    """Nobody waits for an answer any more."""
+    """The requesting worker has closed its pipe."""
 
 
 def watch(
     child: int, limits: dict[str, int], directory: str, stdin: bytes, feed: int, out: int, seen: int, requests: int
 ) -> tuple[int | None, str, bytes, bytes]:
-    """Feed and drain the child until it ends or breaks a limit; then everything that it started ends as well.
+    """Feed and drain the child until it ends or exceeds a limit, then kill all processes of the case.
 
-    Returns its wait status (None where it was killed), why it ended, its standard output and its report.
+    Returns (wait status or None if killed, reason, stdout, report).
     """
     started = time.monotonic()
     room = {out: limits["output_mb"] << 20, seen: REPORT_BYTES}
@@ -39,7 +39,7 @@ def watch(
     else:
         close(feed)
     status = reason = None
-    looked = started
+    checked = started
     while reason is None:
         for end, _ in poll.poll(TICK * 1000):
             if end == requests:
@@ -54,8 +54,8 @@ def watch(
         now = time.monotonic()
         if any(len(got[end]) > room[end] for end in got):
             reason = "output limit"
-        elif now - looked > TICK:
-            looked = now
+        elif now - checked > TICK:
+            checked = now
             reason = broken_limit(limits, directory)
             if reason is None and is_late(child, now - started, limits["wall_seconds"]):
                 reason = "time limit"
@@ -73,24 +73,21 @@ def watch(
 
 
 def is_late(child: int, seconds: float, wall_seconds: float) -> bool:
-    """Return whether the wall time is over. The child's waiting for a CPU does not count, on a busy
-    machine, up to `PATIENCE` times the wall time.
-    """
+    """Return whether the wall time is exceeded, not counting waits for a CPU, up to `PATIENCE` times the wall time."""
     if seconds <= wall_seconds:
         return False
     try:
         with open(f"/proc/{child}/schedstat", "rb") as file:
             waited = int(file.read().split()[1]) / 1e9
-    except (OSError, IndexError):  # a kernel that does not count it
+    except (OSError, IndexError):  # not supported by the kernel
         waited = 0.0
     return seconds - waited > wall_seconds or seconds > PATIENCE * wall_seconds
 
 
 def broken_limit(limits: dict[str, int], directory: str) -> str | None:
-    """Return which limit all processes of the case together break.
+    """Return the limit that all processes of the case together exceed, or None.
 
-    The kernel's own limits hold for one process each, that of processes not at all for root's, and none for the number
-    of files.
+    Kernel limits apply per process, RLIMIT_NPROC not to root, and none limits the number of files.
     """
     if not IS_INIT:
         return None
@@ -99,13 +96,13 @@ def broken_limit(limits: dict[str, int], directory: str) -> str | None:
         if name.isdigit() and name != "1":
             threads, resident, used = usage(name)
             tasks += threads
-            pages += max(0, resident - own)  # what a fork shares with this process
+            pages += max(0, resident - own)  # without pages shared with this process
             ticks += used
     if tasks > limits["processes"]:
         return "process limit"
     if pages * PAGE > limits["memory_mb"] << 20:
         return "memory limit"
-    if ticks > (limits["cpu_seconds"] + 1) * CLOCK_TICKS:  # one process alone ends by its own limit, a second earlier
+    if ticks > (limits["cpu_seconds"] + 1) * CLOCK_TICKS:  # a single process hits its own limit one second earlier
         return "time limit"
     for place in (directory, SHARED_MEMORY):
         disk = os.statvfs(place)
@@ -115,10 +112,10 @@ def broken_limit(limits: dict[str, int], directory: str) -> str | None:
 
 
 def usage(pid: str) -> tuple[int, int, int]:
-    """Return (threads, pages resident, ticks of CPU time) of a process with the children that it has waited for."""
+    """Return (threads, resident pages, CPU ticks) of a process including its reaped children."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()  # the third of proc_pid_stat(5) and what follows
+            fields = file.read().rpartition(b")")[2].split()  # from field 3 of proc_pid_stat(5)
     except OSError:
         return 0, 0, 0
     return int(fields[17]), int(fields[21]), sum(map(int, fields[11:15]))
