@@ -1,4 +1,4 @@
-"""Hold what an environment returns against the contract, and write numpy's numbers as Python's."""
+"""Validate the return values of an environment against the contract and convert numpy scalars."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 from roll_opd.environments.interface import EnvironmentFailure, Reset, Step
 
-# how the turns of an episode become one number, by the names that `metrics_agg_mode` has for it
+# value of `metrics_agg_mode` -> aggregation over the turns of an episode
 AGGREGATIONS: dict[str, Callable[[list[float]], float]] = {
     "mean": fmean,
     "sum": sum,
@@ -19,14 +19,14 @@ AGGREGATIONS: dict[str, Callable[[list[float]], float]] = {
 
 
 def read_reset(returned: Any, name: str) -> Reset:
-    """Return what `reset` returned as (text, info); `EnvironmentFailure` where it is something else."""
+    """Return the result of `reset` as (text, info); raises `EnvironmentFailure` if it has another form."""
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise EnvironmentFailure(f"{name}: reset returned {_kind(returned)}; return (observation, info)")
     return _text(returned[0], name, "reset"), _info(returned[1], name, "reset")
 
 
 def read_step(returned: Any, name: str) -> Step:
-    """Return what `step` returned as (text, finite reward, two truth values, info); `EnvironmentFailure` where not."""
+    """Return the result of `step` as (text, finite reward, bool, bool, info); raises `EnvironmentFailure`."""
     if not isinstance(returned, tuple | list) or len(returned) != 5:
         raise EnvironmentFailure(
             f"{name}: step returned {_kind(returned)}; return (observation, reward, terminated, truncated, info)"
@@ -41,19 +41,19 @@ def read_step(returned: Any, name: str) -> Step:
     return (
         _text(observation, name, "step"),
         number,
-        _truth(terminated, name, "terminated"),
-        _truth(truncated, name, "truncated"),
+        _bool(terminated, name, "terminated"),
+        _bool(truncated, name, "truncated"),
         _info(info, name, "step"),
     )
 
 
 def _text(value: Any, name: str, method: str) -> str:
     if not isinstance(value, str):
-        raise EnvironmentFailure(f"{name}: {method} returned the observation {_kind(value)}; return a text")
+        raise EnvironmentFailure(f"{name}: {method} returned the observation {_kind(value)}; return a string")
     return value
 
 
-def _truth(value: Any, name: str, which: str) -> bool:
+def _bool(value: Any, name: str, which: str) -> bool:
     plain = _plain(value)
     if not isinstance(plain, int) or plain not in (0, 1):
         raise EnvironmentFailure(f"{name}: step returned {which} as {_short(value)}; return True or False")
@@ -83,7 +83,7 @@ def _number(value: Any, what: str) -> float:
             return float(plain)
     except OverflowError:
         pass
-    raise EnvironmentFailure(f"{what}; return a number or a truth value")
+    raise EnvironmentFailure(f"{what}; return a number or a bool")
 
 
 def _mode(value: Any, what: str) -> str:
@@ -93,7 +93,7 @@ def _mode(value: Any, what: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return Python's value of one of numpy's or torch's; None of several values."""
+    """Return the Python value of a numpy or torch scalar; None for an array."""
     try:
         return getattr(value, "item", lambda: value)()
     except (TypeError, ValueError, RuntimeError):

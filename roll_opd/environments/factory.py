@@ -1,7 +1,7 @@
-"""Find and make the environment that a configuration names.
+"""Find, check and create the environment that a configuration names.
 
-A name is a registered one (`frozen_lake`), a path of ROLL's, a dotted path to a class of the user's own, a game of
-gymnasium's (`gymnasium:Taxi-v3`) or an id of GEM's, which has a colon (`game:GuessTheNumber-v0`).
+A name is registered (`frozen_lake`), a class path of ROLL's, a dotted path to a user's class, a gymnasium game
+(`gymnasium:Taxi-v3`) or a GEM id with a colon (`game:GuessTheNumber-v0`).
 """
 
 import importlib
@@ -19,7 +19,7 @@ GEM_PACKAGE = "gem-llm"  # its module is `gem`
 
 
 def find(env_type: str) -> Callable[..., Any]:
-    """Return what makes the environment that `env_type` names; `EnvironmentFailure` where there is none."""
+    """Return the constructor of environment `env_type`; raises `EnvironmentFailure` if there is none."""
     if env_type in NEEDS:
         raise EnvironmentFailure(f"env_type {env_type}: {NEEDS[env_type]}")
     if env_type.startswith("roll."):
@@ -30,7 +30,7 @@ def find(env_type: str) -> Callable[..., Any]:
         return partial(_gem(env_type).make, env_type)
     found = ENVIRONMENTS.find(env_type)
     if not inspect.isclass(found):
-        raise EnvironmentFailure(f"env_type {env_type}: expected a class, as roll_opd.environments.Environment is")
+        raise EnvironmentFailure(f"env_type {env_type}: expected a class such as roll_opd.environments.Environment")
     for method in ("reset", "step"):
         own = getattr(found, method, None)
         if not callable(own) or own is getattr(Environment, method):
@@ -39,11 +39,10 @@ def find(env_type: str) -> Callable[..., Any]:
 
 
 def check(env_type: str, config: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with a name and its arguments, a sentence each; empty where it can be made.
+    """Return the problems of an environment's name and arguments, one sentence each; empty if it can be created.
 
-    Environments of this package and of gymnasium's are made and reset once, to see whether they can be played with
-    these values, but for `http`, which asks no server before it is played. A user's own are not made, as they may load
-    a model, and GEM's neither, which may load data.
+    Built-in and gymnasium environments are created and reset once with these arguments, except `http`, which would
+    contact its server. User environments may load a model, GEM's may load data: these are not created.
     """
     try:
         problems = _argument_problems(env_type, find(env_type), config)
@@ -58,9 +57,9 @@ def check(env_type: str, config: Mapping[str, Any]) -> list[str]:
 
 
 def check_declared(env_type: str, config: Mapping[str, Any], has_plugins: bool = False) -> list[str]:
-    """Return of `check` what can be said without making an environment and importing anything but of this package.
+    """Return the problems that `check` finds without creating an environment or importing outside this package.
 
-    `has_plugins`: names that nobody knows here may be registered by the user's modules.
+    `has_plugins`: unknown names are accepted, as the user's modules may register them.
     """
     plain = "." not in env_type and ":" not in env_type
     if not (plain or env_type.startswith("roll.")) or (has_plugins and env_type not in {*NEEDS, *ENVIRONMENTS.builtin}):
@@ -72,9 +71,9 @@ def check_declared(env_type: str, config: Mapping[str, Any], has_plugins: bool =
 
 
 def make(env_type: str, /, **config: Any) -> Any:
-    """Return the environment that `env_type` names, made with `config`.
+    """Create environment `env_type` with the arguments `config`.
 
-    `EnvironmentFailure` for a name that is none, for arguments that it does not take, and for what it refuses.
+    Raises `EnvironmentFailure` for an unknown name, wrong arguments, and a failing constructor.
     """
     maker = find(env_type)
     problems = _argument_problems(env_type, maker, config)
@@ -84,14 +83,14 @@ def make(env_type: str, /, **config: Any) -> Any:
         return maker(**config)
     except EnvironmentFailure:
         raise
-    except Exception as error:  # a user's class can fail in any way
+    except Exception as error:  # a user's class may raise anything
         raise EnvironmentFailure(
-            f"env_type {env_type}: cannot be made: {type(error).__name__}: {error}; correct it or its arguments"
+            f"env_type {env_type}: cannot be created: {type(error).__name__}: {error}; correct it or its arguments"
         ) from error
 
 
 def located(env_type: str) -> str:
-    """Return a name by which any process finds the environment; `EnvironmentFailure` for what none could import."""
+    """Return an importable name of an environment for other processes; raises `EnvironmentFailure` if none exists."""
     if env_type in NEEDS:
         find(env_type)  # raises
     return env_type if ":" in env_type or env_type.startswith("roll.") else ENVIRONMENTS.located(env_type)
@@ -100,24 +99,24 @@ def located(env_type: str) -> str:
 def _argument_problems(env_type: str, maker: Callable[..., Any], config: Mapping[str, Any]) -> list[str]:
     try:
         found = list(argument_problems(maker, config, given_by_us=0))
-    except ValueError:  # written in C, it has no signature that could be checked
+    except ValueError:  # a class written in C has no signature
         return []
     return [f"env_config.{name}: {problem} (of env_type {env_type})" for name, problem in found]
 
 
 def _gem(env_type: str) -> Any:
-    """Return GEM's module; `EnvironmentFailure` where it is missing, or has no environment of this id."""
+    """Import GEM and check the id; raises `EnvironmentFailure` if GEM or the id is missing."""
     try:
         gem = importlib.import_module("gem")
         known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
     except ImportError as error:
-        own = "; a game like it is guess_number, here" if "GuessTheNumber" in env_type else ""
+        own = "; guess_number is a similar built-in game" if "GuessTheNumber" in env_type else ""
         raise EnvironmentFailure(
-            f"env_type {env_type}: GEM's environments are in the package {GEM_PACKAGE}, which cannot be imported"
+            f"env_type {env_type}: GEM's environments need the package {GEM_PACKAGE}, which cannot be imported"
             f" ({error}); install it (`pip install {GEM_PACKAGE}`), or name one of {ENVIRONMENTS.known}{own}"
         ) from error
-    if env_type not in known:  # versions of GEM have other ids
+    if env_type not in known:  # ids differ between versions of GEM
         family = [name for name in known if name.startswith(env_type.partition("-")[0])]
-        hint = f"; like it are {', '.join(sorted(family))}" if family else ""
-        raise EnvironmentFailure(f"env_type {env_type}: GEM, as it is installed, has no such environment{hint}")
+        hint = f"; similar: {', '.join(sorted(family))}" if family else ""
+        raise EnvironmentFailure(f"env_type {env_type}: the installed GEM has no such environment{hint}")
     return gem

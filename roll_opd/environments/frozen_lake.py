@@ -1,5 +1,5 @@
-"""Frozen lake: walk over ice to the goal, around the holes. Maps, slips, symbols and rewards are those of ROLL's
-`frozen_lake` for the same seed, which are gymnasium's FrozenLake with random starts and goals.
+"""`frozen_lake`: walk over ice to the goal, around the holes. Maps, slips, symbols and rewards equal ROLL's
+`frozen_lake` for the same seed (gymnasium's FrozenLake with random start and goal).
 """
 
 from collections import deque
@@ -14,13 +14,13 @@ from roll_opd.environments.grid import complete, explained, numbered, only_text
 from roll_opd.environments.interface import ENVIRONMENTS, EnvironmentFailure
 
 Cell = tuple[int, int]  # row, column
-MOVES = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}  # in this order one slips to a neighbour
+MOVES = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}  # slipping moves to a neighbour in this order
 ACTIONS = {0: "Left", 1: "Down", 2: "Right", 3: "Up"}
 SYMBOLS = {0: "P", 1: "_", 2: "O", 3: "G", 4: "X", 5: "√"}
 MEANINGS = {"P": "player", "_": "empty", "O": "hole", "G": "goal", "X": "player in a hole", "√": "player on the goal"}
 CELLS = {"P": 0, "F": 1, "H": 2, "G": 3}  # letters of a map -> numbers of symbols
 IN_HOLE, ON_GOAL = 4, 5
-MOST_MAPS = 10_000  # drawn for one seed
+MAX_MAPS = 10_000  # attempts per seed
 INSTRUCTION = (
     "You are walking over a frozen lake. Reach the goal, and do not fall into a hole.{slips} Give one action a turn, in"
     " this form: <answer>Right</answer>"
@@ -30,7 +30,7 @@ SLIPS = " The ice is slippery: you may move to the side of where you want to go.
 
 @ENVIRONMENTS.register("frozen_lake")
 class FrozenLake(Game):
-    """Reward 1 for reaching the goal, else 0; a hole ends the game. A valid action always counts as a turn."""
+    """Frozen lake: reward 1 at the goal, else 0; a hole ends the game. A valid action always counts as a turn."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class FrozenLake(Game):
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
         render_mode: str = "text",
     ) -> None:
-        """`p`: the share of ice; `map_seed`: this map in every episode, whose own seed then decides where one slips."""
+        """`p`: share of ice; `map_seed`: the same map in every episode, so the episode's seed sets only the slips."""
         only_text(render_mode)
         at_least("size", size, 2)
         if not 0 < p <= 1:
-            raise EnvironmentFailure(f"p is {p}; give the share of cells that are ice, above 0 and at most 1")
+            raise EnvironmentFailure(f"p is {p}; set the share of ice cells, above 0 and at most 1")
         self._size, self._p, self._is_slippery, self._map_seed = size, p, is_slippery, map_seed
         self._symbols = complete("grid_lookup", grid_lookup, SYMBOLS)
         self._cells = _cells(map_lookup)
@@ -71,14 +71,14 @@ class FrozenLake(Game):
         self._ice, self._player, self._goal = np.ones((size, size), bool), (0, 0), (size - 1, size - 1)
 
     def begin(self, seed: int | None) -> None:
-        """Draw a map on which the goal can be reached."""
+        """Draw a solvable map."""
         map_seed = seed if self._map_seed is None else self._map_seed
         self._ice, self._player, self._goal = draw_map(random_numbers(map_seed), self._size, self._p)
         self._random = random_numbers(seed)
-        self._random.random()  # gymnasium draws where the player starts, of one possible cell
+        self._random.random()  # gymnasium draws the start from one possible cell
 
     def play(self, action: int) -> Turn:
-        """Move, or slip to one of the two directions beside."""
+        """Move, or slip to one of the two perpendicular directions."""
         if self._is_slippery:
             shares = np.cumsum([1 / 3, 1 / 3, 1 / 3])
             action = (action + int(np.argmax(shares > self._random.random())) - 1) % len(MOVES)
@@ -100,19 +100,19 @@ class FrozenLake(Game):
         return "\n".join("".join(self._symbols[int(number)] for number in row) for row in numbers)
 
     def solve(self) -> list[str]:
-        """Return the names of the actions on a shortest way from here to the goal, as if nobody slipped.
+        """Return the action names of a shortest path to the goal, without slips.
 
-        `EnvironmentFailure` where there is none: in a hole, or where `action_lookup` lacks a direction.
+        Raises `EnvironmentFailure` if there is none: in a hole, or if `action_lookup` lacks a direction.
         """
         way = shortest_way(self._ice, self._player, self._goal, list(self._names or MOVES))
         if way is None:
-            raise EnvironmentFailure("frozen_lake: no way leads from here to the goal; reset")
+            raise EnvironmentFailure("frozen_lake: no path to the goal; reset")
         return [(self._names or ACTIONS)[action] for action in way]
 
 
 def draw_map(random: np.random.Generator, size: int, p: float) -> tuple[np.ndarray, Cell, Cell]:
-    """Return (whether each cell is no hole, bool [size, size]; start; goal), the first that can be solved."""
-    for _ in range(MOST_MAPS):
+    """Return (ice bool [size, size], start, goal) of the first solvable map."""
+    for _ in range(MAX_MAPS):
         ice = random.choice(2, (size, size), p=[p, 1 - p]) == 0
         start, goal = ((int(row), int(column)) for row, column in (random.integers(size, size=2) for _ in range(2)))
         if start == goal:
@@ -120,11 +120,11 @@ def draw_map(random: np.random.Generator, size: int, p: float) -> tuple[np.ndarr
         ice[start] = ice[goal] = True
         if shortest_way(ice, start, goal, list(MOVES)) is not None:
             return ice, start, goal
-    raise EnvironmentFailure(f"frozen_lake: no map of size {size} with p {p} could be solved; raise p")
+    raise EnvironmentFailure(f"frozen_lake: no solvable map of size {size} with p {p} found; raise p")
 
 
 def shortest_way(ice: np.ndarray, start: Cell, goal: Cell, actions: Sequence[int]) -> list[int] | None:
-    """Return the actions of a shortest way over cells that are no holes, None where there is none."""
+    """Return the actions of a shortest path over ice; None if there is none."""
     if not ice[start]:
         return None
     ways: dict[Cell, list[int]] = {start: []}
@@ -147,10 +147,10 @@ def _moved(cell: Cell, action: int, size: int) -> Cell:
 
 
 def _cells(map_lookup: Mapping[Any, int] | None) -> dict[str, int]:
-    """Return letters of a map -> numbers of symbols; ROLL writes the letters as bytes."""
+    """Return map letter -> symbol number; ROLL writes the letters as bytes."""
     own = {(key.decode() if isinstance(key, bytes) else str(key)): value for key, value in (map_lookup or {}).items()}
     if not own.keys() <= CELLS.keys() or not set(own.values()) <= SYMBOLS.keys():
         raise EnvironmentFailure(
-            f"map_lookup is {own}; write a number of grid_lookup for each of the letters {', '.join(CELLS)}"
+            f"map_lookup is {own}; map each of these letters to a number of grid_lookup: {', '.join(CELLS)}"
         )
     return {**CELLS, **own}

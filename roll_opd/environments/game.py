@@ -1,4 +1,4 @@
-"""What the games of this package share: turns, actions that are read by a pattern, and what is told of a turn."""
+"""`Game`: base of the built-in games, with turn limits, action parsing, and the `info` of a turn."""
 
 import operator
 from abc import ABC, abstractmethod
@@ -11,22 +11,22 @@ import numpy as np
 from roll_opd.environments.actions import ActionReader
 from roll_opd.environments.interface import Environment, EnvironmentFailure, Reset, Step
 
-# how the metrics of an episode's turns are put together
+# `metrics_agg_mode` of the games
 AGGREGATES = {"success": "last", "action_is_valid": "mean", "action_is_effective": "mean", "format_penalty": "mean"}
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the rules say of one action."""
+    """Outcome of one action."""
 
     reward: float = 0.0
-    effective: bool = False  # it changed something
+    effective: bool = False  # the state changed
     over: bool = False  # the game has ended
-    truncated: bool = False  # a limit of the game's own has ended it
+    truncated: bool = False  # ended by the game's own limit
 
 
 class Game(Environment, ABC):
-    """A game in turns. A subclass says how it begins, how an action is played, how it looks and whether it is won."""
+    """Turn-based game. A subclass implements `begin`, `play`, `render` and `succeeded`."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Game(Environment, ABC):
         action_pattern: str,
         special_token_list: Sequence[str] | None,
     ) -> None:
-        """`instruction` is said once an episode; a turn without a valid action costs `format_penalty`, below 0."""
+        """`instruction` opens an episode; `format_penalty` (negative) is the reward of a turn without valid action."""
         at_least("max_steps", max_steps, 1)
         self._instruction, self._max_steps, self._format_penalty = instruction, max_steps, float(format_penalty)
         self._names = action_lookup
@@ -47,19 +47,19 @@ class Game(Environment, ABC):
 
     @abstractmethod
     def begin(self, seed: int | None) -> None:
-        """Set the first state up."""
+        """Set up the initial state."""
 
     @abstractmethod
     def play(self, action: Any) -> Turn:
         """Play a valid action."""
 
     def idle(self) -> Turn:
-        """Let a turn pass in which there was no valid action."""
+        """Take a turn without a valid action."""
         return Turn()
 
     @abstractmethod
     def render(self) -> str:
-        """Return the state as the model sees it."""
+        """Return the observation text."""
 
     @property
     @abstractmethod
@@ -67,15 +67,15 @@ class Game(Environment, ABC):
         """Whether the game is won."""
 
     def reset(self, seed: int | None = None) -> Reset:
-        """Begin an episode, the one of `seed`; without one, any."""
+        """Start the episode of `seed`, or a random one."""
         self.begin(checked_seed(seed))
         self._turn, self._playing = 0, True
         return self.render(), {"env_instruction": self._instruction}
 
     def step(self, action: str) -> Step:
-        """Play the action in a response. `EnvironmentFailure` before the first `reset` and after an episode's end."""
+        """Play the action in a response; raises `EnvironmentFailure` outside of an episode."""
         if not self._playing:
-            raise EnvironmentFailure(f"{type(self).__name__}: no episode is under way; call reset")
+            raise EnvironmentFailure(f"{type(self).__name__}: no episode is active; call reset")
         self._turn += 1
         read = self._reader.read(action)
         valid = read.action is not None
@@ -104,22 +104,22 @@ class Game(Environment, ABC):
 
 
 def checked_seed(seed: int | None) -> int | None:
-    """Return a seed that numpy takes; `EnvironmentFailure` for what is no whole number of at least 0."""
+    """Return a seed for numpy; raises `EnvironmentFailure` unless it is an integer of at least 0."""
     try:
         number = None if seed is None else operator.index(seed)
     except TypeError:
         number = -1
     if number is not None and number < 0:
-        raise EnvironmentFailure(f"seed is {seed!r}; give a whole number of at least 0")
+        raise EnvironmentFailure(f"seed is {seed!r}; set an integer of at least 0")
     return number
 
 
 def random_numbers(seed: int | None) -> np.random.Generator:
-    """Return a source of random numbers of its own: the same seed gives the same ones, in any process."""
+    """Return a random generator that is reproducible in any process."""
     return np.random.default_rng(seed)
 
 
 def at_least(name: str, value: float, least: float) -> None:
-    """Raise `EnvironmentFailure` for an argument that is too small."""
+    """Raise `EnvironmentFailure` if an argument is below `least`."""
     if not value >= least:
-        raise EnvironmentFailure(f"{name} is {value!r}; give a number of at least {least:g}")
+        raise EnvironmentFailure(f"{name} is {value!r}; set a number of at least {least:g}")

@@ -1,4 +1,4 @@
-"""Games on a grid of symbols: tables that a configuration may write, and the text that explains them."""
+"""Grid games: symbol and action tables of the configuration, and their explanation in the instruction."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -9,31 +9,31 @@ TEXT = "text"  # the only render mode
 
 
 def numbered(name: str, table: Mapping[Any, str], known: Collection[int]) -> dict[int, str]:
-    """Return a table by number, whose keys may be written as texts; `EnvironmentFailure` where a number is unknown."""
+    """Return a table with integer keys, which may be strings; raises `EnvironmentFailure` for unknown numbers."""
     try:
         found = {int(key): str(value) for key, value in table.items()}
     except (TypeError, ValueError):
         found = {}
     if not found or not found.keys() <= set(known):
         numbers = ", ".join(map(str, sorted(known)))
-        raise EnvironmentFailure(f"{name} is {dict(table)!r}; write texts by number, with numbers of {numbers}")
+        raise EnvironmentFailure(f"{name} is {dict(table)!r}; map numbers to texts; valid numbers are {numbers}")
     return found
 
 
 def complete(name: str, table: Mapping[Any, str] | None, default: Mapping[int, str]) -> dict[int, str]:
-    """Return a table of symbols, in which what the configuration leaves out is as usual."""
+    """Return the configured table of symbols, completed by the defaults."""
     return {**default, **numbered(name, table, default)} if table is not None else dict(default)
 
 
 def explained(instruction: str, symbols: Mapping[str, str], actions: Mapping[int, str]) -> str:
-    """Return an instruction with the meaning of the symbols and the names of the actions."""
+    """Return an instruction followed by the meanings of the symbols and the action names."""
     meanings = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in symbols.items())
     if not instruction:
-        return ""  # nothing is to be said
+        return ""  # an empty instruction disables the explanation
     return f"{instruction}\nSymbols: {meanings}\nActions: {', '.join(actions.values())}"
 
 
 def only_text(render_mode: str) -> None:
-    """Raise `EnvironmentFailure` for pictures."""
+    """Raise `EnvironmentFailure` unless the render mode is text."""
     if render_mode != TEXT:
-        raise EnvironmentFailure(f"render_mode is {render_mode!r}; write {TEXT}: pictures are not supported")
+        raise EnvironmentFailure(f"render_mode is {render_mode!r}; set {TEXT}: images are not supported")

@@ -1,4 +1,4 @@
-"""Guess a number in a few turns, told each time whether it is higher or lower."""
+"""`guess_number`: guess a number within a few turns from higher and lower hints."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ INSTRUCTION = (
 
 @ENVIRONMENTS.register("guess_number")
 class GuessNumber(Game):
-    """Reward 1 for the number, else 0. A guess that is no number from the range counts as a turn."""
+    """Number guessing: reward 1 for the number, else 0. An invalid guess counts as a turn."""
 
     def __init__(
         self,
@@ -26,13 +26,13 @@ class GuessNumber(Game):
         action_pattern: str = PATTERN,
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
     ) -> None:
-        """`max_steps`: guesses; halving the range each time finds any of 2 ** max_steps - 1 numbers."""
+        """`max_steps`: guesses; bisection finds any of 2 ** max_steps - 1 numbers."""
         if max_number <= min_number:
-            raise EnvironmentFailure(f"max_number is {max_number}; give one above min_number, {min_number}")
+            raise EnvironmentFailure(f"max_number is {max_number}; set one above min_number, {min_number}")
         if max_number - min_number >= 2**62:
             raise EnvironmentFailure("max_number - min_number must be below 2^62; narrow the range")
         at_least("max_steps", max_steps, 1)
-        self._low, self._high, self._number, self._said = min_number, max_number, min_number, ""
+        self._low, self._high, self._number, self._observation = min_number, max_number, min_number, ""
         super().__init__(
             instruction=INSTRUCTION.format(low=min_number, high=max_number, turns=max_steps)
             if env_instruction is None
@@ -47,28 +47,28 @@ class GuessNumber(Game):
     def begin(self, seed: int | None) -> None:
         """Draw the number."""
         self._number = self._low + int(random_numbers(seed).integers(self._high - self._low + 1))
-        self._found, self._said = False, "What is your first guess?"
+        self._found, self._observation = False, "What is your first guess?"
         self._known = (self._low, self._high)
 
     def play(self, action: str) -> Turn:
         """Compare a guess."""
         guess = whole_number(action)
         if guess is None or not self._low <= guess <= self._high:
-            self._said = f"That is no whole number from {self._low} to {self._high}."
+            self._observation = f"That is no whole number from {self._low} to {self._high}."
             return Turn()
         low, high = self._known
         self._found = guess == self._number
         if guess < self._number:
-            self._said, self._known = f"The number is higher than {guess}.", (max(low, guess + 1), high)
+            self._observation, self._known = f"The number is higher than {guess}.", (max(low, guess + 1), high)
         elif guess > self._number:
-            self._said, self._known = f"The number is lower than {guess}.", (low, min(high, guess - 1))
+            self._observation, self._known = f"The number is lower than {guess}.", (low, min(high, guess - 1))
         else:
-            self._said = f"{guess} is the number."
+            self._observation = f"{guess} is the number."
         return Turn(float(self._found), effective=low <= guess <= high, over=self._found)
 
     def idle(self) -> Turn:
-        """Say again what a guess looks like."""
-        self._said = "There was no guess; write one in this form: <answer>7</answer>"
+        """Repeat the form of a guess."""
+        self._observation = "There was no guess; write one in this form: <answer>7</answer>"
         return Turn()
 
     @property
@@ -77,11 +77,11 @@ class GuessNumber(Game):
         return self._found
 
     def render(self) -> str:
-        """Return what was said of the last guess."""
-        return self._said
+        """Return the hint after the last guess."""
+        return self._observation
 
     def solve(self) -> list[str]:
-        """Return the guesses that halve what is left until the number is found."""
+        """Return the guesses of a bisection until the number is found."""
         guesses: list[int] = []
         low, high = self._known
         while not guesses or guesses[-1] != self._number:
@@ -91,7 +91,7 @@ class GuessNumber(Game):
 
 
 def whole_number(text: str) -> int | None:
-    """Return the number that a text is, None where it is none; one of more than 30 digits is none either."""
+    """Parse an integer of at most 30 characters; None if the text is not one."""
     try:
         return int(text) if len(text) <= 30 else None
     except ValueError:

@@ -1,6 +1,6 @@
-"""Games of gymnasium's (https://gymnasium.farama.org) as text: those with discrete actions, toy_text above all.
+"""Gymnasium games (https://gymnasium.farama.org) with discrete actions as text environments, mainly toy_text.
 
-A state is shown as the game's own text (render mode `ansi`) where it has one, else as what it observes.
+A state is rendered with mode `ansi` if the game has it, else as its observation.
 """
 
 import importlib
@@ -14,14 +14,14 @@ from roll_opd.environments.game import Game, Turn
 from roll_opd.environments.grid import numbered
 from roll_opd.environments.interface import ENVIRONMENTS, EnvironmentFailure
 
-HIGHLIGHT = re.compile(r"\x1b\[[\d;]*m(.)\x1b\[0m")  # how games show where the player is
+HIGHLIGHT = re.compile(r"\x1b\[[\d;]*m(.)\x1b\[0m")  # marks the player's position
 ESCAPE = re.compile(r"\x1b\[[\d;]*m")
-ENDLESS = 10**9  # turns, where the game's own limit counts
-SAYS_ACTION = re.compile(r"^ *\(\w[\w ]*\)$\n?", re.MULTILINE)  # the last action, beside the map
+ENDLESS = 10**9  # max_steps if only the game's own limit applies
+SAYS_ACTION = re.compile(r"^ *\(\w[\w ]*\)$\n?", re.MULTILINE)  # line with the last action
 
 
 def _passenger(env: Any, observation: Any) -> str:
-    """Return where everything is in Taxi, which its map says in colours."""
+    """Return the positions in Taxi, which its map shows by colour only."""
     row, column, passenger, destination = map(int, env.unwrapped.decode(observation))
     names = ("R", "G", "Y", "B")
     waits = f"waits at {names[passenger]}" if passenger < len(names) else "is in the taxi"
@@ -38,12 +38,12 @@ def _cards(_: Any, observation: Any) -> str:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a game."""
+    """Text facts of a gymnasium game."""
 
     actions: tuple[str, ...]
     instruction: str
-    says: Callable[[Any, Any], str] | None = None  # a sentence besides the map, or instead of one
-    success_is_end: bool = False  # it ends by its rules only when it is won; else a reward above 0 tells
+    says: Callable[[Any, Any], str] | None = None  # (env, observation) -> sentence after the map or instead of it
+    success_is_end: bool = False  # termination means success; else success is a positive reward
 
 
 KNOWN = {
@@ -69,7 +69,7 @@ KNOWN = {
 
 @ENVIRONMENTS.register("gymnasium")
 class GymnasiumText(Game):
-    """The game `game`, an id such as `Taxi-v3`; `gymnasium:Taxi-v3` names it. Rewards and ends are the game's own."""
+    """Gymnasium game, named `gymnasium:Taxi-v3`, with the game's own rewards and termination."""
 
     def __init__(
         self,
@@ -82,15 +82,18 @@ class GymnasiumText(Game):
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
         **options: Any,
     ) -> None:
-        """`max_steps` besides the game's own limit; an action is known by its name or its number; `options` are those
-        of `gymnasium.make` for this game, such as `is_slippery`.
+        """Create the game with id `game`; `max_steps` adds to its own limit, `options` go to `gymnasium.make`.
+
+        Actions can be given by name or number.
         """
         self._game = game
         self._known = KNOWN.get(game.rpartition("/")[2].partition("-")[0])
         self._env = _made(game, options)
         space = self._env.action_space
         if type(space).__name__ != "Discrete":
-            raise EnvironmentFailure(f"gymnasium:{game}: its actions are {space}; games with a number of actions work")
+            raise EnvironmentFailure(
+                f"gymnasium:{game}: its actions are {space}; only Discrete action spaces are supported"
+            )
         numbers = range(int(space.start), int(space.start + space.n))
         names = dict(zip(numbers, self._known.actions if self._known else map(str, numbers), strict=True))
         if action_lookup is not None:
@@ -106,10 +109,10 @@ class GymnasiumText(Game):
             action_pattern=action_pattern,
             special_token_list=special_token_list,
         )
-        self._reader.also({str(number): number for number in numbers})
+        self._reader.add_names({str(number): number for number in numbers})
 
     def begin(self, seed: int | None) -> None:
-        """Begin the game."""
+        """Start the game."""
         self._observation, _ = self._env.reset(seed=seed)
         self._won = False
 
@@ -126,7 +129,7 @@ class GymnasiumText(Game):
         return self._won
 
     def render(self) -> str:
-        """Return the game's text, with what its colours say in brackets."""
+        """Return the game's text, with highlighted characters in brackets."""
         return self._shown()
 
     def close(self) -> None:
@@ -156,6 +159,6 @@ def _made(game: str, options: Mapping[str, Any]) -> Any:
         if "ansi" in env.metadata.get("render_modes", ()) and "render_mode" not in options:
             env.close()
             env = gymnasium.make(game, render_mode="ansi", **options)
-    except Exception as error:  # of an unknown id, an option that it does not take, a package that it needs
+    except Exception as error:  # unknown id, invalid option, or missing package
         raise EnvironmentFailure(f"gymnasium:{game}: {error}; correct the id or env_config") from error
     return env

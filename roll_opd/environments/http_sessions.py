@@ -1,6 +1,6 @@
-"""The episodes that a server plays: one environment each, given back and used again.
+"""Episodes of an environment server: one pooled environment each, with idempotent requests.
 
-Every answer is remembered until the next one, so that a request that comes twice is played once.
+Each episode keeps its last response, so that a repeated request is played once.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from roll_opd.environments.interface import EnvironmentFailure
 
 
 class Refused(Exception):
-    """A request that is not played; `status` is HTTP's."""
+    """Rejected request with its HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -24,7 +24,7 @@ class Refused(Exception):
 
 @dataclass
 class Episode:
-    """An environment in use, and the last answer that it gave."""
+    """Environment in use with its last response."""
 
     seed: int | None
     environment: Any = None
@@ -35,33 +35,33 @@ class Episode:
 
 
 class Episodes:
-    """Plays requests, from any thread."""
+    """Thread-safe table of the active episodes."""
 
     def __init__(self, name: str, make: Callable[[], Any], most: int) -> None:
-        """At most `most` environments at once; where one more is asked for, the episode that waited longest ends."""
+        """Create a table of at most `most` environments; beyond it the least recently used episode ends."""
         self._name, self._make, self._most = name, make, most
         self._episodes: OrderedDict[str, Episode] = OrderedDict()
         self._free: list[Any] = []
         self._lock = threading.Lock()
 
     def reset(self, identifier: str, seed: int | None) -> dict[str, Any]:
-        """Begin an episode; the same request again gets the same answer. `Refused` where it cannot begin."""
-        episode = self._begun(identifier, seed)
+        """Start an episode, idempotently; raises `Refused` if it cannot start."""
+        episode = self._open(identifier, seed)
         with episode.lock:
             if episode.ended or episode.seed != seed or episode.steps > 0:
-                raise Refused(409, f"episode {identifier} has begun before; give a new episode a new id")
+                raise Refused(409, f"episode {identifier} has been used before; use a new id per episode")
             return self._answer(episode, 0, lambda: self._first(episode))
 
     def step(self, identifier: str, number: int | None, action: str) -> dict[str, Any]:
-        """Play step `number` (from 1; None: the next one); the last one again gets the same answer.
+        """Play step `number` (from 1; None: the next one), idempotently for the last step.
 
-        `Refused` for another number, and for an episode that is not known.
+        Raises `Refused` for another number and for an unknown episode.
         """
         with self._lock:
             episode = self._episodes.get(identifier)
             if episode is None:
                 raise Refused(
-                    404, f"no episode {identifier} is under way; reset it (the oldest end when too many begin)"
+                    404, f"episode {identifier} is not active; reset it (the oldest end if there are too many)"
                 )
             self._episodes.move_to_end(identifier)
         with episode.lock:
@@ -71,12 +71,12 @@ class Episodes:
             return self._answer(episode, wanted, lambda: self._next(episode.environment, action))
 
     def close(self, identifier: str) -> dict[str, Any]:
-        """End an episode; one that is not known is none to end."""
+        """End an episode; unknown ones are ignored."""
         with self._lock:
             episode = self._episodes.pop(identifier, None)
         if episode is not None:
             with episode.lock:
-                self._give_back(episode)
+                self._release(episode)
         return {}
 
     def close_all(self) -> None:
@@ -86,30 +86,30 @@ class Episodes:
         while self._free:
             _close(self._free.pop())
 
-    def _begun(self, identifier: str, seed: int | None) -> Episode:
+    def _open(self, identifier: str, seed: int | None) -> Episode:
         with self._lock:
             if identifier in self._episodes:
                 return self._episodes[identifier]
             if len(self._episodes) >= self._most:
-                self._end_one()
+                self._evict_one()
             episode = self._episodes[identifier] = Episode(seed)
             return episode
 
-    def _end_one(self) -> None:
-        """End the episode that nobody has asked for the longest time, of those in which nothing is being played."""
+    def _evict_one(self) -> None:
+        """End the least recently used idle episode."""
         for identifier, episode in self._episodes.items():
             if episode.lock.acquire(blocking=False):
-                self._give_back(episode)
+                self._release(episode)
                 episode.lock.release()
                 del self._episodes[identifier]
                 return
-        raise Refused(503, f"all {self._most} environments are busy; ask again, or serve more")
+        raise Refused(503, f"all {self._most} environments are busy; retry, or serve more")
 
-    def _give_back(self, episode: Episode) -> None:
+    def _release(self, episode: Episode) -> None:
         was_over, episode.ended = episode.ended, True
         if was_over or episode.environment is None:
             return
-        if isinstance(episode.last, Refused):  # one that has failed may go on failing
+        if isinstance(episode.last, Refused):  # a failed environment is not reused
             _close(episode.environment)
         else:
             self._free.append(episode.environment)
@@ -118,7 +118,9 @@ class Episodes:
         if episode.steps != number:
             try:
                 episode.last = play()
-            except Exception as error:  # a user's environment can fail in any way; the same step again fails the same
+            except (
+                Exception
+            ) as error:  # a user's environment may raise anything; a repeated step returns the same error
                 words = str(error) if isinstance(error, EnvironmentFailure) else f"{type(error).__name__}: {error}"
                 episode.last = Refused(422, f"{self._name}: {words}")
             episode.steps = number
@@ -140,6 +142,6 @@ class Episodes:
 
 
 def _close(environment: Any) -> None:
-    """Close an environment that may have no `close`, or fail in it: nobody is left to hear of that."""
+    """Close an environment; ignores a missing or failing `close`, which nothing can handle."""
     with contextlib.suppress(Exception):
         getattr(environment, "close", lambda: None)()

@@ -1,4 +1,4 @@
-r"""Questions of mathematics, answered in \boxed{} after as many programs as the model likes to run first."""
+r"""`math_python`: mathematics questions answered in \boxed{}, optionally after running Python programs."""
 
 import json
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ INSTRUCTION = (
 @ENVIRONMENTS.register("math_python")
 @ENVIRONMENTS.register("roll_math")
 class MathPython(Environment):
-    """Reward 1 for a right answer, else 0, `format_penalty` where there is none; an answer ends the episode."""
+    """Mathematics with a Python tool: reward 1 for a right answer, else 0, `format_penalty` without an answer."""
 
     def __init__(
         self,
@@ -50,15 +50,15 @@ class MathPython(Environment):
         env_instruction: str | None = None,
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
     ) -> None:
-        """`dataset_name`: a JSONL file with `question_key` and `answer_key` in each row. `mode`: train draws the row
-        of a seed, val takes that of its number. With `max_tool_uses` above 0 programs of the model run in the sandbox,
-        `tool_seconds` each, or with `unsafe` outside one.
+        """`dataset_name`: a JSONL file with `question_key` and `answer_key` in each row. `mode`: train draws a row with
+        the seed, val uses the seed as row number. If `max_tool_uses` > 0, the model's programs run in the sandbox,
+        `tool_seconds` each, or with `unsafe` without one.
         """
         for name, value in (("max_tool_uses", max_tool_uses), ("max_output_chars", max_output_chars)):
             at_least(name, value, 0)
         at_least("max_steps", 1 if max_steps is None else max_steps, 1)
         if not 0 < tool_seconds <= 3600:
-            raise EnvironmentFailure(f"tool_seconds is {tool_seconds}; give seconds above 0, at most 3600")
+            raise EnvironmentFailure(f"tool_seconds is {tool_seconds}; set seconds above 0, at most 3600")
         self._rows = questions(dataset_name, question_key, answer_key)
         self._mode, self._most_uses, self._max_steps = mode, max_tool_uses, max_steps
         self._penalty, self._special_tokens = float(format_penalty), tuple(special_token_list or ())
@@ -71,10 +71,10 @@ class MathPython(Environment):
         )
         self._tool = PythonTool(tool_seconds, unsafe, max_output_chars)
         self._next, self._turn, self._uses = 0, 0, 0
-        self._answer: str | None = None  # None: no episode is under way
+        self._answer: str | None = None  # None: no active episode
 
     def reset(self, seed: int | None = None) -> Reset:
-        """Ask a question; without a seed the next one of the file."""
+        """Start with a question; without a seed the next one of the file."""
         seed = checked_seed(seed)
         if seed is None:
             number, self._next = self._next, self._next + 1
@@ -85,9 +85,9 @@ class MathPython(Environment):
         return question, {"env_instruction": self._instruction}
 
     def step(self, action: str) -> Step:
-        """Run the program in a response, else judge its answer. A program beyond the last use is not run."""
+        """Run the program in a response, else grade its answer. Programs beyond `max_tool_uses` are not run."""
         if self._answer is None:
-            raise EnvironmentFailure("math_python: no episode is under way; call reset")
+            raise EnvironmentFailure("math_python: no episode is active; call reset")
         self._turn += 1
         response = action if isinstance(action, str) else ""
         for token in self._special_tokens:
@@ -102,11 +102,11 @@ class MathPython(Environment):
         answer = boxed(answer_of(response))
         right = answer is not None and _is_right(answer, self._answer)
         self._answer = None
-        said = "there was no answer" if answer is None else f"the answer was {answer}"
-        info = self._info(answer is not None, right, 0.0 if answer is not None else self._penalty, said)
+        outcome = "there was no answer" if answer is None else f"the answer was {answer}"
+        info = self._info(answer is not None, right, 0.0 if answer is not None else self._penalty, outcome)
         return "", float(right) + info["metrics"]["format_penalty"], True, False, info
 
-    def _info(self, valid: bool, right: bool, penalty: float, said: str) -> dict[str, Any]:
+    def _info(self, valid: bool, right: bool, penalty: float, outcome: str) -> dict[str, Any]:
         metrics = {
             "success": right,
             "action_is_valid": valid,
@@ -115,23 +115,21 @@ class MathPython(Environment):
             "raw_reward": float(right),
             "tool_uses": self._uses,
         }
-        description = f"Turn {self._turn}: {said}."
+        description = f"Turn {self._turn}: {outcome}."
         return {"metrics": metrics, "metrics_agg_mode": dict(AGGREGATES), "action_desc": description, "use_tool": False}
 
 
 def questions(file: str, question_key: str, answer_key: str) -> Sequence[tuple[str, str]]:
-    """Return (question, answer) of each row of a JSONL file; `EnvironmentFailure` with the line that has neither."""
+    """Return (question, answer) of each row of a JSONL file; raises `EnvironmentFailure` with the incomplete line."""
     if not Path(file).is_file():
-        raise EnvironmentFailure(
-            f"dataset_name {file}: there is no such file; give a JSONL file (data sets are not fetched by their name)"
-        )
+        raise EnvironmentFailure(f"dataset_name {file}: file not found; set a JSONL file (datasets are not downloaded)")
     stamp = Path(file).stat()
     return _read(file, question_key, answer_key, stamp.st_mtime_ns, stamp.st_size)
 
 
 @lru_cache(maxsize=16)
 def _read(file: str, question_key: str, answer_key: str, *_: int) -> Sequence[tuple[str, str]]:
-    """Read a file once for all environments of a process, again when it has changed."""
+    """Read a file once per process and again after a change."""
     rows = []
     try:
         with open(file, encoding="utf-8") as lines:
@@ -151,7 +149,7 @@ def _row(line: str, question_key: str, answer_key: str, where: str) -> tuple[str
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise EnvironmentFailure(f"{where}: is not JSON ({error}); write one object a line") from None
+        raise EnvironmentFailure(f"{where}: is not JSON ({error}); write one object per line") from None
     keys = list(row) if isinstance(row, dict) else []
     for key, name in ((question_key, "question_key"), (answer_key, "answer_key")):
         if key not in keys or not isinstance(row[key], str | int | float):
@@ -165,4 +163,4 @@ def _is_right(answer: str, truth: str) -> bool:
     except (TimedOut, Crashed):
         return False
     except Busy as error:
-        raise EnvironmentFailure("math_python: too many answers at once that take long; run fewer episodes") from error
+        raise EnvironmentFailure("math_python: too many slow comparisons of answers; run fewer episodes") from error

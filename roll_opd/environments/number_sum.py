@@ -1,4 +1,4 @@
-"""Keep a sum over several turns: each turn shows one number more, and the sum of all so far is asked for."""
+"""`number_sum`: each turn shows one more number; the model answers with the sum so far."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ INSTRUCTION = (
 
 @ENVIRONMENTS.register("number_sum")
 class NumberSum(Game):
-    """Reward 1 / `turns` for each right sum; an episode with all of them is a success."""
+    """Running sum: reward 1 / `turns` per right sum; success if all are right."""
 
     def __init__(
         self,
@@ -27,10 +27,10 @@ class NumberSum(Game):
         action_pattern: str = PATTERN,
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
     ) -> None:
-        """`min_number`, `max_number`: of each of the `turns` numbers."""
+        """`min_number`, `max_number`: range of each of the `turns` numbers."""
         at_least("turns", turns, 1)
         if max_number < min_number or max(abs(min_number), abs(max_number)) >= 2**62:
-            raise EnvironmentFailure(f"max_number is {max_number}; give one of at least min_number, {min_number}")
+            raise EnvironmentFailure(f"max_number is {max_number}; set at least min_number, {min_number}")
         self._turns, self._low, self._high = turns, min_number, max_number
         self._numbers: list[int] = []
         super().__init__(
@@ -48,13 +48,13 @@ class NumberSum(Game):
         self._numbers, self._shown, self._right = list(map(int, drawn)), 1, 0
 
     def play(self, action: str) -> Turn:
-        """Compare a sum, and show the next number."""
+        """Check a sum and show the next number."""
         right = whole_number(action) == sum(self._numbers[: self._shown])
         self._right += right
         return Turn(right / self._turns, effective=right, over=self._is_last())
 
     def idle(self) -> Turn:
-        """Show the next number all the same."""
+        """Show the next number after an invalid action."""
         return Turn(over=self._is_last())
 
     def _is_last(self) -> bool:
@@ -63,15 +63,15 @@ class NumberSum(Game):
 
     @property
     def succeeded(self) -> bool:
-        """Whether every sum so far was right, and all were asked for."""
+        """Whether all sums of the episode were right."""
         return self._right == self._turns
 
     def render(self) -> str:
-        """Return the number that is shown."""
+        """Return the number of this turn."""
         if self._shown > self._turns:
             return f"{self._right} of {self._turns} sums were right."
         return f"Number {self._shown} of {self._turns}: {self._numbers[self._shown - 1]}"
 
     def solve(self) -> list[str]:
-        """Return the sums that are still to be given."""
+        """Return the remaining sums."""
         return [str(sum(self._numbers[:count])) for count in range(self._shown, self._turns + 1)]

@@ -1,4 +1,4 @@
-"""A small shop to search and buy in, in the manner of WebShop (https://arxiv.org/abs/2207.01206), without its data."""
+"""`search_shop`: search and buy in a small synthetic shop, modelled on WebShop (https://arxiv.org/abs/2207.01206)."""
 
 import re
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from roll_opd.environments.game import Game, Turn, at_least, random_numbers
 from roll_opd.environments.interface import ENVIRONMENTS, EnvironmentFailure
 from roll_opd.environments.shop_items import SIZES, Item, Wish, catalogue, search
 
-PAGE = 5  # items a page
-LEEWAY = 10  # above the price of an item that would do
+PAGE = 5  # items per page
+LEEWAY = 10  # maximum budget above the wanted item's price
 BUY, BACK, NEXT, PREVIOUS = "buy now", "back to search", "next >", "< prev"
 COMMAND = re.compile(r"(search|click)\s*\[([^\[\]]{0,200})\]", re.IGNORECASE)
 INSTRUCTION = (
@@ -20,7 +20,7 @@ INSTRUCTION = (
 
 @ENVIRONMENTS.register("search_shop")
 class SearchShop(Game):
-    """Reward when something is bought: the share of the wish that it meets, 0 for another kind of thing; 1 is won."""
+    """Synthetic shop: the reward of a purchase is the share of wanted attributes, 0 for another kind; 1 is success."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class SearchShop(Game):
         action_pattern: str = PATTERN,
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
     ) -> None:
-        """`num_products`, `catalogue_seed`: of the shop, which is the same in all episodes."""
+        """`num_products`, `catalogue_seed`: the shop's catalogue, which is the same in all episodes."""
         at_least("num_products", num_products, 1)
         at_least("catalogue_seed", catalogue_seed, 0)
         self._items = catalogue(catalogue_seed, num_products)
@@ -47,12 +47,12 @@ class SearchShop(Game):
         self._show()
 
     def _show(self, found: tuple[Item, ...] | None = None, page: int = 0, item: Item | None = None) -> None:
-        """Show the search (nothing found yet), a page of what was found, or an item."""
+        """Show the search form, a page of results, or an item."""
         self._found, self._page, self._item = found, page, item
         self._size: str | None = None
 
     def begin(self, seed: int | None) -> None:
-        """Wish for something that the shop has."""
+        """Draw a wish for an available item."""
         random = random_numbers(seed)
         self._wanted = self._items[int(random.integers(len(self._items)))]
         size = SIZES[int(random.integers(len(SIZES)))]
@@ -89,14 +89,14 @@ class SearchShop(Game):
         elif target == NEXT:
             self._show(found, self._page + 1)
         elif target == PREVIOUS:
-            # from an item to the page that it is on
+            # from an item back to its page
             self._show(found, self._page if self._item is not None else self._page - 1)
         else:
             self._show(found, self._page, next(item for item in found if item.id.lower() == target))
         return Turn(effective=True)
 
     def _clickable(self) -> list[str]:
-        """What can be clicked, in lower case."""
+        """Return the clickable targets in lower case."""
         if self._found is None:
             return []
         if self._item is not None:
@@ -107,11 +107,11 @@ class SearchShop(Game):
 
     @property
     def succeeded(self) -> bool:
-        """Whether just what was wished for has been bought."""
+        """Whether the purchase meets the whole wish."""
         return self._score == 1.0
 
     def render(self) -> str:
-        """Return the page, what is wished for, and the available actions."""
+        """Return the wish, the page and the available actions."""
         if self._score is not None:
             return f"You bought it; it meets {self._score:.0%} of the wish."
         names = {item.id.lower(): item.id for item in self._found or ()}
@@ -131,7 +131,7 @@ class SearchShop(Game):
         return "\n".join((f"Page {self._page + 1} of {-(-len(self._found) // PAGE)}:", *lines))
 
     def solve(self) -> list[str]:
-        """Return the actions that buy what is wished for, from the search; `EnvironmentFailure` from elsewhere."""
+        """Return the actions that buy the wanted item from the search form; raises `EnvironmentFailure` elsewhere."""
         if self._found is not None or self._score is not None:
             raise EnvironmentFailure("search_shop: solve starts at the search; reset, or click[back to search]")
         words = self._wanted.title

@@ -18,36 +18,36 @@ from roll_opd.environments.interface import EnvironmentFailure
 
 LOOPBACK = "127.0.0.1"
 PORT = 8000
-MOST_EPISODES = 1024
-LARGEST_BODY = 16 << 20
+MAX_EPISODES = 1024
+MAX_BODY_BYTES = 16 << 20
 
 
 class EnvironmentServer(ThreadingHTTPServer):
-    """Serves one kind of environment, a thread a connection."""
+    """HTTP server of one environment type, one thread per connection."""
 
     daemon_threads = True
-    request_queue_size = 256  # connections that wait to be accepted: all of a batch may come at once
+    request_queue_size = 256  # accept backlog: a whole batch may connect simultaneously
 
     def __init__(self, env_type: str, config: dict[str, Any], host: str, port: int, episodes: int) -> None:
-        """Listen at once; `serve_forever` answers. OSError where the address cannot be had."""
+        """Bind and listen; `serve_forever` handles requests. Raises OSError if the address is unavailable."""
         self.episodes = Episodes(env_type, lambda: make(env_type, **config), episodes)
         super().__init__((host, port), _Handler)
 
     @property
     def url(self) -> str:
-        """The address for `env_type: http`."""
+        """URL for `env_type: http`."""
         host, port = self.server_address[:2]
         return f"http://{host!s}:{port}"
 
     def server_close(self) -> None:
-        """Stop listening, and close all environments."""
+        """Stop listening and close all environments."""
         super().server_close()
         self.episodes.close_all()
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # answers are small, and waited for
+    disable_nagle_algorithm = True  # low latency for small responses
     server: EnvironmentServer
 
     def do_POST(self) -> None:
@@ -58,36 +58,36 @@ class _Handler(BaseHTTPRequestHandler):
         except EnvironmentFailure as error:
             self._reply(422, {"error": str(error)})
         except (ConnectionError, TimeoutError):
-            self.close_connection = True  # nobody waits for the answer
+            self.close_connection = True  # the client has disconnected
 
-    def _played(self, asked: dict[str, Any]) -> dict[str, Any]:
-        episode, episodes = asked.get("episode"), self.server.episodes
+    def _played(self, request: dict[str, Any]) -> dict[str, Any]:
+        episode, episodes = request.get("episode"), self.server.episodes
         if not isinstance(episode, str) or not episode:
-            raise Refused(400, "episode must be a text that is not empty, the same for all requests of an episode")
+            raise Refused(400, "episode must be a non-empty string, the same for all requests of an episode")
         if self.path == "/reset":
-            return episodes.reset(episode, _number(asked, "seed", 0))
+            return episodes.reset(episode, _number(request, "seed", 0))
         if self.path == "/step":
-            if not isinstance(asked.get("action"), str):
-                raise Refused(400, "action must be a text")
-            return episodes.step(episode, _number(asked, "step", 1), asked["action"])
+            if not isinstance(request.get("action"), str):
+                raise Refused(400, "action must be a string")
+            return episodes.step(episode, _number(request, "step", 1), request["action"])
         if self.path == "/close":
             return episodes.close(episode)
-        raise Refused(404, f"there is nothing at {self.path[:100]}; known are /reset, /step and /close")
+        raise Refused(404, f"unknown path {self.path[:100]}; known are /reset, /step and /close")
 
     def _body(self) -> dict[str, Any]:
         try:
             size = int(self.headers["Content-Length"])
         except (TypeError, ValueError):
             size = -1
-        if not 0 <= size <= LARGEST_BODY:
-            self.close_connection = True  # what follows is a body that is not read
-            raise Refused(413, f"the body needs a Content-Length of at most {LARGEST_BODY}")
+        if not 0 <= size <= MAX_BODY_BYTES:
+            self.close_connection = True  # the body stays unread
+            raise Refused(413, f"the body needs a Content-Length of at most {MAX_BODY_BYTES}")
         try:
             found = json.loads(self.rfile.read(size))
         except (ValueError, RecursionError) as error:
             raise Refused(400, f"the body is not JSON: {error}") from None
         if not isinstance(found, dict):
-            raise Refused(400, "the body is no JSON object")
+            raise Refused(400, "the body is not a JSON object")
         return found
 
     def _reply(self, status: int, answer: dict[str, Any]) -> None:
@@ -102,18 +102,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Keep quiet: a line a turn would be many."""
+        """Log nothing: one line per turn would flood the log."""
 
 
-def _number(asked: dict[str, Any], key: str, least: int) -> int | None:
-    value = asked.get(key)
+def _number(request: dict[str, Any], key: str, least: int) -> int | None:
+    value = request.get(key)
     if value is not None and (type(value) is not int or value < least):
-        raise Refused(400, f"{key} must be a whole number of at least {least}, or null")
+        raise Refused(400, f"{key} must be an integer of at least {least}, or null")
     return value
 
 
 def _plain(value: Any) -> Any:
-    """Return numpy's numbers and arrays as Python's; TypeError for what JSON does not know."""
+    """Convert numpy values and sets for JSON; raises TypeError for other types."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, set | frozenset):
@@ -122,32 +122,34 @@ def _plain(value: Any) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until interrupted; return the exit code: 2 for what cannot be served, before anything listens."""
+    """Serve until interrupted; return the exit code, 2 for invalid arguments."""
     parser = argparse.ArgumentParser("python -m roll_opd.environments.serve", description=(__doc__ or "").split(",")[0])
     parser.add_argument("env_type", help="a name as in a configuration: frozen_lake, my_envs.MyGame, game:Wordle-v0")
     parser.add_argument("config", nargs="*", metavar="key=value", help="arguments of the environment, values as YAML")
-    parser.add_argument("--host", default=LOOPBACK, help=f"address to listen at; {LOOPBACK}: this machine alone")
-    parser.add_argument("--port", type=int, default=PORT, help=f"{PORT} by default; 0: any that is free")
-    parser.add_argument("--episodes", type=int, default=MOST_EPISODES, help="environments at once, at most")
+    parser.add_argument("--host", default=LOOPBACK, help=f"address to listen on; {LOOPBACK}: this machine only")
+    parser.add_argument("--port", type=int, default=PORT, help=f"{PORT} by default; 0: any free port")
+    parser.add_argument("--episodes", type=int, default=MAX_EPISODES, help="maximum number of concurrent environments")
     options = parser.parse_intermixed_args(arguments)
     try:
         config = _config(options.config)
     except EnvironmentFailure as error:
-        return _told(str(error), USER_ERROR)
+        return _print_error(str(error), USER_ERROR)
     problems = check(options.env_type, config)
     if not 0 <= options.port < 65536:
-        problems.append(f"--port is {options.port}; give one from 0 to 65535")
+        problems.append(f"--port is {options.port}; use one from 0 to 65535")
     if options.episodes < 1:
-        problems.append(f"--episodes is {options.episodes}; give at least 1")
+        problems.append(f"--episodes is {options.episodes}; use at least 1")
     if problems:
-        return _told("\n  ".join(problems), USER_ERROR)
+        return _print_error("\n  ".join(problems), USER_ERROR)
     try:
         server = EnvironmentServer(options.env_type, config, options.host, options.port, options.episodes)
     except OSError as error:
         where = f"{options.host}:{options.port}"
-        return _told(f"cannot listen at {where}: {error}; give another --host or --port", FAILED)
+        return _print_error(f"cannot listen on {where}: {error}; use another --host or --port", FAILED)
     if not _is_loopback(str(server.server_address[0])):
-        _told("whoever can reach this address can play and stop episodes: there is no password", DONE)
+        _print_error(
+            "warning: no authentication; any client that reaches this address can play and stop episodes", DONE
+        )
     print(f"serving {options.env_type} at {server.url}", flush=True)
     try:
         server.serve_forever()
@@ -163,11 +165,11 @@ def _config(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         key, given, value = word.partition("=")
         if not given or not key.isidentifier():
-            raise EnvironmentFailure(f"{word!r} is no argument; write key=value, such as size=6")
+            raise EnvironmentFailure(f"{word!r} is not an argument; write key=value, such as size=6")
         try:
             config[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise EnvironmentFailure(f"{word!r}: the value is no YAML: {error}; quote it") from None
+            raise EnvironmentFailure(f"{word!r}: the value is not YAML: {error}; quote it") from None
     return config
 
 
@@ -178,12 +180,12 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _told(message: str, code: int) -> int:
+def _print_error(message: str, code: int) -> int:
     print(f"serve: {message}", file=sys.stderr, flush=True)
     return code
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs begin with SIGINT ignored
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs start with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
     sys.exit(main())

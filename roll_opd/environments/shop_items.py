@@ -1,4 +1,4 @@
-"""The items of a small made-up shop, and the search over them."""
+"""Catalogue, search and purchase score of the synthetic shop."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +14,7 @@ LOWEST, HIGHEST = 5, 100  # of prices, whole numbers
 
 @dataclass(frozen=True)
 class Item:
-    """One thing to buy; its size is chosen by the buyer."""
+    """Product of the shop; the buyer chooses its size."""
 
     id: str
     kind: str
@@ -24,27 +24,27 @@ class Item:
 
     @property
     def title(self) -> str:
-        """What it is called."""
+        """Display name."""
         return f"{self.color} {self.material} {self.kind}"
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What is to be bought."""
+    """Wanted attributes of a purchase."""
 
     kind: str
     color: str
     material: str
     size: str
-    most: int  # what it may cost
+    most: int  # maximum price
 
     @property
     def text(self) -> str:
-        """It in words."""
+        """Description in the observation."""
         return f"a {self.color} {self.kind} of {self.material}, size {self.size}, for at most {self.most}"
 
     def score(self, item: Item, size: str | None) -> float:
-        """Return the share of what is wished for that an item has; 0 where it is another kind of thing."""
+        """Return the share of wanted attributes that an item has; 0 for another kind."""
         if item.kind != self.kind:
             return 0.0
         met = (item.color == self.color, item.material == self.material, size == self.size, item.price <= self.most)
@@ -53,7 +53,7 @@ class Wish:
 
 @cache
 def catalogue(seed: int, count: int) -> tuple[Item, ...]:
-    """Return the items of a shop; the same for the same numbers, in any process."""
+    """Return the items of a shop, deterministic in `seed` and `count`."""
     random = np.random.default_rng(seed)
 
     def one_of(words: tuple[str, ...]) -> str:
@@ -72,7 +72,7 @@ def catalogue(seed: int, count: int) -> tuple[Item, ...]:
 
 
 def search(items: tuple[Item, ...], words: str) -> tuple[Item, ...]:
-    """Return the items that have one of the words in their title, those with most of them first."""
+    """Return the items with one of the words in their title, best matches first."""
     asked = set(words.lower().split())
     hits = [(len(asked & set(item.title.split())), item) for item in items]
     return tuple(item for count, item in sorted(hits, key=lambda hit: (-hit[0], hit[1].id)) if count)

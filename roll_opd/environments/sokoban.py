@@ -1,5 +1,5 @@
-"""Sokoban: push all boxes onto the targets. Arguments and symbols are ROLL's, rewards those of gym-sokoban
-(https://github.com/mpSchrader/gym-sokoban); the rooms of a seed are others than ROLL's.
+"""`sokoban`: push all boxes onto the targets. Arguments and symbols are ROLL's, rewards gym-sokoban's
+(https://github.com/mpSchrader/gym-sokoban); rooms of a seed differ from ROLL's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ INSTRUCTION = (
 
 @ENVIRONMENTS.register("sokoban")
 class Sokoban(Game):
-    """Reward -0.1 a turn, 1 for a box that comes onto a target, -1 for one that leaves it, 10 when all are there."""
+    """Sokoban: reward -0.1 per turn, 1 for a box pushed onto a target, -1 for one pushed off, 10 when solved."""
 
     def __init__(
         self,
@@ -50,10 +50,12 @@ class Sokoban(Game):
         action_pattern: str = PATTERN,
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
     ) -> None:
-        """`dim_room`: rows and columns, with the walls; `search_depth`: moves from the solved state, at most."""
+        """`dim_room`: rows and columns including walls; `search_depth`: maximum moves from the solved state."""
         only_text(render_mode)
         if len(dim_room) != 2 or min(dim_room) < 4:
-            raise EnvironmentFailure(f"dim_room is {list(dim_room)}; give rows and columns of at least 4, as [6, 6]")
+            raise EnvironmentFailure(
+                f"dim_room is {list(dim_room)}; set rows and columns of at least 4, such as [6, 6]"
+            )
         at_least("num_boxes", num_boxes, 1)
         at_least("search_depth", search_depth, 1)
         self._size, self._boxes, self._depth = (dim_room[0], dim_room[1]), num_boxes, search_depth
@@ -61,9 +63,9 @@ class Sokoban(Game):
             raise EnvironmentFailure(f"num_boxes is {num_boxes}, too many for a room of {list(dim_room)}; lower it")
         self._symbols = complete("grid_lookup", grid_lookup, SYMBOLS)
         actions = ACTIONS if action_lookup is None else numbered("action_lookup", action_lookup, MOVES)
-        said = INSTRUCTION if env_instruction is None else env_instruction
+        text = INSTRUCTION if env_instruction is None else env_instruction
         super().__init__(
-            instruction=explained(said, grid_vocab or MEANINGS, actions),
+            instruction=explained(text, grid_vocab or MEANINGS, actions),
             action_lookup=actions,
             max_steps=max_steps,
             format_penalty=format_penalty,
@@ -74,9 +76,9 @@ class Sokoban(Game):
 
     @property
     def room(self) -> Room:
-        """The room as it is now. `EnvironmentFailure` before the first `reset`."""
+        """Current room; raises `EnvironmentFailure` before the first `reset`."""
         if self._room is None:
-            raise EnvironmentFailure("sokoban: no episode is under way; call reset")
+            raise EnvironmentFailure("sokoban: no episode is active; call reset")
         return self._room
 
     def begin(self, seed: int | None) -> None:
@@ -84,7 +86,7 @@ class Sokoban(Game):
         self._room = draw_room(random_numbers(seed), *self._size, self._boxes, self._depth)
 
     def play(self, action: int) -> Turn:
-        """Walk, and push what is in the way."""
+        """Walk, and push a box in the way."""
         room = self.room
         player, boxes = pushed(room.floor, room.player, room.boxes, action)
         self._room = replace(room, player=player, boxes=boxes)
@@ -93,7 +95,7 @@ class Sokoban(Game):
         return Turn(reward + FINISHED * self.succeeded, player != room.player, self.succeeded)
 
     def idle(self) -> Turn:
-        """A turn without an action costs as much as any."""
+        """Charge the cost of a turn without moving."""
         return Turn(STEP)
 
     @property
@@ -108,9 +110,9 @@ class Sokoban(Game):
         return "\n".join(map("".join, lines))
 
     def solve(self) -> list[str]:
-        """Return the names of the actions of a shortest solution from here.
+        """Return the action names of a shortest solution from the current state.
 
-        `EnvironmentFailure` where there is none, where the room has too many states (see `solution`) and where
+        Raises `EnvironmentFailure` if there is none, if the room has too many states (see `solution`), or if
         `action_lookup` lacks a direction.
         """
         actions = solution(self.room)

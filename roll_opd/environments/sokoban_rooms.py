@@ -1,4 +1,4 @@
-"""Rooms of Sokoban: drawn, and then played backwards from the solved state, so that each can be solved.
+"""Sokoban rooms: random generation backwards from the solved state, moves, and a solver.
 
 A state is (player, boxes); cells are (row, column).
 """
@@ -12,15 +12,15 @@ import numpy as np
 from roll_opd.environments.interface import EnvironmentFailure
 
 Cell = tuple[int, int]
-Boxes = tuple[Cell, ...]  # the first was pulled from the first target, and so on
+Boxes = tuple[Cell, ...]  # box i was pulled from target i
 MOVES = {1: (-1, 0), 2: (1, 0), 3: (0, -1), 4: (0, 1)}
-MOST_ROOMS = 1_000  # drawn for one seed
-PICKY_ROOMS = 30  # of which so many are refused where one push solves them
-MOST_PULLED = 3_000  # states of one room that are looked at backwards
-MOST_SOLVED = 300_000  # states of one room that `solution` looks at
+MAX_ROOMS = 1_000  # attempts per seed
+PICKY_ROOMS = 30  # first attempts, which must need more than one push
+MAX_PULLED = 3_000  # states searched backwards per room
+MAX_SOLVED = 300_000  # states searched by `solution`
 TURN_CHANCE = 0.35  # of the walk that carves the floor, as in gym-sokoban
 STEPS_PER_SIDE = 1.7  # of that walk, times rows and columns, as in gym-sokoban
-# floor that one step of the walk carves around it: lines, corners and squares
+# floor carved around one step of the walk: lines, corners and squares
 BRUSHES: tuple[tuple[Cell, ...], ...] = (
     ((0, -1), (0, 0), (0, 1)),
     ((-1, 0), (0, 0), (1, 0)),
@@ -32,20 +32,20 @@ BRUSHES: tuple[tuple[Cell, ...], ...] = (
 
 @dataclass(frozen=True)
 class Room:
-    """A room and how it begins."""
+    """Room with its current state."""
 
-    floor: frozenset[Cell]  # all that is no wall, targets too
+    floor: frozenset[Cell]  # all cells but walls, including targets
     targets: frozenset[Cell]
     player: Cell
     boxes: frozenset[Cell]
 
 
 def draw_room(random: np.random.Generator, rows: int, columns: int, boxes: int, depth: int) -> Room:
-    """Return a room in which every box stands off the targets, at most `depth` moves from the solved state.
+    """Return a room with every box off the targets, at most `depth` moves from the solved state.
 
-    `EnvironmentFailure` where no such room comes up.
+    Raises `EnvironmentFailure` if none is found.
     """
-    for number in range(MOST_ROOMS):
+    for number in range(MAX_ROOMS):
         floor = _carved(random, rows, columns)
         if len(floor) <= boxes + 1:
             continue
@@ -55,28 +55,28 @@ def draw_room(random: np.random.Generator, rows: int, columns: int, boxes: int, 
         if pulled is not None:
             return Room(frozenset(floor), frozenset(targets), pulled[0], frozenset(pulled[1]))
     raise EnvironmentFailure(
-        f"sokoban: no room of {rows} x {columns} with {boxes} boxes could be made within {depth} moves; raise dim_room"
+        f"sokoban: no room of {rows} x {columns} with {boxes} boxes found within {depth} moves; raise dim_room"
         " or search_depth, or lower num_boxes"
     )
 
 
 def pushed(floor: frozenset[Cell], player: Cell, boxes: frozenset[Cell], action: int) -> tuple[Cell, frozenset[Cell]]:
-    """Return the state after a move, which pushes a box that stands in the way; the same where it cannot be made."""
-    reached = _beside(player, action)
+    """Return the state after a move, which may push a box; unchanged if the move is blocked."""
+    reached = _neighbour(player, action)
     if reached not in floor:
         return player, boxes
     if reached not in boxes:
         return reached, boxes
-    behind = _beside(reached, action)
-    if behind not in floor or behind in boxes:
+    beyond = _neighbour(reached, action)
+    if beyond not in floor or beyond in boxes:
         return player, boxes
-    return reached, boxes - {reached} | {behind}
+    return reached, boxes - {reached} | {beyond}
 
 
 def solution(room: Room) -> list[int] | None:
-    """Return the actions of a shortest solution, None where there is none.
+    """Return the actions of a shortest solution; None if there is none.
 
-    `EnvironmentFailure` where the room has too many states to tell.
+    Raises `EnvironmentFailure` if the room has too many states to search.
     """
     start = (room.player, room.boxes)
     came: dict[tuple[Cell, frozenset[Cell]], tuple[int, tuple[Cell, frozenset[Cell]]] | None] = {start: None}
@@ -89,9 +89,9 @@ def solution(room: Room) -> list[int] | None:
                 actions.append(step[0])
                 state = step[1]
             return actions[::-1]
-        if len(came) > MOST_SOLVED:
+        if len(came) > MAX_SOLVED:
             raise EnvironmentFailure(
-                f"sokoban: the room has more than {MOST_SOLVED} states; solve rooms with fewer boxes or cells"
+                f"sokoban: the room has more than {MAX_SOLVED} states; solve rooms with fewer boxes or cells"
             )
         for action in MOVES:
             after = pushed(room.floor, *state, action)
@@ -102,7 +102,7 @@ def solution(room: Room) -> list[int] | None:
 
 
 def _carved(random: np.random.Generator, rows: int, columns: int) -> list[Cell]:
-    """Return the cells along a random walk, sorted; the walls around the room stay."""
+    """Return the sorted cells carved by a random walk inside the outer walls."""
     row, column = int(random.integers(1, rows - 1)), int(random.integers(1, columns - 1))
     direction = MOVES[1 + int(random.integers(4))]
     floor = set()
@@ -119,14 +119,14 @@ def _carved(random: np.random.Generator, rows: int, columns: int) -> list[Cell]:
 def _pulled(
     random: np.random.Generator, floor: frozenset[Cell], player: Cell, targets: Boxes, depth: int, above: int
 ) -> tuple[Cell, Boxes] | None:
-    """Return the hardest state of those found backwards from the solved one; None where none is harder than `above`.
+    """Return the hardest state found backwards from the solved one; None if none is harder than `above`.
 
-    How hard is, as in gym-sokoban, how far boxes are from their targets times how often another box was pulled.
+    Difficulty is gym-sokoban's: total distance of boxes from their targets times the number of box swaps.
     """
     best, found = above, None
     seen: set[tuple[Cell, frozenset[Cell]]] = set()
-    waiting = [(player, targets, depth, -1, 0)]  # the last found first: it leads far away
-    while waiting and len(seen) < MOST_PULLED:
+    waiting = [(player, targets, depth, -1, 0)]  # depth first, to get far away
+    while waiting and len(seen) < MAX_PULLED:
         player, boxes, left, last, swaps = waiting.pop()
         state = (player, frozenset(boxes))
         if state in seen:
@@ -144,13 +144,13 @@ def _pulled(
 
 
 def _backwards(floor: frozenset[Cell], player: Cell, boxes: Boxes) -> Iterator[tuple[Cell, Boxes, int]]:
-    """Yield (player, boxes, number of the box that came along or -1) of the moves backwards from a state."""
+    """Yield (player, boxes, number of the pulled box or -1) for each backward move from a state."""
     for action, (down, right) in MOVES.items():
-        reached = _beside(player, action)
+        reached = _neighbour(player, action)
         if reached not in floor or reached in boxes:
             continue
-        behind = (player[0] - down, player[1] - right)
-        box = boxes.index(behind) if behind in boxes else -1
+        beyond = (player[0] - down, player[1] - right)
+        box = boxes.index(beyond) if beyond in boxes else -1
         yield reached, tuple(player if number == box else cell for number, cell in enumerate(boxes)), box
 
 
@@ -159,6 +159,6 @@ def _displaced(boxes: Boxes, targets: Boxes) -> int:
     return sum(abs(box[0] - target[0]) + abs(box[1] - target[1]) for box, target in pairs)
 
 
-def _beside(cell: Cell, action: int) -> Cell:
+def _neighbour(cell: Cell, action: int) -> Cell:
     down, right = MOVES[action]
     return cell[0] + down, cell[1] + right

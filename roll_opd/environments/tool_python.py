@@ -1,4 +1,4 @@
-"""Python as a tool: find the program in a response, run it behind the walls of `roll_opd.rewards.sandbox`."""
+"""Python tool: extract the program from a response and run it in `roll_opd.rewards.sandbox`."""
 
 import atexit
 import math
@@ -15,7 +15,7 @@ from roll_opd.rewards.sandbox.settings import Limits, SandboxError
 OPEN, CLOSE = "<code>", "</code>"
 FENCES = ("```py", "```Py")
 NOTHING = "(the program printed nothing; print what you want to see)"
-# what goes wrong is told where the output is: a sandboxed program has no standard error
+# errors go to stdout: a sandboxed program has no stderr
 WRAPPED = """\
 import sys as _sys, traceback as _traceback
 try:
@@ -30,9 +30,9 @@ except BaseException as _error:
 
 
 def tool_program(response: str) -> str | None:
-    """Return the program that a response asks to run, None where there is none.
+    """Return the program in a response; None without one.
 
-    It is between the last <code> and </code> that follow the thinking, else in the last fenced block of Python.
+    It is between the last <code> and </code> after the thought, else in the last fenced Python block.
     """
     text = answer_of(response)
     before, marked, _ = text.rpartition(CLOSE)
@@ -43,17 +43,17 @@ def tool_program(response: str) -> str | None:
 
 
 class PythonTool:
-    """Runs programs, from any thread; as many at once as this process has CPUs, over all tools of the same limits."""
+    """Thread-safe program runner; tools with equal limits share one process per CPU."""
 
     def __init__(self, seconds: float, unsafe: bool = False, most_characters: int = 4000) -> None:
-        """`seconds` of CPU a program; `unsafe`: without a sandbox, with your rights. Starts nothing yet."""
+        """Create a runner with `seconds` of CPU per program; `unsafe`: no sandbox. Processes start on first use."""
         self._limits = Limits(cpu_seconds=math.ceil(seconds), wall_seconds=2.0 * seconds)
         self._unsafe, self._most = unsafe, most_characters
 
     def run(self, program: str) -> str:
-        """Return what a program printed, and how it ended where it did not by itself.
+        """Return a program's output, with the reason if it was stopped.
 
-        `EnvironmentFailure` where this machine offers no sandbox.
+        Raises `EnvironmentFailure` if this machine has no sandbox.
         """
         try:
             pool, places = _pool(self._limits, self._unsafe)
@@ -78,7 +78,7 @@ _STARTING = threading.Lock()
 
 
 def _pool(limits: Limits, unsafe: bool) -> tuple[Pool, threading.Semaphore]:
-    """Return sandboxes of these limits, and the places for programs in them; started once in a process."""
+    """Return the process's sandbox pool with these limits and its semaphore."""
     with _STARTING:
         if (limits, unsafe) not in _POOLS:
             if unsafe:

@@ -84,7 +84,7 @@ def test_a_class_of_ones_own(own: str) -> None:
     assert make("my_envs.Plain").reset() == ("", {})
     assert check("my_envs.Echo", {"times": 3}) == []
     assert check("my_envs.Broken", {}) == []  # it is not made before it is needed
-    with pytest.raises(EnvironmentFailure, match="cannot be made: OSError: no disk"):
+    with pytest.raises(EnvironmentFailure, match="cannot be created: OSError: no disk"):
         make("my_envs.Broken")
 
 
@@ -194,7 +194,7 @@ def test_values_that_cannot_work_are_told_in_one_sentence(name: str, config: dic
 
 def test_gems_environments_need_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gem", None)
-    with pytest.raises(EnvironmentFailure, match=r"pip install gem-llm.*guess_number, here"):
+    with pytest.raises(EnvironmentFailure, match=r"pip install gem-llm.*guess_number is a similar built-in game"):
         make("game:GuessTheNumber-v0", max_number=3)
     assert located("math:GSM8K") == "math:GSM8K"
 
@@ -208,7 +208,7 @@ def test_gems_environments_are_made_by_gem(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setitem(sys.modules, module.__name__, module)
     assert make("game:Here-v0", max_turns=3) == ("game:Here-v0", {"max_turns": 3})
     (problem,) = check("game:Here-v1", {})
-    assert problem.endswith("GEM, as it is installed, has no such environment; like it are game:Here-v0")
+    assert problem.endswith("the installed GEM has no such environment; similar: game:Here-v0")
     with pytest.raises(EnvironmentFailure, match=r"has no such environment$"):
         make("game:There-v0")
 

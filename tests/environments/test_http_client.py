@@ -114,7 +114,7 @@ def test_environments_are_used_again_and_the_oldest_ends(served: Callable[..., E
     one.step("x")
     three.reset(seed=1)  # `two` has waited longest
     assert one.step("x")[0] == "step 2"
-    with pytest.raises(EnvironmentFailure, match=r"/step: HTTP 404: no episode .* is under way"):
+    with pytest.raises(EnvironmentFailure, match=r"/step: HTTP 404: episode .* is not active"):
         two.step("x")
     assert two.reset(seed=2)[0] == "seed 2"
     for env in (one, two, three):
@@ -146,11 +146,11 @@ def test_what_an_environment_does_wrong_is_told_far_away(
     ("path", "body", "status", "said"),
     [
         ("/nothing", {"episode": "a"}, 404, "known are /reset, /step and /close"),
-        ("/reset", {}, 400, "episode must be a text"),
-        ("/reset", {"episode": "a", "seed": "1"}, 400, "seed must be a whole number"),
-        ("/step", {"episode": "a", "action": 1}, 400, "action must be a text"),
-        ("/step", {"episode": "a", "action": "x"}, 404, "no episode a"),
-        ("/reset", [1], 400, "no JSON object"),
+        ("/reset", {}, 400, "episode must be a non-empty string"),
+        ("/reset", {"episode": "a", "seed": "1"}, 400, "seed must be an integer"),
+        ("/step", {"episode": "a", "action": 1}, 400, "action must be a string"),
+        ("/step", {"episode": "a", "action": "x"}, 404, "episode a is not active"),
+        ("/reset", [1], 400, "not a JSON object"),
         ("/reset", None, 400, "not JSON"),
     ],
 )
@@ -291,7 +291,7 @@ def test_a_step_is_not_repeated_for_a_server_that_would_play_it_twice(bad: Calla
         ("500", "HTTP 500: a bad day", 3),
         ("late", "ReadTimeout", 3),
         ("400", "HTTP 400: a bad day", 1),
-        ("text", "is no JSON object: <html>welcome", 1),
+        ("text", "is not a JSON object: <html>welcome", 1),
     ],
 )
 def test_what_does_not_pass_ends_with_the_address(bad: Callable[..., Bad], fault: str, said: str, tries: int) -> None:
@@ -306,7 +306,7 @@ def test_a_server_that_is_not_there() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        with pytest.raises(EnvironmentFailure, match=f"{url}/reset: ConnectError.*start one with"):
+        with pytest.raises(EnvironmentFailure, match=f"{url}/reset: ConnectError.*start a server with"):
             make("http", url=url, retries=1).reset()
         with pytest.raises(EnvironmentFailure, match="call reset"):
             make("http", url=url).step("x")
@@ -355,4 +355,4 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         assert main(["frozen_lake", "--port", str(taken.getsockname()[1])]) == 1
-    assert "cannot listen at 127.0.0.1" in capsys.readouterr().err
+    assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
