@@ -9,7 +9,7 @@ from typing import Literal
 
 from roll_opd.workflows.builtin.environment import EnvironmentWorkflow
 from roll_opd.workflows.builtin.single_turn import BaseSimpleWorkflow, OnPolicyDistillWorkflow
-from roll_opd.workflows.hooks import OURS, codes_of, names_in
+from roll_opd.workflows.hooks import PACKAGE, codes_of, names_in
 from roll_opd.workflows.step_wise import RewardPropagationWorkflow, StepWiseRewardWorkflow
 
 # workflow: its code sets every reward; function: workflow_reward does; either: known only for each sample
@@ -40,7 +40,7 @@ def _of_one_turn(kind: type, *, has_function: bool, is_scored: bool) -> Source:
         is_placeholder = _written_by(kind, "compute_reward") is OnPolicyDistillWorkflow
         if is_written or not (is_placeholder or has_function or is_scored):
             return "either" if _may_be_none(kind, "compute_reward") else "workflow"
-    own = [base for base in kind.__mro__ if not base.__module__.startswith((OURS, "builtins"))]
+    own = [base for base in kind.__mro__ if not base.__module__.startswith((PACKAGE, "builtins"))]
     parts = [part for base in own for part in vars(base).values()]
     if REWARD_NAMES & {name for part in parts for code in codes_of(part) for name in names_in(code)}:
         return "either"
@@ -54,7 +54,7 @@ def _written_by(kind: type, name: str) -> type | None:
 def _are_ours(kind: type, *names: str) -> bool:
     """Whether the package's own methods have these names in a class."""
     found = [_written_by(kind, name) for name in names]
-    return all(base is None or base.__module__.startswith(OURS) for base in found)
+    return all(base is None or base.__module__.startswith(PACKAGE) for base in found)
 
 
 def _may_be_none(kind: type, name: str) -> bool:

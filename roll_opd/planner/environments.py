@@ -26,7 +26,7 @@ from roll_opd.config.schema import (
 from roll_opd.environments import check_declared
 from roll_opd.planner.parts import sampling_plan
 from roll_opd.planner.read import Sections
-from roll_opd.workflows.prompt_templates import hides_the_game, template_problems
+from roll_opd.workflows.prompt_templates import missing_observation_field, template_problems
 from roll_opd.workflows.roll_managers import makes_steps, manager_problem
 
 SECTIONS = ("custom_envs", "train_env_manager", "val_env_manager")
@@ -133,7 +133,7 @@ def _check(environment: Mapping[str, Any], diag: Diagnostics, has_plugins: bool)
     wrong = list(template_problems(environment))
     for key, text in wrong:
         diag.error(key, text)
-    if not wrong and (field := hides_the_game(environment)):
+    if not wrong and (field := missing_observation_field(environment)):
         diag.note("agent_template", f"has no {{{field}}}, so the model never sees the game; write it there")
     if environment["env_type"]:
         for text in check_declared(environment["env_type"], environment["env_config"], has_plugins):

@@ -1,4 +1,4 @@
-"""What a workflow of one's own imports: the interface of Trinity-RFT's, whose workflows run with this import instead.
+"""Public interface for user workflows, compatible with Trinity-RFT's: change the import and the workflow runs.
 
 from roll_opd.workflows import WORKFLOWS, Experience, Task, Workflow
 """
@@ -78,7 +78,7 @@ __all__ = [
     "WorkflowWithRecording",
     "get_logger",
 ]
-_HOMES = {
+_MODULES = {
     "builtin.reward_functions": (
         *("AccuracyReward", "CountDownRewardFn", "FormatReward"),
         *("MathBoxedRewardFn", "MathRewardFn"),
@@ -100,7 +100,7 @@ _HOMES = {
         *("RewardPropagationWorkflow", "StepWiseRewardWorkflow"),
     ),
 }
-_NOT_HERE = {
+_UNSUPPORTED = {
     "WorkflowBase": "derive from Workflow, or from WorkflowWithRecording for an agent that uses an OpenAI endpoint",
     "Status": "return experiences from a run, or metrics from a WorkflowWithRecording",
     "CustomField": "no loss reads custom fields; put values to log into Experience.metrics",
@@ -110,16 +110,16 @@ Metrics = dict[str, float]
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
-    """Return the logger of that name."""
+    """Return the logger `name`."""
     return logging.getLogger(name)
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for: a wrong configuration is told without torch."""
-    for module, names in _HOMES.items():
+    """Import a public name lazily, so that checking a configuration does not import torch."""
+    for module, names in _MODULES.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    instead = _NOT_HERE.get(name)
+    instead = _UNSUPPORTED.get(name)
     advice = f"{name} of Trinity-RFT does not exist here: {instead}" if instead else None
     advice = advice or importlib.import_module(f"{__name__}.compat_advice").place_of_class(name)
     if advice and _is_from_import(sys._getframe(1)):
@@ -128,5 +128,5 @@ def __getattr__(name: str) -> Any:
 
 
 def _is_from_import(caller: FrameType) -> bool:
-    """Say whether a frame is at `from ... import ...`; `hasattr` and `getattr` get an AttributeError instead."""
+    """Return whether a frame executes `from ... import ...`; `hasattr` and `getattr` get an AttributeError instead."""
     return dis.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM"

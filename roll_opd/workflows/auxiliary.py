@@ -1,4 +1,4 @@
-"""Models that a workflow may ask beside the policy: judges, users, teachers. They are never trained."""
+"""Auxiliary models of a workflow (judges, simulated users, teachers): local engines and remote APIs, never trained."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,65 +10,65 @@ from roll_opd.workflows.model import ModelWrapper, Responses, RunState
 from roll_opd.workflows.model_facts import ModelFacts, generate_kwargs
 from roll_opd.workflows.workflow_experience import Experience
 
-OTHERS = 2**32  # where seeds of auxiliary models begin, far from draws
+AUXILIARY_SEEDS = 2**32  # offset of auxiliary models' seeds, above any draw number
 
 
 class AuxiliaryModel(ModelWrapper):
-    """A model in engines of the run's own, asked as the policy is. What it answers is not learned from."""
+    """Frozen model in engines of this run, called like the policy; its responses are not trained on."""
 
     def __init__(self, number: int, sampling: SamplingPlan, *args: Any, **settings: Any) -> None:
-        """`number` tells it from other auxiliary models, `sampling` is how it samples unless a call says more."""
+        """Create model `number` of `auxiliary_models` with `sampling` as the default of its calls."""
         super().__init__(*args, **settings)
         self._number, self._sampling = number, sampling
 
     @property
     def generate_kwargs(self) -> dict[str, Any]:
-        """How it samples unless a call says more, in the words of OpenAI's chat completions."""
+        """Default sampling parameters, under the names of OpenAI's chat completions."""
         return generate_kwargs(self._sampling)
 
     @property
     def history(self) -> list[Experience]:
-        """Nothing: what it answers is not kept."""
+        """Empty: responses of auxiliary models are not recorded."""
         return []
 
     def branches(self) -> list[Experience]:
-        """Return nothing, likewise."""
+        """Return an empty list: responses of auxiliary models are not recorded."""
         return []
 
-    def _turns(self) -> CallTree:
+    def _tree(self) -> CallTree:
         return CallTree(self.tokenizer)
 
     def _state(self) -> RunState:
-        """Return a state of its own for each call: nothing is kept of it but how many there were."""
+        """Return a new state for each call; only the number of calls is recorded in the run."""
         run = self._run()
-        run.asked_others += 1
-        seed = (*run.seed, OTHERS + self._number, run.asked_others)
+        run.auxiliary_calls += 1
+        seed = (*run.seed, AUXILIARY_SEEDS + self._number, run.auxiliary_calls)
         return RunState(run.group, seed, run.runs[:1], self._sampling)
 
 
 @dataclass(frozen=True)
 class RemoteResponse:
-    """What a model elsewhere has answered."""
+    """Response of a remote model."""
 
     response_text: str
     finish_reason: str
 
 
 class RemoteModel:
-    """A model behind an OpenAI-compatible address. It answers messages; tokens and log-probs are not known of it."""
+    """Model behind an OpenAI-compatible API: text only, no tokens or log-probs."""
 
     def __init__(
         self, model_name: str, base_url: str, api_key: str, name: str | None = None, seconds: float | None = None
     ) -> None:
-        """`model_name` is what it is called there, `name` what the configuration calls it.
+        """Create a client for `model_name` of the server; `name` is its name in the configuration.
 
-        `seconds` is what a try of a request may take, of which OpenAI's client makes three; None: its own limit.
+        `seconds` is the timeout of each of the three attempts of OpenAI's client; None: the client's default.
         """
         self._limits = {} if seconds is None else {"timeout": seconds}
         self.base_url, self.api_key = base_url, api_key
         self.model_path = self.model_name = model_name
         self.config = self.model_config = ModelFacts(model_name, name)
-        self.generate_kwargs: dict[str, Any] = {}  # as it is set there
+        self.generate_kwargs: dict[str, Any] = {}  # the server's defaults apply
         self.api_address = base_url.removesuffix("/v1")
 
     def get_openai_client(self) -> Any:
@@ -84,12 +84,12 @@ class RemoteModel:
         return self._client(AsyncOpenAI)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Responses:
-        """Return its responses; `options` are those of OpenAI's chat completions. What fails is openai.APIError."""
+        """Return the responses to a conversation; `options` are OpenAI's. Raises openai.APIError."""
         with self.get_openai_client() as client:
             return _read(client.chat.completions.create(model=self.model_path, messages=messages, **options))
 
     async def chat_async(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Responses:
-        """Return what `chat` does."""
+        """Async form of `chat`."""
         async with self.get_openai_async_client() as client:
             return _read(await client.chat.completions.create(model=self.model_path, messages=messages, **options))
 
@@ -102,7 +102,7 @@ class RemoteModel:
         if name.startswith("_") or not hasattr(ModelWrapper, name):
             raise AttributeError(name)
         raise AttributeError(
-            f"{name}: of {self.model_path} at {self.base_url} only texts are known; run it here for more"
+            f"{name}: {self.model_path} at {self.base_url} returns text only; run the model here for tokens"
         )
 
 

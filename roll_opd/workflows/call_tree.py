@@ -1,12 +1,11 @@
-"""The calls of one run as a tree, so that a conversation goes on with the very tokens that were sampled.
+"""Tree of a run's model calls: a continued conversation reuses the sampled tokens and never re-tokenizes them.
 
-A request whose text begins with the whole text of an earlier call, prompt and response, continues that call: its
-tokens are kept, and only what is new becomes tokens. An answer that comes back among the messages is written as it was
-sampled, whatever became of it on its way (a tool call that was parsed, and is written as JSON again). Where a template
-writes the past in another way (a stripped thought, another system prompt), a new branch begins; what continues a call
-never has other tokens than were sampled.
+A request whose text starts with the full text of an earlier call, prompt and response, continues that call: its
+tokens are kept and only the new text is tokenized. A response that returns among the messages is rendered as it was
+sampled, even if a client re-serialized it (for example a parsed tool call). If a template renders earlier turns
+differently (a stripped thought, another system prompt), a new branch starts.
 
-Legend: T tokens of a call, P of its prompt.
+Legend: T tokens of a call, P tokens of its prompt.
 """
 
 import hashlib
@@ -26,57 +25,57 @@ from roll_opd.workflows.workflow_experience import Experience
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A prompt and its response."""
+    """One model call: a prompt and its response."""
 
-    prompt: str  # special tokens written out
+    prompt: str  # text with special tokens
     tokens: np.ndarray  # int64 [T]
     start: int  # P
     completion: Completion
     tokenizer: Any
-    messages: Sequence[Mapping[str, Any]]  # that it answered
-    tools: Sequence[Mapping[str, Any]]  # that it had
-    answer: Callable[[], Mapping[str, Any]]  # the message that it became
-    parent: "Call | None" = None  # the call that this one goes on with
+    messages: Sequence[Mapping[str, Any]]  # of the request
+    tools: Sequence[Mapping[str, Any]]  # of the request
+    answer: Callable[[], Mapping[str, Any]]  # the response as an assistant message
+    parent: "Call | None" = None  # the call that this one continues
 
-    # of most calls, those of a single turn, none of this is ever asked
+    # computed on demand: single-turn calls, which are most, never need these
 
     @cached_property
     def text(self) -> str:
         """Prompt and response."""
-        return self.prompt + self._written(self.completion.tokens)
+        return self.prompt + self._text_of(self.completion.tokens)
 
     @cached_property
     def response(self) -> str:
-        """The response without the token that ended it, which a template writes itself."""
-        return self._written(without_end(self.tokenizer, self.completion.tokens, self.completion.finish_reason))
+        """Text of the response without its end token, which the template adds."""
+        return self._text_of(without_end(self.tokenizer, self.completion.tokens, self.completion.finish_reason))
 
     @cached_property
     def conversation(self) -> bytes:
         """`digest` of the messages and the answer."""
         return digest(reduce(digest, self.messages, b""), self.answer())
 
-    def _written(self, tokens: np.ndarray) -> str:
-        return written(self.tokenizer, tokens)
+    def _text_of(self, tokens: np.ndarray) -> str:
+        return text_of(self.tokenizer, tokens)
 
     def path(self) -> "list[Call]":
-        """Return this call and those that it continues, the first one first."""
+        """Return the calls from the root to this one."""
         return [*(self.parent.path() if self.parent else ()), self]
 
 
 class CallTree:
-    """The calls of one run."""
+    """Tree of the model calls of one run."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.calls: list[Call] = []
 
     def continued(self, text: str) -> Call | None:
-        """Return the longest call that `text` continues; of several the last one."""
+        """Return the longest call that `text` continues; the latest on a tie."""
         found = [call for call in self.calls if text.startswith(call.text)]
         return max(reversed(found), key=lambda call: len(call.text), default=None)
 
     def restored(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return a conversation in which each answer of an earlier call is what was sampled."""
+        """Return the messages with each earlier response replaced by its sampled text."""
         if not self.calls or not any(message.get("role") == "assistant" for message in messages):
             return [dict(message) for message in messages]
         known = {call.conversation: call for call in self.calls}
@@ -88,7 +87,7 @@ class CallTree:
         return found
 
     def tokens(self, text: str) -> tuple[np.ndarray, Call | None]:
-        """Return a prompt's tokens, int64 [P], and the call that it continues."""
+        """Return (tokens of a prompt int64 [P], the call that it continues or None)."""
         parent = self.continued(text)
         new = text[len(parent.text) :] if parent else text
         own = np.array(token_ids(self._tokenizer, [new], [parent is None])[0], dtype=np.int64)
@@ -104,7 +103,7 @@ class CallTree:
         tools: Sequence[Mapping[str, Any]],
         answer: Callable[[], Mapping[str, Any]],
     ) -> Call:
-        """Take a response to the prompt that `tokens` gave; `answer` makes the message that it becomes."""
+        """Add a response to the prompt `tokens`; `answer` returns it as an assistant message."""
         whole = np.concatenate([tokens, completion.tokens])
         self.calls.append(
             Call(prompt, whole, len(tokens), completion, self._tokenizer, messages, tools, answer, parent)
@@ -112,9 +111,9 @@ class CallTree:
         return self.calls[-1]
 
     def branches(self) -> list[tuple[Experience, Call]]:
-        """Return an experience for each way in which the conversation went, with its last call.
+        """Return (experience, last call) for each branch.
 
-        Every response is learned from once: one that several branches have in common, in the first of them.
+        Every response is trained on once: a response shared by several branches counts in the first.
         """
         learned: set[Call] = set()
         found = []
@@ -125,31 +124,31 @@ class CallTree:
         return found
 
     def leaves(self) -> list[Call]:
-        """Return the calls that no other continues."""
+        """Return the calls that no other call continues."""
         continued = {call.parent for call in self.calls}
         return [call for call in self.calls if call not in continued]
 
 
-def written(tokenizer: Any, tokens: np.ndarray) -> str:
-    """Return tokens as text, special ones written out."""
+def text_of(tokenizer: Any, tokens: np.ndarray) -> str:
+    """Return the text of tokens, with special tokens."""
     return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 @cache
 def _special(tokenizer: Any) -> dict[int, str]:
-    """Return every special token, also those that end a turn and are none of the tokenizer's own few."""
+    """Return id -> text of all special tokens, including added ones such as a turn's end."""
     added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
 
 
 def without_end(tokenizer: Any, tokens: np.ndarray, finish_reason: str) -> np.ndarray:
-    """Return a response's tokens without the one that ended it, which a template writes itself."""
+    """Return a response's tokens without its end token, which the template adds."""
     ended = finish_reason == "stop" and len(tokens) and int(tokens[-1]) in _special(tokenizer)
     return tokens[:-1] if ended else tokens
 
 
 def without_special(tokenizer: Any, text: str | None) -> str:
-    """Return a text without what special tokens are written as."""
+    """Return a text without special tokens."""
     text = text or ""
     for special in _special(tokenizer).values():
         text = text.replace(special, "")
@@ -157,19 +156,19 @@ def without_special(tokenizer: Any, text: str | None) -> str:
 
 
 def digest(before: bytes, message: Mapping[str, Any]) -> bytes:
-    """Return what a conversation that ends with `message` is known by, `before` being that of what comes before it.
+    """Return the digest of a conversation whose last message is `message`; `before` is the digest of the rest.
 
-    Two ways to write one message make no difference: numbers of tool calls, and spaces in their arguments.
+    Ids of tool calls and spaces in their arguments do not change it.
     """
-    role, said = message.get("role"), message.get("content")
-    said = "" if said is None else said
-    if isinstance(role, str) and isinstance(said, str) and not message.get("tool_calls"):
-        meant = f"{role}\0{said}"  # most messages are no more than this
+    role, content = message.get("role"), message.get("content")
+    content = "" if content is None else content
+    if isinstance(role, str) and isinstance(content, str) and not message.get("tool_calls"):
+        key = f"{role}\0{content}"  # fast path for plain messages
     else:
         calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
         called = [[c.get("name"), _read(c.get("arguments"))] for c in calls]
-        meant = json.dumps([role, said, called], sort_keys=True, default=str)
-    return hashlib.blake2b(before + meant.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        key = json.dumps([role, content, called], sort_keys=True, default=str)
+    return hashlib.blake2b(before + key.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _read(arguments: Any) -> Any:
@@ -180,15 +179,15 @@ def _read(arguments: Any) -> Any:
 
 
 def experience(path: Sequence[Call], without: "set[Call] | frozenset[Call]" = frozenset()) -> Experience:
-    """Return calls that continue each other as one experience.
+    """Return a path of calls as one experience.
 
-    What lies between their responses, and the responses `without`, the model is not asked to learn.
+    The tokens between responses, and the responses of the calls `without`, are masked.
     """
     first, last = path[0], path[-1]
     versions = sorted({call.completion.weights_version for call in path})
     if len(versions) > 1:
         raise ValueError(
-            f"weights {versions} have answered in one conversation; they are to stay while it is under way"
+            f"one conversation has responses of weights {versions}; weights must not change during a conversation"
         )
     length = len(last.tokens) - first.start
     mask, logprobs = np.zeros(length, bool), np.zeros(length, np.float32)

@@ -1,4 +1,4 @@
-"""What a configuration says of a workflow of the package's own: its arguments, and names that are Trinity-RFT's."""
+"""Checks of a configured workflow: arguments of built-in workflows, and names that exist only in Trinity-RFT."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ BOXED = ("math_boxed_workflow", "async_math_boxed_workflow")
 
 
 def name_problem(name: str, plugin_dir: str | None) -> str | None:
-    """Say what is wrong with a name that is Trinity-RFT's and that no module of `plugin_dir` can have registered."""
+    """Return the problem of a workflow name that exists only in Trinity-RFT and that `plugin_dir` does not register."""
     declared = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module")
     if name in declared or (plugin_dir and compat_advice.is_written_in(name, plugin_dir)):
         return None
@@ -19,7 +19,7 @@ def name_problem(name: str, plugin_dir: str | None) -> str | None:
 
 
 def argument_problems(name: str, given: Mapping[str, Any], reward: str | None) -> Iterator[tuple[str, str]]:
-    """Yield (argument, what is wrong with it) of a built-in workflow, whose reward function is `reward`."""
+    """Yield (argument, problem) for the arguments of a built-in workflow with the reward function `reward`."""
     declared = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module").get(name)
     if declared is None:
         return

@@ -1,10 +1,10 @@
-"""Names of workflows that Trinity-RFT registers itself (0.6.0) and that are not among the package's own."""
+"""Workflows of Trinity-RFT 0.6.0 that this package does not have, and how to use them from `plugin_dir`."""
 
 import re
 from pathlib import Path
 
 # name -> module below trinity.common.workflows, class
-_THEIRS = """
+_TRINITY_WORKFLOWS = """
 RAFT_alfworld_workflow envs.alfworld.RAFT_alfworld_workflow RAFTAlfworldWorkflow
 RAFT_reflect_alfworld_workflow envs.alfworld.RAFT_reflect_alfworld_workflow RAFTReflectAlfworldWorkflow
 agentscope_react_math_workflow envs.agentscope.agentscopev1_react_workflow AgentScopeReactMathWorkflow
@@ -35,11 +35,13 @@ sudoku_workflow envs.sudoku.sudoku_workflow SudokuWorkflow
 tool_call_workflow customized_toolcall_workflows ToolCallWorkflow
 webshop_workflow envs.webshop.webshop_workflow WebShopWorkflow
 """
-_PLACES = {name: (module, kind) for name, module, kind in (line.split() for line in _THEIRS.split("\n") if line)}
+_PLACES = {
+    name: (module, kind) for name, module, kind in (line.split() for line in _TRINITY_WORKFLOWS.split("\n") if line)
+}
 
 
 def advice(name: str) -> str | None:
-    """Say how a workflow of Trinity-RFT's own is had here; None for another name."""
+    """Return how to use a workflow of Trinity-RFT's here; None for other names."""
     if name not in _PLACES:
         return None
     return _advice(name, *_PLACES[name])
@@ -54,16 +56,16 @@ def place_of_class(kind: str) -> str | None:
 def _advice(name: str, module: str, kind: str) -> str:
     file = f"trinity/common/workflows/{module.replace('.', '/')}.py"
     return (
-        f"{name} is one of Trinity-RFT's own, and does not come with this package; copy {file} and what it imports into"
-        f" plugin_dir, let it import from roll_opd.workflows, and write workflow={module.rpartition('.')[2]}.{kind}"
+        f"{name} is part of Trinity-RFT and not of this package; copy {file} and its imports into"
+        f" plugin_dir, change its imports to roll_opd.workflows, and write workflow={module.rpartition('.')[2]}.{kind}"
     )
 
 
 def is_written_in(name: str, directory: str) -> bool:
-    """Whether a module of a directory of plugins has the name in quotes, as one that registers it does."""
+    """Return whether a module of a plugin directory contains the quoted name, as its registration would."""
     quoted = re.compile(f"[\"']{re.escape(name)}[\"']")
     try:
         files = [file.read_text(encoding="utf-8", errors="replace") for file in Path(directory).glob("*.py")]
     except OSError:
-        return True  # what is wrong with the directory is told where its modules are imported
+        return True  # the import of the plugins reports this
     return any(quoted.search(text) for text in files)

@@ -16,9 +16,9 @@ from typing import Any
 
 from roll_opd.workflows.interface import Workflow, flag
 
-OURS = "roll_opd."
-# functions that call no method of their argument; functions that read the attribute that they name
-OF_AN_OBJECT, OF_A_NAME = ("isinstance", "type", "id", "hash"), ("getattr", "hasattr", "setattr")
+PACKAGE = "roll_opd."
+# builtins that call no method of their argument; builtins that access a named attribute
+OBJECT_BUILTINS, ATTRIBUTE_BUILTINS = ("isinstance", "type", "id", "hash"), ("getattr", "hasattr", "setattr")
 RUN = ("run", "run_async", "execute", "set_repeat_times")  # called by the runner alone
 RUNNER = "roll_opd.actors"  # calls the entry methods of a class
 TWINS = {"run": "run_async", "step": "step_async", "reward": "reward_async"}
@@ -43,7 +43,7 @@ HOOKS = {
 
 def hook_problems(kind: type) -> Iterator[tuple[str, str]]:
     """Yield (class and method, problem) for each overridden hook that the run of a user's class does not call."""
-    own = [base for base in kind.__mro__ if not base.__module__.startswith((OURS, "builtins"))]
+    own = [base for base in kind.__mro__ if not base.__module__.startswith((PACKAGE, "builtins"))]
     written = {name: base for base in reversed(own) for name in HOOKS.keys() & vars(base).keys()}
     if not any(isinstance(vars(base)[name], FunctionType | staticmethod) for name, base in written.items()):
         return
@@ -56,15 +56,15 @@ def hook_problems(kind: type) -> Iterator[tuple[str, str]]:
         if name not in by and name not in elsewhere:
             if TWINS.get(name) not in written and (name in RUN or not is_open):  # a class may have both forms
                 yield called, f"is never called; {instead}"
-        elif any(module.startswith(OURS) for module in by.get(name, ())) and name != "execute":
-            is_called_by_us_alone = all(module.startswith(OURS) for module in by[name]) and name not in elsewhere
-            problem = _async_problem(name, hook) or (_call_problem(kind, name) if is_called_by_us_alone else None)
+        elif any(module.startswith(PACKAGE) for module in by.get(name, ())) and name != "execute":
+            is_called_by_package_only = all(module.startswith(PACKAGE) for module in by[name]) and name not in elsewhere
+            problem = _async_problem(name, hook) or (_call_problem(kind, name) if is_called_by_package_only else None)
             if problem:
                 yield called, problem
 
 
 def _async_problem(name: str, hook: Any) -> str | None:
-    """Return why a hook cannot be awaited, or called without; None where it can."""
+    """Return why a hook cannot be awaited, or called without `await`; None if it can."""
     is_awaited, is_coroutine = name.endswith("_async"), inspect.iscoroutinefunction(hook)
     if is_awaited and not _may_be_awaited(hook) and name != "run_async":
         return "is awaited; write `async def`"
@@ -75,11 +75,13 @@ def _async_problem(name: str, hook: Any) -> str | None:
 
 
 def _call_problem(kind: type, name: str) -> str | None:
-    """Return why a hook cannot be called as the class of ours that declares it calls it; None where it can.
+    """Return why a hook cannot be called with the arguments of the base class that declares it; None if it can.
 
     A decorator's own signature counts, as it may change the arguments.
     """
-    declared = next((vars(base).get(name) for base in kind.__mro__ if _is_ours(base) and name in vars(base)), None)
+    declared = next(
+        (vars(base).get(name) for base in kind.__mro__ if _is_package_class(base) and name in vars(base)), None
+    )
     try:
         _, *expected = inspect.signature(declared).parameters  # type: ignore[arg-type]
         signature = inspect.signature(getattr(kind, name), follow_wrapped=False)
@@ -91,12 +93,12 @@ def _call_problem(kind: type, name: str) -> str | None:
         signature.bind(*positional, **{one: one for one in expected if one in BY_KEYWORD})
     except TypeError as error:
         passed = ", ".join(f"{one}={one}" if one in BY_KEYWORD else one for one in expected)
-        return f"is called as {name}({passed}) and takes {signature} ({error}); write these parameters"
+        return f"is called as {name}({passed}) but takes {signature} ({error}); write these parameters"
     return None
 
 
-def _is_ours(base: type) -> bool:
-    return base.__module__.startswith(OURS)
+def _is_package_class(base: type) -> bool:
+    return base.__module__.startswith(PACKAGE)
 
 
 def _mentions(kind: type) -> tuple[dict[str, set[str]], bool]:
@@ -111,10 +113,10 @@ def _mentions(kind: type) -> tuple[dict[str, set[str]], bool]:
         method = left.pop()
         for base, code in _called(kind, method):
             own = set(names_in(code))
-            if base.__module__.startswith(OURS):  # `one.eid.run` and `one.reward` are not calls there
-                own = (own - TWINS.keys()) | set(_of_self(code))
+            if base.__module__.startswith(PACKAGE):  # `one.eid.run` and `one.reward` are not calls there
+                own = (own - TWINS.keys()) | set(_self_attributes(code))
             else:
-                is_open = is_open or _gives_away(code)
+                is_open = is_open or _passes_self(code)
             for name in own - {method}:  # a method that calls its base's
                 if name not in found:
                     left.append(name)
@@ -157,11 +159,13 @@ def codes_of(part: Any) -> Iterator[CodeType]:
         seen.add(id(function))
         left += [inner for inner in (getattr(function, "__wrapped__", None),) if callable(inner)]
         if isinstance(function, FunctionType):
-            left += [held for cell in function.__closure__ or () if isinstance(held := _held(cell), FunctionType)]
+            left += [
+                value for cell in function.__closure__ or () if isinstance(value := _cell_value(cell), FunctionType)
+            ]
             yield function.__code__
 
 
-def _held(cell: CellType) -> Any:
+def _cell_value(cell: CellType) -> Any:
     """Return the value of a closure's cell; None for an empty one."""
     try:
         return cell.cell_contents
@@ -181,7 +185,7 @@ def _may_be_awaited(hook: Any) -> bool:
     return False
 
 
-def _gives_away(code: CodeType, own: str = "") -> bool:
+def _passes_self(code: CodeType, own: str = "") -> bool:
     """Return whether a method passes its object to other code, or computes the name of an attribute that it reads."""
     own = own or next(iter(code.co_varnames), "self")
     found = [(each.opname, each.argval) for each in dis.get_instructions(code)]
@@ -193,12 +197,12 @@ def _gives_away(code: CodeType, own: str = "") -> bool:
         is_named = after == "LOAD_CONST" and isinstance(constant, str) and later in ("PRECALL", "CALL", "LOAD_CONST")
         is_super = "super" in (earlier, before) or before == "__class__"
         is_used = after.endswith(("_ATTR", "_METHOD")) or after == "COPY" or is_super  # COPY: self.count += 1
-        if not (is_used or before in OF_AN_OBJECT or (before in OF_A_NAME and is_named)):
+        if not (is_used or before in OBJECT_BUILTINS or (before in ATTRIBUTE_BUILTINS and is_named)):
             return True
-    return any(_gives_away(one, own) for one in code.co_consts if isinstance(one, CodeType) and own in one.co_freevars)
+    return any(_passes_self(one, own) for one in code.co_consts if isinstance(one, CodeType) and own in one.co_freevars)
 
 
-def _of_self(code: CodeType) -> Iterator[str]:
+def _self_attributes(code: CodeType) -> Iterator[str]:
     """Yield the names of attributes that code reads from `self` or super()."""
     before = ""
     for instruction in dis.get_instructions(code):

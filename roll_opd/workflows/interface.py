@@ -1,4 +1,4 @@
-"""The interface of workflows: `Workflow`, the `Task` that it gets, and the names by which configurations find it."""
+"""`Workflow` base class, its `Task`, and the `WORKFLOWS` registry."""
 
 import logging
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Class = TypeVar("Class", bound=type)
 
 @dataclass
 class FormatConfig:
-    """Which keys of a row are what, and what is put around its prompt."""
+    """Column names of a row, and the text around its prompt."""
 
     prompt_key: str = "prompt"
     response_key: str = "ground_truth"
@@ -30,7 +30,7 @@ class FormatConfig:
 
 @dataclass
 class GenerationConfig:
-    """How the model samples; None: as the configuration has it."""
+    """Sampling parameters; None: the configuration's value."""
 
     n: int = 1
     temperature: float | None = None
@@ -42,7 +42,7 @@ class GenerationConfig:
 
 @dataclass
 class Task:
-    """One row, and how it is to be worked on."""
+    """One dataset row with the settings of its workflow."""
 
     raw_task: dict[str, Any] = field(default_factory=dict)
     format_args: FormatConfig = field(default_factory=FormatConfig)
@@ -75,7 +75,7 @@ class Task:
 
 
 class Workflow:
-    """What is done with one task: asks the model, returns experiences. Subclass it and implement `run`.
+    """Base class of workflows: call the model for one task and return experiences. Implement `run`.
 
     Flags of the class: `can_reset` (one instance serves many tasks; implement `reset`), `can_repeat` (one call makes
     all runs at a task; implement `set_repeat_times`, and give each experience its `eid.run`), `is_async` (implement
@@ -97,9 +97,9 @@ class Workflow:
 
     @cached_property
     def auxiliary_models(self) -> list | None:
-        """The auxiliary models as OpenAI clients, whose `model_path` is the name; the models are in the wrappers.
+        """OpenAI clients of the auxiliary models, named by `model_path`; the models are in `auxiliary_model_wrappers`.
 
-        Both are None where there are none.
+        Both are None without auxiliary models.
         """
         is_async = flag(self, "is_async")
         return self.auxiliary_model_wrappers and [
@@ -109,7 +109,7 @@ class Workflow:
 
     @property
     def resettable(self) -> bool:
-        """Whether `reset` makes the instance ready for another task; older workflows have a method of this name."""
+        """Whether `reset` prepares the instance for another task; older workflows have a method of this name."""
         return type(self).can_reset
 
     @property
@@ -119,15 +119,15 @@ class Workflow:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether `run_async` is to be called."""
+        """Whether the workflow implements `run_async`."""
         return type(self).is_async
 
     def reset(self, task: Task) -> None:
-        """Get ready for another task."""
-        raise NotImplementedError(f"{type(self).__name__} says that it can be reset, and has no method `reset`")
+        """Prepare for another task."""
+        raise NotImplementedError(f"{type(self).__name__} has can_reset = True but no method `reset`")
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
-        """Have the next call make `repeat_times` runs, numbered from `run_id_base`."""
+        """Make the next call produce `repeat_times` runs, numbered from `run_id_base`."""
         self.repeat_times, self.run_id_base = repeat_times, run_id_base
 
     def set_single_run_context(self, run_id_base: int) -> None:
@@ -135,11 +135,11 @@ class Workflow:
         self.repeat_times, self.run_id_base = 1, run_id_base
 
     def run(self) -> list[Experience]:
-        """Return what is to be learned from. Called in a thread of its own: it may wait."""
+        """Run the task and return experiences. Called in its own thread, so it may block."""
         raise NotImplementedError(f"{type(self).__name__} has no method `run`")
 
     async def run_async(self) -> list[Experience]:
-        """Return what is to be learned from, of a workflow with `is_async`."""
+        """Run the task and return experiences; called if `is_async`."""
         raise NotImplementedError(f"{type(self).__name__} has no method `run_async`")
 
     def experiences_of(self, returned: Any) -> Any:
@@ -148,12 +148,12 @@ class Workflow:
 
 
 class Modules(Registry[dict]):
-    """A registry whose methods have Trinity-RFT's names, too."""
+    """Registry that also has the method names of Trinity-RFT's."""
 
     def register(self, name: str, **facts: Any) -> Callable[[Part], Part]:
-        """Make a class known as `name`; one of the user's takes the place of a built-in one, an error of another's.
+        """Register a class as `name`; a user's class replaces a built-in one, a second user class is an error.
 
-        A file of Trinity-RFT's own workflows has the names of those that come with it, and here, too.
+        Copied files of Trinity-RFT register their original names, some of which are built in here.
         """
         built_in = self._declared.get(name)
         registered = super().register(name, **facts)
@@ -168,17 +168,17 @@ class Modules(Registry[dict]):
             elif holder in (None, built_in.module, part.__module__):
                 self._registered[name] = (part, self.facts_type(**facts))
             else:
-                return registered(part)  # which tells who has the name
+                return registered(part)  # raises the error with the current owner
             return part
 
         return decorate
 
     def register_module(self, name: str, **facts: Any) -> Callable[[Class], Class]:
-        """Make a class known as `name`; the package's own say their `arguments`."""
+        """Register a class as `name`; built-in ones declare their `arguments`."""
         return self.register(name, **facts)
 
     def find(self, name: str) -> Callable[..., Any]:
-        """Return the class that `name` means; the error for one of Trinity-RFT's own says where that is."""
+        """Return the class registered as `name`; the error for a Trinity-RFT name says where its file is."""
         if "." not in name and name not in self._declared and name not in self._registered:
             theirs = advice(name)
             if theirs:
@@ -186,7 +186,7 @@ class Modules(Registry[dict]):
         return super().find(name)
 
     def get(self, name: str) -> Any:
-        """Return the class that `name` means."""
+        """Return the class registered as `name`."""
         return self.find(name)
 
 
@@ -202,6 +202,6 @@ WORKFLOWS = Modules(
 
 
 def flag(workflow: Any, name: str) -> bool:
-    """Return a flag of a workflow, which older ones have as a method."""
+    """Return a flag of a workflow; older workflows implement flags as methods."""
     value = getattr(workflow, name, False)
     return bool(value() if callable(value) else value)

@@ -1,4 +1,4 @@
-"""The model as a workflow asks it: messages or texts in, experiences out, with the very tokens that were sampled."""
+"""Model interface of workflows: chat and generate return experiences with the sampled tokens and log-probs."""
 
 import asyncio
 import json
@@ -29,12 +29,12 @@ Value = TypeVar("Value")
 
 MORE_ROOM = (
     "raise sequence_length where it is written, else prompt_length or response_length (in Trinity's files"
-    " max_prompt_tokens or max_response_tokens), or say less"
+    " max_prompt_tokens or max_response_tokens), or shorten the prompt"
 )
-LONG_TEXT = 20_000  # characters that are made tokens in a thread
+LONG_TEXT = 20_000  # characters above which tokenization runs in a thread
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
-# what a call may say of sampling -> what it is here
+# sampling option of a call -> field of SamplingPlan
 _SAMPLING = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -46,11 +46,11 @@ _SAMPLING = {
     "stop": "stop",
     "n": "n",
 }
-_NO_MATTER = {"logprobs", "top_logprobs", "timeout", "lora_request", "return_token_ids", "include_logprobs"}
+_IGNORED = {"logprobs", "top_logprobs", "timeout", "lora_request", "return_token_ids", "include_logprobs"}
 
 
 class Engines(Protocol):
-    """Inference engines, wherever they run."""
+    """Interface of the inference engines."""
 
     async def generate(
         self, group: int, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingPlan
@@ -63,27 +63,27 @@ class Engines(Protocol):
 
 @dataclass
 class RunState:
-    """The runs at a prompt that one call of a workflow makes, mostly one, as their calls to the model know them."""
+    """State of one workflow call, which makes one run (or several with `can_repeat`) for a prompt."""
 
     group: int  # calls of one group go to one engine
-    seed: tuple[int, ...]  # of the training, and the draw
-    runs: tuple[int, ...]  # their numbers
+    seed: tuple[int, ...]  # (training seed, draw)
+    runs: tuple[int, ...]  # run numbers
     sampling: SamplingPlan
     calls: int = 0
-    returned: bool = False  # the workflow has done its part
+    returned: bool = False  # the workflow's run method has returned
     history: list[Experience] = field(default_factory=list)
     turns: CallTree | None = None
-    texts: dict[bytes, str] = field(default_factory=dict)  # tokens of prompts that were no messages -> those prompts
-    reward: float | None = None  # that somebody outside gave, for experiences without one of their own
-    metrics: dict[str, float] = field(default_factory=dict)  # likewise
+    texts: dict[bytes, str] = field(default_factory=dict)  # token bytes of a text prompt -> the text
+    reward: float | None = None  # posted by an agent; applies to experiences without a reward
+    metrics: dict[str, float] = field(default_factory=dict)  # posted with the reward
     notes: dict[str, Any] = field(default_factory=dict)  # state set by the workflow
-    asked_others: int = 0  # calls of auxiliary models
-    ended: bool = False  # nothing is to be asked for it any more
-    stuck: bool = False  # code of its that cannot be ended is still under way in this process
+    auxiliary_calls: int = 0
+    ended: bool = False  # further model calls are refused
+    stuck: bool = False  # user code that cannot be stopped still runs in this process
 
     def seeds(self, n: int) -> list[int]:
-        """Return a seed for each of the `n` responses of the next call; the first of a run is a single turn's."""
-        each = n == len(self.runs)  # one response a run
+        """Return the seeds of the `n` responses of the next call; a run's first call has the seeds of a single turn."""
+        each = n == len(self.runs)  # one response per run
         numbers = [
             (*self.seed, self.runs[place], *([self.calls] if self.calls else []))
             if each
@@ -95,21 +95,21 @@ class RunState:
 
     @property
     def calls_made(self) -> list[Call]:
-        """Those that had messages."""
+        """Calls that had messages."""
         return self.turns.calls if self.turns else []
 
-    def turns_of(self, tokenizer: Any) -> CallTree:
-        """Return the tree of calls."""
+    def tree_of(self, tokenizer: Any) -> CallTree:
+        """Return the call tree."""
         if self.turns is None:
             self.turns = CallTree(tokenizer)
         return self.turns
 
     def take_reward(self, body: bytes | str) -> None:
-        """Read JSON: a number, or an object with `reward` and `metrics`, numbers by name. ValueError for another."""
+        """Set the reward from JSON: a number, or an object with `reward` and `metrics`. Raises ValueError."""
         try:
             read = json.loads(body)
         except RecursionError:
-            raise ValueError("expected a reward, and not so many brackets") from None
+            raise ValueError("expected a reward; the JSON is nested too deeply") from None
         given = read if isinstance(read, dict) else {"reward": read}
         metrics = given.get("metrics") or {}
         if given.keys() - {"reward", "metrics"} or not isinstance(metrics, dict):
@@ -123,17 +123,17 @@ class RunState:
 AsMessage = Callable[[Experience], Mapping[str, Any]]
 
 
-def said(response: Experience) -> dict[str, Any]:
-    """Return a response as the message that it is."""
+def text_message(response: Experience) -> dict[str, Any]:
+    """Return a response as an assistant message."""
     return {"role": "assistant", "content": response.response_text}
 
 
-# whose calls these are: each run has a context of its own, in a thread as in a coroutine
+# the run of the current call; every run's thread or coroutine has its own context
 RUN: ContextVar[RunState] = ContextVar("run")
 
 
 class Responses(list):
-    """The responses of one call. What is asked of all of them is asked of the first, for who expects a single one."""
+    """List of the responses of one call; attributes are those of the first response."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not self:
@@ -142,9 +142,9 @@ class Responses(list):
 
 
 class ModelWrapper:
-    """The policy that is trained. Calls without `_async` may be made from any thread but the event loop's."""
+    """Client of the policy. Methods without `_async` block and must not be called on the event loop."""
 
-    enable_history = True  # what a run's calls answered is kept until it ends or asks for it
+    enable_history = True  # responses are kept until the run ends or extracts them
 
     def __init__(
         self,
@@ -160,37 +160,37 @@ class ModelWrapper:
         self.tokenizer = tokenizer
         self._engines, self._max_model_len, self._loop = engines, max_model_len, loop
         self._most_characters = max_model_len * max(map(len, tokenizer.get_vocab()))
-        self.endpoint: Any = None  # an `Endpoint`, which in turn asks this model
+        self.endpoint: Any = None  # `Endpoint` in front of this model
 
     @property
     def model_path(self) -> str:
-        """The directory of the model, by which an OpenAI client asks for it."""
+        """Directory of the model, which is also its name for OpenAI clients."""
         return self.config.model_path
 
     model_name = model_path
 
     @property
     def model_config(self) -> ModelFacts:
-        """What `config` is, under Trinity-RFT's other name."""
+        """Alias of `config`, as in Trinity-RFT."""
         return self.config
 
     @property
     def generate_kwargs(self) -> dict[str, Any]:
-        """How it samples unless a call says more, in the words of OpenAI's chat completions."""
+        """Default sampling parameters, under the names of OpenAI's chat completions."""
         return generate_kwargs(self._run().sampling)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Responses:
         """Return `n` responses to a conversation, through the tokenizer's chat template.
 
-        `options` are vLLM's and OpenAI's words for sampling (n, temperature, top_p, top_k, max_tokens, stop,
-        repetition_penalty); what is not given is as the configuration has it. `tools` and `chat_template_kwargs` go to
-        the template. NoRoomError for a conversation that leaves no room for a response, ValueError for one of which the
-        template drops a message, a tool or a call.
+        `options` are vLLM's and OpenAI's sampling parameters (n, temperature, top_p, top_k, max_tokens, stop,
+        repetition_penalty); the configuration has the defaults. `tools` and `chat_template_kwargs` are passed to the
+        template. Raises NoRoomError if the conversation leaves no room for a response, ValueError if the template drops
+        a message, a tool or a call.
         """
         return self._wait(self.chat_async(messages, **options))
 
     async def chat_async(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Responses:
-        """Return what `chat` does."""
+        """Async form of `chat`."""
         return Responses(response for response, _ in await self.answer(messages, **options))
 
     async def answer(
@@ -203,50 +203,50 @@ class ModelWrapper:
         as_message: AsMessage | None = None,
         **options: Any,
     ) -> list[tuple[Experience, Call]]:
-        """Return what `chat` does, each response with its call.
+        """Return `n` responses to a conversation, as `chat`, each with its call.
 
-        `as_message` makes the message that a response becomes; None: one with its text.
+        `as_message` converts a response to an assistant message; None: a message with its text.
         """
         given = [dict(message) for message in messages]
-        goes_on = continue_final_message
-        if goes_on is None:  # an assistant's words are the beginning of the response
-            goes_on = bool(given) and given[-1].get("role") == "assistant"
+        continues = continue_final_message
+        if continues is None:  # a last assistant message is a prefix of the response
+            continues = bool(given) and given[-1].get("role") == "assistant"
         run = self._state()
-        turns = run.turns_of(self.tokenizer)
+        tree = run.tree_of(self.tokenizer)
         text = self._conversation(
-            turns, given, tools, chat_template_kwargs, goes_on=goes_on, add_generation_prompt=not goes_on
+            tree, given, tools, chat_template_kwargs, continues=continues, add_generation_prompt=not continues
         )
-        if len(text) > self._most_characters:  # which would take its time to become tokens
+        if len(text) > self._most_characters:  # too long for any tokenizer; skip slow tokenization
             raise NoRoomError(
                 f"the prompt has {len(text)} characters, which leaves no room for a response: prompt and response have"
                 f" {self._max_model_len} tokens together; {MORE_ROOM}"
             )
         if len(text) > LONG_TEXT:
-            tokens, parent = await asyncio.to_thread(turns.tokens, text)
+            tokens, parent = await asyncio.to_thread(tree.tokens, text)
         else:
-            tokens, parent = turns.tokens(text)
+            tokens, parent = tree.tokens(text)
         (responses,) = await self._respond(run, [tokens], options)
         answered = []
         for response, completion in responses:
-            message = partial(as_message or said, response)
-            answered.append((response, turns.add(text, tokens, completion, parent, given, tools or (), message)))
+            message = partial(as_message or text_message, response)
+            answered.append((response, tree.add(text, tokens, completion, parent, given, tools or (), message)))
             response.messages, response.prompt_text = given, text
             response.tools = [dict(tool) for tool in tools or ()] or None
         return answered
 
     async def get_message_token_len(self, messages: Sequence[Mapping[str, Any]]) -> int:
-        """Return how many tokens the prompt of `chat` has for a conversation. Nothing is asked."""
+        """Return the number of prompt tokens that `chat` would send for a conversation, without a model call."""
         given = [dict(message) for message in messages]
-        turns = self._turns()
-        goes_on = bool(given) and given[-1].get("role") == "assistant"
-        text = self._conversation(turns, given, None, goes_on=goes_on, add_generation_prompt=not goes_on)
-        return len(turns.tokens(text)[0])
+        tree = self._tree()
+        continues = bool(given) and given[-1].get("role") == "assistant"
+        text = self._conversation(tree, given, None, continues=continues, add_generation_prompt=not continues)
+        return len(tree.tokens(text)[0])
 
     def forget(self, answered: Sequence[tuple[Experience, Call]]) -> None:
-        """Take back what `answer` returned: it did not reach who asked."""
+        """Remove responses of `answer` that were not delivered to the client."""
         run, lost = RUN.get(), [part for pair in answered for part in pair]
-        turns = run.turns_of(self.tokenizer)
-        turns.calls = [call for call in turns.calls if call not in lost]
+        tree = run.tree_of(self.tokenizer)
+        tree.calls = [call for call in tree.calls if call not in lost]
         run.history[:] = [response for response in run.history if response not in lost]
 
     def convert_messages_to_experience(
@@ -255,17 +255,17 @@ class ModelWrapper:
         tools: Sequence[Mapping[str, Any]] | None = None,
         temperature: float | None = None,
     ) -> Experience:
-        """Return a conversation that this run has had as one experience; its log-probs are those of sampling.
+        """Return a conversation of this run as one experience with the sampled tokens and log-probs.
 
-        It has the very tokens that were sampled, and those of the turns between them, which are not learned from. What
-        comes behind the last response is left out. ValueError where this run has had no such conversation; where the
-        chat template rewrites the past, it is that of the last call alone, and `branches` has the others.
+        Tokens between responses are masked, and text after the last response is dropped. If the chat template rewrites
+        earlier turns, it has the last call only, and `branches` has the others. Raises ValueError if this run has no
+        such conversation.
         """
         given = [dict(message) for message in messages]
-        turns = self._run().turns_of(self.tokenizer)
-        call = turns.continued(self._conversation(turns, given, tools))
+        tree = self._run().tree_of(self.tokenizer)
+        call = tree.continued(self._conversation(tree, given, tools))
         if call is None:
-            raise ValueError("no response in these messages was sampled by this run; give them as `chat` answered")
+            raise ValueError("no response in these messages was sampled by this run; pass them as `chat` returned them")
         made = self._described(experience(call.path()), call.completion)
         made.messages = given
         return made
@@ -276,24 +276,22 @@ class ModelWrapper:
         tools: Sequence[Mapping[str, Any]] | None = None,
         temperature: float | None = None,
     ) -> Experience:
-        """Return what `convert_messages_to_experience` does."""
+        """Async form of `convert_messages_to_experience`."""
         return self.convert_messages_to_experience(messages, tools)
 
     def branches(self) -> list[Experience]:
-        """Return this run's conversations, each as one experience; every sampled token is learned from once.
+        """Return this run's conversations, one experience each; every sampled token is trained on once.
 
-        Mostly it is one. A new one begins where a call's messages do not continue an earlier call's.
+        A call whose messages do not continue an earlier call starts a new conversation.
         """
-        return [
-            self._described(made, call.completion) for made, call in self._run().turns_of(self.tokenizer).branches()
-        ]
+        return [self._described(made, call.completion) for made, call in self._run().tree_of(self.tokenizer).branches()]
 
     def generate(self, prompts: str | Sequence[str], **options: Any) -> Responses:
-        """Return `n` responses to each text, one after another; `options` as for `chat`."""
+        """Return `n` responses to each text, in order; `options` as for `chat`."""
         return self._wait(self.generate_async(prompts, **options))
 
     async def generate_async(self, prompts: str | Sequence[str], **options: Any) -> Responses:
-        """Return what `generate` does."""
+        """Async form of `generate`."""
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         tokens = [np.array(ids) for ids in token_ids(self.tokenizer, texts, [True] * len(texts))]
         run, found = self._state(), Responses()
@@ -309,7 +307,7 @@ class ModelWrapper:
         return self._wait(self.logprobs_async(tokens, temperature))
 
     async def logprobs_async(self, tokens: Sequence[int] | Tensor, temperature: float = 1.0) -> Tensor:
-        """Return what `logprobs` does."""
+        """Async form of `logprobs`."""
         if temperature != 1.0:
             raise ValueError(f"log-probs of given tokens are at temperature 1, not {temperature}; leave it out")
         ids = torch.as_tensor(tokens).tolist()
@@ -317,36 +315,36 @@ class ModelWrapper:
 
     @property
     def model_version(self) -> int:
-        """How many times the weights have been updated."""
+        """Number of weight updates so far."""
         return self._wait(self._engines.weights_version())
 
     @property
     async def model_version_async(self) -> int:
-        """How many times the weights have been updated."""
+        """Number of weight updates so far."""
         return await self._engines.weights_version()
 
     @property
     def api_address(self) -> str:
-        """The URL of the policy's server in this process."""
+        """URL of the policy's server in this process."""
         return str(self._endpoint.address)
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI client needs as its `base_url`, with `api_key`."""
+        """`base_url` for an OpenAI client with `api_key`."""
         return f"{self.api_address}/v1"
 
     @property
     def session_url(self) -> str:
-        """The same for a client whose key is `endpoint_api_key`: it names this run."""
+        """`base_url` with this run's session, for an OpenAI client with the key `endpoint_api_key`."""
         return f"{self.api_address}/sessions/{self._endpoint.session(self._run()).id}/v1"
 
     @property
     def api_key(self) -> str:
-        """The key of this run: what is asked with it belongs to the run, until that ends."""
+        """API key of this run, valid until the run ends; requests with it belong to the run."""
         return str(self._endpoint.session(self._run()).key)
 
     def get_openai_client(self) -> Any:
-        """Return an `openai.OpenAI` client, for threads; it asks for the run that calls it."""
+        """Return an `openai.OpenAI` client for threads; its requests belong to the calling run."""
         from openai import DefaultHttpxClient, OpenAI
 
         def key() -> str:
@@ -356,7 +354,7 @@ class ModelWrapper:
         return self._client(OpenAI, key, DefaultHttpxClient)
 
     def get_openai_async_client(self) -> Any:
-        """Return an `openai.AsyncOpenAI` client; it asks for the run that calls it."""
+        """Return an `openai.AsyncOpenAI` client; its requests belong to the calling run."""
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         async def key() -> str:
@@ -366,20 +364,20 @@ class ModelWrapper:
 
     @property
     def reward(self) -> float | None:
-        """This run's reward, where an agent has posted it."""
+        """This run's reward as posted by an agent; None without one."""
         return self._run().reward
 
     def take_reward(self, body: bytes | str) -> None:
-        """Take this run's reward as an agent would post it; see `RunState.take_reward`."""
+        """Set this run's reward, as if an agent had posted it; see `RunState.take_reward`."""
         self._run().take_reward(body)
 
     @property
     def history(self) -> list[Experience]:
-        """What the calls of this run answered, in order."""
+        """Responses of this run, in order."""
         return self._run().history
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """Return what the calls of this run answered since the history was cleared."""
+        """Return this run's responses since the history was last cleared."""
         found = list(self.history)
         if clear_history:
             self.history.clear()
@@ -438,50 +436,50 @@ class ModelWrapper:
         return self._described(made, completion)
 
     def _described(self, made: Experience, last: Completion) -> Experience:
-        """Fill in the text of its `last` response."""
+        """Set the text of the `last` response."""
         made.response_text = partial(self.tokenizer.decode, last.tokens, skip_special_tokens=True)
         return made
 
     def _conversation(
         self,
-        turns: CallTree,
+        tree: CallTree,
         messages: Sequence[dict[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any] | None = None,
         *,
-        goes_on: bool = False,
+        continues: bool = False,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Return a conversation as the chat template writes it, earlier answers as they were sampled.
+        """Render a conversation with the chat template, with earlier responses as they were sampled.
 
-        ValueError if the template drops a message, a tool or a call.
+        Raises ValueError if the template drops a message, a tool or a call.
         """
         given_tools = [dict(tool) for tool in tools or ()]
         write = partial(
             self.tokenizer.apply_chat_template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
-            continue_final_message=goes_on,
+            continue_final_message=continues,
             **(variables or {}),
         )
 
         def rendered(conversation: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
             return str(write(conversation, tools=list(tools) or None))
 
-        restored = turns.restored(messages)
+        restored = tree.restored(messages)
         try:
             text = rendered(restored, given_tools)
-        except TemplateError:  # some want to see the call that a tool's message answers
+        except TemplateError:  # some templates require the parsed call before a tool message
             if restored == messages:
                 raise
             text = rendered(messages, given_tools)
-        variant = repr((variables, goes_on, add_generation_prompt))
+        variant = repr((variables, continues, add_generation_prompt))
         if left := omission_of_shape(rendered, str(self.tokenizer.chat_template), variant, messages, given_tools):
             raise ValueError(f"the chat template {left}")
         return text
 
     def _client(self, kind: Any, key: Callable, http: Any) -> Any:
-        # one context for all clients: to make it takes 50 ms, and this address is none of TLS, nor behind a proxy
+        # one SSL context for all clients (50 ms to create); this address uses neither TLS nor a proxy
         client = kind(
             base_url=self.base_url, api_key=key, timeout=None, http_client=http(verify=NO_TLS, trust_env=False)
         )
@@ -491,7 +489,7 @@ class ModelWrapper:
     @property
     def _endpoint(self) -> Any:
         if self.endpoint is None:
-            raise RuntimeError("this model has no address; it is asked by its own methods")
+            raise RuntimeError("this model has no endpoint; use its methods")
         return self.endpoint
 
     def _run(self) -> RunState:
@@ -499,28 +497,28 @@ class ModelWrapper:
             run = RUN.get()
         except LookupError:
             raise RuntimeError(
-                "the model is asked by a thread that belongs to no run; start threads with contextvars.copy_context()"
+                "a thread outside of any run called the model; start threads with contextvars.copy_context()"
             ) from None
         if run.ended:
-            raise RuntimeError("the model is asked for a run that has ended; end threads and tasks with their run")
+            raise RuntimeError("the model was called for a run that has ended; end threads and tasks with their run")
         return run
 
     def _state(self) -> RunState:
-        """Return where a call and its answers are kept."""
+        """Return the state that records a call."""
         return self._run()
 
-    def _turns(self) -> CallTree:
-        """Return the calls that a conversation may go on with."""
-        return self._run().turns_of(self.tokenizer)
+    def _tree(self) -> CallTree:
+        """Return the tree of calls that a conversation may continue."""
+        return self._run().tree_of(self.tokenizer)
 
     def _may_wait(self) -> None:
-        """Raise RuntimeError on the event loop, where to wait stops everybody."""
+        """Raise RuntimeError on the event loop, where a blocking call would stop all runs."""
         try:
             running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
             running = None
         if running is self._loop:
-            raise RuntimeError("this call would stop all other runs; use its form with _async, and await it")
+            raise RuntimeError("this call blocks all other runs; await its _async form instead")
 
     def _wait(self, work: Coroutine[Any, Any, Value]) -> Value:
         try:
@@ -538,13 +536,13 @@ class ModelWrapper:
 
 
 def sampling_of(sampling: SamplingPlan, options: Mapping[str, Any]) -> SamplingPlan:
-    """Return `sampling` with a call's own `options`; TypeError for one that is not known."""
+    """Return `sampling` updated by a call's `options`; raises TypeError for an unknown option."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         if name in _SAMPLING:
             if value is not None:
                 found[_SAMPLING[name]] = value
-        elif name not in _NO_MATTER:
+        elif name not in _IGNORED:
             raise TypeError(f"unknown option {name!r} of a call to the model; known are {', '.join(_SAMPLING)}")
     if "stop" in found:
         found["stop"] = (found["stop"],) if isinstance(found["stop"], str) else tuple(found["stop"])

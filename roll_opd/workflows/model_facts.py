@@ -1,4 +1,4 @@
-"""What workflows of Trinity-RFT read of a model beside what they ask it: names, and how an OpenAI client is to ask."""
+"""Attributes of a model that Trinity-RFT workflows read: name, path, default sampling, unsupported methods."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +18,12 @@ NOT_HERE = {  # method of Trinity-RFT's ModelWrapper -> what to use instead
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model's `config`, as far as their workflows read it."""
+    """A model's `config`: the attributes that Trinity-RFT workflows read."""
 
     model_path: str
-    name: str | None = None  # of an auxiliary model, as the configuration calls it
+    name: str | None = None  # of an auxiliary model in the configuration
 
 
 def generate_kwargs(sampling: SamplingPlan) -> dict[str, Any]:
-    """Return how a model samples, in the words of OpenAI's chat completions."""
+    """Return sampling parameters under the names of OpenAI's chat completions."""
     return {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": sampling.max_new_tokens}

@@ -1,4 +1,4 @@
-"""The base of workflows whose conversation, several turns long, is one experience."""
+"""`MultiTurnWorkflow`: base of workflows that return a whole conversation as one experience."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,10 +8,10 @@ from roll_opd.workflows.workflow_experience import Experience
 
 
 class MultiTurnWorkflow(Workflow):
-    """Talks with the model, and makes one experience of the messages; what others said in between is not learned.
+    """Base class: convert a multi-turn conversation to one experience; only the model's turns are trained on.
 
-    One call makes one run at a task, as in Trinity-RFT. A subclass whose call makes all of them says so with
-    `can_repeat = True` and gives each experience its `eid.run`.
+    One call makes one run of a task, as in Trinity-RFT. A subclass whose call makes all runs sets `can_repeat = True`
+    and the `eid.run` of each experience.
     """
 
     def process_messages_to_experience(
@@ -21,9 +21,9 @@ class MultiTurnWorkflow(Workflow):
         info: Mapping[str, Any] | None = None,
         truncate_status: str | None = None,
     ) -> Experience:
-        """Return a conversation that this run has had as one experience; numbers of `info` are its metrics.
+        """Return a conversation of this run as one experience; numbers in `info` become its metrics.
 
-        ValueError where this run has had no such conversation.
+        Raises ValueError if this run has no such conversation.
         """
         return self._described(self.model.convert_messages_to_experience(messages), reward, info, truncate_status)
 
@@ -34,7 +34,7 @@ class MultiTurnWorkflow(Workflow):
         info: Mapping[str, Any] | None = None,
         truncate_status: str | None = None,
     ) -> Experience:
-        """Return what `process_messages_to_experience` does."""
+        """Async form of `process_messages_to_experience`."""
         made = await self.model.convert_messages_to_experience_async(messages)
         return self._described(made, reward, info, truncate_status)
 

@@ -1,4 +1,4 @@
-"""Finds the workflow that a configuration names, in a directory of plugins, a module, or here."""
+"""Load the configured workflow or reward function from a plugin directory, a module, or the built-in ones."""
 
 import importlib
 import importlib.util
@@ -18,18 +18,18 @@ from roll_opd.workflows.recording import WorkflowWithRecording
 from roll_opd.workflows.reward_fn import REWARD_FUNCTIONS
 from roll_opd.workflows.workflow_errors import WorkflowError
 
-GIVEN = ("task", "model", "auxiliary_models", "auxiliary_model_wrappers")  # arguments of a workflow's constructor
-SPREAD = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+PASSED = ("task", "model", "auxiliary_models", "auxiliary_model_wrappers")  # arguments of a workflow's constructor
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def load_plugins(directory: str) -> None:
-    """Import every module of a directory, each under the name of its file, in this process.
+    """Import every module of a directory in this process, each under its file name.
 
-    WorkflowError, with the traceback, for one that fails, and for one that has the name of another module.
+    Raises WorkflowError with the traceback if an import fails, and if a file name is that of another module.
     """
     path = Path(directory).resolve()
     if not path.is_dir():
-        raise WorkflowError(f"plugin_dir: {directory} is not a directory; name the one that your modules are in")
+        raise WorkflowError(f"plugin_dir: {directory} is not a directory; set it to the directory of your modules")
     if str(path) not in sys.path:
         sys.path.append(str(path))
         importlib.invalidate_caches()
@@ -43,25 +43,25 @@ def load_plugins(directory: str) -> None:
             importlib.import_module(file.stem)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a module can fail in any way, and call exit(), too
+        except BaseException as error:  # a module may raise anything, including SystemExit
             advice = ""
             if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "trinity":
                 advice = f"\nWrite `from roll_opd.workflows import ...` for `from {error.name} import ...`"
             if isinstance(error, ImportError) and "relative import" in str(error):
                 advice = (
                     "\nA file of plugin_dir is a module by itself: write `from other import ...` for `from .other"
-                    " import ...`, and `from roll_opd.workflows import ...` for what was Trinity-RFT's"
+                    " import ...`, and `from roll_opd.workflows import ...` for Trinity-RFT's names"
                 )
             raise WorkflowError(f"plugin_dir: {file} cannot be imported:\n{own_traceback(error)}{advice}") from error
 
 
 def find_workflow(name: str, plugin_dir: str | None) -> Any:
-    """Return the class that `name` means; WorkflowError where it is none."""
+    """Return the workflow class `name`; raises WorkflowError if there is none or it is incomplete."""
     if plugin_dir:
         load_plugins(plugin_dir)
     found: Any = WORKFLOWS.find(name)
     if not isinstance(found, type):
-        raise WorkflowError(f"workflow {name}: expected a class, as roll_opd.workflows.Workflow is")
+        raise WorkflowError(f"workflow {name}: expected a class such as roll_opd.workflows.Workflow")
     run = "run_async" if flag(found, "is_async") else "run"
     for method in [run, *(["reset"] if flag(found, "can_reset") else [])]:
         if not _has(found, method):
@@ -69,9 +69,9 @@ def find_workflow(name: str, plugin_dir: str | None) -> Any:
             flagged = f", or is_async = {not flag(found, 'is_async')} for its {twin}" if _has(found, twin) else ""
             raise WorkflowError(f"workflow {name}: expected a class with a method {method}; write it{flagged}")
     for parameter in inspect.signature(found).parameters.values():
-        if parameter.default is parameter.empty and parameter.name not in GIVEN and parameter.kind not in SPREAD:
+        if parameter.default is parameter.empty and parameter.name not in PASSED and parameter.kind not in VARIADIC:
             raise WorkflowError(
-                f"workflow {name}: its __init__ requires {parameter.name}, but only {', '.join(GIVEN)} are"
+                f"workflow {name}: its __init__ requires {parameter.name}, but only {', '.join(PASSED)} are"
                 " passed; read other settings from task.workflow_args"
             )
     for method, problem in hook_problems(found):
@@ -80,13 +80,13 @@ def find_workflow(name: str, plugin_dir: str | None) -> Any:
 
 
 def _has(kind: type, method: str) -> bool:
-    """Whether a class overrides a method of the interface."""
+    """Return whether a class overrides a method of the interface."""
     own = getattr(kind, method, None)
     return callable(own) and own not in (getattr(Workflow, method), getattr(WorkflowWithRecording, method))
 
 
 def find_reward(name: str, plugin_dir: str | None, arguments: Mapping[str, Any]) -> Any:
-    """Return the reward function that `name` means, which takes `arguments`; WorkflowError where there is none."""
+    """Return the reward function class `name`; raises WorkflowError if it is missing or rejects `arguments`."""
     if plugin_dir:
         load_plugins(plugin_dir)
     found: Any = REWARD_FUNCTIONS.find(name)
@@ -98,17 +98,17 @@ def find_reward(name: str, plugin_dir: str | None, arguments: Mapping[str, Any])
 
 
 def own_traceback(error: BaseException) -> str:
-    """Return the traceback of an error from where the user's own code begins."""
-    # what `exit` was made is raised where it was caught, and the user's line is that of the cause
+    """Return the traceback of an error from the first frame of user code."""
+    # an `exit()` is re-raised as another error; the user's frame is in the traceback of its cause
     shown = error.__cause__ if isinstance(error.__cause__, SystemExit | KeyboardInterrupt) else error
     frames = traceback.extract_tb(shown.__traceback__)
-    own = itertools.dropwhile(lambda frame: _is_called_from(frame.filename), frames)
+    own = itertools.dropwhile(lambda frame: _is_library_frame(frame.filename), frames)
     return "".join([*traceback.format_list(list(own)), *traceback.format_exception_only(error)]).rstrip()
 
 
-def _is_called_from(file: str) -> bool:
-    """Whether a file is of those through which a user's code is called."""
-    ours, library = str(Path(__file__).parents[1]), str(Path(traceback.__file__).parent)
+def _is_library_frame(file: str) -> bool:
+    """Return whether a file belongs to the code that calls user code: this package, Ray, the standard library."""
+    package, library = str(Path(__file__).parents[1]), str(Path(traceback.__file__).parent)
     if "site-packages" in file:
         return f"{os.sep}ray{os.sep}" in file
-    return file.startswith((ours, library, "<frozen"))
+    return file.startswith((package, library, "<frozen"))

@@ -1,4 +1,4 @@
-"""How a game is told to the model: the user's turn, which a template makes of what is known of the game."""
+"""Prompt templates of environments: render a game's turn as a user message, and check the template fields."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,9 +8,9 @@ from typing import Any
 from roll_opd.base.hints import nearest
 from roll_opd.workflows.roll_managers import makes_steps
 
-# what a template may name, with a value of its kind: of a conversation, and of an action that is a sample of its own
-IN_CONVERSATION = {"observation": "", "turn_idx": 1, "suffix": "", "actions_left": 1, "max_response_length": 1}
-ANEW = {
+# fields of a template with example values: within a conversation, and for single-turn prompts of a StepEnvManager
+CONVERSATION_FIELDS = {"observation": "", "turn_idx": 1, "suffix": "", "actions_left": 1, "max_response_length": 1}
+SINGLE_TURN_FIELDS = {
     "env_instruction": "",
     "history": "",
     "history_length": 0,
@@ -22,16 +22,16 @@ ANEW = {
 
 
 def filled(settings: Mapping[str, Any], **values: Any) -> str:
-    """Return a turn of a game with the `settings` of `EnvironmentKeys`; `values` are all of those above."""
-    before, behind = settings["pre_step_template"], settings["next_step_template"]
-    if before is None and behind is None:
+    """Return the user message of a game's turn from the `settings` of `EnvironmentKeys` and the field `values`."""
+    before, after = settings["pre_step_template"], settings["next_step_template"]
+    if before is None and after is None:
         return str(settings["agent_template"]).format_map(values)
-    told = values.get("observation", values.get("current_observation"))
-    return f"{(before or '').format_map(values)}{told}{(behind or '').format_map(values)}"
+    observation = values.get("observation", values.get("current_observation"))
+    return f"{(before or '').format_map(values)}{observation}{(after or '').format_map(values)}"
 
 
 def template_problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (key, what is wrong with it) for the templates of `settings` that `filled` could not fill in."""
+    """Yield (key, problem) for each template of `settings` that `filled` cannot render."""
     known = dict(_known(settings), max_response_length=settings["max_tokens_per_step"])
     for key in _keys(settings):
         template = settings[key] or ""
@@ -40,25 +40,25 @@ def template_problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             if not unknown:
                 template.format_map(known)
         except (ValueError, LookupError, AttributeError, TypeError) as error:
-            yield key, f"cannot be filled in: {type(error).__name__}: {error}; correct it, braces are written {{{{ }}}}"
+            yield key, f"cannot be rendered: {type(error).__name__}: {error}; correct it, and write braces as {{{{ }}}}"
             continue
         if unknown:
             near = nearest(_name(unknown[0]), known)
-            hint = f"did you mean {{{near}}}?" if near else "braces that name nothing are written {{ }}."
+            hint = f"did you mean {{{near}}}?" if near else "write literal braces as {{ }}."
             names = ", ".join(f"{{{name}}}" for name in known)
             kind = settings["env_manager_cls"] or "an environment"
-            yield key, f"{{{unknown[0]}}} is nothing that is known of a turn; {hint} Known with {kind}: {names}"
+            yield key, f"{{{unknown[0]}}} is not a field of a turn; {hint} Fields with {kind}: {names}"
 
 
-def hides_the_game(settings: Mapping[str, Any]) -> str | None:
-    """Return the field that would tell the model what it sees, where the template has no such field."""
+def missing_observation_field(settings: Mapping[str, Any]) -> str | None:
+    """Return the field of the observation if the template lacks it, so that the model would not see it; else None."""
     needed = "current_observation" if makes_steps(settings["env_manager_cls"]) else "observation"
     shown = "agent_template" not in _keys(settings) or needed in map(_name, _fields(settings["agent_template"]))
     return None if shown else needed
 
 
 def _known(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    return ANEW if makes_steps(settings["env_manager_cls"]) else IN_CONVERSATION
+    return SINGLE_TURN_FIELDS if makes_steps(settings["env_manager_cls"]) else CONVERSATION_FIELDS
 
 
 def _keys(settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -72,5 +72,5 @@ def _fields(template: str) -> list[str]:
 
 
 def _name(field: str) -> str:
-    """Return the name of which a field says a part: `observation` of `observation[0]`."""
+    """Return the name at the start of a field expression: `observation` for `observation[0]`."""
     return re.split(r"[.\[]", field, maxsplit=1)[0]

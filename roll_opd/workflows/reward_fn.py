@@ -1,4 +1,4 @@
-"""Reward functions that a workflow calls itself: `RewardFn`, and the names by which configurations find them."""
+"""`RewardFn`: base of reward functions that a workflow calls itself, with the `REWARD_FUNCTIONS` registry."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -10,12 +10,12 @@ from roll_opd.workflows.workflow_errors import WorkflowError
 
 
 class RewardFn(ABC):
-    """Scores a response: called with `response`, `truth` and what else its workflow knows, it returns parts by name.
+    """Reward function: called with `response`, `truth` and further keyword arguments, it returns named parts.
 
-    The reward is their sum. It is made once for each instance of the workflow, with the configuration's arguments.
+    The reward is their sum. Each workflow instance creates one, with the configuration's arguments.
     """
 
-    def __init__(self, **kwargs: Any) -> None:  # noqa: B027  # one without arguments need not write it
+    def __init__(self, **kwargs: Any) -> None:  # noqa: B027  # optional for subclasses without arguments
         pass
 
     @abstractmethod
@@ -23,12 +23,12 @@ class RewardFn(ABC):
         """Return the parts of the reward."""
 
 
-def parts_of(function: Any, told: Mapping[str, Any]) -> dict[str, float]:
-    """Return what a reward function says of a response; of what is `told` it gets what it takes."""
+def parts_of(function: Any, inputs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the parts of a reward function, called with the subset of `inputs` that it takes."""
     taken = inspect.signature(function).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
-        told = {name: value for name, value in told.items() if name in taken}
-    return dict(function(**told))
+        inputs = {name: value for name, value in inputs.items() if name in taken}
+    return dict(function(**inputs))
 
 
 REWARD_FUNCTIONS = Modules(

@@ -1,33 +1,33 @@
-"""Which of ROLL's environment managers makes what: a sample of each action, or of a whole conversation."""
+"""ROLL's environment managers: one sample per action or one per conversation, selected by class path."""
 
 from roll_opd.base.hints import nearest
 
-STEP_WISE = ("StepEnvManager", "StepConcatEnvManager", "AgentNativeStepEnvManager")  # classes of the first kind
-WHOLE = "TrajEnvManager"  # ROLL's default
-ALL_BUT_A_LETTER = 0.9  # all managers' names end alike, so that any other one resembles them
+STEP_WISE = ("StepEnvManager", "StepConcatEnvManager", "AgentNativeStepEnvManager")  # one sample per action
+CONVERSATION = "TrajEnvManager"  # ROLL's default
+TYPO_SIMILARITY = 0.9  # high, because all managers' names share a suffix
 PACKAGE = "roll.pipeline.agentic.env_manager"
 
 
 def makes_steps(env_manager_cls: str | None) -> bool:
-    """Whether a manager, by the path of its class, makes a sample of each action; None: ROLL's default, a whole one."""
+    """Return whether the manager with this class path makes one sample per action; ROLL's default does not."""
     return _class_of(env_manager_cls) in STEP_WISE
 
 
 def manager_problem(env_manager_cls: str | None) -> str | None:
-    """Say what is wrong with the path of a manager's class, None where it is one of ROLL's that is played here."""
+    """Return the problem of a manager's class path; None for a supported manager of ROLL's."""
     if env_manager_cls is None:
         return None
-    name, known = _class_of(env_manager_cls), (WHOLE, *STEP_WISE)
+    name, known = _class_of(env_manager_cls), (CONVERSATION, *STEP_WISE)
     of_roll = env_manager_cls == name or env_manager_cls.startswith("roll.")
     if of_roll and name in known:
         return None
-    near = nearest(name, known, at_least=ALL_BUT_A_LETTER)
-    hint = f"did you mean {near!r}?" if near and near != name else "leave the key out, or write one of ROLL's."
+    near = nearest(name, known, at_least=TYPO_SIMILARITY)
+    hint = f"did you mean {near!r}?" if near and near != name else "remove the key, or write a supported one."
     return (
-        f"{env_manager_cls} is none of ROLL's managers that are played here, and those of your own are not; {hint}"
-        f" Known below {PACKAGE}: {', '.join(known)}"
+        f"{env_manager_cls} is not a supported manager of ROLL's, and custom managers are not supported; {hint}"
+        f" Supported in {PACKAGE}: {', '.join(known)}"
     )
 
 
 def _class_of(env_manager_cls: str | None) -> str:
-    return (env_manager_cls or WHOLE).rpartition(".")[2]
+    return (env_manager_cls or CONVERSATION).rpartition(".")[2]

@@ -1,7 +1,7 @@
-"""The bases of workflows of several steps, each with experiences of its own: what the model was asked in a step.
+"""Bases of multi-step workflows: each step's model calls are its own experiences, rewarded per step or at the end.
 
-A step is one call of `step` (or `step_async`), in which the model may be asked as often as needed. Its experiences say
-in `eid.step` which one it was; advantages of several steps compare runs, and know a run's last step by that.
+A step is one call of `step` (or `step_async`) with any number of model calls. Its experiences carry the number in
+`eid.step`, from which multi-step advantages find a run's last step.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from roll_opd.workflows.interface import Task, Workflow, flag
 from roll_opd.workflows.model import ModelWrapper
 from roll_opd.workflows.workflow_experience import Experience
 
-STEPS = "actual_env_steps"  # the metric of a run's steps, under Trinity-RFT's name
+STEPS = "actual_env_steps"  # metric: number of steps of a run, Trinity-RFT's name
 
 
 class _Steps(Workflow):
-    """What workflows of several steps share."""
+    """Shared parts of multi-step workflows."""
 
     _own_client: Any = None
 
@@ -32,11 +32,11 @@ class _Steps(Workflow):
 
     @property
     def client(self) -> Any:
-        """An OpenAI client of this run, asynchronous where it is, made when asked for; None where none is wanted."""
+        """OpenAI client of this run, created on first use; None without `use_openai_client`."""
         if self._own_client is not None:
             return self._own_client
         run = (self.model.base_url, self.model.api_key) if self._uses_client else ("", "")
-        if run != self._client[0]:  # an instance that can be reset serves one run after another
+        if run != self._client[0]:  # a reset instance serves another run
             is_async = flag(self, "is_async")
             client = self.model.get_openai_async_client() if is_async else self.model.get_openai_client()
             self._client = (run, client)
@@ -48,19 +48,19 @@ class _Steps(Workflow):
 
     @property
     def max_step_num(self) -> int:
-        """Most steps of a run. Overwrite it."""
+        """Maximum number of steps of a run. Override it."""
         raise NotImplementedError(f"{type(self).__name__} has no property max_step_num; write it")
 
     def step(self, step_num: int) -> bool:
-        """Do a step, and return whether another one is to follow. Overwrite it."""
+        """Do one step; return whether to continue. Override it."""
         raise NotImplementedError(f"{type(self).__name__} has no method step; write it")
 
     async def step_async(self, step_num: int) -> bool:
-        """Do a step, and return whether another one is to follow. Overwrite it in asynchronous workflows."""
+        """Do one step; return whether to continue. Override it in asynchronous workflows."""
         raise NotImplementedError(f"{type(self).__name__} has no method step_async; write it")
 
     def _of_step(self, number: int) -> list[Experience]:
-        """Return what the model was asked in the step that has just been done."""
+        """Return the experiences of the step just done."""
         made = self.model.extract_experience_from_history()
         for one in made:
             one.eid.step = number
@@ -68,21 +68,21 @@ class _Steps(Workflow):
 
 
 class StepWiseRewardWorkflow(_Steps):
-    """A reward for each step. Implement `step`, `reward` and `max_step_num`."""
+    """Workflow with a reward per step. Implement `step`, `reward` and `max_step_num`."""
 
     def run(self) -> list[Experience]:
         """Return the experiences of all steps."""
         made: list[Experience] = []
         for number in range(self.max_step_num):
-            goes_on = self.step(step_num=number)
-            of_step = self._of_step(number)
-            made += rewarded(of_step, self.reward(of_step, step_num=number))
-            if not goes_on:
+            continues = self.step(step_num=number)
+            experiences = self._of_step(number)
+            made += rewarded(experiences, self.reward(experiences, step_num=number))
+            if not continues:
                 break
         return made
 
     def reward(self, exps: list[Experience], step_num: int) -> float:
-        """Return the reward of a step, whose experiences are `exps`. Overwrite it."""
+        """Return the reward of a step with the experiences `exps`. Override it."""
         raise NotImplementedError(f"{type(self).__name__} has no method reward; write it")
 
 
@@ -95,34 +95,34 @@ class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
         """Return the experiences of all steps."""
         made: list[Experience] = []
         for number in range(self.max_step_num):
-            goes_on = await self.step_async(step_num=number)
-            of_step = self._of_step(number)
-            made += rewarded(of_step, await self.reward_async(of_step, step_num=number))
-            if not goes_on:
+            continues = await self.step_async(step_num=number)
+            experiences = self._of_step(number)
+            made += rewarded(experiences, await self.reward_async(experiences, step_num=number))
+            if not continues:
                 break
         return made
 
     async def reward_async(self, exps: list[Experience], step_num: int) -> float:
-        """Return the reward of a step, whose experiences are `exps`. Overwrite it."""
+        """Return the reward of a step with the experiences `exps`. Override it."""
         raise NotImplementedError(f"{type(self).__name__} has no method reward_async; write it")
 
 
 class RewardPropagationWorkflow(_Steps):
-    """One reward for all steps, known at the end. Implement `step`, `reward` and `max_step_num`."""
+    """Workflow with one reward for all steps, computed at the end. Implement `step`, `reward` and `max_step_num`."""
 
     def run(self) -> list[Experience]:
         """Return the experiences of all steps."""
         made: list[Experience] = []
         number = -1
         for number in range(self.max_step_num):
-            goes_on = self.step(step_num=number)
+            continues = self.step(step_num=number)
             made += self._of_step(number)
-            if not goes_on:
+            if not continues:
                 break
         return rewarded(made, self.reward(made), {STEPS: number + 1})
 
     def reward(self, exps: list[Experience]) -> float:
-        """Return the reward of the run, whose experiences are `exps`. Overwrite it."""
+        """Return the reward of the run with the experiences `exps`. Override it."""
         raise NotImplementedError(f"{type(self).__name__} has no method reward; write it")
 
 
@@ -136,21 +136,21 @@ class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
         made: list[Experience] = []
         number = -1
         for number in range(self.max_step_num):
-            goes_on = await self.step_async(step_num=number)
+            continues = await self.step_async(step_num=number)
             made += self._of_step(number)
-            if not goes_on:
+            if not continues:
                 break
         return rewarded(made, await self.reward_async(made), {STEPS: number + 1})
 
     async def reward_async(self, exps: list[Experience]) -> float:
-        """Return the reward of the run, whose experiences are `exps`. Overwrite it."""
+        """Return the reward of the run with the experiences `exps`. Override it."""
         raise NotImplementedError(f"{type(self).__name__} has no method reward_async; write it")
 
 
 def rewarded(
     experiences: Sequence[Experience], reward: float, metrics: dict[str, float] | None = None
 ) -> list[Experience]:
-    """Give all `experiences` one reward, and the same metrics; return them."""
+    """Set the same reward and metrics on all `experiences`; return them."""
     for one in experiences:
         one.reward = reward
         one.metrics.update(metrics or {})

@@ -1,4 +1,4 @@
-"""What teachers with a context of their own read before what a run has made."""
+"""Teacher prompts for workflow calls: add each teacher's context to the prompt of a recorded call."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,16 +14,16 @@ from roll_opd.workflows.model import RunState
 
 
 class TeacherContexts:
-    """The contexts of a run's teachers, put around the prompts of the calls that a workflow makes."""
+    """Builder of teacher prompts from the model calls of a workflow."""
 
     def __init__(self, contexts: Sequence[ContextPlan], tokenizer: Any) -> None:
-        """`tokenizer` is the student's."""
+        """Create a builder with the student's `tokenizer`."""
         self._contexts, self._prompts = contexts, TeacherPrompts(contexts, tokenizer)
 
     def prompts(self, tokens: np.ndarray, run: RunState, prompt: Prompt) -> dict[str, np.ndarray]:
-        """Return what each teacher reads in the place of a prompt's `tokens`, int64 [P], by teacher.
+        """Return teacher -> prompt tokens that replace the student's prompt `tokens`, int64 [P].
 
-        ValueError where the run has not asked with these tokens, and where its teachers cannot read what it asked with.
+        Raises ValueError if no call of the run has these tokens, or a context cannot be added to the call's prompt.
         """
         if not self._contexts:
             return {}
@@ -37,15 +37,17 @@ class TeacherContexts:
         return found
 
     def _row(self, tokens: np.ndarray, run: RunState, prompt: Prompt) -> Row:
-        """Return the request that began with `tokens` as a row of its own."""
+        """Return the call with the prompt `tokens` as a dataset row."""
         key = self._contexts[0].key
         call = next((c for c in run.calls_made if np.array_equal(c.tokens[: c.start], tokens)), None)
         messages, text = (call.messages, None) if call else ((), run.texts.get(tokens.astype(np.int64).tobytes()))
         if call is None and text is None:
-            raise ValueError(f"{key}: an experience begins with what the model was not asked; return what it answered")
+            raise ValueError(
+                f"{key}: the prompt of an experience was not sent to the model; return the model's experiences"
+            )
         if call and call.tools:
-            raise ValueError(f"{key}: a prompt with tools cannot be given another context; leave them or it out")
+            raise ValueError(f"{key}: a teacher context cannot be added to a prompt with tools; remove one of them")
         if messages and messages[-1].get("role") == "assistant":
-            raise ValueError(f"{key}: a prompt that ends in an answer cannot be given another context")
+            raise ValueError(f"{key}: a teacher context cannot be added to a prompt that ends in an assistant message")
         kept = tuple(freeze(message) for message in messages)
         return Row(prompt.id, prompt.tag, kept, text, prompt.ground_truth, extra=prompt.extra)

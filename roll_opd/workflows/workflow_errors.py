@@ -1,4 +1,4 @@
-"""What is wrong with a workflow before any runs, and what stops a run on its way."""
+"""Exceptions of workflows: unusable workflow, no room for a response, failed run."""
 
 
 class WorkflowError(ValueError):
@@ -10,9 +10,9 @@ class NoRoomError(ValueError):
 
 
 class RunFailure(RuntimeError):
-    """A run fails, and nothing is learned from it."""
+    """A run failed; it is not trained on."""
 
     def __init__(self, kind: str, message: str) -> None:
-        """`kind` is the one it is counted by, in `workflow/failed/<kind>`."""
+        """Create a failure counted in the metric `workflow/failed/<kind>`."""
         super().__init__(message)
         self.kind = kind

@@ -1,4 +1,4 @@
-"""`Experience` as a workflow makes and changes it, with tensors; checked when its run hands it over.
+"""`Experience` of workflows (mutable, tensors), and its validated conversion to the pipeline's experience.
 
 Legend: T tokens in all, P prompt tokens.
 """
@@ -16,9 +16,9 @@ from torch import Tensor
 from roll_opd.data.prompt_source import Prompt
 from roll_opd.samples.experience import Experience as Trained
 
-TEACHER = "teacher_logprobs"  # in `info`: the teacher's of the response, f32 [T-P]
+TEACHER = "teacher_logprobs"  # key of `info`: the teacher's log-probs of the response, f32 [T-P]
 TURN_REWARDS = "roll_opd/turn_rewards"  # key of `info`: a number for each turn of a trajectory, recorded only
-STATE = "state_hash"  # in `info`: a text, the same for steps that began from the same state
+STATE = "state_hash"  # key of `info`: a string that is equal for steps with the same initial state
 # field of Trinity-RFT's Experience that training does not read -> what to use instead
 UNREAD = {
     "token_level_reward": "set one number as `reward`",
@@ -32,9 +32,9 @@ UNREAD = {
 
 @dataclass
 class EID:
-    """Which run at a task an experience is of, and which step of it. Batch and task are numbered by the pipeline.
+    """Batch, task, run and step of an experience; the pipeline numbers batches and tasks.
 
-    A workflow that makes experiences of several kinds says in `task` which kind each is of; kinds are not compared.
+    A workflow with several kinds of experiences sets `task` to the kind; advantages compare within a kind.
     """
 
     batch: int | str = ""
@@ -45,27 +45,27 @@ class EID:
 
     @property
     def uid(self) -> str:
-        """Name of the experience."""
+        """Id of the experience."""
         return f"{self.rid}/{self.step}/{self.suffix}"
 
     @property
     def tid(self) -> str:
-        """Name of its task."""
+        """Id of its task."""
         return f"{self.batch}/{self.task}"
 
     @property
     def rid(self) -> str:
-        """Name of its run at the task."""
+        """Id of its run of the task."""
         return f"{self.tid}/{self.run}"
 
     @property
     def sid(self) -> str:
-        """Name of its step, over all runs at the task."""
+        """Id of its step, over all runs of the task."""
         return f"{self.tid}/{self.step}"
 
 
 class Experience:
-    """One trajectory, or one step of it. Sequences become tensors; what is not known here is kept in `info`."""
+    """One trajectory, or one step of it. Sequences become tensors; unknown keyword arguments are kept in `info`."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Experience:
         weights_version: int | None = None,
         **more: Any,
     ) -> None:
-        """Take what a model answered, or what was made of it.
+        """Create an experience from a model's response.
 
         Args:
             tokens: int [T], prompt and response.
@@ -98,7 +98,7 @@ class Experience:
             info: anything; `teacher_logprobs`, f32 [T-P], stand in for the teachers, and steps that began from the same
                 state have the same text as `state_hash`.
             metrics: numbers to log, as means over experiences.
-            response_text: or a function that makes it when it is asked for.
+            response_text: the text, or a function that returns it on first use.
         """
         self.eid = EID(**eid) if isinstance(eid, dict) else eid or EID()
         self.tokens = torch.as_tensor(tokens)
@@ -122,7 +122,7 @@ class Experience:
 
     @property
     def teacher_logprobs(self) -> Any:
-        """Log-probs of a teacher that the workflow has asked itself, f32 [T-P]: those in `info`."""
+        """Teacher log-probs set by the workflow in `info`, f32 [T-P]."""
         return (self.info or {}).get(TEACHER)
 
     @teacher_logprobs.setter
@@ -131,7 +131,7 @@ class Experience:
 
     @property
     def response_text(self) -> str | None:
-        """What was written, without special tokens."""
+        """Text of the response without special tokens."""
         if callable(self._response_text):
             self._response_text = self._response_text()
         return self._response_text
@@ -143,28 +143,27 @@ class Experience:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the student can be trained on."""
+    """Maximum sequence length and vocabulary size of the student."""
 
-    tokens: int  # of an experience, prompt and response
+    tokens: int  # prompt and response together
     vocabulary: int
 
 
 def by_run(made: Sequence[Any], runs: Sequence[int]) -> dict[int, list[tuple[int, Experience]]]:
-    """Return what one call made, of each run in the order of its steps, each with its step's number.
+    """Return run -> [(step, experience)], sorted by step, from the experiences of one call.
 
-    A run that says no steps has one for each experience of a task. Where a call made several runs, experiences say
-    theirs in `eid.run`; as many as runs that all say 0, as new ones do, are one a run. TypeError and ValueError for
-    others.
+    A run whose `eid.step` are all 0 gets one step per experience of a task. If a call makes several runs, `eid.run` is
+    the run; without it, as many experiences as runs are one per run. Raises TypeError and ValueError.
     """
     found: dict[int, list[tuple[int, Experience]]] = {}
     for one in made:
         if not isinstance(one, Experience):
             raise TypeError(f"a run returned {type(one).__name__} where an Experience was expected")
     if len({id(one) for one in made}) < len(made):
-        raise ValueError("a run returned one Experience twice; it would be learned from twice")
-    unsaid = len(made) == len(runs) and not any(one.eid.run for one in made)
+        raise ValueError("a run returned the same Experience twice; return each once")
+    unnumbered = len(made) == len(runs) and not any(one.eid.run for one in made)
     for place, one in enumerate(made):
-        run = runs[0] if len(runs) == 1 else runs[place] if unsaid else one.eid.run
+        run = runs[0] if len(runs) == 1 else runs[place] if unnumbered else one.eid.run
         if run not in runs:
             raise ValueError(f"eid.run is {run}; this call made runs {runs[0]} to {runs[-1]}")
         found.setdefault(run, []).append((one.eid.step, one))
@@ -180,11 +179,11 @@ def by_run(made: Sequence[Any], runs: Sequence[int]) -> dict[int, list[tuple[int
 def trained(
     made: Experience, limits: Limits, prompt: Prompt, draw: int, run: int, place: int, step: int | None = None
 ) -> Trained:
-    """Return what a run hands over as the pipeline's own experience, number `place` of the run, of its step `step`.
+    """Validate an experience of a run and return it as the pipeline's, number `place` of the run, step `step`.
 
-    The row's ground truth and other columns are left out: where it goes, they are known.
+    The row's ground truth and other columns are omitted; the receiver has them.
 
-    Raises TypeError and ValueError for what nothing could be learned from, or what would be learned wrongly.
+    Raises TypeError and ValueError for an experience that cannot be trained on correctly.
     """
     info, metrics = made.info or {}, {} if made.metrics is None else made.metrics  # Trinity-RFT's may be None
     for name, instead in UNREAD.items():
@@ -192,20 +191,20 @@ def trained(
             raise ValueError(f"Experience.{name} is not used in training; {instead}")
     tokens = made.tokens.cpu().numpy()
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise TypeError(f"tokens should be whole numbers [T], not {tokens.dtype} {list(tokens.shape)}")
+        raise TypeError(f"tokens should be integers [T], not {tokens.dtype} {list(tokens.shape)}")
     length = len(tokens) - made.prompt_length
     if made.prompt_length < 1 or length < 0:
-        raise ValueError(f"prompt_length {made.prompt_length} of {len(tokens)} tokens: 1 to {len(tokens)} is possible")
+        raise ValueError(f"prompt_length {made.prompt_length} of {len(tokens)} tokens: expected 1 to {len(tokens)}")
     if len(tokens) > limits.tokens:
-        raise ValueError(f"{len(tokens)} tokens; prompt and response have {limits.tokens} together")
+        raise ValueError(f"{len(tokens)} tokens; the maximum of prompt and response together is {limits.tokens}")
     if not 0 <= tokens.min() <= tokens.max() < limits.vocabulary:
-        raise ValueError(f"tokens from {tokens.min()} to {tokens.max()}, of a vocabulary of {limits.vocabulary}")
+        raise ValueError(f"tokens from {tokens.min()} to {tokens.max()} exceed the vocabulary of {limits.vocabulary}")
     logprobs = _column(made.logprobs, "logprobs", length)
     given = _column(made._action_mask, "action_mask", length)
     mask = np.ones(length, bool) if given is None else given.astype(bool)
     teacher = _column(info.get(TEACHER), f"info[{TEACHER!r}]", length)
     if mask.any() and logprobs is None:
-        raise ValueError("logprobs are missing: those of the tokens that the model wrote, as `chat` returned them")
+        raise ValueError("logprobs of the tokens that the model wrote are missing; keep those that `chat` returned")
     if logprobs is not None and not np.isfinite(logprobs[mask]).all():
         raise ValueError("logprobs of tokens that the model wrote are not all finite")
     if teacher is not None and not np.isfinite(teacher[mask]).all():
@@ -215,7 +214,7 @@ def trained(
         raise ValueError(f"the reward is {reward}")
     state = info.get(STATE)
     if state is not None and not isinstance(state, str):
-        raise TypeError(f"info[{STATE!r}] should be a text, not {type(state).__name__}")
+        raise TypeError(f"info[{STATE!r}] should be a string, not {type(state).__name__}")
     turn_rewards = tuple(float(one) for one in info.get(TURN_REWARDS, ()))
     suffix = f".{place}" if place else ""
     group = _group(prompt, draw, made.eid.task)
@@ -241,9 +240,9 @@ def trained(
 
 
 def _group(prompt: Prompt, draw: int, task: Any) -> str:
-    """Return what an experience is compared with: the draw, and the kind where the workflow says one."""
+    """Return the group id of an experience: prompt, draw, and the kind if the workflow sets one."""
     kind = "" if task is None or str(task) in ("", str(prompt.id)) else ":" + str(task).replace("#", "%23")
-    return f"{prompt.id}#{draw}{kind}"  # of an id, what stands before the last # is the prompt's
+    return f"{prompt.id}#{draw}{kind}"  # the part before the last # is the prompt's id
 
 
 def _column(values: Any, name: str, length: int) -> np.ndarray | None:
@@ -251,13 +250,13 @@ def _column(values: Any, name: str, length: int) -> np.ndarray | None:
         return None
     array = torch.as_tensor(values).cpu().numpy()
     if array.shape != (length,):
-        raise ValueError(f"{name} has the shape {list(array.shape)}; a response of {length} tokens needs [{length}]")
+        raise ValueError(f"{name} has shape {list(array.shape)}, expected [{length}] for a response of {length} tokens")
     return array
 
 
 def _numbers(metrics: Any) -> dict[str, float]:
     if not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics should be numbers by name, not {type(metrics).__name__}")
+        raise TypeError(f"metrics should map names to numbers, not {type(metrics).__name__}")
     numbers = {}
     for name, value in metrics.items():
         try:

@@ -36,16 +36,19 @@ def of(words: str, sentences: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("manager", "words"),
     [
-        ("my_pkg.managers.MyEnvManager", "those of your own are not; leave the key out"),
-        ("my_pkg.managers.StepEnvManager", "those of your own are not; leave the key out"),
+        ("my_pkg.managers.MyEnvManager", "custom managers are not supported; remove the key"),
+        ("my_pkg.managers.StepEnvManager", "custom managers are not supported; remove the key"),
         ("my.StepEnvManger", "did you mean 'StepEnvManager'?"),
         (f"{MANAGERS}.vl_traj_env_manager.VLTrajEnvManager", "did you mean 'TrajEnvManager'?"),
     ],
 )
 def test_a_manager_that_would_not_be_played_is_refused(problems: Problems, manager: str, words: str) -> None:
     (problem,) = problems(games(env_manager_cls=manager))
-    assert f"custom_envs.Lake.env_manager_cls: {manager} is none of ROLL's managers" in problem and words in problem
-    assert f"Known below {MANAGERS}: TrajEnvManager, StepEnvManager," in problem
+    assert (
+        f"custom_envs.Lake.env_manager_cls: {manager} is not a supported manager of ROLL's" in problem
+        and words in problem
+    )
+    assert f"Supported in {MANAGERS}: TrajEnvManager, StepEnvManager," in problem
 
 
 def test_managers_that_are_played(plan: Plan) -> None:
@@ -57,12 +60,12 @@ def test_managers_that_are_played(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("settings", "key", "words"),
     [
-        ({"agent_template": "{foo}"}, "agent_template", "{foo} is nothing that is known of a turn; braces"),
+        ({"agent_template": "{foo}"}, "agent_template", "{foo} is not a field of a turn; write literal braces"),
         ({"agent_template": "{observaton}"}, "agent_template", "did you mean {observation}?"),
-        ({"agent_template": '{"a": 1} {observation}'}, "agent_template", "braces that name nothing are written {{ }}"),
-        ({"agent_template": "{observation"}, "agent_template", "cannot be filled in: ValueError"),
-        ({"agent_template": "{observation:d}"}, "agent_template", "cannot be filled in: ValueError"),
-        ({"agent_template": "{} {observation}"}, "agent_template", "{} is nothing that is known"),
+        ({"agent_template": '{"a": 1} {observation}'}, "agent_template", "write literal braces as {{ }}"),
+        ({"agent_template": "{observation"}, "agent_template", "cannot be rendered: ValueError"),
+        ({"agent_template": "{observation:d}"}, "agent_template", "cannot be rendered: ValueError"),
+        ({"agent_template": "{} {observation}"}, "agent_template", "{} is not a field of a turn"),
         ({"env_manager_cls": BY_STEP}, "agent_template", "{current_observation}"),
         ({"pre_step_template": "{foo}"}, "pre_step_template", "{foo} is nothing"),
         ({"next_step_template": "{turn_idx} {foo}"}, "next_step_template", "{foo} is nothing"),

@@ -89,8 +89,8 @@ def test_a_name_of_trinitys_own_workflows_says_where_it_is(plan: Plan, problems:
         (tmp_path / "mine.py").write_text(f"# no {name} here\n")
         for more in ({}, {"plugin_dir": str(tmp_path)}):
             (problem,) = problems({"workflow": name, **more})
-            assert told in problem and "one of Trinity-RFT's own" in problem
-        with pytest.raises(WorkflowError, match="one of Trinity-RFT's own"):
+            assert told in problem and "part of Trinity-RFT and not of this package" in problem
+        with pytest.raises(WorkflowError, match="part of Trinity-RFT and not of this package"):
             WORKFLOWS.find(name)
         (tmp_path / "mine.py").write_text(f"@WORKFLOWS.register_module('{name}')\nclass Mine: ...\n")
         assert plan({"workflow": name, "plugin_dir": str(tmp_path)}).workflow.workflow == name

@@ -19,7 +19,7 @@ WORKFLOW = "from roll_opd.workflows import WORKFLOWS, SimpleWorkflow\n\n\n@WORKF
         (["workflow=PLACE/NAME.py:Hooked"], "Hooked.compute_reward is never called"),
         (["workflow=NAME", "plugin_dir=PLACE"], "Hooked.compute_reward is never called"),
         (["workflow=NAME", "plugin_dir=PLACE/none"], "is not a directory"),
-        (["workflow=agent_workflow", "+workflow_args={agent: PLACE/NAME.py:solve}"], "is called with row, base_url"),
+        (["workflow=agent_workflow", "+workflow_args={agent: PLACE/NAME.py:solve}"], "must take (row, base_url"),
         (["track_with=no_such_module.Tracker"], "no_such_module cannot be imported"),
     ],
 )

@@ -257,7 +257,7 @@ def test_a_name_that_means_no_workflow_is_told() -> None:
         find_workflow("nothing", None)
     with pytest.raises(WorkflowError, match="expected a class with a method run"):
         find_workflow("pathlib.Path", None)
-    with pytest.raises(WorkflowError, match="expected a class, as"):
+    with pytest.raises(WorkflowError, match="expected a class such as"):
         find_workflow("os.getcwd", None)
 
 

@@ -20,7 +20,7 @@ from roll_opd.workflows.builtin import game_session
 from roll_opd.workflows.builtin.environment import EnvironmentWorkflow
 from roll_opd.workflows.interface import GenerationConfig
 from roll_opd.workflows.model import RUN
-from roll_opd.workflows.prompt_templates import ANEW, IN_CONVERSATION, template_problems
+from roll_opd.workflows.prompt_templates import CONVERSATION_FIELDS, SINGLE_TURN_FIELDS, template_problems
 from roll_opd.workflows.workflow_errors import NoRoomError, RunFailure
 from roll_opd.workflows.workflow_experience import Limits, trained
 from tests.workflows.sampled import Sampled
@@ -105,7 +105,7 @@ def tokenizer() -> Any:
 @pytest.fixture(autouse=True)
 def _no_games_of_others() -> None:
     game_session._idle.clear()
-    game_session._turns.clear()
+    game_session._limits.clear()
     Counting.made = 0
 
 
@@ -166,14 +166,14 @@ def test_numbers_of_numpy_are_metrics(tokenizer: Any) -> None:
     assert found == {"success": 0.0, "score": 0.25, "count": 9.0, "valid": 1.0, "return": 6.0}
 
 
-@pytest.mark.parametrize(("manager", "known"), [(None, IN_CONVERSATION), (BY_STEP, ANEW)])
+@pytest.mark.parametrize(("manager", "known"), [(None, CONVERSATION_FIELDS), (BY_STEP, SINGLE_TURN_FIELDS)])
 def test_every_field_of_a_template_is_filled_in(tokenizer: Any, manager: str | None, known: dict[str, Any]) -> None:
     template = "|".join(f"{{{name}}}" for name in known)
     settings = {"env_manager_cls": manager, "agent_template": template, "history_length": 2}
     made = run(Sampled(tokenizer, ["1<|end|>"] * 3), tokenizer, task(**settings))
     assert "|" in tokenizer.decode(made[0].tokens)
     assert not list(template_problems({**SETTINGS, **settings}))
-    others = (IN_CONVERSATION if manager else ANEW).keys() - known.keys()
+    others = (CONVERSATION_FIELDS if manager else SINGLE_TURN_FIELDS).keys() - known.keys()
     wrong = [list(template_problems({**SETTINGS, **settings, "agent_template": f"{{{name}}}"})) for name in others]
     assert others and all(found for found in wrong)
 
@@ -273,7 +273,7 @@ def test_a_game_that_came_to_its_end_begins_the_next_trajectory(tokenizer: Any) 
 FAULTS = {
     "raise": ("environment_raised", "step raised KeyError: 'lost'"),
     "exit": ("environment_raised", "step raised SystemExit: 3"),
-    "hang": ("environment_timeout", "step is not done after step_timeout, 0.5 s"),
+    "hang": ("environment_timeout", "step did not finish within step_timeout, 0.5 s"),
     "a number": ("environment_invalid", "step returned int; return (observation, reward"),
     "observation": ("environment_invalid", "step returned the observation int; return a text"),
     "reward": ("environment_invalid", "step returned the reward 'much'; return a finite number"),
@@ -281,7 +281,7 @@ FAULTS = {
     "info": ("environment_invalid", "returned info as list of 1; return a dict"),
     "short": ("environment_invalid", "step returned tuple of 4"),
     "metrics": ("environment_invalid", "step returned info['metrics'] as list of 1; return a dict"),
-    "a metric": ("environment_invalid", "info['metrics']['success'] as 'yes'; return a number or a truth value"),
+    "a metric": ("environment_invalid", "info['metrics']['success'] as 'yes'; return a number or a bool"),
     "a mode": (
         "environment_invalid",
         "['metrics_agg_mode']['size'] as 'summ'; return one of mean, sum, last, max, min",

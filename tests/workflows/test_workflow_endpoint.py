@@ -244,7 +244,7 @@ WRONG = {
     "response_format": {"messages": ASKED, "response_format": {"type": "json_object"}},
     "tool_choice: auto and none": {"messages": ASKED, "tools": [ADD], "tool_choice": "required"},
     "tools: is not": {"messages": ASKED, "tools": "add"},
-    "temprature: is unknown": {"messages": ASKED, "temprature": 1},
+    "temprature: is not a known parameter": {"messages": ASKED, "temprature": 1},
     "leaves no room": {"messages": [{"role": "user", "content": "1" * 5000}]},
 }
 
@@ -390,7 +390,7 @@ def test_a_client_that_disappears_is_counted_and_leaves_nothing(tokenizer: Any, 
 def test_a_run_that_ends_closes_what_is_under_way(
     tokenizer: Any, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(server, "KEEPALIVE_SECONDS", 0.05)
 
     async def script(served: Served) -> None:
         state = served.run()
@@ -428,7 +428,7 @@ def test_a_reward_can_be_posted(tokenizer: Any) -> None:
 
 
 def test_too_many_requests_are_told_to_come_again(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MOST_UNDER_WAY", 2)
+    monkeypatch.setattr(server, "MAX_CONCURRENT_REQUESTS", 2)
 
     async def script(served: Served) -> None:
         served.run()
@@ -576,7 +576,7 @@ def test_an_answer_that_cannot_be_told_is_not_learned_from(tokenizer: Any) -> No
 
 
 def test_an_engine_that_fails_in_a_stream_is_told_in_it(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(server, "KEEPALIVE_SECONDS", 0.05)
 
     async def script(served: Served) -> None:
         state = served.run()
@@ -614,7 +614,7 @@ def test_what_goes_on_after_its_run_is_told(tokenizer: Any) -> None:
 def test_a_client_that_would_stop_the_loop_is_told(tokenizer: Any) -> None:
     async def script(served: Served) -> None:
         served.run()
-        with pytest.raises(RuntimeError, match="would stop all other runs"):
+        with pytest.raises(RuntimeError, match="blocks all other runs"):
             served.model.get_openai_client().chat.completions.create(model="m", messages=ASKED)
 
     served(script, tokenizer)
@@ -726,7 +726,7 @@ def test_the_length_of_messages_is_that_of_the_prompt(tokenizer: Any) -> None:
             (response,) = await served.model.chat_async(messages)
             assert response.prompt_length == length
             messages += [{"role": "assistant", "content": response.response_text}, *ASKED]
-        assert len(messages) == 7 and state.calls == 3 and state.asked_others == 0
+        assert len(messages) == 7 and state.calls == 3 and state.auxiliary_calls == 0
 
     served(script, tokenizer)
 
@@ -746,7 +746,7 @@ def test_auxiliary_models_keep_nothing(tokenizer: Any) -> None:
             await client.chat.completions.create(model="j", messages=ASKED)
             assert not judge.history and not judge.branches() and judge.api_key
         await judge.chat_async(ASKED)
-        assert state.asked_others == 4 and not state.history and len(judge.endpoint._by_key) == 1
+        assert state.auxiliary_calls == 4 and not state.history and len(judge.endpoint._by_key) == 1
         judge.endpoint.close(state)
         assert not judge.endpoint._by_key
 

@@ -310,9 +310,9 @@ def test_all_of_a_response_is_the_models_unless_a_mask_says_less() -> None:
     made.action_mask = [True, False]
     assert learned(made) == [True, False]
     made.action_mask = [True]
-    with pytest.raises(ValueError, match="action_mask has the shape"):
+    with pytest.raises(ValueError, match="action_mask has shape"):
         learned(made)
-    with pytest.raises(ValueError, match="logprobs are missing"):
+    with pytest.raises(ValueError, match="wrote are missing"):
         learned(Experience(tokens=[1, 2, 3]))
     assert learned(Experience(tokens=[1, 2], prompt_length=2)) == []
 

@@ -1,1 +1,1 @@
-"""The workflows that come with the package."""
+"""Built-in workflows and reward functions."""

@@ -1,4 +1,4 @@
-"""An agent that knows an OpenAI address and nothing else, as a workflow."""
+"""`agent_workflow`: run any OpenAI-client agent, a function or a command, and train on its requests."""
 
 import asyncio
 import contextlib
@@ -16,29 +16,29 @@ from roll_opd.workflows.interface import WORKFLOWS, Workflow
 from roll_opd.workflows.workflow_errors import WorkflowError
 from roll_opd.workflows.workflow_experience import Experience
 
-KINDS = BRANCH, _ = "branch", "call"  # what an experience is of
-TOLD = 4000  # bytes at the end of what a command writes that are read
+KINDS = BRANCH, _ = "branch", "call"  # one experience per conversation branch, or per request
+OUTPUT_TAIL_BYTES = 4000  # of a command's stdout or stderr
 
 
 @WORKFLOWS.register_module("agent_workflow", arguments=("agent", "command", "experiences"))
 class AgentWorkflow(Workflow):
-    """Runs an agent on a row, and learns from what it asked at the address that it was given.
+    """Run an agent on a row and train on the requests that it sends to the policy's endpoint.
 
     `workflow_args` has either
 
-    - `agent`: the dotted path of a function (row, base_url, api_key), or of a coroutine function; what it returns is
-      the reward, or None;
-    - `command`: a list of words to start, in which {base_url} and {api_key} are replaced. The row is on its standard
-      input as JSON, the address in OPENAI_BASE_URL and OPENAI_API_KEY; the last line that it writes may be the reward,
-      a number or JSON with `reward` and `metrics`.
+    - `agent`: the dotted path of a function or coroutine function (row, base_url, api_key) that returns the reward
+      or None;
+    - `command`: the argument list of a process, in which {base_url} and {api_key} are replaced. It gets the row as
+      JSON on stdin and the address in OPENAI_BASE_URL and OPENAI_API_KEY; its last line of output may be the reward, a
+      number or JSON with `reward` and `metrics`.
 
-    and may have `experiences`: `branch`, one a conversation (the default), or `call`, one a request.
-    A reward may be posted, too (`POST {base_url}/reward`); without any, the configuration's rewards score.
+    and optionally `experiences`: `branch` (default), one per conversation, or `call`, one per request. The agent may
+    also post its reward (`POST {base_url}/reward`); without a reward, the configuration's rewards score.
     """
 
     @staticmethod
     def check_arguments(arguments: Mapping[str, Any]) -> None:
-        """Check `workflow_args`; raises WorkflowError for an agent that cannot be called with three arguments."""
+        """Check `workflow_args`; raises WorkflowError if the agent does not take three arguments."""
         try:
             agent, _ = _agent(arguments)
         except (ValueError, ImportError) as error:
@@ -48,43 +48,43 @@ class AgentWorkflow(Workflow):
                 inspect.signature(agent).bind({}, "", "")
             except TypeError as error:
                 raise WorkflowError(
-                    f"workflow_args.agent: {arguments['agent']} is called with row, base_url and api_key: {error}"
+                    f"workflow_args.agent: {arguments['agent']} must take (row, base_url, api_key): {error}"
                 ) from None
-            except ValueError:  # written in C
+            except ValueError:  # a function written in C has no signature
                 pass
 
     @property
-    def is_async(self) -> bool:  # type: ignore[override]  # a plain function has the thread of `run`
-        """Whether the agent is awaited."""
+    def is_async(self) -> bool:  # type: ignore[override]  # a plain function runs in the thread of `run`
+        """Whether the agent is a coroutine function or a command."""
         agent, _ = _agent(self.task.workflow_args)
         return agent is None or inspect.iscoroutinefunction(agent)
 
     def run(self) -> list[Experience]:
-        """Return what the requests of a plain function made."""
+        """Run the agent function; return the experiences of its requests."""
         agent, _ = _agent(self.task.workflow_args)
         assert agent is not None
-        return self._made(_reward(agent(self.task.raw_task, self.model.base_url, self.model.api_key)))
+        return self._experiences(_reward(agent(self.task.raw_task, self.model.base_url, self.model.api_key)))
 
     async def run_async(self) -> list[Experience]:
-        """Return what the requests of a coroutine function or a command made."""
+        """Run the coroutine function or the command; return the experiences of its requests."""
         agent, command = _agent(self.task.workflow_args)
         if agent is None:
-            return self._made(await self._started(command))
-        return self._made(_reward(await agent(self.task.raw_task, self.model.base_url, self.model.api_key)))
+            return self._experiences(await self._run_command(command))
+        return self._experiences(_reward(await agent(self.task.raw_task, self.model.base_url, self.model.api_key)))
 
-    def _made(self, reward: float | None) -> list[Experience]:
+    def _experiences(self, reward: float | None) -> list[Experience]:
         by_branch = self.task.workflow_args.get("experiences", BRANCH) == BRANCH
         made = self.model.branches() if by_branch else self.model.extract_experience_from_history()
         for experience in made:
             experience.reward = reward
         return made
 
-    async def _started(self, command: Sequence[str]) -> float | None:
+    async def _run_command(self, command: Sequence[str]) -> float | None:
         url, key = self.model.base_url, self.model.api_key
         words = [word.replace("{base_url}", url).replace("{api_key}", key) for word in command]
         environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
         host = urlsplit(url).hostname or ""
-        for name in ("NO_PROXY", "no_proxy"):  # a proxy cannot reach it, and is not to have the key
+        for name in ("NO_PROXY", "no_proxy"):  # a proxy cannot reach this host and must not see the key
             environment[name] = ",".join(filter(None, [os.environ.get(name), host]))
         with TemporaryFile() as row, TemporaryFile() as output, TemporaryFile() as errors:
             row.write(json.dumps(self.task.raw_task, default=str).encode())
@@ -95,21 +95,21 @@ class AgentWorkflow(Workflow):
             try:
                 code = await process.wait()
             finally:
-                _end(process)
+                _kill_group(process)
             if code:
-                raise RuntimeError(f"{' '.join(command)} ended with exit code {code}: {_end_of(errors)}")
-            return self._said(_end_of(output))
+                raise RuntimeError(f"{' '.join(command)} ended with exit code {code}: {_tail(errors)}")
+            return self._parse_reward(_tail(output))
 
-    def _said(self, output: str) -> float | None:
-        """Return the reward that a command's last line is, or that it has posted; metrics are noted.
+    def _parse_reward(self, output: str) -> float | None:
+        """Return the reward in a command's last line of output, or the posted one; record its metrics.
 
-        ValueError for a line that is meant as a reward, and is none.
+        Raises ValueError for a malformed reward.
         """
         *_, last = ["", *output.splitlines()]
-        said = None
-        with contextlib.suppress(ValueError, RecursionError):  # it says something else
-            said = json.loads(last)
-        if isinstance(said, int | float) or (isinstance(said, dict) and "reward" in said):
+        parsed = None
+        with contextlib.suppress(ValueError, RecursionError):  # not a reward
+            parsed = json.loads(last)
+        if isinstance(parsed, int | float) or (isinstance(parsed, dict) and "reward" in parsed):
             self.model.take_reward(last)
         return self.model.reward
 
@@ -122,7 +122,7 @@ def _agent(arguments: Mapping[str, Any]) -> tuple[Any, list[str]]:
     if given or (isinstance(path, str), is_list) not in ((True, False), (False, True)) or kind not in KINDS:
         raise ValueError(
             f"workflow_args of agent_workflow are {dict(arguments)}; expected agent (a dotted path)"
-            f" or command (a list of words), optionally experiences: {' or '.join(KINDS)}"
+            f" or command (a list of strings), optionally experiences: {' or '.join(KINDS)}"
         )
     if not isinstance(path, str):
         return None, [str(word) for word in command]
@@ -139,17 +139,17 @@ def _reward(value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"the agent returned {value!r}, expected its reward, a number, or None")
+        raise TypeError(f"the agent returned {value!r}, expected a reward (a number) or None")
     return float(value)
 
 
-def _end(process: asyncio.subprocess.Process) -> None:
-    """End a command and all that it has started."""
+def _kill_group(process: asyncio.subprocess.Process) -> None:
+    """Kill the process group of a command."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _end_of(file: IO[bytes]) -> str:
-    """Return the last characters of what was written."""
-    file.seek(max(0, file.seek(0, os.SEEK_END) - TOLD))
+def _tail(file: IO[bytes]) -> str:
+    """Return the end of a command's output."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - OUTPUT_TAIL_BYTES))
     return file.read().decode(errors="replace").strip()

@@ -1,4 +1,4 @@
-"""Plays a game: the model acts, the environment answers, until the game ends, or the actions or the tokens do."""
+"""`environment_workflow`: alternate model actions and environment steps until the game, actions or tokens run out."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -7,19 +7,19 @@ from hashlib import blake2b
 from typing import Any
 
 from roll_opd.environments.contract import AGGREGATIONS
-from roll_opd.workflows.builtin.game_session import Game, played
+from roll_opd.workflows.builtin.game_session import Game, lent_game
 from roll_opd.workflows.interface import WORKFLOWS, Task, Workflow
 from roll_opd.workflows.prompt_templates import filled
 from roll_opd.workflows.roll_managers import makes_steps
 from roll_opd.workflows.workflow_errors import NoRoomError
 from roll_opd.workflows.workflow_experience import STATE, TURN_REWARDS, Experience
 
-NOT_VALID = " (this action is not valid: keep to the form that is asked for)"
+INVALID_ACTION_NOTE = " (this action is not valid: keep to the form that is asked for)"
 
 
 @dataclass
 class Turn:
-    """An observation, and what became of the action that answered it."""
+    """Observation, the model's action, and the reward of that action."""
 
     observation: str
     info: dict[str, Any]
@@ -30,7 +30,7 @@ class Turn:
 
 @dataclass
 class Trajectory:
-    """A game so far."""
+    """Turns and messages of one game."""
 
     turns: list[Turn]
     terminated: bool = False
@@ -38,22 +38,22 @@ class Trajectory:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     @property
-    def played(self) -> list[Turn]:
-        """The turns that have been answered."""
+    def answered_turns(self) -> list[Turn]:
+        """Turns that the model has answered."""
         return [turn for turn in self.turns if turn.response is not None]
 
     @property
     def episode_reward(self) -> float:
-        """What the environment gave, all together."""
+        """Sum of the turns' rewards."""
         return sum(turn.reward for turn in self.turns)
 
 
 @WORKFLOWS.register_module("environment_workflow", arguments=("environments",))
 class EnvironmentWorkflow(Workflow):
-    """The built-in workflow of runs in environments; `workflow_args.environments` has their settings by tag.
+    """Built-in workflow for environments; `workflow_args.environments` maps each tag to its settings.
 
-    A conversation is one experience, whose reward is the sum of the game's; where the chat template rewrites the past,
-    each of its branches is one. With a StepEnvManager each action is an experience, and has its own reward and state.
+    A conversation is one experience with the game's total reward; a chat template that rewrites earlier turns splits it
+    into one experience per branch. With a StepEnvManager each action is an experience with its own reward and state.
     """
 
     is_async = can_reset = True
@@ -63,7 +63,7 @@ class EnvironmentWorkflow(Workflow):
         self.reset(task)
 
     def reset(self, task: Task) -> None:
-        """Take the next task."""
+        """Prepare for the next task."""
         self.task = task
         self.tag = task.raw_task["tag"]
         self.settings = task.workflow_args["environments"][self.tag]
@@ -73,12 +73,12 @@ class EnvironmentWorkflow(Workflow):
             self.sampling["max_tokens"] = min(most, self.sampling["max_tokens"] or most)
 
     async def run_async(self) -> list[Experience]:
-        """Play once. RunFailure for what the environment does wrong."""
-        begun = time.monotonic()
-        async with played(self.tag, self.settings) as game:
+        """Play one trajectory; raises RunFailure if the environment fails."""
+        start = time.monotonic()
+        async with lent_game(self.tag, self.settings) as game:
             trajectory = await self._play(game)
-        made = self._made(trajectory)
-        made[0].metrics |= self._metrics(trajectory, game.seconds, time.monotonic() - begun - game.seconds)
+        made = self._experiences(trajectory)
+        made[0].metrics |= self._metrics(trajectory, game.seconds, time.monotonic() - start - game.seconds)
         return made
 
     async def _play(self, game: Game) -> Trajectory:
@@ -88,7 +88,7 @@ class EnvironmentWorkflow(Workflow):
             try:
                 turn.response = await self._answer(trajectory)
             except NoRoomError:
-                if not trajectory.played:
+                if not trajectory.answered_turns:
                     raise
                 trajectory.truncated = True
                 break
@@ -103,19 +103,19 @@ class EnvironmentWorkflow(Workflow):
         return trajectory
 
     async def _answer(self, trajectory: Trajectory) -> Experience:
-        """Have the model act."""
+        """Sample the model's next action."""
         if self.by_step:
-            messages = self._told_anew(trajectory)
+            messages = self._single_turn_prompt(trajectory)
         else:
-            trajectory.messages += self._told(trajectory)
+            trajectory.messages += self._next_messages(trajectory)
             messages = trajectory.messages
         (response,) = await self.model.chat_async(messages, **self.sampling)
         if not self.by_step:
             trajectory.messages.append({"role": "assistant", "content": response.response_text or ""})
         return response
 
-    def _told(self, trajectory: Trajectory) -> list[dict[str, str]]:
-        """Return what the model is told of the newest observation, behind all that it was told before."""
+    def _next_messages(self, trajectory: Trajectory) -> list[dict[str, str]]:
+        """Return the messages that the latest observation appends to the conversation."""
         settings, turn, number = self.settings, trajectory.turns[-1], len(trajectory.turns)
         if turn.info.get("use_tool"):
             return [{"role": "tool", "content": turn.observation}]
@@ -132,8 +132,8 @@ class EnvironmentWorkflow(Workflow):
         instruction = turn.info.get("env_instruction")
         return [*_system(settings), {"role": "user", "content": f"{instruction}\n{text}" if instruction else text}]
 
-    def _told_anew(self, trajectory: Trajectory) -> list[dict[str, str]]:
-        """Return a conversation of one turn that tells the last turns in words."""
+    def _single_turn_prompt(self, trajectory: Trajectory) -> list[dict[str, str]]:
+        """Return a single-turn prompt with the latest observation and the last turns as text."""
         settings, turns = self.settings, trajectory.turns
         past = turns[-settings["history_length"] : -1] if settings["history_length"] else []
         first = len(turns) - len(past)
@@ -149,16 +149,16 @@ class EnvironmentWorkflow(Workflow):
         )
         return [*_system(settings), {"role": "user", "content": text}]
 
-    def _made(self, trajectory: Trajectory) -> list[Experience]:
+    def _experiences(self, trajectory: Trajectory) -> list[Experience]:
         if not self.by_step:
             made = self.model.branches()
             for one in made:
                 one.reward = trajectory.episode_reward
             if len(made) == 1:
-                made[0].info[TURN_REWARDS] = [turn.reward for turn in trajectory.played]
+                made[0].info[TURN_REWARDS] = [turn.reward for turn in trajectory.answered_turns]
         else:
             made = []
-            for step, turn in enumerate(trajectory.played):
+            for step, turn in enumerate(trajectory.answered_turns):
                 assert turn.response is not None
                 turn.response.eid.step, turn.response.reward = step, turn.reward
                 turn.response.info[STATE] = _state(turn.observation)
@@ -168,9 +168,11 @@ class EnvironmentWorkflow(Workflow):
         return made
 
     def _metrics(self, trajectory: Trajectory, environment: float, model: float) -> dict[str, float]:
-        turns = trajectory.played
+        turns = trajectory.answered_turns
         found = _aggregated(turns)
-        invalid = [not turn.info["metrics"]["action_is_valid"] for turn in turns if "action_is_valid" in _numbers(turn)]
+        invalid = [
+            not turn.info["metrics"]["action_is_valid"] for turn in turns if "action_is_valid" in _turn_metrics(turn)
+        ]
         found |= {"invalid_actions": sum(invalid) / len(invalid)} if invalid else {}
         found |= {
             "return": trajectory.episode_reward,
@@ -184,7 +186,7 @@ class EnvironmentWorkflow(Workflow):
 
 
 def _state(observation: str) -> str:
-    """Return a digest of what the environment showed, without what a template says around it."""
+    """Return a digest of the observation itself, without the template around it."""
     return blake2b(observation.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
@@ -195,20 +197,20 @@ def _system(settings: Mapping[str, Any]) -> list[dict[str, str]]:
 
 def _line(step: int, turn: Turn) -> str:
     action = str(turn.info.get("action_content") or turn.action)
-    action += "" if _numbers(turn).get("action_is_valid", True) else NOT_VALID
+    action += "" if _turn_metrics(turn).get("action_is_valid", True) else INVALID_ACTION_NOTE
     return f"(step: {step}, observation: {turn.observation}, action: {action}, reward: {turn.reward})"
 
 
-def _numbers(turn: Turn) -> Mapping[str, float]:
+def _turn_metrics(turn: Turn) -> Mapping[str, float]:
     return turn.info.get("metrics") or {}
 
 
 def _aggregated(turns: Sequence[Turn]) -> dict[str, float]:
-    """Return the environment's own numbers over all turns, each as `metrics_agg_mode` says, or as their mean."""
+    """Return the environment's metrics aggregated over all turns by `metrics_agg_mode`, default mean."""
     values: dict[str, list[float]] = {}
     modes: dict[str, str] = {}
     for turn in turns:
         modes |= turn.info.get("metrics_agg_mode") or {}
-        for name, value in _numbers(turn).items():
+        for name, value in _turn_metrics(turn).items():
             values.setdefault(name, []).append(value)
     return {name: AGGREGATIONS[modes.get(name, "mean")](found) for name, found in values.items()}

@@ -1,4 +1,4 @@
-"""A workflow of several steps: a wrong answer may be corrected, and each try is learned from by itself."""
+"""`try_again_workflow`: several attempts at a question with feedback; each attempt is one training step-experience."""
 
 from dataclasses import asdict
 from typing import Any
@@ -15,10 +15,10 @@ FEEDBACK = "That is not right. Look for the mistake, and answer again."
 
 @WORKFLOWS.register_module("try_again_workflow", arguments=("max_steps", "enough", "feedback"))
 class TryAgainWorkflow(AsyncStepWiseRewardWorkflow):
-    """A question; an answer whose reward is below `enough` is told so, and tried again. Each try is a step.
+    """Ask a question, and give feedback and retry while the reward is below `enough`; each try is one step.
 
-    `workflow_args`: `max_steps` (3) tries, `enough` (1.0), `feedback` (what is said to a wrong answer). The reward is
-    the configuration's `workflow_reward`, without it `accuracy_reward`.
+    `workflow_args`: `max_steps` (3) tries, `enough` (1.0), `feedback` (the user message after a wrong answer). The
+    reward is the configuration's `workflow_reward`, by default `accuracy_reward`.
     """
 
     can_reset = True
@@ -28,7 +28,7 @@ class TryAgainWorkflow(AsyncStepWiseRewardWorkflow):
         self.reset(task)
 
     def reset(self, task: Task) -> None:
-        """Take the next task."""
+        """Prepare for the next task."""
         self.task = task
         self.reward_fn = (task.reward_fn or AccuracyReward)(**task.reward_fn_args)
         system = task.format_args.system_prompt
@@ -38,21 +38,21 @@ class TryAgainWorkflow(AsyncStepWiseRewardWorkflow):
 
     @property
     def max_step_num(self) -> int:
-        """Most tries."""
+        """Maximum number of tries."""
         return int(self.task.workflow_args.get("max_steps", 3))
 
     async def step_async(self, step_num: int) -> bool:
-        """Ask once; return whether the answer is to be corrected."""
+        """Sample one answer; return whether another try follows."""
         (response,) = await self.model.chat_async(self.messages, **{**asdict(self.task.rollout_args), "n": 1})
         text = response.response_text or ""
-        told = {"response": text, "truth": self.task.truth, "prompt": self.task.task_desc, "info": response.info}
-        self.parts = parts_of(self.reward_fn, {**told, "response_token": response.tokens[response.prompt_length :]})
+        inputs = {"response": text, "truth": self.task.truth, "prompt": self.task.task_desc, "info": response.info}
+        self.parts = parts_of(self.reward_fn, {**inputs, "response_token": response.tokens[response.prompt_length :]})
         feedback = self.task.workflow_args.get("feedback", FEEDBACK)
         self.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": feedback}]
         return sum(self.parts.values()) < float(self.task.workflow_args.get("enough", 1.0))
 
     async def reward_async(self, exps: list[Experience], step_num: int) -> float:
-        """Return the try's own reward."""
+        """Return the reward of the latest try."""
         for one in exps:
             one.metrics.update(self.parts)
         return sum(self.parts.values())

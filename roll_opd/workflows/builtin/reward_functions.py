@@ -1,7 +1,7 @@
-"""Trinity-RFT's reward functions of mathematics, with this package's verdict on whether an answer is right.
+"""Trinity-RFT's mathematics reward functions, with this package's check of the final answer.
 
-Workflows of the package are scored by the configuration's `rewards`; these are for workflows that call a function.
-Arguments are in Trinity-RFT's order, and what else a workflow tells a reward function is taken.
+Built-in workflows are scored by the configuration's `rewards`; these are for workflows that call a function.
+Arguments are in Trinity-RFT's order; extra keyword arguments are ignored.
 """
 
 import ast
@@ -17,7 +17,7 @@ from roll_opd.rewards.builtin.math_rule import is_right
 from roll_opd.rewards.mathematics.processes import Busy, Crashed, TimedOut
 from roll_opd.workflows.reward_fn import REWARD_FUNCTIONS, RewardFn
 
-LONGEST = 1000  # characters of a formula that is computed
+MAX_FORMULA_CHARACTERS = 1000
 FORMAT = r"<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>"
 LOOSE_FORMAT = r".*?<think>.*?</think>\s*<answer>.*?</answer>\s*"
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -30,7 +30,7 @@ OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 
 
 def accuracy(response: str, truth: Any) -> float:
-    """Return 1.0 where the response's final answer equals the truth; 0.0 too where the comparison does not end."""
+    """Return 1.0 if the response's final answer equals the truth, else 0.0; also 0.0 if the comparison times out."""
     try:
         return float(bool(is_right(response, "" if truth is None else str(truth))))
     except (TimedOut, Crashed, Busy):
@@ -38,13 +38,13 @@ def accuracy(response: str, truth: Any) -> float:
 
 
 def has_thought(response: str) -> bool:
-    """Whether a response has one `<think>` and, behind it, one `</think>`."""
+    """Return whether a response has exactly one `<think>` followed by one `</think>`."""
     return re.findall(r"</?think>", response) == ["<think>", "</think>"]
 
 
 @REWARD_FUNCTIONS.register_module("accuracy_reward")
 class AccuracyReward(RewardFn):
-    """1 for a right final answer; with an `answer_parser`, for one that is parsed to the same as the truth."""
+    """1 for a right final answer; with an `answer_parser`, 1 if answer and truth parse to the same value."""
 
     def __init__(self, answer_parser: Callable[[str], Any] | None = None) -> None:
         self.answer_parser = answer_parser
@@ -58,7 +58,7 @@ class AccuracyReward(RewardFn):
 
 @REWARD_FUNCTIONS.register_module("format_reward")
 class FormatReward(RewardFn):
-    """0.1 for a response that matches the whole `pattern`, else -0.1."""
+    """0.1 for a response that fully matches `pattern`, else -0.1."""
 
     def __init__(self, pattern: str | None = None) -> None:
         self.pattern = re.compile(pattern or FORMAT, re.DOTALL)
@@ -70,7 +70,7 @@ class FormatReward(RewardFn):
 
 @REWARD_FUNCTIONS.register_module("math_reward")
 class MathRewardFn(RewardFn):
-    """`accuracy_reward` plus `format_reward`, of a thought and an answer in their tags."""
+    """`accuracy_reward` plus `format_reward` for a thought and an answer in their tags."""
 
     def __init__(self, answer_parser: Callable[[str], Any] | None = None, pattern: str = LOOSE_FORMAT) -> None:
         self.accuracy_reward, self.format_reward = AccuracyReward(answer_parser), FormatReward(pattern)
@@ -82,7 +82,7 @@ class MathRewardFn(RewardFn):
 
 @REWARD_FUNCTIONS.register_module("math_boxed_reward")
 class MathBoxedRewardFn(RewardFn):
-    """1 for a right final answer; with `with_think`, less `format_score_coef` where there is not one whole thought."""
+    """1 for a right final answer; with `with_think`, minus `format_score_coef` unless there is exactly one thought."""
 
     def __call__(
         self,
@@ -99,9 +99,9 @@ class MathBoxedRewardFn(RewardFn):
 
 @REWARD_FUNCTIONS.register_module("countdown_reward")
 class CountDownRewardFn(RewardFn):
-    """1 for a formula in `<answer>` that makes the target of each given number once, 0.1 for another formula, else 0.
+    """1 for a formula in `<answer>` that reaches the target with each given number once, 0.1 for any other, else 0.
 
-    The truth is an object with `target` and `numbers`, or JSON of it.
+    The truth is an object with `target` and `numbers`, or its JSON.
     """
 
     def __call__(self, response: str, prompt: Any = None, truth: Any = None, **_: Any) -> dict[str, float]:
@@ -111,7 +111,7 @@ class CountDownRewardFn(RewardFn):
         if not answers:
             return {"score": 0.0}
         formula = answers[-1].strip()
-        numbers = Counter(map(int, re.findall(r"\d+", formula[:LONGEST])))
+        numbers = Counter(map(int, re.findall(r"\d+", formula[:MAX_FORMULA_CHARACTERS])))
         try:
             right = numbers == Counter(map(int, wanted["numbers"])) and computed(formula) == Fraction(wanted["target"])
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
@@ -120,11 +120,11 @@ class CountDownRewardFn(RewardFn):
 
 
 def computed(formula: str) -> Fraction:
-    """Return the value of a formula of whole numbers, + - * / and parentheses, exactly.
+    """Return the exact value of a formula of integers, + - * / and parentheses.
 
-    ValueError or SyntaxError for anything else, ZeroDivisionError as it says.
+    Raises ValueError or SyntaxError for anything else, and ZeroDivisionError.
     """
-    if len(formula) > LONGEST:
+    if len(formula) > MAX_FORMULA_CHARACTERS:
         raise ValueError(f"the formula has {len(formula)} characters")
 
     def value(node: ast.expr) -> Fraction:
@@ -134,6 +134,6 @@ def computed(formula: str) -> Fraction:
             return -value(node.operand)
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return Fraction(node.value)
-        raise ValueError(f"no formula of whole numbers: {ast.unparse(node)}")
+        raise ValueError(f"not a formula of integers: {ast.unparse(node)}")
 
     return value(ast.parse(formula, mode="eval").body)

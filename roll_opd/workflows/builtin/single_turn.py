@@ -1,4 +1,4 @@
-"""Workflows of one question and one answer; their rewards are those of the configuration, unless a task brings one."""
+"""Single-turn workflows: one question, one answer, scored by the configuration's rewards or the task's function."""
 
 from dataclasses import asdict
 from typing import Any
@@ -24,9 +24,9 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 
 
 class BaseSimpleWorkflow(Workflow):
-    """What workflows of one turn share: the messages, and what becomes of the responses.
+    """Base of single-turn workflows: build the messages, score the responses.
 
-    One call makes one run unless a subclass says `can_repeat = True`.
+    One call makes one run unless a subclass sets `can_repeat = True`.
     """
 
     can_reset = True
@@ -37,7 +37,7 @@ class BaseSimpleWorkflow(Workflow):
         self.reset(task)
 
     def reset(self, task: Task) -> None:
-        """Take the next task."""
+        """Prepare for the next task."""
         self.task, self.raw_task, self.format_args = task, task.raw_task, task.format_args
         self.system_prompt, self.reply_prefix = task.format_args.system_prompt, task.format_args.reply_prefix
         self.truth, self.task_desc, self.is_eval = task.truth, task.task_desc, task.is_eval
@@ -46,7 +46,7 @@ class BaseSimpleWorkflow(Workflow):
 
     @property
     def rollout_args(self) -> dict[str, Any]:
-        """How to sample, with as many responses as runs; older workflows write their own."""
+        """Sampling options with one response per run; older workflows assign their own."""
         return {**(self._rollout_args or asdict(self.task.rollout_args)), "n": self.repeat_times}
 
     @rollout_args.setter
@@ -73,12 +73,12 @@ class BaseSimpleWorkflow(Workflow):
     def score(self, response: Experience) -> None:
         """Set a response's reward from the task's reward function, if any."""
         if self.reward_fn is not None:
-            parts = parts_of(self.reward_fn, self.told(response))
+            parts = parts_of(self.reward_fn, self.reward_inputs(response))
             response.metrics.update(parts)
             response.reward = sum(parts.values())
 
-    def told(self, response: Experience) -> dict[str, Any]:
-        """Return what a reward function may read of a response."""
+    def reward_inputs(self, response: Experience) -> dict[str, Any]:
+        """Return the keyword arguments that a reward function may take for a response."""
         return {
             "response": response.response_text,
             "truth": self.truth,
@@ -89,9 +89,9 @@ class BaseSimpleWorkflow(Workflow):
 
 
 def conversation_of(task: Task) -> list[dict[str, Any]]:
-    """Return what a row asks: its prompt as a user's turn, or as the messages that it is.
+    """Return a row's prompt as messages; a prompt that is a string becomes a user turn.
 
-    ValueError where it asks nothing.
+    Raises ValueError for a row without a prompt.
     """
     row, name = task.raw_task, task.format_args.prompt_key
     prompt = row[name] if name in row else row.get("messages")
@@ -107,12 +107,12 @@ def conversation_of(task: Task) -> list[dict[str, Any]]:
 
 @WORKFLOWS.register_module("simple_workflow")
 class SimpleWorkflow(BaseSimpleWorkflow):
-    """The row's prompt, answered."""
+    """Sample an answer to the row's prompt."""
 
     can_repeat = True
 
     def run(self) -> list[Experience]:
-        """Return one response a run."""
+        """Return one response per run."""
         return self.scored(self.model.chat(self.format_messages(), **self.rollout_args))
 
 
@@ -123,19 +123,22 @@ class AsyncSimpleWorkflow(BaseSimpleWorkflow):
     can_repeat = is_async = True
 
     async def run_async(self) -> list[Experience]:
-        """Return one response a run."""
+        """Return one response per run."""
         return self.scored(await self.model.chat_async(self.format_messages(), **self.rollout_args))
 
 
 class _Thinking(BaseSimpleWorkflow):
     def reset(self, task: Task) -> None:
         super().reset(task)
-        if self.system_prompt is None and task.reward_fn in (None, MathRewardFn):  # another one reads other answers
+        if self.system_prompt is None and task.reward_fn in (
+            None,
+            MathRewardFn,
+        ):  # other reward functions expect other formats
             self.system_prompt = THINK_AND_ANSWER
 
 
 class _Boxed(BaseSimpleWorkflow):
-    """Asks for a box where a system prompt of the configuration does not, of a base model as of one that chats."""
+    """Request a boxed answer, from a chat or base model, unless the configuration has its own system prompt."""
 
     use_base = with_think = False
     format_score_coef = 0.1
@@ -149,15 +152,15 @@ class _Boxed(BaseSimpleWorkflow):
             self.system_prompt = THINK_AND_BOX if self.with_think else BOXED
 
     def format_prompt(self) -> str:
-        """Return the text that a base model goes on with."""
+        """Return the prompt text for a base model."""
         system = [f"System:{self.system_prompt}"] if self.system_prompt else []
         turns = [f"{turn['role'].capitalize()}:\n{turn['content']}" for turn in conversation_of(self.task)]
         return "\n".join([*system, *turns, "Assistant:\n"])
 
-    def told(self, response: Experience) -> dict[str, Any]:
-        """Return what a reward function may read of a response."""
+    def reward_inputs(self, response: Experience) -> dict[str, Any]:
+        """Return the keyword arguments that a reward function may take for a response."""
         own = {"with_think": self.with_think, "format_score_coef": self.format_score_coef}
-        return {**super().told(response), **own}
+        return {**super().reward_inputs(response), **own}
 
 
 class _BoxedInQuestion(BaseSimpleWorkflow):
@@ -173,9 +176,9 @@ class _BoxedInQuestion(BaseSimpleWorkflow):
 
 @WORKFLOWS.register_module("math_workflow")
 class MathWorkflow(_Thinking, SimpleWorkflow):
-    """A question of mathematics, with the system prompt of DeepSeek-R1-Zero unless the configuration has one.
+    """Mathematics question with DeepSeek-R1-Zero's system prompt unless the configuration has one.
 
-    As in Trinity-RFT, a `workflow_reward` other than `math_reward` leaves it out.
+    As in Trinity-RFT, a `workflow_reward` other than `math_reward` omits the prompt.
     """
 
 
@@ -186,14 +189,14 @@ class AsyncMathWorkflow(_Thinking, AsyncSimpleWorkflow):
 
 @WORKFLOWS.register_module("math_boxed_workflow", arguments=("use_base", "with_think", "format_score_coef"))
 class MathBoxedWorkflow(_Boxed, SimpleWorkflow):
-    """A question of mathematics, whose answer is to stand in a box.
+    """Mathematics question with a boxed answer.
 
-    `workflow_args`: `use_base`, the model gets a text and no chat template; `with_think`, it is to think first, in
-    tags; `format_score_coef`, which the reward function gets beside `with_think`.
+    `workflow_args`: `use_base`, text prompt without chat template; `with_think`, ask for a thought in tags first;
+    `format_score_coef`, passed to the reward function with `with_think`.
     """
 
     def run(self) -> list[Experience]:
-        """Return one response a run."""
+        """Return one response per run."""
         if not self.use_base:
             return super().run()
         return self.scored(self.model.generate([self.format_prompt()], **self.rollout_args))
@@ -204,7 +207,7 @@ class AsyncMathBoxedWorkflow(_Boxed, AsyncSimpleWorkflow):
     """`math_boxed_workflow` in a coroutine."""
 
     async def run_async(self) -> list[Experience]:
-        """Return one response a run."""
+        """Return one response per run."""
         if not self.use_base:
             return await super().run_async()
         return self.scored(await self.model.generate_async([self.format_prompt()], **self.rollout_args))
@@ -219,7 +222,7 @@ class OnPolicyDistillWorkflow(AsyncSimpleWorkflow):
     """
 
     def reset(self, task: Task) -> None:
-        """Take the next task."""
+        """Prepare for the next task."""
         super().reset(task)
         self.temperature = task.workflow_args.get("temperature", 1.0)
 

@@ -1,1 +1,1 @@
-"""The policy at an address that OpenAI's clients know."""
+"""OpenAI-compatible HTTP endpoint of the policy."""

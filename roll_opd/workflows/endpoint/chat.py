@@ -1,4 +1,4 @@
-"""Chat completions as OpenAI's clients write and read them: requests are checked, answers and streams are made."""
+"""OpenAI chat completions: validation of requests, construction of responses and streams."""
 
 import inspect
 import json
@@ -11,16 +11,16 @@ from transformers import PreTrainedTokenizerBase
 from roll_opd.data.messages import KNOWN_ROLES, ROLES, MessageError, read_message
 from roll_opd.inference.tool_calls import ToolCallParser
 
-MOST_RESPONSES = 128  # `n` of one request
-SMALLEST = 1e-9  # of what must be above 0
-STREAMED_CHARACTERS = 64  # of a piece of a stream
+MAX_RESPONSES = 128  # `n` of one request
+SMALLEST = 1e-9  # lower bound of parameters that must be positive
+STREAMED_CHARACTERS = 64  # per chunk
 
-# how to sample, under the names of `ModelWrapper.chat`
+# sampling parameters, with the names of `ModelWrapper.chat`
 _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "max_completion_tokens", "stop", "n")
 _TEMPLATE = ("chat_template_kwargs", "continue_final_message")
 _READ = ("messages", "model", "tools", "tool_choice", "stream", "stream_options", "logprobs")
-# what changes nothing: seeds are the run's, and log-probs are there anyway
-_NO_MATTER = (
+# ignored: the run sets the seeds and always has log-probs
+_IGNORED = (
     *("seed", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "reasoning_effort", "verbosity"),
     *(
         "prompt_cache_key",
@@ -29,7 +29,7 @@ _NO_MATTER = (
         "return_token_ids",
     ),
 )
-# what would change the distribution that is sampled from: the values with which it does not
+# parameters that would change the sampled distribution -> values that leave it unchanged
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -41,21 +41,21 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("auto", "none"),
 }
 _NUMBERS = {"temperature": (0, 100), "top_p": (SMALLEST, 1), "repetition_penalty": (SMALLEST, 100)}
-_COUNTS = {"max_tokens": (1, None), "max_completion_tokens": (1, None), "n": (1, MOST_RESPONSES), "top_k": (-1, None)}
+_COUNTS = {"max_tokens": (1, None), "max_completion_tokens": (1, None), "n": (1, MAX_RESPONSES), "top_k": (-1, None)}
 _RESERVED = frozenset({"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters})
 
 
 class Refusal(Exception):
-    """A request that is not answered."""
+    """Error response to a request."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        """`status` is HTTP's; `param` the field that is wrong; `code` a word for programs."""
+        """Create an error with an HTTP status, the wrong field `param` and a machine-readable `code`."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
     @property
     def body(self) -> dict[str, Any]:
-        """The answer."""
+        """JSON body in OpenAI's error format."""
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
         kind = "server_error" if self.status >= 500 else kind
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -63,62 +63,62 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request that can be answered."""
+    """Validated request."""
 
     messages: list[dict[str, Any]]  # contents as text, arguments of tool calls as objects
     tools: list[dict[str, Any]]
     options: dict[str, Any]  # of `ModelWrapper.answer`
     model: str
     stream: bool
-    usage_at_end: bool  # of a stream
+    usage_at_end: bool  # last chunk of a stream has the usage
     logprobs: bool
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """Return what a request asks; Refusal, with the field that is wrong, where it cannot be answered as it asks."""
+    """Parse and validate a request body; raises Refusal with the wrong field if it cannot be served exactly."""
     try:
-        asked = json.loads(body)
-        json.dumps(asked, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        request = json.loads(body)
+        json.dumps(request, ensure_ascii=False).encode()  # raises for a lone surrogate
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not JSON: {error}") from None
-    if not isinstance(asked, dict):
-        raise Refusal(400, f"the body is a JSON {type(asked).__name__}, expected an object")
-    for name, value in asked.items():
+    if not isinstance(request, dict):
+        raise Refusal(400, f"the body is a JSON {type(request).__name__}, expected an object")
+    for name, value in request.items():
         if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
-            raise _wrong(name, f"{value!r} is not supported: it would change what is sampled from; leave it out")
-        if name not in (*_SAMPLING, *_TEMPLATE, *_READ, *_NO_MATTER, *_NEUTRAL):
-            raise _wrong(name, "is unknown here; leave it out")
+            raise _wrong(name, f"{value!r} is not supported: it would change the sampled distribution; leave it out")
+        if name not in (*_SAMPLING, *_TEMPLATE, *_READ, *_IGNORED, *_NEUTRAL):
+            raise _wrong(name, "is not a known parameter; leave it out")
     for name, (least, most) in _NUMBERS.items():
-        _check_number(asked, name, least, most, int | float)
+        _check_number(request, name, least, most, int | float)
     for name, (least, most_of_all) in _COUNTS.items():
-        _check_number(asked, name, least, most_of_all, int)
-    stop = asked.get("stop")
+        _check_number(request, name, least, most_of_all, int)
+    stop = request.get("stop")
     stops = [stop] if isinstance(stop, str) else stop or []
     if not _is_list(stops, str) or "" in stops:
         raise _wrong("stop", f"{stop!r} is not a text or a list of texts")
-    variables = asked.get("chat_template_kwargs") or {}
+    variables = request.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict) or not variables.keys().isdisjoint(_RESERVED):
-        raise _wrong("chat_template_kwargs", "is not an object of variables that the chat template knows")
-    tools = [] if asked.get("tool_choice") == "none" else asked.get("tools") or []
-    if asked.get("tool_choice") not in (None, "auto", "none"):
-        raise _wrong("tool_choice", "auto and none are supported: a forced call would not be the policy's")
+        raise _wrong("chat_template_kwargs", "is not an object of variables for the chat template")
+    tools = [] if request.get("tool_choice") == "none" else request.get("tools") or []
+    if request.get("tool_choice") not in (None, "auto", "none"):
+        raise _wrong("tool_choice", "auto and none are supported: a forced call would not be sampled from the policy")
     if not _is_list(tools, dict):
         raise _wrong("tools", "is not a list of objects")
-    stream_options = asked.get("stream_options") or {}
-    options = {name: asked[name] for name in (*_SAMPLING, *_TEMPLATE) if asked.get(name) is not None}
+    stream_options = request.get("stream_options") or {}
+    options = {name: request[name] for name in (*_SAMPLING, *_TEMPLATE) if request.get(name) is not None}
     return ChatRequest(
-        messages=_read_messages(asked.get("messages")),
+        messages=_read_messages(request.get("messages")),
         tools=tools,
         options={"continue_final_message": False, **options},
-        model=str(asked.get("model") or ""),
-        stream=bool(asked.get("stream")),
+        model=str(request.get("model") or ""),
+        stream=bool(request.get("stream")),
         usage_at_end=isinstance(stream_options, dict) and bool(stream_options.get("include_usage")),
-        logprobs=bool(asked.get("logprobs")),
+        logprobs=bool(request.get("logprobs")),
     )
 
 
 def as_message(text: str, tools: Sequence[Mapping[str, Any]], parse: ToolCallParser, number: str) -> dict[str, Any]:
-    """Return the assistant's message that a response is; `number` tells its tool calls from others."""
+    """Return a response as an assistant message; `number` makes the ids of its tool calls unique."""
     content, calls = parse(text, tools) if tools else (text, [])
     message: dict[str, Any] = {"role": "assistant", "content": content or None if calls else content}
     if calls:
@@ -135,7 +135,7 @@ def as_message(text: str, tools: Sequence[Mapping[str, Any]], parse: ToolCallPar
 
 @dataclass(frozen=True)
 class Answer:
-    """One response as a choice: what was said, why it ended, its tokens as texts with their log-probs."""
+    """One choice of a chat completion: message, finish reason, token texts and log-probs."""
 
     message: dict[str, Any]
     finish_reason: str
@@ -144,12 +144,12 @@ class Answer:
 
     @property
     def reason(self) -> str:
-        """Why it ended, in OpenAI's words."""
+        """OpenAI's finish reason."""
         return "tool_calls" if self.message.get("tool_calls") and self.finish_reason == "stop" else self.finish_reason
 
     @property
     def token_logprobs(self) -> dict[str, Any]:
-        """The tokens with their log-probs."""
+        """Tokens with log-probs in OpenAI's format."""
         entries = [
             {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
             for text, logprob in zip(self.tokens, self.logprobs, strict=True)
@@ -158,15 +158,15 @@ class Answer:
 
 
 def completion(
-    head: Mapping[str, Any], asked: ChatRequest, answers: Sequence[Answer], usage: Mapping
+    head: Mapping[str, Any], request: ChatRequest, answers: Sequence[Answer], usage: Mapping
 ) -> dict[str, Any]:
-    """Return the whole answer; `head` has its id, time and model."""
+    """Return the chat completion; `head` has its id, time and model."""
     choices = [
         {
             "index": index,
             "message": {"refusal": None, **answer.message},
             "finish_reason": answer.reason,
-            "logprobs": answer.token_logprobs if asked.logprobs else None,
+            "logprobs": answer.token_logprobs if request.logprobs else None,
         }
         for index, answer in enumerate(answers)
     ]
@@ -174,9 +174,9 @@ def completion(
 
 
 def stream(
-    head: Mapping[str, Any], asked: ChatRequest, answers: Sequence[Answer], usage: Mapping
+    head: Mapping[str, Any], request: ChatRequest, answers: Sequence[Answer], usage: Mapping
 ) -> Iterator[dict[str, Any]]:
-    """Yield the same in pieces; the log-probs of an answer are with its last one."""
+    """Yield the chunks of a streamed completion; log-probs of a choice are in its last chunk."""
 
     def piece(index: int, delta: Mapping, reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
@@ -189,8 +189,8 @@ def stream(
             yield piece(index, {"content": text[start : start + STREAMED_CHARACTERS]})
         for place, call in enumerate(calls):
             yield piece(index, {"tool_calls": [{"index": place, **call}]})
-        yield piece(index, {}, answer.reason, answer.token_logprobs if asked.logprobs else None)
-    if asked.usage_at_end:
+        yield piece(index, {}, answer.reason, answer.token_logprobs if request.logprobs else None)
+    if request.usage_at_end:
         yield {**head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
 
 
@@ -206,12 +206,12 @@ def _read_message(message: dict[str, Any], where: str) -> dict[str, Any]:
     except MessageError as error:
         raise _wrong(error.field, error.what) from None
     if read["role"] not in KNOWN_ROLES:
-        raise _wrong(f"{where}.role", f"{read['role']!r} is none of {', '.join(ROLES)}")
+        raise _wrong(f"{where}.role", f"{read['role']!r} is not one of {', '.join(ROLES)}")
     return read
 
 
-def _check_number(asked: Mapping[str, Any], name: str, least: float, most: float | None, kind: Any) -> None:
-    value = asked.get(name)
+def _check_number(request: Mapping[str, Any], name: str, least: float, most: float | None, kind: Any) -> None:
+    value = request.get(name)
     if value is None:
         return
     if (
