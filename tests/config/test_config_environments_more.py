@@ -67,8 +67,8 @@ def test_managers_that_are_played(plan: Plan) -> None:
         ({"agent_template": "{observation:d}"}, "agent_template", "cannot be rendered: ValueError"),
         ({"agent_template": "{} {observation}"}, "agent_template", "{} is not a field of a turn"),
         ({"env_manager_cls": BY_STEP}, "agent_template", "{current_observation}"),
-        ({"pre_step_template": "{foo}"}, "pre_step_template", "{foo} is nothing"),
-        ({"next_step_template": "{turn_idx} {foo}"}, "next_step_template", "{foo} is nothing"),
+        ({"pre_step_template": "{foo}"}, "pre_step_template", "{foo} is not a field"),
+        ({"next_step_template": "{turn_idx} {foo}"}, "next_step_template", "{foo} is not a field"),
     ],
 )
 def test_templates_that_cannot_be_filled_in(problems: Problems, settings: dict[str, Any], key: str, words: str) -> None:

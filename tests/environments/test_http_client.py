@@ -337,7 +337,7 @@ def test_the_command_serves_on_loopback_until_it_is_interrupted() -> None:
     [
         (["frozen_lake", "sise=5"], "did you mean 'size'"),
         (["frozen_lake", "size"], "write key=value"),
-        (["frozen_lake", "size=[5"], "is no YAML"),
+        (["frozen_lake", "size=[5"], "is not YAML"),
         (["nothing"], "unknown environment"),
         (["frozen_lake", "--port", "70000"], "--port is 70000"),
         (["frozen_lake", "--episodes", "0"], "--episodes is 0"),

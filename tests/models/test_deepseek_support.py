@@ -103,7 +103,7 @@ def test_layers_that_config_json_leaves_out_are_lost(tmp_path: Path, behind: str
     shapes = {f"model.layers.{number}.input_layernorm.weight": (16,) for number in range(4)}
     write_safetensors(path / "model.safetensors", shapes | {f"model.layers.3.{behind}": (16, 32)})
     lost = [problem for problem in weight_problems(read_model(path)) if "num_hidden_layers" in problem]
-    assert len(lost) == (layers is not None) and all(f"hold {layers} layers" in problem for problem in lost)
+    assert len(lost) == (layers is not None) and all(f"have {layers} layers" in problem for problem in lost)
 
 
 @pytest.mark.parametrize("query_rank", [6, None])

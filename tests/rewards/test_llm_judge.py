@@ -254,7 +254,7 @@ def test_every_form_of_a_judges_url_gives_its_chat_url(url: str, whole: str) -> 
         ({"prompt_file": "setup.py"}, "has no {response}"),
         ({"prompt_file": "a", "judge_prompt": "match"}, "remove one"),
         ({"verdict": "xml"}, "is not json or regex"),
-        ({"pattern": "("}, "no regular expression"),
+        ({"pattern": "("}, "not a regular expression"),
         ({"min_score": 1}, "min_score 1 is not below max_score 1"),
         ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY is not set"),
         ({"cache_size": -1}, "cache_size: -1"),

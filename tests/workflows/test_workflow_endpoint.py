@@ -218,7 +218,7 @@ WRONG = {
     "expected an object": b"[]",
     "messages: is not a list": {"messages": "hello"},
     "at least one": {"messages": []},
-    r"messages\[1\].role: 'robot' is none of": {"messages": [*ASKED, {"role": "robot", "content": "x"}]},
+    r"messages\[1\].role: 'robot' is not one of": {"messages": [*ASKED, {"role": "robot", "content": "x"}]},
     "parts other than text": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
     "content: is not a text": {"messages": [{"role": "user"}]},
     "arguments: is not JSON": {
@@ -352,7 +352,7 @@ def test_a_huge_body_is_refused(tokenizer: Any) -> None:
         huge = [{"role": "user", "content": "x" * 50_000_000}]
         with pytest.raises(openai.APIStatusError) as refused:
             await client.chat.completions.create(model="m", messages=huge)
-        assert refused.value.status_code == 413 and "8388608 are the most" in str(refused.value)
+        assert refused.value.status_code == 413 and "the maximum is 8388608" in str(refused.value)
 
         async def pieces() -> AsyncIterator[bytes]:
             for _ in range(50):
@@ -448,7 +448,7 @@ def test_too_many_requests_are_told_to_come_again(tokenizer: Any, monkeypatch: p
 def test_an_address_that_is_taken_is_told(tokenizer: Any) -> None:
     async def script(one: Served) -> None:
         other = Served(one.engine, tokenizer, port=int(one.endpoint.address.rpartition(":")[2]))
-        with pytest.raises(WorkflowError, match="give another endpoint_host or endpoint_port"):
+        with pytest.raises(WorkflowError, match="set another endpoint_host or endpoint_port"):
             _ = other.endpoint.address
 
     served(script, tokenizer)
