@@ -126,10 +126,10 @@ def test_variables_unset_since_are_unset_in_a_fork(server: None, tmp_path: Path)
 SERVER = """
 import contextlib, io, json, sys
 from roll_opd.cluster.forkserver import forkserver_main
-preloaded.suppress = lambda *errors: contextlib.nullcontext()
-preloaded._serve = lambda listener, alive: None
-told = io.StringIO(json.dumps({'engines': preloaded.EAGER_ENGINES}))
-preloaded.preload_and_serve(told, {"megatron": 0, "engines": 0}, 0)
+forkserver_main.suppress = lambda *errors: contextlib.nullcontext()
+forkserver_main._serve = lambda listener, alive: None
+told = io.StringIO(json.dumps({'engines': forkserver_main.EAGER_ENGINES}))
+forkserver_main.preload_and_serve(told, {"megatron": 0, "engines": 0}, 0)
 if "vllm" not in sys.modules:  # the fork, for Megatron
     sys.exit()
 assert 'vllm.v1.worker.cpu_worker' in sys.modules
@@ -256,9 +256,9 @@ class Recording(type(os.environ)):
         return super().__getitem__(name)
 os.environ.__class__ = Recording
 from roll_opd.cluster.forkserver import forkserver_main
-preloaded._serve = lambda listener, alive: None
-told = io.StringIO(json.dumps({"engines": preloaded.EAGER_ENGINES}))
-preloaded.preload_and_serve(told, {"megatron": 0, "engines": 0}, 0)
+forkserver_main._serve = lambda listener, alive: None
+told = io.StringIO(json.dumps({"engines": forkserver_main.EAGER_ENGINES}))
+forkserver_main.preload_and_serve(told, {"megatron": 0, "engines": 0}, 0)
 print(json.dumps(sorted(map(str, seen))), flush=True)
 try:
     os.wait()  # for the fork, which would end with this process
