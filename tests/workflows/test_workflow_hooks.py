@@ -531,8 +531,8 @@ def test_a_reward_function_scores_what_no_hook_does(kind: type, tokenizer: Any) 
         ({"agent": "no_such_module.solve"}, "no_such_module cannot be imported"),
         ({"agent": "json.solve"}, "json has no function named solve"),
         ({"agent": "solve"}, "is not a dotted path"),
-        ({"agent": "os.getpid"}, "must take (row, base_url, api_key)"),
-        ({"command": "node agent.js"}, "a list of words"),
+        ({"agent": "os.getpid"}, r"must take \(row, base_url, api_key\)"),
+        ({"command": "node agent.js"}, "a list of strings"),
     ],
 )
 def test_agents_that_no_run_could_call(arguments: dict, message: str) -> None:
