@@ -117,7 +117,7 @@ class Endpoint:
             return self._by_run[id(run)]
 
     def close(self, run: RunState) -> None:
-        """Close a run's session, if any: its requests under way are refused, as are those to come."""
+        """Close a run's session, if any: requests in progress and later ones are refused."""
         with self._starting:
             run.ended = True
             session = self._by_run.pop(id(run), None)
@@ -153,7 +153,7 @@ class Endpoint:
         response: web.StreamResponse
         try:
             if self._active_requests >= MAX_CONCURRENT_REQUESTS:
-                raise Refusal(429, f"{MAX_CONCURRENT_REQUESTS} requests are under way; try again later", code="busy")
+                raise Refusal(429, f"{MAX_CONCURRENT_REQUESTS} requests are in progress; try again later", code="busy")
             self._active_requests += 1
             try:
                 response = await handler(request)
