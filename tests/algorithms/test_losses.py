@@ -282,7 +282,7 @@ def test_dpo_is_the_mean_over_pairs() -> None:
     ("name", "missing"), [("dpo", "ref_logprobs_M"), ("mix", "demonstration_M"), ("mix_chord", "demonstration_M")]
 )
 def test_what_a_loss_needs_is_named(name: str, missing: str) -> None:
-    with pytest.raises(ValueError, match=f"policy loss {name} reads {missing} of its batch"):
+    with pytest.raises(ValueError, match=f"policy loss {name} needs {missing} in its batch"):
         POLICY_LOSSES[name](replace(batch(0), **{missing: None}))
 
 
