@@ -63,9 +63,9 @@ WRONG_FORMULAS = (
     ),
     WrongFormula(
         "distillation without the teacher's coefficient",
-        "mask * np.float32(targets.coefficient if targets else 0)",
-        "mask * np.float32(1 if targets else 0)",
-        (WHOLE_LOSS,),
+        "mask * (shares[name] if name in e.teacher_targets else np.float32(0))",
+        "mask * np.float32(name in e.teacher_targets)",
+        ("test_columns.py",),
     ),
     # the teachers' part of the advantage
     WrongFormula(
