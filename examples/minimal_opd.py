@@ -29,7 +29,7 @@ Data, advantage, loss and reward are the package's own functions. Everything els
 Legend: B sequences, P prompt tokens, A answer tokens, T = P + A, V vocabulary; M = B * A, all answers end to end.
 """
 
-if __name__ == "__main__":
+if __name__ == "__main__" and __import__("importlib.util").util.find_spec("project_environment"):  # or a copy alone
     __import__("project_environment").use_project_environment(("roll_opd", "torch", "transformers"))
 
 import argparse

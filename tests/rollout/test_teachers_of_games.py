@@ -218,7 +218,13 @@ def test_short_turns_take_more_samples(game: Played) -> None:
     (one, *_) = game.samples
     length = 60
     mask = np.arange(length) % 30 == 0
-    brief = replace(one, tokens=np.resize(one.tokens, 10 + length), prompt_length=10, action_mask=mask)
+    brief = replace(
+        one,
+        tokens=np.resize(one.tokens, 10 + length),
+        prompt_length=10,
+        action_mask=mask,
+        rollout_logprobs=np.full(length, -1, np.float32),
+    )
     many = _chosen([replace(brief, id=str(number)) for number in range(500)])
     assert len(many) > PREFLIGHT_SAMPLES and sum(e.action_tokens for e in many) >= ENOUGH
     assert len({e.id for e in many}) == len(many) and all(e.action_mask[-1] for e in many)
