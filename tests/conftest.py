@@ -5,7 +5,6 @@ The markers `slow` and `nightly` make the tiers: `make test-fast` leaves both ou
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,12 @@ os.environ["COLUMNS"] = "1000"  # messages in one line, whose words tests look f
 
 TESTS = Path(__file__).parent
 SLOW_ROOMS = {"inference", "megatron_engine", "pipelines", "roles", "workflows"}  # start engines, process groups or Ray
-STARTED: list[tuple[pytest.FixtureDef, Any]] = []
 GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"  # beside the repository
 GSM8K_FILES = ("train.jsonl", "test.jsonl")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(groups.EndOfGroups())
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -46,22 +48,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return groups.scheduler(config, log)
-
-
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest) -> None:
-    """Remember what a group of tests starts once."""
-    if fixturedef.argname in groups.STARTED_ONCE:
-        STARTED.append((fixturedef, request))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """After the last test of a group, end what the group has started once."""
-    yield
-    if nextitem is not None and groups.group_of(nextitem.nodeid) != groups.group_of(item.nodeid):
-        while STARTED:
-            fixturedef, request = STARTED.pop()
-            fixturedef.finish(request)
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,11 @@ order of `GROUPS`, the most expensive first, then the other files. Groups follow
 others under pytest 9.2: its `--dist loadgroup` adds a suffix to `Item._nodeid`, which `Item.nodeid` no longer reads.
 """
 
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from typing import Any
+
+import pytest
 
 # (group, its files), in the order in which groups start
 GROUPS = (
@@ -44,3 +47,25 @@ def scheduler(config: Any, log: Any) -> Any:
 
     config.option.loadscopereorder = False  # keep the order of collection, which is that of `GROUPS`
     return GroupScheduling(config, log)
+
+
+class EndOfGroups:
+    """Ends what a group has started once after the last of its tests.
+
+    A plugin, since hooks of a conftest are not called for session fixtures: these belong to the root directory.
+    """
+
+    def __init__(self) -> None:
+        self.started: list[tuple[pytest.FixtureDef, Any]] = []
+
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest) -> None:
+        if fixturedef.argname in STARTED_ONCE:
+            self.started.append((fixturedef, request))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+        yield
+        if nextitem is not None and group_of(nextitem.nodeid) != group_of(item.nodeid):
+            while self.started:
+                fixturedef, request = self.started.pop()
+                fixturedef.finish(request)
