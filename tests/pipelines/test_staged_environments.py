@@ -166,7 +166,9 @@ def test_the_teacher_plays_what_validation_plays(stage: Stage, games: str) -> No
 def test_faults_end_their_own_trajectory_alone(stage: Stage, games: str, tmp_path: Path) -> None:
     """Each fault is counted once, under its name, and every other trajectory is learned from once."""
     log = tmp_path / "faults"
-    run = played(stage, games, "faulty_sums", "actor_train", f"custom_envs.Game.env_config={{log: {log}}}", "max_steps=3")
+    run = played(
+        stage, games, "faulty_sums", "actor_train", f"custom_envs.Game.env_config={{log: {log}}}", "max_steps=3"
+    )
     assert run.code == 0
     rows = run.rows("metrics.jsonl")[1:]
     injected = Counter(log.read_text().split())
