@@ -2,8 +2,8 @@
 
 import numpy as np
 
-TOKENS, LONGEST = 1024, 16_384  # of each response of `fixed`, and at most of `tail`
-SHORT = 32  # of each of `short`, by which the price of a sample is told from that of its tokens
+TOKENS, LONGEST = 1024, 16_384  # length of a response in `fixed`, longest response in `tail`
+SHORT = 32  # length of a response in `short`, which shows the cost of a sample apart from that of its tokens
 LENGTHS = ("fixed", "tail", "short")
 
 

@@ -156,24 +156,24 @@ def _sequences(
     lengths = [len(whole) for whole in places]
     bounds = (0, *np.cumsum(lengths).tolist())
 
-    def told(boundaries: Sequence[int], longest: int = max(lengths)) -> dict[str, Any]:
+    def packed_params(boundaries: Sequence[int], longest: int = max(lengths)) -> dict[str, Any]:
         cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=device)
-        of = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
-        return {"qkv_format": "thd", "max_seqlen_q": longest, "max_seqlen_kv": longest, **of}
+        bounds_qkv = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
+        return {"qkv_format": "thd", "max_seqlen_q": longest, "max_seqlen_kv": longest, **bounds_qkv}
 
     here = tokens // context.ranks
     pack = PackedSequences(
-        **told((0, here)),
+        **packed_params((0, here)),
         bounds=bounds,
         shared=tuple(shared),
-        whole=PackedSeqParams(**told(bounds)),
+        whole=PackedSeqParams(**packed_params(bounds)),
         context=context,
         first=context.rank * here,
     )
     pack.own = pack.whole
     if any(shared):
         own = [length - common for length, common in zip(lengths, shared, strict=True)]
-        pack.own = PackedSeqParams(**told((0, *np.cumsum(own).tolist()), max(own)))
+        pack.own = PackedSeqParams(**packed_params((0, *np.cumsum(own).tolist()), max(own)))
     if any(shared) or context.ranks > 1:
         first_cells = np.unique(np.concatenate(places), return_index=True)[1]
         pack.places_X = _tensor(np.concatenate(places), device)

@@ -41,7 +41,7 @@ class WritesBuckets:
 
     def begin_writing(self, memories: Sequence[BucketMemory], dtype: str) -> Written:
         """Return an iterator that writes all weights as `dtype` into `memories` in turn; empty on ranks above 0."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `begin_writing`")
 
     def export_weights(self, dtype: str, memories: int) -> tuple[Description, bool] | None:
         """Start the export and return the first bucket (see `next_bucket`); on ranks above 0, run it to its end."""

@@ -38,7 +38,7 @@ def test_transformer_engine_attends_where_it_needs_no_square_of_a_packs_length(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_of_a_gpu_is_chosen_on_a_cpu(dtype: torch.dtype) -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
+        pytest.skip("tests the choices of a machine without a GPU")
     assert not uses_transformer_engine(dtype)
     assert fusions(dtype, Layout()) == {}
 

@@ -9,7 +9,7 @@ import pytest
 
 
 def test_kernels_and_their_gradients_are_torchs_in_f64() -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="needs Triton, which torch brings on GPUs (pip install triton)")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
     done = subprocess.run(
         [*command, str(Path(__file__).with_name("megatron_kernels.py"))],
