@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the declarations of the keys in roll_opd/config/schema.py: `make docs`."""
+"""Writes docs/configuration.md from the declarations of the keys in roll_opd/config/schema/: `make docs`."""
 
 import inspect
 import re
@@ -14,7 +14,7 @@ from roll_opd.config.schema import SUPERVISED, Section
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration: every key
 
-Written by `make docs` from [roll_opd/config/schema.py](../roll_opd/config/schema.py); a test holds it to that.
+Written by `make docs` from [roll_opd/config/schema/](../roll_opd/config/schema/__init__.py); a test holds it to that.
 
 A configuration is a YAML file, read by Hydra: it may compose from others, and `key=value` on the command line
 overrides it. A misspelt key is an error that names its nearest neighbour. ROLL's keys that mean nothing here are

@@ -62,7 +62,7 @@ def copy(tmp_path: Path) -> Path:
 def test_the_page_counts_its_files() -> None:
     """As many files of the package are named in a section as its row of the table says."""
     assert [apply_to for apply_to in re.findall(r"^--- a/(\S+)", section("A key"), re.MULTILINE)] == [
-        "roll_opd/config/schema.py",
+        "roll_opd/config/schema/rollout_keys.py",
         "roll_opd/pipelines/run_logger.py",
     ]
     for title, file in FILES.items():
@@ -149,13 +149,16 @@ def test_a_pipeline_runs(copy: Path, where: str) -> None:
     keys, loop = code("A pipeline")
     name = "self_paced"
     if where == "in the package":
-        with open(copy / "roll_opd/config/schema.py", "a", encoding="utf-8") as schema:
+        with open(copy / "roll_opd/config/schema/supervised_keys.py", "a", encoding="utf-8") as schema:
             schema.write(f"\n\n{keys}")
         (copy / "roll_opd/pipelines/self_paced.py").write_text(loop, encoding="utf-8")
     else:
         name = "my_pipelines.self_paced"
         (copy / "my_pipelines").mkdir()
-        imports = "from dataclasses import dataclass\nfrom roll_opd.config.schema import *\n"
+        imports = (
+            "from dataclasses import dataclass\nfrom typing import Annotated\nfrom pydantic import Field\n"
+            "from roll_opd.config.schema import *\n"
+        )
         keys = keys.replace('pipeline = "self_paced"', f'pipeline = "{name}"')
         head, _, body = loop.partition('"""\n')
         (copy / "my_pipelines/self_paced.py").write_text(f'{head}"""\n{imports}{body}\n\n{keys}', encoding="utf-8")

@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 from shapes import SHAPES, Shape
 from work import TRAINED, forward_flops, keys_seen
 
-from roll_opd.config.plan import Dtype, Layout, MicroBatchLimits, ModelPlan, ObjectivePlan, OptimizerPlan, TrainPlan
+from roll_opd.config.plan import Layout, MicroBatchLimits, ModelPlan, ObjectivePlan, OptimizerPlan, TrainPlan
+from roll_opd.config.schema import Dtype
 from roll_opd.megatron import parallel
 from roll_opd.megatron.checkpoint import load_state, save_state
 from roll_opd.megatron.engine import MegatronEngine

@@ -9,191 +9,31 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.config.roll_keys import Schedule
+from roll_opd.config.role_plans import (
+    ContextPlan,
+    CriticPlan,
+    FollowingPlan,
+    Layout,
+    LoraPlan,
+    MegatronPlan,
+    MicroBatchLimits,
+    ModelPlan,
+    OptimizerPlan,
+    RolloutPlan,
+    SamplingPlan,
+    TeacherPlan,
+    TrainPlan,
+)
 from roll_opd.config.schema import (
     CheckpointKeys,
-    ContextKeys,
-    CriticKeys,
-    Dtype,
-    FollowKeys,
     Level,
     ObjectiveKeys,
-    OptimizerKeys,
     RewardKeys,
     RolloutKeys,
-    RoutingMode,
     RowKeys,
     RunKeys,
-    SamplingKeys,
     WorkflowKeys,
 )
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How one Megatron role is spread over its devices."""
-
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    dp: int = 1
-    sequence_parallel: bool = False  # with experts it is there wherever tp is more than 1
-    vpp: int | None = None
-    etp: int | None = None  # ranks that share an expert; None: as many as tp
-
-    @property
-    def expert_tp(self) -> int:
-        """Over how many ranks one expert is split."""
-        return self.etp or self.tp
-
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.pp * self.cp * self.dp
-
-
-@dataclass(frozen=True)
-class ModelPlan:
-    """A Hugging Face model directory and the precision it runs in."""
-
-    path: str
-    dtype: Dtype = "fp32"
-
-
-@dataclass(frozen=True)
-class LoraPlan:
-    """What learns in the place of a student's weights: a pair of matrices beside each linear layer in `targets`."""
-
-    targets: tuple[str, ...]  # Hugging Face's names, such as q_proj
-    rank: int
-    alpha: float  # their product counts alpha / rank
-    path: str | None = None  # of an adapter to begin with, as peft saves it; None: one whose product is zero
-
-
-@dataclass(frozen=True)
-class MicroBatchLimits:
-    """What one packed micro-batch on one data-parallel rank may hold; None is no limit."""
-
-    sequences: int | None = None
-    tokens: int | None = None
-
-
-@dataclass(frozen=True)
-class MegatronPlan:
-    """A Megatron role: the weights, where they live, and how much goes through at once."""
-
-    name: str
-    model: ModelPlan
-    devices: tuple[int, ...]
-    layout: Layout
-    forward_limits: MicroBatchLimits
-    megatron_args: FrozenDict = field(default_factory=FrozenDict)  # extra TransformerConfig fields
-    env: FrozenDict = field(default_factory=FrozenDict)  # environment of the worker processes
-    vocab_size: int | None = None  # token ids that its log-probs are normalised over; None: all that it has
-
-
-@dataclass(frozen=True)
-class OptimizerPlan(OptimizerKeys):
-    """AdamW, its schedule and gradient clipping. Steps count optimizer updates."""
-
-    max_grad_norm: float = 1.0
-    lr_scheduler_type: Schedule = "constant"
-    warmup_steps: int = 0
-    total_steps: int = 1
-    decay_steps: int | None = None  # until min_learning_rate; None: all
-    initial_learning_rate: float = 0.0  # where the warm-up begins
-    min_learning_rate: float = 0.0
-    wsd_decay_steps: int | None = None  # of schedule WSD
-    wsd_decay_style: str | None = None
-    use_distributed_optimizer: bool = True
-    overlap_grad_reduce: bool = False  # while the backward pass of the last micro-batch goes on
-    overlap_param_gather: bool = False  # while the next forward pass goes on
-
-
-@dataclass(frozen=True)
-class TrainPlan(MegatronPlan):
-    """The student's training role."""
-
-    train_limits: MicroBatchLimits = field(default_factory=MicroBatchLimits)
-    mini_batch_sequences: int = 1  # sequences behind one optimizer update, over all data-parallel ranks
-    optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
-    lora: LoraPlan | None = None  # None: all weights learn
-    router_replay: RoutingMode = "disable"
-
-
-@dataclass(frozen=True)
-class CriticPlan(TrainPlan, CriticKeys):
-    """The critic's training role."""
-
-
-@dataclass(frozen=True)
-class FollowingPlan(MegatronPlan, FollowKeys):
-    """A teacher whose weights follow the student's: every `every` steps, `decay` of its own and the rest the student's.
-
-    Of two weights that differ by name alone, one is enough: see `RunPlan.serving`.
-    """
-
-    @property
-    def is_live(self) -> bool:
-        """Whether it is the student itself, as it was before the step."""
-        return self.every == 1 and not self.decay
-
-
-@dataclass(frozen=True, kw_only=True)
-class ContextPlan(ContextKeys):
-    """What a teacher reads in the place of the student's prompt."""
-
-    name: str  # of the teacher
-    key: str  # its section
-    prompt_length: int  # most tokens of it
-    tokenizer: str | None = None  # the directory of the teacher's own; None: the student's
-    tags: tuple[str, ...] | None = None  # None: every tag
-
-
-@dataclass(frozen=True)
-class TeacherPlan:
-    """A teacher, its weight, what it reads and whose samples it computes log-probs of."""
-
-    name: str
-    worker: MegatronPlan
-    opd_kl_coef: float
-    tags: tuple[str, ...] | None = None  # None: every tag
-    context: ContextPlan | None = None  # None: it reads what the student reads
-
-    def accepts(self, tag: str) -> bool:
-        return self.tags is None or tag in self.tags
-
-
-@dataclass(frozen=True)
-class SamplingPlan(SamplingKeys):
-    """How the student samples. `n` responses a prompt; `top_k` -1 is off."""
-
-    n: int = 1
-    max_new_tokens: int = 16
-    stop: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class RolloutPlan:
-    """An inference role, the student's or a judge's: `engines` vLLM engines of `tp` devices each."""
-
-    name: str
-    model: ModelPlan
-    devices: tuple[int, ...]
-    tp: int
-    engines: int
-    sampling: SamplingPlan
-    max_model_len: int
-    engine_args: FrozenDict = field(default_factory=FrozenDict)  # passed to vLLM untouched
-    max_running_requests: int | None = None  # requests under way at once, over all engines; None: no limit
-    returns_routes: bool = False  # to which experts each token was sent
-    sleep_level: int = 2  # while other roles have its devices; 2: its weights are given up, and sent to it again
-    env: FrozenDict = field(default_factory=FrozenDict)
-
-    @property
-    def layout(self) -> Layout:
-        """The engines as data-parallel copies."""
-        return Layout(tp=self.tp, dp=self.engines)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,85 @@
+"""What a user may write: every key once, with its name, type, range, default, meaning and origin.
+
+A section of the configuration is a frozen dataclass of keys. Pydantic checks types and ranges strictly; rules between
+sections and rules that read files are the planner's. The types of `plan.py` inherit the classes of keys whose values
+pass through unchanged, so that such a key needs two lines: one here and one where it is used. `docs/configuration.md`
+is written from these declarations.
+
+A pipeline that trains on rows with answers declares its keys as a subclass of `Supervised`.
+"""
+
+from roll_opd.config.schema.environment_keys import (
+    AgenticKeys,
+    EnvironmentKeys,
+    EnvironmentsPlayed,
+    RewardNormalization,
+)
+from roll_opd.config.schema.key_types import (
+    COLDEST,
+    AboveZero,
+    Count,
+    Dtype,
+    Environment,
+    Fraction,
+    Level,
+    Many,
+    Name,
+    Names,
+    NotNegative,
+    Number,
+    Positive,
+    Probabilities,
+    RoutingMode,
+    Seed,
+    Temperature,
+    Texts,
+    Threshold,
+)
+from roll_opd.config.schema.objective_keys import (
+    CriticKeys,
+    DistillationKeys,
+    ImportanceWeight,
+    ObjectiveKeys,
+    ReinforcementKeys,
+    SampleKeys,
+    TokenFilter,
+    TrainInferCorrection,
+)
+from roll_opd.config.schema.reward_keys import Filter, Reward, RewardKeys, Term
+from roll_opd.config.schema.rollout_keys import (
+    Demonstrations,
+    RemoteModelKeys,
+    RolloutKeys,
+    Top,
+    Validation,
+    WorkflowKeys,
+)
+from roll_opd.config.schema.run_keys import CheckpointKeys, PromptColumns, RowKeys, Run, RunKeys
+from roll_opd.config.schema.section import OURS, TRINITY, Section, changed, key, keys_of, settle, shared
+from roll_opd.config.schema.supervised_keys import (
+    SUPERVISED,
+    Dpo,
+    EpochArgs,
+    HeldOut,
+    Sft,
+    Supervised,
+    SupervisedWorker,
+)
+from roll_opd.config.schema.worker_keys import (
+    MIXED_ROLES,
+    PURE_ROLES,
+    ContextKeys,
+    DataArgs,
+    FollowKeys,
+    GeneratingArgs,
+    ModelArgs,
+    OptimizerKeys,
+    RouterReplay,
+    SamplingKeys,
+    SchedulerArgs,
+    SequencePackingArgs,
+    StrategyArgs,
+    TeacherWorker,
+    TrainingArgs,
+    Worker,
+)

@@ -1,0 +1,58 @@
+"""Types of keys: numbers in a range, texts, lists that may be written as one value."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+
+def _number(value: Any) -> Any:
+    """Read a number that YAML took for a text, such as "1e-6"; leave anything else to the type check."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _texts(value: Any) -> Any:
+    """Take one text for a list of one."""
+    if isinstance(value, str):
+        return (value,)
+    # strict mode asks Python values for a tuple, and this is one by the time a validator has touched it
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _numbers(value: Any) -> Any:
+    """Take one number, or a text of numbers with commas, for a list."""
+    if isinstance(value, str):
+        value = value.split(",")
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _temperature(value: float) -> float:
+    """Refuse what vLLM samples at another temperature than the one that training divides by."""
+    if 0 < value < COLDEST:
+        raise ValueError(f"0 (greedy) or from {COLDEST}, which vLLM takes for everything between them")
+    return value
+
+
+COLDEST = 0.01  # `_MAX_TEMP` in vLLM's sampling_params.py, which refuses what is above 2
+Number = Annotated[float, BeforeValidator(_number)]
+Threshold = Annotated[Number | None, BeforeValidator(lambda value: None if value == "None" else value)]
+Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
+NotNegative = Annotated[float, BeforeValidator(_number), Field(ge=0)]
+AboveZero = Annotated[float, BeforeValidator(_number), Field(gt=0)]
+Temperature = Annotated[float, BeforeValidator(_number), Field(ge=0, le=2), AfterValidator(_temperature)]
+Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]  # what engines keep counts and lengths in
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Many = Annotated[int, Field(ge=1, le=10**6)]  # of what is in memory, or under way, all at once
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # numpy's, which vLLM seeds, takes no larger one
+Name = Annotated[str, Field(min_length=1)]
+Probabilities = Annotated[tuple[NotNegative, ...], BeforeValidator(_numbers)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_texts)]
+Environment = dict[Annotated[str, Field(pattern="^[^=]+$")], str | int | float]
+Dtype = Literal["fp32", "bf16", "fp16"]
+RoutingMode = Literal["disable", "measure", "R3"]
+Level = Literal["token", "segment", "geometric", "sequence"]

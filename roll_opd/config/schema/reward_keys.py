@@ -1,0 +1,51 @@
+"""Keys of `rewards.<domain>` and of filters by reward."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from roll_opd.config import roll_keys as roll
+from roll_opd.config.schema.key_types import AboveZero, Many, Name, Number, Texts, Threshold
+from roll_opd.config.schema.section import OURS, Section, key
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter(Section):
+    """`query_filter_config` and `response_filter_config`."""
+
+    type: str = key("no_filter", "no_filter, mean_filter or std_filter")
+    filter_args: dict[str, Threshold] = key({}, "thresholds: threshold_up and threshold_down, or std_threshold")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term(Section):
+    """`rewards.<domain>.terms.<name>`: what is added to a reward. Keys that are not listed go to it as arguments."""
+
+    worker_cls: str | None = key(None, "a built-in reward, ROLL's class path, or a dotted path; else the domain's name")
+    weight: Number = key(1.0, "in the sum of the domain's terms", OURS)
+    timeout: AboveZero | None = key(None, "seconds a sample may take", OURS)
+    args: dict[str, Any] = key({}, "arguments, beside those that are keys", OURS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardKeys(Section):
+    """How a domain's rewards are run."""
+
+    world_size: Annotated[int, Field(ge=1, le=4096)] = key(1, "processes")
+    on_error: Literal["zero", "drop", "stop"] = key("stop", "what becomes of a sample whose reward fails", OURS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward(Term, RewardKeys):
+    """`rewards.<domain>`."""
+
+    ignored = roll.IGNORED_REWARD
+    tag_included: Texts | None = key(None, "tags of the rows it scores; without it all")
+    infer_batch_size: Many = key(16, "most samples in a call of the reward")
+    max_concurrency: Many | None = key(None, "calls under way in a process")
+    terms: dict[Name, Term] = key({}, "rewards that are added, by name", OURS)
+    query_filter_config: Filter = key(Filter(), "which groups of samples count")
+    response_filter_config: Filter = key(
+        Filter(), "which single samples count; one that fails takes along what it is compared with"
+    )

@@ -1,0 +1,139 @@
+"""Keys of a run that rolls out: batches, validation, demonstrations, workflows; and `Top`, all of its top level."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from roll_opd.config import roll_keys as roll
+from roll_opd.config.schema.environment_keys import AgenticKeys
+from roll_opd.config.schema.key_types import AboveZero, Fraction, Many, Name, NotNegative, Positive
+from roll_opd.config.schema.objective_keys import CriticKeys, ObjectiveKeys, TrainInferCorrection
+from roll_opd.config.schema.run_keys import PromptColumns, Run
+from roll_opd.config.schema.section import OURS, TRINITY, Section, key, keys_of
+from roll_opd.config.schema.worker_keys import DataArgs, GeneratingArgs, Worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutKeys(Section):
+    """How a step rolls out."""
+
+    rollout_batch_size: Many = key(128, "prompts a step")
+    samples_per_step: Annotated[int, Field(ge=0, le=10**6)] = key(4, "samples a step in samples.jsonl", OURS)
+    async_generation_ratio: NotNegative = key(
+        0.0, "accepted: steps that generation may run ahead of training, which it never does"
+    )
+    weight_sync: Literal["auto", "shared_memory"] = key(
+        "auto", "how new weights reach the engines: as the devices allow, or through the hosts' memory", OURS
+    )
+    teacher_preflight: bool | Literal["warn"] = key(
+        True, "check every teacher on the first samples, before anything is learned; warn: never stop", OURS
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation(Section):
+    """`validation`."""
+
+    # in ROLL it is a role
+    ignored = (roll.IGNORED_WORKER | keys_of(Worker).keys() | {"eval_steps"}) - {"data_args", "generating_args"}
+    data_args: DataArgs = key(DataArgs(), "held-out rows")
+    generating_args: GeneratingArgs = key(GeneratingArgs(), "how they are answered")
+    measure_teacher: bool = key(False, "score the teacher's own answers once, for comparison", OURS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demonstrations(PromptColumns):
+    """`demonstrations`: rows with answers, of which policy losses mix and mix_chord learn a share of each update."""
+
+    data_args: DataArgs = key(DataArgs(), "the rows", OURS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkflowKeys(Section):
+    """What is done with a row, where it is more than to answer it once."""
+
+    workflow: Name | None = key(None, "the workflow: a name or a dotted path; without it one answer", OURS)
+    workflow_args: dict[str, Any] = key({}, "its task.workflow_args", OURS)
+    workflow_reward: Name | None = key(None, "its task.reward_fn: a registered name or a dotted path", OURS)
+    workflow_reward_args: dict[str, Any] = key({}, "arguments of that function", OURS)
+    plugin_dir: Name | None = key(None, "a directory whose modules are imported, to register workflows", OURS)
+    prompt_key: Name = key("prompt", "column of a row that is task.task_desc", OURS)
+    response_key: Name = key("ground_truth", "column of a row that is task.truth, and its ground truth", OURS)
+    system_prompt: str | None = key(None, "task.format_args.system_prompt", OURS)
+    reply_prefix: str | None = key(None, "task.format_args.reply_prefix: how every answer begins", OURS)
+    workflow_workers: Annotated[int, Field(ge=1, le=4096)] = key(2, "processes that run it", OURS)
+    workflow_concurrency: Many = key(128, "runs under way at once in each of them", OURS)
+    workflow_timeout: AboveZero = key(600.0, "seconds that a call of it may take", OURS)
+    workflow_memory_gb: AboveZero = key(16.0, "GiB that each of them may need", OURS)
+    endpoint_host: Name = key("127.0.0.1", "where OpenAI clients reach the policy: an address of this machine", OURS)
+    endpoint_port: Annotated[int, Field(ge=0, le=65000)] = key(
+        0, "its port in the first process, the next in the second, and so on; 0: any, started when a run asks", OURS
+    )
+    endpoint_api_key: Name | None = key(None, "an API key of all runs, told apart by URL or header", OURS)
+    tool_call_parser: Name = key("hermes", "how the model writes tool calls; names of vLLM's --tool-call-parser", OURS)
+    on_workflow_error: Literal["drop", "stop"] = key("drop", "a run that fails: leave it out, or end", OURS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteModelKeys(Section):
+    """An auxiliary model that runs elsewhere, behind an OpenAI-compatible address."""
+
+    base_url: Name = key("", "its address, with the /v1", OURS)
+    api_key: Name = key("EMPTY", "its key", OURS)
+    model_name: Name = key("", "what it is called there", OURS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys, WorkflowKeys, AgenticKeys):
+    """Every key outside the roles, of a run that rolls out."""
+
+    max_steps: Positive = key(500, "steps of the run")
+    prompt_length: Positive = key(1024, "most tokens of a prompt")
+    response_length: Positive | None = key(None, "most tokens of a response")
+    sequence_length: Positive | None = key(None, "most tokens of both; says what response_length does not")
+    val_prompt_length: Positive | None = key(None, "most tokens of a prompt of validation")
+    val_sequence_length: Positive | None = key(None, "most tokens of a prompt of validation and its answer")
+    num_return_sequences_in_group: Many | None = key(None, "responses a prompt")
+    validation: Validation | None = key(None, "held-out prompts, answered now and then")
+    demonstrations: Demonstrations | None = key(None, "rows with answers that join the student's samples", OURS)
+    expert_data_ratio: Fraction | None = key(None, "their share of an update; without it the algorithm's", TRINITY)
+    is_pure_opd: bool = key(False, "learn from teachers alone")
+    use_opd: bool = key(False, "learn from teachers and rewards together")
+    pure_opd_pipeline_type: Literal["rlvr", "agentic"] = key("rlvr", "from prompts or in environments")
+    opd_kl_coef: NotNegative = key(1.0, "weight of the teachers' reverse KL")
+    opd_use_policy_gradient: bool | None = key(None, "accepted where it says what opd_objective does", OURS)
+    allow_self_teacher: bool = key(False, "accept a teacher with the student's weights", OURS)
+    teacher_tokenizer_check: Literal["strict", "warn"] = key(
+        "strict", "what a token id of the student that is another token to a teacher does: refuse, or warn", OURS
+    )
+    adv_estimator: str | None = key(None, "how rewards become advantages; without it gae")
+    advantage_fn: str | None = key(None, "adv_estimator: a built-in or registered name, or a dotted path", TRINITY)
+    advantage_fn_args: dict[str, Any] = key({}, "arguments of the advantage", TRINITY)
+    policy_loss: str | None = key(None, "the policy loss; without it ppo, pure: importance_sampling", OURS)
+    policy_loss_fn: str | None = key(None, "policy_loss: a built-in or registered name, or a dotted path", TRINITY)
+    policy_loss_fn_args: dict[str, Any] = key({}, "arguments of the loss", TRINITY)
+    use_pg_clip_range: bool | None = key(
+        None,
+        "whether pg_clip_low and pg_clip_high count; not written: no as in ROLL, yes where another key names the loss",
+    )
+    dual_clip_loss: bool | Annotated[float, Field(gt=1)] = key(
+        False, "bound a negative advantage's loss: true is 1 + 2 pg_clip, a number is itself"
+    )
+    enable_old_logprobs_recompute: bool = key(False, "compute log-probs before the update even where it is not needed")
+    train_infer_correction: TrainInferCorrection = key(TrainInferCorrection(), "against log-probs that are apart")
+    use_kl_loss: bool | None = key(None, "add a KL to the reference policy to the loss")
+    kl_loss_fn: str | None = key(
+        None, "of the KL loss: none, or a name of algorithms.kl; without it low_var_kl", TRINITY
+    )
+    add_token_level_kl: bool = key(False, "subtract a KL to the reference policy from each token's reward")
+    init_kl_coef: NotNegative = key(0.2, "coefficient of the token-level KL")
+    max_running_requests: Positive | None = key(None, "requests under way at once, over all engines")
+    is_use_additional_prompts: bool = key(False, "answer more prompts than needed, in case filters reject some")
+    max_additional_running_prompts: Annotated[int, Field(ge=0, le=10**6)] = key(
+        16, "additional prompts under way at most"
+    )
+    pg_variant: str | None = key(
+        None, "policy loss, where the student's role writes neither pg_variant nor worker_cls; ROLL reads those alone"
+    )
+    importance_sampling: str | None = key(None, "token, or seq: ratios of whole sequences")

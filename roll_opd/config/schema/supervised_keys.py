@@ -1,0 +1,116 @@
+"""Keys of pipelines that train on rows with answers: SFT, DPO, and subclasses of `Supervised` that users declare."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from roll_opd.config import roll_keys as roll
+from roll_opd.config.schema.key_types import AboveZero, Many, Name, NotNegative, Positive
+from roll_opd.config.schema.rollout_keys import Validation
+from roll_opd.config.schema.run_keys import PromptColumns, Run
+from roll_opd.config.schema.section import OURS, TRINITY, Section, key
+from roll_opd.config.schema.worker_keys import DataArgs, TrainingArgs, Worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochArgs(TrainingArgs):
+    """`training_args` of a run over rows that bring their answers. Batch sizes count rows."""
+
+    ignored = roll.IGNORED_TRAINING_ARGS - {"num_train_epochs"}
+    num_train_epochs: AboveZero | None = key(None, "passes over the rows, where max_steps is not written or -1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedWorker(Worker):
+    """The role that learns from rows. Nothing is sampled and there is no teacher."""
+
+    ignored = (
+        roll.IGNORED_WORKER | roll.PG_KEYS | {"generating_args", "opd_kl_coef", "tag_included", "num_gpus_per_worker"}
+    )
+    training_args: EpochArgs = key(EpochArgs(), "the optimizer, its schedule and its batches")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut(Section):
+    """`validation` without generating: the loss on held-out rows."""
+
+    ignored = Validation.ignored | {"generating_args"}
+    data_args: DataArgs = key(DataArgs(), "held-out rows")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervised(Run):
+    """Keys of pipelines that learn from rows; each is a subclass with its own keys and these facts."""
+
+    ignored = roll.IGNORED_TOP | roll.IGNORED_SUPERVISED
+    pipeline: ClassVar[str]  # its module in `roll_opd.pipelines`, or a dotted path
+    title: ClassVar[str]  # for people
+    role: ClassVar[str]  # the section of what learns
+    algorithm: ClassVar[str]  # the row of `algorithms.table` whose loss it learns with
+    own_keys: ClassVar[frozenset[str]] = frozenset()  # a configuration with one of these means this pipeline
+    schema: ClassVar[str] = "sft"  # what a row holds: a name of `data.answers.SCHEMAS`
+    answers: ClassVar[int] = 1  # sequences a row, which stay together
+    has_reference: ClassVar[bool] = False  # whether the loss compares with a frozen policy
+    loss_arguments: ClassVar[tuple[str, ...]] = ()  # keys that are arguments of the policy loss
+
+    max_steps: Annotated[int, Field(ge=-1)] | None = key(None, "steps of the run; -1: from num_train_epochs")
+    sequence_length: Positive = key(1024, "most tokens of a prompt and its answer")
+    train_batch_size: Many | None = key(None, "rows a step; without it those of one update", OURS)
+    validation: HeldOut | None = key(None, "rows on which the loss is measured")
+
+    def __init_subclass__(cls) -> None:
+        if "pipeline" in vars(cls):
+            SUPERVISED[cls.pipeline] = cls
+
+    def refusals(self) -> Mapping[str, str]:
+        """Return key -> why its value cannot be run yet."""
+        return {}
+
+
+SUPERVISED: dict[str, type[Supervised]] = {}  # by pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sft(Supervised, PromptColumns):
+    """Keys of the SFT pipeline outside its role `sft_train`."""
+
+    pipeline = "sft"
+    title = "supervised fine-tuning"
+    role = "sft_train"
+    algorithm = "sft"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dpo(Supervised):
+    """Keys of the DPO pipeline outside its roles `actor_train` and `reference`."""
+
+    pipeline = "dpo"
+    title = "direct preference optimization"
+    role = "actor_train"
+    algorithm = "dpo"
+    schema = "dpo"
+    own_keys = frozenset({"chosen_key", "rejected_key", "beta", "label_smoothing", "ipo", "use_reference_model"})
+    answers = 2
+    has_reference = True
+    loss_arguments = ("beta", "label_smoothing")
+
+    chosen_key: Name | None = key(None, "column of the better answer")
+    rejected_key: Name | None = key(None, "column of the worse answer")
+    beta: AboveZero | None = key(None, "how much log-prob a preference is worth; without it 0.1")
+    label_smoothing: Annotated[NotNegative, Field(lt=0.5)] | None = key(None, "share of preferences taken to be wrong")
+    kl_loss_coef: NotNegative | None = key(
+        None, "weight of a KL loss (k2) to the reference; without it 0.001 with algorithm_type: dpo, else 0", TRINITY
+    )
+    ipo: bool = key(False, "not available yet: the loss of IPO")
+    use_reference_model: bool = key(True, "false is not available")
+
+    def refusals(self) -> Mapping[str, str]:
+        """See `Supervised`."""
+        found = {}
+        if self.ipo:
+            found["ipo"] = "true is not available yet; remove the key to learn with DPO's own loss"
+        if not self.use_reference_model:
+            found["use_reference_model"] = "false is not available: DPO compares with a reference policy"
+        return found

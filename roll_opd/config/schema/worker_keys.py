@@ -1,0 +1,232 @@
+"""Keys of a role: its model, optimizer, rows, sampling, engine and devices."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from roll_opd.config import roll_keys as roll
+from roll_opd.config.schema.key_types import (
+    AboveZero,
+    Count,
+    Dtype,
+    Environment,
+    Fraction,
+    Many,
+    Name,
+    Names,
+    NotNegative,
+    Positive,
+    Probabilities,
+    RoutingMode,
+    Temperature,
+    Texts,
+    _number,
+)
+from roll_opd.config.schema.section import OURS, Section, key
+
+PURE_ROLES = ("student_train", "student_infer")  # the student: who learns, who samples
+MIXED_ROLES = ("actor_train", "actor_infer")  # and its names in mixed mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArgs(Section):
+    """`model_args`."""
+
+    ignored = roll.IGNORED_MODEL_ARGS
+    model_name_or_path: str | None = key(None, "directory of a Hugging Face model, or the name of a downloaded one")
+    dtype: Dtype | None = key(None, "precision; without it bf16, a rollout's as its student's")
+    lora_target: tuple[str, ...] | str | None = key(
+        None, "LoRA: linear layers with an adapter, as names or separated by commas; all-linear: every one"
+    )
+    lora_rank: Annotated[int, Field(ge=0)] | None = key(None, "rank of the adapters; without it 8; 0: no LoRA")
+    lora_alpha: AboveZero | None = key(None, "adapters count lora_alpha / lora_rank; without it twice the rank")
+    lora_dropout: NotNegative = key(0.0, "only 0: log-probs of a model under dropout are not defined")
+    additional_target: Any = key(None, "not available yet: modules that are trained whole beside the adapters")
+    ulysses_size: Positive | None = key(None, "of fsdp2: devices that share a sequence; here its tensor-parallel size")
+    adapter_name_or_path: str | None = key(None, "directory of a LoRA adapter, as peft saves it, to begin with")
+    freeze_module_prefix: Any = key(None, "not available yet: modules that are not trained")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerArgs(Section):
+    """`lr_scheduler_kwargs`."""
+
+    min_lr: NotNegative = key(0.0, "learning rate at which a schedule ends")
+    max_lr: AboveZero | None = key(None, "learning rate after the warm-up, instead of learning_rate")
+    init_lr: NotNegative = key(0.0, "learning rate at which the warm-up begins")
+    lr_decay_steps: Positive | None = key(None, "updates until the learning rate is min_lr; without it all")
+    wsd_decay_steps: Positive | None = key(None, "of warmup_stable_decay: updates of the decay")
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = key(
+        None, "of warmup_stable_decay: the form of the decay; without it exponential"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerKeys(Section):
+    """AdamW."""
+
+    learning_rate: NotNegative = key(5e-5, "after the warm-up")
+    weight_decay: NotNegative = key(0.0, "decoupled")
+    adam_beta1: Fraction = key(0.9, "decay of the mean of gradients")
+    adam_beta2: Fraction = key(0.999, "decay of the mean of squared gradients")
+    adam_epsilon: NotNegative = key(1e-8, "added to the root of the latter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingArgs(OptimizerKeys):
+    """`training_args`: the optimizer and its schedule. Batch sizes are per data-parallel rank, steps are updates."""
+
+    ignored = roll.IGNORED_TRAINING_ARGS
+    per_device_train_batch_size: Many = key(8, "sequences in a micro-batch, unless it is limited by tokens")
+    gradient_accumulation_steps: Many = key(1, "such micro-batches in an update")
+    warmup_steps: Count = key(0, "updates in which the learning rate rises from 0")
+    warmup_ratio: Fraction = key(0.0, "warm-up as a share of all updates, where warmup_steps is 0")
+    lr_scheduler_type: Literal[
+        "linear",
+        "constant",
+        "constant_with_warmup",
+        "cosine",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+    ] = key("linear", "learning rate after the warm-up; linear: down to min_lr at the last update")
+    lr_scheduler_kwargs: SchedulerArgs = key(SchedulerArgs(), "arguments of the schedule")
+    max_grad_norm: NotNegative | None = key(None, "norm of clipping, instead of the top-level key; 0: none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataArgs(Section):
+    """`data_args`."""
+
+    ignored = roll.IGNORED_DATA_ARGS
+    file_name: Texts = key((), "files (JSONL, Parquet), directories or patterns")
+    dataset_dir: str | None = key(None, "a directory in which they are looked for, too")
+    domain_interleave_probs: dict[str, NotNegative] = key({}, "share of the draws by domain or tag; sum 1")
+    interleave_probs: Probabilities = key((), "share of the draws of each entry of file_name; the sum is 1")
+    template: str | None = key(None, "how a prompt becomes text; without it the tokenizer's own chat template")
+    messages: Name | None = key(
+        None, "column of the prompt, as a list of messages or a JSON text of one; of a plain text: write prompt"
+    )
+    prompt: Name | None = key(None, "column of the prompt, whatever else the rows have")
+    tag: Name | None = key(None, "column of the tag by which teachers and rewards are chosen")
+    id: Name | None = key(None, "column of the row's id")
+    limit: Positive | None = key(None, "use only the first so many rows", OURS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingKeys(Section):
+    """What the distribution is that tokens are sampled from."""
+
+    top_p: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)] = key(1.0, "share of the mass")
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = key(-1, "sample from so many tokens; 0 or -1: from all")
+    temperature: Temperature = key(1.0, "divides the logits; 0: greedy; else from 0.01")
+    repetition_penalty: AboveZero = key(1.0, "vLLM's; 1: none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratingArgs(SamplingKeys):
+    """`generating_args`."""
+
+    ignored = roll.IGNORED_GENERATING_ARGS
+    max_new_tokens: Positive | None = key(None, "most tokens of a response; without it response_length")
+    num_return_sequences: Many | None = key(None, "responses a prompt; without it num_return_sequences_in_group")
+    stop_strings: Names | None = key(None, "texts that end a response")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyArgs(Section):
+    """`strategy_args`."""
+
+    strategy_name: str = key("", "megatron_train, megatron_infer or vllm; others of ROLL's become the nearest of these")
+    strategy_config: dict[str, Any] | None = key(
+        None, "the engine's own options: Megatron-core's TransformerConfig and sizes, or vLLM's engine arguments"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequencePackingArgs(Section):
+    """`sequence_packing_args`."""
+
+    ignored = roll.IGNORED_SEQUENCE_PACKING
+    max_packed_sequence_length_forward: Positive | None = key(None, "tokens in a micro-batch of log-probs")
+    max_packed_sequence_length_train: Positive | None = key(None, "tokens in a micro-batch of training")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterReplay(Section):
+    """`router_replay`."""
+
+    mode: RoutingMode = key(
+        "disable",
+        "R3: training sends tokens to the experts that the inference engine sent them to; measure (ours): it only"
+        " counts where its own choice is another one",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker(Section):
+    """A role: student, rollout, teacher, reference policy, critic, or a judge that runs here."""
+
+    ignored = roll.IGNORED_WORKER
+    model_args: ModelArgs = key(ModelArgs(), "the model")
+    training_args: TrainingArgs = key(TrainingArgs(), "of roles that learn")
+    data_args: DataArgs = key(DataArgs(), "rows; of the role that learns")
+    generating_args: GeneratingArgs = key(GeneratingArgs(), "of roles that generate")
+    strategy_args: StrategyArgs | None = key(None, "the engine, and how the model is spread over devices")
+    device_mapping: str | int | tuple[int, ...] | None = key(
+        None,
+        'devices, such as "list(range(0,8))"; without GPUs devices are slots that share the cores. Without it the'
+        " student has all devices, and the other roles the student's",
+    )
+    num_gpus_per_worker: Count | None = key(None, "of sglang and hf_infer: devices of an engine")
+    worker_cls: str | None = key(None, "ROLL's class of the role: an ActorPGWorker of the student reads pg_variant")
+    pg_variant: str | None = key(None, "policy loss of the student, with ROLL's ActorPGWorker")
+    topr_positive_weight: NotNegative = key(1.0, "of pg_variant topr: weight of rewards above 0")
+    topr_negative_weight: NotNegative = key(1.0, "of pg_variant topr: weight of the others")
+    infer_batch_size: Many = key(16, "sequences in a micro-batch of log-probs, unless it is limited by tokens")
+    use_sequence_packing: bool = key(False, "limit micro-batches by the tokens of sequence_packing_args")
+    sequence_packing_args: SequencePackingArgs = key(SequencePackingArgs(), "limits by tokens")
+    router_replay: RouterReplay = key(RouterReplay(), "routes of experts, of a student that is a mixture of them")
+    use_dynamic_batching_in_train: bool = key(False, "limit micro-batches of training by tokens")
+    use_dynamic_batching_in_infer: bool = key(False, "limit micro-batches of log-probs by tokens")
+    max_tokens_per_microbatch_in_train: Count | None = key(None, "limit of a training micro-batch")
+    max_tokens_per_microbatch_in_infer: Count | None = key(None, "limit of a log-prob micro-batch")
+    opd_kl_coef: NotNegative | None = key(None, "of a teacher: its weight, instead of the top-level key")
+    tag_included: Texts | None = key(None, "of a teacher: tags of the rows it teaches; without it all")
+    system_envs: Environment = key({}, "environment variables of the role's processes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextKeys(Section):
+    """What a teacher reads in the place of the student's prompt."""
+
+    system_prompt: str | None = key(None, "a system message that it alone reads, in the place of the row's", OURS)
+    hint: str | None = key(
+        None,
+        "what it alone reads behind the user's last message, or around {prompt}; {ground_truth} and {NAME} are the"
+        " row's columns",
+        OURS,
+    )
+    template: str | None = key(None, "a template of its own; native is its own tokenizer's chat template", OURS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowKeys(Section):
+    """`follows_student`: a teacher that begins as the student and takes over what that learns."""
+
+    every: Positive = key(1, "steps from one time to the next", OURS)
+    decay: Annotated[NotNegative, Field(lt=1)] = key(0.0, "how much of its own weights stays each time", OURS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherWorker(Worker, ContextKeys):
+    """A teacher has all keys of a role, and these."""
+
+    prompt_length: Positive | None = key(
+        None, "most tokens of what it reads before a response; without it prompt_length + response_length", OURS
+    )
+    follows_student: FollowKeys | None = key(
+        None, "learn from the student's own weights; without it it is frozen", OURS
+    )
