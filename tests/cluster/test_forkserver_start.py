@@ -284,18 +284,26 @@ def test_a_joined_cluster_has_no_server(variables: dict[str, str], monkeypatch: 
         opened.serve(PLAN)
 
 
-@pytest.mark.parametrize("wait", ["0", "15"], ids=["while it imports", "while it serves"])
-def test_a_server_ends_with_its_driver_sigkill_included(wait: str) -> None:
+@pytest.mark.parametrize("serves", [False, True], ids=["while it imports", "while it serves"])
+def test_a_server_ends_with_its_driver_sigkill_included(
+    serves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = (
-        "import sys, time, types\n"
-        "from roll_opd.cluster.forkserver.forkserver_start import fork_server\n"
+        "import os, sys, time, types\n"
+        "from roll_opd.cluster.forkserver.forkserver_start import ADDRESS, fork_server\n"
         "with fork_server() as server:\n"
         "    plan = types.SimpleNamespace(rollout=None, env={}, megatron_roles=dict, inference_roles=dict)\n"
         "    server.serve(plan)\n"
-        "    time.sleep(float(sys.argv[1])); print('ready', flush=True); time.sleep(600)\n"
+        "    print(os.environ[ADDRESS], flush=True); time.sleep(600)\n"
     )
-    driver = subprocess.Popen([sys.executable, "-c", code, wait], stdout=subprocess.PIPE, text=True)
-    assert driver.stdout and driver.stdout.readline() == "ready\n"
+    driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout
+    monkeypatch.setenv(ADDRESS, driver.stdout.readline().strip())
+    if serves:
+        program = tmp_path / "program.py"
+        program.write_text("import os; print(os.getppid())")
+        parents = [setup(program, ROLL_OPD_WARM=kind).stdout for kind in (MEGATRON, ENGINES)]
+        assert len(set(parents)) == 2
     children = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(signal.SIGKILL)
     driver.wait()

@@ -11,9 +11,12 @@ import pytest
 
 PROGRAM = """
 import os, pathlib, signal, sys, time
-from roll_opd.base.command_line import write_run_directory
+from roll_opd.base.command_line import RUN_DIRECTORY_FILE, write_run_directory
 from roll_opd.commands.restarts import is_attempt, restarted, restarts_left
+from roll_opd.inference.parent_watchdog import die_with_parent
 
+if RUN_DIRECTORY_FILE in os.environ:  # as the launchers do
+    die_with_parent()
 place, ends = pathlib.Path(sys.argv[1]), sys.argv[2].split(",")
 if not is_attempt():
     sys.exit(restarted(2))
@@ -28,7 +31,7 @@ if restarts_left() < 2:  # the first fails before it has a checkpoint
     (step / "run_state.json").touch()
 end = ends[2 - restarts_left()]
 if end == "wait":
-    time.sleep(60)
+    time.sleep(600)
 if end.startswith("-"):
     os.kill(os.getpid(), -int(end))
 sys.exit(int(end))
@@ -85,10 +88,11 @@ def test_an_attempt_ends_with_the_process_that_watches_it(tmp_path: Path) -> Non
     while not (tmp_path / "attempts").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.kill()
-    process.communicate()
+    process.wait()
     while running(mark) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not running(mark)
+    process.communicate()
 
 
 def running(mark: str) -> list[str]:
