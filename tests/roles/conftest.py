@@ -1,13 +1,16 @@
-"""One Ray for the room, in whose processes a user's module `my_rewards` is found."""
+"""One Ray for the room, in whose processes a user's modules are found; workers fork from a warm server."""
 
 import asyncio
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from roll_opd.actors.reward_actor import RewardWorker
+from roll_opd.cluster.forkserver import forkserver_start
+from roll_opd.cluster.forkserver.forkserver_main import ENGINES, MEGATRON
 from roll_opd.cluster.runtime import ray_cluster
 from roll_opd.config.plan import RewardPlan, RewardTerm
 from roll_opd.roles.reward_pool import RewardPool
@@ -24,8 +27,16 @@ def my_rewards() -> Path:
 def cluster(my_rewards: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(my_rewards), os.environ.get("PYTHONPATH", "")]))
-        with ray_cluster(1):
+        patch.syspath_prepend(my_rewards)
+        with forkserver_start.fork_server() as server, ray_cluster(1):
+            server.import_for({"engines": "", "variables": {MEGATRON: {}, ENGINES: {}}})
             yield
+
+
+@pytest.fixture(scope="session")
+def warm_options(cluster: None) -> dict[str, Any]:
+    """Ray's options of a worker that is a fork of the warm server, as in a run without GPUs."""
+    return {"num_cpus": 0, "runtime_env": {"env_vars": forkserver_start.variables(MEGATRON, {})}}
 
 
 @pytest.fixture
@@ -36,7 +47,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 @pytest.fixture
-def start(cluster: None, loop: asyncio.AbstractEventLoop) -> Iterator[Callable[..., RewardPool]]:
+def start(warm_options: dict[str, Any], loop: asyncio.AbstractEventLoop) -> Iterator[Callable[..., RewardPool]]:
     """Starts reward workers for a function or class of `my_rewards`; they end with the test."""
     reward_pools = []
 
@@ -45,7 +56,7 @@ def start(cluster: None, loop: asyncio.AbstractEventLoop) -> Iterator[Callable[.
     ) -> RewardPool:
         terms = (RewardTerm(worker, f"my_rewards.{worker}", args or {}, timeout=timeout),)
         plan = RewardPlan("code", **{"terms": terms, **settings})
-        spawn = RewardWorker.options(num_cpus=0).remote
+        spawn = RewardWorker.options(**warm_options).remote
         reward_pools.append(RewardPool(plan, spawn, str(MODEL), is_learned=is_learned))
         loop.run_until_complete(reward_pools[-1].start())
         return reward_pools[-1]

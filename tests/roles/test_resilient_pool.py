@@ -362,9 +362,9 @@ class Doubler:
         return os.getpid(), self.cancelled
 
 
-def real_pool(**settings: Any) -> ResilientPool[int, int]:
+def real_pool(options: dict[str, Any], **settings: Any) -> ResilientPool[int, int]:
     def spawn(number: int) -> RayWorker:
-        return RayWorker("the pool", Doubler.options(num_cpus=0).remote(), (2,), **settings)
+        return RayWorker("the pool", Doubler.options(**options).remote(), (2,), **settings)
 
     return ResilientPool("the pool", spawn, lambda item, answer, seconds: answer, 1, 8, independent=True)
 
@@ -379,10 +379,10 @@ async def state_of(pool: ResilientPool[int, int]) -> tuple[int, int]:
     ids=["killed", "stopped, out of time", "stopped, no reply"],
 )
 def test_the_jobs_of_a_real_process_that_is_lost_run_again(
-    cluster: None, loop: asyncio.AbstractEventLoop, signal_number: int, settings: dict[str, float]
+    warm_options: dict[str, Any], loop: asyncio.AbstractEventLoop, signal_number: int, settings: dict[str, float]
 ) -> None:
     async def main() -> None:
-        pool = real_pool(**settings)
+        pool = real_pool(warm_options, **settings)
         await pool.start()
         process, _ = await state_of(pool)
         os.kill(process, signal_number)
@@ -394,9 +394,11 @@ def test_the_jobs_of_a_real_process_that_is_lost_run_again(
     loop.run_until_complete(main())
 
 
-def test_a_cancelled_job_is_cancelled_in_its_real_process(cluster: None, loop: asyncio.AbstractEventLoop) -> None:
+def test_a_cancelled_job_is_cancelled_in_its_real_process(
+    warm_options: dict[str, Any], loop: asyncio.AbstractEventLoop
+) -> None:
     async def main() -> None:
-        pool = real_pool()
+        pool = real_pool(warm_options)
         await pool.start()
         quick, endless = pool.submit(1), pool.submit(-1)
         assert await quick == 2

@@ -19,24 +19,24 @@ def arrays(number: int) -> dict[str, np.ndarray]:
     return {"hidden": hidden, "rest": rng.random(tokens, dtype=np.float32)}
 
 
-@ray.remote(num_cpus=0)
+@ray.remote
 class Teacher:
     def compute(self, numbers: list[int], bundle_bytes: int) -> dict[int, TargetRef]:
         target_refs.BUNDLE_BYTES = bundle_bytes
         return hold({number: arrays(number) for number in numbers})
 
 
-@ray.remote(num_cpus=0)
+@ray.remote
 class Student:
     def read(self, shard: DPShard) -> list[dict[str, dict[str, np.ndarray]]]:
         return opened(shard.held, shard.micro_batches)
 
 
 @pytest.mark.parametrize("bundle_bytes", [1, 1000, 2**20])
-def test_a_rank_opens_what_its_share_needs(cluster: None, bundle_bytes: int) -> None:
+def test_a_rank_opens_what_its_share_needs(warm_options: dict[str, Any], bundle_bytes: int) -> None:
     numbers = list(range(3, 23))
-    teacher: Any = Teacher.remote()
-    student: Any = Student.remote()
+    teacher: Any = Teacher.options(**warm_options).remote()
+    student: Any = Student.options(**warm_options).remote()
     kept = ray.get(teacher.compute.remote(numbers, bundle_bytes))
     assert list(kept) == numbers and 1 <= len({one.bundle for one in kept.values()}) <= len(numbers)
     own = [{"a": kept[number]} for number in numbers[:8]]

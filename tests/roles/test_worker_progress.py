@@ -1,5 +1,7 @@
 """How far a worker's call is, as the driver sees it."""
 
+from typing import Any
+
 import pytest
 import ray
 
@@ -20,8 +22,9 @@ class Worker:
             self.tell(number, total)
 
 
-def test_a_call_that_takes_long_is_seen_until_it_ends(cluster: None) -> None:
-    student, quick = Worker.options(num_cpus=0).remote("student", 0.0), Worker.options(num_cpus=0).remote("quick", 60.0)
+def test_a_call_that_takes_long_is_seen_until_it_ends(warm_options: dict[str, Any]) -> None:
+    start = Worker.options(**warm_options).remote
+    student, quick = start("student", 0.0), start("quick", 60.0)
     assert running_calls() == {}
     for begun, seen in ((0, {}), (3, {"student": (3, 8)}), (8, {})):
         ray.get([worker.work.remote(begun, 8) for worker in (student, quick)])

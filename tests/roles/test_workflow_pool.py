@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ Start = Callable[..., WorkflowPool]
 
 
 @pytest.fixture
-def start(cluster: None, loop: asyncio.AbstractEventLoop) -> Iterator[Start]:
+def start(warm_options: dict[str, Any], loop: asyncio.AbstractEventLoop) -> Iterator[Start]:
     """Starts processes of a workflow of `my_workflows`; they end with the test."""
     pools = []
 
@@ -50,7 +51,7 @@ def start(cluster: None, loop: asyncio.AbstractEventLoop) -> Iterator[Start]:
         rollout = RolloutPlan("infer", ModelPlan(MODEL), (0,), 1, 1, SAMPLING, 64)
         worker = MegatronPlan("teacher", ModelPlan(MODEL), (0,), Layout(), MicroBatchLimits())
         teachers = [TeacherPlan("teacher", worker, 1.0)]
-        spawn = WorkflowWorker.options(num_cpus=0).remote
+        spawn = WorkflowWorker.options(**warm_options).remote
         pools.append(WorkflowPool(plan, spawn, rollout, teachers, 7, repeats=repeats))
         loop.run_until_complete(pools[-1].start(Sampler(ActorGroup([])), [None] * len(others)))
         return pools[-1]
