@@ -3,8 +3,9 @@
 PYTHON_IN_VENV := .venv/bin/python
 DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_path demo --config_name onpolicy_distill
 
-# the tests run in two processes, which take groups of tests that share what takes long to start (tests/groups.py)
-PYTEST := -m pytest -n 2 -v --durations=40
+# Tests run in groups that share started processes (tests/groups.py). A group waits for processes a third of its time:
+# on two cores three groups at a time keep both busy.
+PYTEST := -m pytest -n 3 -v --durations=40
 LOGS := build/tests
 SHOWN = 2>&1 | $(PYTHON_IN_VENV) scripts/log_filter.py $(LOGS)/$(@:tests-%=%).log
 SHELL := bash
@@ -49,17 +50,12 @@ test-all: setup
 	@rm -rf $(LOGS) build/coverage
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 tests-all style || $(SAY_AGAIN)
 
-# whole runs first, in processes of their own: they leave a TMPDIR, plugins and Ray behind in a process
 tests-push:
-	@{ $(PYTHON_IN_VENV) $(PYTEST) -m "not nightly" tests/pipelines; runs=$$?; \
-		$(PYTHON_IN_VENV) $(PYTEST) -m "not nightly" --ignore=tests/pipelines; rooms=$$?; \
-		exit $$((runs || rooms)); } $(SHOWN)
+	@$(PYTHON_IN_VENV) $(PYTEST) -m "not nightly" $(SHOWN)
 
 # a process that is killed writes no lines, so that the share is a lower bound
 tests-all:
-	@{ $(PYTHON_IN_VENV) -m coverage run $(PYTEST) tests/pipelines; runs=$$?; \
-		$(PYTHON_IN_VENV) -m coverage run $(PYTEST) --ignore=tests/pipelines; rooms=$$?; \
-		exit $$((runs || rooms)); } $(SHOWN); code=$$?; \
+	@$(PYTHON_IN_VENV) -m coverage run $(PYTEST) $(SHOWN); code=$$?; \
 		$(PYTHON_IN_VENV) -m coverage combine -q && \
 		$(PYTHON_IN_VENV) -m coverage report > build/coverage/report.txt && \
 		tail -n 1 build/coverage/report.txt; exit $$code

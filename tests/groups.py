@@ -5,6 +5,9 @@ order of `GROUPS`, the most expensive first, then the other files. Groups follow
 others under pytest 9.2: its `--dist loadgroup` adds a suffix to `Item._nodeid`, which `Item.nodeid` no longer reads.
 """
 
+import os
+import sys
+import tempfile
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from typing import Any
@@ -50,13 +53,20 @@ def scheduler(config: Any, log: Any) -> Any:
 
 
 class EndOfGroups:
-    """Ends what a group has started once after the last of its tests.
+    """Ends the processes of a group after its last test, and restores the environment in which the group began.
 
-    A plugin, since hooks of a conftest are not called for session fixtures: these belong to the root directory.
+    A whole run sets variables of its process (plugins of vLLM, a token of Ray, the date of the run), which nothing of
+    the next group may read. A plugin, since hooks of a conftest are not called for session fixtures: these belong to
+    the root directory.
     """
 
     def __init__(self) -> None:
         self.started: list[tuple[pytest.FixtureDef, Any]] = []
+        self.outside: Environment | None = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        self.outside = self.outside or Environment()
 
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest) -> None:
         if fixturedef.argname in STARTED_ONCE:
@@ -69,3 +79,19 @@ class EndOfGroups:
             while self.started:
                 fixturedef, request = self.started.pop()
                 fixturedef.finish(request)
+            if self.outside:
+                self.outside.restore()
+            self.outside = None
+
+
+class Environment:
+    """The variables, the module path and the temporary directory of this process."""
+
+    def __init__(self) -> None:
+        self.variables, self.path, self.temporary = dict(os.environ), list(sys.path), tempfile.tempdir
+
+    def restore(self) -> None:
+        for name in os.environ.keys() - self.variables.keys():
+            del os.environ[name]
+        os.environ.update(self.variables)
+        sys.path[:], tempfile.tempdir = self.path, self.temporary
