@@ -2,17 +2,17 @@
 
 import asyncio
 import itertools
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 import torch
+from ray._private.node import Node
+from ray._private.parameter import RayParams
 
+from roll_opd.cluster.forkserver.lean_ray import lean
 from roll_opd.cluster.group import ActorGroup
 from roll_opd.inference.plugin import CUDA_IPC, NCCL, SHARED_MEMORY
 from roll_opd.samples.weight_bucket import BucketMemory, Description, bucketed, map_bucket
@@ -64,25 +64,26 @@ class Taker(OnHost):
 @pytest.fixture(scope="module")
 def second_node(cluster: None) -> Iterator[None]:
     """Another raylet with an object store of its own, on this machine."""
-    command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=1"]
-    address = ray.get_runtime_context().gcs_address
-    offers = f'--resources={{"{ELSEWHERE}": 8}}'
-    process = subprocess.Popen(
-        [*command, f"--address={address}", offers], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
+    params = RayParams(
+        gcs_address=ray.get_runtime_context().gcs_address,
+        node_ip_address=ray.util.get_node_ip_address(),
+        num_cpus=1,
+        resources={ELSEWHERE: 8},
     )
+    with lean(shows_logs=False):
+        node = Node(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
     deadline = time.monotonic() + 120
     while ELSEWHERE not in ray.cluster_resources():
-        assert time.monotonic() < deadline and process.poll() is None
+        assert time.monotonic() < deadline and not node.dead_processes()
         time.sleep(0.1)
     yield
-    process.send_signal(signal.SIGTERM)
-    process.wait(60)
+    node.kill_all_processes(check_alive=False, allow_graceful=True)
 
 
-def actors(kind: type, *nodes: bool) -> ActorGroup:
-    """Actors, each on the second node where it says so."""
-    options = [{"resources": {ELSEWHERE: 1}} if second else {"resources": {"roll_opd_slot": 0.01}} for second in nodes]
-    return ActorGroup([ray.remote(kind).options(num_cpus=0, **each).remote() for each in options])
+def actors(kind: type, options: dict[str, Any], *nodes: bool) -> ActorGroup:
+    """Actors with Ray's `options`, each on the second node where it says so."""
+    places = [{"resources": {ELSEWHERE: 1}} if second else {"resources": {"roll_opd_slot": 0.01}} for second in nodes]
+    return ActorGroup([ray.remote(kind).options(**options, **each).remote() for each in places])
 
 
 @pytest.mark.parametrize(
@@ -90,9 +91,12 @@ def actors(kind: type, *nodes: bool) -> ActorGroup:
     [([False, False], [False]), ([True, True], []), ([False, True], [True, False])],
     ids=["here", "there", "both"],
 )
-def test_all_get_the_same_bits(second_node: None, loop: asyncio.AbstractEventLoop, nodes: tuple) -> None:
+def test_all_get_the_same_bits(
+    second_node: None, warm_options: dict[str, Any], loop: asyncio.AbstractEventLoop, nodes: tuple
+) -> None:
     """Engines and a follower; the student's second rank only takes part."""
-    student, groups = actors(Student, False, False), [actors(Taker, *each) for each in nodes]
+    student = actors(Student, warm_options, False, False)
+    groups = [actors(Taker, warm_options, *each) for each in nodes]
     for version in (1, 2):
         loop.run_until_complete(stream(student, groups, "fp32", version))
         for group in groups:
