@@ -16,7 +16,7 @@ from lengths import LONGEST, lengths_of
 
 from roll_opd.actors import megatron_actor
 from roll_opd.actors.sampler import Request
-from roll_opd.cluster.coalesce import Answers
+from roll_opd.cluster.batched_calls import Answers
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.completion import Completion
 from roll_opd.pipelines import start

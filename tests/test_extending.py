@@ -83,7 +83,7 @@ from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.planner.build import load_plan
 from roll_opd.rewards.interface import RewardSample
 from roll_opd.rewards.registry import resolve
-from roll_opd.tracking.registry import find
+from roll_opd.tracking.trackers import find
 
 plan = load_plan("demo", "rlvr_opd", [
     "log_longest=true", "policy_loss_fn=cubic", "policy_loss_fn_args={power: 5}", "advantage_fn=best_of_batch",
@@ -122,7 +122,7 @@ import json
 from roll_opd.algorithms.registry import advantage, policy_loss
 from roll_opd.planner.build import load_plan
 from roll_opd.rewards.registry import check
-from roll_opd.tracking.registry import find
+from roll_opd.tracking.trackers import find
 
 plan = load_plan("demo", "rlvr_opd", [
     "algorithm_type=my_rows.ROW", "adv_estimator=null", "use_kl_loss=false", "track_with=my_trackers.TextTracker",

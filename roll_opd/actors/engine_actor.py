@@ -8,7 +8,7 @@ import numpy as np
 import ray
 
 from roll_opd.actors.sampler import Request
-from roll_opd.cluster.coalesce import coalesced
+from roll_opd.cluster.batched_calls import coalesced
 from roll_opd.config.plan import RolloutPlan, SamplingPlan
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.models.device_phases import Part, Phase

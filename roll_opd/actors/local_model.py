@@ -11,14 +11,13 @@ import ray
 
 from roll_opd.actors.sampler import Request
 from roll_opd.config.plan import RolloutPlan
-from roll_opd.data.special_tokens import token_ids
-from roll_opd.data.templates import load_tokenizer
+from roll_opd.data.templates import load_tokenizer, token_ids
 from roll_opd.rewards.interface import RewardError
 from roll_opd.samples.buffer_pickle import Compact
 
 
 class LocalModel:
-    """A `roll_opd.rewards.endpoints.chat.Complete`: messages to the text of the answer."""
+    """A `roll_opd.rewards.endpoint.Complete`: messages to the text of the answer."""
 
     def __init__(self, plan: RolloutPlan, engines: Sequence[ray.actor.ActorHandle]) -> None:
         """`engines` are `RolloutWorker`s of `plan`, whose sampling settings hold; they take turns."""

@@ -12,7 +12,7 @@ import numpy as np
 import ray
 
 from roll_opd.actors.local_model import LocalModel
-from roll_opd.cluster.coalesce import Answers, coalesced
+from roll_opd.cluster.batched_calls import Answers, coalesced
 from roll_opd.config.plan import RewardPlan
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.rewards.interface import RewardSample, Scored

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roll_opd.base.run_errors import RunError
+from roll_opd.base.failures import RunError
 from roll_opd.cluster.batched_calls import BatchedCalls
 from roll_opd.cluster.group import ActorGroup
 from roll_opd.config.plan import SamplingPlan

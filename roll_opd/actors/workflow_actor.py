@@ -21,7 +21,7 @@ import ray
 
 from roll_opd.actors.sampler import Request, Sampler, Session
 from roll_opd.base.frozen import thaw
-from roll_opd.cluster.coalesce import Answers, coalesced
+from roll_opd.cluster.batched_calls import Answers, coalesced
 from roll_opd.cluster.group import ActorGroup
 from roll_opd.config.plan import ContextPlan, RolloutPlan, SamplingPlan, WorkflowPlan
 from roll_opd.data.dataset import Prompt
@@ -105,7 +105,7 @@ def _is_of_api(error: BaseException) -> bool:
 def _failure(error: BaseException, returned: bool) -> tuple[str, str]:
     """Return what an error of a run is counted as, and what is said of it."""
     from roll_opd.workflows.plugins import own_traceback
-    from roll_opd.workflows.workflow_errors import RunFailure
+    from roll_opd.workflows.workflow_experience import RunFailure
 
     if isinstance(error, RunFailure):
         return error.kind, str(error)

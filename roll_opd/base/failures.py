@@ -1,16 +1,19 @@
-"""Convert exceptions to messages for users: system errors with remedies, unexpected errors, `ConfigError`.
+"""Exceptions of runs, and messages for users: system errors with remedies, unexpected errors, spelling hints.
 
 Code that reads user files converts OSError to its own errors with these messages; commands print the remaining
 exceptions as one line instead of a traceback.
 """
 
+import difflib
 import errno
 import os
 import re
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 DEBUG = "ROLL_OPD_DEBUG"  # set: print tracebacks and the output of all processes
 MAX_QUOTE = 400  # characters of user text in a message; longer text is cut in the middle
@@ -139,3 +142,32 @@ def file_kind(path: Path) -> str:
         Path.is_block_device: "a device",
     }
     return next((kind for test, kind in kinds.items() if test(path)), "not a regular file")
+
+
+RESEMBLES = 0.75  # minimum similarity ratio of difflib; below it hints are wrong
+
+
+def nearest(name: str, known: Iterable[str], at_least: float = RESEMBLES) -> str | None:
+    """Return the known name that `name` resembles most; None if it resembles none."""
+    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=at_least)
+    return found[0] if found else None
+
+
+class RunError(RuntimeError):
+    """The run cannot continue; the message says why and what to check."""
+
+
+class SkippedUpdates(RunError):
+    """Too many consecutive updates were skipped. `samples` are those of the last one."""
+
+    def __init__(self, message: str, samples: Sequence[Any]) -> None:
+        super().__init__(message)
+        self.samples = samples
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C ended the run; the message says how to resume."""
+
+
+class Terminated(RunError):
+    """SIGTERM ended the run; the message says what was saved and how to resume."""

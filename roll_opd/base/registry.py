@@ -12,8 +12,8 @@ from typing import Any, Generic, TypeVar, get_type_hints
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from roll_opd.base.declared import Declared, declarations
+from roll_opd.base.failures import nearest
 from roll_opd.base.frozen import thaw
-from roll_opd.base.hints import nearest
 from roll_opd.base.user_modules import users_module
 
 Part = TypeVar("Part", bound=Callable[..., Any])

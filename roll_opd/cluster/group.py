@@ -1,8 +1,14 @@
-"""Groups of Ray actors with collective calls. Roles use them without depending on Ray."""
+"""Groups of Ray actors with collective calls, and a monitor of their deaths. Roles use them without importing Ray.
+
+A call to a dead process fails, but a teacher may be called only minutes after its death, and Ray notices a dead GCS
+after one minute: `watched` polls for both.
+"""
 
 import asyncio
+import threading
 import weakref
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -11,6 +17,7 @@ from ray._private.state import actors
 from roll_opd.cluster.forkserver import forkserver_start
 from roll_opd.cluster.forkserver.forkserver_main import MEGATRON
 from roll_opd.cluster.placement import Placement
+from roll_opd.cluster.runtime import ended_processes
 from roll_opd.cluster.startup_progress import ProcessDied, exit_detail
 from roll_opd.config.plan import MegatronPlan
 from roll_opd.samples.buffer_pickle import Compact
@@ -181,3 +188,31 @@ def _is_death(error: ray.exceptions.RayError) -> bool:
 
 def _shared(value: Any) -> Any:
     return ray.put(value) if isinstance(value, Compact) else value
+
+
+POLL_INTERVAL_S = 2.0
+
+
+@contextmanager
+def watched(lost: Callable[[str], None]) -> Iterator[None]:
+    """Call `lost` from a thread with a message about the first dead process inside the block."""
+    over = threading.Event()
+    thread = threading.Thread(target=_watch, args=(lost, over), name="watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _watch(lost: Callable[[str], None], over: threading.Event) -> None:
+    worker: Any = ray._private.worker
+    node = worker._global_node  # Ray processes started by this one; None in a joined cluster
+    before = None
+    while not over.wait(POLL_INTERVAL_S):
+        ended = ended_processes(node) if node else None
+        message = f"{ended} on this host" if ended else dead_actor()
+        if message and message == before and not over.is_set():  # second poll: a failing call reports it first
+            lost(message)
+            return
+        before = message

@@ -1,14 +1,21 @@
-"""Environment variables for Ray and torch. They read many at import, so this module imports neither."""
+"""Environment variables for Ray and torch, and a temporary directory for the processes of a run.
+
+Both libraries read many variables at import, so this module imports neither. vLLM leaves sockets and rendezvous files
+in TMPDIR, and killed processes leave theirs; the directory is removed when the run ends or is killed.
+"""
 
 import os
 import secrets
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 from roll_opd.base.hardware import CUBLAS_WORKSPACE
 from roll_opd.base.paths import use_cache_of_compilers
+from roll_opd.cluster.process_reaper import Reaper
 
 ALWAYS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -74,3 +81,31 @@ def use_interface_of(address: str) -> None:
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+MAX_LENGTH = 60  # characters: socket paths are limited to 107, and vLLM adds 37
+FALLBACK = "/tmp"
+RAY_VARIABLE = "RAY_TMPDIR"  # parent of Ray's session directories, whose paths are near the limit
+
+
+@contextmanager
+def run_temp_directory(reaper: Reaper) -> Iterator[None]:
+    """Set TMPDIR to a new directory for processes started inside the block; `reaper` removes it."""
+    outer = os.environ.get("TMPDIR") or FALLBACK
+    if not os.access(outer, os.W_OK | os.X_OK):
+        outer = tempfile.gettempdir()
+    directory = tempfile.mkdtemp(prefix="roll_opd-", dir=outer)
+    if len(directory) > MAX_LENGTH and os.access(FALLBACK, os.W_OK):
+        os.rmdir(directory)
+        directory = tempfile.mkdtemp(prefix="roll_opd-", dir=FALLBACK)
+    reaper.remove_at_the_end(Path(directory))
+    before = {name: os.environ.get(name) for name in ("TMPDIR", RAY_VARIABLE)}
+    known, tempfile.tempdir = tempfile.tempdir, None  # Python caches TMPDIR at the first use
+    os.environ |= {"TMPDIR": directory, RAY_VARIABLE: os.environ.get(RAY_VARIABLE) or outer}
+    try:
+        yield
+    finally:
+        tempfile.tempdir = known
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ |= {} if value is None else {name: value}

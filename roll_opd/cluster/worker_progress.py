@@ -1,13 +1,17 @@
-"""Progress of workers within long calls, published to the driver through Ray's key-value store.
+"""Progress of workers within long calls, published to the driver through Ray's key-value store; files of ranks.
 
 A worker cannot answer while it is in a call. A long call publishes its progress at intervals; a short call publishes
-nothing and has no cost.
+nothing and has no cost. `Writing` waits for files that ranks write in the background.
 """
 
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import ray
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
+
+from roll_opd.cluster.group import ActorGroup
 
 INTERVAL_S = 5.0
 
@@ -54,3 +58,20 @@ def running_calls() -> dict[str, tuple[int, int]]:
 
 def _prefix() -> str:
     return f"roll_opd/progress/{ray.get_runtime_context().get_job_id()}/"
+
+
+class Writing:
+    """Running `save` of some groups of ranks."""
+
+    def __init__(self, groups: Sequence[ActorGroup]) -> None:
+        self.groups = tuple(groups)
+
+    async def files(self, *, wait: bool) -> list[Path] | None:
+        """Return all files when written; None if unfinished, unless `wait`. Raises the exception of a rank."""
+        found: set[Path] = set()
+        for group in self.groups:
+            for files in await group.call("written", wait=wait):
+                if files is None:
+                    return None
+                found |= set(files)
+        return sorted(found)

@@ -56,7 +56,7 @@ PROBES = {  # package -> statement that must succeed; torch's also prints its bu
     "ray": "import ray",
 }
 SANDBOX_PROBE = (
-    "from roll_opd.rewards.sandbox.pool import Pool; from roll_opd.rewards.sandbox.settings import Limits; "
+    "from roll_opd.rewards.sandbox.pool import Pool; from roll_opd.rewards.sandbox.bubblewrap import Limits; "
     "Pool(Limits(), 1).close()"
 )
 PROBE_SECONDS = 60.0  # a cold disk makes the first import slow; a hang lasts for ever

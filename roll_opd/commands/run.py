@@ -30,10 +30,9 @@ from roll_opd.base.command_line import (
     without_collections,
     write_run_directory,
 )
-from roll_opd.base.failures import ConfigError, os_sentence, print_unexpected, shortened
+from roll_opd.base.failures import ConfigError, RunError, Terminated, os_sentence, print_unexpected, shortened
 from roll_opd.base.full_disk import FULL, DiskFull, reason
 from roll_opd.base.paths import use_cache_of_compilers
-from roll_opd.base.run_errors import RunError, Terminated
 from roll_opd.base.terminal import echo
 from roll_opd.cluster.forkserver.forkserver_start import ForkServer, fork_server, wanted_by
 from roll_opd.cluster.multihost.hosts import Hosts, dismiss
@@ -48,9 +47,9 @@ from roll_opd.models.model_info import ModelFilesError
 from roll_opd.pipelines.checkpoints import CheckpointError
 from roll_opd.planner.build import load_plan
 from roll_opd.rewards.interface import RewardError
-from roll_opd.tracking.registry import TrackerError
 from roll_opd.tracking.stdout_tee import tee_output
-from roll_opd.workflows.workflow_errors import WorkflowError
+from roll_opd.tracking.trackers import TrackerError
+from roll_opd.workflows.workflow_experience import WorkflowError
 
 if TYPE_CHECKING:  # imports Ray
     from roll_opd.pipelines.backend import Backend

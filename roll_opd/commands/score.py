@@ -20,8 +20,8 @@ from roll_opd.cluster.multihost.hosts import Hosts, dismiss
 from roll_opd.cluster.multihost.launcher_env import Host, LaunchError, forget, launched
 from roll_opd.cluster.multihost.multihost_worker import serve
 from roll_opd.cluster.process_reaper import guarded
+from roll_opd.cluster.ray_environment import run_temp_directory
 from roll_opd.cluster.startup_progress import ClusterError
-from roll_opd.cluster.temp_directory import run_temp_directory
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import Layout
 from roll_opd.models.layouts import check_layout

@@ -14,7 +14,7 @@ import numpy as np
 from roll_opd.base.frozen import FrozenDict, thaw
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.dataset import Prompt
-from roll_opd.data.order import derived_seed
+from roll_opd.data.prompt_source import derived_seed
 from roll_opd.data.rows import DataError
 
 SEED_LIMIT = 2**31  # seeds of games are below it

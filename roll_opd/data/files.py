@@ -1,24 +1,27 @@
 """Row files on disk (JSONL, JSON array, Parquet): find them by name, scan all rows, read single rows by position.
 
 A row has a `line` for messages (from 1; the row number in Parquet and arrays) and a `position` for reading: the offset
-of its first byte in a text file, the row number from 0 in a Parquet file. No file has to fit in memory.
+of its first byte in a text file, the row number in Parquet. `first_tags` and `count_rows` read a data set quickly,
+before the pass over all rows.
 """
 
 import glob
 import json
+import math
 import os
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from roll_opd.base.failures import os_sentence
 from roll_opd.base.paths import PathError, candidates, find_path, hub_hint, places, regular_file
-from roll_opd.data.formats import is_array, is_parquet, refusal
-from roll_opd.data.json_array import JsonArrayFile
-from roll_opd.data.rows import NOT_JSON, BadRow, DataError
+from roll_opd.config.plan import DataPlan
+from roll_opd.data.formats import JsonArrayFile, is_array, is_parquet, refusal
+from roll_opd.data.rows import NOT_JSON, BadRow, DataError, tag_of
 
 SUFFIXES = (".jsonl", ".json", ".parquet")  # files taken from a directory
 PARQUET_ROWS = 256  # decoded at a time, so that rows of a megabyte still fit
@@ -224,3 +227,39 @@ def _decode(raw: bytes) -> Any:
         return json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         return BadRow(NOT_JSON, str(error)[:80])
+
+
+ROWS_SCANNED = 50_000  # over all files; enough to detect a wrong tag or column
+
+
+def first_tags(data: DataPlan) -> tuple[set[str], bool]:
+    """Return the tags of the first rows of each file, and whether all rows were read.
+
+    Unreadable rows and files are skipped here; the pass over all rows before a run reports them.
+    """
+    tags: set[str] = set()
+    complete = True
+    column = data.columns.get("tag", "tag")
+    share = ROWS_SCANNED // max(1, len(data.files))
+    share = share if data.limit is None else min(share, data.limit)
+    for name in data.files:
+        try:
+            rows = open_file(name).column(column)
+            for tag in islice(rows, share):
+                with suppress(BadRow):
+                    tags.add(tag_of(tag))
+            complete = complete and next(rows, rows) is rows
+        except (DataError, OSError):
+            continue
+    return tags, complete
+
+
+def count_rows(data: DataPlan) -> int:
+    """Return the number of rows, bad ones included, at most `limit`. Raises `DataError` for a broken Parquet file."""
+    total = sum(open_file(name).count() for name in data.files)
+    return total if data.limit is None else min(total, data.limit)
+
+
+def whole_steps(epochs: float, found: int, rows: int) -> int:
+    """Return the number of complete steps of `rows` rows in `epochs` passes over `found` rows."""
+    return math.floor(epochs * found) // rows

@@ -1,23 +1,87 @@
 """Render rows with a chat template and tokenise them: the tokenizer's template, or one of ROLL's names.
 
-A conversation is rendered by the template; a plain `prompt` is tokenised unchanged.
+A conversation is rendered by the template; a plain `prompt` is tokenised unchanged. A sequence gets one
+beginning-of-sequence token (BOS), if the tokenizer itself adds one, and no other added special token. Templates that
+write the date get the start date of the run, in every process and after a resume.
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_opd.base.frozen import thaw
 from roll_opd.data.messages import tool_name
 from roll_opd.data.rows import DataError, Row
-from roll_opd.data.run_date import with_date
-from roll_opd.data.special_tokens import token_ids
 from roll_opd.data.template_check import TemplateOmission, check_answer, render_complete
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_PROBE = "a"  # any text
+
+
+def token_ids(tokenizer: Any, texts: Sequence[str], begins: Sequence[bool]) -> list[list[int]]:
+    """Return the token ids of each text, with the BOS for texts that begin a sequence (`begins`).
+
+    A text that already starts with the BOS, after optional blanks, gets no second one.
+    """
+    if not texts:
+        return []
+    found: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    bos = added_bos(tokenizer) if any(begins) else None
+    if bos is None:
+        return found
+    written = tokenizer.convert_ids_to_tokens(bos)
+    return [
+        [bos, *ids] if first and ids[:1] != [bos] and not text.lstrip().startswith(written) else ids
+        for text, first, ids in zip(texts, begins, found, strict=True)
+    ]
+
+
+def added_bos(tokenizer: Any) -> int | None:
+    """Return the id of the BOS that `tokenizer` adds before a text; None if it adds none."""
+    bos = tokenizer.bos_token_id
+    if bos is None:
+        return None
+    plain, whole = (tokenizer(_PROBE, add_special_tokens=special)["input_ids"] for special in (False, True))
+    places = range(len(whole) - len(plain) + 1)
+    start = next((place for place in places if whole[place : place + len(plain)] == plain), 0)
+    return bos if bos in whole[:start] else None
+
+
+VARIABLE = "ROLL_OPD_RUN_BEGAN"  # environment variable of the rendering processes: local time in ISO 8601
+
+
+def set_date(moment: datetime) -> None:
+    """Set the run's date to `moment`, in this process and in processes that inherit its environment."""
+    os.environ[VARIABLE] = moment.isoformat()
+
+
+def variables() -> dict[str, str]:
+    """Return the environment variables that carry the run's date to another process."""
+    return {VARIABLE: os.environ[VARIABLE]} if VARIABLE in os.environ else {}
+
+
+def writes_date(tokenizer: Any) -> bool:
+    """Whether a chat template of `tokenizer` writes the date."""
+    return "strftime_now" in str(getattr(tokenizer, "chat_template", None))
+
+
+def with_date(tokenizer: Any, moment: datetime | None = None) -> Any:
+    """Return `tokenizer` with `moment` as its chat template's date; default: the run's date, else now."""
+    if writes_date(tokenizer):
+        moment = moment or (datetime.fromisoformat(os.environ[VARIABLE]) if VARIABLE in os.environ else datetime.now())
+        tokenizer.apply_chat_template = partial(
+            tokenizer.apply_chat_template, strftime_now=partial(datetime.strftime, moment)
+        )
+    return tokenizer
+
 
 # classes that load from tokenizer.json without `AutoTokenizer`, which imports torch and takes seconds
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")

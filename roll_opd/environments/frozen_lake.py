@@ -8,9 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from roll_opd.environments.actions import PATTERN, SPECIAL_TOKENS
-from roll_opd.environments.game import Game, Turn, at_least, random_numbers
-from roll_opd.environments.grid import complete, explained, numbered, only_text
+from roll_opd.environments.game import (
+    PATTERN,
+    SPECIAL_TOKENS,
+    Game,
+    Turn,
+    at_least,
+    complete,
+    explained,
+    numbered,
+    only_text,
+    random_numbers,
+)
 from roll_opd.environments.interface import ENVIRONMENTS, EnvironmentFailure
 
 Cell = tuple[int, int]  # row, column

@@ -1,15 +1,117 @@
-"""`Game`: base of the built-in games, with turn limits, action parsing, and the `info` of a turn."""
+"""`Game`: base of the built-in games, with turn limits, action parsing, tables of symbols, and the `info` of a turn."""
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import regex
 
-from roll_opd.environments.actions import ActionReader
 from roll_opd.environments.interface import Environment, EnvironmentFailure, Reset, Step
+
+PATTERN = "<answer>(.*?)</answer>"
+SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>")
+SECONDS = 1.0  # timeout of a search, against catastrophic backtracking
+MAX_CHARACTERS = 32_768  # only the last characters of a response are searched
+
+
+@dataclass(frozen=True)
+class Action:
+    """Action parsed from a response."""
+
+    action: Any | None  # key in the action table, or the text without a table; None: invalid
+    content: str = ""  # text of the response
+    thought: str = ""
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """Entries of `info` with ROLL's keys."""
+        return {"action": self.action, "action_content": self.content, "think_content": self.thought}
+
+
+INVALID = Action(None)
+
+
+class ActionReader:
+    """Parser with one pattern: group 1 is the action, or with two groups 1 is the thought and 2 the action."""
+
+    def __init__(
+        self, pattern: str, lookup: Mapping[Any, str] | None = None, special_tokens: Sequence[str] | None = None
+    ) -> None:
+        """Create a parser; `lookup` has case-insensitive action names; None: any non-empty text is an action.
+
+        Raises `EnvironmentFailure` for an invalid pattern and for duplicate names.
+        """
+        try:
+            self._pattern = regex.compile(pattern, regex.DOTALL)
+        except regex.error as error:
+            raise EnvironmentFailure(f"action_pattern {pattern!r} is not a regular expression: {error}") from None
+        if self._pattern.groups not in (1, 2):
+            raise EnvironmentFailure(
+                f"action_pattern {pattern!r} has {self._pattern.groups} groups; write one for the action, or one"
+                " for the thought and one for the action"
+            )
+        self._keys = None if lookup is None else {name.strip().lower(): key for key, name in lookup.items()}
+        if lookup is not None and len(self._keys or ()) != len(lookup):
+            raise EnvironmentFailure(f"action_lookup gives two actions one name: {dict(lookup)}; names must differ")
+        self._special_tokens = [token for token in special_tokens or () if token]
+
+    def add_names(self, names: Mapping[str, Any]) -> None:
+        """Add alternative names of actions: lower-case text -> key."""
+        self._keys = {**names, **(self._keys or {})}
+
+    def read(self, response: Any) -> Action:
+        """Return the first action in a response, INVALID if there is none; accepts any value."""
+        if not isinstance(response, str):
+            return INVALID
+        for token in self._special_tokens:
+            response = response.replace(token, "")
+        try:
+            found = self._pattern.search(response.strip()[-MAX_CHARACTERS:], timeout=SECONDS)
+        except TimeoutError:
+            return INVALID
+        if found is None:
+            return INVALID
+        *thoughts, content = [(group or "").strip() for group in found.groups()]
+        action = (content or None) if self._keys is None else self._keys.get(content.lower())
+        return Action(action, content, "".join(thoughts))
+
+
+TEXT = "text"  # the only render mode
+
+
+def numbered(name: str, table: Mapping[Any, str], known: Collection[int]) -> dict[int, str]:
+    """Return a table with integer keys, which may be strings; raises `EnvironmentFailure` for unknown numbers."""
+    try:
+        found = {int(key): str(value) for key, value in table.items()}
+    except (TypeError, ValueError):
+        found = {}
+    if not found or not found.keys() <= set(known):
+        numbers = ", ".join(map(str, sorted(known)))
+        raise EnvironmentFailure(f"{name} is {dict(table)!r}; map numbers to texts; valid numbers are {numbers}")
+    return found
+
+
+def complete(name: str, table: Mapping[Any, str] | None, default: Mapping[int, str]) -> dict[int, str]:
+    """Return the configured table of symbols, completed by the defaults."""
+    return {**default, **numbered(name, table, default)} if table is not None else dict(default)
+
+
+def explained(instruction: str, symbols: Mapping[str, str], actions: Mapping[int, str]) -> str:
+    """Return an instruction followed by the meanings of the symbols and the action names."""
+    meanings = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in symbols.items())
+    if not instruction:
+        return ""  # an empty instruction disables the explanation
+    return f"{instruction}\nSymbols: {meanings}\nActions: {', '.join(actions.values())}"
+
+
+def only_text(render_mode: str) -> None:
+    """Raise `EnvironmentFailure` unless the render mode is text."""
+    if render_mode != TEXT:
+        raise EnvironmentFailure(f"render_mode is {render_mode!r}; set {TEXT}: images are not supported")
+
 
 # `metrics_agg_mode` of the games
 AGGREGATES = {"success": "last", "action_is_valid": "mean", "action_is_effective": "mean", "format_penalty": "mean"}

@@ -19,9 +19,16 @@ from typing import Any
 
 import httpx
 
-from roll_opd.environments.contract import read_reset, read_step
 from roll_opd.environments.game import at_least, checked_seed
-from roll_opd.environments.interface import ENVIRONMENTS, Environment, EnvironmentFailure, Reset, Step
+from roll_opd.environments.interface import (
+    ENVIRONMENTS,
+    Environment,
+    EnvironmentFailure,
+    Reset,
+    Step,
+    read_reset,
+    read_step,
+)
 
 BUSY = (408, 425, 429)  # retryable statuses, in addition to 500 and above
 FIRST_WAIT, MAX_WAIT = 0.2, 10.0  # s between attempts, doubled each time

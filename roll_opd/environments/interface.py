@@ -9,6 +9,10 @@ Optional keys of `info`:
   observation is a tool's output.
 """
 
+import math
+from collections.abc import Callable, Mapping
+from numbers import Real
+from statistics import fmean
 from typing import Any
 
 from roll_opd.base.registry import Registry
@@ -48,3 +52,104 @@ ENVIRONMENTS: Registry[dict] = Registry(
     facts_type=dict,
     decorator="ENVIRONMENTS.register",
 )
+
+
+# value of `metrics_agg_mode` -> aggregation over the turns of an episode
+AGGREGATIONS: dict[str, Callable[[list[float]], float]] = {
+    "mean": fmean,
+    "sum": sum,
+    "last": lambda values: values[-1],
+    "max": max,
+    "min": min,
+}
+
+
+def read_reset(returned: Any, name: str) -> Reset:
+    """Return the result of `reset` as (text, info); raises `EnvironmentFailure` if it has another form."""
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise EnvironmentFailure(f"{name}: reset returned {_kind(returned)}; return (observation, info)")
+    return _text(returned[0], name, "reset"), _info(returned[1], name, "reset")
+
+
+def read_step(returned: Any, name: str) -> Step:
+    """Return the result of `step` as (text, finite reward, bool, bool, info); raises `EnvironmentFailure`."""
+    if not isinstance(returned, tuple | list) or len(returned) != 5:
+        raise EnvironmentFailure(
+            f"{name}: step returned {_kind(returned)}; return (observation, reward, terminated, truncated, info)"
+        )
+    observation, reward, terminated, truncated, info = returned
+    try:
+        number = math.nan if isinstance(reward, str) else float(reward)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise EnvironmentFailure(f"{name}: step returned the reward {_short(reward)}; return a finite number")
+    return (
+        _text(observation, name, "step"),
+        number,
+        _bool(terminated, name, "terminated"),
+        _bool(truncated, name, "truncated"),
+        _info(info, name, "step"),
+    )
+
+
+def _text(value: Any, name: str, method: str) -> str:
+    if not isinstance(value, str):
+        raise EnvironmentFailure(f"{name}: {method} returned the observation {_kind(value)}; return a string")
+    return value
+
+
+def _bool(value: Any, name: str, which: str) -> bool:
+    plain = _plain(value)
+    if not isinstance(plain, int) or plain not in (0, 1):
+        raise EnvironmentFailure(f"{name}: step returned {which} as {_short(value)}; return True or False")
+    return bool(plain)
+
+
+def _info(value: Any, name: str, method: str) -> dict[str, Any]:
+    if value is not None and not isinstance(value, dict):
+        raise EnvironmentFailure(f"{name}: {method} returned info as {_kind(value)}; return a dict")
+    info = dict(value or {})
+    for key, read in (("metrics", _number), ("metrics_agg_mode", _mode)):
+        found = info.get(key)
+        if found is not None and not isinstance(found, Mapping):
+            raise EnvironmentFailure(f"{name}: {method} returned info[{key!r}] as {_kind(found)}; return a dict")
+        if found is not None:
+            info[key] = {
+                str(metric): read(one, f"{name}: {method} returned info[{key!r}][{metric!r}] as {_short(one)}")
+                for metric, one in found.items()
+            }
+    return info
+
+
+def _number(value: Any, what: str) -> float:
+    plain = _plain(value)
+    try:
+        if isinstance(plain, Real):
+            return float(plain)
+    except OverflowError:
+        pass
+    raise EnvironmentFailure(f"{what}; return a number or a bool")
+
+
+def _mode(value: Any, what: str) -> str:
+    if not isinstance(value, str) or value not in AGGREGATIONS:
+        raise EnvironmentFailure(f"{what}; return one of {', '.join(AGGREGATIONS)}")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Return the Python value of a numpy or torch scalar; None for an array."""
+    try:
+        return getattr(value, "item", lambda: value)()
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:60]
+
+
+def _kind(value: Any) -> str:
+    size = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    return f"{type(value).__name__}{size}"

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from roll_opd.environments.actions import PATTERN, SPECIAL_TOKENS
-from roll_opd.environments.game import Game, Turn, at_least, random_numbers
+from roll_opd.environments.game import PATTERN, SPECIAL_TOKENS, Game, Turn, at_least, random_numbers
 from roll_opd.environments.guess_number import whole_number
 from roll_opd.environments.interface import ENVIRONMENTS, EnvironmentFailure
 

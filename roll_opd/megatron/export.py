@@ -16,7 +16,7 @@ from roll_opd.megatron.model import unwrapped
 from roll_opd.megatron.weights.stream import Shapes
 from roll_opd.models import adapter_files
 from roll_opd.models.device_phases import Part
-from roll_opd.models.dtypes import with_dtype
+from roll_opd.models.model_files import with_dtype
 from roll_opd.samples.weight_bucket import BUCKET_BYTES, BucketMemory, bucketed
 
 Bundle = list[tuple[str, Tensor]]  # some weights, by name

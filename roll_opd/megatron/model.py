@@ -39,8 +39,7 @@ from roll_opd.megatron.weights.source import Files
 from roll_opd.megatron.weights.stream import tensor_rank
 from roll_opd.megatron.weights.transfer import ModelWeights
 from roll_opd.models.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
-from roll_opd.models.megatron_options import usable
-from roll_opd.models.supported import unsupported
+from roll_opd.models.supported import unsupported, usable
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_opd.models.json_files import ModelFilesError, is_pointer, pointer_sentence, read_json
+from roll_opd.models.model_files import ModelFilesError, is_pointer, pointer_sentence, read_json
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

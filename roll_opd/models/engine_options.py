@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from roll_opd.base.hints import nearest
+from roll_opd.base.failures import nearest
 from roll_opd.base.registry import type_problem
 
 # engine -> (package, file, dataclass), base classes first

@@ -13,10 +13,10 @@ from typing import Any
 
 from roll_opd.base.failures import os_sentence
 from roll_opd.base.paths import PathError, find_path, hub_hint, places
-from roll_opd.models.find_weights import stored_tensors, weight_files
-from roll_opd.models.json_files import ModelFilesError as ModelFilesError
-from roll_opd.models.json_files import read_json as read_json
-from roll_opd.models.safetensors_headers import StoredTensor as StoredTensor
+from roll_opd.models.model_files import ModelFilesError as ModelFilesError
+from roll_opd.models.model_files import StoredTensor as StoredTensor
+from roll_opd.models.model_files import read_json as read_json
+from roll_opd.models.model_files import stored_tensors, weight_files
 
 # model_type in config.json -> whether the Megatron engine supports it; others can be planned only
 MODEL_TYPES = {

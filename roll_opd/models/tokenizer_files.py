@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.base.failures import os_sentence
-from roll_opd.models.json_files import ModelFilesError, is_pointer, pointer_sentence, read_json
+from roll_opd.models.model_files import ModelFilesError, is_pointer, pointer_sentence, read_json
 
 # steps of tokenizer.json besides its model that affect tokenization
 PIPELINE = ("normalizer", "pre_tokenizer", "post_processor", "decoder")

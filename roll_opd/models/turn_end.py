@@ -12,7 +12,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from roll_opd.models.json_files import ModelFilesError, read_json
+from roll_opd.models.model_files import ModelFilesError, read_json
 from roll_opd.models.tokenizer_files import chat_template_of, special_tokens, tokens_by_id
 
 _QUESTION, _ANSWER = "roll-opd-question", "roll-opd-answer"

@@ -6,9 +6,10 @@ config.json the last ones are dropped, and a quantised matrix is read without it
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
+from roll_opd.models.model_files import PIECES, differ, pieces
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, StoredTensor, read_json
-from roll_opd.models.safetensors_headers import PIECES, differ, pieces
 
 # decoders with known tensor names; for others, only layers, embedding and head are compared
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
@@ -187,3 +188,19 @@ def _is_zero(numbers: bytes, width: int) -> bool:
     """Return whether little-endian floats of `width` bytes are all zero, of either sign."""
     signs = numbers[width - 1 :: width].replace(b"\x80", b"\x00")
     return not any(signs) and not any(any(numbers[byte::width]) for byte in range(width - 1))
+
+
+WINDOW_LAYERS = "max_window_layers"  # at most the number of layers in Qwen releases
+ITS_DEFAULT = 28  # default of transformers, independent of the number of layers
+IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)b(?![a-z0-9])", re.IGNORECASE)  # Qwen3-8B; not 8x7B, not A3B
+LESS = 0.95  # minimum ratio of parameters to the size in the name; releases have at least 0.98
+
+
+def lost_layer_hints(path: Path, layers: int, parameters: int, window_layers: object) -> Iterator[str]:
+    """Yield a message per hint; `window_layers` is the config's `max_window_layers`, or None."""
+    if isinstance(window_layers, int) and window_layers > layers and window_layers != ITS_DEFAULT:
+        yield f"config.json has {WINDOW_LAYERS} {window_layers} and num_hidden_layers {layers}"
+    if named := IN_NAME.findall(path.resolve().name):
+        billions = float(named[-1])
+        if parameters < LESS * billions * 1e9:
+            yield f"its name says {billions:g} billion parameters, and its weights have {parameters / 1e9:.3g} billion"

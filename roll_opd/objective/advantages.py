@@ -19,7 +19,7 @@ from torch import Tensor
 from roll_opd.algorithms.advantages.batch import Normalised, RewardBatch, run_members
 from roll_opd.algorithms.registry import ADVANTAGES, Advantage, advantage
 from roll_opd.algorithms.token_advantages import clipped, on_last_action, token_advantages
-from roll_opd.base.run_errors import RunError
+from roll_opd.base.failures import RunError
 from roll_opd.config.plan import ObjectivePlan
 from roll_opd.objective.reference_kl import by_domain, kl_coefs, reference_kl
 from roll_opd.samples.experience import Experience, changed

@@ -8,11 +8,11 @@ from roll_opd.base.registry import argument_problems
 from roll_opd.config.plan import RunPlan
 from roll_opd.planner.trackers import GIVEN_BY_US
 from roll_opd.rewards import registry as rewards
-from roll_opd.tracking import registry as trackers
+from roll_opd.tracking import trackers as trackers
 from roll_opd.tracking.trackers import JSONL
-from roll_opd.workflows import check
+from roll_opd.workflows import workflow_checks
 from roll_opd.workflows.plugins import find_reward, find_workflow
-from roll_opd.workflows.workflow_errors import WorkflowError
+from roll_opd.workflows.workflow_experience import WorkflowError
 
 
 def check_user_code(plan: RunPlan) -> None:
@@ -32,7 +32,7 @@ def check_user_code(plan: RunPlan) -> None:
         if found.__module__.startswith("roll_opd.workflows.builtin."):
             given = thaw(workflow.workflow_args)
             reward = workflow.workflow_reward
-            for argument, problem in check.argument_problems(workflow.workflow, given, reward):
+            for argument, problem in workflow_checks.argument_problems(workflow.workflow, given, reward):
                 raise WorkflowError(f"workflow_args.{argument}: {problem}")
         if check_arguments := getattr(found, "check_arguments", None):
             check_arguments(thaw(workflow.workflow_args))

@@ -13,7 +13,7 @@ from typing import Any
 
 from roll_opd.base.full_disk import full_disk
 from roll_opd.base.paths import content
-from roll_opd.cluster.rank_files import Writing
+from roll_opd.cluster.worker_progress import Writing
 from roll_opd.config.plan import CheckpointPlan
 from roll_opd.pipelines.history import History
 from roll_opd.tracking.run_directory import RUN_FACTS, SUPERSEDED, RunDirectory, checkpoints_of, write_atomic

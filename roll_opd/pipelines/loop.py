@@ -14,10 +14,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from roll_opd.base.command_line import write_run_directory
-from roll_opd.base.failures import ConfigError, os_sentence
+from roll_opd.base.failures import ConfigError, RunError, SkippedUpdates, os_sentence
 from roll_opd.base.full_disk import DiskFull, full_disk
-from roll_opd.base.run_errors import RunError, SkippedUpdates
-from roll_opd.cluster.liveness import watched
+from roll_opd.cluster.group import watched
 from roll_opd.cluster.multihost.hosts import Hosts
 from roll_opd.cluster.startup_progress import ClusterError, ProcessDied, StartupProgress
 from roll_opd.config.plan import RunPlan
@@ -33,9 +32,8 @@ from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.shutdown import Ending
 from roll_opd.pipelines.startup import begin
 from roll_opd.planner.device_mapping import short_devices
-from roll_opd.tracking.progress import show_progress
-from roll_opd.tracking.run_directory import RunDirectory
-from roll_opd.tracking.run_lock import lock_run
+from roll_opd.tracking.console import show_progress
+from roll_opd.tracking.run_directory import RunDirectory, lock_run
 from roll_opd.tracking.stdout_tee import StdoutTee, tee_output
 from roll_opd.tracking.trackers import Trackers
 

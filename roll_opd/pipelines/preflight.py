@@ -17,15 +17,13 @@ from roll_opd.base.optional_torch_packages import broken_companions, hide
 from roll_opd.base.terminal import echo, warn
 from roll_opd.cluster.forkserver import forkserver_start
 from roll_opd.config.plan import DataPlan, FollowingPlan, LoraPlan, RunPlan, TrainPlan
-from roll_opd.data.check_tags import check_coverage, unused_warnings
+from roll_opd.data.data_checks import check_coverage, overlap_warning, unused_warnings
 from roll_opd.data.dataset import Prompt, PromptSet, open_prompts
 from roll_opd.data.environment_tasks import EnvironmentSource, held_out_tasks, rules_of
-from roll_opd.data.overlap import overlap_warning
-from roll_opd.data.preview import whole_steps
+from roll_opd.data.files import whole_steps
 from roll_opd.data.prompt_source import MixedSource, PromptSource, Source
 from roll_opd.data.rows import DataError
-from roll_opd.data.run_date import set_date, writes_date
-from roll_opd.data.templates import load_tokenizer
+from roll_opd.data.templates import load_tokenizer, set_date, writes_date
 from roll_opd.models.adapter_files import read_adapter
 from roll_opd.models.model_info import read_model
 from roll_opd.models.weight_files import lost_weights

@@ -10,7 +10,7 @@ from typing import Literal
 from roll_opd.workflows.builtin.environment import EnvironmentWorkflow
 from roll_opd.workflows.builtin.single_turn import BaseSimpleWorkflow, OnPolicyDistillWorkflow
 from roll_opd.workflows.hooks import PACKAGE, codes_of, names_in
-from roll_opd.workflows.step_wise import RewardPropagationWorkflow, StepWiseRewardWorkflow
+from roll_opd.workflows.workflow_bases import RewardPropagationWorkflow, StepWiseRewardWorkflow
 
 # workflow: its code sets every reward; function: workflow_reward does; either: known only for each sample
 Source = Literal["workflow", "function", "configuration", "either"]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from roll_opd.base.run_errors import RunError
+from roll_opd.base.failures import RunError
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.prompt_source import Source
 from roll_opd.rewards.registry import REWARDS

@@ -15,7 +15,7 @@ from roll_opd.pipelines.history import History
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.pipelines.shutdown import Ending
 from roll_opd.tracking.clock import PhaseClock
-from roll_opd.tracking.progress import Progress
+from roll_opd.tracking.console import Progress
 
 Validate = Callable[[], Awaitable[dict[str, float]]]
 

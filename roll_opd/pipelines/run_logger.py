@@ -29,9 +29,8 @@ from roll_opd.rollout.batch import Batch
 from roll_opd.samples.experience import Experience
 from roll_opd.teachers.teacher_checks import Check, table
 from roll_opd.tracking.clock import PhaseClock, time_metrics
-from roll_opd.tracking.console import Console, validation
+from roll_opd.tracking.console import Console, Progress, validation
 from roll_opd.tracking.divergence_alarm import DivergenceAlarm
-from roll_opd.tracking.progress import Progress
 from roll_opd.tracking.results import SHORT, loading
 from roll_opd.tracking.run_directory import (
     PROMPTS,

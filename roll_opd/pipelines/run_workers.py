@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from roll_opd.actors.sampler import Sampler
-from roll_opd.cluster.rank_files import Writing
+from roll_opd.cluster.worker_progress import Writing
 from roll_opd.config.plan import ObjectivePlan, RunPlan
 from roll_opd.models.device_phases import Phase
 from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS
@@ -18,7 +18,7 @@ from roll_opd.roles.learner_role import OF_THE_ACTOR
 from roll_opd.roles.policy_roles import Follower, FrozenModels, Student
 from roll_opd.roles.reward_pool import RewardPool
 from roll_opd.samples.experience import Experience, present
-from roll_opd.tracking.progress import Count
+from roll_opd.tracking.console import Count
 from roll_opd.weight_sync.transports import stream
 
 

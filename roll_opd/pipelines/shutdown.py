@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from roll_opd.base.command_line import FAILED, TERMINATED
-from roll_opd.base.run_errors import Interrupted, RunError, Terminated
+from roll_opd.base.failures import Interrupted, RunError, Terminated
 from roll_opd.base.terminal import echo
 from roll_opd.pipelines.checkpoints import Checkpoints
 

@@ -26,7 +26,7 @@ from roll_opd.config.plan import (
     RunPlan,
     TeacherPlan,
 )
-from roll_opd.data import run_date
+from roll_opd.data import templates
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.inference.tool_calls import HERMES
 from roll_opd.models.device_phases import Member, members_of
@@ -145,7 +145,7 @@ async def start_reward_pools(plan: RunPlan, placement: Placement) -> tuple[Rewar
     variables = {
         "OMP_NUM_THREADS": "1",
         **_environment(plan),
-        **run_date.variables(),
+        **templates.variables(),
         **forkserver_start.variables(MEGATRON, plan.env),
         **module_variables(),
     }
@@ -177,7 +177,7 @@ async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) 
     variables = {
         **alone,
         **_environment(plan),
-        **run_date.variables(),
+        **templates.variables(),
         **forkserver_start.variables(kind, plan.env),
         **module_variables(),
     }

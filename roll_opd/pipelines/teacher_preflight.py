@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from roll_opd.base.run_errors import RunError
+from roll_opd.base.failures import RunError
 from roll_opd.config.plan import RunPlan
-from roll_opd.data.special_tokens import token_ids
-from roll_opd.data.templates import load_tokenizer
-from roll_opd.models.json_files import read_json
-from roll_opd.models.lost_layers import WINDOW_LAYERS, lost_layer_hints
+from roll_opd.data.templates import load_tokenizer, token_ids
+from roll_opd.models.model_files import read_json
 from roll_opd.models.model_info import ModelInfo, read_model
 from roll_opd.models.tokenizer_files import added_ids, compare_tokenizers
+from roll_opd.models.weight_files import WINDOW_LAYERS, lost_layer_hints
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.roles.policy_roles import FrozenModel, Student, Teacher, gathered

@@ -49,10 +49,10 @@ from roll_opd.config.schema import (
     keys_of,
     shared,
 )
-from roll_opd.data.preview import count_rows, first_tags, whole_steps
+from roll_opd.data.files import count_rows, first_tags, whole_steps
 from roll_opd.data.rows import DataError
-from roll_opd.models.find_weights import engine_problem
 from roll_opd.models.memory import estimate_memory
+from roll_opd.models.model_files import engine_problem
 from roll_opd.models.supported import not_yet
 from roll_opd.planner import (
     check_devices,
@@ -71,9 +71,9 @@ from roll_opd.planner.read import Sections, read_sections
 from roll_opd.planner.rewards import read_rewards
 from roll_opd.planner.roles import Role, RoleReader, Roles, choose_mode, written_workers
 from roll_opd.planner.trackers import read_trackers
-from roll_opd.tracking.registry import lacking
 from roll_opd.tracking.secrets import without_secrets
-from roll_opd.workflows.check import argument_problems, name_problem
+from roll_opd.tracking.trackers import lacking
+from roll_opd.workflows.workflow_checks import argument_problems, name_problem
 
 TITLES = {
     "pure": "pure on-policy distillation",

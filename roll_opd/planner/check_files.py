@@ -9,16 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from roll_opd.base.failures import nearest
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.base.hints import nearest
 from roll_opd.base.paths import expanded, find_path
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import DataPlan, RewardPlan, StreamPlan
 from roll_opd.config.schema import DataArgs, RowKeys, Run, Section, Top, shared
 from roll_opd.data.answers import COLUMN_KEYS
-from roll_opd.data.files import find_files
+from roll_opd.data.files import find_files, first_tags
 from roll_opd.data.formats import refusal
-from roll_opd.data.preview import first_tags
 from roll_opd.data.rows import DataError
 from roll_opd.data.templates import TEMPLATES
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, same_weights

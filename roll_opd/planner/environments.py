@@ -26,8 +26,12 @@ from roll_opd.config.schema import (
 from roll_opd.environments import check_declared
 from roll_opd.planner.parts import sampling_plan
 from roll_opd.planner.read import Sections
-from roll_opd.workflows.prompt_templates import missing_observation_field, template_problems
-from roll_opd.workflows.roll_managers import makes_steps, manager_problem
+from roll_opd.workflows.prompt_templates import (
+    makes_steps,
+    manager_problem,
+    missing_observation_field,
+    template_problems,
+)
 
 SECTIONS = ("custom_envs", "train_env_manager", "val_env_manager")
 WORKFLOW = "environment_workflow"

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from typing import Any, get_args, get_origin
 
-from roll_opd.base.hints import nearest
+from roll_opd.base.failures import nearest
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.schema import (
     MIXED_ROLES,

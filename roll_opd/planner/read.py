@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from roll_opd.base import hardware
-from roll_opd.base.hints import nearest
+from roll_opd.base.failures import nearest
 from roll_opd.config.compose import COMMAND_LINE
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.roll_keys import REFUSED, REWARD_KEYS_OF_ROLL, SAID

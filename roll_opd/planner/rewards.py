@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from roll_opd.algorithms.filters import FILTERS
+from roll_opd.base.failures import nearest
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.base.hints import nearest
 from roll_opd.base.registry import annotations, arguments, type_problem
 from roll_opd.base.user_modules import FILE, dotted_path
 from roll_opd.config.plan import FilterPlan, RewardPlan, RewardTerm

@@ -13,7 +13,7 @@ from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import Layout
 from roll_opd.config.roll_keys import IGNORED_MEGATRON, IGNORED_VLLM, NEAREST_STRATEGY, STRATEGY
 from roll_opd.config.schema import Dtype, TrainingArgs, Worker, keys_of
-from roll_opd.models import megatron_options
+from roll_opd.models import supported
 from roll_opd.models.engine_options import no_effect, option_problem
 from roll_opd.planner.device_mapping import parse_device_mapping, short_devices
 from roll_opd.planner.read import ignore
@@ -196,11 +196,11 @@ def _counts(engine: str, key: str, value: Any, diag: Diagnostics, also_known: Se
 
 def _is_taken(key: str, value: Any, diag: Diagnostics) -> bool:
     """Whether an option of Megatron's goes to the engine; says why it does not, or does nothing there."""
-    if refusal := megatron_options.refusal(key, value):
+    if refusal := supported.refusal(key, value):
         diag.unsupported(key, refusal)
-    elif remark := megatron_options.remark(key, has_gpus=hardware.gpu_memory_gb() is not None):
+    elif remark := supported.remark(key, has_gpus=hardware.gpu_memory_gb() is not None):
         diag.note(key, remark)
-    return refusal is None and key not in megatron_options.WITHOUT_EFFECT
+    return refusal is None and key not in supported.WITHOUT_EFFECT
 
 
 def _is_positive(key: str, value: Any, diag: Diagnostics) -> bool:

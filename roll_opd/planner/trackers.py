@@ -11,8 +11,8 @@ from roll_opd.base.user_modules import dotted_path
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.roll_keys import DOTTED
 from roll_opd.config.schema import Run
-from roll_opd.tracking.registry import TRACKERS
 from roll_opd.tracking.secrets import is_secret
+from roll_opd.tracking.trackers import TRACKERS
 
 TRACKERS_OF_ROLL = ("trackio", "ml_tracker")  # and some of ours
 GIVEN_BY_US = 2  # first arguments of a tracker: the run directory and the step resumed from

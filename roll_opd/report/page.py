@@ -18,7 +18,7 @@ from roll_opd.report.panels import MODES, all_metrics, before_after, charts, mod
 from roll_opd.report.run_files import RunRecord, find_run, number, read_run
 from roll_opd.report.text import limited, rounded, script_json, visible
 from roll_opd.tracking.clock import PHASES
-from roll_opd.tracking.comparable import changed_settings
+from roll_opd.tracking.results import changed_settings
 from roll_opd.tracking.run_directory import write_atomic
 from roll_opd.tracking.summary import summarize
 

@@ -1,12 +1,13 @@
 """Reward interface: a sync or async function from a batch of `RewardSample` to one `Score` or `Failure` each.
 
-Rewards get text and the row's other keys; `experience` has tokens and log-probs.
+Rewards get text and the row's other keys; `experience` has tokens and log-probs. `flag`, `choice` and `number` validate
+the configured arguments of a reward.
 """
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.samples.experience import Experience
@@ -90,3 +91,28 @@ def _read(score: Score | Failure | float | None, sample: str, name: str) -> Scor
     if not all(map(math.isfinite, (value or 0.0, *parts.values()))):
         return Failure("not_finite", f"reward {name} returned {value} with parts {dict(parts)}; scores must be finite")
     return Score(value, parts, "" if score.reason is None else str(score.reason), score.errors)
+
+
+Name = TypeVar("Name", bound=str)
+
+
+def flag(reward: str, key: str, value: object) -> bool:
+    """Return a bool argument; raises `RewardError` for other types."""
+    if not isinstance(value, bool):
+        raise RewardError(f"reward {reward}: {key} is {value!r}; write true or false")
+    return value
+
+
+def choice(reward: str, key: str, value: Name, known: Collection[Name]) -> Name:
+    """Return an argument that is one of the `known` names; raises `RewardError` for others."""
+    if not isinstance(value, str) or value not in known:
+        raise RewardError(f"reward {reward}: {key} is {value!r}; write one of {', '.join(known)}")
+    return value
+
+
+def number(reward: str, key: str, value: object, least: float = -math.inf) -> float:
+    """Return an argument as a finite number of at least `least`; raises `RewardError` for others."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
+        bound = "" if least == -math.inf else f" of at least {least:g}"
+        raise RewardError(f"reward {reward}: {key} is {value!r}; write a number{bound}")
+    return float(value)

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from roll_opd.base.run_errors import RunError
+from roll_opd.base.failures import RunError
 from roll_opd.cluster.group import ActorGroup, WorkerGroup
 from roll_opd.models.device_phases import Machine, Member, Move, Phase, PhaseError, State
 

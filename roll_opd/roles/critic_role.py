@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roll_opd.base.run_errors import RunError
+from roll_opd.base.failures import RunError
 from roll_opd.config.plan import CriticPlan
 from roll_opd.objective.columns import value_columns
 from roll_opd.roles.learner_role import Learner, Update, optimizer_metrics, total

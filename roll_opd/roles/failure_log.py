@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from roll_opd.base.run_errors import RunError
+from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
 
 MAX_INITIAL_FAILURES = 32  # jobs that fail before the first success: then the jobs are not the cause

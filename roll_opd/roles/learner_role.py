@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from roll_opd.base.run_errors import SkippedUpdates
+from roll_opd.base.failures import SkippedUpdates
 from roll_opd.cluster.group import WorkerGroup
-from roll_opd.cluster.rank_files import Writing
+from roll_opd.cluster.worker_progress import Writing
 from roll_opd.config.plan import TrainPlan
 from roll_opd.samples.dp_shards import Assignment, ShardedBatch
 from roll_opd.samples.training import TrainResult
-from roll_opd.tracking.progress import Count
+from roll_opd.tracking.console import Count
 
 SKIPS_ALLOWED = 3  # updates in a row without a finite loss and gradient
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from roll_opd.actors.megatron_actor import Text
-from roll_opd.base.run_errors import RunError
+from roll_opd.base.failures import RunError
 from roll_opd.cluster.group import FrozenGroup, Reference, WorkerGroup
-from roll_opd.cluster.rank_files import Writing
+from roll_opd.cluster.worker_progress import Writing
 from roll_opd.config.plan import FollowingPlan, ObjectivePlan, TeacherPlan
 from roll_opd.objective.columns import loss_columns
 from roll_opd.roles.learner_role import Learner, Update, optimizer_metrics, total

@@ -8,8 +8,8 @@ from typing import Any
 
 import ray
 
-from roll_opd.base.run_errors import RunError
-from roll_opd.cluster.coalesce import Answers
+from roll_opd.base.failures import RunError
+from roll_opd.cluster.batched_calls import Answers
 from roll_opd.roles.resilient_pool import WorkerLost
 from roll_opd.samples.buffer_pickle import Compact
 

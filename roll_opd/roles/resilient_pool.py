@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Itera
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from roll_opd.base.run_errors import RunError
+from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
-from roll_opd.cluster.coalesce import Answers
+from roll_opd.cluster.batched_calls import Answers
 
 MAX_DEATHS = 3  # of workers that ran a job
 

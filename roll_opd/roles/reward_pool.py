@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import ray
 
 from roll_opd.actors.sampler import Sampler
+from roll_opd.base.failures import RunError
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.base.run_errors import RunError
 from roll_opd.config.plan import RewardPlan
 from roll_opd.rewards.interface import Failure, Score, Scored
 from roll_opd.roles.failure_log import FailureLog

@@ -12,7 +12,7 @@ from typing import Any
 
 from roll_opd.actors.sampler import Sampler
 from roll_opd.actors.workflow_actor import Job, Outcome
-from roll_opd.base.run_errors import RunError
+from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
 from roll_opd.config.plan import RolloutPlan, TeacherPlan, WorkflowPlan
 from roll_opd.roles.failure_log import FailureLog

@@ -16,7 +16,7 @@ from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 
 from roll_opd.actors.sampler import Sampler
-from roll_opd.base.run_errors import RunError
+from roll_opd.base.failures import RunError
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompt_source import Prompt, Source
 from roll_opd.objective.group_filters import GroupFilter
@@ -25,7 +25,7 @@ from roll_opd.roles.reward_pool import RewardPool, RewardResult
 from roll_opd.rollout.workflow import Model, SingleTurn, Task, Workflow
 from roll_opd.samples.experience import Experience, changed
 from roll_opd.tracking.clock import PhaseClock
-from roll_opd.tracking.progress import Count, Progress
+from roll_opd.tracking.console import Count, Progress
 
 MOST_REJECTED = 20  # times the batch, and at least FEW_REJECTED: a filter that rejects more will not be satisfied
 FEW_REJECTED = 1000

@@ -12,8 +12,7 @@ import numpy as np
 
 from roll_opd.actors.sampler import Request, Session
 from roll_opd.config.plan import SamplingPlan
-from roll_opd.data.order import derived_seed
-from roll_opd.data.prompt_source import Prompt
+from roll_opd.data.prompt_source import Prompt, derived_seed
 from roll_opd.inference.completion import Completion
 from roll_opd.samples.experience import Experience
 

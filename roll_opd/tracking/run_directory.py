@@ -1,18 +1,22 @@
-"""Run directory: paths of its files, atomic writes, and JSON Lines files that survive a kill.
+"""Run directory: paths of its files, lock, atomic writes, and JSON Lines files that survive a kill.
 
-`<output_dir>/<exp_name>/<run id>/` holds the run, `<output_dir>/<exp_name>/latest` links to the newest.
-A kill may leave an incomplete last line in an appended file; a resume truncates these files to the resumed step.
+`<output_dir>/<exp_name>/<run id>/` holds the run, `<output_dir>/<exp_name>/latest` links to the newest. One driver
+locks it: a second one would truncate the files of the first. A kill may leave an incomplete last line in an appended
+file; a resume truncates these files to the resumed step.
 """
 
+import errno
+import fcntl
 import itertools
 import json
 import math
 import os
 import secrets
 import shutil
+import socket
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -20,6 +24,8 @@ from typing import Any
 
 import numpy as np
 import yaml
+
+from roll_opd.base.failures import ConfigError
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
@@ -239,3 +245,33 @@ def write_atomic(path: Path, text: str) -> None:
         raise
     finally:
         partial.unlink(missing_ok=True)
+
+
+LOCK = ".driver"
+# errors of file systems without locks, on which other drivers cannot be detected
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+@contextmanager
+def lock_run(run: Path) -> Iterator[None]:
+    """Hold the lock of `run` inside the block; raises `ConfigError` if another process holds it.
+
+    The kernel releases the lock at any end of the process.
+    """
+    with open(run / LOCK, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            who = file.read().strip() or "a process"
+            raise ConfigError(
+                [f"{run} is the directory of a run that is still running ({who}): wait for its end, or stop it"]
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        else:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        yield

@@ -1,18 +1,212 @@
-"""Write the metrics of a step to `metrics.jsonl` and to the configured trackers.
+"""Trackers: registry, background writer, and `Trackers`, which writes the metrics of a step to all of them.
 
-`metrics.jsonl` is written synchronously; every other tracker runs in the background.
+`track_with` names a registered tracker or a dotted path. `metrics.jsonl` is written synchronously; every other tracker
+runs in the background, so that a hanging tracker does not stop training.
 """
 
+import queue
+import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Protocol
 
 from roll_opd.base.full_disk import reason
+from roll_opd.base.registry import Registry
 from roll_opd.base.terminal import warn
-from roll_opd.tracking.background import BackgroundTracker, TrackerTimeouts
-from roll_opd.tracking.registry import find
 from roll_opd.tracking.run_directory import METRICS, RunDirectory
+
+
+class TrackerError(Exception):
+    """Unknown tracker in `track_with`; the message lists the known names."""
+
+
+class Tracker(Protocol):
+    """Receiver of the metrics of every step, called from one thread."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of `step`. Called again with the same step if it raised."""
+
+    def close(self) -> None:
+        """Write all pending data. Called once, after the last `log`."""
+
+
+# (run, step resumed from or None, **tracker_kwargs) -> tracker: a class; built-in ones import their packages when made
+TrackerFactory = Callable[..., Tracker]
+
+
+@dataclass(frozen=True)
+class TrackerFacts:
+    """Properties of a tracker for the configuration check, in addition to its arguments."""
+
+    packages: tuple[str, ...] = ()  # additional modules; the package extra has the tracker's name
+
+
+TRACKERS: Registry[TrackerFacts] = Registry(
+    kind="tracker",
+    made_of="class",
+    example="mypackage.MyTracker",
+    error=TrackerError,
+    package="roll_opd.tracking.builtin",
+    facts_type=TrackerFacts,
+    elsewhere=("jsonl",),  # the run itself writes it
+)
+register, find = TRACKERS.register, TRACKERS.find
+
+
+def run_id(run: RunDirectory, tracker: str, new: Callable[[], str]) -> str:
+    """Return the id of this run at a tracking service; the first call makes it with `new`.
+
+    It is stored in the run directory, so that a resumed run continues the service's run.
+    """
+    file = run.path / "tracker_ids" / tracker
+    if file.exists():
+        return file.read_text(encoding="utf-8").strip()
+    made = new()
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"{made}\n", encoding="utf-8")
+    return made
+
+
+def as_list(texts: Sequence[str] | str) -> list[str]:
+    """Return `texts` as a list; a single text becomes a list of one."""
+    return [texts] if isinstance(texts, str) else list(texts)
+
+
+def lacking(names: Iterable[str]) -> list[str]:
+    """Return an error message for each tracker with packages that are not installed."""
+    sentences = []
+    for name in names:
+        builtin = name in TRACKERS.builtin
+        modules = TRACKERS.facts(name).packages if builtin else (name.partition(".")[0],) if "." in name else ()
+        absent = [module for module in modules if sys.modules.get(module) is None and find_spec(module) is None]
+        if not absent:
+            continue
+        remedy = f"run `pip install 'roll_opd[{name}]'`" if builtin else "put it on PYTHONPATH"
+        sentences.append(f"track_with: {name} needs {', '.join(absent)}, which is not installed; {remedy}")
+    return sentences
+
+
+FAILURES = (Exception, SystemExit)  # SystemExit in a library would end the thread silently
+
+
+@dataclass(frozen=True)
+class TrackerTimeouts:
+    """Timeouts of a tracker in seconds, and the size of its queue."""
+
+    opening: float = 20.0
+    silence: float = 60.0  # duration of one call before a warning
+    closing: float = 30.0
+    retries: tuple[float, ...] = (1.0, 5.0)  # delays before retries of a call that raised
+    rows: int = 1000
+
+
+class BackgroundTracker:
+    """Queue and thread of the tracker made by `make`. No method raises; only `ready` and `join` block."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker], timeouts: TrackerTimeouts) -> None:
+        self._name, self._make, self._timeouts = name, make, timeouts
+        self._rows: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(timeouts.rows)
+        self._opened = threading.Event()
+        self._ended = threading.Event()  # closed or dropped
+        self._lock = threading.Lock()
+        self._slow = False  # the warning has been printed
+        self._busy_since: float | None = time.monotonic()
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def works(self) -> bool:
+        """Whether the tracker is neither closed nor dropped."""
+        return not self._ended.is_set()
+
+    def ready(self, timeout: float) -> None:
+        """Wait until the tracker is open or has failed; print a warning after `timeout` seconds."""
+        if not self._opened.wait(timeout) and self.works:
+            self._warn_slow(f"has not started after {timeout:.0f} s; steps are queued")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Put the metrics of `step` into the queue."""
+        if not self.works:
+            return
+        began = self._busy_since
+        if began is not None and time.monotonic() - began > self._timeouts.silence:
+            self._warn_slow(
+                f"has not responded for {self._timeouts.silence:.0f} s at step {step}; up to {self._timeouts.rows}"
+                " steps are queued, then the tracker is dropped"
+            )
+        try:
+            self._rows.put_nowait((step, dict(metrics)))
+        except queue.Full:
+            self._drop(f"does not respond and is dropped at step {step}")
+
+    def finish(self) -> None:
+        """Request to flush the queue and close the tracker; `join` waits for it."""
+        try:
+            self._rows.put_nowait(None)
+        except queue.Full:
+            self._drop("does not respond and is dropped at the end of the run")
+
+    def join(self, timeout: float) -> None:
+        """Wait at most `timeout` seconds for the tracker to close."""
+        if self.works and not self._ended.wait(timeout):
+            self._drop(f"was not closed {self._timeouts.closing:.0f} s after the last step")
+
+    def _work(self) -> None:
+        try:
+            tracker = self._make()
+        except FAILURES as error:
+            self._drop(f"could not be opened: {reason(error)}")
+            self._opened.set()
+            return
+        self._opened.set()
+        while True:
+            self._busy_since = None
+            row = self._rows.get()
+            self._busy_since = time.monotonic()
+            if not self.works:
+                return
+            if row is None:
+                break
+            if not self._deliver(tracker, *row):
+                return
+        try:
+            tracker.close()
+        except FAILURES as error:
+            self._drop(f"could not be closed: {reason(error)}")
+        self._ended.set()
+
+    def _deliver(self, tracker: Tracker, step: int, metrics: Mapping[str, float]) -> bool:
+        for wait in (*self._timeouts.retries, None):
+            try:
+                tracker.log(step, metrics)
+                return True
+            except FAILURES as error:
+                if wait is None:
+                    self._drop(f"failed at step {step} and is dropped: {reason(error)}")
+                    return False
+            if self._ended.wait(wait):
+                return False
+        return False
+
+    def _drop(self, what: str) -> None:
+        with self._lock:
+            if self.works:
+                self._warn(f"{what}; the run continues without it, and metrics.jsonl has every step")
+                self._ended.set()  # after the warning, so that it is printed before `join` returns
+
+    def _warn_slow(self, what: str) -> None:
+        with self._lock:
+            if self.works and not self._slow:
+                self._slow = True
+                self._warn(what)
+
+    def _warn(self, what: str) -> None:
+        warn(f"tracker {self._name} {what}")
+
 
 JSONL = "jsonl"
 

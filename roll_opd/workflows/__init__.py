@@ -29,19 +29,25 @@ if TYPE_CHECKING:
         OnPolicyDistillWorkflow,
         SimpleWorkflow,
     )
-    from roll_opd.workflows.interface import WORKFLOWS, FormatConfig, GenerationConfig, Task, Workflow
+    from roll_opd.workflows.interface import (
+        REWARD_FUNCTIONS,
+        WORKFLOWS,
+        FormatConfig,
+        GenerationConfig,
+        RewardFn,
+        Task,
+        Workflow,
+    )
     from roll_opd.workflows.model import ModelWrapper
-    from roll_opd.workflows.multi_turn import MultiTurnWorkflow
-    from roll_opd.workflows.recording import WorkflowWithRecording
-    from roll_opd.workflows.reward_fn import REWARD_FUNCTIONS, RewardFn
-    from roll_opd.workflows.step_wise import (
+    from roll_opd.workflows.workflow_bases import (
         AsyncRewardPropagationWorkflow,
         AsyncStepWiseRewardWorkflow,
+        MultiTurnWorkflow,
         RewardPropagationWorkflow,
         StepWiseRewardWorkflow,
+        WorkflowWithRecording,
     )
-    from roll_opd.workflows.workflow_errors import WorkflowError
-    from roll_opd.workflows.workflow_experience import EID, Experience
+    from roll_opd.workflows.workflow_experience import EID, Experience, WorkflowError
 
 __all__ = [
     "EID",
@@ -88,14 +94,13 @@ _MODULES = {
         *("MathBoxedWorkflow", "MathWorkflow", "OnPolicyDistillMathWorkflow", "OnPolicyDistillWorkflow"),
         "SimpleWorkflow",
     ),
-    "workflow_errors": ("WorkflowError",),
-    "workflow_experience": ("EID", "Experience"),
-    "interface": ("WORKFLOWS", "FormatConfig", "GenerationConfig", "Task", "Workflow"),
+    "workflow_experience": ("EID", "Experience", "WorkflowError"),
+    "interface": (
+        *("REWARD_FUNCTIONS", "RewardFn", "WORKFLOWS", "FormatConfig", "GenerationConfig", "Task", "Workflow"),
+    ),
     "model": ("ModelWrapper",),
-    "multi_turn": ("MultiTurnWorkflow",),
-    "recording": ("WorkflowWithRecording",),
-    "reward_fn": ("REWARD_FUNCTIONS", "RewardFn"),
-    "step_wise": (
+    "workflow_bases": (
+        *("MultiTurnWorkflow", "WorkflowWithRecording"),
         *("AsyncRewardPropagationWorkflow", "AsyncStepWiseRewardWorkflow"),
         *("RewardPropagationWorkflow", "StepWiseRewardWorkflow"),
     ),
@@ -121,7 +126,7 @@ def __getattr__(name: str) -> Any:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     instead = _UNSUPPORTED.get(name)
     advice = f"{name} of Trinity-RFT does not exist here: {instead}" if instead else None
-    advice = advice or importlib.import_module(f"{__name__}.compat_advice").place_of_class(name)
+    advice = advice or importlib.import_module(f"{__name__}.workflow_checks").place_of_class(name)
     if advice and _is_from_import(sys._getframe(1)):
         raise ImportError(advice)  # Python would replace the message of an AttributeError
     raise AttributeError(advice or f"module {__name__} has no attribute {name!r}")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from roll_opd.data.special_tokens import token_ids
+from roll_opd.data.templates import token_ids
 from roll_opd.inference.completion import Completion
 from roll_opd.workflows.workflow_experience import Experience
 

@@ -1,17 +1,18 @@
-"""`Workflow` base class, its `Task`, and the `WORKFLOWS` registry."""
+"""`Workflow` base class with its `Task`, `RewardFn` base class, and the registries of both."""
 
+import inspect
 import logging
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
 from roll_opd.base.registry import Part, Registry
 from roll_opd.data.rows import is_missing
-from roll_opd.workflows.compat_advice import advice
 from roll_opd.workflows.model import ModelWrapper
-from roll_opd.workflows.workflow_errors import WorkflowError
-from roll_opd.workflows.workflow_experience import Experience
+from roll_opd.workflows.workflow_checks import advice
+from roll_opd.workflows.workflow_experience import Experience, WorkflowError
 
 Class = TypeVar("Class", bound=type)
 
@@ -205,3 +206,36 @@ def flag(workflow: Any, name: str) -> bool:
     """Return a flag of a workflow; older workflows implement flags as methods."""
     value = getattr(workflow, name, False)
     return bool(value() if callable(value) else value)
+
+
+class RewardFn(ABC):
+    """Reward function: called with `response`, `truth` and further keyword arguments, it returns named parts.
+
+    The reward is their sum. Each workflow instance creates one, with the configuration's arguments.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:  # noqa: B027  # optional for subclasses without arguments
+        pass
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Return the parts of the reward."""
+
+
+def parts_of(function: Any, inputs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the parts of a reward function, called with the subset of `inputs` that it takes."""
+    taken = inspect.signature(function).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+        inputs = {name: value for name, value in inputs.items() if name in taken}
+    return dict(function(**inputs))
+
+
+REWARD_FUNCTIONS = Modules(
+    "reward function",
+    "class",
+    "my_workflows.MyReward",
+    WorkflowError,
+    "roll_opd.workflows.builtin",
+    dict,
+    decorator="REWARD_FUNCTIONS.register_module",
+)

@@ -16,14 +16,13 @@ from jinja2 import TemplateError
 from torch import Tensor
 
 from roll_opd.config.plan import SamplingPlan
-from roll_opd.data.order import derived_seed
-from roll_opd.data.special_tokens import token_ids
+from roll_opd.data.prompt_source import derived_seed
 from roll_opd.data.template_check import omission_of_shape
+from roll_opd.data.templates import token_ids
 from roll_opd.inference.completion import Completion
 from roll_opd.workflows.call_tree import Call, CallTree, experience
 from roll_opd.workflows.model_facts import NOT_HERE, ModelFacts, generate_kwargs
-from roll_opd.workflows.workflow_errors import NoRoomError
-from roll_opd.workflows.workflow_experience import Experience
+from roll_opd.workflows.workflow_experience import Experience, NoRoomError
 
 Value = TypeVar("Value")
 

@@ -13,10 +13,9 @@ from typing import Any
 
 from roll_opd.base.registry import argument_problems
 from roll_opd.workflows.hooks import TWINS, hook_problems
-from roll_opd.workflows.interface import WORKFLOWS, Workflow, flag
-from roll_opd.workflows.recording import WorkflowWithRecording
-from roll_opd.workflows.reward_fn import REWARD_FUNCTIONS
-from roll_opd.workflows.workflow_errors import WorkflowError
+from roll_opd.workflows.interface import REWARD_FUNCTIONS, WORKFLOWS, Workflow, flag
+from roll_opd.workflows.workflow_bases import WorkflowWithRecording
+from roll_opd.workflows.workflow_experience import WorkflowError
 
 PASSED = ("task", "model", "auxiliary_models", "auxiliary_model_wrappers")  # arguments of a workflow's constructor
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -1,12 +1,15 @@
-"""Prompt templates of environments: render a game's turn as a user message, and check the template fields."""
+"""Prompt templates of environments, and ROLL's environment managers that select them.
+
+A template renders a game's turn as a user message. A manager, selected by class path, makes one sample per action or
+one per conversation.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
 from string import Formatter
 from typing import Any
 
-from roll_opd.base.hints import nearest
-from roll_opd.workflows.roll_managers import makes_steps
+from roll_opd.base.failures import nearest
 
 # fields of a template with example values: within a conversation, and for single-turn prompts of a StepEnvManager
 CONVERSATION_FIELDS = {"observation": "", "turn_idx": 1, "suffix": "", "actions_left": 1, "max_response_length": 1}
@@ -74,3 +77,34 @@ def _fields(template: str) -> list[str]:
 def _name(field: str) -> str:
     """Return the name at the start of a field expression: `observation` for `observation[0]`."""
     return re.split(r"[.\[]", field, maxsplit=1)[0]
+
+
+STEP_WISE = ("StepEnvManager", "StepConcatEnvManager", "AgentNativeStepEnvManager")  # one sample per action
+CONVERSATION = "TrajEnvManager"  # ROLL's default
+TYPO_SIMILARITY = 0.9  # high, because all managers' names share a suffix
+PACKAGE = "roll.pipeline.agentic.env_manager"
+
+
+def makes_steps(env_manager_cls: str | None) -> bool:
+    """Return whether the manager with this class path makes one sample per action; ROLL's default does not."""
+    return _class_of(env_manager_cls) in STEP_WISE
+
+
+def manager_problem(env_manager_cls: str | None) -> str | None:
+    """Return the problem of a manager's class path; None for a supported manager of ROLL's."""
+    if env_manager_cls is None:
+        return None
+    name, known = _class_of(env_manager_cls), (CONVERSATION, *STEP_WISE)
+    of_roll = env_manager_cls == name or env_manager_cls.startswith("roll.")
+    if of_roll and name in known:
+        return None
+    near = nearest(name, known, at_least=TYPO_SIMILARITY)
+    hint = f"did you mean {near!r}?" if near and near != name else "remove the key, or write a supported one."
+    return (
+        f"{env_manager_cls} is not a supported manager of ROLL's, and custom managers are not supported; {hint}"
+        f" Supported in {PACKAGE}: {', '.join(known)}"
+    )
+
+
+def _class_of(env_manager_cls: str | None) -> str:
+    return (env_manager_cls or CONVERSATION).rpartition(".")[2]

@@ -16,6 +16,24 @@ from torch import Tensor
 from roll_opd.data.prompt_source import Prompt
 from roll_opd.samples.experience import Experience as Trained
 
+
+class WorkflowError(ValueError):
+    """A workflow cannot be used; the message says where and what to do."""
+
+
+class NoRoomError(ValueError):
+    """A conversation leaves no room for a response."""
+
+
+class RunFailure(RuntimeError):
+    """A run failed; it is not trained on."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        """Create a failure counted in the metric `workflow/failed/<kind>`."""
+        super().__init__(message)
+        self.kind = kind
+
+
 TEACHER = "teacher_logprobs"  # key of `info`: the teacher's log-probs of the response, f32 [T-P]
 TURN_REWARDS = "roll_opd/turn_rewards"  # key of `info`: a number for each turn of a trajectory, recorded only
 STATE = "state_hash"  # key of `info`: a string that is equal for steps with the same initial state

@@ -9,8 +9,8 @@ import torch
 
 from roll_opd.algorithms.advantages.batch import normalised_rewards
 from roll_opd.algorithms.token_advantages import clipped, on_last_action, token_advantages, whitening
+from roll_opd.base.failures import RunError
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.base.run_errors import RunError
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.objective.advantages import external_advantages
 from roll_opd.objective.audit import advantage_metrics, advantages, token_level_rewards

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from roll_opd.cluster.forkserver import forkserver_start, forkserver_variables, forkserver_worker
+from roll_opd.cluster.forkserver import forkserver_start, forkserver_worker
 from roll_opd.cluster.forkserver.forkserver_main import ENGINES, MEGATRON, lazy_compile
 from roll_opd.cluster.forkserver.forkserver_start import ADDRESS, fork_server
 
@@ -217,9 +217,9 @@ def test_a_server_sets_import_time_variables_and_a_differing_role_starts_cold(
     cold: dict[str, list[str]],
 ) -> None:
     plan = plan_of(run, train, infer)
-    served = forkserver_variables.of_servers(plan)
+    served = forkserver_start.of_servers(plan)
     assert served == {MEGATRON: megatron, ENGINES: engines}
-    assert forkserver_variables.cold_roles(plan, served) == cold
+    assert forkserver_start.cold_roles(plan, served) == cold
 
 
 def test_variables_of_a_run_are_in_the_server_as_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,11 +268,11 @@ except ChildProcessError:
 
 
 def test_variables_read_at_use_are_not_read_by_imports_of_the_server() -> None:
-    none = {name: value for name, value in os.environ.items() if not name.startswith(forkserver_variables.READ_AT_USE)}
+    none = {name: value for name, value in os.environ.items() if not name.startswith(forkserver_start.READ_AT_USE)}
     said = subprocess.run([sys.executable, "-c", RECORDED], capture_output=True, text=True, env=none, timeout=240)
     seen = {name for line in said.stdout.splitlines() for name in json.loads(line)}
     assert len(said.stdout.splitlines()) == 2 and "VLLM_LOGGING_LEVEL" in seen, said.stderr
-    assert not [name for name in seen if name.startswith(forkserver_variables.READ_AT_USE)]
+    assert not [name for name in seen if name.startswith(forkserver_start.READ_AT_USE)]
 
 
 @pytest.mark.parametrize("variables", [{"RAY_ADDRESS": "127.0.0.1:6379"}], ids=["joined"])

@@ -10,8 +10,7 @@ import pytest
 import ray
 
 from roll_opd.cluster import runtime
-from roll_opd.cluster.group import ActorGroup
-from roll_opd.cluster.liveness import watched
+from roll_opd.cluster.group import ActorGroup, watched
 from roll_opd.cluster.startup_progress import ProcessDied
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roll_opd.cluster.temp_directory import MAX_LENGTH, run_temp_directory
+from roll_opd.cluster.ray_environment import MAX_LENGTH, run_temp_directory
 
 
 class Removing:

@@ -10,7 +10,7 @@ import pytest
 from roll_opd.config.plan import RunPlan
 from roll_opd.planner.describe import to_json
 from roll_opd.workflows import WORKFLOWS, WorkflowError
-from roll_opd.workflows.compat_advice import advice
+from roll_opd.workflows.workflow_checks import advice
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]

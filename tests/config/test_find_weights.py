@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from roll_opd.models.adapter_files import read_adapter
-from roll_opd.models.find_weights import INDEX, SINGLE, engine_problem
+from roll_opd.models.model_files import INDEX, SINGLE, engine_problem
 from roll_opd.models.model_info import ModelFilesError, find_model, read_model
 from roll_opd.models.tokenizer_files import largest_token_id
 from roll_opd.models.weight_files import weight_problems

@@ -11,18 +11,25 @@ from roll_opd.base import hardware
 from roll_opd.config.plan import RunPlan
 from roll_opd.config.roll_keys import IGNORED_MEGATRON
 from roll_opd.models.engine_options import MEGATRON_DECIDED, engine_options
-from roll_opd.models.megatron_options import FOR_GPUS, RUN, WITHOUT_EFFECT, usable
-from roll_opd.models.supported import unsupported
+from roll_opd.models.supported import FOR_GPUS, SUPPORTED_OPTIONS, WITHOUT_EFFECT, unsupported, usable
 from roll_opd.planner.strategies import SIZES, SWITCHES
 
 OPTIONS = "student_train.strategy_args.strategy_config"
 
 
 def test_lists_name_options_of_the_installed_megatron_and_each_once() -> None:
-    lists = [RUN, FOR_GPUS, WITHOUT_EFFECT.keys(), MEGATRON_DECIDED, SIZES.keys(), {*SWITCHES}, IGNORED_MEGATRON]
+    lists = [
+        SUPPORTED_OPTIONS,
+        FOR_GPUS,
+        WITHOUT_EFFECT.keys(),
+        MEGATRON_DECIDED,
+        SIZES.keys(),
+        {*SWITCHES},
+        IGNORED_MEGATRON,
+    ]
     for number, names in enumerate(lists):
         assert not any(names & other for other in lists[number + 1 :])
-    assert {*RUN, *FOR_GPUS, *WITHOUT_EFFECT} <= engine_options("Megatron").keys()
+    assert {*SUPPORTED_OPTIONS, *FOR_GPUS, *WITHOUT_EFFECT} <= engine_options("Megatron").keys()
 
 
 @pytest.mark.parametrize(

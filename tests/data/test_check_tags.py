@@ -18,7 +18,7 @@ from roll_opd.config.plan import (
     RewardTerm,
     TeacherPlan,
 )
-from roll_opd.data.check_tags import TagRows, check_coverage, unused_warnings
+from roll_opd.data.data_checks import TagRows, check_coverage, unused_warnings
 from roll_opd.data.dataset import open_prompts
 from roll_opd.data.rows import DataError
 

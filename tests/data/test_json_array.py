@@ -13,13 +13,11 @@ import pytest
 from data_assets import write
 
 from roll_opd.config.plan import DataPlan
-from roll_opd.data import json_array
+from roll_opd.data import formats
 from roll_opd.data.data_report import DataReport
 from roll_opd.data.dataset import Prompt
-from roll_opd.data.files import JsonlFile, open_file
-from roll_opd.data.formats import refusal
-from roll_opd.data.json_array import JsonArrayFile
-from roll_opd.data.preview import count_rows, first_tags
+from roll_opd.data.files import JsonlFile, count_rows, first_tags, open_file
+from roll_opd.data.formats import JsonArrayFile, refusal
 from roll_opd.data.rows import DataError
 
 
@@ -36,7 +34,7 @@ def random_value(rng: random.Random, depth: int = 0) -> object:
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 2**20])
 def test_elements_equal_those_of_json_loads(tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_array, "CHUNK", chunk)
+    monkeypatch.setattr(formats, "CHUNK", chunk)
     rng = random.Random(chunk)
     for number in range(20):
         values = [random_value(rng) for _ in range(rng.randrange(8))]

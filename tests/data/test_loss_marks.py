@@ -11,7 +11,7 @@ from roll_opd.config.plan import DataPlan
 from roll_opd.data.answers import parse_answered
 from roll_opd.data.data_report import NOT_LEARNED
 from roll_opd.data.dataset import open_prompts
-from roll_opd.data.loss_marks import MARKS, SPANS
+from roll_opd.data.messages import MARKS, SPANS
 from roll_opd.data.rows import BadRow, DataError
 
 ASK, WRONG, RIGHT = {"role": "user", "content": "1+2="}, {"role": "assistant", "content": "4"}, "3"

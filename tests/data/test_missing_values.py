@@ -13,7 +13,7 @@ from data_assets import write
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan
 from roll_opd.data.answers import NO_ANSWER, parse_answered
-from roll_opd.data.preview import first_tags
+from roll_opd.data.files import first_tags
 from roll_opd.data.rows import DEFAULT_TAG, EMPTY, NO_PROMPT, BadRow, parse_row, parse_task
 from roll_opd.workflows.interface import FormatConfig, Task
 

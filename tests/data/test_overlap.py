@@ -9,8 +9,8 @@ from data_assets import write
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan, StreamPlan
+from roll_opd.data.data_checks import overlap_warning
 from roll_opd.data.dataset import PromptSet, open_prompts
-from roll_opd.data.overlap import overlap_warning
 
 
 def _ask(number: int, **more: Any) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import ContextPlan, DataPlan
-from roll_opd.data.columns import columns_needed
-from roll_opd.data.dataset import open_prompts
+from roll_opd.data.dataset import columns_needed, open_prompts
 
 ASK, ANSWER = {"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}
 WORKED = ContextPlan(name="t", key="teacher.context", prompt_length=64, hint="{worked} {steps}", system_prompt="{who}")

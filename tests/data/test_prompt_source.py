@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan, StreamPlan
 from roll_opd.data.dataset import Prompt, open_prompts
-from roll_opd.data.order import DrawOrder
-from roll_opd.data.prompt_source import MixedSource, PromptSource
+from roll_opd.data.prompt_source import DrawOrder, MixedSource, PromptSource
 from roll_opd.data.rows import DataError
 
 NewSource = Callable[..., PromptSource]

@@ -14,7 +14,7 @@ import transformers.utils.chat_template_utils as rendering
 from data_assets import write
 
 from roll_opd.config.plan import ContextPlan, DataPlan
-from roll_opd.data import run_date
+from roll_opd.data import templates
 from roll_opd.data.dataset import open_prompts
 from roll_opd.data.rows import DataError
 from roll_opd.data.templates import load_tokenizer
@@ -32,7 +32,7 @@ LLAMA = (
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(run_date.VARIABLE, MOMENT.isoformat())
+    monkeypatch.setenv(templates.VARIABLE, MOMENT.isoformat())
 
 
 @pytest.fixture
@@ -82,8 +82,8 @@ def test_a_named_template_reads_the_date_of_the_run(model: Callable, another_day
 def test_without_a_run_the_date_is_that_of_loading(
     model: Callable, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.delenv(run_date.VARIABLE)
-    assert run_date.variables() == {}
+    monkeypatch.delenv(templates.VARIABLE)
+    assert templates.variables() == {}
     path = model("{{ strftime_now('%Y') }}")
     tokenizer, year = load_tokenizer(path), f"{datetime.now():%Y}"
     request.getfixturevalue("another_day")
@@ -92,12 +92,12 @@ def test_without_a_run_the_date_is_that_of_loading(
 
 def test_another_process_has_the_same_date(model: Callable) -> None:
     path = model("{{ strftime_now('%d %b %Y') }}")
-    run_date.set_date(datetime(2025, 12, 24, 1, 2, 3))
+    templates.set_date(datetime(2025, 12, 24, 1, 2, 3))
     program = (
         "from roll_opd.data.templates import load_tokenizer; import sys;"
         f"print(load_tokenizer(sys.argv[1]).apply_chat_template({ASK!r}, tokenize=False))"
     )
-    variables = {**os.environ, "TZ": "Etc/GMT-14", **run_date.variables()}
+    variables = {**os.environ, "TZ": "Etc/GMT-14", **templates.variables()}
     done = subprocess.run([sys.executable, "-c", program, path], env=variables, capture_output=True, text=True)
     assert done.stdout.strip() == "24 Dec 2025", done.stderr
 

@@ -8,8 +8,15 @@ from transformers import PreTrainedTokenizerFast
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.data.rows import Row
-from roll_opd.data.special_tokens import added_bos, token_ids
-from roll_opd.data.templates import TEMPLATES, load_tokenizer, render_answer, render_prompt, tokenize
+from roll_opd.data.templates import (
+    TEMPLATES,
+    added_bos,
+    load_tokenizer,
+    render_answer,
+    render_prompt,
+    token_ids,
+    tokenize,
+)
 
 BOS, EOS, A, B = 0, 1, 2, 3
 WITH_BOS = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])

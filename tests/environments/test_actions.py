@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from roll_opd.environments import make
-from roll_opd.environments.actions import SECONDS, ActionReader
+from roll_opd.environments.game import SECONDS, ActionReader
 
 MOVES = {0: "Left", 1: "Down"}
 THINK = r"<think>(.*?)</think>\s*<answer>(.*?)</answer>"

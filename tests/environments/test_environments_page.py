@@ -12,7 +12,7 @@ import yaml
 
 from roll_opd.environments import ENVIRONMENTS, check, find, make
 from roll_opd.environments import serve as serve_module
-from roll_opd.environments.roll_names import NEEDS
+from roll_opd.environments.factory import NEEDS
 from tests.pages import DOCS, blocks
 
 PAGE = (DOCS / "environments.md").read_text(encoding="utf-8")

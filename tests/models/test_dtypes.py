@@ -9,7 +9,7 @@ import torch
 from config_assets import SIZES, write_model
 from transformers import AutoConfig
 
-from roll_opd.models.dtypes import with_dtype
+from roll_opd.models.model_files import with_dtype
 
 
 @pytest.mark.parametrize(

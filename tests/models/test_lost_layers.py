@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_opd.models.lost_layers import lost_layer_hints
+from roll_opd.models.weight_files import lost_layer_hints
 
 # name, layers, parameters in billions, max_window_layers: as published
 RELEASES = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from roll_opd.cluster.rank_files import Writing
+from roll_opd.cluster.worker_progress import Writing
 from roll_opd.config.plan import CheckpointPlan
 from roll_opd.pipelines.checkpoints import CheckpointError, Checkpoints, complete
 from roll_opd.tracking.run_directory import RunDirectory

@@ -10,8 +10,8 @@ import pytest
 from runs import REPOSITORY
 from states import write_state
 
-from roll_opd.base.run_errors import RunError
-from roll_opd.cluster.rank_files import Writing
+from roll_opd.base.failures import RunError
+from roll_opd.cluster.worker_progress import Writing
 from roll_opd.config.plan import CheckpointPlan
 from roll_opd.pipelines.checkpoint_files import damage
 from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint, CheckpointError, Checkpoints, complete, find

@@ -47,7 +47,7 @@ def test_a_host_that_does_not_come_is_named(tmp_path: Path) -> None:
 def test_hosts_that_do_not_fit_are_told_together(tmp_path: Path) -> None:
     """Host 1 has another version of the package, lacks the teacher, and has a directory of its own for the run."""
     output = "/tmp/own"
-    teacher, part = REPOSITORY / "examples/demo/models/teacher", REPOSITORY / "roll_opd/base/hints.py"
+    teacher, part = REPOSITORY / "examples/demo/models/teacher", REPOSITORY / "roll_opd/base/failures.py"
     (tmp_path / "changed.py").write_text(part.read_text() + "# another\n")
     with network(2, tmp_path / "logs", tmp_path) as hosts:
         hosts[1].hidden, hosts[1].replaced = [teacher], {part: tmp_path / "changed.py"}

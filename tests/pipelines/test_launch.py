@@ -4,8 +4,7 @@ import errno
 
 import pytest
 
-from roll_opd.base.failures import ConfigError
-from roll_opd.base.run_errors import RunError
+from roll_opd.base.failures import ConfigError, RunError
 from roll_opd.commands.main import main
 from roll_opd.commands.run import exit_code
 from roll_opd.data.rows import DataError

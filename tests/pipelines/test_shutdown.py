@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from roll_opd.base.command_line import TERMINATED
-from roll_opd.base.run_errors import Terminated
+from roll_opd.base.failures import Terminated
 from roll_opd.pipelines.shutdown import Ending
 
 

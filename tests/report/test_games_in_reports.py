@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from report_assets import Page, write_run
 
-from roll_opd.base.run_errors import RunError, Terminated
+from roll_opd.base.failures import RunError, Terminated
 from roll_opd.pipelines.run_facts import note_end
 from roll_opd.report.page import contents, write_report
 from roll_opd.report.run_files import read_run

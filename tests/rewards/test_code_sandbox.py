@@ -29,8 +29,8 @@ from roll_opd.base.frozen import FrozenDict
 from roll_opd.rewards.builtin.code_sandbox import CodeSandbox
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.registry import resolve
+from roll_opd.rewards.sandbox.comparison import same_output
 from roll_opd.rewards.sandbox.response import program_of
-from roll_opd.rewards.sandbox.tolerance import same_output
 
 ROLL = "roll.pipeline.rlvr.rewards.code_sandbox_reward_worker.CodeSandboxRewardWorker"
 

@@ -9,8 +9,7 @@ import pytest
 
 from roll_opd.rewards.builtin.ifeval import IFEval
 from roll_opd.rewards.instructions.functions import FUNCTIONS
-from roll_opd.rewards.instructions.rules import INSTRUCTIONS
-from roll_opd.rewards.instructions.wording import count_capital_words, count_sentences, count_words
+from roll_opd.rewards.instructions.rules import INSTRUCTIONS, count_capital_words, count_sentences, count_words
 from roll_opd.rewards.interface import RewardError, RewardSample, Score
 from roll_opd.rewards.registry import resolve
 

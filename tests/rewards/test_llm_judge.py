@@ -15,8 +15,7 @@ from scripted_server import ScriptedServer, attempts_failed, scored
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.rewards.builtin.llm_judge import LLMJudge
-from roll_opd.rewards.endpoints.chat import chat_url
-from roll_opd.rewards.endpoints.endpoint import DOWN_AFTER
+from roll_opd.rewards.endpoint import DOWN_AFTER, chat_url
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.registry import resolve
 

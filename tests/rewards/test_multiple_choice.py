@@ -5,9 +5,9 @@ import random
 import pytest
 
 from roll_opd.rewards.builtin.multiple_choice import MultipleChoice
+from roll_opd.rewards.choices import chosen, options_of, right_choices
 from roll_opd.rewards.interface import RewardError, RewardSample, Score
 from roll_opd.rewards.registry import resolve
-from roll_opd.rewards.texts.choices import chosen, options_of, right_choices
 
 CITIES = {"A": "Rome", "B": "Paris", "C": "Both A and B", "D": "-5"}
 

@@ -8,7 +8,7 @@ from roll_opd.rewards.builtin.format import Format
 from roll_opd.rewards.builtin.length_penalty import LengthPenalty, overlong, shortness
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.registry import resolve
-from roll_opd.rewards.texts.patterns import SECONDS
+from roll_opd.rewards.short_answers import SECONDS
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from roll_opd.rewards.endpoints.verdict_cache import VerdictCache
+from roll_opd.rewards.judging import VerdictCache
 
 
 class Oracle:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from roll_opd.base.run_errors import RunError
+from roll_opd.base.failures import RunError
 from roll_opd.cluster.group import WorkerGroup
 from roll_opd.models.device_phases import (
     ALL,

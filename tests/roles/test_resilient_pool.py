@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import ray
 
-from roll_opd.base.run_errors import RunError
-from roll_opd.cluster.coalesce import Answers
+from roll_opd.base.failures import RunError
+from roll_opd.cluster.batched_calls import Answers
 from roll_opd.roles.failure_log import MAX_INITIAL_FAILURES, FailureLog
 from roll_opd.roles.ray_worker import RayWorker, next_answer
 from roll_opd.roles.resilient_pool import ResilientPool, WorkerLost, in_equal_shares

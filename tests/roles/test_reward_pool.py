@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import ray
 
+from roll_opd.base.failures import RunError
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.base.run_errors import RunError
 from roll_opd.config.plan import RewardTerm
 from roll_opd.roles import reward_pool as module
 from roll_opd.roles.reward_pool import RewardPool, RewardResult

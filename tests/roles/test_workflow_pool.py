@@ -12,8 +12,8 @@ import pytest
 
 from roll_opd.actors.sampler import Sampler
 from roll_opd.actors.workflow_actor import Job, WorkflowWorker
+from roll_opd.base.failures import RunError
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.base.run_errors import RunError
 from roll_opd.cluster.group import ActorGroup
 from roll_opd.config.plan import (
     AuxiliaryPlan,
@@ -32,7 +32,7 @@ from roll_opd.rollout.workflow import Task
 from roll_opd.samples.experience import Experience
 from roll_opd.workflows.interface import Workflow
 from roll_opd.workflows.plugins import find_workflow, load_plugins
-from roll_opd.workflows.workflow_errors import WorkflowError
+from roll_opd.workflows.workflow_experience import WorkflowError
 from tests.rewards.scripted_server import ScriptedServer
 
 MODEL = os.path.join(os.path.dirname(__file__), "..", "..", "examples", "demo", "models", "student")

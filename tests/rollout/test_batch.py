@@ -18,7 +18,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from roll_opd.actors.sampler import Request, Sampler
-from roll_opd.base.run_errors import RunError
+from roll_opd.base.failures import RunError
 from roll_opd.config.plan import (
     DataPlan,
     Layout,

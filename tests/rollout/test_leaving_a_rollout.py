@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from roll_opd.actors.workflow_actor import Job, Outcome
-from roll_opd.base.run_errors import RunError
+from roll_opd.base.failures import RunError
 from roll_opd.config.plan import SamplingPlan, WorkflowPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.roles.workflow_pool import WorkflowPool

@@ -7,7 +7,7 @@ from statistics import mean, stdev
 import numpy as np
 import pytest
 
-from roll_opd.base.run_errors import RunError
+from roll_opd.base.failures import RunError
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.objective.advantages import external_advantages
 from roll_opd.objective.audit import advantages

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll_opd.base.run_errors import RunError
+from roll_opd.base.failures import RunError
 from roll_opd.config.plan import ObjectivePlan
 from roll_opd.objective.advantages import external_advantages
 from roll_opd.samples.experience import Experience

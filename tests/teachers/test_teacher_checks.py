@@ -15,8 +15,8 @@ import torch
 from teacher_assets import logits_of, sampled, student_of, teacher_of, workers_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from roll_opd.base.failures import RunError
 from roll_opd.base.paths import REPOSITORY
-from roll_opd.base.run_errors import RunError
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.pipelines.teacher_preflight import TeacherPreflight
 from roll_opd.samples.experience import Experience

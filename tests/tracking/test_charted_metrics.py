@@ -2,7 +2,7 @@
 
 import random
 
-from roll_opd.tracking.charted_metrics import ChartedMetrics
+from roll_opd.tracking.builtin.tensorboard import ChartedMetrics
 
 
 def shown(rows: list[dict[str, float]]) -> dict[str, list[tuple[int, float]]]:

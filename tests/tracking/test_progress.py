@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from roll_opd.tracking import progress
-from roll_opd.tracking.progress import Count, Progress, show_progress
+from roll_opd.tracking import console
+from roll_opd.tracking.console import Count, Progress, show_progress
 
 
 def test_text_shows_unfinished_counts_only() -> None:
@@ -39,7 +39,7 @@ def seconds_of(times: Iterator[float], shown: list[float], *, live: bool) -> Ite
 
 @pytest.mark.parametrize("live", [False, True])
 def test_line_intervals_grow_within_a_step_and_reset_with_the_next(live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "LIVE_INTERVAL_S", 0.0001)
+    monkeypatch.setattr(console, "LIVE_INTERVAL_S", 0.0001)
     first, second = [float(second) for second in range(0, 3000)], [float(second) for second in range(0, 20)]
     shown: list[float] = []
     times = iter([*first, *second])

@@ -18,10 +18,10 @@ from roll_opd.tracking.run_directory import (
     SAMPLES,
     STEP_FILES,
     RunDirectory,
+    lock_run,
     read_jsonl,
     to_json,
 )
-from roll_opd.tracking.run_lock import lock_run
 from roll_opd.tracking.summary import summarize, write_summary
 
 
@@ -79,7 +79,7 @@ def test_a_resume_renames_later_checkpoints(tmp_path: Path) -> None:
 HOLDS = """
 import os, sys, time
 from pathlib import Path
-from roll_opd.tracking.run_lock import lock_run
+from roll_opd.tracking.run_directory import lock_run
 with lock_run(Path(sys.argv[1])):
     print(os.getpid(), flush=True)
     time.sleep(60)

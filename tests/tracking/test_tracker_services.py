@@ -106,7 +106,7 @@ def test_mlflow_in_the_run_directory(run: RunDirectory, capfd: pytest.CaptureFix
 
 DRIVER = """
 import sys, time
-from roll_opd.tracking.background import TrackerTimeouts
+from roll_opd.tracking.trackers import TrackerTimeouts
 from roll_opd.tracking.run_directory import RunDirectory
 from roll_opd.tracking.trackers import Trackers
 

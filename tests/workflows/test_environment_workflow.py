@@ -21,8 +21,7 @@ from roll_opd.workflows.builtin.environment import EnvironmentWorkflow
 from roll_opd.workflows.interface import GenerationConfig
 from roll_opd.workflows.model import RUN
 from roll_opd.workflows.prompt_templates import CONVERSATION_FIELDS, SINGLE_TURN_FIELDS, template_problems
-from roll_opd.workflows.workflow_errors import NoRoomError, RunFailure
-from roll_opd.workflows.workflow_experience import Limits, trained
+from roll_opd.workflows.workflow_experience import Limits, NoRoomError, RunFailure, trained
 from tests.workflows.sampled import Sampled
 from tests.workflows.test_call_tree import THINKING, play
 

@@ -33,8 +33,7 @@ from roll_opd.workflows import (
 )
 from roll_opd.workflows.builtin.multi_step import FEEDBACK, TryAgainWorkflow
 from roll_opd.workflows.plugins import find_reward, load_plugins
-from roll_opd.workflows.workflow_errors import WorkflowError
-from roll_opd.workflows.workflow_experience import EID, Limits, by_run, trained
+from roll_opd.workflows.workflow_experience import EID, Limits, WorkflowError, by_run, trained
 from tests.workflows.sampled import Sampled
 from tests.workflows.test_call_tree import play
 from tests.workflows.test_workflow_endpoint import Served, served

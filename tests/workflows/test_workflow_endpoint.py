@@ -22,7 +22,7 @@ from roll_opd.workflows.endpoint import server
 from roll_opd.workflows.endpoint.server import Endpoint
 from roll_opd.workflows.interface import Task
 from roll_opd.workflows.model import RUN, ModelWrapper, RunState
-from roll_opd.workflows.workflow_errors import WorkflowError
+from roll_opd.workflows.workflow_experience import WorkflowError
 from tests.workflows.sampled import Sampled
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"

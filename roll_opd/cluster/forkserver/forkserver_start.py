@@ -4,7 +4,7 @@ torch, Megatron and vLLM take 8 s of CPU or more to import, and a run on one mac
 need them. The fork server (Python's `multiprocessing.forkserver`) imports them once in two processes, for Megatron's
 roles and for engines, while the driver reads its data and starts Ray. Ray then starts `forkserver_worker` in place of
 the interpreter; it requests a fork that runs the worker's program. vLLM's engine core is a fork of the same server as
-its client. If a run sets variables that are read at import (`forkserver_variables`), the server is restarted with
+its client. If a run sets variables that are read at import (`read_at_import`), the server is restarted with
 them, which takes a second or two.
 
 Only without GPUs: a process with an initialised CUDA context cannot be forked, and loading such models takes much
@@ -17,14 +17,13 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from roll_opd.base.failures import DEBUG
 from roll_opd.base.hardware import has_gpu_driver
 from roll_opd.cluster.forkserver.forkserver_main import ANY_ENGINE, EAGER_ENGINES, ENGINES, MEGATRON
-from roll_opd.cluster.forkserver.forkserver_variables import cold_roles, needed, of_servers
 from roll_opd.cluster.forkserver.forkserver_worker import ADDRESS, WARM, address_of
 from roll_opd.cluster.ray_environment import prepare_environment
 from roll_opd.config.plan import RunPlan
@@ -152,3 +151,59 @@ def variables(kind: str, system_envs: Mapping[str, Any]) -> dict[str, str]:
     """
     served = json.loads(os.environ.get(SERVED, "{}"))
     return {WARM: kind} if is_open() and needed(kind, system_envs) == served.get(kind, {}) else {}
+
+
+# prefixes of variables that no import of the server reads: communication, Ray (imported by the forks), trackers
+# (imported by the driver)
+READ_AT_USE = (
+    *("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "RAY_", "MASTER_"),
+    *("WANDB_", "SWANLAB_", "MLFLOW_", "TOKENIZERS_PARALLELISM"),
+)
+APPLIED = ("OMP_NUM_THREADS", "TMPDIR")  # set by `forkserver_worker` in the fork
+VLLM_PREFIX = "VLLM_"  # read when vLLM is imported, only in the engines' server
+
+
+def read_at_import(variables: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that a server needs from its start."""
+    return {
+        name: str(value)
+        for name, value in variables.items()
+        if not name.startswith((*READ_AT_USE, *APPLIED, VLLM_PREFIX))
+    }
+
+
+def needed(kind: str, variables: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that a server of `kind` must set before its imports, for forks equal to new processes."""
+    of_vllm = {name: str(value) for name, value in variables.items() if name.startswith(VLLM_PREFIX)}
+    return read_at_import(variables) | (of_vllm if kind == ENGINES else {})
+
+
+def of_servers(plan: RunPlan) -> dict[str, dict[str, str]]:
+    """Return the import-time variables of Megatron's and of the engines' server: those shared by all their roles."""
+    megatron, engines = ([role.env for role in roles.values()] for roles in (plan.megatron_roles(), _engines(plan)))
+    from_start = _shared([read_at_import({**plan.env, **env}) for env in (*megatron, *engines)])
+    of_vllm = _shared([needed(ENGINES, {**plan.env, **env}) for env in engines])
+    later = {name: value for name, value in of_vllm.items() if name.startswith(VLLM_PREFIX)}
+    return {MEGATRON: from_start, ENGINES: from_start | later}
+
+
+def cold_roles(plan: RunPlan, served: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
+    """Return the roles that start without preloading, each with the variables that differ from its server's."""
+    roles = [(name, MEGATRON, role.env) for name, role in plan.megatron_roles().items()]
+    roles += [(name, ENGINES, role.env) for name, role in _engines(plan).items()]
+    wanted = {name: (needed(kind, {**plan.env, **env}), served[kind]) for name, kind, env in roles}
+    return {
+        role: sorted({name for name, _ in own.items() ^ has.items()})
+        for role, (own, has) in wanted.items()
+        if own != has
+    }
+
+
+def _engines(plan: RunPlan) -> Mapping[str, Any]:
+    return plan.inference_roles()
+
+
+def _shared(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    if not environments:
+        return {}
+    return dict(set.intersection(*(set(each.items()) for each in environments)))

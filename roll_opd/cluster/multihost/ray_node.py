@@ -16,8 +16,7 @@ from typing import Any
 from roll_opd.base.failures import DEBUG
 from roll_opd.cluster.forkserver.forkserver_start import fork_server
 from roll_opd.cluster.process_reaper import guarded
-from roll_opd.cluster.ray_environment import prepare_environment, use_interface_of
-from roll_opd.cluster.temp_directory import run_temp_directory
+from roll_opd.cluster.ray_environment import prepare_environment, run_temp_directory, use_interface_of
 
 POLL_INTERVAL_S = 1.0  # between checks of Ray's processes
 

@@ -15,8 +15,7 @@ from typing import IO, Any
 from roll_opd.base.failures import DEBUG
 from roll_opd.base.paths import use_cache_of_compilers
 from roll_opd.cluster.process_reaper import guarded
-from roll_opd.cluster.ray_environment import torch_variables, use_interface_of
-from roll_opd.cluster.temp_directory import run_temp_directory
+from roll_opd.cluster.ray_environment import run_temp_directory, torch_variables, use_interface_of
 
 # harmless warnings of Megatron: beginnings of the messages, in the form of PYTHONWARNINGS
 EXPECTED_WARNINGS = (

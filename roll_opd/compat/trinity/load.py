@@ -27,8 +27,7 @@ from roll_opd.config.compose import (
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import DataPlan
 from roll_opd.config.yaml_files import LOADER, bounded_work, check_file, yaml_message
-from roll_opd.data.files import SUFFIXES
-from roll_opd.data.preview import count_rows
+from roll_opd.data.files import SUFFIXES, count_rows
 from roll_opd.data.rows import DataError
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll_opd.base.hints import nearest
+from roll_opd.base.failures import nearest
 from roll_opd.compat.trinity.keys import UNREAD, Rule
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.tracking.secrets import is_secret

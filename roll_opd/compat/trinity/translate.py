@@ -25,7 +25,7 @@ from roll_opd.compat.trinity.objective import objective
 from roll_opd.compat.trinity.reading import Machine, Translation, sort
 from roll_opd.compat.trinity.sizes import batches, devices, steps, training
 from roll_opd.config.diagnostics import Diagnostics
-from roll_opd.workflows.check import BOXED
+from roll_opd.workflows.workflow_checks import BOXED
 
 OUR_ROLES = ("student_train", "student_infer", "actor_train", "actor_infer", "sft_train", "defaults")
 INPUT = "buffer.explorer_input"

@@ -10,16 +10,13 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from roll_opd.rewards.arguments import number
-from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
+from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score, number
 from roll_opd.rewards.registry import register
+from roll_opd.rewards.sandbox.bubblewrap import Limits, SandboxError, files_of_packages
 from roll_opd.rewards.sandbox.cases import BadCases, called_by, needs_program, read_cases
-from roll_opd.rewards.sandbox.grading import NO_CODE, NOT_RUN, PASSED
-from roll_opd.rewards.sandbox.packages import files_of_packages
-from roll_opd.rewards.sandbox.pool import Pool
+from roll_opd.rewards.sandbox.comparison import TOLERANCE
+from roll_opd.rewards.sandbox.pool import NO_CODE, NOT_RUN, PASSED, Pool
 from roll_opd.rewards.sandbox.response import program_of
-from roll_opd.rewards.sandbox.settings import Limits, SandboxError
-from roll_opd.rewards.sandbox.tolerance import TOLERANCE
 
 UNSAFE = (
     "code_sandbox: UNSAFE: programs that a model wrote run with your rights, and can read, change and delete your files"

@@ -13,15 +13,14 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from roll_opd.rewards.arguments import choice, number
+from roll_opd.rewards import short_answers
 from roll_opd.rewards.builtin.length_penalty import response_tokens, shortness
 from roll_opd.rewards.builtin.math_rule import is_right
 from roll_opd.rewards.builtin.multiple_choice import choice_score
-from roll_opd.rewards.interface import RewardSample, Score
+from roll_opd.rewards.choices import is_choice, options_of
+from roll_opd.rewards.interface import RewardSample, Score, choice, number
 from roll_opd.rewards.mathematics.processes import Crashed, TimedOut
 from roll_opd.rewards.registry import register
-from roll_opd.rewards.texts import answers
-from roll_opd.rewards.texts.choices import is_choice, options_of
 
 RewardType = Literal["loose", "soft", "strict"]
 # (right, boxed) -> value
@@ -66,18 +65,18 @@ def _judge(sample: RewardSample) -> Score:
         return Score(None, reason="no ground truth")
     if is_choice(truth, options_of(sample.extra)):
         return choice_score(sample)
-    text = answers.after_thinking(sample.response)
-    boxed = {"boxed": float(answers.last_boxed(text) is not None)}
-    answer = answers.final_answer(text)
+    text = short_answers.after_thinking(sample.response)
+    boxed = {"boxed": float(short_answers.last_boxed(text) is not None)}
+    answer = short_answers.final_answer(text)
     if not answer:
         return Score(0.0, boxed, "no answer")
-    right = any(same_answer(answer, gold) for gold in answers.several(truth))
+    right = any(same_answer(answer, gold) for gold in short_answers.several(truth))
     return Score(float(right), boxed, "right" if right else "wrong answer")
 
 
 def same_answer(answer: str, gold: str) -> bool:
     """Return whether two short answers have equal text or, if `gold` has digits or LaTeX, equal value."""
-    if answers.same_text(answer, gold):
+    if short_answers.same_text(answer, gold):
         return True
     if not _MATHEMATICAL.search(gold):
         return False

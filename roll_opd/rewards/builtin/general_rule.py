@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Literal, get_args
 
-from roll_opd.rewards.arguments import choice, number
+from roll_opd.rewards import short_answers
 from roll_opd.rewards.builtin.multiple_choice import choice_score
-from roll_opd.rewards.interface import TIMEOUT, Failure, RewardError, RewardSample, Score
+from roll_opd.rewards.interface import TIMEOUT, Failure, RewardError, RewardSample, Score, choice, number
 from roll_opd.rewards.mathematics.equality import number_in
 from roll_opd.rewards.registry import register
-from roll_opd.rewards.texts import answers
-from roll_opd.rewards.texts.patterns import PatternTimeout, compiled, matches
+from roll_opd.rewards.short_answers import PatternTimeout, compiled, matches
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?:/\d+)?", re.ASCII)
 
@@ -42,8 +41,8 @@ def f1(answer: str, gold: str) -> float:
 
 def final_number(text: str) -> Fraction | None:
     """Return the first number of the boxed or announced answer (after its equals sign), else the last of the text."""
-    boxed = answers.last_boxed(text)
-    for part in answers.announced(text) if boxed is None else (boxed,):
+    boxed = short_answers.last_boxed(text)
+    for part in short_answers.announced(text) if boxed is None else (boxed,):
         numbers = _numbers(part.rpartition("=")[2])
         if numbers:
             return number_in(numbers[0])
@@ -52,14 +51,14 @@ def final_number(text: str) -> Fraction | None:
 
 
 def _numbers(text: str) -> list[str]:
-    return [found for found in _NUMBER.findall(answers.undecorated(text)) if found]
+    return [found for found in _NUMBER.findall(short_answers.undecorated(text)) if found]
 
 
 # rule on normalised text -> (function, part of the response that it reads)
 TEXT_RULES: dict[str, tuple[Callable[[str, str], float], Callable[[str], str]]] = {
-    "exact": (exact, answers.final_answer),
+    "exact": (exact, short_answers.final_answer),
     "contains": (contains, str),
-    "f1": (f1, answers.final_answer),
+    "f1": (f1, short_answers.final_answer),
 }
 Rule = Literal["choice", "exact", "contains", "f1", "regex", "number"]
 
@@ -71,13 +70,15 @@ class GeneralRule:
     def __init__(
         self,
         rule: Rule = "choice",
-        normalize: Sequence[answers.Normalization] = tuple(answers.NORMALIZATIONS),
+        normalize: Sequence[short_answers.Normalization] = tuple(short_answers.NORMALIZATIONS),
         tolerance: float = 0.0,
     ) -> None:
         self.rule = choice("general_rule", "rule", rule, get_args(Rule))
         if isinstance(normalize, str):
             raise RewardError(f"reward general_rule: normalize is {normalize!r}; write a list, such as [case, spaces]")
-        self.normalize = tuple(choice("general_rule", "normalize", name, answers.NORMALIZATIONS) for name in normalize)
+        self.normalize = tuple(
+            choice("general_rule", "normalize", name, short_answers.NORMALIZATIONS) for name in normalize
+        )
         self.tolerance = number("general_rule", "tolerance", tolerance, least=0)
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score | Failure]:
@@ -88,10 +89,10 @@ class GeneralRule:
             return choice_score(sample)
         if sample.ground_truth is None:
             return Score(None, reason="no ground truth")
-        text = answers.after_thinking(sample.response)
+        text = short_answers.after_thinking(sample.response)
         if self.rule == "regex":
             return _by_regex(text, sample.ground_truth)
-        golds = answers.several(sample.ground_truth)
+        golds = short_answers.several(sample.ground_truth)
         value = self._by_number(text, golds) if self.rule == "number" else self._by_text(text, golds)
         if value is None:
             return Score(None, reason="ground truth is no number")
@@ -99,8 +100,8 @@ class GeneralRule:
 
     def _by_text(self, text: str, golds: Sequence[str]) -> float:
         rule, part = TEXT_RULES[self.rule]
-        answer = answers.normalized(part(text), self.normalize)
-        return max(rule(answer, answers.normalized(gold, self.normalize)) for gold in golds)
+        answer = short_answers.normalized(part(text), self.normalize)
+        return max(rule(answer, short_answers.normalized(gold, self.normalize)) for gold in golds)
 
     def _by_number(self, text: str, golds: Sequence[str]) -> float | None:
         values = [value for value in map(number_in, golds) if value is not None]

@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
 
-from roll_opd.rewards.arguments import flag
 from roll_opd.rewards.instructions.functions import FUNCTIONS
 from roll_opd.rewards.instructions.rules import INSTRUCTIONS, Relation
-from roll_opd.rewards.interface import RewardSample, Score
+from roll_opd.rewards.interface import RewardSample, Score, flag
 from roll_opd.rewards.registry import register
-from roll_opd.rewards.texts.answers import after_thinking
+from roll_opd.rewards.short_answers import after_thinking
 
 Check = Callable[[str], bool]
 

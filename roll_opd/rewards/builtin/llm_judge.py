@@ -1,6 +1,6 @@
 """`llm_judge`: reward parsed from the verdict of a language model about each response.
 
-The model is called through a `Complete`, see `roll_opd.rewards.endpoints.chat`.
+The model is called through a `Complete`, see `roll_opd.rewards.endpoint`.
 """
 
 import asyncio
@@ -14,12 +14,19 @@ from functools import partial
 from typing import Any, Literal
 
 from roll_opd.base.paths import find_path, places
-from roll_opd.rewards.endpoints.chat import ChatEndpoint, Complete, Messages
-from roll_opd.rewards.endpoints.endpoint import GaveUp, Limits
-from roll_opd.rewards.endpoints.prompts import JUDGE_PROMPTS, JudgePrompt, check_template, filled
-from roll_opd.rewards.endpoints.verdict_cache import VerdictCache
-from roll_opd.rewards.endpoints.verdicts import ReadVerdict, Verdict, by_json, by_pattern
+from roll_opd.rewards.endpoint import ChatEndpoint, Complete, GaveUp, Limits, Messages
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score, Scored
+from roll_opd.rewards.judging import (
+    JUDGE_PROMPTS,
+    JudgePrompt,
+    ReadVerdict,
+    Verdict,
+    VerdictCache,
+    by_json,
+    by_pattern,
+    check_template,
+    filled,
+)
 from roll_opd.rewards.registry import register
 
 VERDICT_ATTEMPTS = 3

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-from roll_opd.rewards.arguments import flag
-from roll_opd.rewards.interface import RewardSample, Score
+from roll_opd.rewards.choices import chosen, options_of, right_choices
+from roll_opd.rewards.interface import RewardSample, Score, flag
 from roll_opd.rewards.registry import register
-from roll_opd.rewards.texts.choices import chosen, options_of, right_choices
 
 
 @register("multiple_choice", needs_ground_truth=True)

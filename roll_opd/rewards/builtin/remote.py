@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from roll_opd.rewards.endpoints.endpoint import Endpoint, GaveUp, Limits
+from roll_opd.rewards.endpoint import Endpoint, GaveUp, Limits
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score, Scored
 from roll_opd.rewards.registry import register
 

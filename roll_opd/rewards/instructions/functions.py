@@ -6,8 +6,7 @@ They are IFEval's instructions under other names and arguments, mostly with exac
 from collections.abc import Callable
 
 from roll_opd.rewards.instructions import rules
-from roll_opd.rewards.instructions.rules import Relation
-from roll_opd.rewards.instructions.wording import count_capital_words, count_sentences
+from roll_opd.rewards.instructions.rules import Relation, count_capital_words, count_sentences
 
 
 def keywords(text: str, keyword_list: list[str]) -> bool:

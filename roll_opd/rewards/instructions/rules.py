@@ -1,15 +1,102 @@
 """Checks of IFEval's 25 instructions (Zhou et al. 2023, arXiv 2311.07911) by name.
 
-A check takes the text and the arguments of the instruction under the names in the rows.
+A check takes the text and the arguments of the instruction under the names in the rows. Words and sentences are counted
+in time linear in the text; languages are detected by langdetect, as IFEval's authors do.
 """
 
 import json
 import re
-from collections.abc import Callable
-from typing import Literal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
-from roll_opd.rewards.instructions.language import is_language
-from roll_opd.rewards.instructions.wording import count_capital_words, count_sentences, count_words
+from langdetect import detector_factory
+from langdetect.lang_detect_exception import LangDetectException
+
+# langdetect has quadratic patterns, so only both ends of a long text are searched
+SEARCHED = 2_000  # characters of each end
+SEED = 0  # langdetect samples; a seed makes it deterministic
+
+_LOADING = threading.Lock()
+
+
+def is_language(text: str, language: str) -> bool:
+    """Return whether `text` is in `language` (ISO 639-1, "zh" for each Chinese script); False if undetectable."""
+    with _LOADING:
+        detector_factory.init_factory()
+    factory: Any = detector_factory._factory  # set by `init_factory`
+    detector = factory.create()
+    detector.seed = SEED
+    detector.append(text if len(text) <= 2 * SEARCHED else f"{text[:SEARCHED]} {text[-SEARCHED:]}")
+    try:
+        found = detector.detect()
+    except LangDetectException:  # no letters
+        return False
+    return language in (found, found.partition("-")[0])
+
+
+_WORD = re.compile(r"\w+")
+_TOKEN = re.compile(r"[^\W_]+(?:[.'’_-][^\W_]+)*")  # hyphenated words and contractions count as one
+# end marks of sentences with closing quotes and brackets; Chinese and Japanese ones need no space
+_POINT = re.compile(r"(?<![.!?…])[.!?…]+[\"'”’)\]*_]*(?=\s|\Z)|[。！？]+[”’」』）]*")
+_BEFORE_POINT = re.compile(r"[^\s(\[\"'“‘]{1,20}\Z")
+_LIST_NUMBER = re.compile(r"(?:^|\n)[ \t]{0,8}(?:\d{1,3}|[A-Za-z])\Z")
+_LOOK_BACK = 24  # characters; no abbreviation is longer
+# abbreviations that never end a sentence
+_TITLES = frozenset("mr mrs ms dr prof st mt gen sen rep lt col capt vs fig cf e.g i.e approx".split())  # noqa: SIM905
+# abbreviations that end a sentence before a capital letter
+_SHORTENED = frozenset("etc al inc ltd co corp jr sr est dept vol ave".split())  # noqa: SIM905
+
+
+def count_words(text: str) -> int:
+    r"""Count runs of letters, digits and underscores (`\w+`), IFEval's count; "don't" counts as two."""
+    return sum(1 for _ in _WORD.finditer(text))
+
+
+def count_capital_words(text: str) -> int:
+    """Count words with only capital letters: "NASA", "COVID-19", "I", "U.S."."""
+    return sum(token[0].isupper() for token in _TOKEN.finditer(text))
+
+
+def count_sentences(text: str) -> int:
+    """Count sentences, which end at `.`, `!`, `?` or `…` before a space, at `。！？`, or at the end of the text.
+
+    No sentence ends after a title or initial ("Dr. A. Smith"), "e.g.", the number of a list item, or before a
+    lower-case letter after another abbreviation ("U.S.", "etc."), an ellipsis or a closing quote. Line breaks do not
+    end sentences.
+    """
+    return sum(any(map(str.isalnum, sentence)) for sentence in _sentences(text))
+
+
+def _sentences(text: str) -> Iterator[str]:
+    start, text = 0, text.rstrip()
+    for point in _POINT.finditer(text):
+        if _ends_a_sentence(text, point.start(), point.end()):
+            yield text[start : point.end()]
+            start = point.end()
+    yield text[start:]
+
+
+def _ends_a_sentence(text: str, point: int, after: int) -> bool:
+    continues = text[after : after + 8].lstrip()[:1].islower()
+    mark = text[point:after]
+    if mark[0] in "。！？" or mark in ("!", "?"):
+        return True
+    if mark != ".":  # with a closing quote or bracket, or an ellipsis
+        return not continues
+    before = text[max(0, point - _LOOK_BACK) : point]
+    if _LIST_NUMBER.search(before if point <= _LOOK_BACK else "x" + before):
+        return False
+    word = _BEFORE_POINT.search(before)
+    if word is None or after == len(text):
+        return True
+    last = word[0].lower()
+    if last in _TITLES or (len(last) == 1 and word[0].isupper() and last != "i"):
+        return False
+    if last in _SHORTENED or re.fullmatch(r"(?:[a-z]\.)+[a-z]", last):
+        return not continues
+    return True
+
 
 Relation = Literal["less than", "at least", "at most", "around"]
 ENGLISH_SHARE = 0.9  # minimum share of a-z among the letters of an English text

@@ -27,7 +27,7 @@ from sympy.logic.boolalg import Boolean
 from sympy.matrices import MatrixBase
 from sympy.simplify.simplify import simplify
 
-from roll_opd.rewards.mathematics.structure import brackets_inside, split_outside
+from roll_opd.rewards.mathematics.notation import brackets_inside, split_outside
 
 _READ = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none")
 _PLAIN_PRODUCTS = ConversionConfig(interpret_as_mixed_fractions=False)  # mixed numbers are fractions by now

@@ -9,8 +9,17 @@ from fractions import Fraction
 from itertools import combinations
 from typing import Protocol
 
-from roll_opd.rewards.mathematics.notation import MAX_DIGITS, MAX_EXPRESSION, exact, plain
-from roll_opd.rewards.mathematics.structure import NAME, assigned, members_of, point_of, split_outside
+from roll_opd.rewards.mathematics.notation import (
+    MAX_DIGITS,
+    MAX_EXPRESSION,
+    NAME,
+    assigned,
+    exact,
+    members_of,
+    plain,
+    point_of,
+    split_outside,
+)
 from roll_opd.rewards.mathematics.units import conversion, split_unit
 
 MAX_MEMBERS = 30  # longer lists are compared as text

@@ -1,18 +1,50 @@
-"""Bubblewrap command that starts the supervisor in new namespaces (https://github.com/containers/bubblewrap).
+"""Limits of a sandbox, and the bubblewrap command that starts its supervisor in new namespaces.
 
-The sandbox's root has the interpreter's files (no site-packages) and the system's libraries, read-only, a work
-directory in memory, and nothing else of the machine.
+The sandbox's root has the interpreter's files (no site-packages but the allowed packages) and the system's libraries,
+read-only, a work directory in memory, and nothing else of the machine (https://github.com/containers/bubblewrap).
 """
 
 import os
+import re
 import shutil
 import stat
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from importlib import metadata
 from pathlib import Path
 
-from roll_opd.rewards.sandbox.settings import MEBI, Limits, SandboxError
+from roll_opd.rewards.interface import RewardError
+
+MEBI = 1 << 20
+
+
+class SandboxError(RewardError):
+    """A sandbox cannot be started or broke down; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one test case, enforced inside; `wall_seconds` also from outside."""
+
+    cpu_seconds: int = 5  # of all processes together
+    wall_seconds: float = 10.0  # waiting for a CPU does not count
+    memory_mb: int = 512  # address space per process, and resident memory of all together
+    processes: int = 16  # concurrent processes and threads
+    open_files: int = 64
+    disk_mb: int = 32  # the work directory, which is memory, and shared memory
+    files: int = 4096  # files and directories in either
+    output_mb: int = 4  # standard output
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            kinds = (int, float) if item.name == "wall_seconds" else (int,)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1_000_000:
+                what = "a number" if len(kinds) == 2 else "an integer"
+                raise RewardError(f"code_sandbox: {item.name} is {value!r}; it must be {what} above 0 and below 10^6")
+
 
 INSIDE = Path(__file__).with_name("inside")
 HOW_TO_GET_IT = (
@@ -113,3 +145,37 @@ def _root() -> Iterator[str]:
         if (library / packages).is_dir():
             yield from ("--tmpfs", f"{inside}/{packages}", "--remount-ro", f"{inside}/{packages}")
     yield from ("--ro-bind", str(INSIDE), "/python/inside")
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def files_of_packages(names: Sequence[str]) -> tuple[Path, ...]:
+    """Return the site-packages files and directories of packages (pip names) and their requirements. Raises
+    `RewardError` for a missing package.
+    """
+    found: dict[str, Path] = {}
+    seen: set[str] = set()
+    waiting = [(name, True) for name in names]
+    while waiting:
+        name, is_requested = waiting.pop()
+        if name.lower() in seen:
+            continue
+        seen.add(name.lower())
+        try:
+            package = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            if is_requested:
+                raise RewardError(
+                    f"code_sandbox: packages: {name} is not installed here; install it, or remove it"
+                ) from None
+            continue  # an extra, or a requirement of another system
+        for file in package.files or ():
+            top = file.parts[0]
+            if top not in ("..", "__pycache__", "/") and not top.endswith((".dist-info", ".pth")):
+                found[top] = Path(str(package.locate_file(top)))
+        for requirement in package.requires or ():
+            match = _NAME.match(requirement)
+            if match and "extra ==" not in requirement:
+                waiting.append((match[0], False))
+    return tuple(found[top] for top in sorted(found))

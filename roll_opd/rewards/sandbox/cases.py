@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from roll_opd.rewards.sandbox.assertions import Check, hide_expected
-from roll_opd.rewards.sandbox.calls import check_of_call, is_wrapped
+from roll_opd.rewards.sandbox.assertions import Check, check_of_call, hide_expected, is_wrapped
 from roll_opd.rewards.sandbox.response import answer_of
 
 _TEST = re.compile(r"^def (test_\w*)\(\s*\)", re.MULTILINE)

@@ -14,11 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from roll_opd.rewards.sandbox.bubblewrap import ENVIRONMENT, HOW_TO_ALLOW_IT, bare_command, isolated_command
+from roll_opd.rewards.sandbox.bubblewrap import (
+    ENVIRONMENT,
+    HOW_TO_ALLOW_IT,
+    MEBI,
+    Limits,
+    SandboxError,
+    bare_command,
+    isolated_command,
+)
 from roll_opd.rewards.sandbox.inside.supervisor import READY
 from roll_opd.rewards.sandbox.inside.watch import PATIENCE
 from roll_opd.rewards.sandbox.seccomp import ARCHITECTURES, filter_program
-from roll_opd.rewards.sandbox.settings import MEBI, Limits, SandboxError
 
 START_SECONDS = 30.0
 GRACE_SECONDS = 5.0  # beyond a case's wall time on a busy machine, before the sandbox is killed

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from roll_opd.tracking.registry import register
 from roll_opd.tracking.run_directory import RunDirectory
+from roll_opd.tracking.trackers import register
 
 
 @register("stdout")

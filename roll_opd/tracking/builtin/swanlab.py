@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from roll_opd.base.terminal import warn
-from roll_opd.tracking.registry import as_list, register, run_id
 from roll_opd.tracking.run_directory import RunDirectory
+from roll_opd.tracking.trackers import as_list, register, run_id
 
 
 @register("swanlab", packages=("swanlab",))

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from roll_opd.base.terminal import warn
-from roll_opd.tracking.registry import as_list, register, run_id
 from roll_opd.tracking.run_directory import RunDirectory
+from roll_opd.tracking.trackers import as_list, register, run_id
 
 # No console capture, as in ROLL. Timeouts in seconds, so that an unresponsive server does not delay a run; W&B's
 # defaults are 90 and none.

@@ -6,13 +6,11 @@ from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from roll_opd.environments.contract import AGGREGATIONS
+from roll_opd.environments.interface import AGGREGATIONS
 from roll_opd.workflows.builtin.game_session import Game, lent_game
 from roll_opd.workflows.interface import WORKFLOWS, Task, Workflow
-from roll_opd.workflows.prompt_templates import filled
-from roll_opd.workflows.roll_managers import makes_steps
-from roll_opd.workflows.workflow_errors import NoRoomError
-from roll_opd.workflows.workflow_experience import STATE, TURN_REWARDS, Experience
+from roll_opd.workflows.prompt_templates import filled, makes_steps
+from roll_opd.workflows.workflow_experience import STATE, TURN_REWARDS, Experience, NoRoomError
 
 INVALID_ACTION_NOTE = " (this action is not valid: keep to the form that is asked for)"
 

@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from roll_opd.environments import EnvironmentFailure, make
-from roll_opd.environments.contract import read_reset, read_step
+from roll_opd.environments.interface import read_reset, read_step
 from roll_opd.workflows.model import RUN
-from roll_opd.workflows.workflow_errors import RunFailure
+from roll_opd.workflows.workflow_experience import RunFailure
 
 Value = TypeVar("Value")
 

@@ -5,9 +5,8 @@ from typing import Any
 
 from roll_opd.workflows.builtin.reward_functions import AccuracyReward
 from roll_opd.workflows.builtin.single_turn import conversation_of
-from roll_opd.workflows.interface import WORKFLOWS, Task
-from roll_opd.workflows.reward_fn import parts_of
-from roll_opd.workflows.step_wise import AsyncStepWiseRewardWorkflow
+from roll_opd.workflows.interface import WORKFLOWS, Task, parts_of
+from roll_opd.workflows.workflow_bases import AsyncStepWiseRewardWorkflow
 from roll_opd.workflows.workflow_experience import Experience
 
 FEEDBACK = "That is not right. Look for the mistake, and answer again."

@@ -6,8 +6,7 @@ from typing import Any
 from roll_opd.data.rows import BadRow, parse_messages
 from roll_opd.data.template_check import omission
 from roll_opd.workflows.builtin.reward_functions import MathRewardFn, accuracy
-from roll_opd.workflows.interface import WORKFLOWS, Task, Workflow
-from roll_opd.workflows.reward_fn import parts_of
+from roll_opd.workflows.interface import WORKFLOWS, Task, Workflow, parts_of
 from roll_opd.workflows.workflow_experience import Experience
 
 THINK_AND_ANSWER = (

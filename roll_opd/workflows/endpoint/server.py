@@ -25,8 +25,7 @@ from roll_opd.inference.tool_calls import ToolCallParser
 from roll_opd.workflows.call_tree import Call, text_of, without_end, without_special
 from roll_opd.workflows.endpoint.chat import Answer, ChatRequest, Refusal, as_message, completion, read_request, stream
 from roll_opd.workflows.model import RUN, ModelWrapper, RunState
-from roll_opd.workflows.workflow_errors import NoRoomError, WorkflowError
-from roll_opd.workflows.workflow_experience import Experience
+from roll_opd.workflows.workflow_experience import Experience, NoRoomError, WorkflowError
 
 MAX_BODY_BYTES = 8 << 20
 MARK_TOKENS = 32  # at the end of a prompt, searched for an opened thought

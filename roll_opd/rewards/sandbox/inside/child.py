@@ -19,8 +19,7 @@ import types
 from collections.abc import Callable
 from typing import NoReturn
 
-from .cleaning import IS_INIT
-from .pipes import write_all
+from .cleaning import IS_INIT, write_all
 
 # modules that ROLL star-imports into every program, in its order
 STARS = (

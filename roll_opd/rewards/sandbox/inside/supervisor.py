@@ -18,8 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from .child import load_module, play
-from .cleaning import IS_INIT, empty, kill_all
-from .pipes import close, read_exactly, write_all
+from .cleaning import IS_INIT, close, empty, kill_all, read_exactly, write_all
 from .watch import WorkerGone, watch
 
 READY = b"ready"

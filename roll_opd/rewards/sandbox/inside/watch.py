@@ -4,8 +4,7 @@ import os
 import select
 import time
 
-from .cleaning import IS_INIT, SHARED_MEMORY, kill_all
-from .pipes import close, drain, feed_some
+from .cleaning import IS_INIT, SHARED_MEMORY, close, drain, feed_some, kill_all
 
 TICK = 0.01  # s between checks of the limits
 REPORT_BYTES = 4 << 20

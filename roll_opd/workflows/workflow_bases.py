@@ -1,10 +1,11 @@
-"""Bases of multi-step workflows: each step's model calls are its own experiences, rewarded per step or at the end.
+"""Bases of user workflows: multi-step, multi-turn, and agents that call the policy at an OpenAI address.
 
 A step is one call of `step` (or `step_async`) with any number of model calls. Its experiences carry the number in
-`eid.step`, from which multi-step advantages find a run's last step.
+`eid.step`, from which multi-step advantages are computed.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roll_opd.workflows.interface import Task, Workflow, flag
@@ -155,3 +156,114 @@ def rewarded(
         one.reward = reward
         one.metrics.update(metrics or {})
     return list(experiences)
+
+
+class MultiTurnWorkflow(Workflow):
+    """Base class: convert a multi-turn conversation to one experience; only the model's turns are trained on.
+
+    One call makes one run of a task, as in Trinity-RFT. A subclass whose call makes all runs sets `can_repeat = True`
+    and the `eid.run` of each experience.
+    """
+
+    def process_messages_to_experience(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        reward: float | None,
+        info: Mapping[str, Any] | None = None,
+        truncate_status: str | None = None,
+    ) -> Experience:
+        """Return a conversation of this run as one experience; numbers in `info` become its metrics.
+
+        Raises ValueError if this run has no such conversation.
+        """
+        return self._described(self.model.convert_messages_to_experience(messages), reward, info, truncate_status)
+
+    async def process_messages_to_experience_async(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        reward: float | None,
+        info: Mapping[str, Any] | None = None,
+        truncate_status: str | None = None,
+    ) -> Experience:
+        """Async form of `process_messages_to_experience`."""
+        made = await self.model.convert_messages_to_experience_async(messages)
+        return self._described(made, reward, info, truncate_status)
+
+    def _described(
+        self, made: Experience, reward: float | None, info: Mapping[str, Any] | None, truncate_status: str | None
+    ) -> Experience:
+        made.reward = reward
+        made.truncate_status = made.truncate_status or truncate_status
+        made.info.update(info or {})
+        numbers = {name: value for name, value in (info or {}).items() if isinstance(value, int | float)}
+        made.metrics.update({name: float(value) for name, value in numbers.items()})
+        return made
+
+
+class WorkflowWithRecording(Workflow):
+    """Base of workflows that start an agent with `base_url`, `api_key` and `model_name` and train on its requests.
+
+    Implement `run_async`: it calls `update_reward` and returns the run's metrics, numbers by name. Each conversation of
+    a run is one experience, as with `agent_workflow`.
+    """
+
+    is_async = True
+
+    def __init__(
+        self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
+    ) -> None:
+        super().__init__(model, task, list(auxiliary_models or ()))
+        self.auxiliary_models = self.auxiliary_model_wrappers  # models, not clients, as in Trinity-RFT
+        self._info: dict[str, Any] = {}
+
+    @property
+    def base_url(self) -> str:
+        """The address of the policy, ending in /v1."""
+        return self.model.base_url
+
+    @property
+    def api_key(self) -> str:
+        """The key of this run."""
+        return self.model.api_key
+
+    @property
+    def model_name(self) -> str:
+        """The name of the policy; requests with other names are answered too."""
+        return self.model.model_path
+
+    async def update_reward(
+        self, reward: float, info: Mapping[str, Any] | None = None, sample_ids: Sequence[str] | None = None
+    ) -> None:
+        """Set the reward of all experiences of the run and add to their `info`; the last call counts.
+
+        Raises ValueError for a reward that is not a finite number, and for `sample_ids`.
+        """
+        if sample_ids is not None:
+            raise ValueError(
+                "update_reward: sample_ids (rewards of single requests) is not supported; set one reward per run, or"
+                " return experiences with their own rewards from a Workflow (self.model.history)"
+            )
+        self.model.take_reward(json.dumps({"reward": float(reward)}))
+        self._info.update(info or {})
+
+    async def run_async(self) -> Any:
+        """Run the agent on the task and return the metrics of the run. Override it."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `run_async`")
+
+    def experiences_of(self, returned: Any) -> list[Experience]:
+        """Return the agent's requests as one experience per conversation; the first has the metrics `returned`.
+
+        Raises TypeError if `returned` is neither a mapping nor None.
+        """
+        if returned is not None and not isinstance(returned, Mapping):
+            raise TypeError(
+                f"run_async returned {type(returned).__name__}, expected metrics (numbers by name); derive from"
+                " Workflow to return experiences"
+            )
+        made, info, self._info = self.model.branches(), self._info, {}
+        for number, experience in enumerate(made):
+            experience.reward = self.model.reward
+            experience.info = {**experience.info, **info}
+            if number == 0:
+                experience.metrics = {**experience.metrics, **(returned or {})}
+        return made

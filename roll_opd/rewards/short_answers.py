@@ -1,13 +1,18 @@
 r"""Extraction and normalisation of final answers: last `\boxed{...}`, else "the answer is", else the last line.
 
-Every function takes time linear in its text.
+Every function takes time linear in its text. Regular expressions of users and rows have a timeout: Python's own engine
+cannot be stopped in the middle of `(a+)+b`; the package `regex` can.
 """
 
 import json
 import re
 import unicodedata
 from collections.abc import Callable, Collection
-from typing import Literal
+from typing import Any, Literal
+
+import regex
+
+from roll_opd.rewards.interface import RewardError
 
 MAX_MARKS = 50  # last announcements searched; more are a loop
 REACH = 300  # characters searched after a mark or in a last line
@@ -121,3 +126,37 @@ def several(ground_truth: str) -> tuple[str, ...]:
         if listed and all(isinstance(answer, str | int | float) for answer in listed):
             return tuple(str(answer) for answer in listed)
     return (ground_truth,)
+
+
+SECONDS = 0.5  # per text; a normal pattern needs milliseconds
+
+
+Pattern = Any  # a `regex.Pattern`, which the package does not export as a type
+
+
+class PatternTimeout(Exception):
+    """A match took longer than `SECONDS`."""
+
+
+def compiled(reward: str, key: str, pattern: object) -> Pattern:
+    """Compile a pattern in which `.` matches newlines; raises `RewardError` if it is invalid."""
+    if not isinstance(pattern, str):
+        raise RewardError(f"reward {reward}: {key} is {pattern!r}; write a regular expression")
+    try:
+        return regex.compile(pattern, regex.DOTALL)
+    except regex.error as error:
+        raise RewardError(
+            f"reward {reward}: {key} is not a regular expression: {error}; correct {pattern!r}"
+        ) from error
+
+
+def matches(pattern: Pattern, text: str, whole: bool) -> bool:
+    """Return whether the `whole` text, or else a part of it, matches; raises `PatternTimeout`."""
+    match = pattern.fullmatch if whole else pattern.search
+    try:
+        return match(text, timeout=SECONDS) is not None
+    except TimeoutError:
+        raise PatternTimeout(
+            f"{pattern.pattern!r} took more than {SECONDS} s on {len(text)} characters; write it without"
+            " repetitions inside repetitions"
+        ) from None

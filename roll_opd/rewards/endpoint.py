@@ -1,8 +1,8 @@
-"""JSON client of one HTTP URL with retries, rate limits and outage detection.
+"""JSON client of one HTTP URL with retries, rate limits and outage detection, and `ChatEndpoint` for judge models.
 
-Transient failures (429, 5xx, timeouts, lost connections, unreadable answers) are retried for `retry_seconds`, and
-each failed attempt is counted; permanent ones (401, 404) end the request immediately. After several consecutive
-failures the endpoint counts as down: one request at a time probes it, and all others wait.
+Transient failures (429, 5xx, timeouts, lost connections, unreadable answers) are retried for `retry_seconds`, and each
+failed attempt is counted; permanent ones (401, 404) end the request immediately. After several consecutive failures the
+endpoint counts as down: one request at a time probes it, and all others wait.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +23,7 @@ from roll_opd.rewards.interface import RewardError
 
 if TYPE_CHECKING:
     import httpx  # lazy: importing takes 0.5 s, which planning does not need
+
 
 FIRST_DELAY, MAX_DELAY = 0.5, 5.0  # seconds before a retry
 MAX_PAUSE = 60.0  # seconds of a Retry-After header that are respected
@@ -253,3 +254,58 @@ def _checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
                 f"the header {name} (of the key or of headers) is not a line of printable ASCII; correct it"
             )
     return dict(headers)
+
+
+Messages = list[dict[str, str]]
+# (messages, errors) -> text of the model's answer; counts retried failures in `errors` by kind, raises `GaveUp`.
+Complete = Callable[[Messages, Counter[str]], Awaitable[str]]
+
+CHAT_ADVICE = {
+    **dict.fromkeys(("http_401", "http_403"), "check judge_api_key, or the environment variable of api_key_env"),
+    "http_404": "check judge_api_url and judge_model_name",
+    **dict.fromkeys(("http_400", "http_422"), "check judge_model_name, max_tokens and extra_body"),
+}
+
+
+class ChatEndpoint:
+    """`Complete` over HTTP."""
+
+    def __init__(self, url: str, body: Mapping[str, Any], key: str, limits: Limits) -> None:
+        """`body`: fields of a request besides the messages; fields that are None are omitted."""
+        if not url or not body["model"]:
+            raise RewardError(
+                "llm_judge needs judge_api_url (such as http://host:8000/v1) and judge_model_name; write both"
+            )
+        self._body = {name: value for name, value in body.items() if value is not None}
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._endpoint = Endpoint(chat_url(url), headers, limits, CHAT_ADVICE)
+
+    async def __call__(self, messages: Messages, errors: Counter[str]) -> str:
+        return await self._endpoint.ask({**self._body, "messages": messages}, read_completion, errors)
+
+
+def chat_url(url: str) -> str:
+    """Return `http://host/v1/chat/completions` for `http://host`, `http://host/v1` or the full URL."""
+    import httpx
+
+    try:
+        given = httpx.URL(url)
+    except httpx.InvalidURL:
+        given = httpx.URL()
+    if not given.host:
+        return url  # Endpoint reports the error
+    path = given.path.rstrip("/")
+    if not path.endswith("/chat/completions"):
+        path = f"{path or '/v1'}/chat/completions"
+    return str(given.copy_with(path=path))
+
+
+def read_completion(answer: Any) -> str:
+    """Return the text of a chat completion, empty if it has none; raises ValueError for other JSON."""
+    try:
+        content = answer["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        raise ValueError("no choices[0].message.content") from None
+    if content is not None and not isinstance(content, str):
+        raise ValueError("choices[0].message.content is not a string")
+    return content or ""

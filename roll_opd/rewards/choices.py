@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roll_opd.rewards.texts import answers
+from roll_opd.rewards import short_answers
 
 _LEAD = re.compile(
     r"[\s:：=\-\"'“”‘’.>]{0,9}(?:(?:the\s)?(?:correct\s|right\s|best\s)?(?:option|choice|letter|answer|选项|选)[s是为]?\s{0,3}"
@@ -62,13 +62,13 @@ def _without_letter(option: str) -> str:
 
 def right_choices(ground_truth: str, options: Mapping[str, str]) -> frozenset[str] | None:
     """Return the letters that a ground truth names; None without any."""
-    named = [_named_by(answer, options) for answer in answers.several(ground_truth)]
+    named = [_named_by(answer, options) for answer in short_answers.several(ground_truth)]
     return frozenset().union(*named) if all(named) else None
 
 
 def _named_by(answer: str, options: Mapping[str, str]) -> frozenset[str]:
-    boxed = answers.last_boxed(answer)
-    answer = answers.undecorated(answer if boxed is None else boxed)
+    boxed = short_answers.last_boxed(answer)
+    answer = short_answers.undecorated(answer if boxed is None else boxed)
     letters = None
     if _BARE.fullmatch(answer) or _LETTERS_ONLY.fullmatch(answer) or _ITEM.match(answer):
         letters = letters_at_start(answer.upper() if len(answer) == 1 else answer)
@@ -81,8 +81,8 @@ def is_choice(ground_truth: str, options: Mapping[str, str]) -> bool:
     """Return whether a ground truth names an option rather than a short answer ("DNA", "E. coli")."""
     if options:
         return right_choices(ground_truth, options) is not None
-    boxed = answers.last_boxed(ground_truth)
-    return _SURE.match(answers.undecorated(ground_truth if boxed is None else boxed)) is not None
+    boxed = short_answers.last_boxed(ground_truth)
+    return _SURE.match(short_answers.undecorated(ground_truth if boxed is None else boxed)) is not None
 
 
 def chosen(text: str, options: Mapping[str, str]) -> tuple[frozenset[str] | None, bool]:
@@ -91,12 +91,12 @@ def chosen(text: str, options: Mapping[str, str]) -> tuple[frozenset[str] | None
     The last box decides; without one that names an option, the last sentence that announces an answer; without
     that, the last line.
     """
-    text = answers.after_thinking(text)
-    boxed = answers.last_boxed(text)
+    text = short_answers.after_thinking(text)
+    boxed = short_answers.last_boxed(text)
     letters = None if boxed is None else _read(boxed, options)
     if letters is not None:
         return letters, True
-    for tail in answers.announced(text):
+    for tail in short_answers.announced(text):
         letters = _read(tail, options)
         if letters is not None:
             return letters, False
@@ -106,14 +106,14 @@ def chosen(text: str, options: Mapping[str, str]) -> tuple[frozenset[str] | None
 def _read(answer: str, options: Mapping[str, str]) -> frozenset[str] | None:
     """Return the choice of an answer; None without one, empty for an alternative ("A or B")."""
     letters = letters_at_start(answer)
-    if letters and _BARE.fullmatch(answers.undecorated(answer)):
+    if letters and _BARE.fullmatch(short_answers.undecorated(answer)):
         return letters
     return _with_text(answer, options) or letters
 
 
 def letters_at_start(text: str) -> frozenset[str] | None:
     """Return the letters of the choice at the start of `text`; None without one, empty for "A or B"."""
-    text = answers.undecorated(text)
+    text = short_answers.undecorated(text)
     if _SPACED.fullmatch(text):
         return frozenset(text.split())
     position = _match_end(_LEAD, text, 0)
@@ -148,18 +148,18 @@ def _is_a_word(run: str, text: str, end: int) -> bool:
 
 def _with_text(text: str, options: Mapping[str, str]) -> frozenset[str] | None:
     """Return the only option whose text is `text`; None if there is none or several."""
-    same = [letter for letter, option in options.items() if answers.same_text(text, option)]
+    same = [letter for letter, option in options.items() if short_answers.same_text(text, option)]
     return frozenset(same) if len(same) == 1 else None
 
 
 def _declared_right(text: str) -> frozenset[str] | None:
     """Return the last letter that the text declares correct ("B is correct")."""
-    letters = [right[1] for right in _IS_RIGHT.finditer(answers.undecorated(text))]
+    letters = [right[1] for right in _IS_RIGHT.finditer(short_answers.undecorated(text))]
     return frozenset(letters[-1]) if letters else None
 
 
 def _in_last_line(text: str, options: Mapping[str, str]) -> frozenset[str] | None:
-    line = answers.undecorated(answers.last_line(text))
+    line = short_answers.undecorated(short_answers.last_line(text))
     if _BARE.fullmatch(line) or _ITEM.match(line):
         return letters_at_start(line)
     if same := _with_text(line, options):

@@ -1,10 +1,20 @@
-"""Check that every tag of the data has a teacher and a reward, and every row the ground truth its reward needs."""
+"""Checks of data sets before a run: tags, ground truths, and overlap between validation and training rows.
+
+Every tag needs a teacher and a reward, and every row the ground truth that its reward reads. Legend: V validation rows,
+L training rows.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from roll_opd.config.plan import RewardPlan, TeacherPlan
 from roll_opd.data.rows import DataError
+
+if TYPE_CHECKING:
+    from roll_opd.data.dataset import PromptSet
 
 
 @dataclass(frozen=True)
@@ -97,3 +107,30 @@ def _misrouted(name: str, tags: Mapping[str, TagRows], rewards: Sequence[RewardP
         for domain, example in rows.domains.items()
         if domain in known and domain != reward.domain
     ]
+
+
+def overlap_warning(validation: "PromptSet", learned: "Sequence[PromptSet]") -> str | None:
+    """Return a warning with the number of validation rows whose prompts are also trained on; None without overlap."""
+    held_out = validation.prompt_hashes(np.arange(len(validation)))  # [V]
+    numbers = [prompts.drawn() for prompts in learned]
+    trained = [prompts.prompt_hashes(drawn) for prompts, drawn in zip(learned, numbers, strict=True)]  # [L] each
+    shared = np.isin(held_out, np.concatenate(trained))
+    if not shared.any():
+        return None
+    first = int(shared.argmax())
+    same = next(
+        prompts.where(int(drawn[place[0]]))
+        for prompts, drawn, hashes in zip(learned, numbers, trained, strict=True)
+        if len(place := np.flatnonzero(hashes == held_out[first]))
+    )
+    count, total = int(shared.sum()), len(validation)
+    return (
+        f"validation: {count} of {total} validation rows ({_share(count, total)}) are also training rows:"
+        f" {validation.where(first)} has the same prompt as {same}. Their results do not measure new prompts; remove"
+        " them from the training files, or name other files in validation.data_args.file_name"
+    )
+
+
+def _share(count: int, total: int) -> str:
+    share = 100 * count / total
+    return f"{share:.0f} %" if share >= 1 else f"{share:.1g} %"
