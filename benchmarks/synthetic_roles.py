@@ -21,7 +21,7 @@ from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.completion import Completion
 from roll_opd.pipelines import start
 from roll_opd.pipelines.run_logger import RunLogger
-from roll_opd.rewards.interface import Score, Scored
+from roll_opd.rewards.reward_interface import Score, Scored
 from roll_opd.samples import buffer_pickle
 from roll_opd.samples.buffer_pickle import Compact
 from roll_opd.samples.dp_shards import Packing

@@ -81,8 +81,8 @@ from roll_opd.algorithms.registry import advantage, policy_loss
 from roll_opd.algorithms.advantages.batch import RewardBatch
 from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.planner.build import load_plan
-from roll_opd.rewards.interface import RewardSample
-from roll_opd.rewards.registry import resolve
+from roll_opd.rewards.reward_interface import RewardSample
+from roll_opd.rewards.reward_registry import resolve
 from roll_opd.tracking.trackers import find
 
 plan = load_plan("demo", "rlvr_opd", [
@@ -121,7 +121,7 @@ def test_parts_from_outside(tmp_path: Path) -> None:
 import json
 from roll_opd.algorithms.registry import advantage, policy_loss
 from roll_opd.planner.build import load_plan
-from roll_opd.rewards.registry import check
+from roll_opd.rewards.reward_registry import check
 from roll_opd.tracking.trackers import find
 
 plan = load_plan("demo", "rlvr_opd", [

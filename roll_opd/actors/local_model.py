@@ -12,7 +12,7 @@ import ray
 from roll_opd.actors.sampler import Request
 from roll_opd.config.plan import RolloutPlan
 from roll_opd.data.templates import load_tokenizer, token_ids
-from roll_opd.rewards.interface import RewardError
+from roll_opd.rewards.reward_interface import RewardError
 from roll_opd.samples.buffer_pickle import Compact
 
 

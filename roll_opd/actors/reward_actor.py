@@ -15,9 +15,9 @@ from roll_opd.actors.local_model import LocalModel
 from roll_opd.cluster.batched_calls import Answers, coalesced
 from roll_opd.config.plan import RewardPlan
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.rewards.interface import RewardSample, Scored
-from roll_opd.rewards.registry import resolve
 from roll_opd.rewards.reward_caller import Caller, weighted
+from roll_opd.rewards.reward_interface import RewardSample, Scored
+from roll_opd.rewards.reward_registry import resolve
 from roll_opd.samples.buffer_pickle import Compact
 from roll_opd.samples.experience import Experience
 

@@ -66,7 +66,7 @@ class Outcome:
 
 
 class SamplerEngines:
-    """The engines of a sampler, from another process; see `roll_opd.workflows.model.Engines`."""
+    """The engines of a sampler, from another process; see `roll_opd.workflows.model_wrapper.Engines`."""
 
     def __init__(self, sampler: Sampler, chunk: int | None, deterministic: bool) -> None:
         self._sampler, self._session = sampler, Session(sampler, chunk, alone=deterministic)
@@ -129,7 +129,7 @@ async def _ended(coroutine: Awaitable[Any]) -> Any:
 
 def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
     """Make a task; one that a run starts cannot end the loop, and with it all other runs."""
-    from roll_opd.workflows.model import RUN
+    from roll_opd.workflows.run_state import RUN
 
     if RUN in (options.get("context") or contextvars.copy_context()):
         coroutine = _ended(coroutine)
@@ -163,16 +163,16 @@ class WorkflowWorker:
         elsewhere. `contexts` are those of the run's teachers. `number` tells this process from the others that run now.
         """
         from roll_opd.workflows.auxiliary import AuxiliaryModel, RemoteModel
-        from roll_opd.workflows.endpoint.server import Endpoint
-        from roll_opd.workflows.model import ModelWrapper
+        from roll_opd.workflows.endpoint.server import PolicyServer
+        from roll_opd.workflows.model_wrapper import ModelWrapper
         from roll_opd.workflows.plugins import find_reward, find_workflow
-        from roll_opd.workflows.teacher_inputs import TeacherContexts
-        from roll_opd.workflows.workflow_experience import Limits
+        from roll_opd.workflows.run_state import TeacherContexts
+        from roll_opd.workflows.workflow_experience import TokenLimits
 
         asyncio.get_running_loop().set_task_factory(_task)
         self._plan, self._chunk = plan, chunk
         self._contexts = TeacherContexts(contexts, load_tokenizer(rollout.model.path))
-        self._limits = Limits(rollout.max_model_len, read_model(Path(rollout.model.path)).vocab)
+        self._limits = TokenLimits(rollout.max_model_len, read_model(Path(rollout.model.path)).vocab)
         self._class = find_workflow(plan.workflow or "", plan.plugin_dir)
         arguments = thaw(plan.workflow_reward_args)
         self._reward = plan.workflow_reward and find_reward(plan.workflow_reward, plan.plugin_dir, arguments)
@@ -186,7 +186,7 @@ class WorkflowWorker:
             sampler = SamplerEngines(Sampler(ActorGroup(engines)), chunk, deterministic)
             tokenizer, loop = load_tokenizer(plan.model.path), asyncio.get_running_loop()
             model = kind(sampler, tokenizer, model_path=plan.model.path, max_model_len=plan.max_model_len, loop=loop)
-            model.endpoint = Endpoint(model, loop, find_parser(self._plan.tool_call_parser, tokenizer), **address)
+            model.endpoint = PolicyServer(model, loop, find_parser(self._plan.tool_call_parser, tokenizer), **address)
             self._endpoints.append(model.endpoint)
             return model
 
@@ -226,7 +226,7 @@ class WorkflowWorker:
 
     async def _outcome(self, job: Job) -> Outcome:
         """Do one job. What its code raises is an outcome, too."""
-        from roll_opd.workflows.model import RUN, RunState
+        from roll_opd.workflows.run_state import RUN, RunState
         from roll_opd.workflows.workflow_experience import by_run, trained
 
         outcome = Outcome()
@@ -268,8 +268,8 @@ class WorkflowWorker:
 
     async def _call(self, job: Job, context: contextvars.Context) -> list[Any]:
         """Call the workflow, as long as it may take; keep the instance where it can serve again."""
-        from roll_opd.workflows.interface import flag
-        from roll_opd.workflows.model import RUN
+        from roll_opd.workflows.run_state import RUN
+        from roll_opd.workflows.workflow_interface import flag
 
         loop = asyncio.get_running_loop()
         until = loop.time() + self._plan.workflow_timeout
@@ -302,7 +302,7 @@ class WorkflowWorker:
 
     def _begun(self, job: Job) -> tuple[Any, Any]:
         """Return an instance and what it returned, or a coroutine that will."""
-        from roll_opd.workflows.interface import flag
+        from roll_opd.workflows.workflow_interface import flag
 
         with _staying():
             workflow = self._instance(job)
@@ -314,7 +314,7 @@ class WorkflowWorker:
 
     def _instance(self, job: Job) -> Any:
         """Return an instance that is ready for the job: a new one, or one that was reset."""
-        from roll_opd.workflows.interface import FormatConfig, GenerationConfig, Task, flag
+        from roll_opd.workflows.workflow_interface import FormatConfig, GenerationConfig, Task, flag
 
         sampling, plan = job.sampling, self._plan
         task = Task(

@@ -56,8 +56,8 @@ PROBES = {  # package -> statement that must succeed; torch's also prints its bu
     "ray": "import ray",
 }
 SANDBOX_PROBE = (
-    "from roll_opd.rewards.sandbox.pool import Pool; from roll_opd.rewards.sandbox.bubblewrap import Limits; "
-    "Pool(Limits(), 1).close()"
+    "from roll_opd.rewards.sandbox.bubblewrap import CaseLimits; "
+    "from roll_opd.rewards.sandbox.pool import SandboxPool; SandboxPool(CaseLimits(), 1).close()"
 )
 PROBE_SECONDS = 60.0  # a cold disk makes the first import slow; a hang lasts for ever
 COMPILERS = ("g++", "clang++", "c++")

@@ -36,7 +36,7 @@ from roll_opd.base.paths import use_cache_of_compilers
 from roll_opd.base.terminal import echo
 from roll_opd.cluster.forkserver.forkserver_start import ForkServer, fork_server, wanted_by
 from roll_opd.cluster.multihost.hosts import Hosts, dismiss
-from roll_opd.cluster.multihost.launcher_env import Host, LaunchError, forget, launched
+from roll_opd.cluster.multihost.launcher_env import LaunchedHost, LaunchError, forget, launched
 from roll_opd.cluster.multihost.multihost_worker import serve
 from roll_opd.cluster.startup_progress import ClusterError
 from roll_opd.commands.restarts import is_attempt, restarted, restarts_left
@@ -46,7 +46,7 @@ from roll_opd.inference.parent_watchdog import die_with_parent
 from roll_opd.models.model_info import ModelFilesError
 from roll_opd.pipelines.checkpoints import CheckpointError
 from roll_opd.planner.build import load_plan
-from roll_opd.rewards.interface import RewardError
+from roll_opd.rewards.reward_interface import RewardError
 from roll_opd.tracking.stdout_tee import tee_output
 from roll_opd.tracking.trackers import TrackerError
 from roll_opd.workflows.workflow_experience import WorkflowError
@@ -120,7 +120,11 @@ def launch(
 
 
 def _launch(
-    parsed: argparse.Namespace, pure: bool | None, pipeline: str | None, host: Host | None, backend: "Backend | None"
+    parsed: argparse.Namespace,
+    pure: bool | None,
+    pipeline: str | None,
+    host: LaunchedHost | None,
+    backend: "Backend | None",
 ) -> int | RunPlan:
     """Return the exit code, or the plan where the command is to run in a process of its own: it may be started again,
     or torchrun would signal all that has started, Ray's processes with the driver.
@@ -177,7 +181,7 @@ def _terminated(*_: object) -> None:
     raise Terminated("ended by SIGTERM before the run began")
 
 
-def _check_number(plan: RunPlan, host: Host | None) -> None:
+def _check_number(plan: RunPlan, host: LaunchedHost | None) -> None:
     """LaunchError where the run was launched on another number of hosts than it has nodes."""
     size = host.size if host else 1
     if os.environ.get("RAY_ADDRESS") or plan.num_nodes == size:

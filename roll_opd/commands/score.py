@@ -17,7 +17,7 @@ from roll_opd.base.paths import PathError, regular_file
 from roll_opd.base.terminal import echo
 from roll_opd.cluster.multihost import torch_ranks
 from roll_opd.cluster.multihost.hosts import Hosts, dismiss
-from roll_opd.cluster.multihost.launcher_env import Host, LaunchError, forget, launched
+from roll_opd.cluster.multihost.launcher_env import LaunchedHost, LaunchError, forget, launched
 from roll_opd.cluster.multihost.multihost_worker import serve
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.ray_environment import run_temp_directory
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         return FAILED if torch_ranks.start(command).wait() else DONE
 
 
-def _over_hosts(host: Host, command: dict[str, Any], model: str, seconds: float) -> int:
+def _over_hosts(host: LaunchedHost, command: dict[str, Any], model: str, seconds: float) -> int:
     code = FAILED
     try:
         hosts = Hosts(host)

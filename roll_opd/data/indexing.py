@@ -54,7 +54,7 @@ class Index:
 
 
 @dataclass(frozen=True)
-class _Pending:
+class _ParsedRow:
     """Parsed row before tokenisation."""
 
     line: int
@@ -114,9 +114,9 @@ class Indexer:
         )
         return index, tuple(reports), self._longest
 
-    def _batches(self, file: RowFile, report: FileReport) -> Iterator[list[_Pending]]:
+    def _batches(self, file: RowFile, report: FileReport) -> Iterator[list[_ParsedRow]]:
         """Yield non-empty batches of parsed rows; report the bad ones."""
-        batch: list[_Pending] = []
+        batch: list[_ParsedRow] = []
         characters = 0
         for line, position, value in file.scan():
             if self._parsed == self._plan.limit:
@@ -146,7 +146,7 @@ class Indexer:
             own_id = None if row.id == fallback else row.id
             domain, task = row.extra.get("domain"), _task(row, self._plan)
             batch.append(
-                _Pending(
+                _ParsedRow(
                     line, position, row.id, own_id, row.tag, row.ground_truth, domain, task, texts, teacher_prompts
                 )
             )
@@ -157,7 +157,7 @@ class Indexer:
         if batch:
             yield batch
 
-    def _add(self, batch: list[_Pending], report: FileReport, digest: Any) -> None:
+    def _add(self, batch: list[_ParsedRow], report: FileReport, digest: Any) -> None:
         too_long = WHOLE_TOO_LONG if self._plan.schema != "experience" else TOO_LONG
         encoded = encode(self._tokenizer, [row.texts for row in batch])
         teacher_prompts = self._teachers.encode([row.teacher_prompts for row in batch])

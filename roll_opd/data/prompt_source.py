@@ -59,7 +59,7 @@ def derived_seed(*numbers: int) -> int:
 _NEW_RUN = "Restore it, or start a new run."
 
 
-class Source(Protocol):
+class TaskSource(Protocol):
     """Endless, resumable stream of prompts: rows of files, or tasks of environments."""
 
     @property

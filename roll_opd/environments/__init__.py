@@ -4,7 +4,7 @@
 docs/environments.md describes the contract.
 """
 
+from roll_opd.environments.environment_interface import ENVIRONMENTS, Environment, EnvironmentFailure
 from roll_opd.environments.factory import check, check_declared, find, located, make
-from roll_opd.environments.interface import ENVIRONMENTS, Environment, EnvironmentFailure
 
 __all__ = ["ENVIRONMENTS", "Environment", "EnvironmentFailure", "check", "check_declared", "find", "located", "make"]

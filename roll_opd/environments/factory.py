@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from roll_opd.base.registry import argument_problems
-from roll_opd.environments.interface import ENVIRONMENTS, Environment, EnvironmentFailure
+from roll_opd.environments.environment_interface import ENVIRONMENTS, Environment, EnvironmentFailure
 
 GYMNASIUM = "gymnasium:"
 GEM_PACKAGE = "gem-llm"  # its module is `gem`

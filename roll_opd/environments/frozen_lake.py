@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from roll_opd.environments.environment_interface import ENVIRONMENTS, EnvironmentFailure
 from roll_opd.environments.game import (
     PATTERN,
     SPECIAL_TOKENS,
@@ -20,7 +21,6 @@ from roll_opd.environments.game import (
     only_text,
     random_numbers,
 )
-from roll_opd.environments.interface import ENVIRONMENTS, EnvironmentFailure
 
 Cell = tuple[int, int]  # row, column
 MOVES = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}  # slipping moves to a neighbour in this order

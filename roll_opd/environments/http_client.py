@@ -19,8 +19,7 @@ from typing import Any
 
 import httpx
 
-from roll_opd.environments.game import at_least, checked_seed
-from roll_opd.environments.interface import (
+from roll_opd.environments.environment_interface import (
     ENVIRONMENTS,
     Environment,
     EnvironmentFailure,
@@ -29,6 +28,7 @@ from roll_opd.environments.interface import (
     read_reset,
     read_step,
 )
+from roll_opd.environments.game import at_least, checked_seed
 
 BUSY = (408, 425, 429)  # retryable statuses, in addition to 500 and above
 FIRST_WAIT, MAX_WAIT = 0.2, 10.0  # s between attempts, doubled each time

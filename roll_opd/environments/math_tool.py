@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roll_opd.base.failures import os_sentence
+from roll_opd.environments.environment_interface import ENVIRONMENTS, Environment, EnvironmentFailure, Reset, Step
 from roll_opd.environments.game import SPECIAL_TOKENS, at_least, checked_seed, random_numbers
-from roll_opd.environments.interface import ENVIRONMENTS, Environment, EnvironmentFailure, Reset, Step
 from roll_opd.rewards.builtin.code_sandbox import UNSAFE
 from roll_opd.rewards.builtin.math_rule import is_right
 from roll_opd.rewards.mathematics.final_answer import boxed
 from roll_opd.rewards.mathematics.processes import Busy, Crashed, TimedOut
-from roll_opd.rewards.sandbox.bubblewrap import Limits, SandboxError
-from roll_opd.rewards.sandbox.pool import Pool
+from roll_opd.rewards.sandbox.bubblewrap import CaseLimits, SandboxError
+from roll_opd.rewards.sandbox.pool import SandboxPool
 from roll_opd.rewards.sandbox.response import answer_of, program_of
 
 OPEN, CLOSE = "<code>", "</code>"
@@ -57,7 +57,7 @@ class PythonTool:
 
     def __init__(self, seconds: float, unsafe: bool = False, most_characters: int = 4000) -> None:
         """Create a runner with `seconds` of CPU per program; `unsafe`: no sandbox. Processes start on first use."""
-        self._limits = Limits(cpu_seconds=math.ceil(seconds), wall_seconds=2.0 * seconds)
+        self._limits = CaseLimits(cpu_seconds=math.ceil(seconds), wall_seconds=2.0 * seconds)
         self._unsafe, self._most = unsafe, most_characters
 
     def run(self, program: str) -> str:
@@ -83,18 +83,18 @@ class PythonTool:
         return "\n".join(filter(None, (printed, ended))) or NOTHING
 
 
-_POOLS: dict[tuple[Limits, bool], tuple[Pool, threading.Semaphore]] = {}
+_POOLS: dict[tuple[CaseLimits, bool], tuple[SandboxPool, threading.Semaphore]] = {}
 _STARTING = threading.Lock()
 
 
-def _pool(limits: Limits, unsafe: bool) -> tuple[Pool, threading.Semaphore]:
+def _pool(limits: CaseLimits, unsafe: bool) -> tuple[SandboxPool, threading.Semaphore]:
     """Return the process's sandbox pool with these limits and its semaphore."""
     with _STARTING:
         if (limits, unsafe) not in _POOLS:
             if unsafe:
                 print(UNSAFE, file=sys.stderr, flush=True)
             size = len(os.sched_getaffinity(0))
-            pool = Pool(limits, size, unsafe)
+            pool = SandboxPool(limits, size, unsafe)
             atexit.register(pool.close)
             _POOLS[limits, unsafe] = pool, threading.Semaphore(size)
         return _POOLS[limits, unsafe]

@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from roll_opd.base.command_line import DONE, FAILED, USER_ERROR
+from roll_opd.environments.environment_interface import EnvironmentFailure
 from roll_opd.environments.factory import check, make
 from roll_opd.environments.http_sessions import Episodes, Refused
-from roll_opd.environments.interface import EnvironmentFailure
 
 LOOPBACK = "127.0.0.1"
 PORT = 8000

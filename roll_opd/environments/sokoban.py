@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from roll_opd.environments.environment_interface import ENVIRONMENTS, EnvironmentFailure
 from roll_opd.environments.game import (
     PATTERN,
     SPECIAL_TOKENS,
@@ -23,7 +24,6 @@ from roll_opd.environments.game import (
     only_text,
     random_numbers,
 )
-from roll_opd.environments.interface import ENVIRONMENTS, EnvironmentFailure
 
 Cell = tuple[int, int]
 Boxes = tuple[Cell, ...]  # box i was pulled from target i

@@ -95,7 +95,7 @@ class PhaseError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Member:
+class PhaseMember:
     """Role that shares devices with another role."""
 
     name: str
@@ -103,7 +103,7 @@ class Member:
     devices: frozenset[int]
     keeps_weights: bool = True  # False: engines that discard their weights instead of offloading them
 
-    def meets(self, other: "Member") -> bool:
+    def meets(self, other: "PhaseMember") -> bool:
         """Return whether both roles share a device."""
         return self is not other and bool(self.devices & other.devices)
 
@@ -129,10 +129,10 @@ class State:
         return self.held.get(member, NOTHING)
 
 
-class Machine:
+class PhaseMachine:
     """Transition rules of the given members."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[PhaseMember]) -> None:
         self.members = {member.name: member for member in members}
 
     def everywhere(self) -> State:
@@ -194,7 +194,7 @@ class Machine:
         """Return the state after a weight sync to the engines."""
         return replace(state, blank=frozenset())
 
-    def meeting(self, member: Member) -> list[Member]:
+    def meeting(self, member: PhaseMember) -> list[PhaseMember]:
         """Return the members that share a device with a member."""
         return [other for other in self.members.values() if member.meets(other)]
 
@@ -202,7 +202,7 @@ class Machine:
         """Return whether two members exclude each other in a phase."""
         return phase not in TOGETHER and self.members[name].meets(self.members[other])
 
-    def _acquire(self, state: State, member: Member) -> tuple[State, list[Move]]:
+    def _acquire(self, state: State, member: PhaseMember) -> tuple[State, list[Move]]:
         """Acquire the memory that a member holds in the phase."""
         state, moves = self._release_others(state, member)
         if missing := HOLDS[state.phase][member.kind] - state.of(member.name):
@@ -210,7 +210,7 @@ class Machine:
             state = _with(state, member.name, state.of(member.name) | missing)
         return state, moves
 
-    def _release_others(self, state: State, member: Member) -> tuple[State, list[Move]]:
+    def _release_others(self, state: State, member: PhaseMember) -> tuple[State, list[Move]]:
         """Release the memory of all members that share devices with a member."""
         moves: list[Move] = []
         for other in self.meeting(member):
@@ -218,7 +218,7 @@ class Machine:
             moves += released
         return state, moves
 
-    def _release(self, state: State, member: Member) -> tuple[State, list[Move]]:
+    def _release(self, state: State, member: PhaseMember) -> tuple[State, list[Move]]:
         """Release the memory that a member does not hold concurrently with others in the phase."""
         left = HOLDS[state.phase].get(member.kind, NOTHING) if state.phase in TOGETHER else NOTHING
         held = state.of(member.name)
@@ -232,13 +232,13 @@ class Machine:
             state = replace(state, blank=state.blank | {member.name})
         return state, [Move(member.name, parts, away=True)]
 
-    def _needs(self, member: Member, call: str) -> Parts:
+    def _needs(self, member: PhaseMember, call: str) -> Parts:
         if member.kind is Kind.FOLLOWER:
             return WEIGHTS  # it holds nothing else
         return NEEDS.get(call, WEIGHTS)
 
 
-def members_of(plan: RunPlan) -> list[Member]:
+def members_of(plan: RunPlan) -> list[PhaseMember]:
     """Return the roles that share a device with another role.
 
     Roles served by another role's processes are omitted, as are judges and auxiliary models, which must always respond.
@@ -247,16 +247,16 @@ def members_of(plan: RunPlan) -> list[Member]:
     if plan.rollout:
         rollout = plan.rollout
         given_up = rollout.sleep_level > 1
-        members.append(Member(rollout.name, Kind.ENGINES, frozenset(rollout.devices), keeps_weights=not given_up))
+        members.append(PhaseMember(rollout.name, Kind.ENGINES, frozenset(rollout.devices), keeps_weights=not given_up))
     return [member for member in members if any(member.meets(other) for other in members)]
 
 
-def members_on_gpus(plan: RunPlan) -> list[Member]:
+def members_on_gpus(plan: RunPlan) -> list[PhaseMember]:
     """Return the members that share GPUs exclusively, the default; empty with is_offload_states false."""
     return [] if plan.is_offload_states is False else members_of(plan)
 
 
-def held_together(members: Sequence[Member]) -> Iterator[tuple[Phase, dict[str, Parts]]]:
+def held_together(members: Sequence[PhaseMember]) -> Iterator[tuple[Phase, dict[str, Parts]]]:
     """Yield (phase, member -> parts) for each set of parts held simultaneously on a device of `members`."""
     for phase, holds in HOLDS.items():
         there = {member.name: holds[member.kind] for member in members if member.kind in holds}
@@ -268,10 +268,10 @@ def held_together(members: Sequence[Member]) -> Iterator[tuple[Phase, dict[str, 
             yield from ((phase, {name: parts}) for name, parts in there.items())
 
 
-def _member(role: MegatronPlan) -> Member:
+def _member(role: MegatronPlan) -> PhaseMember:
     kinds = {CriticPlan: Kind.CRITIC, TrainPlan: Kind.STUDENT, FollowingPlan: Kind.FOLLOWER, MegatronPlan: Kind.FROZEN}
     kind = next(kind for plan, kind in kinds.items() if isinstance(role, plan))
-    return Member(role.name, kind, frozenset(role.devices))
+    return PhaseMember(role.name, kind, frozenset(role.devices))
 
 
 def _with(state: State, name: str, parts: Parts) -> State:

@@ -41,7 +41,7 @@ Parts = dict[str, int]  # name of a part -> bytes per rank
 
 
 @dataclass(frozen=True)
-class Shard:
+class ModelShard:
     """Sizes of a rank's shard of a model in a layout."""
 
     info: ModelInfo
@@ -149,9 +149,9 @@ class Shard:
         return in_flight * layers / number * kept + number * layer
 
 
-def shard_of(info: ModelInfo, role: MegatronPlan, device: str = "cpu") -> Shard:
+def shard_of(info: ModelInfo, role: MegatronPlan, device: str = "cpu") -> ModelShard:
     """Return the shard of a rank of `role`."""
-    return Shard(info, role.layout, not isinstance(role, CriticPlan), device)
+    return ModelShard(info, role.layout, not isinstance(role, CriticPlan), device)
 
 
 def estimate_memory(plan: RunPlan, models: Mapping[str, ModelInfo], longest: int) -> dict[str, tuple[Parts, ...]]:
@@ -184,11 +184,11 @@ def estimate_memory(plan: RunPlan, models: Mapping[str, ModelInfo], longest: int
     return found
 
 
-def train_memory(shard: Shard, plan: TrainPlan, longest: int, stage: int) -> Parts:
+def train_memory(shard: ModelShard, plan: TrainPlan, longest: int, stage: int) -> Parts:
     """Return the memory of a training rank of a stage.
 
     weights = p * bytes; gradients = 4p; optimizer = (8 + 4 if not fp32) * p, divided by dp * cp with the distributed
-    optimizer, of experts by dp * cp * tp / (expert_tp * ep); activations and head as in `Shard`. With LoRA, p of
+    optimizer, of experts by dp * cp * tp / (expert_tp * ep); activations and head as in `ModelShard`. With LoRA, p of
     gradients and optimizer counts only the adapters.
     """
     layout, size = plan.layout, BYTES[plan.model.dtype]
@@ -211,7 +211,7 @@ def train_memory(shard: Shard, plan: TrainPlan, longest: int, stage: int) -> Par
     }
 
 
-def logprob_memory(shard: Shard, role: MegatronPlan, longest: int, stage: int) -> Parts:
+def logprob_memory(shard: ModelShard, role: MegatronPlan, longest: int, stage: int) -> Parts:
     """Return the memory of a rank of a frozen model: weights, one layer's activations, the head.
 
     A follower with averaged weights in another precision also has fp32 averages.
@@ -231,7 +231,7 @@ def _tokens(limits: MicroBatchLimits, longest: int, layout: Layout) -> int:
     return (limits.tokens or (limits.sequences or 1) * longest) // layout.cp
 
 
-def _head(shard: Shard, tokens: int, size: int, stage: int) -> Parts:
+def _head(shard: ModelShard, tokens: int, size: int, stage: int) -> Parts:
     """Return the head's memory on the last stage: hidden states before and after the norm, a chunk of logits."""
     if stage != shard.layout.pp - 1:
         return {}
@@ -246,7 +246,7 @@ def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Par
     (kv_lora_rank + qk_rope_head_dim) * bytes * tokens. vLLM allocates gpu_memory_utilization
     and queues sequences that do not fit; this is the memory to run all of them concurrently.
     """
-    size, shard = BYTES[engines.model.dtype], Shard(info, Layout(tp=engines.tp))
+    size, shard = BYTES[engines.model.dtype], ModelShard(info, Layout(tp=engines.tp))
     tokens = engines.max_model_len * min(sequences, VLLM_MAX_SEQUENCES)
     cache = info.cached_elements(engines.tp) * size * tokens
     return {"weights": sum(shard.parameters(0)) * size, "kv_cache": int(cache)}

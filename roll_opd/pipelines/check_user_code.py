@@ -7,7 +7,7 @@ from roll_opd.base.frozen import thaw
 from roll_opd.base.registry import argument_problems
 from roll_opd.config.plan import RunPlan
 from roll_opd.planner.trackers import GIVEN_BY_US
-from roll_opd.rewards import registry as rewards
+from roll_opd.rewards import reward_registry as rewards
 from roll_opd.tracking import trackers as trackers
 from roll_opd.tracking.trackers import JSONL
 from roll_opd.workflows import workflow_checks

@@ -21,7 +21,7 @@ from roll_opd.data.data_checks import check_coverage, overlap_warning, unused_wa
 from roll_opd.data.dataset import Prompt, PromptSet, open_prompts
 from roll_opd.data.environment_tasks import EnvironmentSource, held_out_tasks, rules_of
 from roll_opd.data.files import whole_steps
-from roll_opd.data.prompt_source import MixedSource, PromptSource, Source
+from roll_opd.data.prompt_source import MixedSource, PromptSource, TaskSource
 from roll_opd.data.rows import DataError
 from roll_opd.data.templates import load_tokenizer, set_date, writes_date
 from roll_opd.models.adapter_files import read_adapter
@@ -43,7 +43,7 @@ from roll_opd.pipelines.checkpoints import (
 from roll_opd.pipelines.history import History
 from roll_opd.pipelines.workflow_rewards import uncalled_rewards
 from roll_opd.planner.check_machine import machine_problems, other_blocks
-from roll_opd.rewards import registry as rewards
+from roll_opd.rewards import reward_registry as rewards
 
 NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # of torch.cpu.get_capabilities: on x86, on x86, on ARM
 CLUSTER_SECONDS = 5.0  # for a cluster to answer
@@ -58,7 +58,7 @@ class Inputs:
     resumed: Checkpoint | None  # None: the run is a new one
     history: History  # of its settings
     tokenizer: PreTrainedTokenizerBase
-    source: Source  # a `MixedSource` where there are demonstrations
+    source: TaskSource  # a `MixedSource` where there are demonstrations
     held_out: list[Prompt]
     began: datetime  # start of the run, in local time: the date of chat templates
 
@@ -115,7 +115,7 @@ def _history(plan: RunPlan, resumed: Checkpoint | None) -> History:
     return history.continued(parts, plan, resumed.step)
 
 
-def _restore(source: Source, resumed: Checkpoint) -> None:
+def _restore(source: TaskSource, resumed: Checkpoint) -> None:
     try:
         source.load_state_dict(resumed.source_state)
     except DataError:
@@ -224,7 +224,7 @@ def _shape_problems(learner: TrainPlan, saved_model: Path, checkpoint: Checkpoin
     ]
 
 
-def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[Source, list[Prompt]]:
+def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[TaskSource, list[Prompt]]:
     """Open the training prompts, with the demonstrations where there are any, and read the held-out prompts."""
     if plan.is_agentic:
         validated = plan.validation.data if plan.validation else None

@@ -7,8 +7,8 @@ import numpy as np
 
 from roll_opd.base.failures import RunError
 from roll_opd.data.dataset import Prompt
-from roll_opd.data.prompt_source import Source
-from roll_opd.rewards.registry import REWARDS
+from roll_opd.data.prompt_source import TaskSource
+from roll_opd.rewards.reward_registry import REWARDS
 from roll_opd.roles.reward_pool import RewardPool
 from roll_opd.samples.experience import Experience
 
@@ -16,7 +16,7 @@ PROMPTS_SEEN = 64  # of the first ones, among which a domain's is looked for
 SECONDS = 10.0  # a reward that takes longer is not waited for
 
 
-async def try_rewards(pools: Sequence[RewardPool], source: Source) -> None:
+async def try_rewards(pools: Sequence[RewardPool], source: TaskSource) -> None:
     """Have each pool score the first prompt of its domain, answered with the prompt itself.
 
     RunError where that fails and a sample's failure ends the run. What is sent to a service is not tried: it costs.

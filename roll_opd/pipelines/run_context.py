@@ -9,7 +9,7 @@ from pathlib import Path
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.dataset import Prompt
-from roll_opd.data.prompt_source import Source
+from roll_opd.data.prompt_source import TaskSource
 from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints, Save
 from roll_opd.pipelines.history import History
 from roll_opd.pipelines.run_logger import RunLogger
@@ -26,7 +26,7 @@ class Run:
 
     plan: RunPlan
     placement: Placement
-    source: Source
+    source: TaskSource
     held_out: list[Prompt]
     logger: RunLogger
     checkpoints: Checkpoints

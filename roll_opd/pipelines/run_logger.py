@@ -13,7 +13,7 @@ from roll_opd.base.full_disk import full_disk
 from roll_opd.base.terminal import warn
 from roll_opd.cluster.worker_progress import running_calls
 from roll_opd.config.plan import RunPlan
-from roll_opd.data.prompt_source import Source
+from roll_opd.data.prompt_source import TaskSource
 from roll_opd.models.tokenizer_files import has_chat_template
 from roll_opd.objective.audit import advantages, token_level_rewards
 from roll_opd.pipelines.checkpoints import HF
@@ -79,7 +79,7 @@ class RunLogger:
         run: RunDirectory,
         trackers: Trackers,
         tokenizer: PreTrainedTokenizerBase,
-        source: Source,
+        source: TaskSource,
         tee: StdoutTee,
         history: History,
         done: int = 0,

@@ -29,7 +29,7 @@ from roll_opd.config.plan import (
 from roll_opd.data import templates
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.inference.tool_calls import HERMES
-from roll_opd.models.device_phases import Member, members_of
+from roll_opd.models.device_phases import PhaseMember, members_of
 from roll_opd.models.model_info import read_model
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.roles.colocation import DeviceScheduler
@@ -38,8 +38,8 @@ from roll_opd.roles.policy_roles import Follower, FrozenModel, FrozenModels, Stu
 from roll_opd.roles.reward_pool import RewardPool
 from roll_opd.roles.workflow_pool import WorkflowPool
 from roll_opd.weight_sync.transports import sync_of, way_of
-from roll_opd.workflows.interface import flag
 from roll_opd.workflows.plugins import find_workflow
+from roll_opd.workflows.workflow_interface import flag
 
 REQUESTS_OF_AN_ENGINE = 256  # that it answers at once, where its max_num_seqs says nothing else
 SMALL = 100_000_000  # parameters of a model that may be on a host twice
@@ -241,7 +241,7 @@ def _turns(plan: RunPlan, placement: Placement) -> DeviceScheduler:
     return DeviceScheduler(_members(plan, placement))
 
 
-def _members(plan: RunPlan, placement: Placement) -> Sequence[Member]:
+def _members(plan: RunPlan, placement: Placement) -> Sequence[PhaseMember]:
     """Return the roles that take turns: on GPUs, and elsewhere where that is written."""
     taken = placement.on_gpu if plan.is_offload_states is None else plan.is_offload_states
     return members_of(plan) if taken else ()

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from roll_opd.rewards.interface import RewardError
+from roll_opd.rewards.reward_interface import RewardError
 
 if TYPE_CHECKING:
     import httpx  # lazy: importing takes 0.5 s, which planning does not need
@@ -50,7 +50,7 @@ class GaveUp(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Rate limits and timeouts of an endpoint; raises `RewardError` for a wrong value."""
 
     request_seconds: float = 120  # timeout of one request, from its first byte to the response's last
@@ -80,7 +80,7 @@ class _Failed(Exception):
 class Endpoint:
     """Client of one URL for any number of tasks of one event loop."""
 
-    def __init__(self, url: str, headers: Mapping[str, str], limits: Limits, advice: Mapping[str, str]) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str], limits: RequestLimits, advice: Mapping[str, str]) -> None:
         """`advice`: kind of failure -> what to do; messages never contain headers or the URL's query."""
         self._url, self.shown_url = _checked_url(url)
         self._headers = {"Content-Type": "application/json", **_checked_headers(headers)}
@@ -270,7 +270,7 @@ CHAT_ADVICE = {
 class ChatEndpoint:
     """`Complete` over HTTP."""
 
-    def __init__(self, url: str, body: Mapping[str, Any], key: str, limits: Limits) -> None:
+    def __init__(self, url: str, body: Mapping[str, Any], key: str, limits: RequestLimits) -> None:
         """`body`: fields of a request besides the messages; fields that are None are omitted."""
         if not url or not body["model"]:
             raise RewardError(

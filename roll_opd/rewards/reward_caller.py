@@ -15,11 +15,11 @@ from typing import Any
 
 from roll_opd.base.failures import place_of
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.rewards.interface import (
+from roll_opd.rewards.reward_interface import (
     TIMEOUT,
     Failure,
-    Reward,
     RewardError,
+    RewardFunction,
     RewardSample,
     Score,
     Scored,
@@ -32,7 +32,7 @@ class Caller:
     """Caller of one reward from an event loop; plain functions run in `executor`."""
 
     def __init__(
-        self, name: str, reward: Reward, executor: Executor, timeout: float | None = None, most_calls: int = 256
+        self, name: str, reward: RewardFunction, executor: Executor, timeout: float | None = None, most_calls: int = 256
     ) -> None:
         """`timeout`: seconds per sample; None: the reward limits itself. `most_calls`: maximum concurrent calls."""
         self._name, self._reward, self._executor, self._timeout = name, reward, executor, timeout
@@ -86,7 +86,7 @@ class _Raised(Exception):
         self.error = error
 
 
-def _call(reward: Reward, samples: Sequence[RewardSample]) -> Scores | Awaitable[Scores]:
+def _call(reward: RewardFunction, samples: Sequence[RewardSample]) -> Scores | Awaitable[Scores]:
     try:
         return reward(samples)
     except StopIteration as error:  # a future cannot store it and would never finish

@@ -12,15 +12,15 @@ from typing import Any
 
 from roll_opd.base.failures import RunError
 from roll_opd.cluster.group import ActorGroup, WorkerGroup
-from roll_opd.models.device_phases import Machine, Member, Move, Phase, PhaseError, State
+from roll_opd.models.device_phases import Move, Phase, PhaseError, PhaseMachine, PhaseMember, State
 
 
 class DeviceScheduler:
     """The turns of a run's roles. A pipeline says which phase begins (`enter`); all else follows from the calls."""
 
-    def __init__(self, members: Sequence[Member] = ()) -> None:
+    def __init__(self, members: Sequence[PhaseMember] = ()) -> None:
         """Nobody has started; see `everywhere`."""
-        self._machine, self._state = Machine(members), State()
+        self._machine, self._state = PhaseMachine(members), State()
         self._groups: dict[str, ActorGroup] = {}
         self._at_work: Counter[str] = Counter()  # calls under way, by member
         self._changed = asyncio.Condition()

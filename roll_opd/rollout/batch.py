@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from roll_opd.actors.sampler import Sampler
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import SamplingPlan
-from roll_opd.data.prompt_source import Prompt, Source
+from roll_opd.data.prompt_source import Prompt, TaskSource
 from roll_opd.objective.group_filters import GroupFilter
 from roll_opd.roles.policy_roles import FrozenModels
 from roll_opd.roles.reward_pool import RewardPool, RewardResult
@@ -159,7 +159,7 @@ class Selection:
 
 
 async def fill_batch(
-    source: Source, wanted: int, rollout: Rollout, *, extra: int = 0, passes: GroupFilter | None = None
+    source: TaskSource, wanted: int, rollout: Rollout, *, extra: int = 0, passes: GroupFilter | None = None
 ) -> Batch:
     """Draw prompts and roll them out until `wanted` of their groups pass the filter `passes`.
 

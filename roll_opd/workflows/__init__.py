@@ -29,16 +29,7 @@ if TYPE_CHECKING:
         OnPolicyDistillWorkflow,
         SimpleWorkflow,
     )
-    from roll_opd.workflows.interface import (
-        REWARD_FUNCTIONS,
-        WORKFLOWS,
-        FormatConfig,
-        GenerationConfig,
-        RewardFn,
-        Task,
-        Workflow,
-    )
-    from roll_opd.workflows.model import ModelWrapper
+    from roll_opd.workflows.model_wrapper import ModelWrapper
     from roll_opd.workflows.workflow_bases import (
         AsyncRewardPropagationWorkflow,
         AsyncStepWiseRewardWorkflow,
@@ -48,6 +39,15 @@ if TYPE_CHECKING:
         WorkflowWithRecording,
     )
     from roll_opd.workflows.workflow_experience import EID, Experience, WorkflowError
+    from roll_opd.workflows.workflow_interface import (
+        REWARD_FUNCTIONS,
+        WORKFLOWS,
+        FormatConfig,
+        GenerationConfig,
+        RewardFn,
+        Task,
+        Workflow,
+    )
 
 __all__ = [
     "EID",
@@ -95,10 +95,10 @@ _MODULES = {
         "SimpleWorkflow",
     ),
     "workflow_experience": ("EID", "Experience", "WorkflowError"),
-    "interface": (
+    "workflow_interface": (
         *("REWARD_FUNCTIONS", "RewardFn", "WORKFLOWS", "FormatConfig", "GenerationConfig", "Task", "Workflow"),
     ),
-    "model": ("ModelWrapper",),
+    "model_wrapper": ("ModelWrapper",),
     "workflow_bases": (
         *("MultiTurnWorkflow", "WorkflowWithRecording"),
         *("AsyncRewardPropagationWorkflow", "AsyncStepWiseRewardWorkflow"),

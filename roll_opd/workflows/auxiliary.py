@@ -6,8 +6,9 @@ from typing import Any
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.workflows.call_tree import CallTree
-from roll_opd.workflows.model import ModelWrapper, Responses, RunState
-from roll_opd.workflows.model_facts import ModelFacts, generate_kwargs
+from roll_opd.workflows.model_clients import ModelFacts, generate_kwargs
+from roll_opd.workflows.model_wrapper import ModelWrapper, Responses
+from roll_opd.workflows.run_state import RunState
 from roll_opd.workflows.workflow_experience import Experience
 
 AUXILIARY_SEEDS = 2**32  # offset of auxiliary models' seeds, above any draw number

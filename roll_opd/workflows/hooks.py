@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
-from roll_opd.workflows.interface import Workflow, flag
+from roll_opd.workflows.workflow_interface import Workflow, flag
 
 PACKAGE = "roll_opd."
 # builtins that call no method of their argument; builtins that access a named attribute

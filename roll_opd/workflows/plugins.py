@@ -13,9 +13,9 @@ from typing import Any
 
 from roll_opd.base.registry import argument_problems
 from roll_opd.workflows.hooks import TWINS, hook_problems
-from roll_opd.workflows.interface import REWARD_FUNCTIONS, WORKFLOWS, Workflow, flag
 from roll_opd.workflows.workflow_bases import WorkflowWithRecording
 from roll_opd.workflows.workflow_experience import WorkflowError
+from roll_opd.workflows.workflow_interface import REWARD_FUNCTIONS, WORKFLOWS, Workflow, flag
 
 PASSED = ("task", "model", "auxiliary_models", "auxiliary_model_wrappers")  # arguments of a workflow's constructor
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -8,9 +8,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roll_opd.workflows.interface import Task, Workflow, flag
-from roll_opd.workflows.model import ModelWrapper
+from roll_opd.workflows.model_wrapper import ModelWrapper
 from roll_opd.workflows.workflow_experience import Experience
+from roll_opd.workflows.workflow_interface import Task, Workflow, flag
 
 STEPS = "actual_env_steps"  # metric: number of steps of a run, Trinity-RFT's name
 

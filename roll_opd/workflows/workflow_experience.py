@@ -160,7 +160,7 @@ class Experience:
 
 
 @dataclass(frozen=True)
-class Limits:
+class TokenLimits:
     """Maximum sequence length and vocabulary size of the student."""
 
     tokens: int  # prompt and response together
@@ -195,7 +195,7 @@ def by_run(made: Sequence[Any], runs: Sequence[int]) -> dict[int, list[tuple[int
 
 
 def trained(
-    made: Experience, limits: Limits, prompt: Prompt, draw: int, run: int, place: int, step: int | None = None
+    made: Experience, limits: TokenLimits, prompt: Prompt, draw: int, run: int, place: int, step: int | None = None
 ) -> Trained:
     """Validate an experience of a run and return it as the pipeline's, number `place` of the run, step `step`.
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from roll_opd.cluster.multihost.launcher_env import Host, LaunchError, first_node, forget, launched
+from roll_opd.cluster.multihost.launcher_env import LaunchedHost, LaunchError, first_node, forget, launched
 
 TORCHRUN = {
     "RANK": "1",
@@ -34,20 +34,20 @@ MPIRUN = {
     ("environ", "found"),
     [
         ({}, None),
-        (TORCHRUN, Host(1, 3, "10.0.0.1", 29501)),
+        (TORCHRUN, LaunchedHost(1, 3, "10.0.0.1", 29501)),
         ({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}, None),
         ({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "RAY_ADDRESS": "10.0.0.9:6379"}, None),
-        (SRUN, Host(1, 3, "gpu007", 29501)),
-        ({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "400"}, Host(1, 3, "10.0.0.1", 401)),
+        (SRUN, LaunchedHost(1, 3, "gpu007", 29501)),
+        ({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "400"}, LaunchedHost(1, 3, "10.0.0.1", 401)),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None),  # a step of one task in a job of three
-        ({**SRUN, **TORCHRUN, "RANK": "2"}, Host(2, 3, "10.0.0.1", 29501)),  # torchrun, started by srun
+        ({**SRUN, **TORCHRUN, "RANK": "2"}, LaunchedHost(2, 3, "10.0.0.1", 29501)),  # torchrun, started by srun
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_PTY_PORT": "4000"}, None),  # in a shell of srun --pty
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "ENVIRONMENT": "BATCH"}, None),  # in sbatch's script, without srun
         ({"SLURM_NTASKS": "8"}, None),  # in salloc's shell
-        (MPIRUN, Host(1, 3, "10.0.0.1", 29501)),
+        (MPIRUN, LaunchedHost(1, 3, "10.0.0.1", 29501)),
     ],
 )
-def test_rank_and_size_are_the_launchers(environ: dict[str, str], found: Host | None) -> None:
+def test_rank_and_size_are_the_launchers(environ: dict[str, str], found: LaunchedHost | None) -> None:
     assert launched(environ) == found
 
 

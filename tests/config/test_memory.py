@@ -20,7 +20,15 @@ from roll_opd.config.plan import (
     SamplingPlan,
     TrainPlan,
 )
-from roll_opd.models.memory import Shard, device_memory, fullest, logprob_memory, rollout_memory, shard_of, train_memory
+from roll_opd.models.memory import (
+    ModelShard,
+    device_memory,
+    fullest,
+    logprob_memory,
+    rollout_memory,
+    shard_of,
+    train_memory,
+)
 from roll_opd.models.model_info import ModelInfo, read_model
 
 GIB = 2**30
@@ -159,7 +167,7 @@ def test_stages_hold_the_whole_model_together(model: Callable[[str], ModelInfo])
     """Untied, without copies: what all ranks hold is the model."""
     info = model("30B-A3B")
     layout = Layout(tp=2, pp=4, ep=4, dp=4)
-    shard = Shard(info, layout)
+    shard = ModelShard(info, layout)
     dense, experts = (sum(counts) for counts in zip(*map(shard.parameters, range(4)), strict=True))
     routers = info.expert_layers * info.experts * info.hidden  # which both tensor ranks have the whole of
     assert dense * 2 - routers + experts * 2 * 4 == pytest.approx(info.parameters, rel=1e-6)

@@ -12,8 +12,8 @@ import pytest
 
 from roll_opd.base.frozen import freeze
 from roll_opd.environments import ENVIRONMENTS, Environment, EnvironmentFailure, check, find, located, make
+from roll_opd.environments.environment_interface import read_reset, read_step
 from roll_opd.environments.factory import NEEDS
-from roll_opd.environments.interface import read_reset, read_step
 
 OWN = """
 from roll_opd.environments import ENVIRONMENTS, Environment

@@ -13,7 +13,7 @@ import torch
 
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.offload import MemoryAwayError
-from roll_opd.models.device_phases import Kind, Machine, Member, Move, Part, Phase, PhaseError, State
+from roll_opd.models.device_phases import Kind, Move, Part, Phase, PhaseError, PhaseMachine, PhaseMember, State
 
 TRAINER, ENGINES, REFERENCE = "train", "infer", "reference"
 ASKED = {  # phase -> what is asked in it
@@ -37,11 +37,11 @@ class InTurns:
     def __init__(self, trainer: MegatronLearner) -> None:
         devices = frozenset({0})
         members = [
-            Member(TRAINER, Kind.STUDENT, devices),
-            Member(ENGINES, Kind.ENGINES, devices, keeps_weights=False),
-            Member(REFERENCE, Kind.FROZEN, devices),
+            PhaseMember(TRAINER, Kind.STUDENT, devices),
+            PhaseMember(ENGINES, Kind.ENGINES, devices, keeps_weights=False),
+            PhaseMember(REFERENCE, Kind.FROZEN, devices),
         ]
-        self.trainer, self.machine, self.state = trainer, Machine(members), State()
+        self.trainer, self.machine, self.state = trainer, PhaseMachine(members), State()
         for name in (ENGINES, TRAINER, REFERENCE):
             self._make(self.machine.start(self.state, name))
         self.sizes: list[dict[str, int]] = []

@@ -11,8 +11,8 @@ from langdetect import detector_factory
 
 from roll_opd.rewards.instructions.functions import FUNCTIONS
 from roll_opd.rewards.instructions.rules import INSTRUCTIONS
-from roll_opd.rewards.interface import RewardSample
-from roll_opd.rewards.registry import resolve
+from roll_opd.rewards.reward_interface import RewardSample
+from roll_opd.rewards.reward_registry import resolve
 from tests.cover import cover, tiered
 
 LENGTH = 100_000  # characters

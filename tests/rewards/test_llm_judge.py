@@ -16,8 +16,8 @@ from scripted_server import ScriptedServer, attempts_failed, scored
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.rewards.builtin.llm_judge import LLMJudge
 from roll_opd.rewards.endpoint import DOWN_AFTER, chat_url
-from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
-from roll_opd.rewards.registry import resolve
+from roll_opd.rewards.reward_interface import Failure, RewardError, RewardSample, Score
+from roll_opd.rewards.reward_registry import resolve
 
 Serve = Callable[..., ScriptedServer]
 FAULTS = ("429", "429 after 1", "500", "503", "408", "cut", "alien", "half", "reset", "stall")

@@ -19,12 +19,12 @@ import pytest
 import yaml
 
 from roll_opd.rewards.builtin.math_rule import MathRule, is_right
-from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.mathematics import processes
 from roll_opd.rewards.mathematics.equality import as_number
 from roll_opd.rewards.mathematics.final_answer import final_answer
 from roll_opd.rewards.mathematics.notation import MAX_EXPRESSION, plain
-from roll_opd.rewards.registry import resolve, reward_arguments
+from roll_opd.rewards.reward_interface import Failure, RewardError, RewardSample, Score
+from roll_opd.rewards.reward_registry import resolve, reward_arguments
 from tests.cover import tiered
 
 PAIRS = Path(__file__).with_name("math_pairs.txt")
@@ -279,7 +279,7 @@ def test_a_timeout_that_is_no_time_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_killed_process_is_replaced() -> None:
-    pool = processes.Pool(processes=1)
+    pool = processes.AlgebraPool(processes=1)
     assert pool.ask("same_expression", r"\frac{2}{4}", r"\frac12", 60)
     process = pool._free.get()
     os.kill(process.process.pid, signal.SIGKILL)
@@ -294,7 +294,7 @@ def test_math_verify_that_does_not_start_is_an_error_and_not_a_zero(
     (tmp_path / "math_verify.py").write_text("raise ImportError('broken')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(RewardError, match="pip install math-verify"):
-        processes.Pool(processes=1).ask("same_expression", "x", "y", 60)
+        processes.AlgebraPool(processes=1).ask("same_expression", "x", "y", 60)
 
 
 def test_nothing_is_left_running_when_the_parent_is_killed() -> None:

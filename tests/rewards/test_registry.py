@@ -11,8 +11,8 @@ import pytest
 
 from roll_opd.base.registry import argument_problems
 from roll_opd.rewards import builtin
-from roll_opd.rewards.interface import Failure, Reward, RewardError, RewardSample, Score, read_scores
-from roll_opd.rewards.registry import REWARDS, RewardFacts, register, resolve, reward_arguments
+from roll_opd.rewards.reward_interface import Failure, RewardError, RewardFunction, RewardSample, Score, read_scores
+from roll_opd.rewards.reward_registry import REWARDS, RewardFacts, register, resolve, reward_arguments
 
 SAMPLES = [RewardSample("a", "it is 5", "5", "t"), RewardSample("b", "it is 6", "5", "t")]
 
@@ -44,7 +44,7 @@ class Brief:
 """
 
 
-def scored(reward: Reward, samples: Sequence[RewardSample]) -> list[float | None]:
+def scored(reward: RewardFunction, samples: Sequence[RewardSample]) -> list[float | None]:
     return [score.value for score in read_scores(reward(samples), samples, "it")]
 
 
@@ -171,7 +171,7 @@ def test_defaults_are_of_the_annotated_types() -> None:
 def test_knowing_a_reward_imports_none_of_its_packages() -> None:
     heavy = {"torch", "transformers", "ray", "httpx", "math_verify", "sympy"}
     program = (
-        "import sys; from roll_opd.rewards.registry import REWARDS\n"
+        "import sys; from roll_opd.rewards.reward_registry import REWARDS\n"
         "for name in REWARDS.builtin: REWARDS.facts(name)\n"
         f"print(sorted({heavy} & set(sys.modules)))"
     )

@@ -16,23 +16,23 @@ from roll_opd.models.device_phases import (
     TOGETHER,
     WEIGHTS,
     Kind,
-    Machine,
-    Member,
     Part,
     Phase,
     PhaseError,
+    PhaseMachine,
+    PhaseMember,
     State,
     held_together,
 )
 from roll_opd.roles.colocation import DeviceScheduler
 
 EVERYONE = (
-    Member("student", Kind.STUDENT, frozenset({0, 1})),
-    Member("critic", Kind.CRITIC, frozenset({1})),
-    Member("reference", Kind.FROZEN, frozenset({0, 1})),
-    Member("teacher", Kind.FROZEN, frozenset({2, 3})),
-    Member("average", Kind.FOLLOWER, frozenset({2})),
-    Member("engines", Kind.ENGINES, frozenset({0, 1}), keeps_weights=False),
+    PhaseMember("student", Kind.STUDENT, frozenset({0, 1})),
+    PhaseMember("critic", Kind.CRITIC, frozenset({1})),
+    PhaseMember("reference", Kind.FROZEN, frozenset({0, 1})),
+    PhaseMember("teacher", Kind.FROZEN, frozenset({2, 3})),
+    PhaseMember("average", Kind.FOLLOWER, frozenset({2})),
+    PhaseMember("engines", Kind.ENGINES, frozenset({0, 1}), keeps_weights=False),
 )
 CALLS = {
     Kind.STUDENT: ("compute_logprobs", "compute_targets", "update", "save", "load", "weights", "output_head"),
@@ -43,7 +43,7 @@ CALLS = {
 }
 
 
-def allowed(machine: Machine, state: State, name: str, call: str) -> bool:
+def allowed(machine: PhaseMachine, state: State, name: str, call: str) -> bool:
     """By the tables, one by one."""
     member = machine.members[name]
     if member.kind not in HOLDS[state.phase]:
@@ -55,7 +55,7 @@ def allowed(machine: Machine, state: State, name: str, call: str) -> bool:
     return not (state.phase is Phase.GENERATE and beside_engines)
 
 
-def assert_devices_are_alone(machine: Machine, state: State, acting: str) -> None:
+def assert_devices_are_alone(machine: PhaseMachine, state: State, acting: str) -> None:
     for device in range(4):
         there = {m.name: state.of(m.name) for m in EVERYONE if device in m.devices and state.of(m.name)}
         if device not in machine.members[acting].devices:
@@ -69,7 +69,7 @@ def assert_devices_are_alone(machine: Machine, state: State, acting: str) -> Non
 
 @pytest.mark.parametrize("seed", range(100))
 def test_a_role_that_acts_has_what_it_needs_and_its_devices(seed: int) -> None:
-    machine, state, drawn = Machine(EVERYONE), State(), random.Random(seed)
+    machine, state, drawn = PhaseMachine(EVERYONE), State(), random.Random(seed)
     for member in drawn.sample(EVERYONE, len(EVERYONE)):
         moves, state = machine.start(state, member.name)
         assert state.of(member.name) == ALL[member.kind]
@@ -116,7 +116,7 @@ def test_a_role_that_acts_has_what_it_needs_and_its_devices(seed: int) -> None:
     ],
 )
 def test_a_forgotten_phase_is_a_sentence(phase: Phase, name: str, call: str) -> None:
-    machine = Machine(EVERYONE)
+    machine = PhaseMachine(EVERYONE)
     _, state = machine.enter(machine.everywhere(), phase)
     with pytest.raises(PhaseError, match=f"{name}: {call} was called in the phase {phase}"):
         machine.act(state, name, call)
@@ -135,7 +135,7 @@ def test_what_is_there_at_once() -> None:
 class Processes:
     """A role's, which say when they are asked for something they do not have."""
 
-    def __init__(self, member: Member, everyone: dict[str, "Processes"]) -> None:
+    def __init__(self, member: PhaseMember, everyone: dict[str, "Processes"]) -> None:
         self.member, self.parts, self.at_work, self.everyone = member, set(ALL[member.kind]), 0, everyone
         self.asked: list[str] = []
         everyone[member.name] = self

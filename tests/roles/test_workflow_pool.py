@@ -30,9 +30,9 @@ from roll_opd.data.dataset import Prompt
 from roll_opd.roles.workflow_pool import WorkflowPool, near_engines
 from roll_opd.rollout.workflow import Task
 from roll_opd.samples.experience import Experience
-from roll_opd.workflows.interface import Workflow
 from roll_opd.workflows.plugins import find_workflow, load_plugins
 from roll_opd.workflows.workflow_experience import WorkflowError
+from roll_opd.workflows.workflow_interface import Workflow
 from tests.rewards.scripted_server import ScriptedServer
 
 MODEL = os.path.join(os.path.dirname(__file__), "..", "..", "examples", "demo", "models", "student")

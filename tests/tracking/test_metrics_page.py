@@ -20,7 +20,7 @@ from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.metrics import opd_metrics, validation_metrics
 from roll_opd.tracking.reward_metrics import reward_metrics, scoring_metrics
 from roll_opd.workflows import Experience
-from roll_opd.workflows.builtin.environment import EnvironmentWorkflow, Trajectory, Turn
+from roll_opd.workflows.builtin.environment import EnvironmentWorkflow, ModelTurn, Trajectory
 
 ROOT = Path(__file__).parents[2]
 GROUPS = "actor|critic|data|system|opd|reward|sft|dpo|tokens|rollout|time|val|val_correct|workflow"
@@ -78,7 +78,7 @@ def game_metrics() -> dict[str, float]:
     """Of a trajectory of one turn."""
     workflow = EnvironmentWorkflow.__new__(EnvironmentWorkflow)
     workflow.tag = "lake"
-    turn = Turn("", {"metrics": {"action_is_valid": True, "depth": 3}}, response=Experience(tokens=[1, 2]))
+    turn = ModelTurn("", {"metrics": {"action_is_valid": True, "depth": 3}}, response=Experience(tokens=[1, 2]))
     return workflow._metrics(Trajectory([turn]), 0.5, 0.5)
 
 

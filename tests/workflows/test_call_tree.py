@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import ContextPlan, SamplingPlan
 from roll_opd.data.dataset import Prompt
-from roll_opd.workflows.model import RUN, ModelWrapper, Responses, RunState
-from roll_opd.workflows.teacher_inputs import TeacherContexts
+from roll_opd.workflows.model_wrapper import ModelWrapper, Responses
+from roll_opd.workflows.run_state import RUN, RunState, TeacherContexts
 from tests.workflows.sampled import Sampled
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"

@@ -18,10 +18,10 @@ from roll_opd.objective.advantages import external_advantages
 from roll_opd.workflows import Experience, ModelWrapper, Task
 from roll_opd.workflows.builtin import game_session
 from roll_opd.workflows.builtin.environment import EnvironmentWorkflow
-from roll_opd.workflows.interface import GenerationConfig
-from roll_opd.workflows.model import RUN
 from roll_opd.workflows.prompt_templates import CONVERSATION_FIELDS, SINGLE_TURN_FIELDS, template_problems
-from roll_opd.workflows.workflow_experience import Limits, NoRoomError, RunFailure, trained
+from roll_opd.workflows.run_state import RUN
+from roll_opd.workflows.workflow_experience import NoRoomError, RunFailure, TokenLimits, trained
+from roll_opd.workflows.workflow_interface import GenerationConfig
 from tests.workflows.sampled import Sampled
 from tests.workflows.test_call_tree import THINKING, play
 
@@ -138,7 +138,7 @@ def test_a_trajectory_is_one_experience_of_the_tokens_that_were_sampled(tokenize
     assert np.array_equal(made.logprobs[made.action_mask].numpy(), told)
     assert (made.reward, made.finish_reason) == (1 + 2 + 3, "stop")
     row = Prompt("game/7", 7, "game", np.array([1]), None, {})
-    assert trained(made, Limits(1000, 1000), row, 0, 0, 0).turn_rewards == (1.0, 2.0, 3.0)
+    assert trained(made, TokenLimits(1000, 1000), row, 0, 0, 0).turn_rewards == (1.0, 2.0, 3.0)
     metrics = {name.removeprefix("env/game/"): value for name, value in made.metrics.items()}
     assert metrics.pop("environment_seconds") >= 0 and metrics.pop("model_seconds") >= 0
     assert metrics == {
@@ -224,7 +224,7 @@ def test_steps_of_a_real_game_have_its_states_and_rewards(tokenizer: Any) -> Non
     assert f"You have taken 2 actions. The last 2 of them: {history}" in tokenizer.decode(longer[2].tokens)
 
     prompt = Prompt("p", 0, "game", np.array([1]), None, {})
-    limits = Limits(4096, len(tokenizer))
+    limits = TokenLimits(4096, len(tokenizer))
     steps = [
         trained(one, limits, prompt, 0, number, place, one.eid.step)
         for number, made in enumerate((shortest, longer))

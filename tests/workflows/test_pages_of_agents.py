@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from roll_opd.environments import check, make
 from roll_opd.workflows.builtin.agent import AgentWorkflow
-from roll_opd.workflows.interface import Task
+from roll_opd.workflows.workflow_interface import Task
 from tests.pages import BLOCK, DOCS, blocks
 from tests.workflows.test_workflow_endpoint import MODEL, Served, served
 

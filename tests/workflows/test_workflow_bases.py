@@ -33,7 +33,7 @@ from roll_opd.workflows import (
 )
 from roll_opd.workflows.builtin.multi_step import FEEDBACK, TryAgainWorkflow
 from roll_opd.workflows.plugins import find_reward, load_plugins
-from roll_opd.workflows.workflow_experience import EID, Limits, WorkflowError, by_run, trained
+from roll_opd.workflows.workflow_experience import EID, TokenLimits, WorkflowError, by_run, trained
 from tests.workflows.sampled import Sampled
 from tests.workflows.test_call_tree import play
 from tests.workflows.test_workflow_endpoint import Served, served
@@ -189,7 +189,7 @@ def test_advantages_of_steps_compare_the_last_ones_of_their_runs(seed: int, enab
     shuffled = [made[place] for place in rng.permutation(len(made))]
     prompt = Prompt("p", 0, "t", np.array([1]), None, {})
     experiences = [
-        trained(one, Limits(10, 5), prompt, 0, run, place, step)
+        trained(one, TokenLimits(10, 5), prompt, 0, run, place, step)
         for run, of_run in by_run(shuffled, range(runs)).items()
         for place, (step, one) in enumerate(of_run)
     ]
@@ -234,7 +234,7 @@ def test_kinds_of_experiences_are_compared_apart() -> None:
         for run, reward in enumerate(rewards)
     ]
     found = [
-        trained(one, Limits(10, 5), prompt, 4, run, place, step)
+        trained(one, TokenLimits(10, 5), prompt, 4, run, place, step)
         for run, of_run in by_run(made, runs).items()
         for place, (step, one) in enumerate(of_run)
     ]

@@ -19,10 +19,11 @@ from roll_opd.inference.tool_calls import HERMES, ToolCall, find_parser, read_he
 from roll_opd.workflows.auxiliary import AuxiliaryModel, RemoteModel
 from roll_opd.workflows.builtin.agent import AgentWorkflow
 from roll_opd.workflows.endpoint import server
-from roll_opd.workflows.endpoint.server import Endpoint
-from roll_opd.workflows.interface import Task
-from roll_opd.workflows.model import RUN, ModelWrapper, RunState
+from roll_opd.workflows.endpoint.server import PolicyServer
+from roll_opd.workflows.model_wrapper import ModelWrapper
+from roll_opd.workflows.run_state import RUN, RunState
 from roll_opd.workflows.workflow_experience import WorkflowError
+from roll_opd.workflows.workflow_interface import Task
 from tests.workflows.sampled import Sampled
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
@@ -44,7 +45,7 @@ class Served:
     def __init__(self, engine: Sampled, tokenizer: Any, **settings: Any) -> None:
         loop = asyncio.get_running_loop()
         self.model = ModelWrapper(engine, tokenizer, model_path="m", max_model_len=4000, loop=loop)
-        self.endpoint = Endpoint(self.model, loop, find_parser(HERMES, tokenizer), **settings)
+        self.endpoint = PolicyServer(self.model, loop, find_parser(HERMES, tokenizer), **settings)
         self.model.endpoint = self.endpoint
         self.engine = engine
 
@@ -692,7 +693,7 @@ def test_models_say_how_a_client_is_to_ask_them(tokenizer: Any) -> None:
         sampling = SamplingPlan(max_new_tokens=5, temperature=0.25, top_p=0.5)
         of_engine = {"model_path": "there", "max_model_len": 400, "loop": loop, "name": "judge"}
         judge = AuxiliaryModel(0, sampling, served.engine, tokenizer, **of_engine)
-        judge.endpoint = Endpoint(judge, loop, read_hermes)
+        judge.endpoint = PolicyServer(judge, loop, read_hermes)
         state = served.run()
         assert judge.generate_kwargs == {"temperature": 0.25, "top_p": 0.5, "max_tokens": 5}
         client = judge.get_openai_async_client()
@@ -739,7 +740,7 @@ def test_auxiliary_models_keep_nothing(tokenizer: Any) -> None:
         judge = AuxiliaryModel(
             0, SamplingPlan(max_new_tokens=5), served.engine, tokenizer, model_path="j", max_model_len=400, loop=loop
         )
-        judge.endpoint = Endpoint(judge, loop, read_hermes)
+        judge.endpoint = PolicyServer(judge, loop, read_hermes)
         state = served.run()
         client = judge.get_openai_async_client()
         for _ in range(3):

@@ -33,7 +33,7 @@ from roll_opd.workflows import (
 from roll_opd.workflows.builtin.agent import AgentWorkflow
 from roll_opd.workflows.hooks import hook_problems
 from roll_opd.workflows.plugins import find_workflow, load_plugins
-from roll_opd.workflows.workflow_experience import EID, Limits, trained
+from roll_opd.workflows.workflow_experience import EID, TokenLimits, trained
 from tests.workflows.test_workflow_endpoint import Served, served
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
@@ -138,7 +138,7 @@ def test_rewards_of_distillation(kind: type, task: dict, rewards: list, accuraci
     assert [one.reward for one in made] == rewards
     assert [(one.metrics or {}).get("accuracy") for one in made] == accuracies
     assert [one.eid.run for one in made] == [0, 1, 2]
-    learned = [trained(one, Limits(999, 9999), PROMPT, 0, run, 0) for run, one in enumerate(made)]
+    learned = [trained(one, TokenLimits(999, 9999), PROMPT, 0, run, 0) for run, one in enumerate(made)]
     assert [one.reward for one in learned] == rewards
     if kind is InPlace:
         assert [int(one.action_mask.sum()) for one in learned] == [len(one.action_mask) - 1 for one in learned]
@@ -477,21 +477,21 @@ def test_fields_that_nothing_reads_are_refused(field: str) -> None:
     setattr(later, field, [0.5, 0.5])
     for made in (Experience(**given, **{field: [0.5, 0.5]}), later):
         with pytest.raises(ValueError, match=f"Experience.{field} is not used in training"):
-            trained(made, Limits(9, 9), PROMPT, 0, 0, 0)
-    trained(Experience(**given, **{field: None}), Limits(9, 9), PROMPT, 0, 0, 0)
+            trained(made, TokenLimits(9, 9), PROMPT, 0, 0, 0)
+    trained(Experience(**given, **{field: None}), TokenLimits(9, 9), PROMPT, 0, 0, 0)
 
 
 def test_info_may_be_none_and_hold_anything() -> None:
     for info in (None, {"turn_rewards": 3.0}):
         made = Experience(tokens=[1, 2], logprobs=[-1.0])
         made.info = info
-        assert trained(made, Limits(9, 9), PROMPT, 0, 0, 0).turn_rewards == ()
+        assert trained(made, TokenLimits(9, 9), PROMPT, 0, 0, 0).turn_rewards == ()
 
 
 def test_a_metric_that_is_no_number_is_named() -> None:
     made = Experience(tokens=[1, 2], logprobs=[-1.0], metrics={"answer": "seven"})
     with pytest.raises(ValueError, match=r"metrics\['answer'\] is 'seven', expected a number"):
-        trained(made, Limits(9, 9), PROMPT, 0, 0, 0)
+        trained(made, TokenLimits(9, 9), PROMPT, 0, 0, 0)
 
 
 def test_names_of_an_experience() -> None:

@@ -36,7 +36,7 @@ from roll_opd.workflows import (
 )
 from roll_opd.workflows.builtin.multi_step import TryAgainWorkflow
 from roll_opd.workflows.builtin.single_turn import BOXED, THINK_AND_BOX
-from roll_opd.workflows.workflow_experience import Limits, by_run, trained
+from roll_opd.workflows.workflow_experience import TokenLimits, by_run, trained
 from tests.workflows.sampled import Sampled
 from tests.workflows.test_call_tree import play
 
@@ -159,7 +159,9 @@ def test_runs_that_are_not_named_are_one_each(engine: Asked) -> None:
     made = made_by(Filtered, engine, RUNS)
     numbered = by_run(made, range(RUNS))
     prompt = Prompt("p", 0, "t", np.array([1]), None, {})
-    experiences = [trained(one, Limits(99, 999), prompt, 0, run, 0, step) for run, ((step, one),) in numbered.items()]
+    experiences = [
+        trained(one, TokenLimits(99, 999), prompt, 0, run, 0, step) for run, ((step, one),) in numbered.items()
+    ]
     assert [one.id for one in experiences] == ["p#0/0", "p#0/1", "p#0/2"]
     assert [one.reward for one in experiences] == [1.0, 0.0, 1.0]
     assert [int(one.action_mask.sum()) for one in experiences] == [3, 0, 3]  # two digits and the end
@@ -294,7 +296,7 @@ def test_log_probs_of_a_teacher_as_an_attribute(engine: Asked) -> None:
             return [response]
 
     (made,) = made_by(Taught, engine)
-    found = trained(made, Limits(99, 999), Prompt("p", 0, "t", np.array([1]), None, {}), 0, 0, 0)
+    found = trained(made, TokenLimits(99, 999), Prompt("p", 0, "t", np.array([1]), None, {}), 0, 0, 0)
     assert made.logprobs is not None
     np.testing.assert_allclose(found.teacher_logprobs["teacher_logprobs"], made.logprobs.numpy() - 0.5)
 
@@ -302,7 +304,7 @@ def test_log_probs_of_a_teacher_as_an_attribute(engine: Asked) -> None:
 def test_all_of_a_response_is_the_models_unless_a_mask_says_less() -> None:
     def learned(made: Experience) -> list[bool]:
         return trained(
-            made, Limits(99, 999), Prompt("p", 0, "t", np.array([1]), None, {}), 0, 0, 0
+            made, TokenLimits(99, 999), Prompt("p", 0, "t", np.array([1]), None, {}), 0, 0, 0
         ).action_mask.tolist()
 
     made = Experience(tokens=[1, 2, 3], logprobs=[-1.0, -2.0])

@@ -13,7 +13,7 @@ from typing import Any
 
 from roll_opd.cluster.multihost import host_facts
 from roll_opd.cluster.multihost.heartbeat_channel import HeartbeatChannel
-from roll_opd.cluster.multihost.launcher_env import Host, LaunchError
+from roll_opd.cluster.multihost.launcher_env import LaunchedHost, LaunchError
 from roll_opd.cluster.ray_environment import token_variables
 from roll_opd.cluster.startup_progress import ClusterError, StartupProgress
 
@@ -25,7 +25,7 @@ RUN = "ROLL_OPD_RUN"  # environment variable: id of the run over all its attempt
 class Hosts:
     """All hosts of a run, managed from host 0."""
 
-    def __init__(self, host: Host, again: float = 0.0) -> None:
+    def __init__(self, host: LaunchedHost, again: float = 0.0) -> None:
         """Listen for the other hosts. Raises LaunchError if the port is in use.
 
         `again`: seconds for which the others wait for a restarted driver; 0: the run is not restarted.
@@ -214,7 +214,7 @@ class Hosts:
         return True
 
 
-def dismiss(host: Host, code: int) -> None:
+def dismiss(host: LaunchedHost, code: int) -> None:
     """Release the waiting hosts of a run that cannot start, with exit code `code`."""
     with suppress(LaunchError):
         Hosts(host).end(code)

@@ -22,7 +22,7 @@ class LaunchError(ConfigError):
 
 
 @dataclass(frozen=True)
-class Host:
+class LaunchedHost:
     """One host of a run; the driver runs on host 0."""
 
     rank: int
@@ -41,7 +41,7 @@ class Host:
             raise LaunchError([f"host 0 is {self.address} (MASTER_ADDR): {error.strerror}; give its address"]) from None
 
 
-def launched(environ: Mapping[str, str]) -> Host | None:
+def launched(environ: Mapping[str, str]) -> LaunchedHost | None:
     """Return this host of a multi-host run; None for a single host. Raises LaunchError for an unusable environment."""
     variable = next((name for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK") if name in environ), "")
     if "RANK" in environ and "WORLD_SIZE" in environ:
@@ -83,7 +83,7 @@ def launched(environ: Mapping[str, str]) -> Host | None:
     port = _number(environ, "MASTER_PORT", str(DEFAULT_PORT)) + 1  # torchrun listens on MASTER_PORT itself
     if port > MAX_PORT:
         raise LaunchError([f"MASTER_PORT is {port - 1}, and the hosts connect to the next port; use a lower one"])
-    return Host(rank, size, address, port)
+    return LaunchedHost(rank, size, address, port)
 
 
 def forget(environ: MutableMapping[str, str]) -> None:

@@ -16,20 +16,20 @@ from typing import Any
 from roll_opd.base.command_line import FAILED
 from roll_opd.cluster.multihost import host_facts
 from roll_opd.cluster.multihost.heartbeat_channel import HeartbeatChannel
-from roll_opd.cluster.multihost.launcher_env import Host
+from roll_opd.cluster.multihost.launcher_env import LaunchedHost
 
 FIRST_CONNECT_S = 600.0  # to connect to the first driver, which sends the limit for later ones
 RETRY_INTERVAL_S = 0.5
 EXIT_GRACE_S = 10.0  # for the Ray node to exit by itself
 
 
-def serve(host: Host, say: Callable[[str], None]) -> int:
+def serve(host: LaunchedHost, say: Callable[[str], None]) -> int:
     """Serve the run, over restarts of its driver; return the exit code of the last driver."""
     return _Worker(host, say).serve()
 
 
 class _Worker:
-    def __init__(self, host: Host, say: Callable[[str], None]) -> None:
+    def __init__(self, host: LaunchedHost, say: Callable[[str], None]) -> None:
         self._host, self._say = host, say
         self._signals: list[int] = []
         self._again = FIRST_CONNECT_S  # seconds to wait for a driver; 0: no restart is expected

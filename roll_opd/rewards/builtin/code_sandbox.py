@@ -10,12 +10,12 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score, number
-from roll_opd.rewards.registry import register
-from roll_opd.rewards.sandbox.bubblewrap import Limits, SandboxError, files_of_packages
+from roll_opd.rewards.reward_interface import Failure, RewardError, RewardSample, Score, number
+from roll_opd.rewards.reward_registry import register
+from roll_opd.rewards.sandbox.bubblewrap import CaseLimits, SandboxError, files_of_packages
 from roll_opd.rewards.sandbox.cases import BadCases, called_by, needs_program, read_cases
 from roll_opd.rewards.sandbox.comparison import TOLERANCE
-from roll_opd.rewards.sandbox.pool import NO_CODE, NOT_RUN, PASSED, Pool
+from roll_opd.rewards.sandbox.pool import NO_CODE, NOT_RUN, PASSED, SandboxPool
 from roll_opd.rewards.sandbox.response import program_of
 
 UNSAFE = (
@@ -32,8 +32,8 @@ class CodeSandbox:
 
     None for a row with unusable cases. Numbers with a fraction may differ by `tolerance`. `workers` programs run
     concurrently over all calls (default: the CPUs of this process); programs may import the installed `packages`
-    besides the standard library; the other arguments are those of `Limits`. Raises `RewardError` if this machine has
-    no sandbox.
+    besides the standard library; the other arguments are fields of `CaseLimits`. Raises `RewardError` if this machine
+    has no sandbox.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class CodeSandbox:
         unsafe: bool = False,
         workers: int | None = None,
         packages: Sequence[str] = (),
-        cpu_seconds: int = Limits.cpu_seconds,
-        wall_seconds: float = Limits.wall_seconds,
-        memory_mb: int = Limits.memory_mb,
-        processes: int = Limits.processes,
-        open_files: int = Limits.open_files,
-        disk_mb: int = Limits.disk_mb,
-        files: int = Limits.files,
-        output_mb: int = Limits.output_mb,
+        cpu_seconds: int = CaseLimits.cpu_seconds,
+        wall_seconds: float = CaseLimits.wall_seconds,
+        memory_mb: int = CaseLimits.memory_mb,
+        processes: int = CaseLimits.processes,
+        open_files: int = CaseLimits.open_files,
+        disk_mb: int = CaseLimits.disk_mb,
+        files: int = CaseLimits.files,
+        output_mb: int = CaseLimits.output_mb,
     ) -> None:
         for name, value in (("partial", partial), ("unsafe", unsafe)):
             if not isinstance(value, bool):
@@ -59,7 +59,7 @@ class CodeSandbox:
             raise RewardError(f"code_sandbox: workers is {workers!r}; it must be an integer above 0")
         if isinstance(packages, str) or not all(isinstance(package, str) for package in packages):
             raise RewardError(f"code_sandbox: packages is {packages!r}; write a list of names, such as [numpy]")
-        limits = Limits(cpu_seconds, wall_seconds, memory_mb, processes, open_files, disk_mb, files, output_mb)
+        limits = CaseLimits(cpu_seconds, wall_seconds, memory_mb, processes, open_files, disk_mb, files, output_mb)
         if unsafe:
             print(UNSAFE, file=sys.stderr, flush=True)
         self._tolerance = number("code_sandbox", "tolerance", tolerance, least=0.0)
@@ -68,7 +68,7 @@ class CodeSandbox:
             sys.set_int_max_str_digits(MAX_DIGITS)
         self._partial = partial
         self._reported = False
-        self._pool = Pool(limits, workers, unsafe, files_of_packages(packages))
+        self._pool = SandboxPool(limits, workers, unsafe, files_of_packages(packages))
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="code_sandbox")
         self.close = weakref.finalize(self, _close, self._threads, self._pool)
 
@@ -98,6 +98,6 @@ class CodeSandbox:
         return Score(float(share == 1), reason=worst)
 
 
-def _close(threads: ThreadPoolExecutor, pool: Pool) -> None:
+def _close(threads: ThreadPoolExecutor, pool: SandboxPool) -> None:
     threads.shutdown()
     pool.close()

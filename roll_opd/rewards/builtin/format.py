@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from roll_opd.rewards.interface import TIMEOUT, Failure, RewardSample, Score
-from roll_opd.rewards.registry import register
+from roll_opd.rewards.reward_interface import TIMEOUT, Failure, RewardSample, Score
+from roll_opd.rewards.reward_registry import register
 from roll_opd.rewards.short_answers import PatternTimeout, compiled, matches
 
 # one thought followed by an answer

@@ -12,9 +12,9 @@ from typing import Literal, get_args
 
 from roll_opd.rewards import short_answers
 from roll_opd.rewards.builtin.multiple_choice import choice_score
-from roll_opd.rewards.interface import TIMEOUT, Failure, RewardError, RewardSample, Score, choice, number
 from roll_opd.rewards.mathematics.equality import number_in
-from roll_opd.rewards.registry import register
+from roll_opd.rewards.reward_interface import TIMEOUT, Failure, RewardError, RewardSample, Score, choice, number
+from roll_opd.rewards.reward_registry import register
 from roll_opd.rewards.short_answers import PatternTimeout, compiled, matches
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?:/\d+)?", re.ASCII)

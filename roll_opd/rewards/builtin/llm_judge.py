@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 from roll_opd.base.paths import find_path, places
-from roll_opd.rewards.endpoint import ChatEndpoint, Complete, GaveUp, Limits, Messages
-from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score, Scored
+from roll_opd.rewards.endpoint import ChatEndpoint, Complete, GaveUp, Messages, RequestLimits
 from roll_opd.rewards.judging import (
     JUDGE_PROMPTS,
     JudgePrompt,
@@ -27,7 +26,8 @@ from roll_opd.rewards.judging import (
     check_template,
     filled,
 )
-from roll_opd.rewards.registry import register
+from roll_opd.rewards.reward_interface import Failure, RewardError, RewardSample, Score, Scored
+from roll_opd.rewards.reward_registry import register
 
 VERDICT_ATTEMPTS = 3
 RETRY_PROMPT = "No verdict can be read in that. Write only the verdict, in exactly the form that was asked for."
@@ -89,7 +89,7 @@ class LLMJudge:
                 judge_api_url,
                 {"model": judge_model_name, "temperature": temperature, "max_tokens": max_tokens, **(extra_body or {})},
                 _key(judge_api_key, api_key_env),
-                Limits(request_seconds, retry_seconds, concurrency, requests_per_minute),
+                RequestLimits(request_seconds, retry_seconds, concurrency, requests_per_minute),
             )
         self._complete: Any = complete  # None while only the arguments are checked
 

@@ -7,12 +7,12 @@ keep a computer algebra system busy forever.
 
 from collections.abc import Sequence
 
-from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.mathematics.equality import number_in, same_answer
 from roll_opd.rewards.mathematics.final_answer import boxed, final_answer
 from roll_opd.rewards.mathematics.notation import MAX_EXPRESSION
-from roll_opd.rewards.mathematics.processes import Algebra, Busy, Crashed, TimedOut
-from roll_opd.rewards.registry import register
+from roll_opd.rewards.mathematics.processes import Busy, Crashed, TimedAlgebra, TimedOut
+from roll_opd.rewards.reward_interface import Failure, RewardError, RewardSample, Score
+from roll_opd.rewards.reward_registry import register
 
 GSM8K = "####"  # marker before the answer of its rows
 
@@ -60,4 +60,4 @@ def is_right(response: str, ground_truth: str, timeout: float = 3.0) -> bool | N
         return None
     if max(len(gold), len(answer)) > MAX_EXPRESSION:
         return gold.strip() == answer.strip()
-    return same_answer(gold, answer, Algebra(timeout))
+    return same_answer(gold, answer, TimedAlgebra(timeout))

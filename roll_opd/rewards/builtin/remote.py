@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from roll_opd.rewards.endpoint import Endpoint, GaveUp, Limits
-from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score, Scored
-from roll_opd.rewards.registry import register
+from roll_opd.rewards.endpoint import Endpoint, GaveUp, RequestLimits
+from roll_opd.rewards.reward_interface import Failure, RewardError, RewardSample, Score, Scored
+from roll_opd.rewards.reward_registry import register
 
 ADVICE = {
     **dict.fromkeys(("http_401", "http_403"), "check headers"),
@@ -35,7 +35,7 @@ class Remote:
         """Create the client with the keys of docs/rewards/remote.md."""
         if not url:
             raise RewardError("remote needs url, such as http://host:8000/score; write it")
-        limits = Limits(request_seconds, retry_seconds, concurrency, requests_per_minute)
+        limits = RequestLimits(request_seconds, retry_seconds, concurrency, requests_per_minute)
         self._endpoint = Endpoint(url, headers or {}, limits, ADVICE)
 
     async def score(self, samples: Sequence[RewardSample]) -> list[Scored]:

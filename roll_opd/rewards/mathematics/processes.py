@@ -19,7 +19,7 @@ from typing import Literal
 
 import psutil
 
-from roll_opd.rewards.interface import RewardError
+from roll_opd.rewards.reward_interface import RewardError
 
 PROCESSES = 8
 PATIENCE = 60  # seconds that a question waits for a free process, before its own time starts
@@ -46,7 +46,7 @@ class Busy(Exception):
     """No process became free within PATIENCE."""
 
 
-class Algebra:
+class TimedAlgebra:
     """`equality.Algebra` for one pair of answers, with a CPU budget of `seconds` for all questions."""
 
     def __init__(self, seconds: float) -> None:
@@ -127,7 +127,7 @@ class _Process:
         return self.process.stdout.readline().decode().strip()
 
 
-class Pool:
+class AlgebraPool:
     """Thread-safe pool of up to `processes` algebra processes."""
 
     def __init__(self, processes: int = PROCESSES) -> None:
@@ -216,4 +216,4 @@ def _serve() -> None:
         print("true" if same else "false", flush=True)
 
 
-POOL = Pool()
+POOL = AlgebraPool()

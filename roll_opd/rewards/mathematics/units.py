@@ -72,7 +72,7 @@ _WORDS = re.compile(r"[A-Za-z$€£]+|/|\^-?\d")
 
 
 @dataclass(frozen=True)
-class Unit:
+class PhysicalUnit:
     """Unit; `kinds` are powers of kinds, None for unknown words, `size` is in base units."""
 
     words: frozenset[str]
@@ -80,7 +80,7 @@ class Unit:
     size: Fraction = Fraction(1)
 
 
-def split_unit(text: str) -> tuple[str, Unit | None]:
+def split_unit(text: str) -> tuple[str, PhysicalUnit | None]:
     """Return (value, unit) of an answer; the unit is None if it is missing or meaningless."""
     prefix = _PREFIX.match(text)
     if prefix:  # "$3 per hour" is "3 $ per hour"
@@ -99,7 +99,7 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
     return value, unit if unit.words else None
 
 
-def _can_have(value: str, written: str, unit: Unit, apart: bool) -> bool:
+def _can_have(value: str, written: str, unit: PhysicalUnit, apart: bool) -> bool:
     """Return whether the text `written` after a value is its unit and not the rest of a formula."""
     if written.startswith(("$", "\\$", "€", "£")):
         return True
@@ -112,7 +112,7 @@ def _can_have(value: str, written: str, unit: Unit, apart: bool) -> bool:
     return apart if len(written) == 1 or unit.kinds is None else True
 
 
-def conversion(one: Unit | None, other: Unit | None) -> Fraction | None:
+def conversion(one: PhysicalUnit | None, other: PhysicalUnit | None) -> Fraction | None:
     """Return the factor from unit `one` to unit `other`; None if they are incompatible."""
     if one is None or other is None:
         return Fraction(1)
@@ -121,7 +121,7 @@ def conversion(one: Unit | None, other: Unit | None) -> Fraction | None:
     return Fraction(1) if one.words <= other.words or other.words <= one.words else None
 
 
-def _unit(text: str) -> Unit | None:
+def _unit(text: str) -> PhysicalUnit | None:
     """Parse a unit; None if the text is part of a formula."""
     text = re.sub(r"\\frac\{(.*?)\}\{(.*?)\}", r"\1/\2", text).replace("\\circ", "degree").replace("^{", "^")
     text = re.sub(r"\^degree", "degree ", text.replace("}", "").replace(".", ""))
@@ -157,10 +157,10 @@ def _unit(text: str) -> Unit | None:
             kind, one = _UNITS[name]
             powers[kind, 0] += exponent
             size *= one**exponent
-        return Unit(words, frozenset((kind, exponent) for (kind, _), exponent in powers.items()), size)
+        return PhysicalUnit(words, frozenset((kind, exponent) for (kind, _), exponent in powers.items()), size)
     if "degree" not in words and any(len(name) < 3 for name, _ in names if name not in _UNITS):
         return None
-    return Unit(words)
+    return PhysicalUnit(words)
 
 
 def _singular(word: str) -> str:

@@ -69,7 +69,7 @@ class Expectation:
 
 
 @dataclass(frozen=True)
-class Check:
+class HiddenCheck:
     """Code to run after the program, with the expected values."""
 
     code: str
@@ -91,11 +91,11 @@ class Check:
         return all(number in reached for number, item in enumerate(self.expected) if item.always)
 
 
-def hide_expected(code: str) -> Check:
+def hide_expected(code: str) -> HiddenCheck:
     """Split assertion code into code and expected values; raises SyntaxError."""
     hider = _Hider()
     tree = ast.fix_missing_locations(hider.visit(ast.parse(code)))
-    return Check(ast.unparse(tree), tuple(hider.expected), frozenset(_names_of_the_program(tree)))
+    return HiddenCheck(ast.unparse(tree), tuple(hider.expected), frozenset(_names_of_the_program(tree)))
 
 
 def _names_of_the_program(tree: ast.AST) -> set[str]:
@@ -178,7 +178,7 @@ class _Hider(ast.NodeTransformer):
         return self.generic_visit(node) if is_called else self._branch(node)
 
 
-def check_of_call(name: str, arguments: Sequence[Any], answer: Any, wrapped: bool) -> Check:
+def check_of_call(name: str, arguments: Sequence[Any], answer: Any, wrapped: bool) -> HiddenCheck:
     """Return the check of one call; `wrapped`: the answer may be in a list of one. Raises ValueError."""
     wanted = plain(answer)
     accepted = [wanted, wanted[0]] if wrapped else [wanted]
@@ -188,7 +188,7 @@ def check_of_call(name: str, arguments: Sequence[Any], answer: Any, wrapped: boo
     def is_accepted(value: Any, _: None, tolerance: float) -> bool:
         return any(same_value(plain(value), one, tolerance) for one in accepted)
 
-    return Check(code, (Expectation(is_accepted, None, always=True),), frozenset({name}))
+    return HiddenCheck(code, (Expectation(is_accepted, None, always=True),), frozenset({name}))
 
 
 def is_wrapped(answers: Sequence[Any]) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 
-from roll_opd.rewards.interface import RewardError
+from roll_opd.rewards.reward_interface import RewardError
 
 MEBI = 1 << 20
 
@@ -25,7 +25,7 @@ class SandboxError(RewardError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class CaseLimits:
     """Limits of one test case, enforced inside; `wall_seconds` also from outside."""
 
     cpu_seconds: int = 5  # of all processes together
@@ -72,7 +72,7 @@ PACKAGES = "/python/packages"
 PRIVATE = ("cmdline", "config.gz", "key-users", "keys", "locks", "sched_debug", "timer_list")  # files of /proc
 
 
-def isolated_command(limits: Limits, packages: Sequence[Path], seccomp_fd: int) -> list[str]:
+def isolated_command(limits: CaseLimits, packages: Sequence[Path], seccomp_fd: int) -> list[str]:
     """Return the command; `packages` are importable files and directories. Raises `SandboxError` without bubblewrap."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:

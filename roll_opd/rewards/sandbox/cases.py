@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from roll_opd.rewards.sandbox.assertions import Check, check_of_call, hide_expected, is_wrapped
+from roll_opd.rewards.sandbox.assertions import HiddenCheck, check_of_call, hide_expected, is_wrapped
 from roll_opd.rewards.sandbox.response import answer_of
 
 _TEST = re.compile(r"^def (test_\w*)\(\s*\)", re.MULTILINE)
@@ -25,7 +25,7 @@ class Case:
 
     stdin: str = ""
     expected_stdout: str | None = None  # None: must exit without an error
-    check: Check | None = None
+    check: HiddenCheck | None = None
     before: str = ""  # code to run before the program
     about_text: str | None = None  # code that replaces the program, with the answer as a literal
 
@@ -136,7 +136,7 @@ def _before(item: Mapping[str, Any]) -> str:
     return _text(prefix, "import_prefix") + "\n" if prefix else ""
 
 
-def _check(code: str, item: Mapping[str, Any], row: Mapping[str, Any]) -> Check:
+def _check(code: str, item: Mapping[str, Any], row: Mapping[str, Any]) -> HiddenCheck:
     calls = [f"{name}()" for name in _TEST.findall(code)]
     entry = item.get("entry_point") or row.get("entry_point")
     if "def check(" in code and entry and f"check({entry})" not in code:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from roll_opd.rewards.sandbox.bubblewrap import Limits, SandboxError
+from roll_opd.rewards.sandbox.bubblewrap import CaseLimits, SandboxError
 from roll_opd.rewards.sandbox.cases import Case
 from roll_opd.rewards.sandbox.comparison import TOLERANCE, read_report, same_output
-from roll_opd.rewards.sandbox.process import Outcome, Sandbox
+from roll_opd.rewards.sandbox.process import CaseOutcome, Sandbox
 
 PASSED = "passed"
 WRONG = "wrong answer"
@@ -26,7 +26,7 @@ NOT_RUN = "not run"  # decided by an earlier case
 _XCPU, _KILL = -24, -9
 
 
-def grade(case: Case, outcome: Outcome, tolerance: float = TOLERANCE) -> str:
+def grade(case: Case, outcome: CaseOutcome, tolerance: float = TOLERANCE) -> str:
     """Return the result of a case, one of the reasons above; numbers with a fraction may differ by `tolerance`."""
     if outcome.exit_code is None:
         return outcome.ended if outcome.ended in (TIME, MEMORY, OUTPUT, PROCESSES, DISK) else REFUSED
@@ -55,10 +55,10 @@ ATTEMPTS = 2  # per program; a sandbox may have been killed from outside
 PROBE = ("print(6 * 7)", (Case(expected_stdout="42"),))
 
 
-class Pool:
+class SandboxPool:
     """Thread-safe pool that keeps `size` sandboxes ready."""
 
-    def __init__(self, limits: Limits, size: int, unsafe: bool = False, packages: Sequence[Path] = ()) -> None:
+    def __init__(self, limits: CaseLimits, size: int, unsafe: bool = False, packages: Sequence[Path] = ()) -> None:
         """Start the sandboxes and run a probe program; raises `SandboxError` if it fails."""
         self._limits, self._size, self._unsafe, self._packages = limits, size, unsafe, packages
         self._ready: queue.Queue[Sandbox | SandboxError] = queue.Queue()
@@ -88,7 +88,7 @@ class Pool:
         self._probe()
         return [REFUSED] + [NOT_RUN] * (len(cases) - 1)
 
-    def outcome(self, program: str, stdin: str = "") -> Outcome | None:
+    def outcome(self, program: str, stdin: str = "") -> CaseOutcome | None:
         """Run a program without grading and return its outcome; None if it breaks its sandbox.
 
         Raises `SandboxError` if no sandbox can be started.

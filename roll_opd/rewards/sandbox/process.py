@@ -18,7 +18,7 @@ from roll_opd.rewards.sandbox.bubblewrap import (
     ENVIRONMENT,
     HOW_TO_ALLOW_IT,
     MEBI,
-    Limits,
+    CaseLimits,
     SandboxError,
     bare_command,
     isolated_command,
@@ -34,7 +34,7 @@ CLOSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseOutcome:
     """Outcome of one case. Only `ended` and `exit_code` are trusted; the program may have forged the rest."""
 
     ended: str  # "ended" or the exceeded limit
@@ -46,7 +46,7 @@ class Outcome:
 class Sandbox:
     """One sandbox for one program; `close` kills everything in it."""
 
-    def __init__(self, limits: Limits, unsafe: bool = False, packages: Sequence[Path] = ()) -> None:
+    def __init__(self, limits: CaseLimits, unsafe: bool = False, packages: Sequence[Path] = ()) -> None:
         """Start the sandbox; raises `SandboxError`. The calling thread must outlive it: the kernel kills the sandbox
         with that thread, so that nothing is left if the worker is killed.
         """
@@ -69,7 +69,7 @@ class Sandbox:
             words = self._errors.read(2000).decode("utf-8", "replace").strip() or "no message"
             raise SandboxError(f"code_sandbox: the sandbox does not start: {words}; {HOW_TO_ALLOW_IT}")
 
-    def run(self, program: str, stdin: str, check: str | None, before: str = "") -> Outcome | None:
+    def run(self, program: str, stdin: str, check: str | None, before: str = "") -> CaseOutcome | None:
         """Run one case after the code `before`; None if the sandbox died or hangs and must not be reused."""
         request = {"before": before, "program": program, "stdin": stdin, "check": check, "limits": asdict(self._limits)}
         data = json.dumps(request).encode()
@@ -84,7 +84,7 @@ class Sandbox:
             frames.append(frame)
         status, ended = json.loads(frames[0])
         code = None if status is None else os.waitstatus_to_exitcode(status)
-        return Outcome(ended, code, frames[1], frames[2])
+        return CaseOutcome(ended, code, frames[1], frames[2])
 
     def close(self) -> None:
         """Kill the sandbox and everything in it; idempotent."""
@@ -138,7 +138,7 @@ def _is_ready(end: int, event: int, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000))
 
 
-def _start_isolated(limits: Limits, packages: Sequence[Path], errors: IO[bytes]) -> "subprocess.Popen[bytes]":
+def _start_isolated(limits: CaseLimits, packages: Sequence[Path], errors: IO[bytes]) -> "subprocess.Popen[bytes]":
     machine = platform.machine()
     if machine not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)

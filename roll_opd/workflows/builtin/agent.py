@@ -12,8 +12,8 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from roll_opd.base.user_modules import users_module
-from roll_opd.workflows.interface import WORKFLOWS, Workflow
 from roll_opd.workflows.workflow_experience import Experience, WorkflowError
+from roll_opd.workflows.workflow_interface import WORKFLOWS, Workflow
 
 KINDS = BRANCH, _ = "branch", "call"  # one experience per conversation branch, or per request
 OUTPUT_TAIL_BYTES = 4000  # of a command's stdout or stderr

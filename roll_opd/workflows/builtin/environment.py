@@ -6,17 +6,17 @@ from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from roll_opd.environments.interface import AGGREGATIONS
-from roll_opd.workflows.builtin.game_session import Game, lent_game
-from roll_opd.workflows.interface import WORKFLOWS, Task, Workflow
+from roll_opd.environments.environment_interface import AGGREGATIONS
+from roll_opd.workflows.builtin.game_session import GameSession, lent_game
 from roll_opd.workflows.prompt_templates import filled, makes_steps
 from roll_opd.workflows.workflow_experience import STATE, TURN_REWARDS, Experience, NoRoomError
+from roll_opd.workflows.workflow_interface import WORKFLOWS, Task, Workflow
 
 INVALID_ACTION_NOTE = " (this action is not valid: keep to the form that is asked for)"
 
 
 @dataclass
-class Turn:
+class ModelTurn:
     """Observation, the model's action, and the reward of that action."""
 
     observation: str
@@ -30,13 +30,13 @@ class Turn:
 class Trajectory:
     """Turns and messages of one game."""
 
-    turns: list[Turn]
+    turns: list[ModelTurn]
     terminated: bool = False
     truncated: bool = False
     messages: list[dict[str, str]] = field(default_factory=list)
 
     @property
-    def answered_turns(self) -> list[Turn]:
+    def answered_turns(self) -> list[ModelTurn]:
         """Turns that the model has answered."""
         return [turn for turn in self.turns if turn.response is not None]
 
@@ -79,8 +79,8 @@ class EnvironmentWorkflow(Workflow):
         made[0].metrics |= self._metrics(trajectory, game.seconds, time.monotonic() - start - game.seconds)
         return made
 
-    async def _play(self, game: Game) -> Trajectory:
-        trajectory = Trajectory([Turn(*await game.reset(self.task.raw_task["seed"]))])
+    async def _play(self, game: GameSession) -> Trajectory:
+        trajectory = Trajectory([ModelTurn(*await game.reset(self.task.raw_task["seed"]))])
         for _ in range(self.settings["max_steps"]):
             turn = trajectory.turns[-1]
             try:
@@ -93,7 +93,9 @@ class EnvironmentWorkflow(Workflow):
             turn.action = turn.response.response_text or ""
             observation, turn.reward, trajectory.terminated, trajectory.truncated, info = await game.step(turn.action)
             turn.info |= info
-            trajectory.turns.append(Turn(observation, {"suffix": info.get("suffix"), "use_tool": info.get("use_tool")}))
+            trajectory.turns.append(
+                ModelTurn(observation, {"suffix": info.get("suffix"), "use_tool": info.get("use_tool")})
+            )
             if trajectory.terminated or trajectory.truncated:
                 break
         else:
@@ -193,17 +195,17 @@ def _system(settings: Mapping[str, Any]) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def _line(step: int, turn: Turn) -> str:
+def _line(step: int, turn: ModelTurn) -> str:
     action = str(turn.info.get("action_content") or turn.action)
     action += "" if _turn_metrics(turn).get("action_is_valid", True) else INVALID_ACTION_NOTE
     return f"(step: {step}, observation: {turn.observation}, action: {action}, reward: {turn.reward})"
 
 
-def _turn_metrics(turn: Turn) -> Mapping[str, float]:
+def _turn_metrics(turn: ModelTurn) -> Mapping[str, float]:
     return turn.info.get("metrics") or {}
 
 
-def _aggregated(turns: Sequence[Turn]) -> dict[str, float]:
+def _aggregated(turns: Sequence[ModelTurn]) -> dict[str, float]:
     """Return the environment's metrics aggregated over all turns by `metrics_agg_mode`, default mean."""
     values: dict[str, list[float]] = {}
     modes: dict[str, str] = {}

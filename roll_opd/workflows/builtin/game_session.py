@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from roll_opd.environments import EnvironmentFailure, make
-from roll_opd.environments.interface import read_reset, read_step
-from roll_opd.workflows.model import RUN
+from roll_opd.environments.environment_interface import read_reset, read_step
+from roll_opd.workflows.run_state import RUN
 from roll_opd.workflows.workflow_experience import RunFailure
 
 Value = TypeVar("Value")
@@ -24,7 +24,7 @@ _idle: dict[str, list[Any]] = defaultdict(list)  # tag -> reusable environments
 _limits: dict[str, asyncio.Semaphore] = {}  # tag -> limit of concurrent calls
 
 
-class Game:
+class GameSession:
     """One environment; every method raises RunFailure if the environment fails."""
 
     def __init__(self, tag: str, settings: Mapping[str, Any]) -> None:
@@ -97,9 +97,9 @@ class Game:
 
 
 @asynccontextmanager
-async def lent_game(tag: str, settings: Mapping[str, Any]) -> AsyncIterator[Game]:
+async def lent_game(tag: str, settings: Mapping[str, Any]) -> AsyncIterator[GameSession]:
     """Context manager: a game for one trajectory, pooled on success and discarded on failure."""
-    game = Game(tag, settings)
+    game = GameSession(tag, settings)
     try:
         yield game
     except BaseException:

@@ -5,9 +5,9 @@ from typing import Any
 
 from roll_opd.workflows.builtin.reward_functions import AccuracyReward
 from roll_opd.workflows.builtin.single_turn import conversation_of
-from roll_opd.workflows.interface import WORKFLOWS, Task, parts_of
 from roll_opd.workflows.workflow_bases import AsyncStepWiseRewardWorkflow
 from roll_opd.workflows.workflow_experience import Experience
+from roll_opd.workflows.workflow_interface import WORKFLOWS, Task, parts_of
 
 FEEDBACK = "That is not right. Look for the mistake, and answer again."
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from roll_opd.rewards.builtin.math_rule import is_right
 from roll_opd.rewards.mathematics.processes import Busy, Crashed, TimedOut
-from roll_opd.workflows.interface import REWARD_FUNCTIONS, RewardFn
+from roll_opd.workflows.workflow_interface import REWARD_FUNCTIONS, RewardFn
 
 MAX_FORMULA_CHARACTERS = 1000
 FORMAT = r"<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>"

@@ -6,8 +6,8 @@ from typing import Any
 from roll_opd.data.rows import BadRow, parse_messages
 from roll_opd.data.template_check import omission
 from roll_opd.workflows.builtin.reward_functions import MathRewardFn, accuracy
-from roll_opd.workflows.interface import WORKFLOWS, Task, Workflow, parts_of
 from roll_opd.workflows.workflow_experience import Experience
+from roll_opd.workflows.workflow_interface import WORKFLOWS, Task, Workflow, parts_of
 
 THINK_AND_ANSWER = (
     "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant"

@@ -24,7 +24,8 @@ from roll_opd.base.thoughts import after_thoughts, opens_a_thought
 from roll_opd.inference.tool_calls import ToolCallParser
 from roll_opd.workflows.call_tree import Call, text_of, without_end, without_special
 from roll_opd.workflows.endpoint.chat import Answer, ChatRequest, Refusal, as_message, completion, read_request, stream
-from roll_opd.workflows.model import RUN, ModelWrapper, RunState
+from roll_opd.workflows.model_wrapper import ModelWrapper
+from roll_opd.workflows.run_state import RUN, RunState
 from roll_opd.workflows.workflow_experience import Experience, NoRoomError, WorkflowError
 
 MAX_BODY_BYTES = 8 << 20
@@ -50,7 +51,7 @@ class _StreamedError(Exception):
 
 
 @dataclass(eq=False)
-class Session:
+class RunSession:
     """Id, key and pending tasks of a run's clients."""
 
     run: RunState
@@ -59,7 +60,7 @@ class Session:
     tasks: set[asyncio.Task] = field(default_factory=set)
 
 
-class Endpoint:
+class PolicyServer:
     """HTTP server of one process; a session is identified by its key, or by URL or header with the server's key."""
 
     def __init__(
@@ -76,9 +77,9 @@ class Endpoint:
         self.counts: Counter[str] = Counter()  # requests by HTTP status or ABANDONED
         self._model, self._loop, self._host, self._port, self._key = model, loop, host, port, key
         self._parse = parse
-        self._by_key: dict[str, Session] = {}
-        self._by_id: dict[str, Session] = {}
-        self._by_run: dict[int, Session] = {}
+        self._by_key: dict[str, RunSession] = {}
+        self._by_id: dict[str, RunSession] = {}
+        self._by_run: dict[int, RunSession] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()  # keys and ids
         self._active_requests = 0
         self._address: str | None = None
@@ -105,13 +106,13 @@ class Endpoint:
                 self._loop.call_soon_threadsafe(self._begin, listening, context=contextvars.Context())
             return self._address
 
-    def session(self, run: RunState) -> Session:
+    def session(self, run: RunState) -> RunSession:
         """Return a run's session, opened on first use."""
         with self._starting:
             if run.ended:
                 raise RuntimeError("the run and its session have ended")
             if id(run) not in self._by_run:
-                session = Session(run)
+                session = RunSession(run)
                 self._by_run[id(run)] = self._by_key[session.key] = self._by_id[session.id] = session
             return self._by_run[id(run)]
 
@@ -241,7 +242,7 @@ class Endpoint:
             code = "context_length_exceeded" if isinstance(error, NoRoomError) else None
             raise Refusal(400, str(error), "messages", code) from None
 
-    async def _of_session(self, session: Session, work: "asyncio.Task[Responses]") -> Responses:
+    async def _of_session(self, session: RunSession, work: "asyncio.Task[Responses]") -> Responses:
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -250,7 +251,7 @@ class Endpoint:
             raise
 
     async def _stream(
-        self, request: web.Request, chat: ChatRequest, session: Session, work: "asyncio.Task[Responses]"
+        self, request: web.Request, chat: ChatRequest, session: RunSession, work: "asyncio.Task[Responses]"
     ) -> web.StreamResponse:
         """Stream a response, with keep-alive comments while it is generated."""
         await asyncio.wait([work], timeout=KEEPALIVE_SECONDS)
@@ -274,7 +275,7 @@ class Endpoint:
         await response.write_eof()
         return response
 
-    def _arguments(self, session: Session, chat: ChatRequest, responses: Responses) -> tuple:
+    def _arguments(self, session: RunSession, chat: ChatRequest, responses: Responses) -> tuple:
         """Return the arguments of `completion` and `stream`."""
         ((first, _), *_) = responses
         head = {
@@ -292,7 +293,7 @@ class Endpoint:
         logprobs = call.completion.logprobs.tolist() if chat.logprobs else []
         return Answer(dict(call.answer()), call.completion.finish_reason, tokens, logprobs)
 
-    def _session_of(self, request: web.Request) -> Session:
+    def _session_of(self, request: web.Request) -> RunSession:
         """Return the session of a request; raises Refusal without a valid key or for an unknown session."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""

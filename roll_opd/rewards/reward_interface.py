@@ -60,7 +60,7 @@ Scored = Score | Failure
 Scores = Sequence[Score | Failure | float | None]
 
 
-class Reward(Protocol):
+class RewardFunction(Protocol):
     """Callable that scores a batch in order, concurrently from any thread; coroutine functions are awaited."""
 
     def __call__(self, samples: Sequence[RewardSample]) -> Scores | Awaitable[Scores]: ...

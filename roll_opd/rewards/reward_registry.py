@@ -13,7 +13,7 @@ from typing import Any
 
 from roll_opd.base.registry import Registry, arguments
 from roll_opd.config.roll_keys import REWARD_CLASSES_OF_ROLL
-from roll_opd.rewards.interface import Reward, RewardError
+from roll_opd.rewards.reward_interface import RewardError, RewardFunction
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def reward_arguments(worker: str) -> dict[str, inspect.Parameter]:
     return arguments(found, given_by_us=0 if inspect.isclass(found) else 1)
 
 
-def resolve(worker: str, args: Mapping[str, Any] | None = None, *given: Any) -> Reward:
+def resolve(worker: str, args: Mapping[str, Any] | None = None, *given: Any) -> RewardFunction:
     """Return reward `worker` with `args` bound.
 
     `worker` is a registered name, a path of ROLL's (`roll.pipeline....MathRuleRewardWorker`) or a dotted path to a

@@ -1,14 +1,10 @@
 """Model interface of workflows: chat and generate return experiences with the sampled tokens and log-probs."""
 
 import asyncio
-import json
-import ssl
-import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,22 +12,19 @@ from jinja2 import TemplateError
 from torch import Tensor
 
 from roll_opd.config.plan import SamplingPlan
-from roll_opd.data.prompt_source import derived_seed
 from roll_opd.data.template_check import omission_of_shape
 from roll_opd.data.templates import token_ids
 from roll_opd.inference.completion import Completion
 from roll_opd.workflows.call_tree import Call, CallTree, experience
-from roll_opd.workflows.model_facts import NOT_HERE, ModelFacts, generate_kwargs
+from roll_opd.workflows.model_clients import ModelClients, ModelFacts
+from roll_opd.workflows.run_state import RUN, RunState
 from roll_opd.workflows.workflow_experience import Experience, NoRoomError
-
-Value = TypeVar("Value")
 
 MORE_ROOM = (
     "raise sequence_length where it is written, else prompt_length or response_length (in Trinity's files"
     " max_prompt_tokens or max_response_tokens), or shorten the prompt"
 )
 LONG_TEXT = 20_000  # characters above which tokenization runs in a thread
-NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 # sampling option of a call -> field of SamplingPlan
 _SAMPLING = {
@@ -48,7 +41,7 @@ _SAMPLING = {
 _IGNORED = {"logprobs", "top_logprobs", "timeout", "lora_request", "return_token_ids", "include_logprobs"}
 
 
-class Engines(Protocol):
+class EngineClient(Protocol):
     """Interface of the inference engines."""
 
     async def generate(
@@ -60,75 +53,12 @@ class Engines(Protocol):
     async def weights_version(self) -> int: ...
 
 
-@dataclass
-class RunState:
-    """State of one workflow call, which makes one run (or several with `can_repeat`) for a prompt."""
-
-    group: int  # calls of one group go to one engine
-    seed: tuple[int, ...]  # (training seed, draw)
-    runs: tuple[int, ...]  # run numbers
-    sampling: SamplingPlan
-    calls: int = 0
-    returned: bool = False  # the workflow's run method has returned
-    history: list[Experience] = field(default_factory=list)
-    turns: CallTree | None = None
-    texts: dict[bytes, str] = field(default_factory=dict)  # token bytes of a text prompt -> the text
-    reward: float | None = None  # posted by an agent; applies to experiences without a reward
-    metrics: dict[str, float] = field(default_factory=dict)  # posted with the reward
-    notes: dict[str, Any] = field(default_factory=dict)  # state set by the workflow
-    auxiliary_calls: int = 0
-    ended: bool = False  # further model calls are refused
-    stuck: bool = False  # user code that cannot be stopped still runs in this process
-
-    def seeds(self, n: int) -> list[int]:
-        """Return the seeds of the `n` responses of the next call; a run's first call has the seeds of a single turn."""
-        each = n == len(self.runs)  # one response per run
-        numbers = [
-            (*self.seed, self.runs[place], *([self.calls] if self.calls else []))
-            if each
-            else (*self.seed, self.runs[0], self.calls, place)
-            for place in range(n)
-        ]
-        self.calls += 1
-        return [derived_seed(*key) for key in numbers]
-
-    @property
-    def calls_made(self) -> list[Call]:
-        """Calls that had messages."""
-        return self.turns.calls if self.turns else []
-
-    def tree_of(self, tokenizer: Any) -> CallTree:
-        """Return the call tree."""
-        if self.turns is None:
-            self.turns = CallTree(tokenizer)
-        return self.turns
-
-    def take_reward(self, body: bytes | str) -> None:
-        """Set the reward from JSON: a number, or an object with `reward` and `metrics`. Raises ValueError."""
-        try:
-            read = json.loads(body)
-        except RecursionError:
-            raise ValueError("expected a reward; the JSON is nested too deeply") from None
-        given = read if isinstance(read, dict) else {"reward": read}
-        metrics = given.get("metrics") or {}
-        if given.keys() - {"reward", "metrics"} or not isinstance(metrics, dict):
-            raise ValueError("expected an object with a reward, and metrics as an object of numbers")
-        for name, value in {**metrics, "reward": given.get("reward")}.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-                raise ValueError(f"{name} is {str(value)[:40]!r}, expected a number")
-        self.reward, self.metrics = float(given["reward"]), {**self.metrics, **metrics}
-
-
 AsMessage = Callable[[Experience], Mapping[str, Any]]
 
 
 def text_message(response: Experience) -> dict[str, Any]:
     """Return a response as an assistant message."""
     return {"role": "assistant", "content": response.response_text}
-
-
-# the run of the current call; every run's thread or coroutine has its own context
-RUN: ContextVar[RunState] = ContextVar("run")
 
 
 class Responses(list):
@@ -140,14 +70,14 @@ class Responses(list):
         return getattr(self[0], name)
 
 
-class ModelWrapper:
+class ModelWrapper(ModelClients):
     """Client of the policy. Methods without `_async` block and must not be called on the event loop."""
 
     enable_history = True  # responses are kept until the run ends or extracts them
 
     def __init__(
         self,
-        engines: Engines,
+        engines: EngineClient,
         tokenizer: Any,
         *,
         model_path: str,
@@ -159,24 +89,6 @@ class ModelWrapper:
         self.tokenizer = tokenizer
         self._engines, self._max_model_len, self._loop = engines, max_model_len, loop
         self._most_characters = max_model_len * max(map(len, tokenizer.get_vocab()))
-        self.endpoint: Any = None  # `Endpoint` in front of this model
-
-    @property
-    def model_path(self) -> str:
-        """Directory of the model, which is also its name for OpenAI clients."""
-        return self.config.model_path
-
-    model_name = model_path
-
-    @property
-    def model_config(self) -> ModelFacts:
-        """Alias of `config`, as in Trinity-RFT."""
-        return self.config
-
-    @property
-    def generate_kwargs(self) -> dict[str, Any]:
-        """Default sampling parameters, under the names of OpenAI's chat completions."""
-        return generate_kwargs(self._run().sampling)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Responses:
         """Return `n` responses to a conversation, through the tokenizer's chat template.
@@ -322,85 +234,6 @@ class ModelWrapper:
         """Number of weight updates so far."""
         return await self._engines.weights_version()
 
-    @property
-    def api_address(self) -> str:
-        """URL of the policy's server in this process."""
-        return str(self._endpoint.address)
-
-    @property
-    def base_url(self) -> str:
-        """`base_url` for an OpenAI client with `api_key`."""
-        return f"{self.api_address}/v1"
-
-    @property
-    def session_url(self) -> str:
-        """`base_url` with this run's session, for an OpenAI client with the key `endpoint_api_key`."""
-        return f"{self.api_address}/sessions/{self._endpoint.session(self._run()).id}/v1"
-
-    @property
-    def api_key(self) -> str:
-        """API key of this run, valid until the run ends; requests with it belong to the run."""
-        return str(self._endpoint.session(self._run()).key)
-
-    def get_openai_client(self) -> Any:
-        """Return an `openai.OpenAI` client for threads; its requests belong to the calling run."""
-        from openai import DefaultHttpxClient, OpenAI
-
-        def key() -> str:
-            self._may_wait()
-            return self.api_key
-
-        return self._client(OpenAI, key, DefaultHttpxClient)
-
-    def get_openai_async_client(self) -> Any:
-        """Return an `openai.AsyncOpenAI` client; its requests belong to the calling run."""
-        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-
-        async def key() -> str:
-            return self.api_key
-
-        return self._client(AsyncOpenAI, key, DefaultAsyncHttpxClient)
-
-    @property
-    def reward(self) -> float | None:
-        """This run's reward as posted by an agent; None without one."""
-        return self._run().reward
-
-    def take_reward(self, body: bytes | str) -> None:
-        """Set this run's reward, as if an agent had posted it; see `RunState.take_reward`."""
-        self._run().take_reward(body)
-
-    @property
-    def history(self) -> list[Experience]:
-        """Responses of this run, in order."""
-        return self._run().history
-
-    def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """Return this run's responses since the history was last cleared."""
-        found = list(self.history)
-        if clear_history:
-            self.history.clear()
-        return found
-
-    async def set_workflow_state(self, state: Mapping[str, Any]) -> None:
-        """Store state of the workflow by name, until the run ends."""
-        self._run().notes.update(state)
-
-    async def get_workflow_state(self) -> dict[str, Any]:
-        """Return the stored state of this run."""
-        return dict(self._run().notes)
-
-    async def clean_workflow_state(self) -> None:
-        """Clear the stored state and the history of this run."""
-        run = self._run()
-        run.notes.clear()
-        run.history.clear()
-
-    def __getattr__(self, name: str) -> Any:
-        if instead := NOT_HERE.get(name):
-            raise AttributeError(f"{name} of Trinity-RFT's ModelWrapper is not available; {instead}")
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-
     async def _respond(
         self, run: RunState, prompts: Sequence[np.ndarray], options: Mapping[str, Any]
     ) -> list[list[tuple[Experience, Completion]]]:
@@ -476,62 +309,6 @@ class ModelWrapper:
         if left := omission_of_shape(rendered, str(self.tokenizer.chat_template), variant, messages, given_tools):
             raise ValueError(f"the chat template {left}")
         return text
-
-    def _client(self, kind: Any, key: Callable, http: Any) -> Any:
-        # one SSL context for all clients (50 ms to create); this address uses neither TLS nor a proxy
-        client = kind(
-            base_url=self.base_url, api_key=key, timeout=None, http_client=http(verify=NO_TLS, trust_env=False)
-        )
-        client.model_path = self.model_path  # where Trinity-RFT's workflows read it
-        return client
-
-    @property
-    def _endpoint(self) -> Any:
-        if self.endpoint is None:
-            raise RuntimeError("this model has no endpoint; use its methods")
-        return self.endpoint
-
-    def _run(self) -> RunState:
-        try:
-            run = RUN.get()
-        except LookupError:
-            raise RuntimeError(
-                "a thread outside of any run called the model; start threads with contextvars.copy_context()"
-            ) from None
-        if run.ended:
-            raise RuntimeError("the model was called for a run that has ended; end threads and tasks with their run")
-        return run
-
-    def _state(self) -> RunState:
-        """Return the state that records a call."""
-        return self._run()
-
-    def _tree(self) -> CallTree:
-        """Return the tree of calls that a conversation may continue."""
-        return self._run().tree_of(self.tokenizer)
-
-    def _may_wait(self) -> None:
-        """Raise RuntimeError on the event loop, where a blocking call would stop all runs."""
-        try:
-            running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
-        except RuntimeError:
-            running = None
-        if running is self._loop:
-            raise RuntimeError("this call blocks all other runs; await its _async form instead")
-
-    def _wait(self, work: Coroutine[Any, Any, Value]) -> Value:
-        try:
-            self._may_wait()
-        except RuntimeError:
-            work.close()
-            raise
-
-        async def in_context() -> Value:
-            RUN.set(state)
-            return await work
-
-        state = self._run()
-        return asyncio.run_coroutine_threadsafe(in_context(), self._loop).result()
 
 
 def sampling_of(sampling: SamplingPlan, options: Mapping[str, Any]) -> SamplingPlan:

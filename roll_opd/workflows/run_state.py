@@ -1,0 +1,208 @@
+"""State of a workflow run: its model calls, history and reward, and the teacher prompts of its calls."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Coroutine, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from roll_opd.base.frozen import freeze
+from roll_opd.config.plan import ContextPlan, SamplingPlan
+from roll_opd.data.prompt_source import Prompt, derived_seed
+from roll_opd.data.rows import BadRow, Row
+from roll_opd.data.teacher_prompts import TeacherPrompts
+from roll_opd.workflows.call_tree import Call, CallTree
+from roll_opd.workflows.workflow_experience import Experience
+
+Value = TypeVar("Value")
+
+
+@dataclass
+class RunState:
+    """State of one workflow call, which makes one run (or several with `can_repeat`) for a prompt."""
+
+    group: int  # calls of one group go to one engine
+    seed: tuple[int, ...]  # (training seed, draw)
+    runs: tuple[int, ...]  # run numbers
+    sampling: SamplingPlan
+    calls: int = 0
+    returned: bool = False  # the workflow's run method has returned
+    history: list[Experience] = field(default_factory=list)
+    turns: CallTree | None = None
+    texts: dict[bytes, str] = field(default_factory=dict)  # token bytes of a text prompt -> the text
+    reward: float | None = None  # posted by an agent; applies to experiences without a reward
+    metrics: dict[str, float] = field(default_factory=dict)  # posted with the reward
+    notes: dict[str, Any] = field(default_factory=dict)  # state set by the workflow
+    auxiliary_calls: int = 0
+    ended: bool = False  # further model calls are refused
+    stuck: bool = False  # user code that cannot be stopped still runs in this process
+
+    def seeds(self, n: int) -> list[int]:
+        """Return the seeds of the `n` responses of the next call; a run's first call has the seeds of a single turn."""
+        each = n == len(self.runs)  # one response per run
+        numbers = [
+            (*self.seed, self.runs[place], *([self.calls] if self.calls else []))
+            if each
+            else (*self.seed, self.runs[0], self.calls, place)
+            for place in range(n)
+        ]
+        self.calls += 1
+        return [derived_seed(*key) for key in numbers]
+
+    @property
+    def calls_made(self) -> list[Call]:
+        """Calls that had messages."""
+        return self.turns.calls if self.turns else []
+
+    def tree_of(self, tokenizer: Any) -> CallTree:
+        """Return the call tree."""
+        if self.turns is None:
+            self.turns = CallTree(tokenizer)
+        return self.turns
+
+    def take_reward(self, body: bytes | str) -> None:
+        """Set the reward from JSON: a number, or an object with `reward` and `metrics`. Raises ValueError."""
+        try:
+            read = json.loads(body)
+        except RecursionError:
+            raise ValueError("expected a reward; the JSON is nested too deeply") from None
+        given = read if isinstance(read, dict) else {"reward": read}
+        metrics = given.get("metrics") or {}
+        if given.keys() - {"reward", "metrics"} or not isinstance(metrics, dict):
+            raise ValueError("expected an object with a reward, and metrics as an object of numbers")
+        for name, value in {**metrics, "reward": given.get("reward")}.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+                raise ValueError(f"{name} is {str(value)[:40]!r}, expected a number")
+        self.reward, self.metrics = float(given["reward"]), {**self.metrics, **metrics}
+
+
+# the run of the current call; every run's thread or coroutine has its own context
+RUN: ContextVar[RunState] = ContextVar("run")
+
+
+class RunAccess:
+    """Access of a model wrapper to the calling run: history, reward, state; blocking calls from threads."""
+
+    tokenizer: Any
+    _loop: asyncio.AbstractEventLoop
+
+    @property
+    def reward(self) -> float | None:
+        """This run's reward as posted by an agent; None without one."""
+        return self._run().reward
+
+    def take_reward(self, body: bytes | str) -> None:
+        """Set this run's reward, as if an agent had posted it; see `RunState.take_reward`."""
+        self._run().take_reward(body)
+
+    @property
+    def history(self) -> list[Experience]:
+        """Responses of this run, in order."""
+        return self._run().history
+
+    def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
+        """Return this run's responses since the history was last cleared."""
+        found = list(self.history)
+        if clear_history:
+            self.history.clear()
+        return found
+
+    async def set_workflow_state(self, state: Mapping[str, Any]) -> None:
+        """Store state of the workflow by name, until the run ends."""
+        self._run().notes.update(state)
+
+    async def get_workflow_state(self) -> dict[str, Any]:
+        """Return the stored state of this run."""
+        return dict(self._run().notes)
+
+    async def clean_workflow_state(self) -> None:
+        """Clear the stored state and the history of this run."""
+        run = self._run()
+        run.notes.clear()
+        run.history.clear()
+
+    def _run(self) -> RunState:
+        try:
+            run = RUN.get()
+        except LookupError:
+            raise RuntimeError(
+                "a thread outside of any run called the model; start threads with contextvars.copy_context()"
+            ) from None
+        if run.ended:
+            raise RuntimeError("the model was called for a run that has ended; end threads and tasks with their run")
+        return run
+
+    def _state(self) -> RunState:
+        """Return the state that records a call."""
+        return self._run()
+
+    def _tree(self) -> CallTree:
+        """Return the tree of calls that a conversation may continue."""
+        return self._run().tree_of(self.tokenizer)
+
+    def _may_wait(self) -> None:
+        """Raise RuntimeError on the event loop, where a blocking call would stop all runs."""
+        try:
+            running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running is self._loop:
+            raise RuntimeError("this call blocks all other runs; await its _async form instead")
+
+    def _wait(self, work: Coroutine[Any, Any, Value]) -> Value:
+        try:
+            self._may_wait()
+        except RuntimeError:
+            work.close()
+            raise
+
+        async def in_context() -> Value:
+            RUN.set(state)
+            return await work
+
+        state = self._run()
+        return asyncio.run_coroutine_threadsafe(in_context(), self._loop).result()
+
+
+class TeacherContexts:
+    """Builder of teacher prompts from the model calls of a workflow."""
+
+    def __init__(self, contexts: Sequence[ContextPlan], tokenizer: Any) -> None:
+        """Create a builder with the student's `tokenizer`."""
+        self._contexts, self._prompts = contexts, TeacherPrompts(contexts, tokenizer)
+
+    def prompts(self, tokens: np.ndarray, run: RunState, prompt: Prompt) -> dict[str, np.ndarray]:
+        """Return teacher -> prompt tokens that replace the student's prompt `tokens`, int64 [P].
+
+        Raises ValueError if no call of the run has these tokens, or a context cannot be added to the call's prompt.
+        """
+        if not self._contexts:
+            return {}
+        row = self._row(tokens, run, prompt)
+        try:
+            (found,) = self._prompts.encode([self._prompts.texts(row, "native")])
+        except BadRow as bad:
+            raise ValueError(f"{bad.kind}: {bad.detail}") from None
+        if too_long := self._prompts.too_long(found):
+            raise ValueError(too_long)
+        return found
+
+    def _row(self, tokens: np.ndarray, run: RunState, prompt: Prompt) -> Row:
+        """Return the call with the prompt `tokens` as a dataset row."""
+        key = self._contexts[0].key
+        call = next((c for c in run.calls_made if np.array_equal(c.tokens[: c.start], tokens)), None)
+        messages, text = (call.messages, None) if call else ((), run.texts.get(tokens.astype(np.int64).tobytes()))
+        if call is None and text is None:
+            raise ValueError(
+                f"{key}: the prompt of an experience was not sent to the model; return the model's experiences"
+            )
+        if call and call.tools:
+            raise ValueError(f"{key}: a teacher context cannot be added to a prompt with tools; remove one of them")
+        if messages and messages[-1].get("role") == "assistant":
+            raise ValueError(f"{key}: a teacher context cannot be added to a prompt that ends in an assistant message")
+        kept = tuple(freeze(message) for message in messages)
+        return Row(prompt.id, prompt.tag, kept, text, prompt.ground_truth, extra=prompt.extra)
