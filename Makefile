@@ -1,4 +1,4 @@
-# `make demo` and `make test` are all that a fresh clone needs; both set the environment up first.
+# `make demo` and `make test` work in a fresh clone; both set up the environment first.
 
 PYTHON_IN_VENV := .venv/bin/python
 DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_path demo --config_name onpolicy_distill
@@ -14,7 +14,7 @@ SHELL := bash
 tests-%: export COLUMNS := 120
 tests-%: export PYTHONUNBUFFERED := 1
 
-# set-up compiles little: what is imported first is to be compiled for all the processes after it
+# set-up compiles few modules; the first import of a module writes its bytecode for all later processes
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-all test-fast tests-push tests-all lint style format docs doctor clean
@@ -27,8 +27,8 @@ help:
 	@echo "make lint       set up, then check style (ruff) and types (mypy)"
 	@echo "make format     set up, then let ruff fix and format the code"
 	@echo "make docs       set up, then write docs/configuration.md from the declarations of the keys"
-	@echo "make setup      make .venv and install what requirements/*.lock pin (at once when it is up to date)"
-	@echo "make doctor     set up, then say what is installed, what will be used and what is broken"
+	@echo "make setup      make .venv and install what requirements/*.lock pin (immediate if it is up to date)"
+	@echo "make doctor     set up, then report installed packages, devices and problems"
 	@echo "make clean      remove .venv and caches; run directories (output/) stay"
 
 setup:
@@ -37,11 +37,11 @@ setup:
 demo: setup
 	@$(DEMO)
 
-# what failed is said again at the end, where somebody looks
+# repeat failures at the end of the log
 SAY_AGAIN = { for log in $(LOGS)/*.log; do echo $$log; \
 	grep -E '^(E  |FAILED|ERROR|[=]+ .*(passed|failed|error))' $$log | cut -c1-400 | tail -n 40; done; exit 1; }
 
-# the linter runs beside the tests, with a lower priority: it fills the time in which they wait
+# the linter runs in parallel with the tests at a lower priority
 test: setup
 	@rm -rf $(LOGS)
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 tests-push style || $(SAY_AGAIN)
@@ -53,7 +53,7 @@ test-all: setup
 tests-push:
 	@$(PYTHON_IN_VENV) $(PYTEST) -m "not nightly" $(SHOWN)
 
-# a process that is killed writes no lines, so that the share is a lower bound
+# killed processes write no coverage data, so the share is a lower bound
 tests-all:
 	@$(PYTHON_IN_VENV) -m coverage run $(PYTEST) $(SHOWN); code=$$?; \
 		$(PYTHON_IN_VENV) -m coverage combine -q && \

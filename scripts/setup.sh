@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Makes .venv and installs what requirements/*.lock pin. Safe to run again: it returns at once when .venv is what the
-# lock files say, and a set-up that was cut off is never taken for a finished one.
+# Makes .venv and installs what requirements/*.lock pin. Safe to run again: it returns immediately if .venv
+# matches the lock files, and an interrupted set-up is never mistaken for a finished one.
 #
 #   PYTHON           the interpreter to use (default: that of .venv, else the first on the PATH that fits requires-python
 #                    in pyproject.toml)
-#   TORCH_INDEX_URL  package index to take torch from, for example the one with PyTorch's CPU builds
+#   TORCH_INDEX_URL  package index for torch, for example PyTorch's index of CPU builds
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly VENV=.venv
-readonly STAMP=$VENV/.setup-stamp          # written last: names what the environment was made from
-readonly UNFINISHED=$VENV/.setup-unfinished  # there from the first moment to the last of making an environment
+readonly STAMP=$VENV/.setup-stamp          # written last: hash of the environment's inputs
+readonly UNFINISHED=$VENV/.setup-unfinished  # exists while an environment is being made
 readonly LOG=setup.log
 readonly LOCKS=(requirements/cpu.lock requirements/dev.lock)
 readonly STEPS=7
@@ -48,7 +48,7 @@ find_python() {
     done
     names=${PYTHON:-${current:+$current }${names}python3}
     for candidate in $names; do
-        # run it: a name on the PATH may be a version manager's stub for a Python that is not there
+        # run it: a name on the PATH may be a version manager's stub for a missing Python
         if "$candidate" -c 'import sys; sys.exit("3.%d" % sys.version_info[1] not in sys.argv)' \
             ${versions// or / } >/dev/null 2>&1; then
             "$candidate" -c 'import sys; print(sys.executable)'
@@ -79,23 +79,23 @@ check_compiler() {
         "install one (Debian, Ubuntu: apt-get install g++)"
 }
 
-# What an environment depends on; a change of any of it makes set-up run again.
+# Hash of the environment's inputs; after a change set-up runs again.
 fingerprint() {
     {
         "$1" -c 'import sys; print(sys.version)'
         pwd  # an environment cannot be moved
         cat "${LOCKS[@]}" scripts/setup.sh roll_opd/__init__.py
-        sed '/^\[tool\.ruff\]/,$d' pyproject.toml  # what follows only configures the tools
+        sed '/^\[tool\.ruff\]/,$d' pyproject.toml  # the rest only configures tools
     } | sha256sum | cut -d ' ' -f 1
 }
 
-# uv installs in a tenth of the time that pip takes; pip does it where uv cannot.
+# uv takes a tenth of pip's time; pip is the fallback.
 install() {
     local settings
     if [ -x "$VENV/bin/uv" ]; then
         mapfile -t settings < <("$VENV/bin/python" -m pip config list 2>>"$LOG" | "$VENV/bin/python" scripts/uv_settings.py)
         env "${settings[@]}" "$VENV/bin/uv" pip install --python "$VENV/bin/python" "$@" >>"$LOG" 2>&1 && return
-        say "    uv could not install this (see $LOG): pip does it, which takes some minutes"
+        say "    uv could not install this (see $LOG); pip installs it, which takes some minutes"
     fi
     if ! "$VENV/bin/python" -m pip install "$@" --no-input --disable-pip-version-check >>"$LOG" 2>&1; then
         tail -n 15 "$LOG" >&2
@@ -139,7 +139,7 @@ print("[set-up]     " + ", ".join(f"{name} {metadata.version(name)}" for name in
 PYTHON
 }
 
-# Whatever ends an unfinished set-up, nothing that this run has begun is left to be mistaken for an environment.
+# Remove an unfinished environment after every kind of failure, so that it is not mistaken for a finished one.
 made_here=false
 clean_up() {
     local code=$?
@@ -180,11 +180,11 @@ main() {
         "$python" -m venv "$VENV" >>"$LOG" 2>&1 || fail "could not make $VENV; see $LOG"
     fi
 
-    # what installs comes first: uv, and setuptools, which builds the packages that come as source
+    # first the installers: uv, and setuptools, which builds source packages
     install --no-deps "$(pinned setuptools)" "$(pinned uv)"
     install_torch
     step "$(cat "${LOCKS[@]}" | grep -c '==') pinned packages (about 4 GB)"
-    # to compile everything takes a third of the set-up; Python compiles what is imported when it first is
+    # compiling everything takes a third of the set-up; Python compiles modules at their first import
     install --no-deps --no-compile --no-build-isolation -r "${LOCKS[0]}" -r "${LOCKS[1]}"
     if is_cuda_build; then
         step "the CUDA libraries of this torch: several GB; TORCH_INDEX_URL can name an index with CPU builds"
@@ -194,8 +194,8 @@ main() {
     fi
     step "roll_opd itself"
     install --no-deps --no-build-isolation -e .
-    step "trying the imports"
-    unset PYTHONDONTWRITEBYTECODE  # set in many images, and then every process of every run would compile anew
+    step "checking the imports"
+    unset PYTHONDONTWRITEBYTECODE  # set in many images: every process of every run would compile all modules
     check_imports || { tail -n 15 "$LOG" >&2; fail "the installed packages cannot be imported together; see $LOG"; }
 
     rm -f "$UNFINISHED"

@@ -1,4 +1,4 @@
-"""Reads the output of `pip config list`; prints, as NAME=value lines, what makes uv look where pip would."""
+"""Convert the output of `pip config list` to uv's environment variables for the same indexes (NAME=value lines)."""
 
 import ast
 import sys
@@ -12,7 +12,7 @@ VARIABLES = {
     "cert": "SSL_CERT_FILE",
     "proxy": "ALL_PROXY",
 }
-SECTIONS = ("global", "install", ":env:")  # each overrides those before it
+SECTIONS = ("global", "install", ":env:")  # each overrides the previous ones
 
 
 def uv_settings(lines: list[str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`roll-opd demo DIR`: the demo's configurations, data and models, in a directory of one's own."""
+"""`roll-opd demo DIR`: write the demo's configurations, data and models into a directory."""
 
 import argparse
 import shlex
@@ -11,7 +11,7 @@ from roll_opd.base.paths import REPOSITORY
 
 DEMO = Path("examples/demo")
 PARTS = ("*.yaml", "data/*.jsonl", "models/*/*")
-MODELS = "configs/models/demo_*.yaml"  # the group by which the configurations name the demo's models
+MODELS = "configs/models/demo_*.yaml"  # configuration group of the demo's models
 NEXT = """The demo is in {directory}: a student, a teacher, data, and a configuration for each way of training.
 
     cd {directory}
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the demo and say what can be done with it; return the exit code."""
+    """Write the demo, print the next commands, and return the exit code."""
     directory = Path(arguments.directory).expanduser()
     try:
         if directory.exists() and any(directory.iterdir()):
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def write(directory: Path) -> None:
-    """Write the demo into `directory`, with paths that lead from there and to nothing else. May raise OSError."""
+    """Write the demo into `directory`; all paths in it are relative to it. May raise OSError."""
     sources = {file: file.relative_to(REPOSITORY / DEMO) for part in PARTS for file in (REPOSITORY / DEMO).glob(part)}
     sources |= {file: file.relative_to(REPOSITORY / "configs") for file in REPOSITORY.glob(MODELS)}
     for file, inside in sources.items():

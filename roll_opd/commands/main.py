@@ -1,8 +1,8 @@
-"""The `roll-opd` command: a table of subcommands, each importing what it needs only when called.
+"""The `roll-opd` command: a table of subcommands with lazy imports.
 
-`roll-opd doctor` must run where nothing is installed, so this module needs the standard library alone.
+`roll-opd doctor` must run without any installed package, so this module imports only the standard library.
 
-Exit codes: 0 done, 2 the user's input is wrong (message on stderr, nothing started), 130 interrupted, 1 anything else.
+Exit codes: 0 done, 2 invalid input (message on stderr, nothing started), 130 interrupted, 1 any other failure.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from roll_opd import __version__
 from roll_opd.base.command_line import (
+    DONE,
     FAILED,
     INTERRUPTED,
     SIZES,
@@ -32,7 +33,7 @@ from roll_opd.commands import demo
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: its help, its arguments and what it does (returning the exit code)."""
+    """A subcommand: help, arguments, and a function that returns the exit code."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -53,15 +54,15 @@ def _plan(arguments: argparse.Namespace) -> int:
     from roll_opd.planner.describe import to_json, to_text
 
     try:
-        asked = pipeline_arguments(arguments)
-        said = (lambda text: None) if arguments.json else echo
-        plan = load_plan(*configuration(arguments), **asked, runnable=False, say=said)
+        chosen = pipeline_arguments(arguments)
+        say = (lambda text: None) if arguments.json else echo
+        plan = load_plan(*configuration(arguments), **chosen, runnable=False, say=say)
         plan = replace(plan, warnings=(*plan.warnings, *warnings_here(plan)))
     except ConfigError as error:
         echo(f"roll-opd: {error}", sys.stderr)
         return USER_ERROR
     if uses_user_code(plan) or (plan.workflow and plan.rewards):
-        # imports torch, as the user's own modules may
+        # imports torch, as modules of the user may
         from roll_opd.commands.run import exit_code
         from roll_opd.pipelines.check_user_code import check_user_code
         from roll_opd.pipelines.workflow_rewards import uncalled_rewards
@@ -95,7 +96,7 @@ def _score_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=1.0, help="divides the logits")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
     parser.add_argument("--max-tokens-per-microbatch", type=int, default=8192, metavar="N")
-    of_hosts = "how long the first of several hosts waits for the others"
+    of_hosts = "seconds that host 0 waits for the other hosts"
     parser.add_argument("--host-seconds", type=float, default=600.0, metavar="S", help=of_hosts)
 
 
@@ -107,13 +108,27 @@ def _score(arguments: argparse.Namespace) -> int:
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN_DIR", help="directory of a run, finished or not, or of its experiment")
-    parser.add_argument("--output", metavar="FILE", help="where to write it; otherwise RUN_DIR/report.html")
+    parser.add_argument("--output", metavar="FILE", help="output file (default: RUN_DIR/report.html)")
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from roll_opd.commands.report import report
+    from pathlib import Path
 
-    return report(arguments.run, arguments.output)
+    from roll_opd.base.full_disk import full_disk
+    from roll_opd.report.page import write_report
+    from roll_opd.report.run_files import NoRun
+
+    try:
+        written = write_report(Path(arguments.run), Path(arguments.output) if arguments.output else None)
+    except NoRun as error:
+        print(f"roll-opd: {error}", file=sys.stderr)
+        return USER_ERROR
+    except OSError as error:
+        why = full_disk(error, Path(arguments.output).parent if arguments.output else Path(arguments.run)) or error
+        print(f"roll-opd: cannot write the report: {why}; name another file with --output", file=sys.stderr)
+        return USER_ERROR
+    print(f"{written} ({written.stat().st_size / 1e6:.1f} MB): open it in a browser")
+    return DONE
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -123,14 +138,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 COMMANDS: dict[str, Command] = {
-    "plan": Command("resolve and check a configuration, show it; starts nothing", _plan_arguments, _plan),
+    "plan": Command("resolve, check and show a configuration without starting a run", _plan_arguments, _plan),
     "run": Command("train: plan, check and run a configuration to its end", add_config_arguments, _run),
     "demo": Command(
         "write the demo into a directory: configurations, data, two small models", demo.add_arguments, demo.run
     ),
     "score": Command("token log-probs of a JSONL file with the Megatron engine", _score_arguments, _score),
-    "report": Command("write one HTML file that shows what happened in a run", _report_arguments, _report),
-    "doctor": Command("say what is installed, what will be used and what is broken", lambda parser: None, _doctor),
+    "report": Command("write the report of a run as one HTML file", _report_arguments, _report),
+    "doctor": Command("report installed packages, devices and problems of this machine", lambda parser: None, _doctor),
 }
 
 
@@ -146,7 +161,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; overrides may stand before, between and after the options."""
+    """Parse the command line; overrides may come before, between and after the options."""
     parser = build_parser()
     parsed, rest = parser.parse_known_args(arguments)
     is_override = all(not text.startswith("-") for text in rest)
@@ -168,13 +183,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("roll-opd: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # the reader (head, less) has seen enough; keep Python from complaining about it at exit
+        # the reader (head, less) has closed the pipe; suppress Python's message at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
         print(f"roll-opd: {os_sentence(error)}", file=sys.stderr)
         return USER_ERROR
-    except Exception as error:  # a user meets a sentence, whatever it is
+    except Exception as error:  # users get a sentence instead of a traceback
         lack = lacking(needs_packages=True) if isinstance(error, ModuleNotFoundError) else ""
         if lack:
             print(f"roll-opd: {sys.executable} {lack}; {REMEDY}", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""Runs in a process of their own: one that starts the command, and again where it has failed, and outlives it.
+"""Supervisor of a run: start the command in a separate process, and restart it after a failure.
 
-Every attempt is a process of its own, the same command with the checkpoint to go on from as one more word, so that
-nothing of a failed one is left: no Ray, no half-moved weights. Whatever ends it, SIGKILL included, this process sees.
+Every attempt is a new process with the same command and the checkpoint to resume from, so that no state of a failed
+one is left (Ray, partly transferred weights). The supervisor notices every end of an attempt, SIGKILL included.
 """
 
 import os
@@ -19,39 +19,39 @@ from roll_opd.cluster.multihost.hosts import RUN
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.pipelines.checkpoints import complete
 
-LEFT = "ROLL_OPD_RESTARTS_LEFT"  # in the environment of an attempt
-_LEFT = os.environ.pop(LEFT, None)  # a run that an attempt starts, in a workflow say, is not one of its attempts
-OF_SIGNALS = {-signal.SIGTERM: TERMINATED, -signal.SIGINT: INTERRUPTED}  # of an attempt that had not begun to listen
+LEFT = "ROLL_OPD_RESTARTS_LEFT"  # environment variable of an attempt
+_LEFT = os.environ.pop(LEFT, None)  # popped: a run started by an attempt (in a workflow) is not an attempt
+OF_SIGNALS = {-signal.SIGTERM: TERMINATED, -signal.SIGINT: INTERRUPTED}  # of an attempt without signal handlers yet
 
 
 def is_attempt() -> bool:
-    """Whether this process is one of those that `restarted` starts."""
+    """Return whether `restarted` started this process."""
     return _LEFT is not None
 
 
 def restarts_left() -> int:
-    """Return how often the run may be started again after this attempt."""
+    """Return the number of restarts left after this attempt."""
     return int(_LEFT or "0")
 
 
 def restarted(restarts: int) -> int:
-    """Run this process's command in another one, and at most `restarts` times again where that fails.
+    """Run this process's command in a new process with up to `restarts` restarts; return the last exit code.
 
-    Each goes on from the last checkpoint that the run has written, and begins afresh where there is none yet. Return
-    the exit code of the last. What cannot work is not tried again, and a run that was asked to end has ended.
+    An attempt resumes from the last checkpoint of the run, or starts from the beginning without one. User errors and
+    requested ends (SIGTERM, SIGINT) are not restarted.
     """
     with tempfile.TemporaryDirectory(prefix="roll_opd-") as scratch, guarded() as reaper:
         reaper.remove_at_the_end(Path(scratch))
         attempts = _Attempts(Path(scratch, "run_directory"))
         for left in reversed(range(restarts + 1)):
             code = attempts.run(left)
-            if code not in (FAILED, -signal.SIGKILL, *_CRASHES) or attempts.asked:
+            if code not in (FAILED, -signal.SIGKILL, *_CRASHES) or attempts.end_requested:
                 return OF_SIGNALS.get(code, code if code >= 0 else FAILED)
             how = f"was ended by signal {-code}" if code < 0 else "has failed"
             if left:
-                how += f"; it goes on by itself, restart {restarts - left + 1} of max_restarts {restarts}"
+                how += f"; restarting ({restarts - left + 1} of max_restarts {restarts})"
             elif restarts:
-                how += f"; max_restarts {restarts} are used up"
+                how += f"; all {restarts} restarts (max_restarts) are used"
             if restarts or code < 0:
                 echo(f"roll-opd: the run {how}", sys.stderr)
         return FAILED
@@ -61,34 +61,36 @@ _CRASHES = tuple(-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.S
 
 
 class _Attempts:
-    def __init__(self, told: Path) -> None:
-        self._told, self._outer = told, os.environ.get(RUN_DIRECTORY_FILE)
+    """Attempts of one run; signals are passed on to the current one."""
+
+    def __init__(self, announced: Path) -> None:
+        self._announced, self._outer = announced, os.environ.get(RUN_DIRECTORY_FILE)
         self._run = uuid.uuid4().hex
-        self.asked = False  # to end
+        self.end_requested = False
         self._process: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._pass_on)
 
     def run(self, left: int) -> int:
-        """Run the command once, with so many restarts `left` after it; return its exit code, -n for signal n."""
-        environment = os.environ | {RUN_DIRECTORY_FILE: str(self._told), LEFT: str(left), RUN: self._run}
+        """Run the command once, with `left` restarts after it; return its exit code, -n for signal n."""
+        environment = os.environ | {RUN_DIRECTORY_FILE: str(self._announced), LEFT: str(left), RUN: self._run}
         self._process = subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:], *self._resumed()],
             env=environment,
-            start_new_session=True,  # a signal from the terminal reaches it through this process, once
+            start_new_session=True,  # signals of the terminal reach it only through this process
         )
-        if self.asked:
+        if self.end_requested:
             self._process.terminate()
         code = self._process.wait()
-        if self._outer and self._told.exists():
-            Path(self._outer).write_text(self._told.read_text(encoding="utf-8"), encoding="utf-8")
+        if self._outer and self._announced.exists():
+            Path(self._outer).write_text(self._announced.read_text(encoding="utf-8"), encoding="utf-8")
         return code
 
     def _resumed(self) -> list[str]:
-        """Return what an attempt that follows on another is told: where to go on from."""
-        if not self._told.exists():
+        """Return the override that makes an attempt resume from the last checkpoint; [] without one."""
+        if not self._announced.exists():
             return []
-        directory = self._told.read_text(encoding="utf-8")
+        directory = self._announced.read_text(encoding="utf-8")
         if not complete(Path(directory)):
             return []
         from hydra.core.override_parser.types import Quote, QuotedString
@@ -96,6 +98,6 @@ class _Attempts:
         return [f"resume_from_checkpoint={QuotedString(directory, Quote.single).with_quotes()}"]
 
     def _pass_on(self, number: int, _: FrameType | None) -> None:
-        self.asked = True
+        self.end_requested = True
         if self._process and self._process.poll() is None:
             self._process.send_signal(number)

@@ -1,9 +1,8 @@
-"""From a command line to a run: plan, check, start, and end with an exit code that says what happened.
+"""`roll-opd run`: plan, check and run a configuration, and return an exit code.
 
-0 done; 2 what the user gave cannot work (message on stderr, nothing started); 1 anything else; 130 interrupted;
-143 ended by SIGTERM.
-`roll-opd run`, the launchers in `examples/` and `python -m roll_opd.commands.run` are this module. Launched on
-several hosts, it runs the driver on the first of them; the others serve it, and end with its exit code.
+Exit codes: 0 done; 2 invalid input (message on stderr, nothing started); 1 any other failure; 130 interrupted; 143
+ended by SIGTERM. The launchers in `examples/` and `python -m roll_opd.commands.run` use this module too. Launched on
+several hosts, it runs the driver on host 0; the other hosts run its workers and end with its exit code.
 """
 
 import argparse
@@ -54,7 +53,7 @@ from roll_opd.workflows.workflow_experience import WorkflowError
 if TYPE_CHECKING:  # imports Ray
     from roll_opd.pipelines.backend import Backend
 
-# what the user can put right
+# errors that the user can correct
 REFUSALS = (
     AlgorithmError,
     CheckpointError,
@@ -75,17 +74,17 @@ def main(
     arguments: Sequence[str] | None = None,
     backend: "Backend | None" = None,
 ) -> int:
-    """Run what the command line asks for and return the exit code; `pure` and `pipeline` are those of `load_plan`.
+    """Run the command line and return the exit code; `pure` and `pipeline` are passed to `load_plan`.
 
-    Where both are None, the first word may name the pipeline, as in `roll-opd run`. `backend` has the run's processes;
+    If both are None, the first argument may name the pipeline, as in `roll-opd run`. `backend` has the run's processes;
     None starts them.
     """
     parser = argparse.ArgumentParser(description=description)
     is_open = pure is None and pipeline is None
     add_config_arguments(parser, takes_pipeline=is_open)
     parsed = parser.parse_intermixed_args(arguments)
-    asked = pipeline_arguments(parsed) if is_open else {"pure": pure, "pipeline": pipeline}
-    return launch(parsed, **asked, backend=backend)
+    chosen = pipeline_arguments(parsed) if is_open else {"pure": pure, "pipeline": pipeline}
+    return launch(parsed, **chosen, backend=backend)
 
 
 def launch(
@@ -98,14 +97,14 @@ def launch(
     """Run the configuration that `add_config_arguments` parsed and return the exit code."""
     safe_output()
     use_cache_of_compilers(os.environ)
-    if RUN_DIRECTORY_FILE in os.environ:  # a script or a notebook waits for this run, and takes it along when killed
+    if RUN_DIRECTORY_FILE in os.environ:  # started by a script or notebook: end with it
         die_with_parent()
     try:
         host = launched(os.environ)
     except LaunchError as error:
         return exit_code(error)
     if host is None:
-        forget(os.environ)  # of a torchrun on one host: libraries would take it for theirs
+        forget(os.environ)  # variables of torchrun on one host, which libraries would read
     elif host.rank:
         forget(os.environ)
         return serve(host, lambda text: echo(text, sys.stderr))
@@ -115,7 +114,7 @@ def launch(
         return done
     code = restarted(done.max_restarts)
     if host and code and done.max_restarts:
-        dismiss(host, code)  # where they await another attempt
+        dismiss(host, code)  # they wait for another attempt
     return code
 
 
@@ -126,10 +125,11 @@ def _launch(
     host: LaunchedHost | None,
     backend: "Backend | None",
 ) -> int | RunPlan:
-    """Return the exit code, or the plan where the command is to run in a process of its own: it may be started again,
-    or torchrun would signal all that has started, Ray's processes with the driver.
+    """Return the exit code, or the plan if the command must run in a separate process.
+
+    It must if it may be restarted, and under torchrun, which would signal Ray's processes together with the driver.
     """
-    is_here = host is None or is_attempt()  # else what this process imports is imported for nothing
+    is_here = host is None or is_attempt()  # otherwise imports of this process would be wasted
     with fork_server() if is_here and backend is None else nullcontext(ForkServer()) as server:
         try:
             plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline, say=echo)
@@ -147,14 +147,14 @@ def _launch(
             hosts = Hosts(host, again=plan.host_seconds if restarts_left() else 0.0)
         except LaunchError as error:
             return exit_code(error)
-        signal.signal(signal.SIGTERM, _terminated)  # until the run takes it over
+        signal.signal(signal.SIGTERM, _terminated)  # until the run sets its handler
         code = FAILED
         try:
             code = _served(plan, server, hosts, backend)
         except Terminated as error:  # between the run and its end
             code = exit_code(error)
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):  # of the other hosts: the end is under way
+            for number in (signal.SIGTERM, signal.SIGINT):  # sent by other hosts: the run is ending already
                 signal.signal(number, signal.SIG_IGN)
             hosts.end(code, again=code == FAILED and restarts_left() > 0)
         return code
@@ -178,11 +178,11 @@ def _served(plan: RunPlan, server: ForkServer, hosts: Hosts | None, backend: "Ba
 
 
 def _terminated(*_: object) -> None:
-    raise Terminated("ended by SIGTERM before the run began")
+    raise Terminated("ended by SIGTERM before the start of the run")
 
 
 def _check_number(plan: RunPlan, host: LaunchedHost | None) -> None:
-    """LaunchError where the run was launched on another number of hosts than it has nodes."""
+    """Raise `LaunchError` if the number of launched hosts is not `num_nodes`."""
     size = host.size if host else 1
     if os.environ.get("RAY_ADDRESS") or plan.num_nodes == size:
         return
@@ -198,13 +198,13 @@ def _check_number(plan: RunPlan, host: LaunchedHost | None) -> None:
 
 def _run(plan: RunPlan, hosts: Hosts | None, backend: "Backend | None") -> int:
     try:
-        # imports torch: a wrong configuration is refused without waiting for that
+        # imports torch: a wrong configuration is rejected before
         from roll_opd.pipelines.preflight import preflight
 
         inputs = preflight(plan)
         if inputs.resumed and inputs.resumed.step >= plan.max_steps:
             done, path = inputs.resumed.step, inputs.resumed.path
-            echo(f"{path} is after step {done} of {plan.max_steps}: nothing is left to do")
+            echo(f"{path} is after step {done} of {plan.max_steps}: the run is complete")
             write_run_directory(inputs.resumed.run)
             return DONE
     except (Exception, KeyboardInterrupt) as error:
@@ -221,9 +221,9 @@ def _run(plan: RunPlan, hosts: Hosts | None, backend: "Backend | None") -> int:
 def exit_code(
     error: BaseException, refusals: tuple[type[Exception], ...] = REFUSALS, *, is_started: bool = True
 ) -> int:
-    """Tell the user what has ended the run, and return the exit code; `refusals` are what the user can put right.
+    """Print the reason of a run's end and return the exit code; `refusals` are errors that the user can correct.
 
-    A traceback is shown of a run alone: before one `is_started`, every error is a sentence.
+    A traceback is printed only for a started run; before `is_started`, every error is printed as a sentence.
     """
     if isinstance(error, Terminated):
         return _ended(str(error), TERMINATED)

