@@ -110,7 +110,7 @@ def test_the_whole_loop_has_a_configuration_for_one_gpu(loop, tmp_path: Path) ->
 
     settings = [*ONLY_STEPS, f"output_dir={tmp_path}", "max_steps=6", *LARGER, "teacher_preflight=false"]
     plan = load_plan("demo", "onpolicy_distill", [*settings, *loop.SETTINGS], pure=True)
-    roles = [plan.student, plan.teachers[0].worker, plan.rollout]
+    roles = [plan.student, plan.teachers[0].source, plan.rollout]
     assert {role.devices for role in roles} == {(0,)} and {role.model.dtype for role in roles} == {"bf16"}
     assert plan.student.mini_batch_sequences == plan.sequences_per_step == 256
     assert plan.rollout.engine_args["max_num_seqs"] == 256

@@ -284,8 +284,7 @@ class RunPlan(RunKeys, RolloutKeys):
         """
         if self.is_base(role):
             return self.student
-        frozen = [*(teacher.worker for teacher in self.teachers), *([self.reference] if self.reference else [])]
-        return next((other for other in frozen if replace(other, name=role.name) == role), role)
+        return next((other for other in self.frozen_roles() if replace(other, name=role.name) == role), role)
 
     def is_base(self, role: MegatronPlan) -> bool:
         """Whether a frozen role is a LoRA student without its adapter."""
@@ -294,9 +293,13 @@ class RunPlan(RunKeys, RolloutKeys):
         at_hand = set(role.devices) <= set(student.devices) and not isinstance(role, TrainPlan | FollowingPlan)
         return student.lora is not None and same and at_hand
 
+    def frozen_roles(self) -> list[MegatronPlan]:
+        """Return the Megatron roles of teachers and reference policy, in this order."""
+        return [role for role in (*(teacher.role for teacher in self.teachers), self.reference) if role]
+
     def megatron_roles(self) -> dict[str, MegatronPlan]:
         """Return every Megatron role by name, the student first."""
-        roles = (self.student, *(t.worker for t in self.teachers), self.critic, self.reference)
+        roles = (self.student, *(teacher.role for teacher in self.teachers), self.critic, self.reference)
         return {role.name: role for role in roles if role}
 
     def inference_roles(self) -> dict[str, RolloutPlan]:

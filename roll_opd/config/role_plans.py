@@ -72,6 +72,11 @@ class MegatronPlan:
     env: FrozenDict = field(default_factory=FrozenDict)  # environment of the worker processes
     vocab_size: int | None = None  # token ids that its log-probs are normalised over; None: all that it has
 
+    @property
+    def location(self) -> str:
+        """Directory of the model."""
+        return self.model.path
+
 
 @dataclass(frozen=True)
 class OptimizerPlan(OptimizerKeys):
@@ -131,18 +136,38 @@ class ContextPlan(ContextKeys):
     tags: tuple[str, ...] | None = None  # None: every tag
 
 
+# Plan of the source of a teacher's log-probs, with `name` and `location`: a union as soon as there is a second kind.
+# Readers use `TeacherPlan.role`, `RunPlan.megatron_roles()` or a check of the type.
+TeacherSource = MegatronPlan
+
+
 @dataclass(frozen=True)
 class TeacherPlan:
-    """A teacher, its weight, what it reads and whose samples it computes log-probs of."""
+    """A teacher: the source of its log-probs, its coefficient, its prompt, and the tags of its samples."""
 
     name: str
-    worker: MegatronPlan
+    source: TeacherSource
     opd_kl_coef: float
     tags: tuple[str, ...] | None = None  # None: every tag
     context: ContextPlan | None = None  # None: it reads what the student reads
 
     def accepts(self, tag: str) -> bool:
         return self.tags is None or tag in self.tags
+
+    @property
+    def role(self) -> MegatronPlan | None:
+        """The Megatron role that computes the log-probs; None for a source of another kind."""
+        return self.source if isinstance(self.source, MegatronPlan) else None
+
+    @property
+    def following(self) -> FollowingPlan | None:
+        """The role, if its weights follow the student's."""
+        return self.source if isinstance(self.source, FollowingPlan) else None
+
+    @property
+    def model(self) -> ModelPlan | None:
+        """The model directory, from which vLLM can sample the teacher's own answers; None without one."""
+        return self.role.model if self.role else None
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def estimate_memory(plan: RunPlan, models: Mapping[str, ModelInfo], longest: int
     """
     found: dict[str, tuple[Parts, ...]] = {}
     response = plan.rollout.sampling.max_new_tokens if plan.rollout else 0
-    longer = {t.worker.name: t.context.prompt_length + response for t in plan.teachers if t.context}
+    longer = {t.source.name: t.context.prompt_length + response for t in plan.teachers if t.context}
     for name, role in plan.megatron_roles().items():
         if plan.is_base(role):
             continue  # served by the student's processes and weights
@@ -178,8 +178,9 @@ def estimate_memory(plan: RunPlan, models: Mapping[str, ModelInfo], longest: int
     if plan.objective.opd_objective == "full":
         vocabulary = models[plan.student.name].vocab // plan.student.layout.tp
         found[plan.student.name][-1]["teacher_heads"] = sum(
-            models[teacher.worker.name].hidden * vocabulary * BYTES[teacher.worker.model.dtype]
-            for teacher in plan.teachers
+            models[role.name].hidden * vocabulary * BYTES[role.model.dtype]
+            for role in (teacher.role for teacher in plan.teachers)
+            if role
         )
     return found
 

@@ -16,7 +16,7 @@ from roll_opd.base.failures import ConfigError
 from roll_opd.base.optional_torch_packages import broken_companions, hide
 from roll_opd.base.terminal import echo, warn
 from roll_opd.cluster.forkserver import forkserver_start
-from roll_opd.config.plan import DataPlan, FollowingPlan, LoraPlan, RunPlan, TrainPlan
+from roll_opd.config.plan import DataPlan, LoraPlan, RunPlan, TrainPlan
 from roll_opd.data.data_checks import check_coverage, overlap_warning, unused_warnings
 from roll_opd.data.dataset import Prompt, PromptSet, open_prompts
 from roll_opd.data.environment_tasks import EnvironmentSource, held_out_tasks, rules_of
@@ -184,12 +184,12 @@ def checkpoint_problems(plan: RunPlan, checkpoint: Checkpoint) -> list[str]:
     elif plan.critic:
         problems += _shape_problems(plan.critic, checkpoint.path / CRITIC / "hf", checkpoint)
     for teacher in plan.teachers:
-        worker = teacher.worker
-        if not isinstance(worker, FollowingPlan) or worker.is_live or plan.serving(worker) is not worker:
+        role = teacher.following
+        if role is None or role.is_live or plan.serving(role) is not role:
             continue
-        if not (checkpoint.path / FOLLOWERS / worker.name).is_dir():
+        if not (checkpoint.path / FOLLOWERS / role.name).is_dir():
             problems.append(
-                f"resume_from_checkpoint: {checkpoint.path} holds no weights of {worker.name}, which follows the"
+                f"resume_from_checkpoint: {checkpoint.path} holds no weights of {role.name}, which follows the"
                 " student; give a checkpoint of a run in which it did, or start afresh with"
                 " resume_from_checkpoint: false"
             )

@@ -1,6 +1,6 @@
 """Advice for the alarms: keys of the configuration that have an effect in this run."""
 
-from roll_opd.config.plan import FollowingPlan, RunPlan
+from roll_opd.config.plan import RunPlan
 from roll_opd.tracking.divergence_alarm import Remedies
 
 LENGTH_PENALTY = "length_penalty"
@@ -13,7 +13,7 @@ def remedies(plan: RunPlan) -> Remedies:
 
 def _slower(plan: RunPlan) -> list[str]:
     found = []
-    if any(isinstance(teacher.worker, FollowingPlan) for teacher in plan.teachers):
+    if any(teacher.following for teacher in plan.teachers):
         found.append(
             "a teacher that changes less (follows_student.decay nearer to 1, a larger follows_student.every,"
             " or a frozen teacher)"

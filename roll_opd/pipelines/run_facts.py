@@ -30,7 +30,7 @@ def run_facts(plan: RunPlan, history: History) -> dict[str, Any]:
         "title": plan.title,
         "models": {
             "student": plan.student.model.path,
-            **{_of(teacher.name): teacher.worker.model.path for teacher in plan.teachers},
+            **{_of(teacher.name): teacher.source.location for teacher in plan.teachers},
             **({"reference": plan.reference.model.path} if plan.reference else {}),
         },
         "machine": {

@@ -104,7 +104,7 @@ class RunLogger:
         if not self._plan.rollout:
             return None
         student = self._plan.student.model
-        is_itself = any(teacher.worker.model.path == student.path for teacher in self._plan.teachers)
+        is_itself = any(teacher.source.location == student.path for teacher in self._plan.teachers)
         alarm = DivergenceAlarm(is_itself=is_itself, remedies=remedies(self._plan))
         for row in earlier:
             if row["step"]:

@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_opd.config.plan import MegatronPlan, RunPlan
+from roll_opd.config.plan import RunPlan, TeacherPlan
 from roll_opd.config.schema import CriticKeys, keys_of
 from roll_opd.models.model_info import fingerprint
 from roll_opd.planner.device_mapping import short_devices
@@ -175,7 +175,7 @@ def _walk(value: Any, key: str, env: Mapping[str, Any] | None = None) -> Iterato
             elif field.name == "env" and not isinstance(value, RunPlan):
                 inside = {name: text for name, text in inside.items() if (env or {}).get(name) != text}
             # plans of teachers and judges belong to the section of their role
-            flat = field.name in ("worker", "engine", "context") and is_dataclass(inside)
+            flat = field.name in ("source", "engine", "context") and is_dataclass(inside)
             yield from _walk(inside, key if flat else f"{key}.{field.name}".lstrip("."), env)
     elif isinstance(value, Mapping):
         for name, item in value.items():
@@ -188,9 +188,8 @@ def _walk(value: Any, key: str, env: Mapping[str, Any] | None = None) -> Iterato
 
 
 def _of_entry(key: str, item: Any, number: int) -> str:
-    worker = getattr(item, "worker", None)
-    if isinstance(worker, MegatronPlan):
-        return worker.name  # a teacher's section
+    if isinstance(item, TeacherPlan):
+        return item.source.name
     return f"{key}.{getattr(item, 'domain', None) or getattr(item, 'name', None) or number}"
 
 

@@ -56,7 +56,7 @@ async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
     own = {worker.name: _frozen(plan, worker, placement, turns) for worker in _served(plan)}
     groups: dict[str, FrozenGroup] = {**own, plan.student.name: WithoutAdapter(student.group)}
     teachers = tuple(
-        Teacher(t.worker.name, groups[plan.serving(t.worker).name], _vocab_size(t.worker), t) for t in plan.teachers
+        Teacher(t.source.name, groups[plan.serving(t.source).name], _vocab_size(t.source), t) for t in plan.teachers
     )
     reference = None
     if plan.reference:
@@ -116,7 +116,7 @@ async def teacher_as_student(
     Yields its engines, on the student's inference devices, and the run's workflow with it as the model. On CPUs, where
     an engine's start costs more than the answers do, there are no more engines than `requests` occupy.
     """
-    assert plan.rollout is not None
+    assert plan.rollout is not None and teacher.model is not None
     engines = plan.rollout.engines
     if not (placement.on_gpu or plan.workflow):
         at_once = plan.rollout.engine_args.get("max_num_seqs") or REQUESTS_OF_AN_ENGINE
@@ -124,7 +124,7 @@ async def teacher_as_student(
     rollout = replace(
         plan.rollout,
         name=teacher.name,
-        model=teacher.worker.model,
+        model=teacher.model,
         devices=plan.rollout.devices[: engines * plan.rollout.tp],
         engines=engines,
     )
@@ -207,12 +207,12 @@ def chunk_samples(plan: RunPlan) -> int:
     """
     assert plan.rollout is not None
     half = -(-plan.sequences_per_step // (2 * plan.rollout.engines))
-    if not plan.teachers:
+    role = next((teacher.role for teacher in plan.teachers if teacher.role), None)
+    if role is None:
         return half
-    worker = plan.teachers[0].worker
-    limits = worker.forward_limits
+    limits = role.forward_limits
     by_tokens = limits.tokens // plan.rollout.max_model_len if limits.tokens else half
-    return max(1, min(half, min(limits.sequences or by_tokens, by_tokens) * worker.layout.dp))
+    return max(1, min(half, min(limits.sequences or by_tokens, by_tokens) * role.layout.dp))
 
 
 def starts_beside_measurement(plan: RunPlan, placement: Placement) -> bool:
@@ -223,15 +223,14 @@ def starts_beside_measurement(plan: RunPlan, placement: Placement) -> bool:
     assert plan.rollout is not None
     alone = plan.deterministic or placement.on_gpu or _members(plan, placement)
     twice = plan.workflow or "kv_cache_memory_bytes" in plan.rollout.engine_args
-    parameters = [read_model(Path(teacher.worker.model.path)).parameters for teacher in plan.teachers]
+    parameters = [read_model(Path(t.model.path)).parameters for t in plan.teachers if t.model]
     return not alone and not twice and max(parameters, default=0) <= SMALL
 
 
 def reads_beside_generation(plan: RunPlan, turns: DeviceScheduler) -> bool:
     """Whether teachers and reference policy can read samples while others are still being written."""
     assert plan.rollout is not None
-    workers = [*(teacher.worker for teacher in plan.teachers), *([plan.reference] if plan.reference else [])]
-    readers = {plan.serving(worker).name for worker in workers}
+    readers = {plan.serving(role).name for role in plan.frozen_roles()}
     if plan.objective.opd_topk_source == "student" and plan.objective.opd_objective == "topk":
         readers.add(plan.student.name)
     return not any(turns.share(reader, plan.rollout.name) for reader in readers)
@@ -258,8 +257,7 @@ def _frozen(plan: RunPlan, worker: MegatronPlan, placement: Placement, turns: De
 
 def _served(plan: RunPlan) -> list[MegatronPlan]:
     """Return the frozen roles that have processes of their own."""
-    workers = [*(teacher.worker for teacher in plan.teachers), *([plan.reference] if plan.reference else [])]
-    return [worker for worker in workers if plan.serving(worker) is worker]
+    return [role for role in plan.frozen_roles() if plan.serving(role) is role]
 
 
 def _setups(plan: RunPlan, placement: Placement, *groups: WorkerGroup) -> list[Coroutine[Any, Any, Any]]:

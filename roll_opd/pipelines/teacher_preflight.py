@@ -67,7 +67,7 @@ class TeacherPreflight:
                 )
 
     async def _check(self, teacher: Teacher, chosen: Sequence[Experience], temperature: float) -> list[Check]:
-        own, theirs = (Path(plan.model.path) for plan in (self._student.plan, teacher.plan.worker))
+        own, theirs = (Path(plan.model.path) for plan in (self._student.plan, teacher.plan.source))
         models = [read_model(path) for path in (own, theirs)]
         sizes = [model.vocab for model in models]
         shared = min(sizes)
@@ -105,7 +105,7 @@ class TeacherPreflight:
             in_run=np.concatenate([_in_run(e, teacher.plan.name, first) for e in texts]),
             **_kinds(texts, added_ids(own), first),
         ).without(_observed(texts, first))
-        exact = teacher.plan.worker.model.dtype == "fp32"
+        exact = teacher.plan.source.model.dtype == "fp32"
         settings = Settings(temperature, exact, shared, reads_more=teacher.plan.context is not None)
         rows = [_size_of(*models), *checks(readings, settings)]
         reaches = [

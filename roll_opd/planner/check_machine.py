@@ -73,7 +73,7 @@ def _engine_problems(plan: RunPlan, engine: RolloutPlan) -> list[str]:
         )
     paths = {engine.name: engine.model.path}
     if engine is plan.rollout and plan.validation and plan.validation.measure_teacher:
-        paths |= {teacher.name: teacher.worker.model.path for teacher in plan.teachers}  # in the student's place
+        paths |= {teacher.name: teacher.model.path for teacher in plan.teachers if teacher.model}
     sentences = {_heads(name, path) for name, path in reversed(paths.items())}
     return [*problems, *sorted(filter(None, sentences))]
 

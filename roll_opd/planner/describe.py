@@ -75,7 +75,7 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
 
 def _roles(plan: RunPlan) -> dict[str, dict[str, Any]]:
     roles: dict[str, dict[str, Any]] = {}
-    teachers = {teacher.worker.name: teacher for teacher in plan.teachers}
+    teachers = {teacher.source.name: teacher for teacher in plan.teachers}
     for name, role in plan.roles().items():
         megatron = "megatron_train" if isinstance(role, TrainPlan) else "megatron_infer"
         teacher = teachers.get(name)
@@ -264,10 +264,10 @@ def _frozen_lines(plan: RunPlan) -> list[str]:
             texts = {name: getattr(context, name) for name in keys_of(ContextKeys)}
             read = ", ".join(f"{name} {text!r}" for name, text in texts.items() if text is not None)
             lines.append(f"  {teacher.name} reads {read}; at most {context.prompt_length} tokens before a response")
-        if isinstance(teacher.worker, FollowingPlan):
-            lines.append(f"  {teacher.name} is the student, {_age(teacher.worker)}")
-    frozen = [*(teacher.worker for teacher in plan.teachers), *([plan.reference] if plan.reference else [])]
-    return lines + [f"  {role.name} is the student without its adapter" for role in frozen if plan.is_base(role)]
+        if teacher.following:
+            lines.append(f"  {teacher.name} is the student, {_age(teacher.following)}")
+    bases = [role for role in plan.frozen_roles() if plan.is_base(role)]
+    return lines + [f"  {role.name} is the student without its adapter" for role in bases]
 
 
 def _age(worker: FollowingPlan) -> str:

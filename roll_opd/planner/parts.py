@@ -93,12 +93,12 @@ def train_plan(role: Role, top: Run, mini_batch: int, total: int, answers: int =
 
 def teacher_plan(name: str, role: Role, top: Top, student: Role, response: int) -> TeacherPlan:
     """Return a teacher of `student` with its own coefficient, else the top-level one."""
-    own, worker = role.worker.opd_kl_coef, megatron_plan(role, top, student)
+    own, source = role.worker.opd_kl_coef, megatron_plan(role, top, student)
     if isinstance(role.worker, TeacherWorker) and (follow := role.worker.follows_student):
-        worker = FollowingPlan(**vars(worker), **shared(FollowKeys, follow))
+        source = FollowingPlan(**vars(source), **shared(FollowKeys, follow))
     return TeacherPlan(
         name=name,
-        worker=worker,
+        source=source,
         context=context_of(name, role, top, response),
         opd_kl_coef=top.opd_kl_coef if own is None else own,
         tags=role.worker.tag_included or None,

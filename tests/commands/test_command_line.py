@@ -159,7 +159,7 @@ def test_the_demo_leads_to_nothing_outside(tmp_path: Path, monkeypatch: pytest.M
         for directory, place in ((".", there), (there.name, tmp_path)):
             monkeypatch.chdir(place)
             plan = load_plan(directory, name)
-            models = [plan.student.model.path, *(teacher.worker.model.path for teacher in plan.teachers)]
+            models = [plan.student.model.path, *(teacher.source.model.path for teacher in plan.teachers)]
             assert plan.validation is not None
             files = [*plan.data.files, *plan.validation.data.files]
             assert all(Path(path).is_relative_to(there) for path in (*models, *files))

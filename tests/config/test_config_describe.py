@@ -130,11 +130,11 @@ def test_demo_example_plans_cleanly() -> None:
     assert run.sequences_per_step == 256
     assert run.student.mini_batch_sequences == 256
     assert run.rollout is not None
-    assert run.student.layout.dp == run.teachers[0].worker.layout.dp == run.rollout.engines == 2  # copies on both slots
+    assert run.student.layout.dp == run.teachers[0].source.layout.dp == run.rollout.engines == 2  # copies on both slots
     assert run.validation is not None
     assert run.validation.measure_teacher
     spread = "parallel@teacher.strategy_args.strategy_config=tp2"  # as the file says
-    assert load_plan("demo", "onpolicy_distill", [spread], pure=True).teachers[0].worker.layout.tp == 2
+    assert load_plan("demo", "onpolicy_distill", [spread], pure=True).teachers[0].source.layout.tp == 2
 
 
 def test_gsm8k_example_plans_cleanly(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ UNWRITTEN["student_train.training_args.gradient_accumulation_steps"] = 1  # one 
 
 def devices(run: RunPlan) -> list[tuple[int, ...]]:
     assert run.rollout is not None
-    return [run.student.devices, run.rollout.devices, run.teachers[0].worker.devices]
+    return [run.student.devices, run.rollout.devices, run.teachers[0].source.devices]
 
 
 @pytest.mark.parametrize("nodes, per_node", [(1, 2), (1, 4), (2, 2)])
@@ -70,7 +70,7 @@ def test_teachers_with_the_same_weights_are_loaded_once(plan: Plan, values: dict
     assert device_memory(plan()) == once
     values["teacher"]["coarse"] = {**single, "model_args": {**single["model_args"], "dtype": "bf16"}}
     run = plan()
-    serving = {teacher.name: run.serving(teacher.worker).name.removeprefix("teacher.") for teacher in run.teachers}
+    serving = {teacher.name: run.serving(teacher.source).name.removeprefix("teacher.") for teacher in run.teachers}
     assert serving == {"general": "general", "special": "general", "coarse": "coarse"}
     assert run.serving(run.student) is run.student
     assert sum(device_memory(run).values()) > sum(once.values())

@@ -33,7 +33,7 @@ def test_every_key_reaches_the_plan(plan: Plan, root: Path) -> None:
     for key, value in keys.items():
         assert getattr(run.objective, key) == value
     assert run.objective.opd_vocab_size == 8
-    assert run.teachers[0].worker.vocab_size == 8
+    assert run.teachers[0].source.vocab_size == 8
     assert run.advantage_teachers == ()
     assert "opd_jsd_beta" in run.warnings[0]  # of a divergence that is not the chosen one
     assert "1 * skewed_forward_kl(teacher) (alpha 0.2), over the student's 5 most likely tokens" in to_text(run)

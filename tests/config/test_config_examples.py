@@ -29,13 +29,13 @@ def test_single_teacher_example(root: Path) -> None:
     run = _plan(root, DISTILL, "onpolicy_distill_config", pure=True)
     assert (run.mode, run.num_nodes, run.sequences_per_step) == ("pure", 2, 256)
     assert run.student.layout == Layout(tp=2, dp=4, sequence_parallel=True)
-    assert run.teachers[0].worker.layout == Layout(tp=4, dp=2)
+    assert run.teachers[0].source.layout == Layout(tp=4, dp=2)
     assert not run.objective.recompute_old_logprobs
 
 
 def test_multi_teacher_example(root: Path) -> None:
     run = _plan(root, DISTILL, "onpolicy_distill_multi_teacher_config", pure=True)
-    assert [(t.name, t.opd_kl_coef, t.tags, t.worker.layout) for t in run.teachers] == [
+    assert [(t.name, t.opd_kl_coef, t.tags, t.source.layout) for t in run.teachers] == [
         ("teacher_32B", 1.0, ("math_dapo",), Layout(tp=2, pp=4)),
         ("teacher_14B", 0.5, ("math_short",), Layout(tp=2, dp=4)),
     ]

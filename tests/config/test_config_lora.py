@@ -124,12 +124,12 @@ def taught_by_base(values: dict[str, Any], devices: str) -> dict[str, Any]:
 def test_the_base_is_the_student_without_its_adapter(plan: Plan, values: dict[str, Any]) -> None:
     """On the student's own devices; elsewhere, or without LoRA, the teacher is loaded."""
     run = plan(taught_by_base(values, values["student_train"]["device_mapping"]))
-    teacher = run.teachers[0].worker
+    teacher = run.teachers[0].source
     assert run.serving(teacher) is run.student and "teacher" not in run.memory
     assert "teacher is the student without its adapter" in to_text(run)
     assert to_json(run)["roles"]["student_train"]["lora"]["rank"] == 8
     whole = plan({f"{STUDENT}.lora_rank": 0})
-    assert whole.serving(whole.teachers[0].worker) is whole.teachers[0].worker
+    assert whole.serving(whole.teachers[0].source) is whole.teachers[0].source
 
 
 def test_only_adapters_have_gradients_and_moments(plan: Plan) -> None:

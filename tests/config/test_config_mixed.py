@@ -101,7 +101,7 @@ def test_reference_and_teacher_coexist_on_their_own_layouts(mixed: dict[str, Any
     assert type(run.reference) is MegatronPlan
     assert (run.reference.name, run.reference.devices, run.reference.layout) == ("reference", (0, 1), Layout(tp=2))
     assert run.reference.model.path == str(root / "student")  # the student before training
-    assert run.teachers[0].worker.devices == (2, 3)
+    assert run.teachers[0].source.devices == (2, 3)
     assert set(run.memory) == {"actor_train", "actor_infer", "teacher", "reference"}
     other = str(write_model(root / "older", seed=7))
     reference = {**REFERENCE, "model_args": {"model_name_or_path": other, "dtype": "fp32"}}

@@ -32,13 +32,13 @@ def test_the_base_configuration_gives_this_plan(plan: Plan, root: Any) -> None:
     assert run.rollout.sampling.n == 2
     assert run.rollout.sampling.max_new_tokens == 48
     teacher = run.teachers[0]
-    assert (teacher.name, teacher.worker.name, teacher.opd_kl_coef, teacher.tags) == (
+    assert (teacher.name, teacher.source.name, teacher.opd_kl_coef, teacher.tags) == (
         "teacher",
         "teacher",
         1.0,
         None,
     )
-    assert teacher.worker.layout == Layout(tp=2)
+    assert teacher.source.layout == Layout(tp=2)
     assert run.objective.adv_estimator == "on_policy_distill"
     assert run.objective.policy_loss == "importance_sampling"
     assert run.objective.dual_clip is None
@@ -87,8 +87,8 @@ def test_nothing_heavy_is_imported(root: Any, values: dict[str, Any]) -> None:
             lambda run: run.student.optimizer.learning_rate,
             1e-6,
         ),
-        ("teacher.device_mapping=list(range(0,4))", lambda run: run.teachers[0].worker.layout.dp, 2),
-        ("teacher.device_mapping=[0,1]", lambda run: run.teachers[0].worker.devices, (0, 1)),
+        ("teacher.device_mapping=list(range(0,4))", lambda run: run.teachers[0].source.layout.dp, 2),
+        ("teacher.device_mapping=[0,1]", lambda run: run.teachers[0].source.devices, (0, 1)),
         ("response_length=16", lambda run: run.rollout.sampling.max_new_tokens, 16),  # through interpolation
         ("track_with=[stdout,tensorboard]", lambda run: run.trackers, ("stdout", "tensorboard")),
         ("student_infer.generating_args.stop_strings=x", lambda run: run.rollout.sampling.stop, ("x",)),
@@ -107,9 +107,9 @@ def test_composes_from_the_repository_groups(plan: Plan) -> None:
             "teacher.strategy_args.strategy_config": ...,
         }
     )
-    assert run.teachers[0].worker.layout == Layout(dp=2)
+    assert run.teachers[0].source.layout == Layout(dp=2)
     chosen = plan(overrides=("parallel@teacher.strategy_args.strategy_config=tp2",))
-    assert chosen.teachers[0].worker.layout == Layout(tp=2)
+    assert chosen.teachers[0].source.layout == Layout(tp=2)
 
 
 def test_composes_from_a_file_beside_it(plan: Plan, root: Any) -> None:
@@ -131,7 +131,7 @@ def test_top_level_coefficient_counts_and_a_teachers_own_wins(plan: Plan, values
     rows = '{"messages": "[]", "tag": "math"}\n{"messages": "[]", "tag": "code"}\n'
     (root / "train.jsonl").write_text(rows)
     run = plan({"teacher": {"m": {**single, "tag_included": ["math"]}, "c": {**other, "tag_included": "code"}}})
-    assert [(t.name, t.worker.name, t.opd_kl_coef, t.tags) for t in run.teachers] == [
+    assert [(t.name, t.source.name, t.opd_kl_coef, t.tags) for t in run.teachers] == [
         ("m", "teacher.m", 0.5, ("math",)),
         ("c", "teacher.c", 0.25, ("code",)),
     ]
@@ -174,7 +174,7 @@ def test_token_limits_of_micro_batches_are_read_for_each_role(plan: Plan) -> Non
         }
     )
     assert run.student.train_limits == MicroBatchLimits(tokens=160)
-    assert run.teachers[0].worker.forward_limits == MicroBatchLimits(tokens=320)
+    assert run.teachers[0].source.forward_limits == MicroBatchLimits(tokens=320)
 
 
 def test_megatron_settings_reach_the_layout_and_the_rest_passes_through(plan: Plan) -> None:
@@ -204,7 +204,7 @@ def test_experts_have_sizes_of_their_own(plan: Plan, root: Any) -> None:
     write_model(root / "teacher", seed=2, model_type="qwen3_moe", num_experts=4, moe_intermediate_size=8)
     config = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
     changes = {"teacher.strategy_args.strategy_config": config, "teacher.device_mapping": [0, 1, 2, 3]}
-    layout = plan(changes).teachers[0].worker.layout
+    layout = plan(changes).teachers[0].source.layout
     assert layout == Layout(tp=2, ep=2, dp=2, etp=1)
 
 
@@ -252,7 +252,7 @@ def test_engines_sleep_at_levels_of_vllms(plan: Plan, level: object) -> None:
 def test_environments_merge(plan: Plan) -> None:
     run = plan({"system_envs": {"A": 1, "B": "b"}, "teacher.system_envs": {"B": "c"}})
     assert run.env == {"A": "1", "B": "b"}
-    assert run.teachers[0].worker.env == {"A": "1", "B": "c"}
+    assert run.teachers[0].source.env == {"A": "1", "B": "c"}
 
 
 def test_reward_worker_names(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -469,7 +469,7 @@ def test_what_is_trained_in_fp16_is_trained_in_bf16_with_a_warning(plan: Callabl
     """Frozen models and engines compute in fp16, as they are asked to."""
     changes = {f"{role}.model_args.dtype": "fp16" for role in ("student_train", "student_infer", "teacher")}
     run = plan(changes)
-    assert (run.student.model.dtype, run.rollout.model.dtype, run.teachers[0].worker.model.dtype) == (
+    assert (run.student.model.dtype, run.rollout.model.dtype, run.teachers[0].source.model.dtype) == (
         "bf16",
         "fp16",
         "fp16",

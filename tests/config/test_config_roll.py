@@ -194,7 +194,7 @@ def _plan(root: Path, teacher: str) -> RunPlan:
 def test_single_teacher_form(root: Path, values: dict[str, Any]) -> None:
     run = _plan(root, SINGLE)
     assert [teacher.opd_kl_coef for teacher in run.teachers] == [0.5]
-    assert (run.teachers[0].worker.layout.tp, run.teachers[0].worker.layout.pp) == (2, 2)
+    assert (run.teachers[0].source.layout.tp, run.teachers[0].source.layout.pp) == (2, 2)
     assert run.student.train_limits.tokens == 1024
     every_layer = {"recompute_method": "uniform", "recompute_num_layers": 1}
     assert run.student.megatron_args == {"recompute_granularity": "full"} | every_layer

@@ -22,7 +22,7 @@ def follows(root: Path, **keys: object) -> dict:
 def test_a_teacher_reads_what_the_student_reads(plan: Plan) -> None:
     run = plan()
     assert run.teachers[0].context is None and run.data.contexts == ()
-    assert not isinstance(run.teachers[0].worker, FollowingPlan)
+    assert not isinstance(run.teachers[0].source, FollowingPlan)
 
 
 def test_every_key_reaches_the_plan(plan: Plan, root: Path) -> None:
@@ -49,12 +49,12 @@ def test_several_teachers_each_with_its_own(plan: Plan, values: dict) -> None:
     several = {"a": {**teacher, "hint": "{ground_truth}"}, "b": {**teacher, "system_prompt": "short"}, "c": teacher}
     run = plan({"teacher": several})
     assert [context.name for context in run.data.contexts] == ["a", "b"]
-    assert len({run.serving(one.worker).name for one in run.teachers}) == 1  # loaded once
+    assert len({run.serving(one.source).name for one in run.teachers}) == 1  # loaded once
 
 
 def test_the_students_own_weights_teach_with_a_hint(plan: Plan, root: Path) -> None:
     itself = {"teacher.model_args.model_name_or_path": str(root / "student")}
-    assert plan(itself | HINT).teachers[0].worker.model.path == str(root / "student")
+    assert plan(itself | HINT).teachers[0].source.model.path == str(root / "student")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_the_students_own_weights_teach_with_a_hint(plan: Plan, root: Path) -> N
 def test_keys_of_follows_student_make_the_follower(
     plan: Plan, root: Path, keys: dict, every: int, decay: float, live: bool
 ) -> None:
-    worker = plan(follows(root, **keys) | HINT).teachers[0].worker
+    worker = plan(follows(root, **keys) | HINT).teachers[0].source
     assert isinstance(worker, FollowingPlan) and worker.model.path == str(root / "student")
     assert (worker.every, worker.decay, worker.is_live) == (every, decay, live)
 
@@ -75,7 +75,7 @@ def test_followers_share_weights_with_those_that_follow_alike_alone(plan: Plan, 
     live, slow = ({**teacher, "follows_student": keys} for keys in ({}, {"decay": 0.9}))
     values.pop("teacher")
     run = plan({"teacher": {"a": live, "b": slow, "c": live, "d": frozen}})
-    assert [run.serving(one.worker).name for one in run.teachers] == [
+    assert [run.serving(one.source).name for one in run.teachers] == [
         "teacher.a",
         "teacher.b",
         "teacher.a",

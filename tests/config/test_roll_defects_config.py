@@ -33,13 +33,13 @@ def test_defect_02_teacher_with_only_model_args_is_one_teacher(plan: Plan, value
     model_args = values["teacher"]["model_args"]
     del model_args["dtype"]
     run = plan({"teacher": {"model_args": model_args, "device_mapping": "[2,3]"}})
-    assert [(teacher.name, teacher.worker.model.path) for teacher in run.teachers] == [
+    assert [(teacher.name, teacher.source.model.path) for teacher in run.teachers] == [
         ("teacher", str(root / "teacher"))
     ]
     run = plan({"teacher": {"model_args": model_args}})
     (teacher,) = run.teachers
-    assert teacher.worker.model.path == str(root / "teacher")
-    assert teacher.worker.devices == run.student.devices
+    assert teacher.source.model.path == str(root / "teacher")
+    assert teacher.source.devices == run.student.devices
     assert any(text.startswith("teacher.device_mapping: is not written") for text in run.warnings)
 
 
@@ -55,7 +55,7 @@ def test_defect_03_a_missing_path_never_becomes_the_student(plan: Plan, problems
     other = str(root / "student")
     run = plan({"pretrain": other, "student_infer.model_args.model_name_or_path": ...})
     assert (run.student.model.path, run.rollout.model.path) == (other, other)
-    assert run.teachers[0].worker.model.path == str(root / "teacher")
+    assert run.teachers[0].source.model.path == str(root / "teacher")
     (found,) = problems({"teacher.model_args.model_name_or_path": ...})
     assert found.startswith("teacher.model_args.model_name_or_path: is missing")
 

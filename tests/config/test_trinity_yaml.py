@@ -226,7 +226,7 @@ def test_devices_are_those_of_the_cluster(plan: Planner) -> None:
     found, _ = plan(DISTIL)
     (teacher,) = found.teachers
     assert found.student.devices == (0, 1, 2, 3) and found.rollout.devices == (4, 5)
-    assert teacher.worker.devices == (6, 7) and teacher.worker.layout.tp == 2
+    assert teacher.source.devices == (6, 7) and teacher.source.layout.tp == 2
 
     found, _ = plan(PPO)
     assert found.critic and found.reference
@@ -236,7 +236,7 @@ def test_devices_are_those_of_the_cluster(plan: Planner) -> None:
 def test_trinitys_distillation_is_planned(plan: Planner, root: Path) -> None:
     found, _ = plan(DISTIL)
     (teacher,) = found.teachers
-    assert found.mode == "pure" and teacher.worker.model.path == str(root / "teacher")
+    assert found.mode == "pure" and teacher.source.model.path == str(root / "teacher")
     assert teacher.opd_kl_coef == 0.5 and found.rollout.sampling.temperature == 0.6
     assert found.max_steps == 5 and found.student.optimizer.learning_rate == 1e-6  # Trinity-RFT's default
     assert not found.warnings
@@ -315,7 +315,7 @@ def test_models_that_workflows_ask(plan: Planner, root: Path) -> None:
     assert one.engine.model.path == str(root / "teacher") and not found.teachers
     found, _ = plan(DISTIL, {"buffer.explorer_input.default_workflow_type": "my_workflows.Mine"})
     (teacher,) = found.workflow.auxiliary_models
-    assert teacher.engine.model.path == found.teachers[0].worker.model.path
+    assert teacher.engine.model.path == found.teachers[0].source.model.path
     assert plan(DISTIL, {})[0].workflow.auxiliary_models == ()
 
 
@@ -451,10 +451,10 @@ def test_the_two_forms_of_the_page_are_one_run(plan: Planner, root: Path, monkey
         student, rollout = found.student, found.rollout
         assert (found.exp_name, found.mode, found.max_steps, found.checkpoint.save_steps) == ("distil", "pure", 200, 50)
         assert (found.rollout_batch_size, rollout.sampling.n, rollout.max_model_len) == (64, 8, 80)
-        assert (student.devices, rollout.devices, teacher.worker.devices) == ((0, 1), (2, 3), (4, 5, 6, 7))
-        assert (student.mini_batch_sequences, teacher.worker.layout.tp) == (512, 2)
+        assert (student.devices, rollout.devices, teacher.source.devices) == ((0, 1), (2, 3), (4, 5, 6, 7))
+        assert (student.mini_batch_sequences, teacher.source.layout.tp) == (512, 2)
         assert (student.optimizer.learning_rate, student.model.dtype) == (1e-6, "bf16")
-        assert teacher.worker.model.path == str(root / "teacher")
+        assert teacher.source.model.path == str(root / "teacher")
 
 
 def test_everything_refused_is_told_at_once(refusals: Any) -> None:

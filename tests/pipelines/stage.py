@@ -135,11 +135,11 @@ class Stage(Backend):
 
     def _teacher(self, plan: TeacherPlan) -> Teacher:
         """The frozen role that was started as this teacher is to be; the reference policy may be one."""
-        started = ((self._plan.teachers[0].worker, self._workers.frozen_models.teachers[0]),)
+        started = ((self._plan.teachers[0].source, self._workers.frozen_models.teachers[0]),)
         started += ((self._plan.reference, self._workers.frozen_models.reference),)
-        wanted = worker_settings(plan.worker)
+        wanted = worker_settings(plan.source)
         (role,) = (role for worker, role in started if worker_settings(worker) == wanted)
-        return Teacher(plan.worker.name, role.group, role.vocab_size, plan)
+        return Teacher(plan.source.name, role.group, role.vocab_size, plan)
 
 
 def worker_settings(plan: Any) -> dict[str, Any]:

@@ -134,8 +134,8 @@ def test_the_plan_warns_of_unsupported_head_sizes(size: int, tmp_path: Path, mon
     for role in ("student_infer", "teacher"):
         plan = load_plan("demo", "onpolicy_distill", [f"output_dir={tmp_path}"], pure=True)
         if role == "teacher":
-            worker = replace(plan.teachers[0].worker, model=replace(plan.teachers[0].worker.model, path=str(path)))
-            plan = replace(plan, teachers=(replace(plan.teachers[0], worker=worker),))
+            worker = replace(plan.teachers[0].source, model=replace(plan.teachers[0].source.model, path=str(path)))
+            plan = replace(plan, teachers=(replace(plan.teachers[0], source=worker),))
         else:
             plan = replace(plan, rollout=replace(plan.rollout, model=replace(plan.rollout.model, path=str(path))))
         (text,) = check_machine.warnings_here(plan)

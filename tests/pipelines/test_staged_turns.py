@@ -60,7 +60,7 @@ class Taking:
         assert plan.rollout is not None
         models = there.frozen_models
         found = {there.student.plan.name: there.student.group, plan.rollout.name: there.sampler.engines}
-        found |= {plan.serving(teacher.plan.worker).name: teacher.group for teacher in models.teachers}
+        found |= {plan.serving(teacher.plan.source).name: teacher.group for teacher in models.teachers}
         if there.critic:
             found[there.critic.plan.name] = there.critic.group
         if models.reference:
@@ -70,7 +70,7 @@ class Taking:
         self.parts = {member.name: ALL[member.kind] for member in members}
         engines = joined[plan.rollout.name]
         student = replace(there.student, group=joined[there.student.plan.name])
-        teachers = [replace(t, group=joined[plan.serving(t.plan.worker).name]) for t in models.teachers]
+        teachers = [replace(t, group=joined[plan.serving(t.plan.source).name]) for t in models.teachers]
         reference = models.reference and replace(models.reference, group=joined[models.reference.name])
         return replace(
             there,

@@ -198,7 +198,7 @@ def preflight_of(experiences: list[Experience], wild: bool) -> list[dict[str, An
     logger: Any = SimpleNamespace(teacher_preflight=lambda name, found: rows.extend(found))
     plan: Any = SimpleNamespace(teacher_preflight="warn")
     student, ranks = (Ranks(seed, experiences, wild) for seed in (1, 2))
-    teacher_plan = replace(TEACHERS[0], worker=megatron(DEMO / "teacher"))
+    teacher_plan = replace(TEACHERS[0], source=megatron(DEMO / "teacher"))
     workers = workers_of(Student(student.plan, student), Teacher("one", ranks, 320, teacher_plan))  # type: ignore[arg-type]
     asyncio.run(TeacherPreflight(plan, workers, logger).check(experiences, 1.0))
     return [asdict(row) for row in rows]
