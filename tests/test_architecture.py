@@ -25,6 +25,7 @@ FLOORS = {
     "roll_opd.roles": (8, "roles"),  # models of a run as the driver sees them
     "roll_opd.actors": (7, "actors"),  # what runs in Ray's processes
     "roll_opd.compat": (6, "compat"),  # configurations that are written for other projects
+    "roll_opd.teachers": (6, "teachers"),  # scorers, views, and checks of them
     "roll_opd.weight_sync": (6, "weight_sync"),
     "roll_opd.workflows": (5, "workflows"),
     "roll_opd.megatron": (5, "megatron"),
@@ -34,7 +35,6 @@ FLOORS = {
     "roll_opd.report": (4, "report"),
     "roll_opd.inference": (3, "inference"),
     "roll_opd.rewards": (3, "rewards"),
-    "roll_opd.teachers": (3, "teachers"),
     "roll_opd.tracking": (3, "tracking"),
     "roll_opd.algorithms": (2, "algorithms"),
     "roll_opd.data": (2, "data"),

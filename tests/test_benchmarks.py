@@ -170,7 +170,7 @@ def test_cpu_time_belongs_to_the_innermost_part(data_plane):
     inner = compile("frames['seen'] = sys._getframe()", "/x/roll_opd/samples/buffer_pickle.py", "exec")
     outer = "def learn(code, names):\n    exec(code, names)\nlearn(code, names)"
     names = {"frames": frames, "sys": sys}
-    exec(compile(outer, "/x/roll_opd/roles/policy_roles.py", "exec"), {"code": inner, "names": names})
+    exec(compile(outer, "/x/roll_opd/roles/student_role.py", "exec"), {"code": inner, "names": names})
     assert driver_cost.part_of(frames["seen"]) == "updates"
     assert driver_cost.part_of(sys._getframe()) == driver_cost.REST
     assert driver_cost.memory()["RssAnon"] > 2**20

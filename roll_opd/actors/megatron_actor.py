@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from roll_opd.cluster.group import Text
 from roll_opd.cluster.worker_progress import MicroBatches
 from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, ObjectivePlan, TrainPlan
 from roll_opd.inference.settings import DTYPE_NAMES
@@ -26,8 +27,6 @@ from roll_opd.samples.training import TargetRef
 from roll_opd.samples.weight_bucket import DTYPES, BucketMemory, Description, map_bucket
 from roll_opd.teachers.target_refs import hold, opened, with_targets
 from roll_opd.weight_sync.bucket_writer import OnHost, WritesBuckets, Written
-
-Text = tuple[np.ndarray, int, np.ndarray | None]  # tokens int64 [T], prompt length, and routes as in `Experience`
 
 _WRITER = ThreadPoolExecutor(1, "checkpoint")
 

@@ -7,10 +7,12 @@ after one minute: `watched` polls for both.
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import ray
 from ray._private.state import actors
 
@@ -21,12 +23,13 @@ from roll_opd.cluster.runtime import ended_processes
 from roll_opd.cluster.startup_progress import ProcessDied, exit_detail
 from roll_opd.config.plan import MegatronPlan
 from roll_opd.samples.buffer_pickle import Compact
-from roll_opd.samples.dp_shards import Packing, ShardedBatch
+from roll_opd.samples.dp_shards import Packing, ShardedBatch, shard_batch
+from roll_opd.samples.training import TargetRef
 
 _GROUPS: "weakref.WeakSet[ActorGroup]" = weakref.WeakSet()  # running groups with names
 
 Reference = ray.ObjectRef  # to a value that stays in the object store until a process needs it
-
+Text = tuple[np.ndarray, int, np.ndarray | None]  # tokens int64 [T], prompt length P, and routes as in `Experience`
 
 DEATH_GRACE_S = 3.0  # for Ray to report a dead process after another one has lost its connection to it
 
@@ -163,6 +166,50 @@ class WithoutAdapter:
         """Do nothing: the processes belong to the student."""
 
 
+FrozenGroup = WorkerGroup | WithoutAdapter
+
+
+async def gathered(group: FrozenGroup, method: str, texts: Sequence[Text], *args: Any, **kwargs: Any) -> list[Any]:
+    """Return the value of `method` for each text, in order."""
+    if not texts:
+        return []
+    sharded = _sharded(group, texts)
+    merged = sharded.merged(await group.scatter(method, sharded, *args, **kwargs))
+    return [merged[number] for number in range(len(texts))]
+
+
+async def gathered_and_held(
+    group: FrozenGroup,
+    texts: Sequence[Text],
+    temperature: float,
+    held: Sequence[Mapping[str, TargetRef]] = (),
+    **wanted: Any,
+) -> list[tuple[np.ndarray, TargetRef]]:
+    """Return the log-probs of each text, f32 [T-P], and a reference to its targets, which stay with the ranks.
+
+    `held` are references for each text that the ranks open.
+    """
+    sharded = _sharded(group, texts, held)
+    answers = [
+        (rank, answer) for rank, answer in await group.scatter("hold_targets", sharded, temperature, **wanted) if answer
+    ]
+    small, kept = (sharded.merged((rank, answer[part]) for rank, answer in answers) for part in (0, 1))
+    return [(small[n][0], replace(kept[n], hits=small[n][1])) for n in range(len(texts))]
+
+
+def _sharded(
+    group: FrozenGroup, texts: Sequence[Text], held: Sequence[Mapping[str, TargetRef]] = ()
+) -> ShardedBatch[Text]:
+    assignment = group.packing.assign([text[:2] for text in texts], group.plan.forward_limits)
+    sent = [{name: target.for_ranks() for name, target in by_name.items()} for by_name in held]
+    return shard_batch(texts, assignment, [text[2] is None for text in texts], _without_tokens, held=sent)
+
+
+def _without_tokens(text: Text) -> Text:
+    tokens, _, routes = text
+    return tokens[:1], 1, None if routes is None else routes[:0]
+
+
 def dead_actor() -> str | None:
     """Return a message about a dead actor of a running group; None without one, or if Ray does not respond."""
     try:
@@ -174,9 +221,6 @@ def dead_actor() -> str | None:
         return None
     ended = ((names[key], each) for key, each in found.items() if key in names)
     return next((f"{name} has died: {exit_detail(str(each.get('DeathCause') or ''))}" for name, each in ended), None)
-
-
-FrozenGroup = WorkerGroup | WithoutAdapter
 
 
 def _is_death(error: ray.exceptions.RayError) -> bool:

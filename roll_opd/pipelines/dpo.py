@@ -14,8 +14,9 @@ from roll_opd.models.device_phases import Phase
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.supervised_eval import supervised_loss
-from roll_opd.roles.policy_roles import FrozenModel, Student
+from roll_opd.roles.student_role import Student
 from roll_opd.samples.experience import Experience, changed, present, supervised_samples
+from roll_opd.teachers.scorer import TeacherScorer
 from roll_opd.tracking.summary import LEARNED_TOKENS, STEP_TOKENS
 
 OF_TRAINING = ("dpo/accuracy", "dpo/margin", "dpo/chosen_reward", "dpo/rejected_reward")
@@ -52,11 +53,11 @@ async def train(run: Run, workers: RunWorkers) -> None:
             run.logger.log(step, {"ids": [row.id for row in rows]}, metrics)
 
 
-async def _with_reference(rows: Sequence[Prompt], reference: FrozenModel) -> list[Experience]:
+async def _with_reference(rows: Sequence[Prompt], reference: TeacherScorer) -> list[Experience]:
     """Return two samples a row, chosen and rejected, with the reference policy's log-probs."""
     samples = supervised_samples((row.tokens, row.answers) for row in rows)
-    computed = await reference.compute_logprobs(samples, temperature=1.0)
-    return [changed(sample, ref_logprobs=logprobs) for sample, logprobs in zip(samples, computed, strict=True)]
+    answers = await reference.score([(sample.tokens, sample.prompt_length) for sample in samples], temperature=1.0)
+    return [changed(sample, ref_logprobs=answer.logprobs) for sample, answer in zip(samples, answers, strict=True)]
 
 
 async def _validate(student: Student, samples: Sequence[Experience], plan: RunPlan) -> dict[str, float]:

@@ -77,7 +77,7 @@ def _made_from(plan: RunPlan) -> dict[str, str]:
     made = {"base model": f"`{model_name(plan.student.model.path)}`"}
     for teacher in plan.teachers:
         tags = "" if teacher.tags is None else f", of samples tagged {', '.join(teacher.tags)}"
-        name = model_name(teacher.source.location)
+        name = model_name(teacher.model.path) if teacher.model else teacher.source.name
         made[f"teacher `{teacher.name}`"] = f"`{name}`, weight {teacher.opd_kl_coef:g}{tags}"
     if plan.reference:
         made["reference policy"] = f"`{model_name(plan.reference.model.path)}`"

@@ -19,13 +19,13 @@ from roll_opd.pipelines import validation_runs
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start import chunk_samples, reads_beside_generation, start_workflow
-from roll_opd.pipelines.teacher_preflight import PREFLIGHT_SAMPLES, TeacherPreflight
-from roll_opd.roles.policy_roles import FrozenModels
 from roll_opd.roles.reward_pool import RewardPool
 from roll_opd.roles.workflow_pool import WorkflowPool
 from roll_opd.rollout.batch import Rollout, fill_batch
 from roll_opd.rollout.workflow import SingleTurn
+from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.teachers.target_refs import release
+from roll_opd.teachers.teacher_preflight import PREFLIGHT_SAMPLES, TeacherPreflight
 from roll_opd.tracking.metrics import opd_metrics
 from roll_opd.tracking.reward_metrics import reward_metrics
 from roll_opd.tracking.summary import LEARNED_TOKENS
@@ -75,7 +75,13 @@ async def train(run: Run, workers: RunWorkers) -> None:
     adapted = run.resumed.kl_coef if run.resumed and "init_kl_coef" not in run.history.changes else None
     kl_coef = first_kl_coef(objective, adapted)
     answered = source.demonstrations.peek(PREFLIGHT_SAMPLES) if isinstance(source, MixedSource) else []
-    preflight = TeacherPreflight(plan, workers, run.logger, demonstration_experiences(answered, 0))
+    preflight = TeacherPreflight(
+        plan.teacher_preflight,
+        workers.student.group,
+        frozen_models.teachers,
+        run.logger.teacher_preflight,
+        demonstration_experiences(answered, 0),
+    )
 
     for step in run.steps:
         with clock.phase("weight_sync"):

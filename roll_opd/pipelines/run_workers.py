@@ -14,10 +14,12 @@ from roll_opd.models.device_phases import Phase
 from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS
 from roll_opd.roles.colocation import DeviceScheduler
 from roll_opd.roles.critic_role import Critic
-from roll_opd.roles.learner_role import OF_THE_ACTOR
-from roll_opd.roles.policy_roles import Follower, FrozenModels, Student
+from roll_opd.roles.learner_role import ACTOR_METRICS
 from roll_opd.roles.reward_pool import RewardPool
+from roll_opd.roles.student_role import Student
 from roll_opd.samples.experience import Experience, present
+from roll_opd.teachers.frozen_models import FrozenModels, Teacher, check_targets
+from roll_opd.teachers.megatron_teacher import Follower, MegatronScorer
 from roll_opd.tracking.console import Count
 from roll_opd.weight_sync.transports import stream
 
@@ -66,7 +68,7 @@ class RunWorkers:
         """
         learned, metrics = await self.learn(plan, list(samples), step)
         logprobs = [present(sample.old_logprobs) for sample in learned]
-        return logprobs, metrics["actor/total_loss"], {name: metrics[name] for name in OF_THE_ACTOR}
+        return logprobs, metrics["actor/total_loss"], {name: metrics[name] for name in ACTOR_METRICS}
 
     @property
     def updates(self) -> list[Count]:
@@ -119,22 +121,29 @@ class RunWorkers:
         objective = self.frozen_models.targets_for
         if objective and objective.opd_objective == "full":
             for teacher in self.frozen_models.teachers:
-                if teacher.group in [follower.group for follower in followers]:
-                    await self.student.load_teacher_head(teacher)
+                scorer = teacher.scorer
+                if isinstance(scorer, MegatronScorer) and scorer.group in [follower.group for follower in followers]:
+                    await self._load_head(teacher)
+
+    async def _load_head(self, teacher: Teacher) -> None:
+        assert isinstance(teacher.scorer, MegatronScorer)
+        await self.student.load_teacher_head(teacher.plan.name, await teacher.scorer.output_head())
 
     async def end(self) -> None:
         """End the processes, except those of rewards."""
         await self.sampler.end()
-        roles = (self.student, self.critic, self.frozen_models.reference, *self.frozen_models.teachers)
-        for group in {role.group for role in roles if role}:
-            group.end()
+        scorers = [teacher.scorer for teacher in self.frozen_models.teachers]
+        for role in (self.student, self.critic, self.frozen_models.reference, *scorers):
+            if role:
+                role.end()
 
     async def for_objective(self, objective: ObjectivePlan) -> "RunWorkers":
         """Return the roles with the output heads, targets and top-k tokens that the objective needs."""
         frozen_models = self.frozen_models
+        check_targets(frozen_models.teachers, objective)
         if objective.opd_objective == "full":
             for teacher in frozen_models.teachers:
-                await self.student.load_teacher_head(teacher)
+                await self._load_head(teacher)
         if objective.opd_objective != "sampled":
             proposes = objective.opd_objective == "topk" and objective.opd_topk_source == "student"
             frozen_models = replace(frozen_models, targets_for=objective, student=self.student if proposes else None)

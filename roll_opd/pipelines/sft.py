@@ -9,7 +9,7 @@ from roll_opd.data.dataset import Prompt
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.supervised_eval import supervised_loss
-from roll_opd.roles.policy_roles import Student
+from roll_opd.roles.student_role import Student
 from roll_opd.samples.experience import Experience, supervised_samples
 from roll_opd.tracking.summary import LEARNED_TOKENS, STEP_TOKENS
 

@@ -34,9 +34,12 @@ from roll_opd.models.model_info import read_model
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.roles.colocation import DeviceScheduler
 from roll_opd.roles.critic_role import Critic
-from roll_opd.roles.policy_roles import Follower, FrozenModel, FrozenModels, Student, Teacher
 from roll_opd.roles.reward_pool import RewardPool
+from roll_opd.roles.student_role import Student
 from roll_opd.roles.workflow_pool import WorkflowPool
+from roll_opd.teachers.frozen_models import FrozenModels, Teacher
+from roll_opd.teachers.megatron_teacher import Follower, MegatronScorer
+from roll_opd.teachers.views import SameTokens
 from roll_opd.weight_sync.transports import sync_of, way_of
 from roll_opd.workflows.plugins import find_workflow
 from roll_opd.workflows.workflow_interface import flag
@@ -55,13 +58,13 @@ async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
     student = Student(plan.student, _group(TrainWorker, plan, plan.student, placement, turns))
     own = {worker.name: _frozen(plan, worker, placement, turns) for worker in _served(plan)}
     groups: dict[str, FrozenGroup] = {**own, plan.student.name: WithoutAdapter(student.group)}
-    teachers = tuple(
-        Teacher(t.source.name, groups[plan.serving(t.source).name], _vocab_size(t.source), t) for t in plan.teachers
-    )
-    reference = None
-    if plan.reference:
-        group = groups[plan.serving(plan.reference).name]
-        reference = FrozenModel(plan.reference.name, group, _vocab_size(plan.reference))
+
+    def scorer(role: MegatronPlan) -> MegatronScorer:
+        return MegatronScorer(role.name, groups[plan.serving(role).name], read_model(Path(role.model.path)).vocab)
+
+    # a teacher whose source is of another kind gets the scorer of that kind
+    teachers = tuple(Teacher(one, scorer(one.source), SameTokens(one.name)) for one in plan.teachers)
+    reference = scorer(plan.reference) if plan.reference else None
     critic = None
     if plan.critic:
         critic = Critic(plan.critic, _group(CriticWorker, plan, plan.critic, placement, turns))
@@ -267,7 +270,3 @@ def _setups(plan: RunPlan, placement: Placement, *groups: WorkerGroup) -> list[C
 
 def _environment(plan: RunPlan) -> dict[str, str]:
     return {name: str(value) for name, value in plan.env.items()}
-
-
-def _vocab_size(worker: MegatronPlan) -> int:
-    return read_model(Path(worker.model.path)).vocab

@@ -8,11 +8,11 @@ from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_logger import STUDENT
 from roll_opd.pipelines.start import chunk_samples, teacher_as_student
 from roll_opd.roles.colocation import DeviceScheduler
-from roll_opd.roles.policy_roles import FrozenModels
 from roll_opd.roles.reward_pool import RewardPool
 from roll_opd.rollout.batch import Rollout
 from roll_opd.rollout.validation import first_answers, read_answers, validate
 from roll_opd.rollout.workflow import SingleTurn, Workflow
+from roll_opd.teachers.frozen_models import FrozenModels
 
 
 async def measure(

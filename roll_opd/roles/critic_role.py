@@ -1,4 +1,4 @@
-"""The critic as the driver sees it: what it can do for a step's samples."""
+"""The driver's side of the critic: values of a step's samples, and updates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from roll_opd.base.failures import RunError
+from roll_opd.cluster.group import gathered
 from roll_opd.config.plan import CriticPlan
 from roll_opd.objective.columns import value_columns
 from roll_opd.roles.learner_role import Learner, Update, optimizer_metrics, total
-from roll_opd.roles.policy_roles import gathered
 from roll_opd.samples.dp_shards import ShardedBatch, shard_batch
 from roll_opd.samples.experience import Experience, changed, present
 from roll_opd.samples.sample import Sample
 from roll_opd.tracking.metrics import statistics
 
-OF_THE_CRITIC = ("critic/grad_norm", "critic/lr", "critic/skipped_updates")
+CRITIC_METRICS = ("critic/grad_norm", "critic/lr", "critic/skipped_updates")
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Critic(Learner):
 
     async def compute_values(self, experiences: Sequence[Experience]) -> list[Experience]:
         """Fill in `values`. RunError when they cannot be a working model's."""
-        values = await gathered(self.group, "values", experiences)
+        values = await gathered(self.group, "values", [(e.tokens, e.prompt_length, None) for e in experiences])
         wrong = sum(int((~np.isfinite(array)).sum()) for array in values)
         if wrong:
             raise RunError(
@@ -56,7 +56,7 @@ class Critic(Learner):
 def value_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     """Return `critic/values` and `critic/returns` of action tokens, and `critic/explained_variance`.
 
-    That is 1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one that knows the mean alone, less than 0 for a
+    That is 1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one that predicts the mean, below 0 for a
     worse one. It is missing where all returns are the same.
     """
     counted = [experience for experience in experiences if experience.is_learned_from]
@@ -83,5 +83,5 @@ def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
         "critic/vpred": total(updates, "values") / tokens,
         "critic/error": total(updates, "squared_error") / tokens,
         "critic/clipfrac": total(updates, "clipped") / tokens,
-        **optimizer_metrics(updates, OF_THE_CRITIC),
+        **optimizer_metrics(updates, CRITIC_METRICS),
     }

@@ -1,4 +1,4 @@
-"""What every role that learns has, as the driver sees it."""
+"""The driver's side of a model that learns: updates, skipped updates, checkpoints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,14 +17,14 @@ from roll_opd.tracking.console import Count
 
 SKIPS_ALLOWED = 3  # updates in a row without a finite loss and gradient
 
-OF_THE_ACTOR = ("actor/grad_norm", "actor/lr", "actor/skipped_updates")
+ACTOR_METRICS = ("actor/grad_norm", "actor/lr", "actor/skipped_updates")
 
 Update = Sequence[TrainResult]  # of one optimizer update, by rank
 
 
 @dataclass
 class Learner:
-    """A model that learns. What it learns from is its subclass's."""
+    """A model that learns; a subclass prepares its samples."""
 
     plan: TrainPlan
     group: WorkerGroup
@@ -35,13 +35,13 @@ class Learner:
         self.updates = Count(f"updates of {self.plan.name}")
 
     async def save(self, directory: Path) -> Writing:
-        """Write training state and a Hugging Face model into `directory`, with `async_save` beside what follows."""
+        """Write training state and a Hugging Face model into `directory`; with `async_save` in the background."""
         (directory / "state").mkdir(parents=True, exist_ok=True)
         await self.group.call("save", directory)
         return Writing([self.group])
 
     async def load(self, directory: Path) -> None:
-        """Put back what `save` wrote."""
+        """Restore the state from `save`."""
         await self.group.call("load", directory)
 
     def end(self) -> None:
@@ -49,7 +49,7 @@ class Learner:
         self.group.end()
 
     def _assigned(self, samples: Sequence[Any], group_size: int = 1) -> Assignment:
-        """Return which sample of a mini-batch is in which micro-batch of which data-parallel rank."""
+        """Return the sample numbers of each micro-batch of each data-parallel rank."""
         sequences = [(sample.tokens, sample.prompt_length) for sample in samples]
         return self.group.packing.assign(sequences, self.plan.train_limits, group_size)
 
@@ -78,7 +78,7 @@ def total(updates: Sequence[Update], name: str) -> float:
     return sum(rank.sums.get(name, 0.0) for update in updates for rank in update)
 
 
-def optimizer_metrics(updates: Sequence[Update], names: tuple[str, str, str] = OF_THE_ACTOR) -> dict[str, float]:
+def optimizer_metrics(updates: Sequence[Update], names: tuple[str, str, str] = ACTOR_METRICS) -> dict[str, float]:
     """Return, under `names`, the gradient norm (mean over updates), the learning rate and the updates skipped."""
     grad_norm = float(np.mean([update[0].grad_norm for update in updates]))
     skipped = float(sum(not update[0].applied for update in updates))

@@ -20,10 +20,10 @@ from roll_opd.base.failures import RunError
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompt_source import Prompt, TaskSource
 from roll_opd.objective.group_filters import GroupFilter
-from roll_opd.roles.policy_roles import FrozenModels
 from roll_opd.roles.reward_pool import RewardPool, RewardResult
 from roll_opd.rollout.workflow import Model, SingleTurn, Task, Workflow
 from roll_opd.samples.experience import Experience, changed
+from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.console import Count, Progress
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompt_source import Prompt
-from roll_opd.roles.policy_roles import FrozenModels
 from roll_opd.roles.reward_pool import RewardPool
 from roll_opd.rollout.batch import PendingRewards, Rollout, roll_out
 from roll_opd.samples.experience import Experience
+from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.tracking.metrics import validation_metrics
 
 VALIDATION_DRAW = 2**31  # draws of validation samples start here, far from those of training

@@ -148,14 +148,6 @@ def changed(experience: Experience, **news: Any) -> Experience:
     return made
 
 
-def as_read_by(teacher: str, experience: Experience) -> Experience:
-    """Return `experience` behind the prompt that `teacher` reads: the same response, so that [T-P] stays what it is."""
-    prompt = experience.teacher_prompts.get(teacher)
-    if prompt is None:
-        return experience
-    return changed(experience, tokens=np.concatenate([prompt, experience.response_tokens]), prompt_length=len(prompt))
-
-
 def one_a_run(experiences: Sequence[Experience], *, returns: bool = False) -> list[Experience]:
     """Return the first experience of each run, with the mean reward of them all; what has no run is one of its own.
 

@@ -1,7 +1,7 @@
 """Results of an update, and references to teacher targets: plain numpy, importable without an engine."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,10 @@ class TargetRef:
     place: int  # in the bundle
     columns: Mapping[str, tuple[str, tuple[int, ...]]]  # name -> dtype and shape of a token's part
     hits: np.ndarray | None = None  # bool [T-P], which sampled tokens are in the top-k; for records
+
+    def for_ranks(self) -> "TargetRef":
+        """Return the reference without the record of hits, for the ranks that open it."""
+        return replace(self, hits=None)
 
     def released(self) -> None:
         """Drop the reference to the arrays."""

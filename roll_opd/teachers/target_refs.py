@@ -1,7 +1,7 @@
-"""Teachers' targets on their way to the student: they stay in the object store of the rank that computed them.
+"""References to teacher targets: arrays stay in the object store of the rank that computed them.
 
-The driver holds references and hands them on. A student's rank opens those of its own share, and they are gone once the
-driver releases them.
+The driver keeps references and passes them to the student. Each rank of the student fetches the targets of its shard;
+after the last update of the step the driver releases them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from roll_opd.samples.experience import Experience
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.training import TargetRef
 
-BUNDLE_BYTES = 2**20  # small samples share an object, for each object has a price; one that is larger is fetched alone
+BUNDLE_BYTES = 2**20  # targets of small samples share an object, since each object costs time
 
 
 def hold(targets: Mapping[int, dict[str, np.ndarray]]) -> dict[int, TargetRef]:
@@ -33,7 +33,7 @@ def hold(targets: Mapping[int, dict[str, np.ndarray]]) -> dict[int, TargetRef]:
 def opened(
     held: Sequence[Mapping[str, TargetRef]], needed: Sequence[Sequence[int]]
 ) -> list[dict[str, dict[str, np.ndarray]]]:
-    """Return the arrays, by name, of samples that micro-batches of numbers need; of the others arrays of no token."""
+    """Return the arrays of the samples in micro-batches of sample numbers, by name; empty arrays for other samples."""
     numbers = {number for part in needed for number in part}
     wanted = {id(one): one for number in numbers for one in held[number].values()}.values()
     references = list({one.bundle: None for one in wanted})
@@ -70,15 +70,10 @@ def _zeros(length: int, like: np.ndarray) -> np.ndarray:
 
 
 def release(experiences: Iterable[Experience]) -> None:
-    """Let go of what is held of samples; nobody reads it any more."""
+    """Release the teacher targets of samples."""
     for experience in experiences:
         for held in experience.teacher_targets.values():
             held.released()
-
-
-def as_sent(held: Mapping[str, TargetRef]) -> dict[str, TargetRef]:
-    """Return what a rank needs, to find the arrays."""
-    return {name: replace(one, hits=None) for name, one in held.items()}
 
 
 def _bundles(targets: Mapping[int, dict[str, Any]]) -> Iterator[list[int]]:

@@ -1,9 +1,9 @@
-"""What a teacher's log-probs of a few samples say about the teacher: numbers in, verdicts out.
+"""Verdicts on a teacher from its log-probs of a few samples.
 
-A wrong teacher raises no error: it gives numbers, and the student learns them. What gives it away is how its numbers
-fit each other, and how they fit those of the student, which wrote the samples.
+A wrong teacher raises no error: it returns numbers, and the student learns them. The checks compare these numbers with
+each other and with the log-probs of the student, which sampled the texts.
 
-Legend: N scored tokens of all texts, K tokens of a top-k.
+Legend: N scored tokens of all texts, K tokens of a top-k, S samples.
 """
 
 import math
@@ -24,12 +24,15 @@ TEMPERATURE_ERROR = 0.02  # of the measured temperature, relative
 FLAT = 0.01  # nats by which the most likely token must be above 1 / V
 SURPRISED = 12.0  # the same, of the one token that ends an answer
 FEW = 32  # action tokens: means over fewer are mostly noise
+SIGNIFICANT = 3.0  # standard errors
+FEWEST_GROUPS = 16  # prompts: standard errors over fewer are too small
+PREFERENCE = "agrees with the reward"
 IN_COMMON = 0.2  # share of their probability; a sound teacher of a student of another task has twice as much
 
 
 @dataclass(frozen=True)
 class Check:
-    """A row of the table. `meaning` says what the value is, or what is wrong and what to do."""
+    """A row of the table. `meaning` explains the value, or names the fault and the remedy."""
 
     check: str
     value: str
@@ -51,8 +54,8 @@ class Readings:
     teacher_ids: np.ndarray
     teacher_topk: np.ndarray
     teacher_plain: np.ndarray  # f32 [N, K], of `teacher_ids` at temperature 1
-    again: np.ndarray  # f32 [at most N], the teacher's of the first tokens, computed once more
-    in_run: np.ndarray  # f32 [N], those that the run will learn from; NaN where nothing was sampled
+    again: np.ndarray  # f32 [at most N], a second computation of the teacher's, of the first tokens
+    in_run: np.ndarray  # f32 [N], the teacher's that the update reads; NaN where nothing was sampled
     sampled: np.ndarray  # bool [N], written by the student
     prompted: np.ndarray  # bool [N], of a prompt, and no special token
     answered: np.ndarray  # bool [N], of an answer that the row brings
@@ -66,12 +69,12 @@ class Readings:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the readings are to be judged by."""
+    """Facts of the run that the verdicts depend on."""
 
     temperature: float
     exact: bool  # the teacher computes in f32
     vocab_size: int  # token ids that student and teacher both have
-    reads_more: bool = False  # than the student: what that writes may well be wrong in the teacher's eyes
+    reads_more: bool = False  # than the student, whose samples it may therefore find unlikely
 
     @property
     def tolerance(self) -> float:
@@ -80,17 +83,61 @@ class Settings:
 
 
 def checks(readings: Readings, settings: Settings) -> list[Check]:
-    """Return a verdict on everything that the log-probs of the texts can tell."""
+    """Return the verdicts that depend on log-probs; those on a top-k only if the teacher gives one."""
     finite = _finite(readings)
     if finite.verdict != "ok":
         return [finite]
-    rows = [finite, _twice(readings, settings), _temperature(readings, settings), _reads_input(readings, settings)]
+    has_topk = readings.teacher_ids.shape[1] > 0
+    rows = [finite, _twice(readings, settings)]
+    if has_topk:
+        rows += [_temperature(readings, settings), _reads_input(readings, settings)]
     rows += _enough(readings)
     texts = {"samples": readings.sampled, "answers": readings.answered, "prompts": readings.prompted}
     for name, chosen in texts.items():
         if chosen.any():
             rows.append(_likely(readings, settings, name, chosen))
-    return [*rows, _overlap(readings), *_ends(readings, settings)]
+    return [*rows, *([_overlap(readings)] if has_topk else []), *_ends(readings, settings)]
+
+
+def standard_errors(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str]) -> float:
+    """Return the slope of `gaps` [S] over `rewards` [S] in its standard errors, which are robust to groups; 0: flat.
+
+    Samples of one group are dependent, so their residuals are summed first (Liang and Zeger 1986).
+    """
+    numbers = np.unique(np.asarray(groups), return_inverse=True)[1]
+    count = int(numbers.max()) + 1
+    centred = rewards - rewards.mean()
+    square = float(centred @ centred)
+    if square == 0 or count < 2:
+        return 0.0
+    slope = float(centred @ gaps) / square
+    residuals = gaps - gaps.mean() - slope * centred
+    sums = np.bincount(numbers, weights=centred * residuals)
+    error = np.sqrt(float(sums @ sums) * count / (count - 1)) / square
+    return slope / error if error > 0 else 0.0
+
+
+def preference_check(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str]) -> Check:
+    """Return the verdict on teacher minus student log-prob, mean a token of each sample, against its reward.
+
+    A warning where the teacher significantly prefers the samples of lower reward.
+    """
+    if np.ptp(rewards) == 0:
+        return Check(PREFERENCE, f"all rewards are {rewards[0]:g}", "ok", "not judged: no sample has a higher reward")
+    better = rewards > rewards.mean()
+    errors = standard_errors(gaps, rewards, groups)
+    value = f"{gaps[better].mean():+.2f} against {gaps[~better].mean():+.2f}, {errors:+.1f} std errors"
+    if len(set(groups)) >= FEWEST_GROUPS and errors < -SIGNIFICANT:
+        return Check(
+            PREFERENCE,
+            value,
+            "warning",
+            "measured against the student, the teacher prefers the samples with the lower reward: it is no better than"
+            " the student at this task, has lost layers, or reads something else; measure how well it does"
+            " (validation.measure_teacher)",
+        )
+    meaning = "teacher minus student log-prob a token, samples with a reward above the mean against the others"
+    return Check(PREFERENCE, value, "ok", meaning)
 
 
 def table(name: str, rows: Sequence[Check]) -> str:
@@ -133,7 +180,7 @@ def _twice(readings: Readings, settings: Settings) -> Check:
 
 
 def _temperature(readings: Readings, settings: Settings) -> Check:
-    """Gaps between log-probs at temperature T are 1/T of those at 1; and the step must learn from those at T."""
+    """Gaps between log-probs at temperature T are 1/T of those at 1; the update must read those at T."""
     wanted = settings.temperature
     plain = (readings.teacher_plain[:, :1] - readings.teacher_plain[:, 1:]).astype(np.float64)
     scored = (readings.teacher_topk[:, :1] - readings.teacher_topk[:, 1:]).astype(np.float64)

@@ -1,4 +1,4 @@
-"""How far back a teacher reads: a change of early text has to change the log-probs of all later tokens.
+"""The reach of a teacher's context: a change of early text has to change the log-probs of all later tokens.
 
 A teacher whose context is truncated computes plausible log-probs. It gives itself away by log-probs that stay the same,
 to the last bit, when text beyond its context changes. Both readings have the same lengths, so that they are computed
@@ -7,17 +7,17 @@ in the same micro-batches and shapes: rounding makes no difference between them,
 Legend: T tokens of a text, N scored tokens of it, K tokens of a top-k.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from roll_opd.teachers.teacher_checks import Check, Verdict
 
-PARTS = 8  # of a text, one of which is changed
+PARTS = 8  # of a text; one is changed
 SMALLEST = 1e-6  # nats: a smaller difference is no difference
 SHORT = 16  # tokens: texts that go on for fewer after the change say nothing about a context
-FAR = 0.8  # share of the distance: a change that is not seen so far on was not read
+FAR = 0.8  # share of the tested distance over which a change must show
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Reach:
-    """How far after a changed part, in tokens, the log-probs change, and how far the text goes on."""
+    """Distances after a changed part, in tokens: the last change of a log-prob, and the last token."""
 
     seen: int
     tested: int
@@ -57,12 +57,9 @@ def changes(texts: Sequence[np.ndarray]) -> list[Change]:
     return found
 
 
-def difference(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return f64 [N], the largest difference of two computations in a token's log-prob and its sorted top-k."""
-    columns = [
-        np.column_stack([values["logprobs"], values["topk_logprobs"]]).astype(np.float64) for values in (one, other)
-    ]
-    return np.abs(columns[0] - columns[1]).max(1)
+def difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return f64 [N], the largest difference of two computations [N, 1 + K] of each token's log-prob and top-k."""
+    return np.abs(one.astype(np.float64) - other).max(1)
 
 
 def reach(differences: np.ndarray, first: int, end: int) -> Reach:

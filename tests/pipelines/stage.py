@@ -24,8 +24,9 @@ from roll_opd.pipelines import start
 from roll_opd.pipelines.backend import Backend
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.planner.build import load_plan
-from roll_opd.roles.policy_roles import Teacher
 from roll_opd.roles.reward_pool import RewardPool
+from roll_opd.teachers.frozen_models import Teacher
+from roll_opd.teachers.views import SameTokens
 
 PURE, WITH_TEACHER = ("demo", "onpolicy_distill"), ("demo", "rlvr_opd")
 WITH_REWARD, WITH_CRITIC = ("demo", "rlvr"), ("demo", "ppo")
@@ -139,7 +140,8 @@ class Stage(Backend):
         started += ((self._plan.reference, self._workers.frozen_models.reference),)
         wanted = worker_settings(plan.source)
         (role,) = (role for worker, role in started if worker_settings(worker) == wanted)
-        return Teacher(plan.source.name, role.group, role.vocab_size, plan)
+        scorer = getattr(role, "scorer", role)  # of a teacher, or the reference policy itself
+        return Teacher(plan, replace(scorer, name=plan.source.name), SameTokens(plan.name))
 
 
 def worker_settings(plan: Any) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +14,8 @@ from safetensors.torch import load_file
 from stage import CRITIC_SCHEDULE, PURE, REFERENCE, SHORT, WITH_CRITIC, WITH_REWARD, Stage, optimizer_of
 
 from roll_opd.algorithms.table import ALGORITHMS
-from roll_opd.roles.policy_roles import Teacher
-from roll_opd.samples.experience import Experience
+from roll_opd.teachers.megatron_teacher import MegatronScorer
+from roll_opd.teachers.scorer import LOGPROBS, TeacherAnswer, TokenSequence, Wanted
 from tests.cover import cover, tiered
 
 ELSEWHERE = ("sft", "dpo")  # other pipelines: test_supervised_runs.py
@@ -151,12 +153,13 @@ def test_logprobs_that_are_not_finite_end_a_run_after_three_steps(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Updates are skipped and counted, the weights stay, and the samples are there to be looked at."""
-    honest = Teacher.compute_logprobs
+    honest = MegatronScorer.score
 
-    async def broken(self: Teacher, *arguments: object) -> list[np.ndarray]:
-        return [logprobs * np.float32(np.nan) for logprobs in await honest(self, *arguments)]
+    async def broken(self: MegatronScorer, *arguments: Any) -> list[TeacherAnswer]:
+        answers = await honest(self, *arguments)
+        return [replace(answer, logprobs=answer.logprobs * np.float32(np.nan)) for answer in answers]
 
-    monkeypatch.setattr(Teacher, "compute_logprobs", broken)
+    monkeypatch.setattr(MegatronScorer, "score", broken)
     run = pure(stage, "max_steps=4", "save_steps=2", "max_ckpt_to_keep=0", "teacher_preflight=false")
     assert run.code == 1
     rows = run.rows("metrics.jsonl")
@@ -184,12 +187,15 @@ def test_the_preflight_of_a_teacher(
     assert "teacher_preflight" not in json.loads((unchecked.path / "summary.json").read_text())
     weights = [load_file(last_weights(run)) for run in (checked, unchecked)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    honest = Teacher.compute_logprobs
+    honest = MegatronScorer.score
 
-    async def hotter(self: Teacher, samples: Sequence[Experience], temperature: float) -> list[np.ndarray]:
-        return await honest(self, samples, 2 * temperature)
+    async def hotter(
+        self: MegatronScorer, sequences: Sequence[TokenSequence], temperature: float, wanted: Wanted = LOGPROBS
+    ) -> list[TeacherAnswer]:
+        is_of_the_run = wanted == LOGPROBS
+        return await honest(self, sequences, 2 * temperature if is_of_the_run else temperature, wanted)
 
-    monkeypatch.setattr(Teacher, "compute_logprobs", hotter)
+    monkeypatch.setattr(MegatronScorer, "score", hotter)
     run = pure(stage)
     assert run.code == 1 and [row["step"] for row in run.rows("metrics.jsonl")] == [0]
     assert "the preflight of teacher teacher failed: sampling temperature" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,13 +11,13 @@ from runs import Run
 from stage import CRITIC_SCHEDULE, REFERENCE, TEACHER, WITH_CRITIC, Stage, optimizer_of
 
 from roll_opd.actors.sampler import Sampler
+from roll_opd.cluster.group import gathered
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import RunPlan
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.models.device_phases import ALL, members_of
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.roles.colocation import DeviceScheduler
-from roll_opd.roles.policy_roles import gathered
 from roll_opd.weight_sync.transports import sync_of
 
 SHORT = (
@@ -60,7 +59,7 @@ class Taking:
         assert plan.rollout is not None
         models = there.frozen_models
         found = {there.student.plan.name: there.student.group, plan.rollout.name: there.sampler.engines}
-        found |= {plan.serving(teacher.plan.source).name: teacher.group for teacher in models.teachers}
+        found |= {plan.serving(teacher.plan.source).name: teacher.scorer.group for teacher in models.teachers}
         if there.critic:
             found[there.critic.plan.name] = there.critic.group
         if models.reference:
@@ -70,7 +69,10 @@ class Taking:
         self.parts = {member.name: ALL[member.kind] for member in members}
         engines = joined[plan.rollout.name]
         student = replace(there.student, group=joined[there.student.plan.name])
-        teachers = [replace(t, group=joined[plan.serving(t.plan.source).name]) for t in models.teachers]
+        teachers = [
+            replace(t, scorer=replace(t.scorer, group=joined[plan.serving(t.plan.source).name]))
+            for t in models.teachers
+        ]
         reference = models.reference and replace(models.reference, group=joined[models.reference.name])
         return replace(
             there,
@@ -84,8 +86,7 @@ class Taking:
         )
 
     async def asked(self, name: str) -> None:
-        sample: Any = SimpleNamespace(tokens=np.arange(8), prompt_length=2)
-        await gathered(self.groups[name], "compute_logprobs", [sample], 1.0)
+        await gathered(self.groups[name], "compute_logprobs", [(np.arange(8), 2, None)], 1.0)
 
     async def back(self) -> None:
         """Have everything where other runs of the stage look for it."""

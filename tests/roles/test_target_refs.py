@@ -9,7 +9,7 @@ import ray
 from roll_opd.samples.dp_shards import DPShard
 from roll_opd.samples.training import TargetRef
 from roll_opd.teachers import target_refs
-from roll_opd.teachers.target_refs import as_sent, hold, opened
+from roll_opd.teachers.target_refs import hold, opened
 
 
 def arrays(number: int) -> dict[str, np.ndarray]:
@@ -40,7 +40,13 @@ def test_a_rank_opens_what_its_share_needs(warm_options: dict[str, Any], bundle_
     kept = ray.get(teacher.compute.remote(numbers, bundle_bytes))
     assert list(kept) == numbers and 1 <= len({one.bundle for one in kept.values()}) <= len(numbers)
     own = [{"a": kept[number]} for number in numbers[:8]]
-    shard = ray.put(DPShard(samples=[], micro_batches=[[2, 1], [], [7]], held=[as_sent(one) for one in own]))
+    shard = ray.put(
+        DPShard(
+            samples=[],
+            micro_batches=[[2, 1], [], [7]],
+            held=[{name: ref.for_ranks() for name, ref in one.items()} for one in own],
+        )
+    )
     found = ray.get(student.read.remote(shard))
     for place, by_teacher in enumerate(found):
         wanted = arrays(numbers[place])

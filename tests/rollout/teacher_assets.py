@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,14 @@ import torch
 from transformers import PreTrainedModel
 
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
-from roll_opd.roles.policy_roles import Student, Teacher
+from roll_opd.roles.student_role import Student
 from roll_opd.samples.dp_shards import Packing, ShardedBatch
 from roll_opd.samples.experience import Experience
+from roll_opd.teachers.frozen_models import Teacher
+from roll_opd.teachers.megatron_teacher import MegatronScorer
+from roll_opd.teachers.teacher_checks import Check
+from roll_opd.teachers.teacher_preflight import TeacherPreflight
+from roll_opd.teachers.views import SameTokens
 
 
 @dataclass
@@ -66,7 +70,11 @@ def student_of(model: PreTrainedModel, path: Path | str) -> Student:
 def teacher_of(model: PreTrainedModel, path: Path | str, **faults: Any) -> Teacher:
     plan = megatron(path)
     group: Any = Group(model, plan, **faults)
-    return Teacher("teacher", group, model.config.vocab_size, TeacherPlan("teacher", plan, 1.0))
+    return teacher_with(group, model.config.vocab_size, TeacherPlan("teacher", plan, 1.0))
+
+
+def teacher_with(group: Any, vocab_size: int, plan: TeacherPlan) -> Teacher:
+    return Teacher(plan, MegatronScorer(plan.name, group, vocab_size), SameTokens(plan.name))
 
 
 @torch.no_grad()
@@ -100,5 +108,7 @@ def sampled(
     return experiences
 
 
-def workers_of(student: Student, teacher: Teacher) -> Any:
-    return SimpleNamespace(student=student, frozen_models=SimpleNamespace(teachers=(teacher,)))
+def preflight_of(
+    student: Student, teacher: Teacher, report: Callable[[str, Sequence[Check]], None], mode: Any = "warn"
+) -> TeacherPreflight:
+    return TeacherPreflight(mode, student.group, (teacher,), report)

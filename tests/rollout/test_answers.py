@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from roll_opd.config.plan import SamplingPlan
-from roll_opd.roles.policy_roles import FrozenModels, Teacher
 from roll_opd.rollout.validation import first_answers, read_answers
 from roll_opd.samples.experience import Experience
+from roll_opd.teachers.frozen_models import FrozenModels, Teacher
+from roll_opd.teachers.scorer import TeacherAnswer, Wanted
 
 
 def answer(number: int, tag: str = "a", length: int = 3) -> Experience:
@@ -38,8 +39,11 @@ class Reader:
     def accepts(self, tag: str) -> bool:
         return tag == self.tag
 
-    async def compute_logprobs(self, samples: Sequence[Experience], temperature: float) -> list[np.ndarray]:
-        return [np.full(sample.response_length, temperature, dtype=np.float32) for sample in samples]
+    def scores(self, sample: Experience) -> bool:
+        return self.accepts(sample.tag)
+
+    async def score(self, samples: Sequence[Experience], temperature: float, wanted: Wanted) -> list[TeacherAnswer]:
+        return [TeacherAnswer(np.full(sample.response_length, temperature, dtype=np.float32)) for sample in samples]
 
 
 @pytest.mark.parametrize(

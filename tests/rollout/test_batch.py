@@ -32,12 +32,13 @@ from roll_opd.config.plan import (
 from roll_opd.data.dataset import Prompt, open_prompts
 from roll_opd.data.prompt_source import PromptSource
 from roll_opd.inference.completion import Completion
-from roll_opd.roles.policy_roles import FrozenModels
 from roll_opd.roles.reward_pool import RewardResult
 from roll_opd.rollout.batch import Batch, PendingRewards, Rollout, fill_batch, roll_out
 from roll_opd.rollout.workflow import Model, Task, experience_of, sample_seed
 from roll_opd.samples.buffer_pickle import Compact
 from roll_opd.samples.experience import Experience
+from roll_opd.teachers.frozen_models import FrozenModels
+from roll_opd.teachers.scorer import TeacherAnswer, Wanted
 from roll_opd.tracking.clock import PhaseClock
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
@@ -100,13 +101,16 @@ class Watcher:
     def __init__(self, plan: Any, log: list[str], slowness: int = 1, fails: bool = False) -> None:
         self.plan, self._log, self._slowness, self._fails = plan, log, slowness, fails
 
-    async def compute_logprobs(self, experiences: Sequence[Experience], temperature: float) -> list[np.ndarray]:
+    def scores(self, sample: Experience) -> bool:
+        return self.plan.accepts(sample.tag)
+
+    async def score(self, experiences: Sequence[Experience], temperature: float, wanted: Wanted) -> list[TeacherAnswer]:
         self._log.append(f"{self.plan} starts")
         for _ in range(self._slowness):
             await asyncio.sleep(0)
         if self._fails:
             raise RunError("no scores today")
-        return [e.response_tokens.astype(np.float32) for e in experiences]
+        return [TeacherAnswer(e.response_tokens.astype(np.float32)) for e in experiences]
 
 
 class RewardPool:
@@ -278,9 +282,9 @@ class Chunks(Watcher):
         super().__init__(TeacherPlan("t", Watcher.worker, 1.0), [])
         self.seen: list[list[str]] = []
 
-    async def compute_logprobs(self, experiences: Sequence[Experience], temperature: float) -> list[np.ndarray]:
+    async def score(self, experiences: Sequence[Experience], temperature: float, wanted: Wanted) -> list[TeacherAnswer]:
         self.seen.append([e.id for e in experiences])
-        return await super().compute_logprobs(experiences, temperature)
+        return await super().score(experiences, temperature, wanted)
 
 
 def test_a_chunk_is_what_one_engine_finished_one_after_another(make_source) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from teacher_assets import megatron, workers_of
+from teacher_assets import megatron, teacher_with
 
 from roll_opd.base.paths import REPOSITORY
 from roll_opd.config.plan import (
@@ -35,16 +35,15 @@ from roll_opd.objective.masks import mask_metrics, masked
 from roll_opd.objective.mismatch import corrected, train_infer_metrics
 from roll_opd.objective.reference_kl import kl_coefs
 from roll_opd.pipelines.run_logger import RunLogger
-from roll_opd.pipelines.teacher_preflight import TeacherPreflight
 from roll_opd.report.games import before_and_after
 from roll_opd.report.page import contents
 from roll_opd.report.run_files import read_run
 from roll_opd.roles.critic_role import value_metrics
-from roll_opd.roles.policy_roles import Student, Teacher
 from roll_opd.samples.dp_shards import Packing, ShardedBatch
 from roll_opd.samples.experience import Experience
 from roll_opd.samples.training import TargetRef
 from roll_opd.teachers.teacher_checks import Check
+from roll_opd.teachers.teacher_preflight import TeacherPreflight
 from roll_opd.tracking.console import progress_line
 from roll_opd.tracking.metrics import opd_metrics, validation_metrics
 from roll_opd.tracking.reward_metrics import reward_metrics
@@ -195,12 +194,13 @@ class Ranks:
 
 def preflight_of(experiences: list[Experience], wild: bool) -> list[dict[str, Any]]:
     rows: list[Check] = []
-    logger: Any = SimpleNamespace(teacher_preflight=lambda name, found: rows.extend(found))
-    plan: Any = SimpleNamespace(teacher_preflight="warn")
     student, ranks = (Ranks(seed, experiences, wild) for seed in (1, 2))
     teacher_plan = replace(TEACHERS[0], source=megatron(DEMO / "teacher"))
-    workers = workers_of(Student(student.plan, student), Teacher("one", ranks, 320, teacher_plan))  # type: ignore[arg-type]
-    asyncio.run(TeacherPreflight(plan, workers, logger).check(experiences, 1.0))
+    group: Any = student
+    preflight = TeacherPreflight(
+        "warn", group, (teacher_with(ranks, 320, teacher_plan),), lambda _, found: rows.extend(found)
+    )
+    asyncio.run(preflight.check(experiences, 1.0))
     return [asdict(row) for row in rows]
 
 

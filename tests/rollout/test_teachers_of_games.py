@@ -8,28 +8,26 @@ import asyncio
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from teacher_assets import logits_of, student_of, teacher_of, workers_of
+from teacher_assets import logits_of, preflight_of, student_of, teacher_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from roll_opd.base.paths import REPOSITORY
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.environments import make
-from roll_opd.pipelines.teacher_preflight import (
+from roll_opd.samples.experience import Experience
+from roll_opd.teachers.teacher_checks import FEW, Check
+from roll_opd.teachers.teacher_preflight import (
     ENOUGH,
     FEWEST,
     MOST_TOKENS,
     PREFLIGHT_SAMPLES,
-    TeacherPreflight,
     _chosen,
 )
-from roll_opd.samples.experience import Experience
-from roll_opd.teachers.teacher_checks import FEW, Check
 
 pytestmark = pytest.mark.slow
 EXAMPLES = REPOSITORY / "examples"
@@ -146,11 +144,10 @@ class Played:
             with torch.no_grad():
                 change(teacher)
         rows: dict[str, Check] = {}
-        logger: Any = SimpleNamespace(teacher_preflight=lambda _, found: rows.update({row.check: row for row in found}))
-        plan: Any = SimpleNamespace(teacher_preflight="warn")
-        workers = workers_of(student_of(self.student, self.paths[0]), teacher_of(teacher, self.paths[1]))
+        roles = student_of(self.student, self.paths[0]), teacher_of(teacher, self.paths[1])
+        preflight = preflight_of(*roles, lambda _, found: rows.update({row.check: row for row in found}))
         scored = [replace(e, teacher_logprobs={"teacher": read(teacher, e)}) for e in self.samples]
-        asyncio.run(TeacherPreflight(plan, workers, logger).check(scored, 1.0))
+        asyncio.run(preflight.check(scored, 1.0))
         return rows
 
 

@@ -6,19 +6,17 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from teacher_assets import logits_of, sampled, student_of, teacher_of, workers_of
+from teacher_assets import logits_of, preflight_of, sampled, student_of, teacher_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from roll_opd.base.failures import RunError
 from roll_opd.base.paths import REPOSITORY
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.pipelines.teacher_preflight import TeacherPreflight
 from roll_opd.samples.experience import Experience
 from roll_opd.teachers.teacher_checks import WIDTH, Check, table
 
@@ -46,9 +44,8 @@ class Demo:
     def check(self, model: PreTrainedModel, *, mode: Any = "warn", **faults: Any) -> dict[str, Check]:
         """The rows of the preflight of `model`, whose log-probs in the run have the same faults."""
         group = teacher_of(model, TEACHER, **faults)
-        logger: Any = Logger()
-        plan: Any = SimpleNamespace(teacher_preflight=mode)
-        preflight = TeacherPreflight(plan, workers_of(student_of(self.student, STUDENT), group), logger)
+        logger = Logger()
+        preflight = preflight_of(student_of(self.student, STUDENT), group, logger.teacher_preflight, mode)
         change = faults.get("change", lambda temperature: temperature)
         scored = [replace(e, teacher_logprobs={"teacher": in_run(model, e, change(TEMPERATURE))}) for e in self.samples]
         asyncio.run(preflight.check(scored, TEMPERATURE))

@@ -1,30 +1,29 @@
-"""The teacher preflight: before anything is learned from a teacher, student and teacher read a few samples, and
-`teachers.teacher_checks` judges what they say. See docs/teacher-preflight.md.
+"""The teacher preflight: student and teacher score a few samples before the first update, and `teacher_checks` judges
+their log-probs. See docs/teacher-preflight.md.
 
-The samples are the first that the run would learn from: nothing more is generated, and the very numbers of the first
-update are held against a second computation. No random state is touched, so a run learns the same with and without.
+The samples are the first of the run: the preflight generates nothing and compares the numbers of the first update with
+a second computation. It touches no random state, so a run learns the same with and without it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 
 from roll_opd.base.failures import RunError
-from roll_opd.config.plan import RunPlan
+from roll_opd.cluster.group import FrozenGroup
 from roll_opd.data.templates import load_tokenizer, token_ids
 from roll_opd.models.model_files import read_json
 from roll_opd.models.model_info import ModelInfo, read_model
 from roll_opd.models.tokenizer_files import added_ids, compare_tokenizers
 from roll_opd.models.weight_files import WINDOW_LAYERS, lost_layer_hints
-from roll_opd.pipelines.run_logger import RunLogger
-from roll_opd.pipelines.run_workers import RunWorkers
-from roll_opd.roles.policy_roles import FrozenModel, Student, Teacher, gathered
-from roll_opd.samples.experience import Experience, as_read_by
-from roll_opd.teachers.teacher_checks import Check, Readings, Settings, checks
-from roll_opd.teachers.teacher_preference import preference_check
+from roll_opd.samples.experience import Experience
+from roll_opd.teachers.frozen_models import Teacher
+from roll_opd.teachers.megatron_teacher import MegatronScorer
+from roll_opd.teachers.scorer import TeacherAnswer, Wanted
+from roll_opd.teachers.teacher_checks import Check, Readings, Settings, checks, preference_check
 from roll_opd.teachers.teacher_reach import changes, difference, reach, reach_check
 
 PREFLIGHT_SAMPLES = 64  # read by student and teacher; and of the rows' own answers, as many
@@ -40,16 +39,26 @@ class TeacherPreflight:
     """Checks each teacher of a run on the first samples that it has scored."""
 
     def __init__(
-        self, plan: RunPlan, workers: RunWorkers, logger: RunLogger, demonstrations: Sequence[Experience] = ()
+        self,
+        mode: bool | Literal["warn"],
+        student: FrozenGroup,
+        teachers: Sequence[Teacher],
+        report: Callable[[str, Sequence[Check]], None],
+        demonstrations: Sequence[Experience] = (),
     ) -> None:
-        self._plan, self._student, self._logger = plan, workers.student, logger
+        """Args:
+        mode: `teacher_preflight` of the run.
+        student: the ranks of the student.
+        report: prints and stores the checks of a teacher, by name.
+        """
+        self._mode, self._student, self._report = mode, student, report
         self._demonstrations = demonstrations
-        self._left = list(workers.frozen_models.teachers) if plan.teacher_preflight is not False else []
+        self._left = list(teachers) if mode is not False else []
 
     async def check(self, experiences: Sequence[Experience], temperature: float) -> None:
-        """Check, print and log every teacher that has scored some of `experiences` and was not checked before.
+        """Check and report every teacher that has scored some of `experiences` and was not checked before.
 
-        RunError where one fails, unless the plan only warns.
+        RunError if one fails, unless the mode is `warn`.
         """
         for teacher in list(self._left):
             taught = [e for e in experiences if teacher.plan.name in e.teacher_logprobs]
@@ -58,68 +67,59 @@ class TeacherPreflight:
                 continue
             self._left.remove(teacher)
             rows = [*await self._check(teacher, chosen, temperature), *_preference(taught, teacher.plan.name)]
-            self._logger.teacher_preflight(teacher.plan.name, rows)
+            self._report(teacher.plan.name, rows)
             failed = next((row for row in rows if row.verdict == "failed"), None)
-            if failed and self._plan.teacher_preflight != "warn":
+            if failed and self._mode != "warn":
                 raise RunError(
                     f"the preflight of teacher {teacher.plan.name} failed: {failed.check}: {failed.value};"
                     f" {failed.meaning}. Set teacher_preflight: warn to go on all the same"
                 )
 
     async def _check(self, teacher: Teacher, chosen: Sequence[Experience], temperature: float) -> list[Check]:
-        own, theirs = (Path(plan.model.path) for plan in (self._student.plan, teacher.plan.source))
-        models = [read_model(path) for path in (own, theirs)]
-        sizes = [model.vocab for model in models]
-        shared = min(sizes)
+        own = Path(self._student.plan.model.path)
+        models = [read_model(path) for path in (own, *([Path(teacher.plan.model.path)] if teacher.plan.model else []))]
+        shared = min(model.vocab for model in models)
         answers = _chosen(self._demonstrations) or _answers(chosen, own)
         texts = [*chosen, *answers]
-        # of a teacher with another prompt than the student's, what both read is the responses
+        # a teacher with its own prompt has only the responses in common with the student
         first = None if teacher.plan.context else 1
-        read_by_student = [_scored_from(first, e) for e in texts]
-        read_by_teacher = [as_read_by(teacher.plan.name, e) for e in read_by_student]
-
-        async def read(
-            texts: Sequence[Experience], role: Student | FrozenModel, **wanted: Any
-        ) -> list[dict[str, np.ndarray]]:
-            return await gathered(
-                role.group, "compute_targets", texts, temperature, topk=min(TOPK, shared), vocab_size=shared, **wanted
-            )
-
-        by_student = await read(read_by_student, self._student)
-        by_teacher = await read(read_by_teacher, teacher, plain=True)
-        repeated = read_by_teacher[:REPEATED]
-        again = await read(repeated, teacher)
-        altered = changes([e.tokens for e in repeated])
-        read_altered = await read(
-            [replace(e, tokens=c.tokens) for e, c in zip(repeated, altered, strict=True)], teacher
-        )
+        scored = [_scored_from(first, e) for e in texts]
+        scorer, most_likely = teacher.scorer, Wanted(topk=min(TOPK, shared), vocab_size=shared, fetched=True)
+        wanted = most_likely if "topk" in scorer.targets else Wanted()
+        student = MegatronScorer(self._student.plan.name, self._student, models[0].vocab)
+        by_student = await student.score([(e.tokens, e.prompt_length) for e in scored], temperature, most_likely)
+        by_teacher = await teacher.score(scored, temperature, replace(wanted, plain=wanted.topk is not None))
+        repeated = [teacher.view.reads(e) for e in scored[:REPEATED]]
+        again = await scorer.score(repeated, temperature, wanted)
+        altered = changes([tokens for tokens, _ in repeated])
+        rewritten = [(change.tokens, length) for change, (_, length) in zip(altered, repeated, strict=True)]
+        read_altered = await scorer.score(rewritten, temperature, wanted)
         readings = Readings(
-            student_logprobs=_column(by_student, "logprobs"),
+            student_logprobs=_logprobs(by_student),
             student_ids=_column(by_student, "topk_ids"),
             student_topk=_column(by_student, "topk_logprobs"),
-            teacher_logprobs=_column(by_teacher, "logprobs"),
+            teacher_logprobs=_logprobs(by_teacher),
             teacher_ids=_column(by_teacher, "topk_ids"),
             teacher_topk=_column(by_teacher, "topk_logprobs"),
             teacher_plain=_column(by_teacher, "plain_logprobs"),
-            again=_column(again, "logprobs"),
+            again=_logprobs([teacher.view.back(e, a) for e, a in zip(scored, again, strict=False)]),
             in_run=np.concatenate([_in_run(e, teacher.plan.name, first) for e in texts]),
             **_kinds(texts, added_ids(own), first),
         ).without(_observed(texts, first))
-        exact = teacher.plan.source.model.dtype == "fp32"
-        settings = Settings(temperature, exact, shared, reads_more=teacher.plan.context is not None)
-        rows = [_size_of(*models), *checks(readings, settings)]
+        settings = Settings(temperature, scorer.is_exact, shared, reads_more=teacher.plan.context is not None)
+        rows = checks(readings, settings)
         reaches = [
-            reach(difference(before, after), text.prompt_length, change.end)
-            for text, change, before, after in zip(repeated, altered, again, read_altered, strict=True)
+            reach(difference(_sorted(before), _sorted(after)), length, change.end)
+            for (_, length), change, before, after in zip(repeated, altered, again, read_altered, strict=True)
             if change.differs
         ]
         if reaches and not np.isnan(readings.teacher_topk).any():
             rows.append(reach_check(reaches))
-        return [*rows, *_tokens(own, theirs, sizes)]
+        return rows if len(models) == 1 else [_size_of(*models), *rows, *_tokens(*models)]
 
 
 def _chosen(experiences: Sequence[Experience]) -> list[Experience]:
-    """Return a few samples, spread over the step; more of them if their turns are short."""
+    """Return some samples, spread over the step; more if their turns are short."""
     cut = [_cut(experience) for experience in experiences]
     written = [experience for experience in cut if experience.action_tokens]
     stride = max(1, -(-len(written) // PREFLIGHT_SAMPLES))
@@ -149,12 +149,22 @@ def _cut(experience: Experience) -> Experience:
     )
 
 
-def _column(answers: Sequence[dict[str, np.ndarray]], name: str) -> np.ndarray:
-    return np.concatenate([answer[name] for answer in answers])
+def _logprobs(answers: Sequence[TeacherAnswer]) -> np.ndarray:
+    return np.concatenate([answer.logprobs for answer in answers])
+
+
+def _column(answers: Sequence[TeacherAnswer], name: str) -> np.ndarray:
+    """Return an array of all answers, [N, K]; K is 0 for a scorer without it."""
+    return np.concatenate([a.arrays.get(name, np.zeros((len(a.logprobs), 0), np.float32)) for a in answers])
+
+
+def _sorted(answer: TeacherAnswer) -> np.ndarray:
+    """Return log-prob and sorted top-k of each token of an answer, f32 [T-P, 1 + K]."""
+    return np.column_stack([answer.logprobs, _column([answer], "topk_logprobs")])
 
 
 def _answers(chosen: Sequence[Experience], model: Path) -> list[Experience]:
-    """Return the prompts of samples with the answers that their rows bring beside them; none where they bring none."""
+    """Return the prompts of samples with the answers in their rows; empty without such answers."""
     texts = {}
     for number, experience in enumerate(chosen):
         found = (experience.extra.get(name) for name in ANSWERS)
@@ -175,7 +185,7 @@ def _answers(chosen: Sequence[Experience], model: Path) -> list[Experience]:
 
 
 def _scored_from(first: int | None, text: Experience) -> Experience:
-    """Return `text` as one whose tokens are scored from number `first` on; None: those of its response."""
+    """Return `text` with its tokens scored from number `first` on; None: its response tokens."""
     return text if first is None else replace(text, prompt_length=first)
 
 
@@ -194,7 +204,7 @@ def _preference(samples: Sequence[Experience], teacher: str) -> list[Check]:
 
 
 def _size_of(student: ModelInfo, teacher: ModelInfo) -> Check:
-    """State what the teacher is by its files, with hints that it was once larger."""
+    """Return layers and parameters by the files of the models, with hints that the teacher lost layers."""
     window_layers = read_json(teacher.path / "config.json").get(WINDOW_LAYERS)
     hints = list(lost_layer_hints(teacher.path, teacher.layers, teacher.parameters, window_layers))
     sizes = [f"{one.layers} layers {_counted(one.parameters)}" for one in (teacher, student)]
@@ -209,7 +219,7 @@ def _counted(parameters: int) -> str:
 
 
 def _in_run(text: Experience, teacher: str, first: int | None) -> np.ndarray:
-    """Return what the run will learn from at every scored token; NaN in prompts and in answers that nobody sampled."""
+    """Return the log-probs that the update reads, for every scored token; NaN in prompts and in answers of rows."""
     start = _scored_from(first, text).prompt_length
     found = np.full(len(text.tokens) - start, np.nan, np.float32)
     if not text.demonstration:
@@ -226,7 +236,7 @@ def _observed(texts: Sequence[Experience], first: int | None) -> np.ndarray:
 
 
 def _kinds(texts: Sequence[Experience], special: frozenset[int], first: int | None) -> dict[str, np.ndarray]:
-    """Say of every scored token whether it was sampled, is of a prompt or of a row's answer, or ended a sample."""
+    """Return for every scored token whether it was sampled, is of a prompt or of a row's answer, or ended a sample."""
     places = [np.arange(_scored_from(first, e).prompt_length, len(e.tokens)) for e in texts]
     of_row = np.concatenate([np.full(len(place), e.demonstration) for e, place in zip(texts, places, strict=True)])
     behind = np.concatenate([place >= e.prompt_length for e, place in zip(texts, places, strict=True)])
@@ -244,13 +254,13 @@ def _kinds(texts: Sequence[Experience], special: frozenset[int], first: int | No
     }
 
 
-def _tokens(own: Path, theirs: Path, sizes: Sequence[int]) -> list[Check]:
+def _tokens(student: ModelInfo, teacher: ModelInfo) -> list[Check]:
     """Compare the tokens of student and teacher, by their files."""
-    found = compare_tokenizers(own, theirs)
+    found = compare_tokenizers(student.path, teacher.path)
     ids = f"{found.only_student} only in the student, {found.only_other} only in the teacher"
     same = (
         "every token that the student writes is the same to the teacher; the models have"
-        f" {sizes[0]} and {sizes[1]} rows, those without a token are padding"
+        f" {student.vocab} and {teacher.vocab} rows, those without a token are padding"
     )
     differences = "; ".join(found.differences)
     return [

@@ -1,0 +1,126 @@
+"""The driver's side of the student: log-probs, most likely tokens, and the updates of a step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from roll_opd.cluster.group import Reference, Text, gathered, gathered_and_held
+from roll_opd.config.plan import ObjectivePlan, TeacherPlan
+from roll_opd.objective.columns import loss_columns
+from roll_opd.roles.learner_role import Learner, Update, optimizer_metrics, total
+from roll_opd.samples.dp_shards import ShardedBatch, shard_batch
+from roll_opd.samples.experience import Experience, changed
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.training import ROUTER_LOSSES, TargetRef
+
+
+class Student(Learner):
+    """The model that learns."""
+
+    async def compute_logprobs(self, experiences: Sequence[Experience], temperature: float = 1.0) -> list[np.ndarray]:
+        """Return the log-probs of every response, f32 [T-P] each, under the current weights."""
+        return await gathered(self.group, "compute_logprobs", _routed_texts(experiences), temperature)
+
+    async def compute_old_logprobs(self, experiences: Sequence[Experience], temperature: float) -> list[Experience]:
+        """Fill in `old_logprobs` from the training engine."""
+        values = await self.compute_logprobs(experiences, temperature)
+        return [changed(e, old_logprobs=v) for e, v in zip(experiences, values, strict=True)]
+
+    async def topk_ids(
+        self, experiences: Sequence[Experience], temperature: float, objective: ObjectivePlan
+    ) -> list[TargetRef]:
+        """Return references to the most likely tokens at every response token."""
+        wanted: dict[str, Any] = {"topk": objective.opd_topk, "vocab_size": objective.opd_vocab_size}
+        texts = _routed_texts(experiences)
+        held = await gathered_and_held(self.group, texts, temperature, kept=("topk_ids",), **wanted)
+        return [ids for _, ids in held]
+
+    async def load_teacher_head(self, teacher: str, head: list[Reference]) -> None:
+        """Load a teacher's output head, which turns its hidden states into distributions on the student's ranks."""
+        await self.group.call("load_teacher_head", teacher, head)
+
+    async def learn(
+        self,
+        experiences: Sequence[Experience],
+        teachers: Sequence[TeacherPlan],
+        objective: ObjectivePlan,
+        temperature: float,
+        step: int,
+    ) -> tuple[list[Experience], dict[str, float]]:
+        """Run all updates of step `step` of the run.
+
+        Returns the samples with `old_logprobs` (those without them get them from the update), and `actor/*` metrics.
+        """
+        learned = list(experiences)
+        updates = []
+        size = self.plan.mini_batch_sequences
+        self.updates.begin(objective.ppo_epochs * -(-len(learned) // size))
+        for _ in range(objective.ppo_epochs):
+            for start in range(0, len(learned), size):
+                batch = learned[start : start + size]
+                shards = self._shards(batch, teachers, objective)
+                update, logprobs = await self._update("update", shards, objective, temperature, step)
+                updates.append(update)
+                for number, values in logprobs.items():
+                    if batch[number].old_logprobs is None:
+                        learned[start + number] = changed(batch[number], old_logprobs=values)
+                self._check_applied(update, learned[start : start + size])
+        return learned, _actor_metrics(updates)
+
+    def _shards(
+        self, experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
+    ) -> ShardedBatch[Sample]:
+        """Return a mini-batch with the columns that the loss reads, in shards for the data-parallel ranks."""
+        samples = loss_columns(experiences, teachers, objective)
+        has_targets = objective.opd_objective != "sampled"
+        return shard_batch(
+            samples,
+            self._assigned(samples, group_size=2 if objective.paired else 1),
+            [(e.routes is None, *e.teacher_targets) for e in experiences],
+            Sample.empty,
+            held=[_held(e) for e in experiences] if has_targets else (),
+        )
+
+
+def _routed_texts(experiences: Sequence[Experience]) -> list[Text]:
+    return [(e.tokens, e.prompt_length, e.routes) for e in experiences]
+
+
+def _held(experience: Experience) -> dict[str, TargetRef]:
+    return {name: target.for_ranks() for name, target in experience.teacher_targets.items()}
+
+
+def _actor_metrics(updates: Sequence[Update]) -> dict[str, float]:
+    """Return metrics of a step's updates: means over tokens or updates."""
+    tokens = total(updates, "tokens") or 1.0
+    reported = {name for update in updates for rank in update for name in rank.sums}
+    optional = {
+        "actor/opd_loss": "opd_loss",
+        "actor/entropy": "entropy",
+        "actor/demonstration_loss": "demonstration_loss",
+        "actor/demonstration_tokens": "demonstration_tokens",
+    }
+    return {
+        **{metric: total(updates, name) / len(updates) for metric, name in optional.items() if name in reported},
+        **_router_metrics(updates, reported),
+        "actor/pg_loss": total(updates, "policy_loss") / len(updates),
+        "actor/total_loss": total(updates, "weighted_loss") / len(updates),
+        "actor/ratio_mean": total(updates, "ratio") / tokens,
+        "actor/clipfrac": total(updates, "clipped") / tokens,
+        "actor/approx_kl": total(updates, "approx_kl") / tokens,
+        "actor/kl_loss": total(updates, "kl_loss") / len(updates),
+        **optimizer_metrics(updates),
+    }
+
+
+def _router_metrics(updates: Sequence[Update], reported: set[str]) -> dict[str, float]:
+    """Return metrics of routers: how often they would choose otherwise than the engine, and their own losses."""
+    parts = {"router/rerouted_tokens": "routed_tokens", "router/rerouted_choices": "routed_choices"}
+    shards = {
+        name: total(updates, name.removeprefix("router/")) / (total(updates, of) or 1.0)
+        for name, of in parts.items()
+        if of in reported
+    }
+    losses = [name for name in ROUTER_LOSSES if name in reported]
+    return shards | {f"router/{name}": total(updates, name) / len(updates) for name in losses}

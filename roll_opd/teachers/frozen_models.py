@@ -1,0 +1,132 @@
+"""The scoring stage of a step: each teacher scores the samples of its tags, the reference policy scores all."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from roll_opd.base.failures import RunError
+from roll_opd.config.plan import ObjectivePlan, TeacherPlan
+from roll_opd.samples.experience import Experience, changed
+from roll_opd.samples.training import TargetRef
+from roll_opd.teachers.scorer import LOGPROBS, Target, TeacherAnswer, TeacherScorer, Wanted
+from roll_opd.teachers.views import TeacherView
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A model that the student learns from: its plan, the source of its log-probs, and its view of samples."""
+
+    plan: TeacherPlan
+    scorer: TeacherScorer
+    view: TeacherView
+
+    def scores(self, sample: Experience) -> bool:
+        """Whether the sample's tag is the teacher's, and no workflow has set the teacher's log-probs."""
+        return self.plan.accepts(sample.tag) and self.plan.name not in sample.teacher_logprobs
+
+    async def score(
+        self, samples: Sequence[Experience], temperature: float, wanted: Wanted = LOGPROBS
+    ) -> list[TeacherAnswer]:
+        """Return an answer for each sample, over the student's response tokens. Errors as of `TeacherScorer.score`."""
+        answers = await self.scorer.score([self.view.reads(sample) for sample in samples], temperature, wanted)
+        return [self.view.back(sample, answer) for sample, answer in zip(samples, answers, strict=True)]
+
+
+class TopkSource(Protocol):
+    """A model whose most likely tokens the teachers score: the student."""
+
+    async def topk_ids(
+        self, samples: Sequence[Experience], temperature: float, objective: ObjectivePlan, /
+    ) -> list[TargetRef]:
+        """Return references to the most likely tokens at every response token."""
+
+
+@dataclass(frozen=True)
+class FrozenModels:
+    """The teachers of a run and its reference policy.
+
+    With an objective in `targets_for`, teachers compute its targets in addition to log-probs. With a `student`, the
+    targets are log-probs of its most likely tokens.
+    """
+
+    teachers: Sequence[Teacher] = ()
+    reference: TeacherScorer | None = None
+    targets_for: ObjectivePlan | None = None
+    student: TopkSource | None = None
+
+    async def compute_logprobs(self, samples: Sequence[Experience], temperature: float) -> list[Experience]:
+        """Return the samples with the log-probs and targets of all models, which compute concurrently.
+
+        RunError for a sample whose tag no teacher accepts, if there are teachers.
+        """
+        ids = None
+        if self.student and self.targets_for:
+            ids = await self.student.topk_ids(samples, temperature, self.targets_for)
+        by_teacher, of_reference = await asyncio.gather(
+            asyncio.gather(*[self._answers(teacher, samples, temperature, ids) for teacher in self.teachers]),
+            self._reference_logprobs(samples, temperature),
+        )
+        names = [teacher.plan.name for teacher in self.teachers]
+        result = []
+        for number, sample in enumerate(samples):
+            answers = {name: found[number] for name, found in zip(names, by_teacher, strict=True) if number in found}
+            result.append(_with_answers(sample, answers, names) if answers else sample)
+        unscored = sorted({sample.tag for sample in result if not sample.teacher_logprobs}) if self.teachers else []
+        if unscored:
+            raise RunError(f"no teacher scores samples tagged {', '.join(unscored)}: add the tag to a tag_included")
+        if self.reference:
+            return [changed(s, ref_logprobs=one.logprobs) for s, one in zip(result, of_reference, strict=True)]
+        return result
+
+    async def _answers(
+        self, teacher: Teacher, samples: Sequence[Experience], temperature: float, ids: Sequence[TargetRef] | None
+    ) -> dict[int, TeacherAnswer]:
+        """Return the answers of one teacher by sample number."""
+        numbers = [number for number, sample in enumerate(samples) if teacher.scores(sample)]
+        if not numbers:
+            return {}
+        wanted = wanted_for(self.targets_for, [ids[n] for n in numbers] if ids else ())
+        answers = await teacher.score([samples[n] for n in numbers], temperature, wanted)
+        return dict(zip(numbers, answers, strict=True))
+
+    async def _reference_logprobs(self, samples: Sequence[Experience], temperature: float) -> list[TeacherAnswer]:
+        if self.reference is None:
+            return []
+        return await self.reference.score([(s.tokens, s.prompt_length) for s in samples], temperature)
+
+
+def wanted_for(objective: ObjectivePlan | None, ids: Sequence[TargetRef]) -> Wanted:
+    """Return the targets of an objective. `ids`: the student's most likely tokens, if the objective is over these."""
+    if objective is None:
+        return LOGPROBS
+    if objective.opd_objective == "full":
+        return Wanted(hidden=True)
+    return Wanted(topk=None if ids else objective.opd_topk, ids=ids, vocab_size=objective.opd_vocab_size)
+
+
+def check_targets(teachers: Sequence[Teacher], objective: ObjectivePlan) -> None:
+    """Check that every teacher computes the targets of an objective. RunError names the first that does not."""
+    if objective.opd_objective == "sampled":
+        return
+    needed: Target = "hidden"
+    if objective.opd_objective == "topk":
+        needed = "ids" if objective.opd_topk_source == "student" else "topk"
+    for teacher in teachers:
+        if needed not in teacher.scorer.targets:
+            can = ", ".join(sorted(teacher.scorer.targets)) or "log-probs only"
+            raise RunError(
+                f"teacher {teacher.plan.name} cannot compute the targets ({needed}) of opd_objective:"
+                f" {objective.opd_objective}, but {can}; use opd_objective: sampled, or another teacher"
+            )
+
+
+def _with_answers(sample: Experience, answers: Mapping[str, TeacherAnswer], names: Sequence[str]) -> Experience:
+    """Return the sample with answers by teacher, in the order of `names`: sums over teachers depend on no timing."""
+    logprobs = {**sample.teacher_logprobs, **{name: answer.logprobs for name, answer in answers.items()}}
+    targets = {**sample.teacher_targets, **{name: a.targets for name, a in answers.items() if a.targets}}
+    return changed(
+        sample,
+        teacher_logprobs={name: logprobs[name] for name in names if name in logprobs},
+        teacher_targets={name: targets[name] for name in names if name in targets},
+    )

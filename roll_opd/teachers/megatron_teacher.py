@@ -1,0 +1,84 @@
+"""Teachers that are Megatron roles of the run: frozen models, and models whose weights follow the student's."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll_opd.base.failures import RunError
+from roll_opd.cluster.group import FrozenGroup, Reference, Text, WorkerGroup, gathered, gathered_and_held
+from roll_opd.cluster.worker_progress import Writing
+from roll_opd.config.plan import FollowingPlan
+from roll_opd.teachers.scorer import EVERY_TARGET, LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
+
+
+@dataclass(frozen=True)
+class MegatronScorer:
+    """The ranks of a Megatron role as a `TeacherScorer`."""
+
+    name: str
+    group: FrozenGroup
+    vocab_size: int
+    targets: frozenset[Target] = EVERY_TARGET
+
+    @property
+    def is_exact(self) -> bool:
+        return self.group.plan.model.dtype == "fp32"
+
+    async def score(
+        self, sequences: Sequence[TokenSequence], temperature: float, wanted: Wanted = LOGPROBS
+    ) -> list[TeacherAnswer]:
+        """Do what `TeacherScorer.score` does, in one forward pass over all sequences."""
+        self._check_tokens(sequences)
+        texts: list[Text] = [(tokens, prompt_length, None) for tokens, prompt_length in sequences]
+        if wanted.target is None:
+            logprobs = await gathered(self.group, "compute_logprobs", texts, temperature)
+            return [TeacherAnswer(one) for one in logprobs]
+        options: dict[str, Any] = {"topk": wanted.topk, "hidden": wanted.hidden, "plain": wanted.plain}
+        options = {"vocab_size": wanted.vocab_size, **{name: value for name, value in options.items() if value}}
+        if wanted.fetched:
+            arrays = await gathered(self.group, "compute_targets", texts, temperature, **options)
+            return [TeacherAnswer(found["logprobs"], arrays=found) for found in arrays]
+        held = [{"ids": ids} for ids in wanted.ids]
+        kept = await gathered_and_held(self.group, texts, temperature, held, **options)
+        return [TeacherAnswer(*one) for one in kept]
+
+    async def output_head(self) -> list[Reference]:
+        """Return a reference to the whole output embedding."""
+        return next(head for head in await self.group.call("output_head") if head)
+
+    def end(self) -> None:
+        """End the processes."""
+        self.group.end()
+
+    def _check_tokens(self, sequences: Sequence[TokenSequence]) -> None:
+        largest = max((int(tokens.max()) for tokens, _ in sequences), default=0)
+        if largest >= self.vocab_size:
+            raise RunError(
+                f"token {largest} is outside {self.name}'s vocabulary of {self.vocab_size}: the student's "
+                "vocabulary is padded further and it sampled from the padding; use a teacher of the same vocabulary"
+            )
+
+
+@dataclass(frozen=True)
+class Follower:
+    """The processes of teachers whose weights follow the student's."""
+
+    plan: FollowingPlan
+    group: WorkerGroup
+
+    def is_due(self, step: int) -> bool:
+        """Whether the student's weights after `step` are taken over."""
+        return step % self.plan.every == 0
+
+    async def save(self, directory: Path) -> Writing:
+        """Write the weights into `directory`/NAME. A live follower's are in the student's checkpoint."""
+        if self.plan.is_live:
+            return Writing([])
+        await self.group.call("save", directory / self.plan.name)
+        return Writing([self.group])
+
+    async def load(self, directory: Path) -> None:
+        """Restore the weights from `save`. A live follower gets the student's by weight sync."""
+        if not self.plan.is_live:
+            await self.group.call("load", directory / self.plan.name)

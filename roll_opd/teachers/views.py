@@ -1,0 +1,49 @@
+"""Views of teachers: the tokens that a teacher scores for a sample, and its answer over the student's tokens.
+
+Legend: T tokens of the student's sequence, P prompt tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from roll_opd.base.failures import RunError
+from roll_opd.samples.experience import Experience
+from roll_opd.teachers.scorer import TeacherAnswer, TokenSequence
+
+
+class TeacherView(Protocol):
+    """The two directions between a sample and a teacher."""
+
+    def reads(self, sample: Experience) -> TokenSequence:
+        """Return the tokens that the teacher scores in place of the sample's."""
+
+    def back(self, sample: Experience, answer: TeacherAnswer) -> TeacherAnswer:
+        """Return the answer to `reads(sample)` with an entry for each response token of the student, [T-P]."""
+
+
+@dataclass(frozen=True)
+class SameTokens:
+    """The view of a teacher with the student's token ids: the student's response after the teacher's own prompt.
+
+    The prompt is the student's if the sample has none for this teacher.
+    """
+
+    teacher: str
+
+    def reads(self, sample: Experience) -> TokenSequence:
+        """Return prompt and response tokens, and the length of that prompt."""
+        prompt = sample.teacher_prompts.get(self.teacher)
+        if prompt is None:
+            return sample.tokens, sample.prompt_length
+        return np.concatenate([prompt, sample.response_tokens]), len(prompt)
+
+    def back(self, sample: Experience, answer: TeacherAnswer) -> TeacherAnswer:
+        """Return `answer`. RunError if it has not one log-prob for each response token."""
+        if answer.logprobs.shape != (sample.response_length,):
+            raise RunError(
+                f"teacher {self.teacher} returned log-probs of shape {answer.logprobs.shape} for sample {sample.id},"
+                f" which has {sample.response_length} response tokens; correct its scorer"
+            )
+        return answer
