@@ -1,7 +1,7 @@
-"""Roles that share devices take turns: who is asked comes, and whoever is in the way leaves first.
+"""Roles that share devices take turns: a called role is loaded onto its devices after the others have left them.
 
-The rules are `roll_opd.models.device_phases`; here they are carried out, by calls of the roles' processes. Where nobody
-shares devices, or nobody is to leave them, there are no members, and every call goes straight to its processes.
+`roll_opd.models.device_phases` has the rules; here they become calls of the roles' processes. Members are the roles
+that share devices. Without members every call goes directly to its processes.
 """
 
 import asyncio
@@ -16,27 +16,27 @@ from roll_opd.models.device_phases import Move, Phase, PhaseError, PhaseMachine,
 
 
 class DeviceScheduler:
-    """The turns of a run's roles. A pipeline says which phase begins (`enter`); all else follows from the calls."""
+    """Moves the roles of a run on and off their devices, as the phase (`enter`) and the calls require."""
 
     def __init__(self, members: Sequence[PhaseMember] = ()) -> None:
-        """Nobody has started; see `everywhere`."""
+        """Create a scheduler of members that have not started; see `everywhere`."""
         self._machine, self._state = PhaseMachine(members), State()
         self._groups: dict[str, ActorGroup] = {}
-        self._at_work: Counter[str] = Counter()  # calls under way, by member
+        self._at_work: Counter[str] = Counter()  # calls in progress, by member
         self._changed = asyncio.Condition()
 
     def everywhere(self) -> "DeviceScheduler":
-        """Take all members for started, with all that they have on their devices; return self."""
+        """Mark all members as started, with all their parts on their devices; return self."""
         self._state = self._machine.everywhere()
         return self
 
     @property
     def lack_weights(self) -> bool:
-        """Whether there are engines that have to be sent weights before they generate."""
+        """Whether engines need weights before they generate."""
         return bool(self._state.blank)
 
     def engines_have_weights(self) -> None:
-        """Take note that all engines have been sent weights."""
+        """Mark all engines as having weights."""
         self._state = self._machine.sent(self._state)
 
     def share(self, name: str, other: str) -> bool:
@@ -45,14 +45,14 @@ class DeviceScheduler:
         return name in members and other in members and members[name].meets(members[other])
 
     def join(self, name: str, group: Any) -> Any:
-        """Return a role's processes as one has to ask them: those of a member in its turn, others as they are."""
+        """Return the group for calls of a role: a member's calls wait for its turn, others are unchanged."""
         if name not in self._machine.members:
             return group
         self._groups[name] = group
         return ScheduledGroup(name, group, self)
 
     async def enter(self, phase: Phase) -> None:
-        """Begin a phase. RunError where it cannot follow."""
+        """Begin a phase. RunError if it cannot follow the present one."""
         if not self._machine.members:
             return
         async with self._changed:
@@ -61,13 +61,13 @@ class DeviceScheduler:
 
     @asynccontextmanager
     async def turn(self, name: str, method: str) -> AsyncIterator[None]:
-        """Have a member there inside the block, for one call. RunError where the phase has no such call of it."""
+        """Keep a member on its devices inside the block, for one call. RunError if the phase has no such call."""
         async with self._working(name, lambda: self._machine.act(self._state, name, method)):
             yield
 
     @asynccontextmanager
     async def starting(self, name: str) -> AsyncIterator[None]:
-        """Leave a member its devices while its processes load their model, if it is one."""
+        """Reserve the devices of a role while its processes load their model."""
         if name not in self._machine.members:
             yield
             return
@@ -92,7 +92,7 @@ class DeviceScheduler:
         return any(count and self._machine.take_turns(name, other, phase) for other, count in self._at_work.items())
 
     async def _make(self, moves: Callable[[], tuple[list[Move], State]]) -> None:
-        """Make moves one after another: what leaves makes room for what comes."""
+        """Make moves one after another: roles leave before others are loaded."""
         try:
             wanted, state = moves()
         except PhaseError as error:
@@ -101,7 +101,7 @@ class DeviceScheduler:
         try:
             await asyncio.shield(moving)
         except asyncio.CancelledError:
-            await asyncio.wait([moving])  # else some would be made, and nobody would know who holds what
+            await asyncio.wait([moving])  # a part of the moves would leave the state unknown
             raise
 
     async def _carry_out(self, moves: Sequence[Move], state: State) -> None:
@@ -114,7 +114,7 @@ class DeviceScheduler:
 
 
 class ScheduledGroup:
-    """The processes of a member. Does what its group does, in the member's turn."""
+    """The processes of a member; each call waits for the member's turn."""
 
     def __init__(self, name: str, group: WorkerGroup, turns: DeviceScheduler) -> None:
         self.name, self.group, self._turns = name, group, turns
@@ -129,37 +129,37 @@ class ScheduledGroup:
 
     @property
     def actors(self) -> Any:
-        """The processes themselves, for those who ask them in a phase that is the member's from its beginning on."""
+        """The processes, for calls in a phase in which the member is on its devices from the start."""
         return self.group.actors
 
     async def hosts(self) -> list[str]:
-        """Do what `ActorGroup.hosts` does."""
+        """See `ActorGroup.hosts`."""
         return await self.group.hosts()
 
     async def ask(self, actor: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Do what `ActorGroup.ask` does."""
+        """See `ActorGroup.ask`."""
         async with self._turns.turn(self.name, method):
             return await self.group.ask(actor, method, *args, **kwargs)
 
     async def setup(self, **arguments: Any) -> None:
-        """Do what `WorkerGroup.setup` does, with the devices to itself."""
+        """See `WorkerGroup.setup`; other members leave the devices first."""
         async with self._turns.starting(self.name):
             await self.group.setup(**arguments)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Do what `ActorGroup.call` does."""
-        asked = args[0] if method == "without_adapter" else method
-        async with self._turns.turn(self.name, asked):
+        """See `ActorGroup.call`."""
+        called = args[0] if method == "without_adapter" else method
+        async with self._turns.turn(self.name, called):
             return await self.group.call(method, *args, **kwargs)
 
     async def scatter(self, method: str, cut: Any, *args: Any, **kwargs: Any) -> list[tuple[int, Any]]:
-        """Do what `WorkerGroup.scatter` does."""
-        asked = args[0] if method == "share_without_adapter" else method
-        async with self._turns.turn(self.name, asked):
+        """See `WorkerGroup.scatter`."""
+        called = args[0] if method == "share_without_adapter" else method
+        async with self._turns.turn(self.name, called):
             return await self.group.scatter(method, cut, *args, **kwargs)
 
     async def stream(self, actor: int, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        """Do what `ActorGroup.stream` does."""
+        """See `ActorGroup.stream`."""
         async with self._turns.turn(self.name, method), aclosing(self.group.stream(actor, method, *args)) as values:
             async for value in values:
                 yield value

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from roll_opd.base.failures import RunError
@@ -17,6 +17,7 @@ from roll_opd.base.terminal import warn
 from roll_opd.cluster.batched_calls import Answers
 
 MAX_DEATHS = 3  # of workers that ran a job
+MAX_INITIAL_FAILURES = 32  # jobs that fail before the first success: then the jobs are not the cause
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -274,3 +275,35 @@ class ResilientPool(Generic[Item, Result]):
             self._broken = error  # a worker cannot be replaced
             for job in self._waiting:
                 job.fail(error)
+
+
+@dataclass
+class FailureLog:
+    """Failed jobs of a pool: warns about the first of each kind, and ends the run if it cannot go on.
+
+    Kinds are counted elsewhere.
+    """
+
+    jobs: str  # what the jobs are, for messages
+    consequence: str  # of a failure: "are left out"
+    metric: str  # prefix of the counts by kind
+    remedy: str | None = None  # of a failure that ends the run; None: failures do not
+    must_succeed: bool = True  # the run ends if the first MAX_INITIAL_FAILURES all fail
+    _initial: int | None = 0  # failures before the first success; None after it
+    _kinds: set[str] = field(default_factory=set)
+
+    def add_success(self) -> None:
+        """Note that a job succeeded."""
+        self._initial = None
+
+    def add_failure(self, kind: str, text: str) -> None:
+        """Warn if `kind` is new. RunError if the failure ends the run."""
+        if self.remedy:
+            raise RunError(f"{text}; {self.remedy}")
+        if self._initial is not None:
+            self._initial += 1
+            if self._initial == MAX_INITIAL_FAILURES and self.must_succeed:
+                raise RunError(f"the first {self._initial} {self.jobs} have all failed; the last one: {text}")
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            warn(f"{text}\nSuch {self.jobs} {self.consequence}, and are counted as {self.metric}/{kind}")

@@ -1,4 +1,4 @@
-"""The reward workers of one domain as the driver sees them: they score samples as these are finished."""
+"""The driver's side of the reward workers of one domain, which score samples as they are finished."""
 
 import asyncio
 from collections import Counter
@@ -12,9 +12,8 @@ from roll_opd.base.failures import RunError
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import RewardPlan
 from roll_opd.rewards.reward_interface import Failure, Score, Scored
-from roll_opd.roles.failure_log import FailureLog
 from roll_opd.roles.ray_worker import RayWorker
-from roll_opd.roles.resilient_pool import ResilientPool, WorkerLost
+from roll_opd.roles.resilient_pool import FailureLog, ResilientPool, WorkerLost
 from roll_opd.samples.experience import Experience, changed
 from roll_opd.tracking.reward_metrics import scoring_metrics
 
@@ -25,7 +24,7 @@ ALIVE_SECONDS = 60.0  # without an answer, after which a worker is checked; at l
 
 @dataclass(frozen=True)
 class RewardResult:
-    """One sample's reward, or why there is none."""
+    """The reward of a sample, or the reason that it has none."""
 
     domain: str
     reward: float | None  # None: the reward cannot judge the sample, or failed and the sample is excluded
@@ -90,7 +89,7 @@ class RewardPool:
         return self._pool.submit(experience)
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return `scoring_metrics` of all samples scored since the last call, those of validation included.
+        """Return `scoring_metrics` of all samples scored since the last call, in training and validation.
 
         RunError if every sample has failed since the call before the last two.
         """

@@ -1,4 +1,4 @@
-"""The processes in which workflows run, as the driver sees them; the pool is itself the workflow of a rollout.
+"""The driver's side of the processes in which workflows run; the pool is the workflow of a rollout.
 
 A process holds several runs. A run that is repeated after the death of its process has the same seeds.
 """
@@ -15,9 +15,8 @@ from roll_opd.actors.workflow_actor import Job, Outcome
 from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
 from roll_opd.config.plan import RolloutPlan, TeacherPlan, WorkflowPlan
-from roll_opd.roles.failure_log import FailureLog
 from roll_opd.roles.ray_worker import RayWorker
-from roll_opd.roles.resilient_pool import ResilientPool, WorkerLost
+from roll_opd.roles.resilient_pool import FailureLog, ResilientPool, WorkerLost
 from roll_opd.samples.experience import Experience
 
 MAX_AHEAD = 8  # runs that the process for an engine may have more than the others
@@ -33,7 +32,7 @@ class SharedCall:
 
 
 class WorkflowPool:
-    """The workflow of `plan`, in processes of its own. All methods belong to one event loop."""
+    """The workflow of `plan` in a pool of processes. All methods belong to one event loop."""
 
     def __init__(
         self,
@@ -71,17 +70,17 @@ class WorkflowPool:
         self._reset()
 
     async def start(self, sampler: Sampler, auxiliaries: Sequence[Sampler | None] = ()) -> None:
-        """Start the processes, whose model is in the engines of `sampler`, and auxiliary models in others.
+        """Start the processes. Their model is in the engines of `sampler`, auxiliary models in other engines.
 
-        Those end with the pool; None is a model elsewhere.
+        Auxiliary engines end with the pool; None is a model elsewhere.
         """
         self._sampler, self._auxiliaries = sampler, auxiliaries
         await self._pool.start()
 
     async def run(self, task: Any, model: Any) -> Sequence[Experience]:
-        """Return what one run at a prompt makes; see `roll_opd.rollout.workflow.Workflow`.
+        """Return the samples of one run at a prompt; see `roll_opd.rollout.workflow.Workflow`.
 
-        RunError where it fails and `on_workflow_error` is `stop`.
+        RunError if it fails and `on_workflow_error` is `stop`.
         """
         if not self._repeats:
             return self._made(await self._run_job(self._job(task, model, (task.run,))), task)
@@ -155,7 +154,7 @@ class WorkflowPool:
         """Count runs without an experience in a call that made other runs; warn of the first."""
         missing = [run for run in job.runs if not outcome.made.get(run)]
         if not missing or len(missing) == len(job.runs):
-            return  # a call that makes nothing at all says that the row is not to be learned from
+            return  # a call without any experience skips its row
         self._missing_runs += len(missing)
         if not self._has_warned_of_missing:
             self._has_warned_of_missing = True
@@ -166,7 +165,7 @@ class WorkflowPool:
             )
 
     def _with_teacher(self, made: Experience) -> Experience:
-        """Give log-probs that the workflow brought the name of the teacher that they stand in for."""
+        """Return the sample with the workflow's teacher log-probs under the name of the teacher of its tag."""
         if not made.teacher_logprobs:
             return made
         name = next((teacher.name for teacher in self._teachers if teacher.accepts(made.tag)), None)
