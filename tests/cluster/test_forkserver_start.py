@@ -124,12 +124,19 @@ def test_variables_unset_since_are_unset_in_a_fork(server: None, tmp_path: Path)
 
 
 SERVER = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, sys
+seen = set()
+class Recording(type(os.environ)):
+    def __getitem__(self, name):
+        seen.add(name)
+        return super().__getitem__(name)
+os.environ.__class__ = Recording
 from roll_opd.cluster.forkserver import forkserver_main
 forkserver_main.suppress = lambda *errors: contextlib.nullcontext()
 forkserver_main._serve = lambda listener, alive: None
-told = io.StringIO(json.dumps({'engines': forkserver_main.EAGER_ENGINES}))
+told = io.StringIO(json.dumps({"engines": forkserver_main.EAGER_ENGINES}))
 forkserver_main.preload_and_serve(told, {"megatron": 0, "engines": 0}, 0)
+print(json.dumps(sorted(map(str, seen))), flush=True)
 if "vllm" not in sys.modules:  # the fork, for Megatron
     sys.exit()
 assert 'vllm.v1.worker.cpu_worker' in sys.modules
@@ -147,11 +154,22 @@ assert not any(id(value) in replaced for value in values)
 from vllm.platforms import current_platform
 current_platform.register_triton_kernel_overrides()
 assert {id(kernel) for kernel, _ in dispatcher._registry.values()} == replaced
+_, status = os.wait()  # for the fork, which would end with this process
+sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
-def test_preloaded_modules_do_not_import_the_compiler_and_have_cpu_kernels() -> None:
-    subprocess.run([sys.executable, "-c", SERVER], check=True, timeout=240)
+@pytest.fixture(scope="module")
+def preloaded() -> subprocess.CompletedProcess[str]:
+    """Both server processes after their imports: each prints the variables that it has read."""
+    none = {name: value for name, value in os.environ.items() if not name.startswith(forkserver_start.READ_AT_USE)}
+    return subprocess.run([sys.executable, "-c", SERVER], capture_output=True, text=True, env=none, timeout=240)
+
+
+def test_preloaded_modules_do_not_import_the_compiler_and_have_cpu_kernels(
+    preloaded: subprocess.CompletedProcess[str],
+) -> None:
+    assert preloaded.returncode == 0, preloaded.stderr
 
 
 def test_a_fork_that_runs_megatron_on_a_cpu_can_compile(server: None, tmp_path: Path) -> None:
@@ -247,31 +265,11 @@ def test_variables_of_a_run_are_in_the_server_as_it_imports(tmp_path: Path, monk
     assert ended.stdout.split()[:3] == cold.stdout.split()[:3], ended.stderr
 
 
-RECORDED = """
-import io, json, os, sys
-seen = set()
-class Recording(type(os.environ)):
-    def __getitem__(self, name):
-        seen.add(name)
-        return super().__getitem__(name)
-os.environ.__class__ = Recording
-from roll_opd.cluster.forkserver import forkserver_main
-forkserver_main._serve = lambda listener, alive: None
-told = io.StringIO(json.dumps({"engines": forkserver_main.EAGER_ENGINES}))
-forkserver_main.preload_and_serve(told, {"megatron": 0, "engines": 0}, 0)
-print(json.dumps(sorted(map(str, seen))), flush=True)
-try:
-    os.wait()  # for the fork, which would end with this process
-except ChildProcessError:
-    pass
-"""
-
-
-def test_variables_read_at_use_are_not_read_by_imports_of_the_server() -> None:
-    none = {name: value for name, value in os.environ.items() if not name.startswith(forkserver_start.READ_AT_USE)}
-    said = subprocess.run([sys.executable, "-c", RECORDED], capture_output=True, text=True, env=none, timeout=240)
-    seen = {name for line in said.stdout.splitlines() for name in json.loads(line)}
-    assert len(said.stdout.splitlines()) == 2 and "VLLM_LOGGING_LEVEL" in seen, said.stderr
+def test_variables_read_at_use_are_not_read_by_imports_of_the_server(
+    preloaded: subprocess.CompletedProcess[str],
+) -> None:
+    seen = {name for line in preloaded.stdout.splitlines() for name in json.loads(line)}
+    assert len(preloaded.stdout.splitlines()) == 2 and "VLLM_LOGGING_LEVEL" in seen, preloaded.stderr
     assert not [name for name in seen if name.startswith(forkserver_start.READ_AT_USE)]
 
 
