@@ -49,14 +49,19 @@ ARGUMENTS: dict[str, Any] = {
 }
 
 
-def hostile_texts() -> list[str]:
+def repeated() -> list[tuple[str, str]]:
+    """Each piece again and again: alone and in a box."""
     runs = [(piece * LENGTH)[: LENGTH - 12] for piece in PIECES]
+    return [(run + "x!", rf"\boxed{{{run}}}") for run in runs]
+
+
+def mixed() -> list[str]:
     rng = random.Random(0)
-    mixed = ["".join(rng.choices(PIECES, k=LENGTH // 4))[:LENGTH] for _ in range(5)]
-    return [*(run + "x!" for run in runs), *(rf"\boxed{{{run}}}" for run in runs), *mixed]
+    return ["".join(rng.choices(PIECES, k=LENGTH // 4))[:LENGTH] for _ in range(5)]
 
 
-TEXTS = hostile_texts()
+TEXTS = [*(text for both in repeated() for text in both), *mixed()]
+SOME = [*(both[place % 2] for place, both in enumerate(repeated())), *mixed()]  # each piece, alone or in a box
 
 
 def arguments_of(rule: Any) -> dict[str, Any]:
@@ -88,16 +93,17 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[str | None, dict[str, Any]]]]]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("texts", tiered([SOME, TEXTS], [SOME]), ids=["some", "all"])
 @pytest.mark.parametrize(
     ("worker", "options", "rows"),
     tiered(CASES, cover(CASES, of=lambda case: (case[0],))),
     ids=lambda value: str(value)[:40],
 )
 def test_it_is_scored_in_time(
-    worker: str, options: dict[str, Any], rows: list[tuple[str | None, dict[str, Any]]]
+    worker: str, options: dict[str, Any], rows: list[tuple[str | None, dict[str, Any]]], texts: list[str]
 ) -> None:
     reward = resolve(worker, options)
-    for text in TEXTS:
+    for text in texts:
         for truth, row in rows:
             began = time.thread_time()  # of this thread, so that a busy machine does not count
             reward([RewardSample("r", text, truth, "t", row)])
