@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests import groups
+from tests import bytecode, groups
 
 WIDTH = shutil.get_terminal_size().columns  # of pytest's own report
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process's threads spin while they wait, on the cores of others
@@ -27,8 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Report as wide as the terminal is, whatever tests are told."""
+    """Report in the width of the terminal, which `COLUMNS` hides; compile this process's share of a new checkout."""
     session.config.get_terminal_writer().fullwidth = WIDTH
+    bytecode.write_share_of_worker(session.config)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
