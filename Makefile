@@ -5,7 +5,8 @@ DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_p
 
 # Tests run in groups that share started processes (tests/groups.py). A group waits for processes a third of its time:
 # on two cores three groups at a time keep both busy.
-PYTEST := -m pytest -n 3 -v --durations=40
+PROCESSES ?= 3
+PYTEST := -m pytest -n $(PROCESSES) -v --durations=40
 LOGS := build/tests
 SHOWN = 2>&1 | $(PYTHON_IN_VENV) scripts/log_filter.py $(LOGS)/$(@:tests-%=%).log
 SHELL := bash

@@ -1,8 +1,9 @@
 """Groups of tests: all tests of a group run in one process, and share there what takes long to start.
 
 A group is a set of files of one room; every other file is a group of its own. `pytest -n` hands out the groups in the
-order of `GROUPS`, the most expensive first, then the other files. Groups follow from paths, as pytest-xdist 3.8 has no
-others under pytest 9.2: its `--dist loadgroup` adds a suffix to `Item._nodeid`, which `Item.nodeid` no longer reads.
+order of `ORDER`, the most expensive first, so that its processes end together. Groups follow from paths, as
+pytest-xdist 3.8 has no others under pytest 9.2: its `--dist loadgroup` adds a suffix to `Item._nodeid`, which
+`Item.nodeid` no longer reads.
 """
 
 import os
@@ -24,6 +25,28 @@ GROUPS = (
     ("pools", "tests/roles/*.py"),
     ("engines", "tests/inference/*.py"),
 )
+EXPENSIVE_FILES = (  # of six CPU-seconds or more, the most expensive first
+    "tests/cluster/test_forkserver_start.py",
+    "tests/rewards/test_math_rule.py",
+    "tests/rewards/test_sandbox_walls.py",
+    "tests/config/test_config_problems.py",
+    "tests/test_extending.py",
+    "tests/test_minimal_opd.py",
+    "tests/config/test_config_hostile.py",
+    "tests/config/test_config_roll_files.py",
+    "tests/config/test_history.py",
+    "tests/rewards/test_hostile_text.py",
+    "tests/test_packaging.py",
+    "tests/cluster/test_cluster_files.py",
+    "tests/test_benchmarks_gpu.py",
+    "tests/cluster/test_liveness.py",
+    "tests/data/test_dataset.py",
+    "tests/rewards/test_code_sandbox.py",
+    "tests/config/test_trinity_yaml.py",
+    "tests/config/test_config_mixed.py",
+    "tests/config/test_config_plan.py",
+)
+ORDER = (*dict(GROUPS), *EXPENSIVE_FILES)
 # session fixtures that end with their group: processes that nobody uses any more take memory from the next group
 STARTED_ONCE = ("answers", "cluster", "forks", "shared_engine", "stage", "warm")
 
@@ -35,9 +58,9 @@ def group_of(nodeid: str) -> str:
 
 
 def place_of(nodeid: str) -> int:
-    """Return the place of a test's group in the order of `GROUPS`; files without a group come last."""
-    names = list(dict(GROUPS))
-    return names.index(group_of(nodeid)) if group_of(nodeid) in names else len(names)
+    """Return the place of a test's group in `ORDER`; the other files come last."""
+    group = group_of(nodeid)
+    return ORDER.index(group) if group in ORDER else len(ORDER)
 
 
 def scheduler(config: Any, log: Any) -> Any:
@@ -48,7 +71,7 @@ def scheduler(config: Any, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid)
 
-    config.option.loadscopereorder = False  # keep the order of collection, which is that of `GROUPS`
+    config.option.loadscopereorder = False  # keep the order of collection, which is `ORDER`
     return GroupScheduling(config, log)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.cover import cover, tiered
-from tests.groups import GROUPS, group_of, place_of
+from tests.groups import ORDER, group_of, place_of
 
 ROOT = Path(__file__).parent.parent
 GRID = list(product("abcd", range(3), (True, False)))
@@ -34,9 +34,8 @@ def test_cases_outside_the_cover_are_nightly() -> None:
     assert [[mark.name for mark in param.marks] for param in marked] == [["nightly"], [], ["nightly"]]
 
 
-def test_each_group_has_files_and_comes_before_those_without_a_group() -> None:
+def test_groups_and_expensive_files_exist_and_come_first() -> None:
     files = [str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*.py")]
-    assert {name for name, _ in GROUPS} <= {group_of(f"{path}::test_any[a::b]") for path in files}
-    places = {place_of(f"{path}::test_any") for path in files}
-    assert places == set(range(len(dict(GROUPS)) + 1))
-    assert place_of(f"tests/{Path(__file__).name}::test_any") == len(dict(GROUPS))
+    assert set(ORDER) <= {group_of(f"{path}::test_any[a::b]") for path in files}
+    assert {place_of(f"{path}::test_any") for path in files} == set(range(len(ORDER) + 1))
+    assert place_of(f"tests/{Path(__file__).name}::test_any") == len(ORDER)
