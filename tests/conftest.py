@@ -3,8 +3,10 @@
 The markers `slow` and `nightly` make the tiers: `make test-fast` leaves both out, `make test` the nightly ones.
 """
 
+import gc
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,22 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Report in the width of the terminal, which `COLUMNS` hides; compile this process's share of a new checkout."""
     session.config.get_terminal_writer().fullwidth = WIDTH
     bytecode.write_share_of_worker(session.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect the tests without garbage collections, and exclude what is imported by then from later ones."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """Let modules be freed at exit: nanobind reports the others as leaks."""
+    gc.unfreeze()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
