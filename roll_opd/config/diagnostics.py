@@ -25,6 +25,7 @@ class Diagnostics:
     warnings: list[str] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)  # keys of ROLL's that are accepted and have no effect
     dropped: set[str] = field(default_factory=set)  # at the top, read by no part of a run: variables, it seems
+    renamed: dict[str, str] = field(default_factory=dict)  # path of a key -> the path with the name that is written
     path: str = ""
 
     def below(self, path: str) -> "Diagnostics":
@@ -68,6 +69,10 @@ class Diagnostics:
         if shortened(text) not in self.warnings:
             self.warnings.append(shortened(text))
 
+    def rename(self, key: str, written: str) -> None:
+        """Note that `key` is written under another name."""
+        self.renamed[self.at(key)] = self.at(written)
+
     def unused(self, *keys: str) -> None:
         """Note keys that are accepted and have no effect."""
         self.ignored.update(map(self.at, keys))
@@ -96,8 +101,8 @@ class Diagnostics:
         """Return " (file.yaml:12)" for the key or its nearest written ancestor, "" if nobody wrote it."""
         key = self.at(key)
         while key:
-            if key in self.origins:
-                return f" ({self.origins[key]})"
+            if place := self.origins.get(self.renamed.get(key, key)):
+                return f" ({place})"
             key = key.rpartition(".")[0]
         return ""
 
@@ -105,6 +110,11 @@ class Diagnostics:
         sentence = f"{self.at(key)}: {text}{self.where(key)}"
         if sentence not in sentences:
             sentences.append(sentence)
+
+
+def as_yaml(value: object) -> str:
+    """Return a value as YAML has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _by_section(keys: Collection[str]) -> str:

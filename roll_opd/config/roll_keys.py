@@ -6,6 +6,8 @@
 import re
 from typing import Any, Literal
 
+from roll_opd.config.diagnostics import Diagnostics, as_yaml
+
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # the path of a user's own class or function
 
 
@@ -192,3 +194,23 @@ PURE_FIXED: dict[str, tuple[object, ...]] = {
     "init_kl_coef": (0,),
     "critic_warmup": (0,),
 }
+
+
+def report_ignored(key: str, value: Any, diag: Diagnostics) -> None:
+    """Report a ROLL key that has no effect here, unless its value is null or harmless."""
+    if value in (None, "None"):
+        return
+    for report, sentences in ((diag.warn, SAID), (diag.unsupported, REFUSED)):
+        if key in sentences:
+            harmless, text = sentences[key]
+            if value not in harmless and _setting(value) not in harmless:
+                report(key, text if isinstance(value, dict | list) else f"{as_yaml(value)} {text}")
+            return
+    diag.unused(key)
+
+
+def _setting(value: Any) -> Any:
+    """Return the setting of a value: of a section its `mode`, or None if it is switched off."""
+    if isinstance(value, dict):
+        return value.get("mode") if value.get("enable", True) else None
+    return value

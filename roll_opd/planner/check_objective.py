@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from roll_opd.algorithms.combinations import check_combination
 from roll_opd.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from roll_opd.algorithms.table import DIVERGENCE_NAMES, KL_LOSSES, KL_PENALTIES, advantage_facts, loss_facts
+from roll_opd.config.diagnostics import as_yaml
 from roll_opd.config.plan import RewardPlan
 from roll_opd.config.roll_keys import KL_PENALTIES_LATER, PURE_FIXED
 from roll_opd.config.schema import (
@@ -20,7 +21,6 @@ from roll_opd.config.schema import (
     keys_of,
 )
 from roll_opd.planner import correction
-from roll_opd.planner.read import as_yaml
 from roll_opd.planner.roles import Roles
 
 FEWEST_STEPS = 5  # horizons in which an adaptive coefficient could fall to 0

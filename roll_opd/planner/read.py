@@ -5,11 +5,10 @@ can. Keys nobody knows are reported with the nearest known key; ROLL's keys with
 """
 
 import json
-import types
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -17,10 +16,11 @@ from roll_opd.base import hardware
 from roll_opd.base.failures import nearest
 from roll_opd.config.compose import COMMAND_LINE
 from roll_opd.config.diagnostics import Diagnostics
-from roll_opd.config.roll_keys import REFUSED, REWARD_KEYS_OF_ROLL, SAID
+from roll_opd.config.roll_keys import REWARD_KEYS_OF_ROLL
 from roll_opd.config.schema import (
     MIXED_ROLES,
     PURE_ROLES,
+    Reading,
     RemoteModelKeys,
     Reward,
     Run,
@@ -33,7 +33,7 @@ from roll_opd.config.schema import (
     Worker,
     changed,
     keys_of,
-    settle,
+    other_names,
 )
 from roll_opd.planner.key_hints import is_worker, top_level, typing_error
 
@@ -79,7 +79,12 @@ def read_sections(
     if pipeline is not None:
         roles = {pipeline.role: SupervisedWorker} | ({REFERENCE: Worker} if pipeline.has_reference else {})
         keys = pipeline
-    known = {*keys_of(keys), *roles, *(("teacher", "rewards", "reward_model", AUXILIARY) if pipeline is None else ())}
+    known = {
+        *keys_of(keys),
+        *other_names(keys),
+        *roles,
+        *(("teacher", "rewards", "reward_model", AUXILIARY) if pipeline is None else ()),
+    }
     left_out = _variables(values, known, keys.ignored, variables, diag)
     rest = {key: value for key, value in values.items() if key not in left_out}
     if pipeline is not None and pipeline.has_reference:
@@ -133,7 +138,7 @@ def _variables(
 def _read_teachers(value: Any, sections: Sections, diag: Diagnostics) -> None:
     """Read the teachers; a section with a worker's keys is the one teacher "teacher"."""
     mapping = _mapping(value, "teacher", diag)
-    keys = {*keys_of(TeacherWorker), *Worker.ignored}
+    keys = {*keys_of(TeacherWorker), *other_names(TeacherWorker), *Worker.ignored}
     # `model_arg:` is a misspelt key of the one teacher, not a teacher of that name
     misspelt = any(nearest(str(key), keys, SAME_WORD) for key, data in mapping.items() if not is_worker(data, keys))
     if keys.intersection(mapping) or misspelt:
@@ -186,7 +191,7 @@ def _with_free_keys(data: Any, diag: Diagnostics, model: type[Term] = Reward) ->
     """Move a reward's own keys into `args`, those of its terms too; a key close to a known one is a typing error."""
     if not isinstance(data, dict):
         return data
-    known = {*keys_of(model), *model.ignored}
+    known = {*keys_of(model), *other_names(model), *model.ignored}
     kept = {key: value for key, value in data.items() if key in known}
     args = {} if kept.get("args") in (None, "None") else kept["args"]
     if not isinstance(args, dict):
@@ -216,121 +221,63 @@ def _mapping(value: Any, path: str, diag: Diagnostics) -> dict[str, Any]:
 
 
 def read_section(model: type[S], data: Any, diag: Diagnostics, also_known: Set[str] = frozenset()) -> S | None:
-    """Validate the section of `diag`; `also_known` are keys that are read elsewhere, for the hints at misspelt ones."""
+    """Validate the section of `diag`; None with a wrong value.
+
+    `also_known` are valid keys that are read elsewhere, for hints at misspelt ones.
+    """
     if data is None:
         data = {}
     if not isinstance(data, dict):
         diag.error("", f"expected a section with keys, got {data!r}")
         return None
-    cleaned = _known_keys(model, data, diag, also_known)
+
+    def unknown(section: type[Section], key: str, value: Any, place: Diagnostics) -> None:
+        known = {*keys_of(section), *other_names(section), *section.ignored}
+        known |= also_known if section is model else set()
+        problem = typing_error(place.path, key, value, known, top_level(place))
+        place.error(key, problem or "unknown key, and no known key is near it; remove it")
+
+    paths: dict[int, str] = {}
+    copied = _copied(data, "", paths)
     try:
-        # through JSON, because strict mode takes a list for a tuple only there
-        section: S = _reader(model).validate_json(json.dumps(cleaned, default=str))
+        section: S = _validator(model).validate_python(copied, context=Reading(diag, paths, unknown))
     except ValidationError as error:
         _report(error, diag)
         return None
-    _settle(section, cleaned, diag)
     return section
 
 
-def _reader(model: type[Section]) -> TypeAdapter[Any]:
-    """Return pydantic's reader of a section; making one takes milliseconds."""
-    if model not in _READERS:
-        _READERS[model] = TypeAdapter(model)
-    return _READERS[model]
-
-
-_READERS: dict[type[Section], TypeAdapter[Any]] = {}
-
-
-def _settle(section: Section, data: Mapping[str, Any], diag: Diagnostics) -> None:
-    """Let a section, and those inside it, know where they stand and what of them was written."""
-    settle(section, diag, frozenset(data))
-    for key in keys_of(type(section)):
-        inside, written = getattr(section, key), data.get(key)
-        if isinstance(inside, Section):
-            _settle(inside, written or {}, diag.below(key))
-        elif isinstance(inside, tuple | dict) and written is not None:
-            for name, item in inside.items() if isinstance(inside, dict) else enumerate(inside):
-                if isinstance(item, Section):
-                    _settle(item, written[name], diag.below(f"{key}.{name}"))
-
-
-def _known_keys(
-    model: type[Section], data: dict[str, Any], diag: Diagnostics, also: Set[str] = frozenset()
-) -> dict[str, Any]:
-    """Return `data` without the keys that are unknown (reported) or have no meaning here (gathered)."""
-    kept: dict[str, Any] = {}
-    keys = keys_of(model)
-    for key, value in data.items():
-        if key in keys:
-            options = _options(keys[key])
-            section = next((one for one in options if isinstance(one, type) and issubclass(one, Section)), None)
-            of_each = next((get_args(one)[1] for one in options if get_origin(one) is dict), None)
-            if isinstance(of_each, type) and issubclass(of_each, Section) and isinstance(value, dict):
-                value = {name: _cleaned(each, of_each, diag.below(f"{key}.{name}")) for name, each in value.items()}
-            else:
-                value = _cleaned(value, section, diag.below(key))
-            # null asks for the default, as leaving the key out does; where it is a value of its own it is written
-            if value is not None or types.NoneType in options or Any in options:
-                kept[key] = value
-        elif key in model.ignored:
-            ignore(key, value, diag)
-        else:
-            problem = typing_error(diag.path, str(key), value, {*keys, *model.ignored, *also}, top_level(diag))
-            diag.error(str(key), problem or "unknown key, and no known key is near it; remove it")
-    return kept
-
-
-def _options(annotation: Any) -> tuple[Any, ...]:
-    """Return `X` and `None` of `X`, `X | None` and `tuple[X, ...]`."""
-    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType, tuple) else (annotation,)
-
-
-def _cleaned(value: Any, section: type[Section] | None, diag: Diagnostics) -> Any:
-    """Return a value as it is validated; `section` is what it, or each of its items, should be."""
-    if section is not None and isinstance(value, dict):
-        return _known_keys(section, value, diag)
-    if section is not None and isinstance(value, list):
-        return [_cleaned(item, section, diag.below(str(number))) for number, item in enumerate(value)]
-    return None if value == "None" else value  # Python's null, as ROLL's own YAML write it
-
-
-def ignore(key: str, value: Any, diag: Diagnostics) -> None:
-    """Say of a ROLL key without a meaning here what there is to say of its value; null says nothing."""
-    if value in (None, "None"):
-        return
-    for said, sayings in ((diag.warn, SAID), (diag.unsupported, REFUSED)):
-        if key in sayings:
-            harmless, text = sayings[key]
-            if value not in harmless and _setting(value) not in harmless:
-                said(key, text if isinstance(value, dict | list) else f"{as_yaml(value)} {text}")
-            return
-    diag.unused(key)
-
-
-def _setting(value: Any) -> Any:
-    """Return what a value says: of a section its `mode`, None where that is switched off."""
+def _copied(value: Any, path: str, paths: dict[int, str]) -> Any:
+    """Return a copy of a value in the types of JSON, and add the path of each mapping in it to `paths`, by its id."""
     if isinstance(value, dict):
-        return value.get("mode") if value.get("enable", True) else None
-    return value
+        copied = {str(key): _copied(item, f"{path}.{key}" if path else str(key), paths) for key, item in value.items()}
+        paths[id(copied)] = path
+        return copied
+    if isinstance(value, list):
+        return [_copied(item, f"{path}.{number}", paths) for number, item in enumerate(value)]
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
-def as_yaml(value: object) -> str:
-    """Return a value as YAML has it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _validator(model: type[Section]) -> TypeAdapter[Any]:
+    """Return pydantic's validator of a section; making one takes milliseconds."""
+    if model not in _VALIDATORS:
+        _VALIDATORS[model] = TypeAdapter(model)
+    return _VALIDATORS[model]
+
+
+_VALIDATORS: dict[type[Section], TypeAdapter[Any]] = {}
 
 
 def _report(error: ValidationError, diag: Diagnostics) -> None:
-    """Turn pydantic's errors into one sentence a key, with the user's own name for it."""
+    """Report pydantic's errors, one sentence a key."""
     expected: dict[str, list[str]] = {}
     inputs: dict[str, Any] = {}
     for item in error.errors(include_url=False):
         # a union adds the tried type ("bool", "tuple[...]") to the location; the user wrote no such key
         parts = takewhile(lambda part: part not in _TYPE_NAMES and "[" not in part, map(str, item["loc"]))
         key = ".".join(filter(None, parts))
-        text = "a text that is not empty" if item["type"] == "string_too_short" else str(item["msg"])
-        text = text.removeprefix("Input should be ").removeprefix("Value error, ")  # the latter of our own validators
+        text = _EXPECTED.get(item["type"]) or str(item["msg"])
+        text = text.removeprefix("Input should be ").removeprefix("Value error, ")  # the second of our own validators
         expected.setdefault(key, []).append(text)
         inputs[key] = item["input"]
     for key, texts in expected.items():
@@ -339,3 +286,9 @@ def _report(error: ValidationError, diag: Diagnostics) -> None:
 
 
 _TYPE_NAMES = {"bool", "str", "int", "float", "constrained-int", "constrained-float"}
+_EXPECTED = {  # type of pydantic's error -> the expected value, in YAML's words
+    "string_too_short": "a text that is not empty",
+    "tuple_type": "a valid array",
+    "dict_type": "an object",
+    "dataclass_type": "an object",
+}

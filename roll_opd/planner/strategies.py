@@ -11,12 +11,11 @@ from typing import Any
 from roll_opd.base import hardware
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import Layout
-from roll_opd.config.roll_keys import IGNORED_MEGATRON, IGNORED_VLLM, NEAREST_STRATEGY, STRATEGY
+from roll_opd.config.roll_keys import IGNORED_MEGATRON, IGNORED_VLLM, NEAREST_STRATEGY, STRATEGY, report_ignored
 from roll_opd.config.schema import Dtype, TrainingArgs, Worker, keys_of
 from roll_opd.models import supported
 from roll_opd.models.engine_options import no_effect, option_problem
 from roll_opd.planner.device_mapping import parse_device_mapping, short_devices
-from roll_opd.planner.read import ignore
 
 OPTIONS = "strategy_args.strategy_config"  # of a role: what its engine takes
 SIZES = {
@@ -171,7 +170,7 @@ def _sort_settings(config: dict[str, Any], diag: Diagnostics) -> tuple[dict[str,
             if not isinstance(value, bool):
                 diag.error(key, f"should be true or false, got {value!r}")
         elif key in IGNORED_MEGATRON:
-            ignore(key, value, diag)
+            report_ignored(key, value, diag)
         elif key in keys_of(TrainingArgs):
             diag.error(key, "is a key of training_args here; write it there")
         elif _counts("Megatron", key, value, diag, (*SIZES, *SWITCHES, *IGNORED_MEGATRON)):

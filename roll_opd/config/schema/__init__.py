@@ -31,6 +31,7 @@ from roll_opd.config.schema.key_types import (
     Probabilities,
     RoutingMode,
     Seed,
+    Several,
     Temperature,
     Texts,
     Threshold,
@@ -55,7 +56,18 @@ from roll_opd.config.schema.rollout_keys import (
     WorkflowKeys,
 )
 from roll_opd.config.schema.run_keys import CheckpointKeys, PromptColumns, RowKeys, Run, RunKeys
-from roll_opd.config.schema.section import OURS, TRINITY, Section, changed, key, keys_of, settle, shared
+from roll_opd.config.schema.section import (
+    OURS,
+    TRINITY,
+    Reading,
+    Section,
+    changed,
+    key,
+    keys_of,
+    other_names,
+    settle,
+    shared,
+)
 from roll_opd.config.schema.supervised_keys import (
     SUPERVISED,
     Dpo,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from roll_opd.config import roll_keys as roll
-from roll_opd.config.schema.key_types import AboveZero, Count, Fraction, Many, Name, Number, Positive, Texts
+from roll_opd.config.schema.key_types import AboveZero, Count, Fraction, Many, Name, Number, Positive, Several, Texts
 from roll_opd.config.schema.section import OURS, Section, key, keys_of
 from roll_opd.config.schema.worker_keys import GeneratingArgs, Worker
 
@@ -43,7 +43,7 @@ class EnvironmentsPlayed(Section):
     ignored = roll.IGNORED_WORKER | roll.IGNORED_ENV_MANAGER | keys_of(Worker).keys() - {"generating_args"}
     tags: Texts = key((), "which of custom_envs")
     num_env_groups: Many = key(128, "groups of trajectories before all tags have had their share")
-    num_groups_partition: tuple[Count, ...] | None = key(None, "of which so many are each tag's; without it alike")
+    num_groups_partition: Several[Count] | None = key(None, "of which so many are each tag's; without it alike")
     group_size: Many = key(1, "trajectories of a group, which begin alike")
     max_env_num_per_worker: Count = key(0, "accepted: processes hold workflow_concurrency trajectories each")
     max_traj_per_env: int = key(-1, "accepted: a step has rollout_batch_size trajectories")

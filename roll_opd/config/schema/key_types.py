@@ -1,8 +1,10 @@
 """Types of keys: numbers in a range, texts, lists that may be written as one value."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, Strict
+
+T = TypeVar("T")
 
 
 def _number(value: Any) -> Any:
@@ -19,7 +21,6 @@ def _texts(value: Any) -> Any:
     """Take one text for a list of one."""
     if isinstance(value, str):
         return (value,)
-    # strict mode asks Python values for a tuple, and this is one by the time a validator has touched it
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -38,6 +39,7 @@ def _temperature(value: float) -> float:
 
 
 COLDEST = 0.01  # `_MAX_TEMP` in vLLM's sampling_params.py, which refuses what is above 2
+Several = Annotated[tuple[T, ...], Strict(False)]  # which takes YAML's lists
 Number = Annotated[float, BeforeValidator(_number)]
 Threshold = Annotated[Number | None, BeforeValidator(lambda value: None if value == "None" else value)]
 Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]

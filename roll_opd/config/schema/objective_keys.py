@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from roll_opd.config.schema.key_types import AboveZero, Count, Fraction, Level, NotNegative, Number, Positive
+from roll_opd.config.schema.key_types import AboveZero, Count, Fraction, Level, NotNegative, Number, Positive, Several
 from roll_opd.config.schema.section import OURS, Section, key
 
 
@@ -118,5 +118,5 @@ class TrainInferCorrection(Section):
     """`train_infer_correction`: what is done about log-probs of training and inference engine being apart."""
 
     is_weight: ImportanceWeight = key(ImportanceWeight(), "weights of the policy loss")
-    filters: tuple[TokenFilter, ...] = key((), "masks of tokens")
+    filters: Several[TokenFilter] = key((), "masks of tokens")
     negatives_delta: AboveZero | None = key(None, "mask negative advantages where infer - train is above this", OURS)

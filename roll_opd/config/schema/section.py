@@ -1,41 +1,122 @@
-"""Declaration of keys, and the base class of the sections that hold them."""
+"""Declaration of keys, and the base class of the sections that hold them.
 
-from collections.abc import Mapping
+A section is a dataclass that pydantic validates. `Section` adds to pydantic: ROLL's keys without effect, other names of
+a key, null for a default, and the place of each section in the configuration, for messages.
+"""
+
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, GetCoreSchemaHandler, ModelWrapValidatorHandler, ValidationInfo, model_validator
+from pydantic_core import CoreSchema
 
 from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.roll_keys import report_ignored
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Section")
 OURS, TRINITY = "ours", "Trinity-RFT"  # origins of a key that is not ROLL's
 
 
-def key(default: T, meaning: str, origin: str = "ROLL") -> T:
-    """Declare a key: its default, what it means, and where it comes from."""
-    metadata = {"meaning": meaning, "origin": origin}
-    if isinstance(default, dict | Section):  # each section has its own, as it knows where it stands
+def key(default: T, meaning: str, origin: str = "ROLL", *, also: str = "", formerly: str = "") -> T:
+    """Declare a key: its default, meaning and origin; a second name, or a former one that is read with a warning."""
+    metadata = {"meaning": meaning, "origin": origin, "also": also, "formerly": formerly}
+    if isinstance(default, dict | Section):  # a copy for each section, as it knows its place
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
+@dataclass(frozen=True)
+class Reading:
+    """Context of a validation."""
+
+    diag: Diagnostics  # of the outermost section
+    paths: Mapping[int, str]  # id of a mapping -> its dotted path in that section
+    unknown: Callable[[type["Section"], str, Any, Diagnostics], None]  # reports an unknown key
+
+
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of the configuration. `ignored` names ROLL's keys that are accepted without a meaning."""
+    """A part of the configuration. `ignored` are ROLL's keys that are accepted and have no effect."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
-    # of one that was read: where problems of its keys are told, and those that the user wrote, null included
+    # of a section that was read: the diagnostics of its keys, and the keys that the user wrote, null included
     diag: ClassVar[Diagnostics] = Diagnostics()
     written: ClassVar[frozenset[str]] = frozenset()
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return pydantic's schema, strict for every key; the section itself is read from a mapping."""
+        schema = handler(source)
+        inner: Any = handler.resolve_ref_schema(schema)
+        while inner["type"] != "dataclass":
+            inner = inner["schema"]
+        inner["strict"] = False
+        return schema
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _from_mapping(cls, data: Any, read: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        """Validate the keys with an effect; report the others to the diagnostics of the section."""
+        if not isinstance(data, dict) or not isinstance(info.context, Reading):
+            return read(data)
+        diag = info.context.diag.below(info.context.paths[id(data)])
+        kept = _known_keys(cls, _current_names(cls, data, diag), diag, info.context)
+        section = read(kept)
+        settle(section, diag, frozenset(kept))
+        return section
+
+
+def _current_names(section: type[Section], data: dict[str, Any], diag: Diagnostics) -> dict[str, Any]:
+    """Return `data` with other names of keys replaced; report former names, and keys that are written twice."""
+    names = other_names(section)
+    if names.keys().isdisjoint(data):
+        return data
+    found: dict[str, Any] = {}
+    for name, value in data.items():
+        current, is_former = names.get(name, (name, False))
+        if current != name and current in data:
+            kind, place = "the former" if is_former else "another", diag.where(current)
+            diag.error(name, f"is {kind} name of {current}, which is written as well{place}; remove one of them")
+            continue
+        found[current] = value
+        if current != name:
+            diag.rename(current, name)
+        if is_former:
+            diag.warn(name, f"is the former name of {current}; rename it")
+    return found
+
+
+def _known_keys(section: type[Section], data: dict[str, Any], diag: Diagnostics, reading: Reading) -> dict[str, Any]:
+    """Return the keys of `data` that the section has, null where it is a value and not the default."""
+    kept: dict[str, Any] = {}
+    keys = keys_of(section)
+    for name, value in data.items():
+        if name in keys:
+            value = None if value == "None" else value  # Python's null, as ROLL's own YAML files write it
+            if value is not None or _takes_null(keys[name]):
+                kept[name] = value
+        elif name in section.ignored:
+            report_ignored(name, value, diag)
+        else:
+            reading.unknown(section, name, value, diag)
+    return kept
+
+
+def _takes_null(annotation: Any) -> bool:
+    return annotation is Any or (get_origin(annotation) in (Union, UnionType) and NoneType in get_args(annotation))
+
 
 def settle(section: Section, diag: Diagnostics, written: frozenset[str]) -> None:
-    """Let `section` know where it stands and what of it was written."""
+    """Set the diagnostics and the written keys of `section`, and of the default sections in it."""
     vars(section).update(diag=diag, written=written)
+    for name, inside in list(vars(section).items()):
+        if isinstance(inside, Section) and "diag" not in vars(inside):
+            settle(inside, diag.below(name), frozenset())
 
 
 def changed(section: S, values: Mapping[str, Any]) -> S:
@@ -53,7 +134,21 @@ def keys_of(section: type[Section]) -> dict[str, Any]:
     return _KEYS[section]
 
 
+def other_names(section: type[Section]) -> dict[str, tuple[str, bool]]:
+    """Return other name of a key -> (the key, whether that name is a former one)."""
+    if section not in _NAMES:
+        keys = [item for item in fields(section) if item.name in keys_of(section)]
+        _NAMES[section] = {
+            name: (item.name, kind == "formerly")
+            for item in keys
+            for kind in ("also", "formerly")
+            if (name := item.metadata.get(kind))
+        }
+    return _NAMES[section]
+
+
 _KEYS: dict[type[Section], dict[str, Any]] = {}
+_NAMES: dict[type[Section], dict[str, tuple[str, bool]]] = {}
 
 
 def shared(keys: type[Section], section: Section) -> dict[str, Any]:

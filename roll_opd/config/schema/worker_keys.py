@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from roll_opd.config import roll_keys as roll
 from roll_opd.config.schema.key_types import (
@@ -16,12 +16,13 @@ from roll_opd.config.schema.key_types import (
     Name,
     Names,
     NotNegative,
+    Number,
     Positive,
     Probabilities,
     RoutingMode,
+    Several,
     Temperature,
     Texts,
-    _number,
 )
 from roll_opd.config.schema.section import OURS, Section, key
 
@@ -36,7 +37,7 @@ class ModelArgs(Section):
     ignored = roll.IGNORED_MODEL_ARGS
     model_name_or_path: str | None = key(None, "directory of a Hugging Face model, or the name of a downloaded one")
     dtype: Dtype | None = key(None, "precision; without it bf16, a rollout's as its student's")
-    lora_target: tuple[str, ...] | str | None = key(
+    lora_target: Several[str] | str | None = key(
         None, "LoRA: linear layers with an adapter, as names or separated by commas; all-linear: every one"
     )
     lora_rank: Annotated[int, Field(ge=0)] | None = key(None, "rank of the adapters; without it 8; 0: no LoRA")
@@ -119,7 +120,7 @@ class DataArgs(Section):
 class SamplingKeys(Section):
     """What the distribution is that tokens are sampled from."""
 
-    top_p: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)] = key(1.0, "share of the mass")
+    top_p: Annotated[Number, Field(gt=0, le=1)] = key(1.0, "share of the mass")
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = key(-1, "sample from so many tokens; 0 or -1: from all")
     temperature: Temperature = key(1.0, "divides the logits; 0: greedy; else from 0.01")
     repetition_penalty: AboveZero = key(1.0, "vLLM's; 1: none")
@@ -175,7 +176,7 @@ class Worker(Section):
     data_args: DataArgs = key(DataArgs(), "rows; of the role that learns")
     generating_args: GeneratingArgs = key(GeneratingArgs(), "of roles that generate")
     strategy_args: StrategyArgs | None = key(None, "the engine, and how the model is spread over devices")
-    device_mapping: str | int | tuple[int, ...] | None = key(
+    device_mapping: str | int | Several[int] | None = key(
         None,
         'devices, such as "list(range(0,8))"; without GPUs devices are slots that share the cores. Without it the'
         " student has all devices, and the other roles the student's",
