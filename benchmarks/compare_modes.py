@@ -60,7 +60,7 @@ def run(mode: str, seed: int, eval_steps: int, learning_rate: float | None, over
     with tempfile.TemporaryDirectory(prefix="compare_modes-") as directory:
         command = [sys.executable, str(EXAMPLES / script), "--config_path", "demo", "--config_name", config]
         settings = [f"seed={seed}", f"output_dir={directory}", "exp_name=run", f"eval_steps={eval_steps}"]
-        settings += ["validation.measure_teacher=false", *own]
+        settings += ["validation.evaluate_teacher=false", *own]
         if learning_rate is not None:
             settings.append(f"{trained}.training_args.learning_rate={learning_rate}")
         log = Path(directory) / "log"

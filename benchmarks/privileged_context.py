@@ -26,9 +26,9 @@ MODES: dict[str, tuple[str, ...]] = {
     "frozen": (),  # the file as it is
     "frozen, no hint": HINTLESS,
     "frozen, sampled tokens": SAMPLED,
-    "lagged, every 10 steps": ("+teacher.follows_student={every: 10}",),
-    "average, decay 0.99": ("+teacher.follows_student={decay: 0.99}",),
-    "average, decay 0.98": ("+teacher.follows_student={decay: 0.98}",),
+    "lagged, every 10 steps": ("+teacher.follows_student={update_interval: 10}",),
+    "average, decay 0.99": ("+teacher.follows_student={ema_decay: 0.99}",),
+    "average, decay 0.98": ("+teacher.follows_student={ema_decay: 0.98}",),
     "live": ("+teacher.follows_student={}",),
     "live, a hint that is always the same": ("+teacher.follows_student={}", 'teacher.hint="000"'),
 }

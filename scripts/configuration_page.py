@@ -139,6 +139,7 @@ def table(section: type[Section]) -> str:
             continue
         annotation = schema.keys_of(section)[item.name]
         meaning, origin = item.metadata["meaning"], item.metadata["origin"]
+        meaning += "".join(f"; {kind} `{item.metadata[kind]}`" for kind in ("also", "formerly") if item.metadata[kind])
         cells = (f"`{item.name}`", type_text(annotation), _default(item), meaning, origin)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     about = inspect.cleandoc(section.__doc__ or "").replace("\n", " ")

@@ -18,7 +18,7 @@ from roll_opd.planner.build import load_plan
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 UNMEASURED = ("++validation=null", "++eval_steps=0", "++save_steps=0", "exp_name=peers")  # nothing but steps
-VALIDATED = ("++eval_steps=1", "++validation.measure_teacher=false", "++save_steps=0", "exp_name=peers")
+VALIDATED = ("++eval_steps=1", "++validation.evaluate_teacher=false", "++save_steps=0", "exp_name=peers")
 
 
 @dataclass(frozen=True)

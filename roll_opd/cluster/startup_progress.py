@@ -78,7 +78,7 @@ class StartupProgress:
         reason = (
             f"; one of its processes reports: {error}" if error else f"; {DEBUG}=1 shows the output of its processes"
         )
-        return f"has not started after {self.seconds:g} s (startup_seconds){reason}"
+        return f"has not started after {self.seconds:g} s (startup_timeout_s){reason}"
 
     def _print_status(self) -> None:
         while True:

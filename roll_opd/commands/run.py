@@ -144,7 +144,7 @@ def _launch(
         if host is None:
             return _served(plan, server, None, backend)
         try:
-            hosts = Hosts(host, again=plan.host_seconds if restarts_left() else 0.0)
+            hosts = Hosts(host, again=plan.host_timeout_s if restarts_left() else 0.0)
         except LaunchError as error:
             return exit_code(error)
         signal.signal(signal.SIGTERM, _terminated)  # until the run sets its handler
@@ -164,7 +164,7 @@ def _served(plan: RunPlan, server: ForkServer, hosts: Hosts | None, backend: "Ba
     if hosts:
         forget(os.environ)
         try:
-            hosts.gather(plan.host_seconds, echo)
+            hosts.gather(plan.host_timeout_s, echo)
             models = sorted({role.model.path for role in plan.roles().values()})
             hosts.check(models, plan.output_dir, plan.devices_per_node)
         except ClusterError as error:

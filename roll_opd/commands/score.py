@@ -58,14 +58,14 @@ def run(options: argparse.Namespace) -> int:
         if host:
             dismiss(host, USER_ERROR)
         return _fail("\n  ".join(problems), USER_ERROR)
-    left_out = ("command", "run", "host_seconds")
+    left_out = ("command", "run", "host_timeout_s")
     settings = {name: value for name, value in vars(options).items() if name not in left_out}
     settings["layout"] = asdict(_layout(options))
     settings["model"] = str(find_model(options.model))
     ranks = math.prod(getattr(options, name) for name in SIZES) // size
     command = {"ranks": ranks, "hosts": size, "module": "roll_opd.megatron.score", "arguments": [json.dumps(settings)]}
     if host:
-        return _over_hosts(host, command, settings["model"], options.host_seconds)
+        return _over_hosts(host, command, settings["model"], options.host_timeout_s)
     with guarded() as reaper, run_temp_directory(reaper):
         return FAILED if torch_ranks.start(command).wait() else DONE
 
@@ -115,8 +115,8 @@ def _problems(options: argparse.Namespace, hosts: int) -> list[str]:
         size = getattr(options, name)
         if size is not None and size < 1:
             diagnostics.error(f"--{name.replace('_', '-')}", f"{size} is not a size; give 1 or more")
-    if not 0 < options.host_seconds < math.inf:
-        diagnostics.error("--host-seconds", f"{options.host_seconds} must be a number greater than 0")
+    if not 0 < options.host_timeout_s < math.inf:
+        diagnostics.error("--host-timeout-s", f"{options.host_timeout_s} must be a number greater than 0")
     if not 0 < options.temperature < math.inf:
         diagnostics.error("--temperature", f"{options.temperature} must be a number greater than 0")
     if options.max_tokens_per_microbatch < 1:

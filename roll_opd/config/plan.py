@@ -115,7 +115,7 @@ class ValidationPlan:
 
     data: DataPlan
     sampling: SamplingPlan = field(default_factory=SamplingPlan)
-    measure_teacher: bool = False
+    evaluate_teacher: bool = False
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class FollowingPlan(MegatronPlan, FollowKeys):
     @property
     def is_live(self) -> bool:
         """Whether it is the student itself, as it was before the step."""
-        return self.every == 1 and not self.decay
+        return self.update_interval == 1 and not self.ema_decay
 
 
 @dataclass(frozen=True, kw_only=True)

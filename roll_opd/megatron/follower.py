@@ -31,7 +31,7 @@ class MegatronFollower(MegatronEngine):
         self._parameters = list(dict.fromkeys(p for model in self._models for p in model.parameters()))
         self._average_of: dict[Tensor, Tensor] = {}  # of each parameter, where it is another than the parameter
         self._arriving: Arriving | None = None
-        if plan.decay and plan.model.dtype != "fp32":
+        if plan.ema_decay and plan.model.dtype != "fp32":
             self._average_of = {p: torch.empty_like(p, dtype=torch.float32) for p in self._parameters}
             self.load(Path(plan.model.path))
 
@@ -51,9 +51,9 @@ class MegatronFollower(MegatronEngine):
         average = self._average_of.get(parameter)
         own = parameter.data if average is None else average
         theirs = theirs.to(own)
-        if self.plan.decay and isinstance(parameter, torch.nn.Parameter):  # biases of routers are copied
+        if self.plan.ema_decay and isinstance(parameter, torch.nn.Parameter):  # biases of routers are copied
             # three roundings of each number, and no fused one, which vectors have and what is left of them has not
-            own.add_((theirs - own).mul_(1 - self.plan.decay))
+            own.add_((theirs - own).mul_(1 - self.plan.ema_decay))
         else:
             own.copy_(theirs)
         if average is not None:

@@ -219,7 +219,7 @@ def logprob_memory(shard: ModelShard, role: MegatronPlan, longest: int, stage: i
     """
     size = BYTES[role.model.dtype]
     tokens = _tokens(role.forward_limits, longest, role.layout)
-    averages = isinstance(role, FollowingPlan) and role.decay and role.model.dtype != "fp32"
+    averages = isinstance(role, FollowingPlan) and role.ema_decay and role.model.dtype != "fp32"
     return {
         "weights": sum(shard.parameters(stage)) * size,
         **({"averages": sum(shard.parameters(stage)) * MASTER_BYTES} if averages else {}),

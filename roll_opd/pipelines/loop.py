@@ -73,8 +73,8 @@ def _run(
     # what is imported by now stays; a full garbage collection over it would stall some step for 0.3 s. There is none
     # here either: a Ctrl-C that came in a destructor would be ignored
     gc.freeze()
-    starting = StartupProgress(plan.startup_seconds, logger.note)
-    ending = Ending(checkpoints, plan.grace_seconds, logger.note)
+    starting = StartupProgress(plan.startup_timeout_s, logger.note)
+    ending = Ending(checkpoints, plan.shutdown_timeout_s, logger.note)
     try:
         with (
             ending.before_the_loop(),

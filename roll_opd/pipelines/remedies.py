@@ -15,8 +15,8 @@ def _slower(plan: RunPlan) -> list[str]:
     found = []
     if any(teacher.following for teacher in plan.teachers):
         found.append(
-            "a teacher that changes less (follows_student.decay nearer to 1, a larger follows_student.every,"
-            " or a frozen teacher)"
+            "a teacher that changes less (follows_student.ema_decay nearer to 1, a larger"
+            " follows_student.update_interval, or a frozen teacher)"
         )
     if any(teacher.context and teacher.context.hint for teacher in plan.teachers):
         found.append("a more detailed hint")

@@ -158,8 +158,8 @@ class RunLogger:
         }
         for text in self._alarm.after(metrics) if self._alarm else ():
             warn(text)
-        shown = experiences[:: max(1, len(experiences) // max(1, self._plan.samples_per_step))]
-        self._run.append_jsonl(SAMPLES, self._samples(step, shown[: self._plan.samples_per_step]))
+        shown = experiences[:: max(1, len(experiences) // max(1, self._plan.logged_samples_per_step))]
+        self._run.append_jsonl(SAMPLES, self._samples(step, shown[: self._plan.logged_samples_per_step]))
         self.log(step, _prompt_ids(batch), row)
 
     def answers(self, step: int, by: str, answers: Sequence[Experience]) -> None:

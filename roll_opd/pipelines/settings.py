@@ -27,7 +27,8 @@ OF_A_MODEL = ("*.safetensors", "*.json", "*.jinja", "*.model")  # files that dec
 # fields of the plan without influence on results, or derived from others
 NO_SETTINGS = {
     *("output_dir", "exp_name", "title", "warnings", "memory", "config_yaml", "checkpoint", "trackers", "tracker_args"),
-    *("logging_steps", "samples_per_step", "device_memory_gb", "startup_seconds", "grace_seconds", "host_seconds"),
+    *("logging_steps", "logged_samples_per_step", "device_memory_gb"),
+    *("startup_timeout_s", "shutdown_timeout_s", "host_timeout_s"),
     *("max_restarts", "total_steps", "loss_normaliser", "opd_vocab_size", "vocab_size", "length_key", "schema", "dp"),
     *("returns_routes", "contexts", "paired", "engines", "key", "name", "domain"),
 }

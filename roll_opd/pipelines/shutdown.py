@@ -25,9 +25,9 @@ SIGTERM_DEDUP_S = 10.0  # in which the same SIGTERM comes from every host of a r
 class Ending:
     """Turns SIGTERM into the end of the run: of its step, with a checkpoint, where that does not take too long."""
 
-    def __init__(self, checkpoints: Checkpoints, grace_seconds: float, say: Callable[[str], None]) -> None:
-        """`grace_seconds`: how long the step may still take; `say` prints a line."""
-        self._checkpoints, self._grace, self._say = checkpoints, grace_seconds, say
+    def __init__(self, checkpoints: Checkpoints, shutdown_timeout_s: float, say: Callable[[str], None]) -> None:
+        """`shutdown_timeout_s`: how long the step may still take; `say` prints a line."""
+        self._checkpoints, self._grace, self._say = checkpoints, shutdown_timeout_s, say
         self.is_asked_for = False
         self._asked_at = 0.0
         self._comes_from_all = False  # SIGTERM, from each host that has got it
@@ -176,7 +176,9 @@ class Ending:
             task.cancel()
             return
         self.is_asked_for, self._asked_at = True, time.monotonic()
-        self._say(f"SIGTERM: the run ends with this step and a checkpoint, or in {self._grace:g} s (grace_seconds)")
+        self._say(
+            f"SIGTERM: the run ends with this step and a checkpoint, or in {self._grace:g} s (shutdown_timeout_s)"
+        )
         asyncio.get_running_loop().call_later(self._grace, task.cancel)
 
     def _stop(self, *_: object) -> None:

@@ -44,7 +44,7 @@ async def measure(
         progress=run.progress,
     )
     metrics, answers = await validate(rollout, run.held_out)
-    shown = first_answers(answers, sampling.n, plan.samples_per_step)
+    shown = first_answers(answers, sampling.n, plan.logged_samples_per_step)
     if turns:
         await turns.enter(Phase.READ)
     if readers:
@@ -56,7 +56,7 @@ async def measure(
 async def measure_teachers(run: Run, starting_rewards: Awaitable[Sequence[RewardPool]]) -> None:
     """Log how well each teacher answers, where the run is a new one whose plan wants to know."""
     plan = run.plan
-    asked = plan.validation if plan.validation and plan.validation.measure_teacher else None
+    asked = plan.validation if plan.validation and plan.validation.evaluate_teacher else None
     if run.resumed or not (asked and run.held_out and plan.teachers):
         return
     if any(reward.engine for reward in plan.rewards):

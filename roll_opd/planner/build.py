@@ -248,7 +248,7 @@ def _assembled(
     if top.validation and validation:
         args, new = top.validation.generating_args, sizes.held_out or sizes.response
         sampling = parts.sampling_plan(args, args.num_return_sequences or 1, new)
-        held_out = ValidationPlan(validation, sampling, top.validation.measure_teacher)
+        held_out = ValidationPlan(validation, sampling, top.validation.evaluate_teacher)
     return RunPlan(
         **common,
         **shared(RolloutKeys, top),
@@ -363,7 +363,7 @@ def _supervised(loaded: LoadedConfig, keys: type[Supervised], diag: Diagnostics)
         reference=parts.megatron_plan(roles.reference, top, train) if roles.reference else None,
         epochs=epochs,
         validation=ValidationPlan(validation) if validation else None,
-        samples_per_step=0,
+        logged_samples_per_step=0,
     )
     return _finished(plan, loaded, top, roles, longest)
 

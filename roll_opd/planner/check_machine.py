@@ -72,7 +72,7 @@ def _engine_problems(plan: RunPlan, engine: RolloutPlan) -> list[str]:
             f" {engine.max_model_len} tokens, which takes {least}; raise or remove it"
         )
     paths = {engine.name: engine.model.path}
-    if engine is plan.rollout and plan.validation and plan.validation.measure_teacher:
+    if engine is plan.rollout and plan.validation and plan.validation.evaluate_teacher:
         paths |= {teacher.name: teacher.model.path for teacher in plan.teachers if teacher.model}
     sentences = {_heads(name, path) for name, path in reversed(paths.items())}
     return [*problems, *sorted(filter(None, sentences))]

@@ -273,10 +273,12 @@ def _frozen_lines(plan: RunPlan) -> list[str]:
 def _age(worker: FollowingPlan) -> str:
     if worker.is_live:
         return "as it is in each step"
-    steps = "every step" if worker.every == 1 else f"every {worker.every} steps"
-    if not worker.decay:
-        return f"as it was at most {worker.every} steps ago"
-    return f"as a moving average: {steps}, {worker.decay:g} of the average and {1 - worker.decay:g} of the student"
+    steps = "every step" if worker.update_interval == 1 else f"every {worker.update_interval} steps"
+    if not worker.ema_decay:
+        return f"as it was at most {worker.update_interval} steps ago"
+    return (
+        f"as a moving average: {steps}, {worker.ema_decay:g} of the average and {1 - worker.ema_decay:g} of the student"
+    )
 
 
 def _memory_lines(plan: RunPlan) -> list[str]:

@@ -244,8 +244,8 @@ def held_out(top: Top, args: GeneratingArgs, response: int) -> ValidationPlan | 
         for key in sorted(asked.written & {"data_args", "generating_args"}):
             asked.diag.note(key, "has no effect in environments: val_env_manager says it")
     if played is None or not played.tags:
-        if asked and asked.measure_teacher:
-            asked.diag.note("measure_teacher", "has nothing to play; write val_env_manager.tags")
+        if asked and asked.evaluate_teacher:
+            asked.diag.note("evaluate_teacher", "has nothing to play; write val_env_manager.tags")
         return None
     trajectories = top.val_batch_size if top.val_batch_size > 0 else played.num_env_groups * played.group_size
     groups, rest = divmod(trajectories, played.group_size)
@@ -258,7 +258,7 @@ def held_out(top: Top, args: GeneratingArgs, response: int) -> ValidationPlan | 
     merged = replace(args, **own)
     sampling = sampling_plan(merged, played.group_size, min(merged.max_new_tokens or response, response))
     of_them = replace(tasks(top, played), limit=max(1, groups))
-    return ValidationPlan(of_them, sampling, measure_teacher=bool(asked and asked.measure_teacher))
+    return ValidationPlan(of_them, sampling, evaluate_teacher=bool(asked and asked.evaluate_teacher))
 
 
 def tasks(top: Top, played: EnvironmentsPlayed) -> DataPlan:

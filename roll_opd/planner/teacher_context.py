@@ -86,11 +86,11 @@ def _check_follower(role: Role, worker: TeacherWorker, roles: Roles, top: Top) -
         )
     if has_context(role):
         return
-    if follow.every == 1 and not follow.decay:
+    if follow.update_interval == 1 and not follow.ema_decay:
         role.diag.error(
             "follows_student",
             "the teacher is the student, and reads what the student reads: every reverse KL is 0; give it a hint or a"
-            " system_prompt, or a decay",
+            " system_prompt, or an ema_decay",
         )
     elif roles.mode == "pure" and not top.allow_self_teacher:
         role.diag.error(

@@ -69,7 +69,7 @@ class Follower:
 
     def is_due(self, step: int) -> bool:
         """Whether the student's weights after `step` are taken over."""
-        return step % self.plan.every == 0
+        return step % self.plan.update_interval == 0
 
     async def save(self, directory: Path) -> Writing:
         """Write the weights into `directory`/NAME. A live follower's are in the student's checkpoint."""

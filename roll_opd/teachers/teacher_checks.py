@@ -134,7 +134,7 @@ def preference_check(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str
             "warning",
             "measured against the student, the teacher prefers the samples with the lower reward: it is no better than"
             " the student at this task, has lost layers, or reads something else; measure how well it does"
-            " (validation.measure_teacher)",
+            " (validation.evaluate_teacher)",
         )
     meaning = "teacher minus student log-prob a token, samples with a reward above the mean against the others"
     return Check(PREFERENCE, value, "ok", meaning)
@@ -265,7 +265,7 @@ def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarra
         meaning = (
             "the student's own samples are hardly likelier to it than a guess (-ln V), so that a sound teacher and a"
             " wrong one are as far below it: begin with a student that can answer, or measure the teacher"
-            " (validation.measure_teacher)"
+            " (validation.evaluate_teacher)"
         )
     elif name != "samples" and student <= guess + margin:
         meaning = "not judged: the student itself is no better than a guess (-ln V)"

@@ -108,7 +108,7 @@ def test_the_slurm_job_asks_for_one_task_a_host_and_for_time_to_save() -> None:
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", SLURM.read_text(), re.MULTILINE))
     assert options["ntasks-per-node"] == "1"
     what, _, seconds = options["signal"].partition("@")
-    assert what == "B:TERM" and int(seconds) > Run().grace_seconds
+    assert what == "B:TERM" and int(seconds) > Run().shutdown_timeout_s
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_the_names_of_the_kubernetes_job_fit_each_other(pod: Any) -> None:
     assert variables["MASTER_ADDR"] == f"{name}-0.{spec['subdomain']}"  # a pod's host name: the job's and its index
     hosts = {job["spec"]["completions"], job["spec"]["parallelism"], int(variables["WORLD_SIZE"])}
     assert len(hosts) == 1 and job["spec"]["completionMode"] == "Indexed"
-    assert spec["terminationGracePeriodSeconds"] > Run().grace_seconds
+    assert spec["terminationGracePeriodSeconds"] > Run().shutdown_timeout_s
     volumes = {volume["name"] for volume in spec["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
     assert "/dev/shm" in {mount["mountPath"] for mount in container["volumeMounts"]}

@@ -52,7 +52,7 @@ def port(hosts: Hosts) -> int:
 
 
 def test_a_late_host_is_named(hosts: Hosts) -> None:
-    with pytest.raises(LaunchError, match=r"host 1 of 2 has not joined within 0.2 s \(host_seconds\)"):
+    with pytest.raises(LaunchError, match=r"host 1 of 2 has not joined within 0.2 s \(host_timeout_s\)"):
         hosts.gather(0.2, print)
 
 

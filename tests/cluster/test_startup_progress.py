@@ -44,7 +44,7 @@ def test_a_timeout_reports_the_last_error_of_a_process(tmp_path: Path) -> None:
         "Traceback (most recent call last):\n  File 'y'\nRuntimeError: what follows\n"
     )
     with pytest.raises(
-        ClusterError, match=r"teacher: has not started after 0.05 s .startup_seconds.*\[Errno 5\] the cause"
+        ClusterError, match=r"teacher: has not started after 0.05 s .startup_timeout_s.*\[Errno 5\] the cause"
     ):
         asyncio.run(starting.of("teacher", asyncio.sleep(5)))
 

@@ -132,7 +132,7 @@ def test_demo_example_plans_cleanly() -> None:
     assert run.rollout is not None
     assert run.student.layout.dp == run.teachers[0].source.layout.dp == run.rollout.engines == 2  # copies on both slots
     assert run.validation is not None
-    assert run.validation.measure_teacher
+    assert run.validation.evaluate_teacher
     spread = "parallel@teacher.strategy_args.strategy_config=tp2"  # as the file says
     assert load_plan("demo", "onpolicy_distill", [spread], pure=True).teachers[0].source.layout.tp == 2
 

@@ -273,7 +273,7 @@ def test_the_validation_section_is_read(plan: Plan, root: Any) -> None:
     section = {
         "data_args": {"file_name": str(root / "train.jsonl"), "limit": 2},
         "generating_args": {"temperature": 0, "max_new_tokens": 64},
-        "measure_teacher": True,
+        "evaluate_teacher": True,
     }
     run = plan({"validation": section})
     assert run.validation is not None

@@ -59,20 +59,20 @@ def test_the_students_own_weights_teach_with_a_hint(plan: Plan, root: Path) -> N
 
 @pytest.mark.parametrize(
     ("keys", "every", "decay", "live"),
-    [({}, 1, 0.0, True), ({"every": 5}, 5, 0.0, False), ({"decay": 0.99}, 1, 0.99, False)],
+    [({}, 1, 0.0, True), ({"update_interval": 5}, 5, 0.0, False), ({"ema_decay": 0.99}, 1, 0.99, False)],
 )
 def test_keys_of_follows_student_make_the_follower(
     plan: Plan, root: Path, keys: dict, every: int, decay: float, live: bool
 ) -> None:
     worker = plan(follows(root, **keys) | HINT).teachers[0].source
     assert isinstance(worker, FollowingPlan) and worker.model.path == str(root / "student")
-    assert (worker.every, worker.decay, worker.is_live) == (every, decay, live)
+    assert (worker.update_interval, worker.ema_decay, worker.is_live) == (every, decay, live)
 
 
 def test_followers_share_weights_with_those_that_follow_alike_alone(plan: Plan, values: dict, root: Path) -> None:
     teacher = {**values["teacher"], "model_args": {"dtype": "fp32"}, "hint": "{ground_truth}"}
     frozen = {**teacher, "model_args": {"dtype": "fp32", "model_name_or_path": str(root / "student")}}
-    live, slow = ({**teacher, "follows_student": keys} for keys in ({}, {"decay": 0.9}))
+    live, slow = ({**teacher, "follows_student": keys} for keys in ({}, {"ema_decay": 0.9}))
     values.pop("teacher")
     run = plan({"teacher": {"a": live, "b": slow, "c": live, "d": frozen}})
     assert [run.serving(one.source).name for one in run.teachers] == [
@@ -84,7 +84,7 @@ def test_followers_share_weights_with_those_that_follow_alike_alone(plan: Plan, 
 
 
 def test_a_lagged_teacher_without_a_hint_is_a_part_of_mixed_mode(plan: Plan, root: Path) -> None:
-    assert plan(follows(root, every=5) | {"allow_self_teacher": True}).teachers[0].context is None
+    assert plan(follows(root, update_interval=5) | {"allow_self_teacher": True}).teachers[0].context is None
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_a_lagged_teacher_without_a_hint_is_a_part_of_mixed_mode(plan: Plan, roo
     [
         ({"teacher.template": "none"}, "teacher.template: should be 'native'"),
         ({**HINT, "teacher.prompt_length": 4000}, "more than the positions of its model"),
-        ({"teacher.follows_student.decay": 1.0}, "teacher.follows_student.decay: should be less than 1"),
-        ({"teacher.follows_student.every": 0}, "teacher.follows_student.every"),
-        ({**HINT, "teacher.follows_student.every": 2}, "the teacher begins with the student's weights"),
+        ({"teacher.follows_student.ema_decay": 1.0}, "teacher.follows_student.ema_decay: should be less than 1"),
+        ({"teacher.follows_student.update_interval": 0}, "teacher.follows_student.update_interval"),
+        ({**HINT, "teacher.follows_student.update_interval": 2}, "the teacher begins with the student's weights"),
         ({"student_train.hint": "x"}, "student_train.hint"),
         ({"hint": "x"}, "it is one of a teacher"),
     ],
@@ -105,7 +105,7 @@ def test_teachers_that_cannot_follow_are_refused(problems: Problems, changes: di
 
 
 @pytest.mark.parametrize(
-    ("keys", "reason"), [({}, "every reverse KL is 0"), ({"decay": 0.9}, "knows nothing that the student does not")]
+    ("keys", "reason"), [({}, "every reverse KL is 0"), ({"ema_decay": 0.9}, "knows nothing that the student does not")]
 )
 def test_a_follower_that_knows_nothing_more(problems: Problems, root: Path, keys: dict, reason: str) -> None:
     (problem,) = problems(follows(root, **keys))
@@ -127,6 +127,6 @@ def test_memory_counts_the_longer_prompt_and_the_averages(plan: Plan, root: Path
     write_model(root / "teacher", seed=2)
     short = plan().memory["teacher"][0]
     assert plan(HINT).memory["teacher"][0]["activations"] > short["activations"]
-    half = follows(root, decay=0.9) | {"teacher.model_args.dtype": "bf16"}
+    half = follows(root, ema_decay=0.9) | {"teacher.model_args.dtype": "bf16"}
     parts = plan(half).memory["teacher"][0]
     assert parts["averages"] == 2 * parts["weights"]

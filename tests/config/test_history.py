@@ -87,7 +87,7 @@ def test_a_setting_of_a_game() -> None:
 
 def test_fields_without_influence_are_no_settings() -> None:
     other = ("output_dir=elsewhere", "exp_name=other", "save_steps=3", "logging_steps=5", "++max_restarts=2")
-    assert changes("pure", *other, "track_with=[]", "++grace_seconds=5") == {}
+    assert changes("pure", *other, "track_with=[]", "++shutdown_timeout_s=5") == {}
 
 
 def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

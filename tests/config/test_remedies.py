@@ -6,7 +6,7 @@ from roll_opd.pipelines.remedies import remedies
 from roll_opd.planner.build import load_plan
 from roll_opd.tracking.divergence_alarm import Remedies
 
-FOLLOWS, HINT, REFERENCE = "follows_student.decay", "a more detailed hint", "use_kl_loss"
+FOLLOWS, HINT, REFERENCE = "follows_student.ema_decay", "a more detailed hint", "use_kl_loss"
 
 
 def texts(found: Remedies) -> tuple[str, str]:
@@ -19,7 +19,7 @@ def texts(found: Remedies) -> tuple[str, str]:
         ("onpolicy_distill", True, (), set(), {"max_len_mask"}),
         ("onpolicy_distill", True, ("+max_len_mask=true",), set(), set()),
         ("hints", True, (), {HINT}, {"max_len_mask"}),
-        ("hints", True, ("+teacher.follows_student={decay: 0.9}",), {HINT, FOLLOWS}, {"max_len_mask"}),
+        ("hints", True, ("+teacher.follows_student={ema_decay: 0.9}",), {HINT, FOLLOWS}, {"max_len_mask"}),
         (
             "rlvr_opd",
             False,

@@ -24,7 +24,7 @@ ROLLOUT = (
     "validation=null",
     "rollout_batch_size=8",
     "num_return_sequences_in_group=4",
-    "samples_per_step=32",
+    "logged_samples_per_step=32",
 )
 
 
@@ -144,7 +144,7 @@ RUNS = {
     # followers of two kinds: an average of the student's weights, and the student itself
     "self": pure(
         "~teacher",
-        f"+teacher={{slow: {follower('follows_student: {decay: 0.75}')}, live: {follower('follows_student: {}')}}}",
+        f"+teacher={{slow: {follower('follows_student: {ema_decay: 0.75}')}, live: {follower('follows_student: {}')}}}",
         config="hints",
         sequences=32,
     ),
@@ -154,9 +154,9 @@ RUNS = {
         (
             "val_batch_size=8",
             "val_env_manager.num_env_groups=8",
-            "validation.measure_teacher=false",
+            "validation.evaluate_teacher=false",
             "rollout_batch_size=16",
-            "samples_per_step=16",
+            "logged_samples_per_step=16",
             "train_env_manager.num_env_groups=8",
             *training("student_train", 8),
         ),

@@ -48,7 +48,7 @@ SMALL = (
     *SPREAD,
     "student_train.training_args.gradient_accumulation_steps=1",
     "validation.data_args.file_name=examples/demo/data/val.jsonl",
-    "validation.measure_teacher=false",
+    "validation.evaluate_teacher=false",
     "eval_steps=0",
 )
 

@@ -37,7 +37,7 @@ SHORT = (
     "validation=null",
     "eval_steps=0",
     "save_steps=0",
-    "samples_per_step=64",
+    "logged_samples_per_step=64",
 )
 
 

@@ -42,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "student_train.training_args.per_device_train_batch_size=32",
         "student_infer.device_mapping=[0]",
         f"max_steps={STEPS}",
-        "samples_per_step=64",
+        "logged_samples_per_step=64",
         "logging_dir=x",  # has no effect, and so a warning
     ]
 

@@ -43,13 +43,13 @@ def test_the_file_of_the_page_as_it_is_printed(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_live_teacher_with_a_hint_that_says_nothing_of_the_row_collapses(tmp_path: Path) -> None:
-    settings = ("exp_name=demo", "max_steps=12", "validation.measure_teacher=false", "eval_steps=0")
+    settings = ("exp_name=demo", "max_steps=12", "validation.evaluate_teacher=false", "eval_steps=0")
     run = launch(tmp_path / "output", *settings, "+teacher.follows_student={}", 'teacher.hint="000"', config=HINTS)
     assert run.code == 0, run.output[-3000:]
-    assert {ENTROPY, AGREEMENT} <= set(alarms(run)) and "follows_student.decay" in run.output
+    assert {ENTROPY, AGREEMENT} <= set(alarms(run)) and "follows_student.ema_decay" in run.output
 
 
-FOLLOWS = {"slow": "{decay: 0.75}", "late": "{every: 3}", "live": "{}"}
+FOLLOWS = {"slow": "{ema_decay: 0.75}", "late": "{update_interval: 3}", "live": "{}"}
 LAYOUTS = {"slow": "tensor_model_parallel_size: 2", "late": "pipeline_model_parallel_size: 2", "live": ""}
 STEPS, SAVED = 4, 2
 
@@ -73,7 +73,7 @@ FOLLOWERS = (
     "eval_steps=0",
     "validation=null",
     "rollout_batch_size=4",
-    "samples_per_step=16",
+    "logged_samples_per_step=16",
     "student_train.training_args.per_device_train_batch_size=16",
     "student_train.training_args.lr_scheduler_type=constant",
     "student_train.training_args.warmup_steps=0",

@@ -28,7 +28,7 @@ SETTINGS = (
     f"critic_warmup={WARMUP}",
     f"save_steps={SAVED}",
     "max_ckpt_to_keep=0",
-    "samples_per_step=256",
+    "logged_samples_per_step=256",
 )
 
 

@@ -103,7 +103,7 @@ def settings_of(games: str, game: str, role: str) -> tuple[str, ...]:
         "train_env_manager={tags: [Game], num_env_groups: 16, group_size: 4}",
         "~num_return_sequences_in_group",
         f"{role.replace('train', 'infer')}.generating_args.num_return_sequences=1",
-        "samples_per_step=64",
+        "logged_samples_per_step=64",
         "max_steps=2",
     )
 
@@ -155,7 +155,7 @@ def test_an_agentic_run_learns_from_a_teacher(stage: Stage, games: str, config: 
 @pytest.mark.nightly
 def test_the_teacher_plays_what_validation_plays(stage: Stage, games: str) -> None:
     held_out = "val_env_manager={tags: [Game], num_env_groups: 32, group_size: 1}"
-    asked = "validation={measure_teacher: true}"
+    asked = "validation={evaluate_teacher: true}"
     run = played(stage, games, "sums", "student_train", held_out, asked, "max_steps=1", "eval_steps=1", config=PURE)
     assert run.code == 0
     before, row = run.rows("metrics.jsonl")
@@ -246,7 +246,7 @@ def test_steps_are_compared_by_their_state_beside_a_teacher(stage: Stage, games:
         "step_reward_gamma=0.5",
         "reward_normalization={grouping: traj_group_id, method: mean}",
         "rollout_batch_size=16",
-        "samples_per_step=100",
+        "logged_samples_per_step=100",
         "max_steps=1",
         config=WITH_TEACHER,
     )

@@ -38,7 +38,7 @@ def test_a_yaml_of_trinitys_trains(
     (tmp_path / "rows/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "theirs.yaml").write_text(blocks("coming-from-trinity.md", "yaml")[0])
 
-    words = ["--config", str(tmp_path / "theirs.yaml"), f"plugin_dir={tmp_path}/plugins", "samples_per_step=64"]
+    words = ["--config", str(tmp_path / "theirs.yaml"), f"plugin_dir={tmp_path}/plugins", "logged_samples_per_step=64"]
     code = launch.main("a run on a stage", arguments=[*words, *AS_STAGED], backend=stage)
 
     told, wrong = capfd.readouterr()

@@ -28,9 +28,9 @@ SHORT = (
     "eval_steps=1",
     "save_steps=1",
     "max_ckpt_to_keep=null",
-    "samples_per_step=64",
+    "logged_samples_per_step=64",
     "validation.data_args.file_name=examples/demo/data/val.jsonl",
-    "validation.measure_teacher=false",
+    "validation.evaluate_teacher=false",
 )
 ALL_ROLES = (
     TEACHER,

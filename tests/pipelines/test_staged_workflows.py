@@ -259,7 +259,7 @@ def test_the_first_workflow_of_the_page(stage: Stage, mine: tuple[str, ...]) -> 
 
 def test_a_conversation_is_trained_on_as_it_was_sampled(stage: Stage, mine: tuple[str, ...]) -> None:
     """The log-probs of three turns, with what was said between them, are the same to engine and trainer."""
-    run = reinforced(stage, mine, "talk", "response_length=200", "samples_per_step=64")
+    run = reinforced(stage, mine, "talk", "response_length=200", "logged_samples_per_step=64")
     assert run.code == 0
     for row in run.rows("metrics.jsonl")[1:]:
         assert row["workflow/runs"] == 16 * 4 and row["workflow/calls_mean"] == 3
@@ -310,7 +310,7 @@ def test_a_model_beside_the_student_is_asked(stage: Stage, mine: tuple[str, ...]
 def test_steps_are_compared_by_the_last_one_of_their_run(stage: Stage, mine: tuple[str, ...]) -> None:
     """A wrong sum is tried again: naively, the rewards of the runs' last tries are compared, and all tries get that."""
     more = ("prompt_key=question", "workflow_reward=accuracy_reward", "workflow_args={max_steps: 2}")
-    sizes = ("response_length=120", "samples_per_step=512", "adv_estimator=step_wise_grpo", "max_grad_norm=1")
+    sizes = ("response_length=120", "logged_samples_per_step=512", "adv_estimator=step_wise_grpo", "max_grad_norm=1")
     run = reinforced(stage, mine, "try_again_workflow", *more, *sizes)
     assert run.code == 0
     samples = run.rows("samples.jsonl")

@@ -135,7 +135,7 @@ def test_a_run_that_the_preflight_ended_shows_its_table(tmp_path: Path) -> None:
 def test_a_run_of_steps_without_samples_names_the_key(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run.path / SAMPLES).unlink()
-    assert any("No samples were recorded (samples_per_step)" in text for text in drawn(run)["text"])
+    assert any("No samples were recorded (logged_samples_per_step)" in text for text in drawn(run)["text"])
 
 
 @needs_node

@@ -53,7 +53,7 @@ class Hosts:
             self._await_all(time.monotonic() + seconds)
         at = f"{self._host.address}:{self._host.port}"
         problems = [
-            f"host {rank} of {self._host.size} has not joined within {seconds:g} s (host_seconds); start the same"
+            f"host {rank} of {self._host.size} has not joined within {seconds:g} s (host_timeout_s); start the same"
             f" command there, as rank {rank}, and check that it reaches {at}"
             for rank in range(1, self._host.size)
             if rank not in self._channels
@@ -97,7 +97,7 @@ class Hosts:
         late = [rank for rank in self._channels if rank not in found]
         if late:
             names = ", ".join(map(self.name, sorted(late)))
-            raise ClusterError(f"Ray has not started within {seconds:g} s (startup_seconds) on {names}")
+            raise ClusterError(f"Ray has not started within {seconds:g} s (startup_timeout_s) on {names}")
         failed = [
             f"{self.name(rank)}: {answer['failed']}" for rank, answer in sorted(found.items()) if "failed" in answer
         ]

@@ -32,7 +32,7 @@ class Term(Section):
 class RewardKeys(Section):
     """How a domain's rewards are run."""
 
-    world_size: Annotated[int, Field(ge=1, le=4096)] = key(1, "processes")
+    world_size: Annotated[int, Field(ge=1, le=4096)] = key(1, "processes", also="num_workers")
     on_error: Literal["zero", "drop", "stop"] = key("stop", "what becomes of a sample whose reward fails", OURS)
 
 

@@ -19,7 +19,9 @@ class RolloutKeys(Section):
     """How a step rolls out."""
 
     rollout_batch_size: Many = key(128, "prompts a step")
-    samples_per_step: Annotated[int, Field(ge=0, le=10**6)] = key(4, "samples a step in samples.jsonl", OURS)
+    logged_samples_per_step: Annotated[int, Field(ge=0, le=10**6)] = key(
+        4, "samples of a step that are written to samples.jsonl", OURS, formerly="samples_per_step"
+    )
     async_generation_ratio: NotNegative = key(
         0.0, "accepted: steps that generation may run ahead of training, which it never does"
     )
@@ -39,7 +41,9 @@ class Validation(Section):
     ignored = (roll.IGNORED_WORKER | keys_of(Worker).keys() | {"eval_steps"}) - {"data_args", "generating_args"}
     data_args: DataArgs = key(DataArgs(), "held-out rows")
     generating_args: GeneratingArgs = key(GeneratingArgs(), "how they are answered")
-    measure_teacher: bool = key(False, "score the teacher's own answers once, for comparison", OURS)
+    evaluate_teacher: bool = key(
+        False, "score the teacher's own answers once, for comparison", OURS, formerly="measure_teacher"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

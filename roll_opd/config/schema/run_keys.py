@@ -53,11 +53,18 @@ class RunKeys(Section):
         None,
         "whether roles that share devices give their memory back while it is another's turn; without it: on GPUs",
     )
-    startup_seconds: AboveZero = key(
-        1800.0, "how long any part of a run may take to start, until the run gives up", OURS
+    startup_timeout_s: AboveZero = key(
+        1800.0, "seconds until the start of any part of a run is given up", OURS, formerly="startup_seconds"
     )
-    grace_seconds: NotNegative = key(120.0, "how long a step may go on after SIGTERM, to end with a checkpoint", OURS)
-    host_seconds: AboveZero = key(600.0, "how long the hosts of a run wait for one that does not come", OURS)
+    shutdown_timeout_s: NotNegative = key(
+        120.0,
+        "seconds that a step may still take after SIGTERM, to end with a checkpoint",
+        OURS,
+        formerly="grace_seconds",
+    )
+    host_timeout_s: AboveZero = key(
+        600.0, "seconds that the hosts of a run wait for a missing one", OURS, formerly="host_seconds"
+    )
     max_restarts: Count = key(0, "times that a run which fails goes on by itself from its last checkpoint", OURS)
 
 

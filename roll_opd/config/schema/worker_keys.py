@@ -215,10 +215,15 @@ class ContextKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class FollowKeys(Section):
-    """`follows_student`: a teacher that begins as the student and takes over what that learns."""
+    """`follows_student`: a teacher with the student's initial weights, updated from the student's as it trains."""
 
-    every: Positive = key(1, "steps from one time to the next", OURS)
-    decay: Annotated[NotNegative, Field(lt=1)] = key(0.0, "how much of its own weights stays each time", OURS)
+    update_interval: Positive = key(1, "steps between two updates of its weights", OURS, formerly="every")
+    ema_decay: Annotated[NotNegative, Field(lt=1)] = key(
+        0.0,
+        "decay of an exponential moving average of the student's weights; 0: a copy of them",
+        OURS,
+        formerly="decay",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ function time() {
 
 function samples() {
   if (!DATA.samples.length)
-    return !DATA.figures.steps || ["sft", "dpo"].includes(DATA.mode) ? null : section("samples", "Samples", note("No samples were recorded (samples_per_step)."));
+    return !DATA.figures.steps || ["sft", "dpo"].includes(DATA.mode) ? null : section("samples", "Samples", note("No samples were recorded (logged_samples_per_step)."));
   const steps = [...new Set(DATA.samples.map((sample) => sample.step))], place = el("div", { class: "samples" });
   const colours = colourSwitch(measures(DATA.samples), () => { for (const card of place.children) card.paint(); });
   const show = (step) => place.replaceChildren(...DATA.samples.filter((sample) => sample.step === step).map((sample) => sampleCard(sample, colours.measure)));

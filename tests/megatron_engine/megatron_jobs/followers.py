@@ -78,7 +78,7 @@ def follow(job: Job, root: Path) -> None:
             name, saved = f"{job['name']}-{model}-{decay}", root / f"{job['name']}-{model}-{decay}.saved"
             devices = tuple(range(layout.world_size))
             limits = MicroBatchLimits(tokens=100)
-            plan = FollowingPlan(name, ModelPlan(path, dtype), devices, layout, limits, decay=decay)
+            plan = FollowingPlan(name, ModelPlan(path, dtype), devices, layout, limits, ema_decay=decay)
             follower = MegatronFollower(plan, seed=0)
             untouched = weights(follower)
             in_parts(follower, start)
