@@ -55,7 +55,7 @@ def added_bos(tokenizer: Any) -> int | None:
     return bos if bos in whole[:start] else None
 
 
-VARIABLE = "ROLL_OPD_RUN_BEGAN"  # environment variable of the rendering processes: local time in ISO 8601
+VARIABLE = "ROLL_OPD_RUN_START"  # environment variable of the rendering processes: local time in ISO 8601
 
 
 def set_date(moment: datetime) -> None:

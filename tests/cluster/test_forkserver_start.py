@@ -78,7 +78,7 @@ def program(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kind", [MEGATRON, ENGINES])
 def test_a_fork_runs_a_program_as_the_interpreter_would(kind: str, server: None, program: Path, tmp_path: Path) -> None:
     place = str(tmp_path / "child.json")
-    ended = setup(program, place, "b c", FOO="foo", OMP_NUM_THREADS="2", ROLL_OPD_WARM=kind)
+    ended = setup(program, place, "b c", FOO="foo", OMP_NUM_THREADS="2", ROLL_OPD_FORKSERVER_KIND=kind)
     assert (ended.returncode, ended.stderr) == (5, "to errors\n")
     facts = json.loads(ended.stdout)
     assert facts["argv"] == [str(program), place, "b c"] and facts["path"] == str(program.parent)
@@ -98,7 +98,7 @@ def test_a_worker_without_preloading_starts_as_in_ray(server: None, tmp_path: Pa
 def test_workers_start_without_an_ended_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "setup_worker.py").write_text("import os; print('cold', os.environ.get('FOO'))")
     monkeypatch.setenv(ADDRESS, "roll_opd-of-nobody")
-    assert setup(tmp_path / "default_worker.py", FOO="foo", ROLL_OPD_WARM=MEGATRON).stdout == "cold None\n"
+    assert setup(tmp_path / "default_worker.py", FOO="foo", ROLL_OPD_FORKSERVER_KIND=MEGATRON).stdout == "cold None\n"
 
 
 def test_workers_start_without_an_ended_server_process(tmp_path: Path) -> None:
@@ -113,14 +113,14 @@ def test_workers_start_without_an_ended_server_process(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         forked[0].kill()
-        said = [setup(tmp_path / "program.py", ROLL_OPD_WARM=kind).stdout for kind in (MEGATRON, ENGINES)]
+        said = [setup(tmp_path / "program.py", ROLL_OPD_FORKSERVER_KIND=kind).stdout for kind in (MEGATRON, ENGINES)]
     assert said == ["cold\n", "warm\n"]
 
 
 def test_variables_unset_since_are_unset_in_a_fork(server: None, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import os; print(os.environ.get('GONE'), os.environ.get('VLLM_NO_USAGE_STATS'))")
-    assert setup(program, ROLL_OPD_WARM=MEGATRON).stdout == "None 1\n"
+    assert setup(program, ROLL_OPD_FORKSERVER_KIND=MEGATRON).stdout == "None 1\n"
 
 
 SERVER = """
@@ -180,7 +180,7 @@ def test_a_fork_that_runs_megatron_on_a_cpu_can_compile(server: None, tmp_path: 
         "install_cpu_port()\n"
         "print(torch.compile(lambda values: 2 * values, backend='eager')(torch.ones(2)).tolist())\n"
     )
-    ended = setup(program, ROLL_OPD_WARM=MEGATRON)
+    ended = setup(program, ROLL_OPD_FORKSERVER_KIND=MEGATRON)
     assert (ended.stdout, ended.returncode) == ("[2.0, 2.0]\n", 0), ended.stderr
 
 
@@ -257,9 +257,9 @@ def test_variables_of_a_run_are_in_the_server_as_it_imports(tmp_path: Path, monk
         opened.begin({})
         opened.serve(plan_of(run, {}, {}), said.append)
         assert len(said) == 3
-        assert forkserver_start.variables(MEGATRON, run) == {"ROLL_OPD_WARM": MEGATRON}
+        assert forkserver_start.variables(MEGATRON, run) == {"ROLL_OPD_FORKSERVER_KIND": MEGATRON}
         assert forkserver_start.variables(MEGATRON, run | {"PYTHONHASHSEED": "8"}) == {}
-        ended = setup(program, ROLL_OPD_WARM=MEGATRON, **run)
+        ended = setup(program, ROLL_OPD_FORKSERVER_KIND=MEGATRON, **run)
     alone = {**os.environ, **run}
     cold = subprocess.run([sys.executable, program], capture_output=True, text=True, env=alone, check=True)
     assert ended.stdout.split()[:3] == cold.stdout.split()[:3], ended.stderr
@@ -300,7 +300,7 @@ def test_a_server_ends_with_its_driver_sigkill_included(
     if serves:
         program = tmp_path / "program.py"
         program.write_text("import os; print(os.getppid())")
-        parents = [setup(program, ROLL_OPD_WARM=kind).stdout for kind in (MEGATRON, ENGINES)]
+        parents = [setup(program, ROLL_OPD_FORKSERVER_KIND=kind).stdout for kind in (MEGATRON, ENGINES)]
         assert len(set(parents)) == 2
     children = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(signal.SIGKILL)

@@ -145,7 +145,7 @@ def _forked(words: Sequence[str], log: Path) -> tuple[int, Callable[[], int | No
             for name in names:
                 patch.setattr(module, name, getattr(module, name))
         patch.setenv(forkserver_worker.ADDRESS, FORKED_AT)
-        patch.setenv(forkserver_worker.WARM, MEGATRON)
+        patch.setenv(forkserver_worker.KIND, MEGATRON)
         forkserver_worker.connect(forkserver_worker.address_of(FORKED_AT, MEGATRON))
         process.start()
     assert process.pid

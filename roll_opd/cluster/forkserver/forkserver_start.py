@@ -24,11 +24,11 @@ from typing import Any
 from roll_opd.base.failures import DEBUG
 from roll_opd.base.hardware import has_gpu_driver
 from roll_opd.cluster.forkserver.forkserver_main import ANY_ENGINE, EAGER_ENGINES, ENGINES, MEGATRON
-from roll_opd.cluster.forkserver.forkserver_worker import ADDRESS, WARM, address_of
+from roll_opd.cluster.forkserver.forkserver_worker import ADDRESS, KIND, address_of
 from roll_opd.cluster.ray_environment import prepare_environment
 from roll_opd.config.plan import RunPlan
 
-SERVED = "ROLL_OPD_WARM_VARIABLES"  # the system_envs of the server's processes, as JSON
+SERVED = "ROLL_OPD_FORKSERVER_ENV"  # the system_envs of the server's processes, as JSON
 _SERVE = (
     "import sys; sys.path[:] = {path!r}\n"
     "from roll_opd.cluster.forkserver.forkserver_main import exit_with_parent, preload_and_serve\n"
@@ -150,7 +150,7 @@ def variables(kind: str, system_envs: Mapping[str, Any]) -> dict[str, str]:
     `system_envs` are the variables that the run and the worker's role set.
     """
     served = json.loads(os.environ.get(SERVED, "{}"))
-    return {WARM: kind} if is_open() and needed(kind, system_envs) == served.get(kind, {}) else {}
+    return {KIND: kind} if is_open() and needed(kind, system_envs) == served.get(kind, {}) else {}
 
 
 # prefixes of variables that no import of the server reads: communication, Ray (imported by the forks), trackers

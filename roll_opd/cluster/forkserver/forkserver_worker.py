@@ -13,7 +13,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 # environment variables: name of the server's abstract sockets; kind of server process that a worker is a fork of
-ADDRESS, WARM = "ROLL_OPD_WARM_SERVER", "ROLL_OPD_WARM"
+ADDRESS, KIND = "ROLL_OPD_FORKSERVER", "ROLL_OPD_FORKSERVER_KIND"
 CONTEXT = "--serialized-runtime-env-context="
 RAY_PROGRAMS = "/ray/_private/workers/"
 
@@ -97,7 +97,7 @@ def _run_program(arguments: list[str]) -> None:
     os.setpgid(0, 0)  # Ray kills a worker with its process group
     sys.path[:] = [os.path.dirname(arguments[0]), *PATH]
     sys.argv = arguments
-    forkserver_worker.connect(address_of(os.environ[ADDRESS], os.environ[WARM]))
+    forkserver_worker.connect(address_of(os.environ[ADDRESS], os.environ[KIND]))
     _TRACKER._fd = None  # this process starts its own
     forkserver_worker.fork_instead_of_spawning()
     try:
@@ -113,7 +113,7 @@ def _setup() -> None:
     variables = json.loads(context.removeprefix(CONTEXT)).get("env_vars", {})
     known = [each for each in arguments if not each.startswith((CONTEXT, "--language="))]
     process = ForkedProcess(target=_run_program, args=([program, *known],))
-    if WARM not in variables or not _is_started(process, variables):
+    if KIND not in variables or not _is_started(process, variables):
         cold = os.path.join(os.path.dirname(program), "setup_worker.py")
         os.execv(sys.executable, [sys.executable, cold, *sys.argv[1:]])
     process.join()
@@ -122,7 +122,7 @@ def _setup() -> None:
 
 def _is_started(process: ForkedProcess, variables: dict[str, str]) -> bool:
     """Start `process` with `variables` in its environment; return False if the server has ended."""
-    connect(address_of(os.environ[ADDRESS], variables[WARM]))
+    connect(address_of(os.environ[ADDRESS], variables[KIND]))
     before = dict(os.environ)
     os.environ.update(variables)
     try:
