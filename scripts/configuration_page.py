@@ -21,8 +21,9 @@ overrides it. A misspelt key is an error that names its nearest neighbour. ROLL'
 accepted and listed in one warning; a key at the top that resembles no other is a variable of the file.
 [Coming from ROLL](coming-from-roll.md) goes through them. What an engine itself takes is written under
 `strategy_config` and passes through to it: Megatron-core's `TransformerConfig`, vLLM's engine arguments. Names and
-values are held against the installed version before anything starts. *Origin* is whose key it is: ROLL's,
-Trinity-RFT's or ours.
+values are checked against the classes of the installed version before anything starts; the first plan after an
+installation imports them, which takes up to 30 s, and keeps the answer in `~/.cache/roll_opd/`. *Origin* is whose key
+it is: ROLL's, Trinity-RFT's or ours.
 
 The roles are sections with the keys of [a role](#a-role): in pure distillation `student_train`, `student_infer` and
 `teacher` ([one](#a-teacher), or a mapping of names to teachers); else `actor_train`, `actor_infer`, and as they are

@@ -18,6 +18,9 @@ WIDTH = shutil.get_terminal_size().columns  # of pytest's own report
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process's threads spin while they wait, on the cores of others
 os.environ["COLUMNS"] = "1000"  # messages in one line, whose words tests look for; tests of the width set their own
 
+# so that tests with another HOME find what the user's cache has of the installed engines
+os.environ.setdefault("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+
 TESTS = Path(__file__).parent
 SLOW_ROOMS = {"inference", "megatron_engine", "pipelines", "roles", "workflows"}  # start engines, process groups or Ray
 GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"  # beside the repository

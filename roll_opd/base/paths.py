@@ -113,6 +113,11 @@ def hub_hint(name: str, kind: str = "model") -> str | None:
     return f"if it is the name of a {kind} on the Hugging Face Hub, run hf download {name}{option} --local-dir {name}"
 
 
+def user_cache() -> Path:
+    """Return the user's cache directory of this package, which need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "roll_opd")
+
+
 def use_cache_of_compilers(environ: MutableMapping[str, str]) -> None:
     """Set the cache directory of torch's compiler to the user's cache, unless the environment sets another.
 
