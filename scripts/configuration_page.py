@@ -30,7 +30,7 @@ The roles are sections with the keys of [a role](#a-role): in pure distillation 
 needed `teacher`, `reference` and `critic`. `rewards` maps domains to [rewards](#a-reward), `auxiliary_models` names to
 the models that a workflow asks: roles, or [addresses](#an-auxiliary-model-that-runs-elsewhere).
 """
-SANITY = (2**31 - 1, 10**6)  # bounds that nobody meets, except by a slip
+SANITY = (2**31 - 1, 10**6)  # bounds against slips, not shown
 TITLES = {
     schema.Top: "A run that rolls out",
     schema.Worker: "A role",
@@ -46,7 +46,7 @@ TITLES = {
     schema.Dpo: "The DPO pipeline",
 }
 
-BESIDE = {schema.TeacherWorker: schema.Worker}  # whose keys have a table of their own
+BASES = {schema.TeacherWorker: schema.Worker}  # section -> base class, whose keys have another table
 
 
 def sections() -> list[type[Section]]:
@@ -136,7 +136,7 @@ def table(section: type[Section]) -> str:
     """Return one section of the page."""
     rows = ["| key | type | default | meaning | origin |", "|---|---|---|---|---|"]
     for item in fields(section):
-        if item.name in section.ignored or item.name in schema.keys_of(BESIDE.get(section, Section)):
+        if item.name in section.ignored or item.name in schema.keys_of(BASES.get(section, Section)):
             continue
         annotation = schema.keys_of(section)[item.name]
         meaning, origin = item.metadata["meaning"], item.metadata["origin"]

@@ -1,6 +1,6 @@
 """Reads a Hydra configuration: YAML files, `defaults` lists, interpolation and command-line overrides.
 
-The result is a plain dict and a map that says where each key was written, for messages. The
+The result is a plain dict and a map from each key to the file and line that has it, for messages. The
 directory `configs/` is always on Hydra's search path, so a configuration may compose from its groups.
 """
 
@@ -36,7 +36,7 @@ from roll_opd.config.yaml_files import LOADER, bounded_work, check_file, use_bou
 PACKAGE = Path(__file__).resolve().parents[1]
 COMMAND_LINE = "command line"
 KINDS = "write key=value, +key=value or ~key"
-# lines of Hydra's and OmegaConf's messages that speak of their own insides
+# lines of Hydra's and OmegaConf's messages about their internals
 NOISE = ("full_key:", "object_type=", "reference_type=", "Config search path", "provider=")
 # list(...) and range(...) mean something else in Hydra's own language
 REFERS = re.compile(r"\$\{(\w+)[.}\[]")
@@ -87,7 +87,7 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
         with warnings.catch_warnings(), initialize_config_dir(str(directory), version_base="1.3", job_name="roll_opd"):
             # a file without `_self_` in its defaults overrides them, which is what everybody expects
             warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
-            warnings.filterwarnings("ignore", message=".*is not available")  # of the search path: told where it matters
+            warnings.filterwarnings("ignore", message=".*is not available")  # of the search path: reported below
             places = search_path(parsed, file)
             arguments = hydra_arguments(parsed, file, places, _chosen_groups(name, parsed, places))
             loader = _Loader.in_place_of_hydras()
@@ -137,8 +137,8 @@ def find_config(config_path: str, config_name: str) -> tuple[Path, str]:
 def config_places(config_path: str) -> list[Path]:
     """Return where a directory of configurations may be, in the order in which it is looked for.
 
-    In the current directory; in `examples/` there; beside the script that was started, as in ROLL; in our own
-    `examples/`; in the repository. A place without the file that is asked for does not hide those behind it.
+    In the current directory; in its `examples/`; next to the started script, as in ROLL; in the `examples/` of the
+    repository; in the repository. A directory without that file does not hide the later ones.
     """
     given, script = expanded(config_path), Path(sys.argv[0]).resolve()
     beside = [script.parent] if script.suffix == ".py" and not script.is_relative_to(PACKAGE) else []
@@ -200,7 +200,7 @@ def _chosen_groups(name: str, overrides: list[Override], places: SearchPath) -> 
 
 
 class _Loader(ConfigLoaderImpl):
-    """Hydra's loader, which keeps the defaults list of what it composed: to compute it again would take as long."""
+    """Hydra's loader that keeps the defaults list of the composed configuration, which is slow to compute."""
 
     defaults: tuple[ResultDefault, ...] = ()
 
@@ -285,10 +285,10 @@ def _unresolved(text: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Return the telling part of a Hydra or OmegaConf message, without its object dump and search path."""
+    """Return a Hydra or OmegaConf message without its object dump and search path."""
     if isinstance(error, OSError) and error.strerror:
         return os_sentence(error)
-    if type(error) is ValueError:  # of Python's own, such as a number with thousands of digits, or a day that is none
+    if type(error) is ValueError:  # of Python, such as a number with thousands of digits, or an invalid date
         return f"a value cannot be read ({error}); correct it"
     if not str(error) and isinstance(error.__cause__, Exception):
         error = error.__cause__

@@ -1,6 +1,6 @@
-"""What planning found out: problems (no plan), blockers (a plan, but no run) and warnings (the run goes on).
+"""Diagnostics of planning: problems (no plan), blockers (a plan, but no run) and warnings (a plan and a run).
 
-Every check writes into one `Diagnostics`, so that a user sees all problems of a configuration at once.
+Every check writes into one `Diagnostics`, so that a user sees all problems of a configuration together.
 """
 
 import json
@@ -14,7 +14,7 @@ from roll_opd.base.paths import PathError
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """Collects what the checks say; knows where each key was written ("file.yaml:12" or "command line").
+    """Messages of the checks, and the place of each key ("file.yaml:12" or "command line").
 
     One of a section (`below`) takes keys of that section, "" being the section itself; others take dotted paths.
     """
@@ -23,8 +23,8 @@ class Diagnostics:
     problems: list[str] = field(default_factory=list)
     blockers: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    ignored: set[str] = field(default_factory=set)  # keys of ROLL's that are accepted and have no effect
-    dropped: set[str] = field(default_factory=set)  # at the top, read by no part of a run: variables, it seems
+    ignored: set[str] = field(default_factory=set)  # ROLL's keys that are accepted and have no effect
+    dropped: set[str] = field(default_factory=set)  # top-level keys that no part of a run reads: probably variables
     renamed: dict[str, str] = field(default_factory=dict)  # path of a key -> the path with the name that is written
     path: str = ""
 
@@ -78,7 +78,7 @@ class Diagnostics:
         self.ignored.update(map(self.at, keys))
 
     def warn_unused(self) -> None:
-        """Name all keys without effect in one warning, and all that nobody knows in another, before the others."""
+        """Insert, as the first warnings, one with all keys without effect and one with all unknown keys."""
         if self.dropped:
             names = ", ".join(sorted(self.dropped))
             self.warnings.insert(
@@ -90,7 +90,7 @@ class Diagnostics:
             self.warnings.insert(0, f"these keys are accepted but have no effect here: {_by_section(self.ignored)}")
 
     def is_one_of(self, key: str, value: str, known: Collection[str]) -> bool:
-        """Add a problem where `value` is none of the `known` names, and say whether it is."""
+        """Return whether `value` is one of the `known` names; add a problem otherwise."""
         if value not in known:
             names = [repr(name) for name in known]
             expected = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
@@ -98,7 +98,7 @@ class Diagnostics:
         return value in known
 
     def where(self, key: str) -> str:
-        """Return " (file.yaml:12)" for the key or its nearest written ancestor, "" if nobody wrote it."""
+        """Return " (file.yaml:12)" for the key or its nearest written ancestor; "" for none."""
         key = self.at(key)
         while key:
             if place := self.origins.get(self.renamed.get(key, key)):
@@ -118,7 +118,7 @@ def as_yaml(value: object) -> str:
 
 
 def _by_section(keys: Collection[str]) -> str:
-    """Return keys in few words: those at the top, then those of each section once, whichever roles have them."""
+    """Return a short list of keys: the top level, then each section once for all roles."""
     sections: dict[str, set[str]] = {}
     for key in keys:
         *path, last = key.split(".")

@@ -1,8 +1,8 @@
-"""Command-line overrides, said as Hydra wants to hear them.
+"""Translate command-line overrides to Hydra's syntax.
 
-Hydra tells `key=value` (some file has written the key) from `+key=value` (none has), and `group=option` (in a defaults
-list) from `+group=option` (in none), and refuses the one where it expects the other. Here `key=value` and
-`group=option` always do; whether a key is known is the schema's business.
+Hydra distinguishes `key=value` (a file has the key) from `+key=value` (no file has it), and `group=option` (in a
+defaults list) from `+group=option` (in none), and rejects the wrong form. Here `key=value` and `group=option` are
+always valid; the schema checks the keys.
 """
 
 import json
@@ -33,10 +33,10 @@ PLACES = {
 
 @dataclass(frozen=True)
 class SearchPath:
-    """Where Hydra looks for files of a defaults list, in its order; `argument` says it to Hydra."""
+    """Directories in which Hydra looks for files of a defaults list, in order; `argument` is Hydra's override."""
 
     directories: tuple[Path, ...]
-    argument: str | None  # None: what is written is no list, which Hydra refuses
+    argument: str | None  # None: the written value is not a list, which Hydra rejects
 
     @property
     def missing(self) -> list[str]:
@@ -49,8 +49,8 @@ def search_path(overrides: Sequence[Override], file: Path) -> SearchPath:
 
     As in Hydra, `hydra.searchpath` on the command line takes the place of the one in the file.
     """
-    asked = SEARCH_PATH.rpartition(".")[2] in file.read_text(encoding="utf-8")  # else not worth being read as YAML
-    written: Any = OmegaConf.select(_primary(file), SEARCH_PATH) if asked else None
+    is_named = SEARCH_PATH.rpartition(".")[2] in file.read_text(encoding="utf-8")  # faster than reading YAML
+    written: Any = OmegaConf.select(_primary(file), SEARCH_PATH) if is_named else None
     for override in overrides:
         if override.get_key_element() == SEARCH_PATH:
             written = override.value()
@@ -91,7 +91,7 @@ def hydra_arguments(
             problems += _misplaced(override, file, places, chosen) if placed not in chosen else []
             arguments.append(bare if placed in chosen else f"+{bare}")
         elif "/" in key:
-            problems.append(f"override {text!r}: {key} is no group; groups are directories below {_named(places)}")
+            problems.append(f"override {text!r}: {key} is not a group; groups are directories below {_named(places)}")
         else:
             arguments.append(text if text.startswith("+") else f"++{text}")
     if problems:
@@ -100,7 +100,7 @@ def hydra_arguments(
 
 
 def _misplaced(override: Override, file: Path, places: SearchPath, chosen: Collection[str]) -> list[str]:
-    """Say that a group of ours is a part of a role, and of which role is not said."""
+    """Return a problem for a group of ours that is a part of a role and whose override names no role."""
     group, option = override.key_or_group, override.value()
     found = next((place for place in places.directories if (place / group / f"{option}.yaml").is_file()), None)
     if override.package is not None or group not in PLACES or found != GROUPS:
@@ -110,12 +110,12 @@ def _misplaced(override: Override, file: Path, places: SearchPath, chosen: Colle
     named = sorted(key for key in chosen if key.startswith(f"{group}@")) or [f"{group}@{role}.{part}"]
     forms = " or ".join(f"{key}={option}" for key in named)
     return [
-        f"override {override.input_line!r}: {group} is a part of a role, and this does not say of which; use {forms}"
+        f"override {override.input_line!r}: {group} is a part of a role, and the override names no role; use {forms}"
     ]
 
 
 def _primary(file: Path) -> DictConfig:
-    """Return the file as it is written, without its defaults; empty where it is no mapping, which Hydra refuses."""
+    """Return the content of a file without its defaults; empty if it is not a mapping, which Hydra rejects."""
     loaded = OmegaConf.load(file)
     return loaded if isinstance(loaded, DictConfig) else OmegaConf.create({})
 

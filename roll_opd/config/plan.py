@@ -62,7 +62,7 @@ class RewardPlan(RewardKeys):
     domain: str
     terms: tuple[RewardTerm, ...]
     tags: tuple[str, ...] | None = None  # None: every tag
-    max_concurrency: int = 256  # calls of the reward that a worker has under way
+    max_concurrency: int = 256  # concurrent calls of the reward in a worker
     batch_size: int = 16  # most samples in a call
     query_filter: FilterPlan | None = None  # of a prompt's rewards together
     response_filter: FilterPlan | None = None  # of each reward alone
@@ -70,7 +70,7 @@ class RewardPlan(RewardKeys):
 
     @property
     def is_weighted(self) -> bool:
-        """Whether the reward is more than what its one term says."""
+        """Whether the reward differs from the value of a single term."""
         return len(self.terms) > 1 or any(term.weight != 1 for term in self.terms)
 
     def accepts(self, tag: str) -> bool:
@@ -79,7 +79,7 @@ class RewardPlan(RewardKeys):
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """A share of the draws: `weight` of them come from the rows with one of `tags`, or from `files`."""
+    """A share `weight` of the draws, from the rows with one of `tags` or from `files`."""
 
     name: str  # reward domain, tag or file name
     weight: float  # the weights of all streams sum to 1
@@ -95,11 +95,11 @@ class DataPlan(RowKeys):
     prompt_length: int  # rows with answers: of the prompt and the longest answer together
     template: str = "native"  # "native": the tokenizer's own chat template
     limit: int | None = None  # use only the first so many rows
-    tag_templates: FrozenDict = field(default_factory=FrozenDict)  # tag -> template, where it is not `template`
+    tag_templates: FrozenDict = field(default_factory=FrozenDict)  # tag -> template, if other than `template`
     columns: FrozenDict = field(default_factory=FrozenDict)  # messages, prompt, tag, id -> the file's name, if another
     streams: tuple[StreamPlan, ...] = ()  # no stream: every row is drawn once an epoch
-    schema: str = "experience"  # what a row holds: `experience`, `task`, `sft` or `dpo`
-    length_key: str = "prompt_length"  # what the user limits the length of rows with
+    schema: str = "experience"  # content of a row: `experience`, `task`, `sft` or `dpo`
+    length_key: str = "prompt_length"  # the user's key that limits the length of rows
     contexts: tuple[ContextPlan, ...] = ()  # of teachers that read something else
     environments: FrozenDict = field(default_factory=FrozenDict)  # tag -> its share, where games are played; no files
 
@@ -120,7 +120,7 @@ class ValidationPlan:
 
 @dataclass(frozen=True)
 class TokenFilterPlan:
-    """Tokens outside low <= measure <= high are masked; a bound of None is none."""
+    """Tokens outside low <= measure <= high are masked; None is no bound."""
 
     measure: Literal["ratio", "difference"]  # of train and infer probabilities
     level: Level
@@ -130,7 +130,7 @@ class TokenFilterPlan:
 
 @dataclass(frozen=True)
 class CorrectionPlan:
-    """What is done about log-probs of training and inference engine being apart: `algorithms.corrections`."""
+    """Correction for different log-probs of training and inference engine: `algorithms.corrections`."""
 
     weight: Literal["tis", "icepop"] | None = None  # of the policy loss; None: no weights
     level: Level = "token"  # of the weights
@@ -142,14 +142,14 @@ class CorrectionPlan:
 
 @dataclass(frozen=True)
 class ObjectivePlan(ObjectiveKeys):
-    """What is optimised: the keys as they hold in the run's mode, and what follows from them."""
+    """The objective: the keys' values in the run's mode, and values derived from them."""
 
     adv_estimator: str = "on_policy_distill"  # of `algorithms.registry.ADVANTAGES`, or a dotted path
-    advantage_args: FrozenDict = field(default_factory=FrozenDict)  # what the function is called with
-    reward_groups: Literal["prompt", "tag"] = "prompt"  # what rewards are compared in at level `group`
+    advantage_args: FrozenDict = field(default_factory=FrozenDict)  # its arguments
+    reward_groups: Literal["prompt", "tag"] = "prompt"  # the group of rewards at level `group`
     reward_bounds: tuple[float, float] | None = None  # of rewards after their normalisation, before reward_clip
     policy_loss: str = "importance_sampling"  # of `algorithms.registry.POLICY_LOSSES`, or a dotted path
-    policy_loss_args: FrozenDict = field(default_factory=FrozenDict)  # what the function is called with
+    policy_loss_args: FrozenDict = field(default_factory=FrozenDict)  # its arguments
     dual_clip: float | None = 3.0  # of losses that read pg_clip; None: no bound
     paired: bool = False  # the loss reads sequences 2i and 2i+1 together
     loss_agg_mode: str = "token-mean"
@@ -195,7 +195,7 @@ class AuxiliaryPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkflowPlan(WorkflowKeys):
-    """What is done with a row, in processes of its own."""
+    """The workflow of a run, and its processes."""
 
     auxiliary_models: tuple[AuxiliaryPlan, ...] = ()
     is_scored: bool = False  # `rewards` score samples without a reward
@@ -246,12 +246,12 @@ class RunPlan(RunKeys, RolloutKeys):
 
     @property
     def rewards_are_monitored(self) -> bool:
-        """Whether rewards validate and are logged, and nothing is learned from them."""
+        """Whether rewards are only logged and used in validation."""
         return self.mode == "pure"
 
     @property
     def update_reads_rewards(self) -> bool:
-        """Whether an update needs the rewards of its samples: to learn from, or to know which samples count."""
+        """Whether an update needs the rewards of its samples, for advantages or for sample masks."""
         return not self.rewards_are_monitored or self.objective.difficulty_mask or self.objective.error_max_len_clip
 
     @property
@@ -279,8 +279,8 @@ class RunPlan(RunKeys, RolloutKeys):
         """Return the role whose processes compute for the frozen `role`.
 
         Teachers with the same weights, on the same devices, in the same layout are loaded once: that is the first
-        which differs by name alone. What has the weights that a LoRA student begins with, on no other devices than
-        it, is that student without its adapter.
+        that differs only by name. A role with the initial weights of a LoRA student, on its devices, is that student
+        without its adapter.
         """
         if self.is_base(role):
             return self.student

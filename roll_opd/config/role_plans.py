@@ -19,7 +19,7 @@ class Layout:
     cp: int = 1
     ep: int = 1
     dp: int = 1
-    sequence_parallel: bool = False  # with experts it is there wherever tp is more than 1
+    sequence_parallel: bool = False  # with experts always on if tp > 1
     vpp: int | None = None
     etp: int | None = None  # ranks that share an expert; None: as many as tp
 
@@ -43,7 +43,7 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """What learns in the place of a student's weights: a pair of matrices beside each linear layer in `targets`."""
+    """LoRA: trained pairs of low-rank matrices for each linear layer in `targets`; the student's weights are frozen."""
 
     targets: tuple[str, ...]  # Hugging Face's names, such as q_proj
     rank: int
@@ -53,7 +53,7 @@ class LoraPlan:
 
 @dataclass(frozen=True)
 class MicroBatchLimits:
-    """What one packed micro-batch on one data-parallel rank may hold; None is no limit."""
+    """Limits of a packed micro-batch on a data-parallel rank; None: no limit."""
 
     sequences: int | None = None
     tokens: int | None = None
@@ -61,7 +61,7 @@ class MicroBatchLimits:
 
 @dataclass(frozen=True)
 class MegatronPlan:
-    """A Megatron role: the weights, where they live, and how much goes through at once."""
+    """A Megatron role: weights, devices, layout and limits of micro-batches."""
 
     name: str
     model: ModelPlan
@@ -92,8 +92,8 @@ class OptimizerPlan(OptimizerKeys):
     wsd_decay_steps: int | None = None  # of schedule WSD
     wsd_decay_style: str | None = None
     use_distributed_optimizer: bool = True
-    overlap_grad_reduce: bool = False  # while the backward pass of the last micro-batch goes on
-    overlap_param_gather: bool = False  # while the next forward pass goes on
+    overlap_grad_reduce: bool = False  # overlap with the backward pass of the last micro-batch
+    overlap_param_gather: bool = False  # overlap with the next forward pass
 
 
 @dataclass(frozen=True)
@@ -114,20 +114,20 @@ class CriticPlan(TrainPlan, CriticKeys):
 
 @dataclass(frozen=True)
 class FollowingPlan(MegatronPlan, FollowKeys):
-    """A teacher whose weights follow the student's: every `every` steps, `decay` of its own and the rest the student's.
+    """A teacher with an exponential moving average of the student's weights, updated every `update_interval` steps.
 
-    Of two weights that differ by name alone, one is enough: see `RunPlan.serving`.
+    Roles with equal weights are loaded once: see `RunPlan.serving`.
     """
 
     @property
     def is_live(self) -> bool:
-        """Whether it is the student itself, as it was before the step."""
+        """Whether the teacher is the student itself, before the step."""
         return self.update_interval == 1 and not self.ema_decay
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextPlan(ContextKeys):
-    """What a teacher reads in the place of the student's prompt."""
+    """The teacher's context, which replaces the student's prompt."""
 
     name: str  # of the teacher
     key: str  # its section
@@ -191,9 +191,9 @@ class RolloutPlan:
     sampling: SamplingPlan
     max_model_len: int
     engine_args: FrozenDict = field(default_factory=FrozenDict)  # passed to vLLM untouched
-    max_running_requests: int | None = None  # requests under way at once, over all engines; None: no limit
-    returns_routes: bool = False  # to which experts each token was sent
-    sleep_level: int = 2  # while other roles have its devices; 2: its weights are given up, and sent to it again
+    max_running_requests: int | None = None  # concurrent requests, over all engines; None: no limit
+    returns_routes: bool = False  # whether it returns the experts of each token
+    sleep_level: int = 2  # while other roles use its devices; 2: discard its weights, and load them again
     env: FrozenDict = field(default_factory=FrozenDict)
 
     @property

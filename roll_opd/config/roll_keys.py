@@ -1,6 +1,6 @@
-"""ROLL's legacy: its keys without a meaning here, its names for ours, and what it has that is not available.
+"""ROLL's keys: those without effect here, those that are refused, and its names for ours.
 
-`IGNORED_*` keys are accepted and listed in one warning; docs/coming-from-roll.md tells what becomes of each of ROLL's.
+`IGNORED_*` keys are accepted and listed in one warning; docs/coming-from-roll.md has a table of all of ROLL's keys.
 """
 
 import re
@@ -77,8 +77,8 @@ IGNORED_REWARD = _names("""
 
 IGNORED_SEQUENCE_PACKING = _names("algorithm min_num_micro_batches_forward min_num_micro_batches_train")
 
-# what is said of an ignored key by itself, where its value looks as if something else were learned:
-# key -> (the values of which there is nothing to say, the sentence)
+# warnings about ignored keys whose value would change training in ROLL:
+# key -> (harmless values, the sentence)
 _UNREAD = "has no effect, as in ROLL, which does not read it"
 _NORM = f"{_UNREAD} any more; norm_mean_type and norm_std_type say how rewards are normalised"
 _TOPR = f"{_UNREAD}; worker_cls '...ActorPGWorker' and pg_variant: topr in actor_train are its TOPR"
@@ -90,16 +90,16 @@ SAID: dict[str, tuple[tuple[object, ...], str]] = {
     "use_reward_norm": ((False,), _NORM),
     "use_topr_loss": ((False,), _TOPR),
     "use_topr_neg_loss_coef": ((0,), _TOPR),
-    "use_policy_loss_type": (("PPO",), f"{_UNREAD}; pg_variant says which loss it is"),
+    "use_policy_loss_type": (("PPO",), f"{_UNREAD}; pg_variant names the loss"),
     "infer_correction": ((False,), f"{_UNREAD} any more; train_infer_correction is its new form"),
-    "opsd_mode": ((False,), f"{_UNREAD}; a teacher's hint is what it stands for, such as teacher.hint: '{{solution}}'"),
+    "opsd_mode": ((False,), f"{_UNREAD}; a teacher's hint replaces it, such as teacher.hint: '{{solution}}'"),
     **dict.fromkeys(("balance_length", "val_greedy", "add_len_reward"), ((False,), _UNREAD)),
     **dict.fromkeys(("postive_loss_coef", "positive_loss_coef", "l2"), ((0,), _UNREAD)),
     **dict.fromkeys(("val_n_sample", "minibatch_data_iter_num"), ((1,), _UNREAD)),
     **dict.fromkeys(("opd_token_kld_clip", "dataset_filter"), ((None,), _UNREAD)),
     "mask_type": (("loss",), _UNREAD),
     "do_sample": ((True,), f"{_UNREAD}; temperature: 0 is greedy"),
-    "num_beams": ((1,), "has no effect: responses are sampled, there is no beam search"),
+    "num_beams": ((1,), "has no effect: responses are sampled, without beam search"),
     "force_disable_old_logprobs_recompute": (
         (False,),
         "has no effect: log-probs before the update are computed wherever weights move within a step",
@@ -109,18 +109,18 @@ SAID: dict[str, tuple[tuple[object, ...], str]] = {
     "moe_aux_loss_coef": ((0,), "has no effect: no auxiliary loss of the router is added"),
     "mtp_training_mode": (("disabled",), "has no effect: layers of multi-token prediction are not trained"),
 }
-# ... and what a run is refused for
+# ... and keys whose value is refused
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "model_config_kwargs": (({},), "a model is what its config.json says; write the change there, and remove the key"),
+    "model_config_kwargs": (({},), "is not applied; change config.json of the model, and remove the key"),
     "rollout_mock": ((None, "dump"), "rollouts cannot be played back here; remove the key"),
     "user_defined_rollout_loop_cls": (
         ("roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop",),
-        "a rollout loop of one's own is not run here; remove the key",
+        "a custom rollout loop is not run here; remove the key",
     ),
     "optimizer": (("adam",), "only adam is available; remove the key"),
 }
 
-# strategy_config of Megatron that the engine decides itself, or that speed up what is not run here
+# strategy_config of Megatron that the engine sets itself, or that has no use here
 IGNORED_MEGATRON = _names("""
     grad_reduce_in_fp32 use_distributed_optimizer_infer
     additional_configs optimizer variable_seq_lengths use_cpu_initialization
@@ -176,7 +176,7 @@ SCHEDULES: dict[str, Schedule] = {
 KL_PENALTIES_LATER = ("full",)
 PG_KEYS = frozenset({"worker_cls", "pg_variant", "topr_positive_weight", "topr_negative_weight"})
 PG_WORKER = "actor_pg_worker"  # in the path of ROLL's classes that read the pg_variant of their role
-# ROLL's pg_variant -> the arguments of its own defaults; the others have those of their loss
+# ROLL's pg_variant -> arguments with other defaults than the loss
 PG_VARIANTS: dict[str, dict[str, Any]] = {
     "vanilla": {},
     "ppo": {},
@@ -185,7 +185,7 @@ PG_VARIANTS: dict[str, dict[str, Any]] = {
     "cispo": {"clip_low": 0.1, "clip_high": 0.1},
     "kimi15": {},
 }
-# what pure distillation fixes: key -> values that agree with it
+# keys that pure distillation fixes: key -> accepted values
 PURE_FIXED: dict[str, tuple[object, ...]] = {
     "adv_estimator": ("reinforce", "on_policy_distill"),
     "gamma": (0,),

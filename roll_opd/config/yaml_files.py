@@ -1,7 +1,7 @@
-"""YAML files as Hydra reads them, each checked first: what would hang the planner or fill the memory is refused.
+"""Limit the size of YAML files before Hydra reads them, and the time to compose them.
 
-A file of a few bytes can mean billions of values (aliases of aliases, references to references), and Hydra follows them
-all.
+A file of a few bytes can expand to billions of values (aliases of aliases, references to references), and Hydra expands
+them all.
 """
 
 import os
@@ -26,21 +26,21 @@ from roll_opd.base.failures import ConfigError, os_sentence
 from roll_opd.base.paths import PathError, regular_file
 
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
-MOST_BYTES = 2**20  # of a file: the largest known has 20 kB
-MOST_NODES = 20_000  # values of a file, those of aliases counted each time
-MOST_DEPTH = 60  # sections within sections
-MOST_SECONDS = 2.0  # of computing, to compose a configuration; a large one takes 0.3
+MAX_BYTES = 2**20  # of a file: the largest known has 20 kB
+MAX_NODES = 20_000  # values of a file, those of aliases counted each time
+MAX_DEPTH = 60  # sections within sections
+MAX_SECONDS = 2.0  # of computing, to compose a configuration; a large one takes 0.3
 EMPTY = ("", "~", "null")  # a file without a value, which Hydra takes for one without keys
 INT64 = 2**63
-MOST_PARSED = 200  # files that are remembered
-_PARSED: dict[Hashable, bytes] = {}  # pickled: read back five times as fast as a deep copy is made
+MAX_PARSED = 200  # files in the cache
+_PARSED: dict[Hashable, bytes] = {}  # pickled: five times as fast as a deep copy
 
 
 class BoundedFiles(FileConfigSource):
-    """Hydra's source of files, which refuses what `check_file` does."""
+    """Hydra's source of files, with `check_file` before each read."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return a file's configuration. ConfigError where it is refused."""
+        """Return a file's configuration; raises ConfigError as `check_file`."""
         path = Path(os.path.realpath(os.path.join(self.path, self._normalize_file_name(config_path))))
         if not path.exists():
             return super().load_config(config_path)
@@ -50,7 +50,7 @@ class BoundedFiles(FileConfigSource):
 
 
 class HydrasOwnFiles(ImportlibResourcesConfigSource):
-    """Hydra's source of its own files."""
+    """Hydra's source of the files in its package, cached."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return a file's configuration."""
@@ -58,17 +58,17 @@ class HydrasOwnFiles(ImportlibResourcesConfigSource):
 
 
 def _parsed_once(file: Hashable, source: ConfigSource, load: Callable[[str], ConfigResult], path: str) -> ConfigResult:
-    """Return a configuration that the caller may change; composing asks for each file three times."""
+    """Return a copy of a file's configuration, parsed once; composing reads each file three times."""
     key = (file, source.provider, path)
     if key not in _PARSED:
-        if len(_PARSED) >= MOST_PARSED:
+        if len(_PARSED) >= MAX_PARSED:
             _PARSED.clear()
         _PARSED[key] = pickle.dumps(load(path))
     return cast(ConfigResult, pickle.loads(_PARSED[key]))
 
 
 def use_bounded_files() -> None:
-    """Have Hydra read files through `BoundedFiles` and `HydrasOwnFiles` from now on."""
+    """Register `BoundedFiles` and `HydrasOwnFiles` as Hydra's sources."""
     from hydra._internal.sources_registry import SourcesRegistry
 
     Plugins.instance()  # registers Hydra's own source, which would object to another one there
@@ -76,12 +76,12 @@ def use_bounded_files() -> None:
 
 
 def check_file(path: Path) -> None:
-    """Raise ConfigError, with the line, where `path` is no YAML file that can be read in a moment."""
+    """Raise ConfigError, with the line, if `path` is not a YAML file within the limits."""
     try:
         size = regular_file(path).stat().st_size
-        if size > MOST_BYTES:
+        if size > MAX_BYTES:
             raise ConfigError(
-                [f"{path} has {size:,} bytes, and a configuration at most {MOST_BYTES:,}; is this the file?"]
+                [f"{path} has {size:,} bytes, and a configuration at most {MAX_BYTES:,}; is this the file?"]
             )
         raw = path.read_bytes()
         text = raw.decode("utf-8")
@@ -102,9 +102,9 @@ def check_file(path: Path) -> None:
 
 
 def _check_nodes(path: Path, text: str) -> None:
-    """Raise ConfigError for too many values, too deep sections, and for an alias inside of what it stands for."""
-    sizes: dict[str, int] = {}  # anchor -> values that an alias of it stands for
-    within: list[tuple[str | None, int]] = [(None, 0)]  # anchor and values so far of what is open
+    """Raise ConfigError for too many values, too deep sections, or an alias inside its own anchor."""
+    sizes: dict[str, int] = {}  # anchor -> values of its alias
+    within: list[tuple[str | None, int]] = [(None, 0)]  # anchor and values of each open collection
 
     def refuse(event: yaml.Event, what: str) -> ConfigError:
         line = event.start_mark.line + 1 if event.start_mark else "?"
@@ -118,8 +118,8 @@ def _check_nodes(path: Path, text: str) -> None:
         size = 0
         if isinstance(event, yaml.CollectionStartEvent):
             within.append((event.anchor, 1))
-            if len(within) > MOST_DEPTH:
-                raise refuse(event, f"more than {MOST_DEPTH} sections within each other; write it flatter")
+            if len(within) > MAX_DEPTH:
+                raise refuse(event, f"more than {MAX_DEPTH} sections within each other; write it flatter")
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, size = within.pop()
             if anchor:
@@ -135,12 +135,12 @@ def _check_nodes(path: Path, text: str) -> None:
         if size:
             anchor, before = within.pop()
             within.append((anchor, before + size))
-            if before + size > MOST_NODES:
-                raise refuse(event, f"more than {MOST_NODES:,} values, those of aliases counted; write fewer")
+            if before + size > MAX_NODES:
+                raise refuse(event, f"more than {MAX_NODES:,} values, those of aliases counted; write fewer")
 
 
 def yaml_message(error: yaml.YAMLError, path: Path) -> str:
-    """Return in a sentence, with the line, why a file is no YAML."""
+    """Return the error of an invalid YAML file as a sentence with the line."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     where = f", line {mark.line + 1}" if mark else ""
     what = getattr(error, "problem", None) or getattr(error, "context", None) or " ".join(str(error).split())
@@ -148,7 +148,7 @@ def yaml_message(error: yaml.YAMLError, path: Path) -> str:
 
 
 def value_problem(value: Any) -> str | None:
-    """Say what is wrong with a key or a value that no part of a run could use, whatever it is for."""
+    """Return the problem of a key or value that no part of a run can use; None without one."""
     if isinstance(value, str) and (found := re.search("[\0\ud800-\udfff]", value)):
         kind = "a NUL character" if found[0] == "\0" else "half a character (a lone surrogate)"
         return f"{value!r} has {kind} in it; remove it"
@@ -160,15 +160,15 @@ def value_problem(value: Any) -> str | None:
 
 
 class _TooMuchWork(BaseException):
-    """Not an Exception: OmegaConf would take that for the failure of one reference, and go on with the next."""
+    """Composing takes too long. No `Exception`, which OmegaConf would handle as the failure of one reference."""
 
 
 @contextmanager
 def bounded_work() -> Iterator[None]:
-    """Raise ConfigError where composing, inside the block, takes longer than any configuration that means something.
+    """Context manager: raise ConfigError if composing takes more than `MAX_SECONDS` of CPU time.
 
-    References to references multiply as aliases do, and Hydra's language has too many ways to write them to count them
-    before. Python leaves such limits to the main thread.
+    References to references multiply as aliases do, and Hydra's syntax has too many forms to count them first. Timers
+    need the main thread; others have no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -178,11 +178,11 @@ def bounded_work() -> Iterator[None]:
         raise _TooMuchWork
 
     before = signal.signal(signal.SIGPROF, too_much)
-    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
     try:
         yield
     except _TooMuchWork:
-        what = f"composing the configuration takes more than {MOST_SECONDS:g} s"
+        what = f"composing the configuration takes more than {MAX_SECONDS:g} s"
         raise ConfigError([f"{what}: its ${{references}} multiply; write the values themselves"]) from None
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -61,7 +61,7 @@ def engine_fields(engine: str) -> dict[str, Any] | None:
         with _lock() as is_writable:  # another process may have written the file meanwhile
             cold = [name for name in files if name not in _answers and _cached(files[name]) is None]
             if engine in cold:
-                _answers.update(_asked(cold, is_writable))
+                _answers.update(_query(cold, is_writable))
                 for name in cold if is_writable else ():
                     _write(files[name], _answers[name])
         found = _answers.get(engine) or _cached(files[engine])
@@ -116,7 +116,7 @@ def _write(file: Path, answer: dict[str, Any]) -> None:
             os.replace(partial, file)
 
 
-def _asked(engines: list[str], is_writable: bool) -> dict[str, dict[str, Any]]:
+def _query(engines: list[str], is_writable: bool) -> dict[str, dict[str, Any]]:
     """Return engine -> encoded fields from a subprocess that imports the engines."""
     kept = f"kept in {user_cache()}" if is_writable else f"{user_cache()} is not writable, so every plan reads them"
     names = " and ".join(engines)

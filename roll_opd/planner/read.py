@@ -1,7 +1,7 @@
 """Splits a composed configuration into its sections and validates each by itself.
 
 A section with a wrong value is left out (None) and the others go on, so that later checks run as far as they
-can. Keys nobody knows are reported with the nearest known key; ROLL's keys without a meaning are gathered.
+can. Unknown keys are reported with the nearest known key; ROLL's keys without effect are gathered.
 """
 
 import json
@@ -69,7 +69,7 @@ def read_sections(
     """Validate `values`; problems and warnings go to `diag`.
 
     `variables` are top-level keys that other values refer to (`${name}`): where they mean nothing by themselves, they
-    are the user's own, whatever their names. Others that nobody knows are dropped with a word (see `_variables`).
+    are variables of the user. Other unknown keys are dropped with a warning (see `_variables`).
     `pipeline` are the keys of a supervised one; None: a run that rolls out.
     """
     pretrain = values.get("pretrain")
@@ -116,7 +116,7 @@ def _variables(
     variables: frozenset[str],
     diag: Diagnostics,
 ) -> set[str]:
-    """Return the top-level keys that are the file's own; those that no value refers to are noted as dropped.
+    """Return the top-level keys that are variables of the file; note unused ones as dropped.
 
     ROLL reads a configuration without its unknown keys, variables and typing errors alike. Here a key is a typing error
     where its name resembles a known one, belongs into a section, or holds what a role holds.
@@ -128,7 +128,7 @@ def _variables(
         if key in variables:
             own.add(key)
         elif key in ignored or diag.origins.get(str(key)) == COMMAND_LINE:
-            continue  # nobody writes a variable there that no file refers to
+            continue  # an override that no file refers to is not a variable
         elif not typing_error("", str(key), value, {*known, *ignored}, may_be_variable=True):
             own.add(key)
             diag.dropped.add(str(key))
@@ -177,7 +177,7 @@ def _read_auxiliaries(value: Any, sections: Sections, diag: Diagnostics) -> None
         remote = sections.auxiliaries[name] = read_section(RemoteModelKeys, data, place)
         for key in ("base_url", "model_name"):
             if remote is not None and key not in remote.written:
-                place.error(key, "is missing; write where the model is, and what it is called there")
+                place.error(key, "is missing; write the model's address and its name there")
 
 
 def _judge_type(reward: Any) -> Any:
@@ -188,14 +188,14 @@ def _judge_type(reward: Any) -> Any:
 
 
 def _with_free_keys(data: Any, diag: Diagnostics, model: type[Term] = Reward) -> Any:
-    """Move a reward's own keys into `args`, those of its terms too; a key close to a known one is a typing error."""
+    """Move the arguments of a reward and of its terms into `args`; report a key close to a known one as misspelt."""
     if not isinstance(data, dict):
         return data
     known = {*keys_of(model), *other_names(model), *model.ignored}
     kept = {key: value for key, value in data.items() if key in known}
     args = {} if kept.get("args") in (None, "None") else kept["args"]
     if not isinstance(args, dict):
-        return kept  # told by the check of types
+        return kept  # reported by the check of types
     args = dict(args)
     for key, value in data.items():
         if key in known:

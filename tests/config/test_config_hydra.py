@@ -112,7 +112,7 @@ def test_a_group_of_a_role_wants_the_role_said_and_the_advice_works(
     told = _refused(write_config(root, values), "run", ["parallel=tp2"])
     assert told.endswith("use parallel@teacher.strategy_args.strategy_config=tp2")
     assert "tp3" in _refused(place, "run", [f"parallel@{TRAIN}=tp3"])
-    assert "nothing/here is no group" in _refused(place, "run", ["nothing/here=a"])
+    assert "nothing/here is not a group" in _refused(place, "run", ["nothing/here=a"])
     assert load_config(place, "run", ["hydra/launcher=basic"]).values
 
 

@@ -1,4 +1,4 @@
-"""What a user may write: every key once, with its name, type, range, default, meaning and origin.
+"""Schema of the configuration: every key once, with its name, type, range, default, meaning and origin.
 
 A section of the configuration is a frozen dataclass of keys. Pydantic checks types and ranges strictly; rules between
 sections and rules that read files are the planner's. The types of `plan.py` inherit the classes of keys whose values

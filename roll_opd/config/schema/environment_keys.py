@@ -11,13 +11,13 @@ from roll_opd.config.schema.worker_keys import GeneratingArgs, Worker
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentKeys(Section):
-    """`custom_envs.TAG`: a game, and how the model is told of it."""
+    """`custom_envs.TAG`: a game, and the templates of the model's prompts."""
 
     ignored = roll.IGNORED_ENVIRONMENT
     env_type: Name = key("", "the game: a name of docs/environments.md, a dotted path, gymnasium:ID, or GEM's own id")
     env_config: dict[str, Any] = key({}, "its arguments")
     env_manager_cls: str | None = key(
-        None, "ROLL's: with a StepEnvManager every action is a sample of its own, and the past is told as text"
+        None, "ROLL's: with a StepEnvManager each action is a separate sample, and its prompt has the history as text"
     )
     max_steps: Many = key(10, "most actions of a trajectory")
     max_tokens_per_step: Positive | None = key(None, "most tokens of an action's response")
@@ -28,26 +28,26 @@ class EnvironmentKeys(Section):
         " StepEnvManager of {env_instruction}, {history}, {history_length}, {step_count}, {current_step},"
         " {current_observation}, {max_response_length}",
     )
-    pre_step_template: str | None = key(None, "what stands before each observation, in place of agent_template")
-    next_step_template: str | None = key(None, "what stands behind it")
-    history_length: Positive | None = key(None, "with a StepEnvManager: how many of the last turns are told")
+    pre_step_template: str | None = key(None, "text before each observation, in place of agent_template")
+    next_step_template: str | None = key(None, "text after each observation")
+    history_length: Positive | None = key(None, "with a StepEnvManager: past turns in the prompt")
     tool_wrapper: dict[str, Any] | None = key(None, "of games with a Python tool: ROLL's tool_configs and wrapper_args")
-    max_env_step_concurrent: Count = key(0, "steps of these games under way at once in a process; 0: any number")
+    max_env_step_concurrent: Count = key(0, "concurrent steps of these games in a process; 0: no limit")
     step_timeout: AboveZero = key(60.0, "seconds that a step of the game may take", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentsPlayed(Section):
-    """`train_env_manager`, `val_env_manager`: how many games are played."""
+    """`train_env_manager`, `val_env_manager`: which games are played, and how often."""
 
     ignored = roll.IGNORED_WORKER | roll.IGNORED_ENV_MANAGER | keys_of(Worker).keys() - {"generating_args"}
     tags: Texts = key((), "which of custom_envs")
-    num_env_groups: Many = key(128, "groups of trajectories before all tags have had their share")
-    num_groups_partition: Several[Count] | None = key(None, "of which so many are each tag's; without it alike")
-    group_size: Many = key(1, "trajectories of a group, which begin alike")
+    num_env_groups: Many = key(128, "groups of trajectories over all tags")
+    num_groups_partition: Several[Count] | None = key(None, "groups of each tag; without it equal shares")
+    group_size: Many = key(1, "trajectories of a group, with one initial state")
     max_env_num_per_worker: Count = key(0, "accepted: processes hold workflow_concurrency trajectories each")
     max_traj_per_env: int = key(-1, "accepted: a step has rollout_batch_size trajectories")
-    format_penalty: Number = key(0.0, "for an action that cannot be read, of a game whose env_config says none")
+    format_penalty: Number = key(0.0, "for an action that cannot be parsed, of a game whose env_config has none")
     generating_args: GeneratingArgs = key(
         GeneratingArgs(),
         "how actions are sampled: of train_env_manager where the rollout has no generating_args, of val_env_manager key"
@@ -57,7 +57,7 @@ class EnvironmentsPlayed(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardNormalization(Section):
-    """`reward_normalization`: what a trajectory's reward is compared with."""
+    """`reward_normalization`: the baseline of a trajectory's reward."""
 
     ignored = frozenset({"global_scale_factor", "global_shift_value"})
     grouping: Literal["state", "batch", "inductive", "traj_group_id", "tags"] = key(
@@ -76,13 +76,13 @@ class RewardNormalization(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class AgenticKeys(Section):
-    """Of runs in environments."""
+    """Keys of runs in environments."""
 
     custom_envs: dict[str, EnvironmentKeys] | None = key(None, "environments by tag")
-    train_env_manager: EnvironmentsPlayed | None = key(None, "how many of which are played")
-    val_env_manager: EnvironmentsPlayed | None = key(None, "how many are in validation, always from the same seeds")
-    val_batch_size: int = key(-1, "trajectories of a validation; -1: one a place of val_env_manager")
+    train_env_manager: EnvironmentsPlayed | None = key(None, "which environments are played, and how often")
+    val_env_manager: EnvironmentsPlayed | None = key(None, "those of validation, always from the same seeds")
+    val_batch_size: int = key(-1, "trajectories of a validation; -1: one for each place of val_env_manager")
     reward_normalization: RewardNormalization = key(RewardNormalization(), "of a trajectory's reward")
     step_reward_gamma: Fraction = key(0.95, "of gigpo and step_reinforce: discount of the rewards of later steps")
-    episode_reward_weight: Number = key(1.0, "of gigpo: weight of what the trajectory is compared with")
-    step_reward_weight: Number = key(1.0, "of gigpo: weight of what steps from one state are compared with")
+    episode_reward_weight: Number = key(1.0, "of gigpo: weight of the advantage over trajectories")
+    step_reward_weight: Number = key(1.0, "of gigpo: weight of the advantage over steps from one state")

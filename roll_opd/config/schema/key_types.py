@@ -46,9 +46,9 @@ Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
 NotNegative = Annotated[float, BeforeValidator(_number), Field(ge=0)]
 AboveZero = Annotated[float, BeforeValidator(_number), Field(gt=0)]
 Temperature = Annotated[float, BeforeValidator(_number), Field(ge=0, le=2), AfterValidator(_temperature)]
-Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]  # what engines keep counts and lengths in
+Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]  # engines store counts and lengths in 32 bits
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Many = Annotated[int, Field(ge=1, le=10**6)]  # of what is in memory, or under way, all at once
+Many = Annotated[int, Field(ge=1, le=10**6)]  # things that are in memory together
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # numpy's, which vLLM seeds, takes no larger one
 Name = Annotated[str, Field(min_length=1)]
 Probabilities = Annotated[tuple[NotNegative, ...], BeforeValidator(_numbers)]

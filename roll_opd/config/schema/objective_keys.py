@@ -32,7 +32,7 @@ class ReinforcementKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationKeys(Section):
-    """How the teachers teach."""
+    """The teachers' part of the objective."""
 
     opd_objective: Literal["sampled", "topk", "full"] = key(
         "sampled",
@@ -50,7 +50,7 @@ class DistillationKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleKeys(Section):
-    """Which samples of a step are learned from, and with what weight; the formulas are in `algorithms.sample_masks`."""
+    """Masks and weights of a step's samples; the formulas are in `algorithms.sample_masks`."""
 
     max_len_mask: bool = key(False, "leave out responses that have all the tokens they may have")
     difficulty_mask: bool = key(False, "leave out prompts whose mean reward is not between the two thresholds")
@@ -62,12 +62,14 @@ class SampleKeys(Section):
     )
     difficulty_loss_weight: bool = key(False, "weigh a sample's policy loss with 0.5 + 1.5 times its row's difficulty")
     length_loss_weight: bool = key(False, "weigh a sample's policy loss with 1.5 down to 0.5, the longest least")
-    rl_loss_coef: Number = key(1.0, "weight of the policy and KL losses beside entropy and the teachers' divergence")
+    rl_loss_coef: Number = key(
+        1.0, "weight of the policy and KL losses relative to entropy and the teachers' divergence"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveKeys(ReinforcementKeys, SampleKeys, DistillationKeys):
-    """What is optimised; the formulas are in `roll_opd.algorithms`."""
+    """Keys of the objective; the formulas are in `roll_opd.algorithms`."""
 
     advantage_clip: AboveZero | None = key(None, "bound of advantages, the teachers' part included")
     entropy_loss_coef: Number = key(0.0, "weight of the entropy in the loss")
@@ -89,11 +91,11 @@ class CriticKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceWeight(Section):
-    """`is_weight`. A bound of null is none."""
+    """`is_weight`: importance weights. null: no bound."""
 
     enabled: bool = key(False, "weigh the policy loss with train / infer probabilities")
     method: Literal["tis", "icepop"] = key("tis", "truncate weights, or mask tokens outside", OURS)
-    weight_type: Level = key("token", "over what a weight is taken")
+    weight_type: Level = key("token", "level of a weight")
     lower_bound: NotNegative | None = key(None, "of icepop; not written: 0.5", OURS)
     upper_bound: AboveZero | None = key(None, "not written: 1.2 of tis, 5 of icepop")
     detach: bool = key(True, "accepted: weights never have a gradient")
@@ -101,10 +103,10 @@ class ImportanceWeight(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFilter(Section):
-    """An entry of `filters`: tokens outside its bounds are masked. A bound of null is none."""
+    """An entry of `filters`: tokens outside its bounds are masked. null: no bound."""
 
     enabled: bool = key(False, "whether it counts")
-    agg_type: Level = key("token", "over what it measures")
+    agg_type: Level = key("token", "level of the measured probabilities")
     ratio_enabled: bool = key(True, "bound train / infer")
     ratio_low: NotNegative | None = key(0.8, "lowest train / infer")
     ratio_high: NotNegative | None = key(1.2, "highest")
@@ -115,7 +117,7 @@ class TokenFilter(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainInferCorrection(Section):
-    """`train_infer_correction`: what is done about log-probs of training and inference engine being apart."""
+    """`train_infer_correction`: correction for different log-probs of training and inference engine."""
 
     is_weight: ImportanceWeight = key(ImportanceWeight(), "weights of the policy loss")
     filters: Several[TokenFilter] = key((), "masks of tokens")

@@ -20,20 +20,22 @@ class Filter(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Term(Section):
-    """`rewards.<domain>.terms.<name>`: what is added to a reward. Keys that are not listed go to it as arguments."""
+    """`rewards.<domain>.terms.<name>`: a term of a reward. Keys that are not listed are its arguments."""
 
     worker_cls: str | None = key(None, "a built-in reward, ROLL's class path, or a dotted path; else the domain's name")
     weight: Number = key(1.0, "in the sum of the domain's terms", OURS)
     timeout: AboveZero | None = key(None, "seconds a sample may take", OURS)
-    args: dict[str, Any] = key({}, "arguments, beside those that are keys", OURS)
+    args: dict[str, Any] = key({}, "further arguments", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardKeys(Section):
-    """How a domain's rewards are run."""
+    """Processes of a domain's rewards."""
 
     world_size: Annotated[int, Field(ge=1, le=4096)] = key(1, "processes", also="num_workers")
-    on_error: Literal["zero", "drop", "stop"] = key("stop", "what becomes of a sample whose reward fails", OURS)
+    on_error: Literal["zero", "drop", "stop"] = key(
+        "stop", "a sample whose reward fails gets 0, is dropped, or stops the run", OURS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +45,9 @@ class Reward(Term, RewardKeys):
     ignored = roll.IGNORED_REWARD
     tag_included: Texts | None = key(None, "tags of the rows it scores; without it all")
     infer_batch_size: Many = key(16, "most samples in a call of the reward")
-    max_concurrency: Many | None = key(None, "calls under way in a process")
+    max_concurrency: Many | None = key(None, "concurrent calls in a process")
     terms: dict[Name, Term] = key({}, "rewards that are added, by name", OURS)
     query_filter_config: Filter = key(Filter(), "which groups of samples count")
     response_filter_config: Filter = key(
-        Filter(), "which single samples count; one that fails takes along what it is compared with"
+        Filter(), "which single samples count; a rejected one removes those that it is compared with"
     )

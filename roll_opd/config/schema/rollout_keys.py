@@ -16,7 +16,7 @@ from roll_opd.config.schema.worker_keys import DataArgs, GeneratingArgs, Worker
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutKeys(Section):
-    """How a step rolls out."""
+    """Keys of a step's rollout."""
 
     rollout_batch_size: Many = key(128, "prompts a step")
     logged_samples_per_step: Annotated[int, Field(ge=0, le=10**6)] = key(
@@ -48,14 +48,14 @@ class Validation(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstrations(PromptColumns):
-    """`demonstrations`: rows with answers, of which policy losses mix and mix_chord learn a share of each update."""
+    """`demonstrations`: rows with answers, a share of each update with policy losses mix and mix_chord."""
 
     data_args: DataArgs = key(DataArgs(), "the rows", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkflowKeys(Section):
-    """What is done with a row, where it is more than to answer it once."""
+    """The workflow of a row, if it is more than one answer."""
 
     workflow: Name | None = key(None, "the workflow: a name or a dotted path; without it one answer", OURS)
     workflow_args: dict[str, Any] = key({}, "its task.workflow_args", OURS)
@@ -67,14 +67,14 @@ class WorkflowKeys(Section):
     system_prompt: str | None = key(None, "task.format_args.system_prompt", OURS)
     reply_prefix: str | None = key(None, "task.format_args.reply_prefix: how every answer begins", OURS)
     workflow_workers: Annotated[int, Field(ge=1, le=4096)] = key(2, "processes that run it", OURS)
-    workflow_concurrency: Many = key(128, "runs under way at once in each of them", OURS)
-    workflow_timeout: AboveZero = key(600.0, "seconds that a call of it may take", OURS)
-    workflow_memory_gb: AboveZero = key(16.0, "GiB that each of them may need", OURS)
+    workflow_concurrency: Many = key(128, "concurrent runs in each process", OURS)
+    workflow_timeout: AboveZero = key(600.0, "seconds that a call of the workflow may take", OURS)
+    workflow_memory_gb: AboveZero = key(16.0, "GiB of memory that each process may need", OURS)
     endpoint_host: Name = key("127.0.0.1", "where OpenAI clients reach the policy: an address of this machine", OURS)
     endpoint_port: Annotated[int, Field(ge=0, le=65000)] = key(
         0, "its port in the first process, the next in the second, and so on; 0: any, started when a run asks", OURS
     )
-    endpoint_api_key: Name | None = key(None, "an API key of all runs, told apart by URL or header", OURS)
+    endpoint_api_key: Name | None = key(None, "an API key for all runs, which the URL or a header identifies", OURS)
     tool_call_parser: Name = key("hermes", "how the model writes tool calls; names of vLLM's --tool-call-parser", OURS)
     on_workflow_error: Literal["drop", "stop"] = key("drop", "a run that fails: leave it out, or end", OURS)
 
@@ -85,7 +85,7 @@ class RemoteModelKeys(Section):
 
     base_url: Name = key("", "its address, with the /v1", OURS)
     api_key: Name = key("EMPTY", "its key", OURS)
-    model_name: Name = key("", "what it is called there", OURS)
+    model_name: Name = key("", "its name there", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,18 +95,18 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys, WorkflowKeys, AgenticKeys
     max_steps: Positive = key(500, "steps of the run")
     prompt_length: Positive = key(1024, "most tokens of a prompt")
     response_length: Positive | None = key(None, "most tokens of a response")
-    sequence_length: Positive | None = key(None, "most tokens of both; says what response_length does not")
+    sequence_length: Positive | None = key(None, "most tokens of both; replaces response_length")
     val_prompt_length: Positive | None = key(None, "most tokens of a prompt of validation")
     val_sequence_length: Positive | None = key(None, "most tokens of a prompt of validation and its answer")
     num_return_sequences_in_group: Many | None = key(None, "responses a prompt")
     validation: Validation | None = key(None, "held-out prompts, answered now and then")
     demonstrations: Demonstrations | None = key(None, "rows with answers that join the student's samples", OURS)
     expert_data_ratio: Fraction | None = key(None, "their share of an update; without it the algorithm's", TRINITY)
-    is_pure_opd: bool = key(False, "learn from teachers alone")
-    use_opd: bool = key(False, "learn from teachers and rewards together")
+    is_pure_opd: bool = key(False, "train on the teachers' log-probs only")
+    use_opd: bool = key(False, "train on the teachers' log-probs and on rewards")
     pure_opd_pipeline_type: Literal["rlvr", "agentic"] = key("rlvr", "from prompts or in environments")
     opd_kl_coef: NotNegative = key(1.0, "weight of the teachers' reverse KL")
-    opd_use_policy_gradient: bool | None = key(None, "accepted where it says what opd_objective does", OURS)
+    opd_use_policy_gradient: bool | None = key(None, "accepted if it agrees with opd_objective", OURS)
     allow_self_teacher: bool = key(False, "accept a teacher with the student's weights", OURS)
     teacher_tokenizer_check: Literal["strict", "warn"] = key(
         "strict", "what a token id of the student that is another token to a teacher does: refuse, or warn", OURS
@@ -124,19 +124,17 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys, WorkflowKeys, AgenticKeys
     dual_clip_loss: bool | Annotated[float, Field(gt=1)] = key(
         False, "bound a negative advantage's loss: true is 1 + 2 pg_clip, a number is itself"
     )
-    enable_old_logprobs_recompute: bool = key(False, "compute log-probs before the update even where it is not needed")
-    train_infer_correction: TrainInferCorrection = key(TrainInferCorrection(), "against log-probs that are apart")
+    enable_old_logprobs_recompute: bool = key(False, "compute log-probs before the update even if they are not needed")
+    train_infer_correction: TrainInferCorrection = key(TrainInferCorrection(), "correction of log-probs")
     use_kl_loss: bool | None = key(None, "add a KL to the reference policy to the loss")
     kl_loss_fn: str | None = key(
         None, "of the KL loss: none, or a name of algorithms.kl; without it low_var_kl", TRINITY
     )
     add_token_level_kl: bool = key(False, "subtract a KL to the reference policy from each token's reward")
     init_kl_coef: NotNegative = key(0.2, "coefficient of the token-level KL")
-    max_running_requests: Positive | None = key(None, "requests under way at once, over all engines")
+    max_running_requests: Positive | None = key(None, "concurrent requests, over all engines")
     is_use_additional_prompts: bool = key(False, "answer more prompts than needed, in case filters reject some")
-    max_additional_running_prompts: Annotated[int, Field(ge=0, le=10**6)] = key(
-        16, "additional prompts under way at most"
-    )
+    max_additional_running_prompts: Annotated[int, Field(ge=0, le=10**6)] = key(16, "most additional prompts at a time")
     pg_variant: str | None = key(
         None, "policy loss, where the student's role writes neither pg_variant nor worker_cls; ROLL reads those alone"
     )

@@ -22,7 +22,7 @@ from roll_opd.config.schema.section import OURS, TRINITY, Section, key
 
 @dataclass(frozen=True, kw_only=True)
 class RowKeys(Section):
-    """What becomes of rows that cannot be used."""
+    """Rows that cannot be used."""
 
     on_bad_row: Literal["drop", "refuse"] = key("refuse", "rows that cannot be read", OURS)
     on_long_prompt: Literal["drop", "refuse"] = key("drop", "rows that are too long", OURS)
@@ -34,12 +34,12 @@ class CheckpointKeys(Section):
 
     save_steps: Count = key(50, "steps between checkpoints; 0: only at the end")
     max_ckpt_to_keep: Count = key(0, "newest ones that stay; 0: all")
-    async_save: bool = key(False, "write them beside the steps that follow, from copies in the host's memory", OURS)
+    async_save: bool = key(False, "write them during the next steps, from copies in the host's memory", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunKeys(Section):
-    """What a run of any pipeline has."""
+    """Keys of a run of any pipeline, outside its roles."""
 
     output_dir: str = key("./output", "where the directory <exp_name>/<run> is made")
     seed: Seed = key(42, "of samples, the order of rows and new weights")
@@ -51,7 +51,7 @@ class RunKeys(Section):
     )
     is_offload_states: bool | None = key(
         None,
-        "whether roles that share devices give their memory back while it is another's turn; without it: on GPUs",
+        "whether roles that share devices release their memory while another role runs; without it: on GPUs",
     )
     startup_timeout_s: AboveZero = key(
         1800.0, "seconds until the start of any part of a run is given up", OURS, formerly="startup_seconds"
@@ -65,12 +65,12 @@ class RunKeys(Section):
     host_timeout_s: AboveZero = key(
         600.0, "seconds that the hosts of a run wait for a missing one", OURS, formerly="host_seconds"
     )
-    max_restarts: Count = key(0, "times that a run which fails goes on by itself from its last checkpoint", OURS)
+    max_restarts: Count = key(0, "automatic restarts of a failed run from its last checkpoint", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run(RunKeys, CheckpointKeys, RowKeys):
-    """Keys outside the roles that every pipeline has."""
+    """Keys of every pipeline outside the roles."""
 
     ignored = roll.IGNORED_TOP
     exp_name: str | None = key(None, "name of the experiment; without it that of the file")
@@ -80,7 +80,7 @@ class Run(RunKeys, CheckpointKeys, RowKeys):
     num_nodes: Many | None = key(None, "without it as many as the device mappings reach over")
     num_gpus_per_node: Annotated[int, Field(ge=1, le=1024)] = key(
         8,
-        "devices of a node; without GPUs, slots that share its cores. Where no role says device_mapping either: this"
+        "devices of a node; without GPUs, slots that share its cores. If no role has a device_mapping either: this"
         " machine's GPUs, or two slots",
     )
     max_steps: Positive | None = key(500, "steps of the run")
@@ -91,7 +91,7 @@ class Run(RunKeys, CheckpointKeys, RowKeys):
     pretrain: str | None = key(None, "the model of roles that name none")
     global_template: str | None = key(None, "the template of all rows whose tag has none")
     tag_to_template: dict[str, str] = key({}, "the template of rows by tag", OURS)
-    algorithm_type: str | None = key(None, "a row of algorithms: what is not written follows it", TRINITY)
+    algorithm_type: str | None = key(None, "a row of algorithms, which sets the keys that are not written", TRINITY)
     loss_agg_mode: (
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
     ) = key(None, "how tokens become one loss; without it the loss's own, else seq-mean-token-mean")
@@ -103,6 +103,6 @@ class PromptColumns(Section):
     """Columns of rows with an answer."""
 
     prompt_key: Name | None = key(None, "column of the instruction")
-    query_key: Name | None = key(None, "column of what is appended to it")
+    query_key: Name | None = key(None, "column of a text that is appended to it")
     system_key: Name | None = key(None, "column of the system message")
     response_key: Name | None = key(None, "column of the answer")

@@ -24,7 +24,7 @@ class EpochArgs(TrainingArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedWorker(Worker):
-    """The role that learns from rows. Nothing is sampled and there is no teacher."""
+    """The role of a supervised pipeline, without sampling and teachers."""
 
     ignored = (
         roll.IGNORED_WORKER | roll.PG_KEYS | {"generating_args", "opd_kl_coef", "tag_included", "num_gpus_per_worker"}
@@ -42,22 +42,22 @@ class HeldOut(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Supervised(Run):
-    """Keys of pipelines that learn from rows; each is a subclass with its own keys and these facts."""
+    """Keys of pipelines that train on rows; each is a subclass with its keys and these facts."""
 
     ignored = roll.IGNORED_TOP | roll.IGNORED_SUPERVISED
     pipeline: ClassVar[str]  # its module in `roll_opd.pipelines`, or a dotted path
     title: ClassVar[str]  # for people
-    role: ClassVar[str]  # the section of what learns
+    role: ClassVar[str]  # the section of the trained model
     algorithm: ClassVar[str]  # the row of `algorithms.table` whose loss it learns with
     own_keys: ClassVar[frozenset[str]] = frozenset()  # a configuration with one of these means this pipeline
-    schema: ClassVar[str] = "sft"  # what a row holds: a name of `data.answers.SCHEMAS`
+    schema: ClassVar[str] = "sft"  # content of a row: a name of `data.answers.SCHEMAS`
     answers: ClassVar[int] = 1  # sequences a row, which stay together
     has_reference: ClassVar[bool] = False  # whether the loss compares with a frozen policy
     loss_arguments: ClassVar[tuple[str, ...]] = ()  # keys that are arguments of the policy loss
 
     max_steps: Annotated[int, Field(ge=-1)] | None = key(None, "steps of the run; -1: from num_train_epochs")
     sequence_length: Positive = key(1024, "most tokens of a prompt and its answer")
-    train_batch_size: Many | None = key(None, "rows a step; without it those of one update", OURS)
+    train_batch_size: Many | None = key(None, "rows a step; without it the rows of one update", OURS)
     validation: HeldOut | None = key(None, "rows on which the loss is measured")
 
     def __init_subclass__(cls) -> None:

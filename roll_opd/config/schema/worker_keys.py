@@ -43,9 +43,9 @@ class ModelArgs(Section):
     lora_rank: Annotated[int, Field(ge=0)] | None = key(None, "rank of the adapters; without it 8; 0: no LoRA")
     lora_alpha: AboveZero | None = key(None, "adapters count lora_alpha / lora_rank; without it twice the rank")
     lora_dropout: NotNegative = key(0.0, "only 0: log-probs of a model under dropout are not defined")
-    additional_target: Any = key(None, "not available yet: modules that are trained whole beside the adapters")
+    additional_target: Any = key(None, "not available yet: modules that are trained in addition to the adapters")
     ulysses_size: Positive | None = key(None, "of fsdp2: devices that share a sequence; here its tensor-parallel size")
-    adapter_name_or_path: str | None = key(None, "directory of a LoRA adapter, as peft saves it, to begin with")
+    adapter_name_or_path: str | None = key(None, "directory of an initial LoRA adapter, in peft's format")
     freeze_module_prefix: Any = key(None, "not available yet: modules that are not trained")
 
 
@@ -71,7 +71,7 @@ class OptimizerKeys(Section):
     weight_decay: NotNegative = key(0.0, "decoupled")
     adam_beta1: Fraction = key(0.9, "decay of the mean of gradients")
     adam_beta2: Fraction = key(0.999, "decay of the mean of squared gradients")
-    adam_epsilon: NotNegative = key(1e-8, "added to the root of the latter")
+    adam_epsilon: NotNegative = key(1e-8, "added to the square root of the mean of squared gradients")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +103,10 @@ class DataArgs(Section):
 
     ignored = roll.IGNORED_DATA_ARGS
     file_name: Texts = key((), "files (JSONL, Parquet), directories or patterns")
-    dataset_dir: str | None = key(None, "a directory in which they are looked for, too")
+    dataset_dir: str | None = key(None, "a further directory in which to look for them")
     domain_interleave_probs: dict[str, NotNegative] = key({}, "share of the draws by domain or tag; sum 1")
     interleave_probs: Probabilities = key((), "share of the draws of each entry of file_name; the sum is 1")
-    template: str | None = key(None, "how a prompt becomes text; without it the tokenizer's own chat template")
+    template: str | None = key(None, "template of a prompt's text; without it the tokenizer's chat template")
     messages: Name | None = key(
         None, "column of the prompt, as a list of messages or a JSON text of one; of a plain text: write prompt"
     )
@@ -118,7 +118,7 @@ class DataArgs(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingKeys(Section):
-    """What the distribution is that tokens are sampled from."""
+    """Sampling distribution of tokens."""
 
     top_p: Annotated[Number, Field(gt=0, le=1)] = key(1.0, "share of the mass")
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = key(-1, "sample from so many tokens; 0 or -1: from all")
@@ -142,7 +142,7 @@ class StrategyArgs(Section):
 
     strategy_name: str = key("", "megatron_train, megatron_infer or vllm; others of ROLL's become the nearest of these")
     strategy_config: dict[str, Any] | None = key(
-        None, "the engine's own options: Megatron-core's TransformerConfig and sizes, or vLLM's engine arguments"
+        None, "options of the engine: Megatron-core's TransformerConfig and sizes, or vLLM's engine arguments"
     )
 
 
@@ -172,10 +172,10 @@ class Worker(Section):
 
     ignored = roll.IGNORED_WORKER
     model_args: ModelArgs = key(ModelArgs(), "the model")
-    training_args: TrainingArgs = key(TrainingArgs(), "of roles that learn")
-    data_args: DataArgs = key(DataArgs(), "rows; of the role that learns")
+    training_args: TrainingArgs = key(TrainingArgs(), "of trained roles")
+    data_args: DataArgs = key(DataArgs(), "rows; of the trained role")
     generating_args: GeneratingArgs = key(GeneratingArgs(), "of roles that generate")
-    strategy_args: StrategyArgs | None = key(None, "the engine, and how the model is spread over devices")
+    strategy_args: StrategyArgs | None = key(None, "the engine, and the model's layout on devices")
     device_mapping: str | int | Several[int] | None = key(
         None,
         'devices, such as "list(range(0,8))"; without GPUs devices are slots that share the cores. Without it the'
@@ -189,7 +189,7 @@ class Worker(Section):
     infer_batch_size: Many = key(16, "sequences in a micro-batch of log-probs, unless it is limited by tokens")
     use_sequence_packing: bool = key(False, "limit micro-batches by the tokens of sequence_packing_args")
     sequence_packing_args: SequencePackingArgs = key(SequencePackingArgs(), "limits by tokens")
-    router_replay: RouterReplay = key(RouterReplay(), "routes of experts, of a student that is a mixture of them")
+    router_replay: RouterReplay = key(RouterReplay(), "expert routes, of a mixture-of-experts student")
     use_dynamic_batching_in_train: bool = key(False, "limit micro-batches of training by tokens")
     use_dynamic_batching_in_infer: bool = key(False, "limit micro-batches of log-probs by tokens")
     max_tokens_per_microbatch_in_train: Count | None = key(None, "limit of a training micro-batch")
@@ -201,16 +201,16 @@ class Worker(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ContextKeys(Section):
-    """What a teacher reads in the place of the student's prompt."""
+    """The teacher's context, which replaces the student's prompt."""
 
-    system_prompt: str | None = key(None, "a system message that it alone reads, in the place of the row's", OURS)
+    system_prompt: str | None = key(None, "the teacher's system message, in place of the row's", OURS)
     hint: str | None = key(
         None,
-        "what it alone reads behind the user's last message, or around {prompt}; {ground_truth} and {NAME} are the"
-        " row's columns",
+        "a text for the teacher only, after the user's last message or around {prompt}; {ground_truth} and {NAME}"
+        " are the row's columns",
         OURS,
     )
-    template: str | None = key(None, "a template of its own; native is its own tokenizer's chat template", OURS)
+    template: str | None = key(None, "the teacher's template; native: the chat template of its tokenizer", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +231,8 @@ class TeacherWorker(Worker, ContextKeys):
     """A teacher has all keys of a role, and these."""
 
     prompt_length: Positive | None = key(
-        None, "most tokens of what it reads before a response; without it prompt_length + response_length", OURS
+        None, "most tokens of the teacher's prompt; without it prompt_length + response_length", OURS
     )
     follows_student: FollowKeys | None = key(
-        None, "learn from the student's own weights; without it it is frozen", OURS
+        None, "update the teacher from the student's weights; without it the teacher is frozen", OURS
     )
