@@ -50,8 +50,8 @@ DEVICES = re.compile(r"(\+{0,2}(?:[\w-]+\.)*device_mapping)=((?:list|range)\(.*)
 class LoadedConfig:
     """A composed configuration: plain `values`, where each dotted key was written, and its name.
 
-    `variables` are the top-level keys that some value refers to by `${name}`, `told` is the list of how a configuration
-    of another system was read.
+    `variables` are the top-level keys that some value refers to by `${name}`; `translation` is a list of the keys of
+    another system and their meaning here.
     """
 
     name: str
@@ -59,7 +59,7 @@ class LoadedConfig:
     values: dict[str, Any]
     origins: dict[str, str]
     variables: frozenset[str] = frozenset()
-    told: str = ""
+    translation: str = ""
 
 
 def load_config(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:

@@ -83,8 +83,8 @@ class Diagnostics:
             names = ", ".join(sorted(self.dropped))
             self.warnings.insert(
                 0,
-                "no key is called so, or nearly so: taken for variables of the file, which do nothing by themselves (in"
-                f" ROLL, too): {names}",
+                "these keys are unknown and similar to no known key; they are treated as variables of the file, without"
+                f" effect of their own (as in ROLL): {names}",
             )
         if self.ignored:
             self.warnings.insert(0, f"these keys are accepted but have no effect here: {_by_section(self.ignored)}")

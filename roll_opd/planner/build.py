@@ -108,8 +108,8 @@ def load_plan(
     that Python does not find are imported from the first two.
     """
     loaded = load_any(config_path, config_name, list(overrides))
-    if loaded.told:
-        say(loaded.told)
+    if loaded.translation:
+        say(loaded.translation)
         pure = pipeline = None
     search_modules_in(Path(), loaded.directory)
     with also_resolving_in(loaded.directory):

@@ -62,7 +62,7 @@ def _load_trinity(file: Path, overrides: list[str]) -> LoadedConfig:
     ours, origins = _overridden(read.values, overrides)
     head = f"{file} is a Trinity-RFT configuration; it is translated to"
     told = "\n".join([head, *read.lines()])
-    return LoadedConfig(file.stem, file.parent, ours, read.origins | origins, told=told)
+    return LoadedConfig(file.stem, file.parent, ours, read.origins | origins, translation=told)
 
 
 def _loaded(file: Path) -> DictConfig:
