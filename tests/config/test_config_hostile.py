@@ -24,7 +24,7 @@ from roll_opd.commands import main
 from roll_opd.config.compose import load_config
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import RunPlan
-from roll_opd.config.yaml_files import MOST_BYTES
+from roll_opd.config.yaml_files import MAX_BYTES
 from roll_opd.planner.build import load_plan
 from roll_opd.planner.check_values import check_batched_tokens
 
@@ -48,7 +48,7 @@ YAML: dict[str, tuple[str | bytes, str]] = {
     "depth": ("a: " + "[" * 2000 + "]" * 2000, "within each other"),
     "depth of blocks": ("".join(f"{'  ' * i}k:\n" for i in range(500)), "within each other"),
     "many values": (f"a: [{'1,' * 60_000}1]", "values"),
-    "size": ("# x\n" * (MOST_BYTES // 4 + 1), "bytes"),
+    "size": ("# x\n" * (MAX_BYTES // 4 + 1), "bytes"),
     "itself among its defaults": ("defaults: [run]\n", "defaults list"),
     "defaults that are a number": ("defaults: 3\n", "run.yaml"),
     "a list": ("- a\n- b\n", "line 1: a list, where keys"),
