@@ -1,6 +1,6 @@
 """Decide whether a plan names code of the user, which planning has to import."""
 
-from roll_opd.base.declared import declarations
+from roll_opd.base.registry import declarations
 from roll_opd.config.plan import RunPlan
 
 BUILTIN = "roll_opd.workflows.builtin"

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from roll_opd.base.declared import declarations
 from roll_opd.base.failures import nearest
+from roll_opd.base.registry import declarations
 
 # name -> module below trinity.common.workflows, class
 _TRINITY_WORKFLOWS = """

@@ -7,7 +7,7 @@ that differ between the packages are written out.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from roll_opd.base.declared import declarations
+from roll_opd.base.registry import declarations
 from roll_opd.compat.trinity.keys import (
     AUXILIARY,
     AUXILIARY_KEYS,
