@@ -134,5 +134,4 @@ class Games:
             action_mask=mask,
             rollout_logprobs=logprobs,
             finish_reason=game.answers[-1].finish_reason,
-            weights_version=game.answers[-1].weights_version,
         )

@@ -56,7 +56,7 @@ class Engine(OnHost):
         answers = []
         for number in np.argsort(lengths, kind="stable").tolist():
             tokens = np.random.default_rng(requests[number].seed).integers(0, VOCABULARY, lengths[number])
-            answers.append((number, Completion(tokens, self._noise[: len(tokens)], "stop", 0)))
+            answers.append((number, Completion(tokens, self._noise[: len(tokens)], "stop", ((0, len(tokens)),))))
             if len(answers) == chunk:
                 yield Compact(answers)
                 answers = []

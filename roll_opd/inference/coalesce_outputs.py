@@ -36,6 +36,25 @@ def coalesces_outputs(update: Update) -> Update:
     return updated
 
 
+def flushes_outputs(set_weight_version: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `EngineCore.set_weight_version`: send the held outputs first, under the version that sampled them.
+
+    vLLM labels all outputs of a message with one version.
+    """
+
+    @functools.wraps(set_weight_version)
+    def updated(core: Any, weight_version: str) -> None:
+        from vllm.v1.engine import EngineCoreOutputs
+
+        held = core.scheduler.__dict__.get("_held_outputs", {})
+        for name in held.keys() & core.scheduler.requests.keys():
+            message = EngineCoreOutputs(outputs=[joined(held.pop(name))], weight_version=core.get_weight_version())
+            core.output_queue.put_nowait((core.scheduler.requests[name].client_index, message))
+        set_weight_version(core, weight_version)
+
+    return updated
+
+
 def _is_final_only(request: Any) -> bool:
     from vllm.sampling_params import RequestOutputKind
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll_opd.config.plan import SamplingPlan
+from roll_opd.samples.versions import Versions, truncated
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -21,7 +22,7 @@ class Completion:
     tokens: np.ndarray  # int64 [R], with the final EOS if it stopped on it
     logprobs: np.ndarray  # f32 [R], of the sampled distribution (greedy: at temperature 1)
     finish_reason: str  # stop | length | abort
-    weights_version: int
+    versions: Versions = ()  # of the weights that sampled the tokens; (): unknown
     routes: np.ndarray | None = None  # integer [T-1, L, K]: the K experts of each token in each of L layers
 
 
@@ -58,14 +59,14 @@ def sampling_params(sampling: SamplingPlan, seed: int, stop_ids: Sequence[int] =
     )
 
 
-def completion_of(output: "RequestOutput", weights_version: int) -> Completion:
+def completion_of(output: "RequestOutput") -> Completion:
     """Return the sample of a finished request."""
     sample = output.outputs[0]
     return Completion(
         tokens=np.array(sample.token_ids, dtype=np.int64),
         logprobs=token_logprobs(sample.token_ids, sample.logprobs or []),
         finish_reason=sample.finish_reason or "abort",
-        weights_version=weights_version,
+        versions=tuple((int(span.version), span.end - span.start) for span in sample.weight_versions or ()),
         routes=sample.routed_experts,
     )
 
@@ -86,6 +87,7 @@ def cut_at_stop(completion: Completion, stop: Sequence[str], tokenizer: "Tokeniz
                 routes=None if routes is None else routes[: len(routes) - cut],
                 tokens=completion.tokens[:length],
                 logprobs=completion.logprobs[:length],
+                versions=truncated(completion.versions, length),
                 finish_reason="stop",
             )
     return completion

@@ -125,6 +125,7 @@ class InferenceEngine:
             try:
                 with start_errors():
                     engine = cls(AsyncLLM.from_engine_args(arguments), **attributes)
+                    await engine._llm.update_weight_version(str(engine.weights_version))
                     await engine._warm_up()
                     return engine
             except EngineStartError as error:
@@ -189,7 +190,7 @@ class InferenceEngine:
         async def follow(index: int) -> None:
             try:
                 output: Any = await waiting[index].get()
-                finished.put_nowait((index, completion_of(output, self.weights_version)))
+                finished.put_nowait((index, completion_of(output)))
             except Exception as error:  # raised in the caller, not in this task
                 # vLLM raises one exception object for all requests: it would collect every traceback
                 finished.put_nowait((index, error.with_traceback(None)))
@@ -258,7 +259,7 @@ class InferenceEngine:
         """Verify in the engine core that all weights arrived, and resume requests."""
         self._check_usable()
         with self._breaking():
-            await self._llm.finish_weight_update()
+            await self._llm.finish_weight_update(weight_version=str(self._incoming))
             await self._llm.reset_prefix_cache()
             self.weights_version = self._incoming
             self._sleep_state.lacks_weights = False

@@ -10,7 +10,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from roll_opd.inference.coalesce_outputs import coalesces_outputs
+from roll_opd.inference.coalesce_outputs import coalesces_outputs, flushes_outputs
 from roll_opd.inference.failure import record_errors
 from roll_opd.inference.parent_watchdog import ORPHAN_EXIT_CODE
 
@@ -85,11 +85,14 @@ def _coalesce_outputs() -> None:
         return
     with suppress(ImportError):
         from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.engine.core import EngineCoreProc
 
         scheduler: Any = Scheduler
+        core: Any = EngineCoreProc
         if not hasattr(scheduler, "coalesces_outputs"):
             scheduler.coalesces_outputs = True
             scheduler.update_from_output = coalesces_outputs(Scheduler.update_from_output)
+            core.set_weight_version = flushes_outputs(EngineCoreProc.set_weight_version)
 
 
 def remove_rendezvous_file() -> None:

@@ -29,7 +29,6 @@ def _experience_of(row: Prompt, draw: int) -> Experience:
         action_mask=np.ones(len(answer), dtype=bool),
         rollout_logprobs=None,
         finish_reason="stop",
-        weights_version=None,
         demonstration=True,
         ground_truth=row.ground_truth,
     )

@@ -54,7 +54,6 @@ def _echo(prompt: Prompt) -> Experience:
         action_mask=np.ones(len(prompt.tokens), dtype=bool),
         rollout_logprobs=np.zeros(len(prompt.tokens), dtype=np.float32),
         finish_reason="stop",
-        weights_version=0,
         ground_truth=prompt.ground_truth,
         extra=prompt.extra,
     )

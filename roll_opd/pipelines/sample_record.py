@@ -25,7 +25,7 @@ def text_of(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> dict[
         "reward_reason": experience.reward_reason,
         **({"turn_rewards": experience.turn_rewards} if experience.turn_rewards else {}),
         "finish_reason": experience.finish_reason,
-        "weights_version": experience.weights_version,
+        "versions": experience.versions,
         "tokens": experience.tokens,
         "prompt_length": experience.prompt_length,
         "action_mask": experience.action_mask,

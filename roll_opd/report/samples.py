@@ -200,9 +200,11 @@ def _masked(
 
 
 def _behind(row: Mapping[str, Any]) -> int | None:
-    """Return the number of updates between the weights that sampled a training row and its step."""
-    step, version = row.get("step"), row.get("weights_version")
-    return step - 1 - version if "by" not in row and isinstance(step, int) and isinstance(version, int) else None
+    """Return the number of updates between the oldest weights that sampled a training row and its step."""
+    step = row.get("step")
+    runs = [run for run in _list(row.get("versions")) if isinstance(run, list) and run]
+    versions = [run[0] for run in runs if isinstance(run[0], int)]
+    return step - 1 - min(versions) if "by" not in row and isinstance(step, int) and versions else None
 
 
 def _id(token: Any) -> int | None:

@@ -76,7 +76,7 @@ def experience_of(prompt: Prompt, draw: int, run: int, completion: Completion) -
         action_mask=np.ones(len(completion.tokens), dtype=bool),
         rollout_logprobs=completion.logprobs,
         finish_reason=completion.finish_reason,
-        weights_version=completion.weights_version,
+        versions=completion.versions,
         routes=completion.routes,
         teacher_prompts=prompt.teacher_prompts,
         ground_truth=prompt.ground_truth,

@@ -11,6 +11,7 @@ import numpy as np
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.samples.training import TargetRef
+from roll_opd.samples.versions import Versions
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Experience:
         np.ndarray | None
     )  # f32 [T-P], of the sampling distribution, from the engine; None: nobody sampled
     finish_reason: str  # stop | length | abort
-    weights_version: int | None  # which weights sampled it
+    versions: Versions = ()  # runs of (version of the weights, tokens) over [T-P]; None: tokens that were not sampled
     routes: np.ndarray | None = None  # integer [T-1, layers, K], the K experts of each token, from the engine
     run: int | None = None  # which of the runs at its prompt; None: one of its own
     step: int = 0  # which of the experiences of its run
@@ -129,7 +130,6 @@ def supervised_samples(rows: Iterable[tuple[np.ndarray, tuple[np.ndarray, ...]]]
             action_mask=np.ones(len(answer), dtype=bool),
             rollout_logprobs=None,
             finish_reason="stop",
-            weights_version=None,
         )
         for row, (prompt, answers) in enumerate(rows)
         for number, answer in enumerate(answers)

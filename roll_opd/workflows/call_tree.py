@@ -20,6 +20,7 @@ import torch
 
 from roll_opd.data.templates import token_ids
 from roll_opd.inference.completion import Completion
+from roll_opd.samples.versions import Versions, concatenated
 from roll_opd.workflows.workflow_experience import Experience
 
 
@@ -184,22 +185,21 @@ def experience(path: Sequence[Call], without: "set[Call] | frozenset[Call]" = fr
     The tokens between responses, and the responses of the calls `without`, are masked.
     """
     first, last = path[0], path[-1]
-    versions = sorted({call.completion.weights_version for call in path})
-    if len(versions) > 1:
-        raise ValueError(
-            f"one conversation has responses of weights {versions}; weights must not change during a conversation"
-        )
     length = len(last.tokens) - first.start
     mask, logprobs = np.zeros(length, bool), np.zeros(length, np.float32)
+    versions: list[Versions] = []
+    end = first.start
     for call in path:
         place = slice(call.start - first.start, len(call.tokens) - first.start)
         mask[place] = call not in without
         logprobs[place] = call.completion.logprobs
+        versions += [((None, call.start - end),), call.completion.versions]
+        end = len(call.tokens)
     return Experience(
         tokens=torch.from_numpy(last.tokens),
         prompt_length=first.start,
         logprobs=torch.from_numpy(logprobs),
         action_mask=torch.from_numpy(mask),
         finish_reason=last.completion.finish_reason,
-        weights_version=last.completion.weights_version,
+        versions=concatenated(versions),
     )

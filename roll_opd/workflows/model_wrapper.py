@@ -263,7 +263,7 @@ class ModelWrapper(ModelClients):
             prompt_length=len(prompt),
             logprobs=torch.from_numpy(completion.logprobs),
             finish_reason=completion.finish_reason,
-            weights_version=completion.weights_version,
+            versions=completion.versions,
         )
         return self._described(made, completion)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from roll_opd.data.prompt_source import Prompt
 from roll_opd.samples.experience import Experience as Trained
+from roll_opd.samples.versions import Versions
 
 
 class WorkflowError(ValueError):
@@ -102,7 +103,7 @@ class Experience:
         tools: list[dict] | None = None,
         truncate_status: str | None = None,
         finish_reason: str = "stop",
-        weights_version: int | None = None,
+        versions: Versions = (),
         **more: Any,
     ) -> None:
         """Create an experience from a model's response.
@@ -125,7 +126,7 @@ class Experience:
         self._action_mask = None if action_mask is None else torch.as_tensor(action_mask).bool()
         self.reward, self.info, self.metrics = reward, {**(info or {}), **more}, metrics or {}
         self._response_text, self.prompt_text, self.messages, self.tools = response_text, prompt_text, messages, tools
-        self.truncate_status, self.finish_reason, self.weights_version = truncate_status, finish_reason, weights_version
+        self.truncate_status, self.finish_reason, self.versions = truncate_status, finish_reason, versions
 
     @property
     def action_mask(self) -> Tensor:
@@ -249,7 +250,7 @@ def trained(
         action_mask=mask,
         rollout_logprobs=None if logprobs is None else logprobs.astype(np.float32),
         finish_reason=made.finish_reason,
-        weights_version=made.weights_version,
+        versions=_versions(made.versions, length),
         reward=reward,
         turn_rewards=turn_rewards,
         teacher_logprobs={} if teacher is None else {TEACHER: teacher.astype(np.float32)},
@@ -270,6 +271,11 @@ def _column(values: Any, name: str, length: int) -> np.ndarray | None:
     if array.shape != (length,):
         raise ValueError(f"{name} has shape {list(array.shape)}, expected [{length}] for a response of {length} tokens")
     return array
+
+
+def _versions(versions: Versions, length: int) -> Versions:
+    """Return the versions of a response; unknown where the run changed the response's length."""
+    return versions if sum(tokens for _, tokens in versions) == length else ()
 
 
 def _numbers(metrics: Any) -> dict[str, float]:

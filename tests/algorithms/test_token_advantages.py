@@ -48,7 +48,6 @@ def samples(seed: int) -> list[Experience]:
                 action_mask=mask,
                 rollout_logprobs=logprobs(),
                 finish_reason="stop",
-                weights_version=0,
                 old_logprobs=logprobs(),
                 ref_logprobs=logprobs(),
                 teacher_logprobs={name: logprobs() for name in scored},

@@ -10,7 +10,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from roll_opd.inference.coalesce_outputs import coalesces_outputs
+from roll_opd.inference.coalesce_outputs import coalesces_outputs, flushes_outputs
 
 WHOLE = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
 SEARCHED = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=True, stop=["x"])
@@ -83,3 +83,21 @@ def test_facts_of_the_first_token_are_kept() -> None:
     steps.step(output("a", 4, last=True))
     whole = steps.sent[0].outputs[0]
     assert whole.events == ["queued"] and whole.new_prompt_logprobs_tensors == "prompt"
+
+
+def test_held_outputs_are_sent_before_the_weight_version_changes() -> None:
+    steps, messages = Steps(a=WHOLE, b=WHOLE), []
+    for request in steps.requests.values():
+        request.client_index = 0
+    core = SimpleNamespace(
+        scheduler=steps, output_queue=SimpleNamespace(put_nowait=messages.append), get_weight_version=lambda: "3"
+    )
+    versions: list[str] = []
+    set_version = flushes_outputs(lambda core, version: versions.append(version))
+    steps.step(output("a", 3), output("b", 1))
+    steps.step(output("a", 5), output("b", 2, last=True))
+    set_version(core, "4")
+    ((client, message),) = messages
+    assert (client, message.weight_version, versions) == (0, "3", ["4"])
+    assert [(o.request_id, o.new_token_ids, o.finish_reason) for o in message.outputs] == [("a", [3, 5], None)]
+    assert steps.step(output("a", 7, last=True)) == [("a", [7], FinishReason.LENGTH)]

@@ -10,6 +10,7 @@ import torch
 from inference_models import Running, buckets_of, hf_logits, hf_logprobs, make_model
 
 from roll_opd.config.plan import SamplingPlan
+from roll_opd.inference.completion import Completion
 
 VERSIONS = itertools.count(1)
 PROMPTS = [[5, 6, 7], [50, 40, 30, 20, 10], [3], list(range(2, 42))]
@@ -116,11 +117,44 @@ def test_a_response_belongs_to_one_version_of_the_weights(shared_engine: Running
         return found
 
     found = shared_engine.run(overlap())
-    assert {completion.weights_version for _, completion in found} == {first, second}
+    assert all(len(completion.versions) == 1 for _, completion in found)
+    assert all(completion.versions[0][1] == len(completion.tokens) for _, completion in found)
+    assert {completion.versions[0][0] for _, completion in found} == {first, second}
     for prompt, completion in found:
         tokens = [*prompt, *completion.tokens.tolist()]
-        expected = hf_logprobs(models[completion.weights_version], tokens)[len(prompt) - 1 :]
+        expected = hf_logprobs(models[completion.versions[0][0]], tokens)[len(prompt) - 1 :]
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
+
+
+def test_tokens_sampled_before_and_after_an_update_have_its_two_versions(shared_engine: Running) -> None:
+    """Of requests that go on through the update: their first tokens are not labelled with the weights of their last."""
+    engine, sampling = shared_engine.engine, SamplingPlan(max_new_tokens=50)
+    before = engine.weights_version
+
+    async def interrupted(delay: float, after: int) -> list[Completion]:
+        async def all_of() -> list[Completion]:
+            return [completion async for _, completion in engine.generate_batch(PROMPTS, sampling, range(4))]
+
+        await engine._llm.update_weight_version(str(before))
+        running = asyncio.create_task(all_of())
+        await asyncio.sleep(delay)
+        await engine._pause("keep")
+        await engine._llm.update_weight_version(str(after))
+        await engine._llm.resume_generation()
+        return await running
+
+    split = []
+    for attempt in range(40):
+        after = before + 1 + attempt
+        for completion in shared_engine.run(interrupted(0.002 * (1 + attempt), after)):
+            versions = completion.versions
+            assert sum(tokens for _, tokens in versions) == len(completion.tokens)
+            assert [version for version, _ in versions] in ([before], [before, after], [after])
+            split += [versions] if len(versions) == 2 else []
+        if split:
+            break
+    shared_engine.run(engine._llm.update_weight_version(str(before)))
+    assert split
 
 
 def test_leaving_a_batch_early_aborts_the_rest(shared_engine: Running) -> None:

@@ -40,7 +40,6 @@ def experience(rng: np.random.Generator, number: int, *, taught: bool) -> tuple[
         action_mask=rng.random(length) < 0.8,
         rollout_logprobs=None if demonstration else numbers(),
         finish_reason="stop",
-        weights_version=0,
         demonstration=demonstration,
         old_logprobs=None if demonstration else numbers(),
         teacher_logprobs={name: numbers() for name in names},

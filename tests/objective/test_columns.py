@@ -30,7 +30,6 @@ def experiences(*, targets: bool) -> list[Experience]:
                 loss_mask=rng.random(length) < 0.7,
                 rollout_logprobs=None,
                 finish_reason="stop",
-                weights_version=0,
                 teacher_logprobs={name: -rng.random(length, np.float32) for name in names},
                 teacher_targets={name: TargetRef(None, 0, {}) for name in names} if targets else {},
             )

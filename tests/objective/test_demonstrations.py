@@ -35,7 +35,6 @@ def sample(number: int, reward: float) -> Experience:
         action_mask=np.ones(4, dtype=bool),
         rollout_logprobs=logprobs,
         finish_reason="stop",
-        weights_version=0,
         old_logprobs=logprobs,
         ref_logprobs=logprobs - 0.5,
         teacher_logprobs={"t": logprobs + 0.25},

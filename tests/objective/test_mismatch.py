@@ -35,7 +35,6 @@ def experience(rollout: list[float], train: list[float] | None, mask: list[bool]
         action_mask=np.array(mask),
         rollout_logprobs=np.array(rollout, np.float32),
         finish_reason="stop",
-        weights_version=0,
         old_logprobs=None if train is None else np.array(train, np.float32),
     )
 

@@ -118,7 +118,7 @@ def test_samples_tell_what_was_learned_from(run: Run) -> None:
     teacher = np.concatenate([np.array(row["teacher_logprobs"]["teacher"]) for row in first])
     measured = run.rows("metrics.jsonl")[1]
     assert measured["opd/reverse_kl/mean"] == pytest.approx(float((student - teacher).mean()), abs=1e-6)
-    assert all(row["weights_version"] == row["step"] - 1 for row in rows)
+    assert all(row["versions"] == [[row["step"] - 1, len(row["action_mask"])]] for row in rows)
     reference = AutoModelForCausalLM.from_pretrained(REPOSITORY / "examples/demo/models/teacher", dtype=torch.float32)
     row = first[0]
     tokens, length = torch.tensor(row["tokens"]), row["prompt_length"]
@@ -132,7 +132,7 @@ def test_the_record_says_which_token_is_which_text_and_how_held_out_prompts_were
     tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "examples/demo/models/student")
     answers = run.rows("validation_samples.jsonl")
     assert len(answers) == 64 == len({row["id"] for row in answers})
-    assert {(row["step"], row["by"], row["weights_version"]) for row in answers} == {(0, "student", 0)}
+    assert {(row["step"], row["by"], row["versions"][0][0]) for row in answers} == {(0, "student", 0)}
     for row in [*run.rows("samples.jsonl"), *answers]:
         ids = row["tokens"][row["prompt_length"] :]
         pieces = [row["response"][begin:end] for begin, end in pairwise([0, *row["token_ends"]])]

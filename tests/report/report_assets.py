@@ -83,7 +83,7 @@ def sample_row(step: int, number: int, response: str = "4+5=9 ok", **more: Any) 
         "reward": float(number % 2),
         "reward_reason": "right" if number % 2 else "wrong",
         "finish_reason": "stop",
-        "weights_version": step - 1,
+        "versions": [[step - 1, length]],
         "tokens": [7, 8, *(ord(character) % 256 for character in response)],
         "prompt_length": 2,
         "action_mask": [True] * length,

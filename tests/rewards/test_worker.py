@@ -34,7 +34,6 @@ def experience(tokens: np.ndarray, prompt_length: int) -> Experience:
         action_mask=np.ones(length, bool),
         rollout_logprobs=None,
         finish_reason="stop",
-        weights_version=0,
     )
 
 
@@ -84,7 +83,7 @@ def test_a_users_reward_reads_the_prompt_and_the_rows_other_keys(tmp_path: Path,
 
     def answered(draw: int, sample: int, text: str):
         tokens = np.array(tokenizer(text).input_ids)
-        completion = Completion(tokens, np.zeros(len(tokens), np.float32), "stop", weights_version=0)
+        completion = Completion(tokens, np.zeros(len(tokens), np.float32), "stop")
         return experience_of(prompts.all()[draw], draw, sample, completion)
 
     answers = [answered(0, 0, "3"), answered(1, 0, "8"), answered(0, 1, "4"), answered(1, 1, "9")]

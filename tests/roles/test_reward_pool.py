@@ -31,7 +31,6 @@ def sample(number: int, **extra: str) -> Experience:
         action_mask=np.ones(2, bool),
         rollout_logprobs=np.zeros(2, np.float32),
         finish_reason="stop",
-        weights_version=0,
         extra=FrozenDict(extra),
     )
 

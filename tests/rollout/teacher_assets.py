@@ -102,7 +102,6 @@ def sampled(
                 action_mask=np.ones(len(tokens) - length, dtype=bool),
                 rollout_logprobs=None,
                 finish_reason="stop" if len(ends) else "length",
-                weights_version=0,
             )
         )
     return experiences

@@ -88,7 +88,7 @@ def written(seed: int) -> Completion:
     rng = np.random.default_rng(seed)
     length = int(rng.integers(1, 5))
     tokens, logprobs = rng.integers(0, 50, length), -rng.random(length).astype(np.float32)
-    return Completion(tokens=tokens, logprobs=logprobs, finish_reason="stop", weights_version=0)
+    return Completion(tokens=tokens, logprobs=logprobs, finish_reason="stop")
 
 
 class Watcher:

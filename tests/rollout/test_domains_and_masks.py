@@ -40,7 +40,6 @@ def sample(number: int, domain: str, reward: float, length: int = 3, group: str 
         action_mask=np.ones(length, dtype=bool),
         rollout_logprobs=logprobs(),
         finish_reason="stop",
-        weights_version=0,
         old_logprobs=logprobs(),
         ref_logprobs=logprobs(),
         reward=reward,

@@ -38,7 +38,6 @@ def samples() -> list[Experience]:
                     old_logprobs=rng.normal(-1, 0.1, length).astype(np.float32),
                     values=rng.normal(0, 1, length).astype(np.float32),
                     finish_reason="stop",
-                    weights_version=0,
                     reward=None if failed else reward,
                     excluded=failed,
                 )

@@ -28,7 +28,6 @@ MADE = Experience(
     action_mask=np.ones(1, bool),
     rollout_logprobs=np.zeros(1, np.float32),
     finish_reason="stop",
-    weights_version=0,
     reward=1.0,
 )
 GOOD = Outcome(made={run: [MADE] for run in range(4)})

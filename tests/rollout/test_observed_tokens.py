@@ -96,7 +96,6 @@ def conversations(seed: int) -> list[Experience]:
                         teacher_logprobs={"one": draw(), "other": draw()},
                         ref_logprobs=draw(),
                         finish_reason="stop",
-                        weights_version=0,
                         reward=float(rng.random()),
                         values=draw(),
                         returns=draw(),

@@ -27,7 +27,6 @@ def sample(group: int, number: int, reward: float | None, domain: str = "math") 
         action_mask=np.ones(1, bool),
         rollout_logprobs=np.zeros(1, np.float32),
         finish_reason="stop",
-        weights_version=0,
         reward=reward,
     )
 

@@ -37,7 +37,6 @@ def step(group: str, run: int, number: int, reward: float | None, state: str | N
         action_mask=np.ones(tokens, bool),
         rollout_logprobs=np.full(tokens, -0.1, np.float32),
         finish_reason="stop",
-        weights_version=0,
         reward=reward,
     )
 

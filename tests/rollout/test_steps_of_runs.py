@@ -27,7 +27,6 @@ def step(group: str, run: int | None, number: int, reward: float, tokens: int = 
         action_mask=np.ones(tokens, bool),
         rollout_logprobs=np.full(tokens, -0.1 * (number + 1), np.float32),
         finish_reason="stop",
-        weights_version=0,
         reward=reward,
     )
 

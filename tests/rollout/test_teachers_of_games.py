@@ -80,7 +80,6 @@ def played(name: str, student: PreTrainedModel, path: Any, games: int = 10) -> l
                 action_mask=np.array(mask),
                 rollout_logprobs=None,
                 finish_reason="stop" if stopped else "length",
-                weights_version=0,
                 reward=total,
             )
         )

@@ -42,7 +42,6 @@ def samples() -> list[Experience]:
                 action_mask=mask,
                 rollout_logprobs=logprobs(),
                 finish_reason="stop",
-                weights_version=0,
                 old_logprobs=logprobs(),
                 ref_logprobs=logprobs(),
                 teacher_logprobs={"t": logprobs()},

@@ -32,7 +32,7 @@ def experiences(count):
             action_mask=rng.random(response) < 0.5,
             rollout_logprobs=-rng.random(response, dtype=np.float32),
             finish_reason="stop",
-            weights_version=3,
+            versions=((3, response),),
             teacher_logprobs={name: -rng.random(response, dtype=np.float32) for name in ("a", "b")},
             reward=0.5,
         )

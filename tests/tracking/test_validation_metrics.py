@@ -21,7 +21,6 @@ def answer(group: str, tag: str, reward: float | None, length: int = 2) -> Exper
         action_mask=np.ones(length, dtype=bool),
         rollout_logprobs=np.zeros(length, dtype=np.float32),
         finish_reason="stop",
-        weights_version=0,
         reward=reward,
     )
 

@@ -18,7 +18,6 @@ def experience(number: int) -> Experience:
         action_mask=np.ones(length, dtype=bool),
         rollout_logprobs=logprobs,
         finish_reason="stop",
-        weights_version=0,
         old_logprobs=logprobs - 0.01,
         teacher_logprobs={"one": logprobs, "two": logprobs * 2},
         reward=float(number % 2),

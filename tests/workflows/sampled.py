@@ -13,7 +13,11 @@ from roll_opd.inference.completion import Completion
 class Sampled:
     """An engine that answers with given tokens, or random ones; remembers what it was asked."""
 
-    def __init__(self, tokenizer: Any, answers: Sequence[str] = (), seed: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Any, answers: Sequence[str] = (), seed: int = 0, versions: Sequence[int] = ()
+    ) -> None:
+        """`versions`: of the weights that sample each answer; 3 without."""
+        self._versions = list(versions)
         self._tokenizer, self._answers, self._rng = tokenizer, list(answers), np.random.default_rng(seed)
         self.asked: list[np.ndarray] = []
         self.answered: list[Completion] = []
@@ -30,7 +34,8 @@ class Sampled:
                 tokens = np.array(self._tokenizer.encode(self._answers.pop(0), add_special_tokens=False))
             logprobs = -self._rng.random(len(tokens)).astype(np.float32)
             self.asked.append(prompt)
-            self.answered.append(Completion(tokens, logprobs, "stop", 3))
+            version = self._versions.pop(0) if self._versions else 3
+            self.answered.append(Completion(tokens, logprobs, "stop", ((version, len(tokens)),)))
         return self.answered[-len(prompts) :]
 
     async def prompt_logprobs(self, group: int, tokens: Sequence[int]) -> np.ndarray:

@@ -69,6 +69,18 @@ def test_a_conversation_goes_on_with_the_tokens_that_were_sampled(tokenizer: Any
     assert tokenizer.decode(branch.tokens) == text.rstrip()
 
 
+def test_a_conversation_has_the_versions_of_its_responses_and_none_between(tokenizer: Any) -> None:
+    """Weights may change between two turns."""
+    engine = Sampled(tokenizer, ["579<|end|>", "15<|end|>", "10<|end|>"], versions=[3, 3, 5])
+    _, ((branch,), _) = play(engine, tokenizer, three_turns)
+    versions = [version for version, tokens in branch.versions for _ in range(tokens)]
+    sampled = [version for version, one in zip([3, 3, 5], engine.answered, strict=True) for _ in one.tokens]
+    mask = branch.action_mask.numpy()
+    assert len(versions) == len(mask)
+    assert [version for version, is_sampled in zip(versions, mask, strict=True) if is_sampled] == sampled
+    assert {version for version, is_sampled in zip(versions, mask, strict=True) if not is_sampled} == {None}
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_sampled_text_is_never_made_tokens_again(tokenizer: Any, seed: int) -> None:
     """Whatever was sampled, special tokens and halves of characters too: a turn continues it exactly, or not at all."""

@@ -65,7 +65,7 @@ class Rambling(Sampled):
         if not cut:
             tokens = np.append(tokens, self._tokenizer.convert_tokens_to_ids(self._end))
         logprobs = -self._rng.random(len(tokens)).astype(np.float32)
-        self.answered[-1] = Completion(tokens, logprobs, "length" if cut else "stop", 3)
+        self.answered[-1] = Completion(tokens, logprobs, "length" if cut else "stop", ((3, len(tokens)),))
         return self.answered[-1:]
 
 
