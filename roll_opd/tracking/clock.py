@@ -1,16 +1,20 @@
 """Wall time of a step by phase, measured in the driver.
 
-Phases are exclusive: they and "other" sum to the step. Overlapping time belongs to the phase opened first: teacher
-log-probs computed during generation count only after its end, and generation inside a validation is validation.
+Phases of one track are exclusive: overlapping time belongs to the phase opened first. Teacher log-probs computed during
+generation count only after its end, and generation inside a validation is validation. A task, with the tasks that it
+starts, may have a track of its own, whose phases count whatever the other tracks do. "other" is the time without any
+phase; where tracks do not overlap, the phases and "other" sum to the step.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 PHASES = ("generate", "teacher", "old_logprobs", "values", "reward", "train", "weight_sync", "validate", "checkpoint")
+_TRACK: ContextVar[str] = ContextVar("track", default="main")
 
 
 @dataclass(frozen=True)
@@ -23,15 +27,23 @@ class Moment:
     phase_seconds: float
 
 
+@dataclass(frozen=True, eq=False)
+class _Phase:
+    name: str
+    track: str
+    began: float
+
+
 class PhaseClock:
-    """Sums seconds by phase; `lap` reads and resets. Phases may nest, overlap, and run in several threads."""
+    """Sums seconds by phase; `lap` reads and resets. Phases may nest, overlap, and run in several tasks and threads."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter, began: float | None = None) -> None:
         """`began` is the start time of the first lap, by `now`; default: the current time."""
         self._now = now
         self._lock = threading.Lock()
-        self._open: list[tuple[object, str, float]] = []  # oldest first: identity, name, start time
+        self._open: list[_Phase] = []  # oldest first
         self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._covered = 0.0  # seconds of the lap with a phase
         self._laps = 0
         self._settled = now()
         self._lap_began = self._settled if began is None else began
@@ -41,7 +53,7 @@ class PhaseClock:
         """Count the time inside the `with` block under `name`, one of `PHASES` (else `ValueError`)."""
         if name not in self._seconds:
             raise ValueError(f"unknown phase {name!r}; known are {', '.join(PHASES)}")
-        entry = (object(), name, self._now())
+        entry = _Phase(name, _TRACK.get(), self._now())
         with self._lock:
             self._settle()
             self._open.append(entry)
@@ -52,28 +64,41 @@ class PhaseClock:
                 self._settle()
                 self._open.remove(entry)
 
+    @contextmanager
+    def track(self, name: str) -> Iterator[None]:
+        """Count phases inside the `with` block, and in tasks started there, independently of other tracks."""
+        before = _TRACK.set(name)
+        try:
+            yield
+        finally:
+            _TRACK.reset(before)
+
     def lap(self) -> dict[str, float]:
-        """Return the seconds by phase of this lap, with `other` (the rest) and `step` (the sum); start a new lap."""
+        """Return the seconds by phase of this lap, with `other` (no phase) and `step` (all); start a new lap."""
         with self._lock:
             self._settle()
             step = self._settled - self._lap_began
             seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+            covered, self._covered = self._covered, 0.0
             self._lap_began = self._settled
             self._laps += 1
-        return {**seconds, "other": max(0.0, step - sum(seconds.values())), "step": step}
+        return {**seconds, "other": max(0.0, step - covered), "step": step}
 
     def moment(self) -> Moment:
         """Return the current reading."""
         with self._lock:
             now = self._now()
-            _, phase, began = self._open[0] if self._open else (None, None, now)
-            return Moment(self._laps, now - self._lap_began, phase, now - began)
+            oldest = self._open[0] if self._open else None
+            phase, seconds = (oldest.name, now - oldest.began) if oldest else (None, 0.0)
+            return Moment(self._laps, now - self._lap_began, phase, seconds)
 
     def _settle(self) -> None:
-        """Add the time since the last change to the phase that was opened first."""
+        """Add the time since the last change to the phase of each track that was opened first."""
         now = self._now()
-        if self._open:
-            self._seconds[self._open[0][1]] += now - self._settled
+        first = {phase.track: phase.name for phase in reversed(self._open)}
+        for name in first.values():
+            self._seconds[name] += now - self._settled
+        self._covered += now - self._settled if first else 0.0
         self._settled = now
 
 

@@ -1,5 +1,6 @@
 """The phase clock: exclusive phases that sum to the step, whatever nests or overlaps."""
 
+import asyncio
 import threading
 
 import pytest
@@ -91,3 +92,44 @@ def test_real_time_from_several_threads_still_sums() -> None:
         thread.join()
     lap = clock.lap()
     assert sum(lap[name] for name in (*PHASES, "other")) == pytest.approx(lap["step"])
+
+
+def test_concurrent_tasks_have_phases_of_their_own() -> None:
+    """Sampling of the next batch goes on while this one is learned from: both count in full, the step once."""
+    time = Time()
+    clock = PhaseClock(time)
+
+    async def sampling() -> None:
+        with clock.track("rollout"), clock.phase("generate"):
+            with clock.phase("teacher"):
+                started.set()
+                await ended.wait()
+
+    async def main() -> None:
+        task = asyncio.create_task(sampling())
+        await started.wait()
+        with clock.phase("train"):
+            time.now += 5
+            ended.set()
+            await task
+            time.now += 2
+        time.now += 1
+
+    started, ended = asyncio.Event(), asyncio.Event()
+    asyncio.run(main())
+    lap = clock.lap()
+    assert (lap["generate"], lap["teacher"], lap["train"], lap["other"], lap["step"]) == (5, 0, 7, 1, 8)
+
+
+def test_tracks_in_turns_sum_to_the_step() -> None:
+    time = Time()
+    clock = PhaseClock(time)
+    for seconds in (2.0, 3.0):
+        with clock.track("rollout"), clock.phase("generate"):
+            time.now += seconds
+        with clock.phase("train"):
+            time.now += 1
+        time.now += 0.5
+    lap = clock.lap()
+    assert (lap["generate"], lap["train"], lap["other"]) == (5, 2, 1)
+    assert sum(lap[name] for name in (*PHASES, "other")) == lap["step"]
