@@ -34,7 +34,7 @@ from roll_opd.data.dataset import Prompt
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.pipelines import start
 from roll_opd.planner.build import load_plan
-from roll_opd.rollout.batch import PendingRewards, Rollout, roll_out
+from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
 from roll_opd.rollout.workflow import SingleTurn, Workflow
 from roll_opd.samples.experience import Experience
 from roll_opd.tracking.clock import PhaseClock
@@ -162,9 +162,9 @@ async def rolled_out(
 ) -> tuple[list[Experience], float]:
     """Return what a workflow makes of the prompts, and how many seconds it takes."""
     assert plan.rollout
-    rollout = Rollout(sampler, plan.rollout.sampling, (), plan.seed, 16, PhaseClock(), workflow=workflow)
+    context = RolloutContext(sampler, plan.rollout.sampling, (), plan.seed, 16, PhaseClock(), workflow=workflow)
     began = time.perf_counter()
-    async with aclosing(roll_out(rollout, prompts, PendingRewards(rollout), 0)) as runs:
+    async with aclosing(roll_out(context, prompts, PendingRewards(context), 0)) as runs:
         made = [one async for _, found in runs for one in found]
     return made, time.perf_counter() - began
 

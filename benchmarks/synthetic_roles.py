@@ -39,9 +39,10 @@ class Engine(OnHost):
     async def setup(self, *_: Any, **__: Any) -> None:
         self._noise = noise()
         self._calls = itertools.count()
+        self._version = 0
 
-    async def begin_update(self, *_: Any, **__: Any) -> None:
-        pass
+    async def begin_update(self, version: int) -> None:
+        self._version = version
 
     async def load_weights(self, *_: Any, **__: Any) -> None:
         pass
@@ -56,7 +57,8 @@ class Engine(OnHost):
         answers = []
         for number in np.argsort(lengths, kind="stable").tolist():
             tokens = np.random.default_rng(requests[number].seed).integers(0, VOCABULARY, lengths[number])
-            answers.append((number, Completion(tokens, self._noise[: len(tokens)], "stop", ((0, len(tokens)),))))
+            versions = ((self._version, len(tokens)),)
+            answers.append((number, Completion(tokens, self._noise[: len(tokens)], "stop", versions)))
             if len(answers) == chunk:
                 yield Compact(answers)
                 answers = []

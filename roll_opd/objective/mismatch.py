@@ -15,9 +15,11 @@ from roll_opd.algorithms.corrections import (
     negatives_near,
     ratio_within,
 )
+from roll_opd.base.failures import RunError
 from roll_opd.config.plan import CorrectionPlan, ObjectivePlan, TeacherPlan
 from roll_opd.objective.audit import advantages
 from roll_opd.samples.experience import Experience, changed, present
+from roll_opd.samples.versions import sampling_versions
 
 _WITHIN: dict[str, Callable[..., Tensor]] = {"ratio": ratio_within, "difference": difference_within}
 
@@ -62,6 +64,33 @@ def corrected(
         )
         for experience, mask, weight in zip(experiences, masks, weights, strict=True)
     ]
+
+
+def check_current(samples: Sequence[Experience], version: int, updates: int) -> None:
+    """Raise RunError for samples whose ratio to the weights that sampled them would silently be taken for 1.
+
+    Without old log-probs the loss takes the current ones, and old log-probs are those of the step's first weights. So
+    other weights may have sampled only where a correction's importance weights account for them.
+
+    Args:
+        samples: of a mini-batch.
+        version: of the weights at the beginning of the step.
+        updates: of the step, before this one.
+    """
+    sampled = [s for s in samples if s.rollout_logprobs is not None and not s.demonstration and s.learned_tokens]
+    others = [s for s in sampled if s.importance_weights is None and sampling_versions(s.versions) != {version}]
+    if others:
+        known = sorted(set().union(*(sampling_versions(s.versions) for s in others)))
+        raise RunError(
+            f"{len(others)} of {len(sampled)} samples of an update were sampled by weights of version"
+            f" {', '.join(map(str, known)) or '(unknown)'}, and the student is at version {version}: their ratio is not"
+            " 1. Set train_infer_correction, whose importance weights account for it, or sample with current weights"
+        )
+    if updates and any(s.old_logprobs is None for s in sampled):
+        raise RunError(
+            f"samples of update {updates + 1} of a step have no old log-probs, and the weights have changed since they"
+            " were sampled; set enable_old_logprobs_recompute: true"
+        )
 
 
 def train_infer_metrics(experiences: Sequence[Experience]) -> dict[str, float]:

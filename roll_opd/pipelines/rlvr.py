@@ -1,11 +1,13 @@
-"""The on-policy loop: the student writes, teachers read every token, rewards score, the student learns, and again."""
+"""On-policy distillation and RL: the student samples, teachers read every token, rewards score, the student learns."""
 
 import asyncio
+import gc
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import aclosing
 from functools import partial
 
 from roll_opd.algorithms.table import loss_facts
+from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompt_source import MixedSource
 from roll_opd.models.device_phases import Phase
 from roll_opd.objective.advantages import external_advantages
@@ -19,13 +21,14 @@ from roll_opd.pipelines import validation_runs
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start import chunk_samples, reads_beside_generation, start_workflow
-from roll_opd.roles.reward_pool import RewardPool
-from roll_opd.roles.workflow_pool import WorkflowPool
-from roll_opd.rollout.batch import Rollout, fill_batch
-from roll_opd.rollout.workflow import SingleTurn
+from roll_opd.rollout.producer import Gate, Rollouts
+from roll_opd.rollout.runs import RolloutContext
+from roll_opd.rollout.workflow import SingleTurn, Workflow
+from roll_opd.samples.experience import Experience
 from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.teachers.target_refs import release
 from roll_opd.teachers.teacher_preflight import PREFLIGHT_SAMPLES, TeacherPreflight
+from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.metrics import opd_metrics
 from roll_opd.tracking.reward_metrics import reward_metrics
 from roll_opd.tracking.summary import LEARNED_TOKENS
@@ -33,129 +36,172 @@ from roll_opd.tracking.summary import LEARNED_TOKENS
 
 async def train(run: Run, workers: RunWorkers) -> None:
     """Train from the first step, or from the one after a checkpoint, to `plan.max_steps`."""
-    plan, objective, source, clock = run.plan, run.plan.objective, run.source, run.clock
-    teachers_measured = workers.teachers_measured
-    assert plan.rollout is not None and teachers_measured is not None
-    temperature = plan.rollout.sampling.temperature
+    plan, objective, clock = run.plan, run.plan.objective, run.clock
     await run.restore(workers.load)
     await workers.send_weights(version=run.steps_done, updated=False)
     workflow_pool = await start_workflow(plan, workers.sampler, run.placement)
     workflow = workflow_pool or SingleTurn()
-    frozen_models, turns, reward_pools = workers.frozen_models, workers.turns, workers.reward_pools
-    pools: list[RewardPool | WorkflowPool] = [*reward_pools, *([workflow_pool] if workflow_pool else [])]
+    rollouts = rollouts_of(run, workers, workflow)
 
-    async def measure(step: int) -> dict[str, float]:
+    async def validate(step: int) -> dict[str, float]:
         await workers.begin_generation(step)
         return await validation_runs.measure(
-            run, reward_pools, workers.sampler, step, readers=frozen_models, workflow=workflow, turns=turns
+            run,
+            workers.reward_pools,
+            workers.sampler,
+            step,
+            readers=workers.frozen_models,
+            workflow=workflow,
+            turns=workers.turns,
         )
 
-    async def measure_first() -> dict[str, float]:
-        of_student, _ = await asyncio.gather(measure(0), teachers_measured)
-        return of_student | _counted(pools)
+    async def validate_first() -> dict[str, float]:
+        assert workers.teachers_measured is not None
+        of_student, _ = await asyncio.gather(validate(0), workers.teachers_measured)
+        return of_student | rollouts.drain_metrics()
 
-    await run.log_start(measure_first)
+    async def publish(version: int) -> None:
+        with clock.phase("weight_sync"):
+            await workers.begin_generation(version)
+        rollouts.gate.publish(version)
 
-    reads_beside = reads_beside_generation(plan, turns)
-    rollout = Rollout(
-        workers.sampler,
-        plan.rollout.sampling,
-        reward_pools,
-        plan.seed,
-        chunk_samples(plan),
-        clock,
-        frozen_models if reads_beside else FrozenModels(),
-        workflow,
-        exclude_failed=not plan.rewards_are_monitored,
-        progress=run.progress,
-    )
-    compared = loss_facts(objective.policy_loss).reads_advantages
-    passes = group_filter(plan.rewards, compared=compared)
-    critic_warmup = plan.critic.critic_warmup if plan.critic else 0
+    await run.log_start(validate_first)
     adapted = run.resumed.kl_coef if run.resumed and "init_kl_coef" not in run.history.changes else None
     kl_coef = first_kl_coef(objective, adapted)
-    answered = source.demonstrations.peek(PREFLIGHT_SAMPLES) if isinstance(source, MixedSource) else []
-    preflight = TeacherPreflight(
-        plan.teacher_preflight,
-        workers.student.group,
-        frozen_models.teachers,
-        run.logger.teacher_preflight,
-        demonstration_experiences(answered, 0),
-    )
-
-    for step in run.steps:
-        with clock.phase("weight_sync"):
-            await workers.begin_generation(step - 1)
-        batch = await fill_batch(source, plan.rollout_batch_size, rollout, extra=plan.extra_prompts, passes=passes)
-        experiences = batch.experiences
-        await turns.enter(Phase.READ)
-        with clock.phase("teacher"):
-            if not reads_beside:
-                experiences = await frozen_models.compute_logprobs(experiences, temperature)
-            await preflight.check(experiences, temperature)
-        if objective.recompute_old_logprobs or len(experiences) > plan.student.mini_batch_sequences:
-            with clock.phase("old_logprobs"):
-                await turns.enter(Phase.OLD_LOGPROBS)
-                experiences = await workers.student.compute_old_logprobs(experiences, temperature)
-        if workers.critic:
-            with clock.phase("values"):
-                await turns.enter(Phase.VALUES)
-                experiences = await workers.critic.compute_values(experiences)
-        if plan.update_reads_rewards:
-            with clock.phase("reward"):
-                experiences = await batch.with_rewards(experiences)
-        experiences = masked(experiences, objective, plan.rollout.sampling)
-        if not plan.rewards_are_monitored:
-            made_by = plan.workflow.workflow if plan.workflow else None
-            experiences = external_advantages(
-                experiences,
-                objective,
-                kl_coef,
-                taught=bool(plan.teachers),
-                workflow=made_by,
-                runs=plan.rollout.sampling.n,
-            )
-            *_, kl_coef = kl_coefs(experiences, objective, kl_coef)
-            if not compared:
-                experiences = without_rejected(experiences, plan.rewards)
-        if objective.correction:
-            experiences = corrected(experiences, plan.advantage_teachers, objective)
-        if plan.demonstrations:
-            assert isinstance(source, MixedSource)
-            first_draw = source.demonstrations.position
-            batch = replace(batch, demonstrations=source.demonstrations.take(plan.demonstrations.rows_per_step))
-            demonstrations = demonstration_experiences(batch.demonstrations, first_draw)
-            experiences = mixed(experiences, demonstrations, plan.demonstrations.updates)
-        with clock.phase("train"), run.progress.showing(*workers.updates):
-            student_learns = step > critic_warmup
-            metrics: dict[str, float] = {}
-            learned = sum(e.learned_tokens for e in experiences) if student_learns else 0
-            if any(e.is_learned_from for e in experiences):  # else the step is left out, as in ROLL
-                experiences, metrics = await workers.learn(plan, experiences, step, student_learns=student_learns)
-            release(experiences)
-        with clock.phase("weight_sync"):
-            await workers.send_weights(version=step)
-        with clock.phase("reward"):  # those that nothing has waited for
-            experiences = await batch.with_rewards(experiences)
-
-        sampled = [experience for experience in experiences if not experience.demonstration]
-        metrics |= (
-            train_infer_metrics(sampled)
-            | opd_metrics(sampled)
-            | reward_metrics(sampled)
-            | mask_metrics(sampled)
-            | advantage_metrics(sampled, plan.advantage_teachers, objective)
-            | {LEARNED_TOKENS: float(learned)}
-        )
-        metrics |= await run.validation(step, partial(measure, step))
-        metrics |= _counted(pools)
-        async with run.checkpoint(step, workers.save, kl_coef):
-            run.logger.step(step, batch, experiences, metrics)
-        del batch, experiences, sampled  # before the next ones come
+    preflight = _preflight(run, workers)
+    await publish(run.steps_done)
+    async with aclosing(rollouts.batches()) as batches:
+        async for batch in batches:
+            step = batch.version + 1
+            samples = await _with_model_values(batch.samples, plan, workers, clock, preflight)
+            if plan.update_reads_rewards:
+                with clock.phase("reward"):
+                    samples = await batch.with_rewards(samples)
+            samples, kl_coef = _with_advantages(samples, plan, kl_coef)
+            if plan.demonstrations:
+                samples = mixed(samples, batch.demonstration_samples, plan.demonstrations.updates)
+            samples, metrics = await _learn(samples, run, workers, step)
+            with clock.phase("weight_sync"):
+                await workers.send_weights(version=step)
+            with clock.phase("reward"):  # rewards that only monitor
+                samples = await batch.with_rewards(samples)
+            metrics |= _sample_metrics(samples, plan)
+            metrics |= await run.validation(step, partial(validate, step))
+            metrics |= rollouts.drain_metrics()
+            async with run.checkpoint(step, workers.save, kl_coef, batch.source_state):
+                run.logger.step(step, batch, samples, metrics)
+            del batch, samples
+            gc.collect()  # between two steps, when the samples of the first are gone
+            if step < plan.max_steps:
+                await publish(step)
     if workflow_pool:
         await workflow_pool.end()
 
 
-def _counted(pools: Sequence[RewardPool | WorkflowPool]) -> dict[str, float]:
-    """Return what rewards and workflows have counted since this was last asked for, in validation too."""
-    return {name: value for pool in pools for name, value in pool.drain_metrics().items()}
+def rollouts_of(run: Run, workers: RunWorkers, workflow: Workflow) -> Rollouts:
+    """Return the producer of the run's batches; sampling and training take turns."""
+    plan = run.plan
+    assert plan.rollout is not None
+    context = RolloutContext(
+        workers.sampler,
+        plan.rollout.sampling,
+        workers.reward_pools,
+        plan.seed,
+        chunk_samples(plan),
+        run.clock,
+        workers.frozen_models if reads_beside_generation(plan, workers.turns) else FrozenModels(),
+        workflow,
+        exclude_failed=not plan.rewards_are_monitored,
+        progress=run.progress,
+    )
+    return Rollouts(
+        context,
+        run.source,
+        Gate(run.steps_done),
+        range(run.steps_done, plan.max_steps),
+        plan.rollout_batch_size,
+        plan.extra_prompts,
+        group_filter(plan.rewards, compared=loss_facts(plan.objective.policy_loss).reads_advantages),
+        plan.demonstrations.rows_per_step if plan.demonstrations else 0,
+    )
+
+
+def _preflight(run: Run, workers: RunWorkers) -> TeacherPreflight:
+    answered = run.source.demonstrations.peek(PREFLIGHT_SAMPLES) if isinstance(run.source, MixedSource) else []
+    return TeacherPreflight(
+        run.plan.teacher_preflight,
+        workers.student.group,
+        workers.frozen_models.teachers,
+        run.logger.teacher_preflight,
+        demonstration_experiences(answered, 0),
+    )
+
+
+async def _with_model_values(
+    samples: list[Experience], plan: RunPlan, workers: RunWorkers, clock: PhaseClock, preflight: TeacherPreflight
+) -> list[Experience]:
+    """Return samples with the log-probs of frozen models and of the student, and the critic's values, where needed."""
+    assert plan.rollout is not None
+    temperature, turns = plan.rollout.sampling.temperature, workers.turns
+    await turns.enter(Phase.READ)
+    with clock.phase("teacher"):
+        if not reads_beside_generation(plan, turns):
+            samples = await workers.frozen_models.compute_logprobs(samples, temperature)
+        await preflight.check(samples, temperature)
+    if plan.objective.recompute_old_logprobs or len(samples) > plan.student.mini_batch_sequences:
+        with clock.phase("old_logprobs"):
+            await turns.enter(Phase.OLD_LOGPROBS)
+            samples = await workers.student.compute_old_logprobs(samples, temperature)
+    if workers.critic:
+        with clock.phase("values"):
+            await turns.enter(Phase.VALUES)
+            samples = await workers.critic.compute_values(samples)
+    return samples
+
+
+def _with_advantages(samples: list[Experience], plan: RunPlan, kl_coef: float) -> tuple[list[Experience], float]:
+    """Return samples with masks, advantages and importance weights, and the KL coefficient of the next step."""
+    assert plan.rollout is not None
+    objective, sampling = plan.objective, plan.rollout.sampling
+    samples = masked(samples, objective, sampling)
+    if not plan.rewards_are_monitored:
+        samples = external_advantages(
+            samples,
+            objective,
+            kl_coef,
+            taught=bool(plan.teachers),
+            workflow=plan.workflow.workflow if plan.workflow else None,
+            runs=sampling.n,
+        )
+        *_, kl_coef = kl_coefs(samples, objective, kl_coef)
+        if not loss_facts(objective.policy_loss).reads_advantages:
+            samples = without_rejected(samples, plan.rewards)
+    if objective.correction:
+        samples = corrected(samples, plan.advantage_teachers, objective)
+    return samples, kl_coef
+
+
+async def _learn(
+    samples: list[Experience], run: Run, workers: RunWorkers, step: int
+) -> tuple[list[Experience], dict[str, float]]:
+    """Update student and critic; return the samples with old log-probs, and the metrics of the updates."""
+    plan = run.plan
+    student_learns = step > (plan.critic.critic_warmup if plan.critic else 0)
+    learned = sum(sample.learned_tokens for sample in samples) if student_learns else 0
+    metrics: dict[str, float] = {}
+    with run.clock.phase("train"), run.progress.showing(*workers.updates):
+        if any(sample.is_learned_from for sample in samples):  # else the update is left out, as in ROLL
+            samples, metrics = await workers.learn(plan, samples, step, student_learns=student_learns)
+        release(samples)
+    return samples, metrics | {LEARNED_TOKENS: float(learned)}
+
+
+def _sample_metrics(samples: Sequence[Experience], plan: RunPlan) -> dict[str, float]:
+    sampled = [sample for sample in samples if not sample.demonstration]
+    return {
+        **train_infer_metrics(sampled),
+        **opd_metrics(sampled),
+        **reward_metrics(sampled),
+        **mask_metrics(sampled),
+        **advantage_metrics(sampled, plan.advantage_teachers, plan.objective),
+    }

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import RunPlan
@@ -83,16 +84,20 @@ class Run:
             return await validate()
 
     @asynccontextmanager
-    async def checkpoint(self, step: int, save: Save, kl_coef: float | None = None) -> AsyncIterator[None]:
+    async def checkpoint(
+        self, step: int, save: Save, kl_coef: float | None = None, source_state: dict[str, Any] | None = None
+    ) -> AsyncIterator[None]:
         """Write a checkpoint, if one is due, before the block, which logs the step; make it valid after the block.
 
         So a checkpoint's run has all its steps on record. With `async_save`, it becomes valid after a later step, the
-        last one's at once. `kl_coef` is that of the next step. Terminated, after a checkpoint, where SIGTERM has come.
+        last one's at once. `kl_coef` is that of the next step, `source_state` that of the prompt source after the
+        step's batch (default: its present one). Terminated, after a checkpoint, where SIGTERM has come.
         """
+        source_state = self.source.state_dict() if source_state is None else source_state
 
         async def write() -> None:
             with self.clock.phase("checkpoint"):
-                await self.checkpoints.write(step, save, self.source.state_dict(), kl_coef)
+                await self.checkpoints.write(step, save, source_state, kl_coef)
 
         is_written = self.checkpoints.due(step) or self.ending.is_asked_for
         if is_written:

@@ -25,7 +25,7 @@ from roll_opd.pipelines.run_facts import note_end
 from roll_opd.pipelines.sample_record import as_f32, logprobs_of, of_actions, teacher_prompts_of, text_of, topk_hits
 from roll_opd.report.games import before_and_after
 from roll_opd.report.page import write_report
-from roll_opd.rollout.batch import Batch
+from roll_opd.rollout.producer import Batch
 from roll_opd.samples.experience import Experience
 from roll_opd.teachers.teacher_checks import Check, table
 from roll_opd.tracking.clock import PhaseClock, time_metrics
@@ -66,6 +66,7 @@ OF_THE_OBJECTIVE = (
     "advantage_clip",
     "kl_penalty",
 )
+EPOCH = "data/epoch"
 PLAN_AND_DATA = "plan and data"  # what comes before anything is started
 STUDENT = "student"  # who answered held-out prompts; of a teacher `teacher/NAME`
 
@@ -152,6 +153,7 @@ class RunLogger:
         """Log a finished step that rolled out."""
         row = {
             **metrics,
+            EPOCH: batch.epochs,
             "rollout/generated_tokens": float(batch.generated_tokens),
             "rollout/filtered_prompts": float(len(batch.filtered)),
             STEP_TOKENS: float(sum(len(experience.tokens) for experience in experiences)),
@@ -171,7 +173,7 @@ class RunLogger:
 
     def log(self, step: int, drawn: Mapping[str, Sequence[str]], metrics: Mapping[str, float]) -> None:
         """Log a finished step: the ids it drew, and its metrics."""
-        row = {**metrics, "data/epoch": self._source.epochs, **self._startup, **memory_metrics()}
+        row = {EPOCH: self._source.epochs, **metrics, **self._startup, **memory_metrics()}
         row |= time_metrics(self.clock.lap())
         row |= throughput_metrics(row)
         self._startup = {}

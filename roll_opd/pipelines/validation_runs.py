@@ -9,7 +9,7 @@ from roll_opd.pipelines.run_logger import STUDENT
 from roll_opd.pipelines.start import chunk_samples, teacher_as_student
 from roll_opd.roles.colocation import DeviceScheduler
 from roll_opd.roles.reward_pool import RewardPool
-from roll_opd.rollout.batch import Rollout
+from roll_opd.rollout.runs import RolloutContext
 from roll_opd.rollout.validation import first_answers, read_answers, validate
 from roll_opd.rollout.workflow import SingleTurn, Workflow
 from roll_opd.teachers.frozen_models import FrozenModels
@@ -32,7 +32,7 @@ async def measure(
     plan = run.plan
     assert plan.validation is not None and plan.rollout is not None
     sampling = plan.validation.sampling
-    rollout = Rollout(
+    context = RolloutContext(
         sampler,
         sampling,
         pools,
@@ -43,7 +43,7 @@ async def measure(
         is_eval=True,
         progress=run.progress,
     )
-    metrics, answers = await validate(rollout, run.held_out)
+    metrics, answers = await validate(context, run.held_out)
     shown = first_answers(answers, sampling.n, plan.logged_samples_per_step)
     if turns:
         await turns.enter(Phase.READ)

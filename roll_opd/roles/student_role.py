@@ -8,6 +8,7 @@ import numpy as np
 from roll_opd.cluster.group import Reference, Text, gathered, gathered_and_held
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.objective.columns import loss_columns
+from roll_opd.objective.mismatch import check_current
 from roll_opd.roles.learner_role import Learner, Update, optimizer_metrics, total
 from roll_opd.samples.dp_shards import ShardedBatch, shard_batch
 from roll_opd.samples.experience import Experience, changed
@@ -53,12 +54,13 @@ class Student(Learner):
         Returns the samples with `old_logprobs` (those without them get them from the update), and `actor/*` metrics.
         """
         learned = list(experiences)
-        updates = []
+        updates: list[Update] = []
         size = self.plan.mini_batch_sequences
         self.updates.begin(objective.ppo_epochs * -(-len(learned) // size))
         for _ in range(objective.ppo_epochs):
             for start in range(0, len(learned), size):
                 batch = learned[start : start + size]
+                check_current(batch, version=step - 1, updates=len(updates))
                 shards = self._shards(batch, teachers, objective)
                 update, logprobs = await self._update("update", shards, objective, temperature, step)
                 updates.append(update)

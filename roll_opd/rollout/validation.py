@@ -7,7 +7,7 @@ from dataclasses import replace
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompt_source import Prompt
 from roll_opd.roles.reward_pool import RewardPool
-from roll_opd.rollout.batch import PendingRewards, Rollout, roll_out
+from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
 from roll_opd.samples.experience import Experience
 from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.tracking.metrics import validation_metrics
@@ -15,13 +15,13 @@ from roll_opd.tracking.metrics import validation_metrics
 VALIDATION_DRAW = 2**31  # draws of validation samples start here, far from those of training
 
 
-async def validate(rollout: Rollout, prompts: Sequence[Prompt]) -> tuple[dict[str, float], list[Experience]]:
-    """Return the metrics of `validation_metrics` for `rollout.sampling.n` answers a prompt, and these answers."""
-    rewards = PendingRewards(rollout)
-    async with aclosing(roll_out(rollout, prompts, rewards, VALIDATION_DRAW)) as samples:
+async def validate(context: RolloutContext, prompts: Sequence[Prompt]) -> tuple[dict[str, float], list[Experience]]:
+    """Return the metrics of `validation_metrics` for `context.sampling.n` answers a prompt, and these answers."""
+    rewards = PendingRewards(context)
+    async with aclosing(roll_out(context, prompts, rewards, VALIDATION_DRAW)) as samples:
         by_number = {number: made async for number, made in samples}
     answers = await rewards.added_to([answer for number in range(len(by_number)) for answer in by_number[number]])
-    metrics = validation_metrics([_by_main_reward(e, rollout.reward_pools) for e in answers], rollout.sampling.n)
+    metrics = validation_metrics([_by_main_reward(e, context.reward_pools) for e in answers], context.sampling.n)
     return metrics, answers
 
 

@@ -7,6 +7,8 @@ version 4 sampled 9. The runs cover the whole response. `()`: unknown, or nothin
 from collections import Counter
 from collections.abc import Iterable
 
+import numpy as np
+
 Versions = tuple[tuple[int | None, int], ...]
 
 
@@ -29,6 +31,16 @@ def truncated(runs: Versions, tokens: int) -> Versions:
             kept.append((version, min(length, tokens)))
         tokens -= length
     return tuple(kept)
+
+
+def of_mask(action_mask: np.ndarray, version: int) -> Versions:
+    """Return the runs of a response whose action tokens `version` sampled."""
+    return concatenated([((version if sampled else None, 1),) for sampled in action_mask.tolist()])
+
+
+def sampling_versions(runs: Versions) -> set[int]:
+    """Return the versions that sampled a token of a response."""
+    return {version for version, tokens in runs if version is not None and tokens}
 
 
 def tokens_by_version(responses: Iterable[Versions]) -> Counter[int]:

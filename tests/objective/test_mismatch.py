@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from roll_opd.algorithms.aggregation import token_weights
+from roll_opd.base.failures import RunError
 from roll_opd.config.plan import (
     CorrectionPlan,
     Layout,
@@ -20,7 +21,7 @@ from roll_opd.config.plan import (
     TokenFilterPlan,
 )
 from roll_opd.objective.columns import loss_columns
-from roll_opd.objective.mismatch import corrected, train_infer_metrics
+from roll_opd.objective.mismatch import check_current, corrected, train_infer_metrics
 from roll_opd.samples.experience import Experience
 
 
@@ -181,3 +182,28 @@ def test_what_is_not_finite_is_not_left_out(name: str, value: float) -> None:
     found = corrected(made, [OPD], ObjectivePlan(correction=plan))
     assert found[1].loss_mask[place] and np.isnan(found[1].importance_weights[place])
     assert sum(int(np.isnan(e.importance_weights).sum()) for e in found) == 1
+
+
+CURRENT, STALE, MIXED = ((4, 2),), ((3, 2),), ((3, 1), (4, 1))
+
+
+@pytest.mark.parametrize("old", [[-1.0, -1.0], None], ids=["old log-probs", "none"])
+@pytest.mark.parametrize("versions", [STALE, MIXED, ()], ids=["stale", "mixed", "unknown"])
+def test_samples_of_other_weights_are_refused_without_importance_weights(versions: tuple, old: list | None) -> None:
+    sample = replace(experience([-1, -2], old, [True, True]), versions=versions)
+    current = replace(sample, versions=CURRENT)
+    check_current([current, replace(current, versions=((4, 1), (None, 1)))], version=4, updates=0)
+    with pytest.raises(RunError, match=r"1 of 2 samples .* student is at version 4.*Set train_infer_correction"):
+        check_current([current, sample], version=4, updates=0)
+    not_learned = replace(sample, loss_mask=np.zeros(2, bool))
+    given = replace(sample, demonstration=True, rollout_logprobs=None)
+    weighted = replace(sample, importance_weights=np.ones(2, np.float32))
+    check_current([not_learned, given, weighted], version=4, updates=0)
+
+
+def test_a_second_update_needs_old_logprobs() -> None:
+    first = replace(experience([-1, -2], None, [True, True]), versions=CURRENT)
+    check_current([first], version=4, updates=0)
+    with pytest.raises(RunError, match="update 2 of a step have no old log-probs"):
+        check_current([first], version=4, updates=1)
+    check_current([replace(first, old_logprobs=np.zeros(2, np.float32))], version=4, updates=1)

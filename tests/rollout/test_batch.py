@@ -4,150 +4,43 @@ Engines, teachers and reward workers themselves are tested elsewhere; here only 
 """
 
 import asyncio
-import json
 import pickle
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from sampling_assets import SAMPLING, Engine, RewardPool, Watcher, frozen_models, rollout_of, written
 
-from roll_opd.actors.sampler import Request, Sampler
+from roll_opd.actors.sampler import Sampler
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import (
-    DataPlan,
-    Layout,
-    MegatronPlan,
-    MicroBatchLimits,
-    ModelPlan,
-    RewardPlan,
     SamplingPlan,
     TeacherPlan,
 )
-from roll_opd.data.dataset import Prompt, open_prompts
+from roll_opd.data.dataset import Prompt
 from roll_opd.data.prompt_source import PromptSource
 from roll_opd.inference.completion import Completion
 from roll_opd.roles.reward_pool import RewardResult
-from roll_opd.rollout.batch import Batch, PendingRewards, Rollout, fill_batch, roll_out
+from roll_opd.rollout.producer import Batch, Gate, Rollouts
+from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
 from roll_opd.rollout.workflow import Model, Task, experience_of, sample_seed
 from roll_opd.samples.buffer_pickle import Compact
 from roll_opd.samples.experience import Experience
 from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.teachers.scorer import TeacherAnswer, Wanted
-from roll_opd.tracking.clock import PhaseClock
-
-MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
-SAMPLING = SamplingPlan(n=3, max_new_tokens=4)
 
 
-class Engine:
-    """Finishes requests in a random order; what it writes depends on the request's seed alone."""
-
-    def __init__(self, seed: int = 0, log: list[str] | None = None) -> None:
-        self._rng, self.log = random.Random(seed), log if log is not None else []
-        self.answered = 0
-        self._chunk = 1
-        self._asked: list[tuple[Request, asyncio.Future[Completion]]] = []
-
-    def engine_of(self, group: int) -> int:
-        return 0
-
-    @asynccontextmanager
-    async def session(self, chunk: int) -> AsyncIterator["Engine"]:
-        self._chunk = chunk
-        writing = asyncio.create_task(self._write())
-        try:
-            yield self
-        finally:
-            writing.cancel()
-            await asyncio.gather(writing, return_exceptions=True)
-
-    def ask(self, request: Request, sampling: SamplingPlan) -> "asyncio.Future[Completion]":
-        self._asked.append((request, asyncio.get_running_loop().create_future()))
-        return self._asked[-1][1]
-
-    async def _write(self) -> None:
-        while True:
-            await asyncio.sleep(0)
-            batch, self._asked = self._asked, []
-            for count, (request, completion) in enumerate(self._rng.sample(batch, len(batch))):
-                for _ in range(1 + (count % self._chunk == 0) * self._rng.randint(1, 4)):
-                    await asyncio.sleep(0)
-                self.answered += 1
-                completion.set_result(written(request.seed))
-            if batch:
-                self.log.append("engine done")
-
-
-def written(seed: int) -> Completion:
-    rng = np.random.default_rng(seed)
-    length = int(rng.integers(1, 5))
-    tokens, logprobs = rng.integers(0, 50, length), -rng.random(length).astype(np.float32)
-    return Completion(tokens=tokens, logprobs=logprobs, finish_reason="stop")
-
-
-class Watcher:
-    """A teacher that takes its time, and scores each sample by its tokens."""
-
-    name = "watcher"
-    worker = MegatronPlan("watcher", ModelPlan("model"), (0,), Layout(), MicroBatchLimits())
-    plan: Any
-
-    def __init__(self, plan: Any, log: list[str], slowness: int = 1, fails: bool = False) -> None:
-        self.plan, self._log, self._slowness, self._fails = plan, log, slowness, fails
-
-    def scores(self, sample: Experience) -> bool:
-        return self.plan.accepts(sample.tag)
-
-    async def score(self, experiences: Sequence[Experience], temperature: float, wanted: Wanted) -> list[TeacherAnswer]:
-        self._log.append(f"{self.plan} starts")
-        for _ in range(self._slowness):
-            await asyncio.sleep(0)
-        if self._fails:
-            raise RunError("no scores today")
-        return [TeacherAnswer(e.response_tokens.astype(np.float32)) for e in experiences]
-
-
-class RewardPool:
-    """A reward domain whose workers take any time they like, sample by sample."""
-
-    plan = RewardPlan("math", ())
-
-    def __init__(self, seed: int = 0) -> None:
-        self._rng, self.asked = random.Random(seed), []
-
-    def submit(self, experience: Experience) -> asyncio.Task[RewardResult]:
-        self.asked.append(experience.id)
-        return asyncio.create_task(self._score(experience, self._rng.randint(0, 9)))
-
-    async def _score(self, experience: Experience, slowness: int) -> RewardResult:
-        for _ in range(slowness):
-            await asyncio.sleep(0)
-        return RewardResult("math", float(experience.response_tokens.sum() % 2))
-
-
-def frozen_models(log: list[str], slowness: int = 1, fails: bool = False) -> FrozenModels:
-    return FrozenModels(teachers=[Watcher(TeacherPlan("t", Watcher.worker, 1.0), log, slowness, fails)])
-
-
-@pytest.fixture(scope="module")
-def make_source(tmp_path_factory: pytest.TempPathFactory):
-    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    rows = [{"id": f"p{n}", "prompt": f"{n}+{n}=", "tag": "math_rule", "ground_truth": "1"} for n in range(23)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    prompts, _ = open_prompts(DataPlan((str(file),), prompt_length=32), tokenizer)
-    return lambda: PromptSource(prompts, seed=5)
-
-
-def rollout_of(engine: Engine, watchers: FrozenModels, pool: RewardPool | None = None) -> Rollout:
-    pools = [pool or RewardPool(seed=3)]
-    return Rollout(engine, SAMPLING, pools, seed=7, chunk_samples=4, clock=PhaseClock(), frozen_models=watchers)
+async def fill_batch(
+    source: PromptSource, wanted: int, rollout: RolloutContext, *, extra: int = 0, passes: Any = None
+) -> Batch:
+    """The first batch of a run."""
+    rollouts = Rollouts(rollout, source, Gate(0), range(1), wanted, extra, passes)
+    async with aclosing(rollouts.batches()) as batches:
+        return await anext(batches)
 
 
 def fill(source: PromptSource, engine_seed: int, wanted: int, extra: int, passes: Any) -> Batch:
@@ -155,7 +48,7 @@ def fill(source: PromptSource, engine_seed: int, wanted: int, extra: int, passes
     return asyncio.run(fill_batch(source, wanted, rollout, extra=extra, passes=passes))
 
 
-def all_of(rollout: Rollout, prompts: Sequence[Prompt]) -> list[Experience]:
+def all_of(rollout: RolloutContext, prompts: Sequence[Prompt]) -> list[Experience]:
     """In the order of their numbers."""
 
     async def collect() -> dict[int, list[Experience]]:
@@ -197,10 +90,8 @@ def test_what_is_learned_from_depends_on_neither_timing_nor_prompts_in_reserve(m
         source, ids, filtered = make_source(), [], []
         for step in range(6):
             batch = fill(source, engine_seed + step, wanted=4, extra=extra, passes=differ)
-            assert [e.group_id.partition("#")[0] for e in batch.experiences[:: SAMPLING.n]] == [
-                p.id for p in batch.prompts
-            ]
-            ids += [(e.id, tuple(e.tokens), e.reward) for e in batch.experiences]
+            assert [e.group_id.partition("#")[0] for e in batch.samples[:: SAMPLING.n]] == [p.id for p in batch.prompts]
+            ids += [(e.id, tuple(e.tokens), e.reward) for e in batch.samples]
             filtered += [p.id for p in batch.filtered]
         return ids, filtered, source.position
 
@@ -242,7 +133,7 @@ def test_a_reward_is_not_asked_for_what_turned_out_not_to_be_needed(make_source)
         found = await fill_batch(make_source(), 1, rollout, extra=19, passes=lambda group: True)
         await asyncio.sleep(0)
         assert {name for name, one in asked.items() if one.cancelled()} == {n for n in asked if "#0/" not in n}
-        return found.experiences
+        return found.samples
 
     assert all(experience.reward is not None for experience in asyncio.run(asyncio.wait_for(first_group(), 20)))
     assert len(asked) > SAMPLING.n
@@ -346,22 +237,22 @@ def test_a_run_may_make_none_or_many_and_may_bring_its_rewards(make_source) -> N
         rollout = replace(rollout_of(Engine(engine_seed), frozen_models([]), pool), workflow=Talk())
         return asyncio.run(filled(rollout)), pool
 
-    async def filled(rollout: Rollout) -> Batch:
+    async def filled(rollout: RolloutContext) -> Batch:
         found = await fill_batch(make_source(), 5, rollout)
-        return replace(found, experiences=await found.with_rewards(found.experiences))
+        return replace(found, samples=await found.with_rewards(found.samples))
 
     found, pool = batch(0)
     assert len(found.prompts) == 5
-    steps = [(e.group_id, e.run, e.step) for e in found.experiences]
+    steps = [(e.group_id, e.run, e.step) for e in found.samples]
     assert steps == sorted(steps, key=lambda step: (int(step[0].partition("#")[2]), *step[1:]))
     assert {step for _, _, step in steps} > {0, 1, 2} and len({run[:2] for run in steps}) < 5 * SAMPLING.n
-    for experience in found.experiences:
+    for experience in found.samples:
         np.testing.assert_array_equal(experience.teacher_logprobs["t"], experience.response_tokens)
         assert (experience.id in pool.asked) == (experience.step == 0)
         assert experience.step in (0, experience.reward)
     again = batch(5)[0]
-    assert [(e.id, tuple(e.tokens), e.reward) for e in again.experiences] == [
-        (e.id, tuple(e.tokens), e.reward) for e in found.experiences
+    assert [(e.id, tuple(e.tokens), e.reward) for e in again.samples] == [
+        (e.id, tuple(e.tokens), e.reward) for e in found.samples
     ]
 
 
@@ -373,7 +264,7 @@ def test_prompts_at_which_no_run_makes_anything_are_replaced(make_source) -> Non
 
     source = make_source()
     found = asyncio.run(fill_batch(source, 4, replace(rollout_of(Engine(), frozen_models([])), workflow=Picky())))
-    assert [e.group_id.partition("#")[2] for e in found.experiences[:: SAMPLING.n]] == ["1", "3", "5", "7"]
+    assert [e.group_id.partition("#")[2] for e in found.samples[:: SAMPLING.n]] == ["1", "3", "5", "7"]
     assert len(found.filtered) == 4 and source.position == 8
 
 

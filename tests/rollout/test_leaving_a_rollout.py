@@ -13,7 +13,7 @@ from roll_opd.base.failures import RunError
 from roll_opd.config.plan import SamplingPlan, WorkflowPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.roles.workflow_pool import WorkflowPool
-from roll_opd.rollout.batch import PendingRewards, Rollout, roll_out
+from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
 from roll_opd.samples.experience import Experience
 from roll_opd.tracking.clock import PhaseClock
 
@@ -54,11 +54,11 @@ def test_a_failure_that_ends_the_run_is_not_lost(monkeypatch: pytest.MonkeyPatch
             return asked[-1]
 
         monkeypatch.setattr(pool._pool, "submit", submit)
-        rollout = Rollout(Engines(), SamplingPlan(n=4), (), 0, 1000, PhaseClock(), workflow=pool)
+        context = RolloutContext(Engines(), SamplingPlan(n=4), (), 0, 1000, PhaseClock(), workflow=pool)
 
         async def consumed() -> None:
             prompts = [Prompt(str(number), number, "t", []) for number in range(2)]
-            async with aclosing(roll_out(rollout, prompts, PendingRewards(rollout), 0)) as samples:
+            async with aclosing(roll_out(context, prompts, PendingRewards(context), 0)) as samples:
                 async for _ in samples:
                     pass
 

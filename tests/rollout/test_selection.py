@@ -9,7 +9,7 @@ import pytest
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import FilterPlan, RewardPlan
 from roll_opd.objective.group_filters import group_filter, without_rejected
-from roll_opd.rollout.batch import Selection
+from roll_opd.rollout.producer import Selection
 from roll_opd.samples.experience import Experience
 
 MEAN = FilterPlan("mean_filter", FrozenDict({"threshold_down": 0.1, "threshold_up": 0.95}))
@@ -50,7 +50,7 @@ def test_the_first_that_pass_are_chosen_in_any_order_of_finishing(seed: int) -> 
         seen.add((group, number))
     assert selection.chosen == expected and selection.used == used
     assert selection.generated_tokens == used * n  # one a sample
-    assert [e.id for e in selection.experiences()] == [f"{g}/{k}" for g in expected for k in range(n)]
+    assert [e.id for e in selection.samples()] == [f"{g}/{k}" for g in expected for k in range(n)]
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 
-from roll_opd.samples.versions import Versions, concatenated, tokens_by_version, truncated
+from roll_opd.samples.versions import Versions, concatenated, of_mask, tokens_by_version, truncated
 
 
 def every(runs: Versions) -> list[int | None]:
@@ -27,5 +28,7 @@ def test_runs_hold_the_version_of_every_token(seed: int) -> None:
     assert all(length for _, length in whole)
     for length in range(len(tokens) + 2):
         assert every(truncated(whole, length)) == tokens[:length]
+    mask = np.array([version is not None for version in tokens], bool)
+    assert every(of_mask(mask, 7)) == [7 if acted else None for acted in mask]
     sampled = [version for version in tokens if version is not None]
     assert tokens_by_version(parts) == {version: sampled.count(version) for version in set(sampled)}

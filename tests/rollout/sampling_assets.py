@@ -1,0 +1,128 @@
+"""Engines, teachers and reward pools of rollout tests: each takes any time, and its answers depend on no timing."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from roll_opd.actors.sampler import Request
+from roll_opd.base.failures import RunError
+from roll_opd.config.plan import (
+    Layout,
+    MegatronPlan,
+    MicroBatchLimits,
+    ModelPlan,
+    RewardPlan,
+    SamplingPlan,
+    TeacherPlan,
+)
+from roll_opd.inference.completion import Completion
+from roll_opd.roles.reward_pool import RewardResult
+from roll_opd.rollout.runs import RolloutContext
+from roll_opd.samples.experience import Experience
+from roll_opd.teachers.frozen_models import FrozenModels
+from roll_opd.teachers.scorer import TeacherAnswer, Wanted
+from roll_opd.tracking.clock import PhaseClock
+
+SAMPLING = SamplingPlan(n=3, max_new_tokens=4)
+
+
+class Engine:
+    """Finishes requests in a random order; what it writes depends on the request's seed alone."""
+
+    def __init__(self, seed: int = 0, log: list[str] | None = None) -> None:
+        self._rng, self.log = random.Random(seed), log if log is not None else []
+        self.answered = 0
+        self._chunk = 1
+        self._asked: list[tuple[Request, asyncio.Future[Completion]]] = []
+
+    def engine_of(self, group: int) -> int:
+        return 0
+
+    @asynccontextmanager
+    async def session(self, chunk: int) -> AsyncIterator["Engine"]:
+        self._chunk = chunk
+        writing = asyncio.create_task(self._write())
+        try:
+            yield self
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+
+    def ask(self, request: Request, sampling: SamplingPlan) -> "asyncio.Future[Completion]":
+        self._asked.append((request, asyncio.get_running_loop().create_future()))
+        return self._asked[-1][1]
+
+    def answer(self, seed: int) -> Completion:
+        return written(seed)
+
+    async def _write(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            batch, self._asked = self._asked, []
+            for count, (request, completion) in enumerate(self._rng.sample(batch, len(batch))):
+                for _ in range(1 + (count % self._chunk == 0) * self._rng.randint(1, 4)):
+                    await asyncio.sleep(0)
+                self.answered += 1
+                completion.set_result(self.answer(request.seed))
+            if batch:
+                self.log.append("engine done")
+
+
+def written(seed: int) -> Completion:
+    rng = np.random.default_rng(seed)
+    length = int(rng.integers(1, 5))
+    tokens, logprobs = rng.integers(0, 50, length), -rng.random(length).astype(np.float32)
+    return Completion(tokens=tokens, logprobs=logprobs, finish_reason="stop")
+
+
+class Watcher:
+    """A teacher that takes its time, and scores each sample by its tokens."""
+
+    name = "watcher"
+    worker = MegatronPlan("watcher", ModelPlan("model"), (0,), Layout(), MicroBatchLimits())
+    plan: Any
+
+    def __init__(self, plan: Any, log: list[str], slowness: int = 1, fails: bool = False) -> None:
+        self.plan, self._log, self._slowness, self._fails = plan, log, slowness, fails
+
+    def scores(self, sample: Experience) -> bool:
+        return self.plan.accepts(sample.tag)
+
+    async def score(self, experiences: Sequence[Experience], temperature: float, wanted: Wanted) -> list[TeacherAnswer]:
+        self._log.append(f"{self.plan} starts")
+        for _ in range(self._slowness):
+            await asyncio.sleep(0)
+        if self._fails:
+            raise RunError("no scores today")
+        return [TeacherAnswer(e.response_tokens.astype(np.float32)) for e in experiences]
+
+
+class RewardPool:
+    """A reward domain whose workers take any time they like, sample by sample."""
+
+    plan = RewardPlan("math", ())
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rng, self.asked = random.Random(seed), []
+
+    def submit(self, experience: Experience) -> asyncio.Task[RewardResult]:
+        self.asked.append(experience.id)
+        return asyncio.create_task(self._score(experience, self._rng.randint(0, 9)))
+
+    async def _score(self, experience: Experience, slowness: int) -> RewardResult:
+        for _ in range(slowness):
+            await asyncio.sleep(0)
+        return RewardResult("math", float(experience.response_tokens.sum() % 2))
+
+
+def frozen_models(log: list[str], slowness: int = 1, fails: bool = False) -> FrozenModels:
+    return FrozenModels(teachers=[Watcher(TeacherPlan("t", Watcher.worker, 1.0), log, slowness, fails)])
+
+
+def rollout_of(engine: Engine, watchers: FrozenModels, pool: RewardPool | None = None) -> RolloutContext:
+    pools = [pool or RewardPool(seed=3)]
+    return RolloutContext(engine, SAMPLING, pools, seed=7, chunk_samples=4, clock=PhaseClock(), frozen_models=watchers)

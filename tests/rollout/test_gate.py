@@ -1,0 +1,174 @@
+"""The producer of batches and its gate: how far sampling runs ahead, and what a checkpoint of its batches stores."""
+
+import asyncio
+import json
+import random
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from sampling_assets import SAMPLING, Engine, frozen_models, rollout_of, written
+
+from roll_opd.base.failures import RunError
+from roll_opd.inference.completion import Completion
+from roll_opd.rollout.producer import Batch, Gate, Rollouts
+from roll_opd.rollout.workflow import Model, Task, experience_of
+from roll_opd.samples.experience import Experience
+
+BATCHES, GROUPS = 5, 3
+
+
+@dataclass
+class Learner:
+    """Publishes versions and consumes batches, with random pauses."""
+
+    rollouts: Rollouts
+    engine: "VersionedEngine"
+    rng: random.Random
+
+    async def learn(self, batches: int, *, first: int = 0, is_behind: bool = False) -> list[Batch]:
+        """Consume `batches` batches; with `is_behind`, stop when the producer has drawn prompts of a later one."""
+        found: list[Batch] = []
+        async with aclosing(self.rollouts.batches()) as produced:
+            self.publish(first)
+            async for batch in produced:
+                found.append(batch)
+                for _ in range(self.rng.choice((0, 5, 200))):
+                    await asyncio.sleep(0)
+                if len(found) == batches:
+                    while is_behind and self.rollouts.source.position == batches * GROUPS:
+                        await asyncio.sleep(0)
+                    break
+                self.publish(batch.version + 1)
+        return found
+
+    def publish(self, version: int) -> None:
+        self.engine.version = version
+        self.rollouts.gate.publish(version)
+
+
+class VersionedEngine(Engine):
+    """Labels every token with the version that is published when its request ends."""
+
+    version = -1
+
+    def answer(self, seed: int) -> Completion:
+        completion = written(seed)
+        return replace(completion, versions=((self.version, len(completion.tokens)),))
+
+
+def learner_of(source: Any, bound: int, seed: int = 0, first: int = 0, **more: Any) -> Learner:
+    engine = VersionedEngine(seed)
+    context = rollout_of(engine, frozen_models([], slowness=seed % 4))
+    versions = range(first, BATCHES)
+    rollouts = Rollouts(context, source, Gate(first - 1, bound), versions, GROUPS, **more)
+    return Learner(rollouts, engine, random.Random(seed))
+
+
+def learned(learner: Learner, batches: int = BATCHES, **more: Any) -> list[Batch]:
+    return asyncio.run(asyncio.wait_for(learner.learn(batches, **more), 30))
+
+
+def contents(batches: list[Batch]) -> list[tuple]:
+    return [
+        (batch.version, [p.id for p in batch.prompts], [(s.id, tuple(s.tokens)) for s in batch.samples])
+        for batch in batches
+    ]
+
+
+def differ(group: list[Experience]) -> bool:
+    return 0 < sum(sample.reward for sample in group) < len(group)
+
+
+@pytest.mark.parametrize("passes", [None, differ], ids=["all", "filtered"])
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_no_order_of_events_deadlocks_or_exceeds_the_bound(make_source: Any, bound: int, passes: Any) -> None:
+    expected = contents(learned(learner_of(make_source(), 0, passes=passes)))
+    ages = set()
+    for seed in range(25):
+        batches = learned(learner_of(make_source(), bound, seed, passes=passes, extra_groups=seed % 3))
+        assert contents(batches) == expected  # the same prompts, in the same order, in the same batches
+        ages |= {batch.version - version for batch in batches for version in batch.versions}
+    assert ages <= set(range(bound + 1)) and max(ages) == bound
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+@pytest.mark.parametrize("stopped", range(1, BATCHES))
+def test_a_resume_draws_the_prompts_of_later_batches_again(make_source: Any, bound: int, stopped: int) -> None:
+    """A producer that has drawn ahead of its last consumed batch loses no prompt, and repeats none."""
+    whole = contents(learned(learner_of(make_source(), 0)))
+    source = make_source()
+    before = learned(learner_of(source, bound), stopped, is_behind=bound > 0)
+    assert bound == 0 or source.position > stopped * GROUPS  # the live source is ahead of the batch
+    checkpoint = json.loads(json.dumps(before[-1].source_state))
+    resumed = make_source()
+    resumed.load_state_dict(checkpoint)
+    assert resumed.position == stopped * GROUPS
+    after = learned(learner_of(resumed, bound, first=stopped), BATCHES - stopped, first=stopped)
+    assert contents(before) + contents(after) == whole
+
+
+def test_rows_with_answers_are_part_of_a_batch_and_of_its_state(make_mixed_source: Any) -> None:
+    """They are drawn with the batch, not when it is learned from."""
+    batches = learned(learner_of(make_mixed_source(), 2, demonstrations=2))
+    drawn = [row.id for batch in batches for row in batch.demonstrations]
+    assert drawn == [row.id for row in make_mixed_source().demonstrations.take(2 * BATCHES)]
+    assert [sample.id.partition("#")[0] for batch in batches for sample in batch.demonstration_samples] == drawn
+    resumed = make_mixed_source()
+    resumed.load_state_dict(batches[2].source_state)
+    assert [row.id for row in resumed.demonstrations.take(4)] == drawn[6:]
+    assert resumed.position == 3 * GROUPS
+
+
+def test_a_closed_gate_admits_no_prompt() -> None:
+    async def main() -> None:
+        gate, admitted = Gate(0, 1), []
+
+        async def sample(version: int) -> None:
+            await gate.admit(version)
+            admitted.append(version)
+
+        tasks = [asyncio.create_task(sample(version)) for version in (3, 0, 2, 1, 2)]
+        for published, expected in ((0, [0, 1]), (1, [0, 1, 2, 2]), (2, [0, 1, 2, 2, 3])):
+            gate.publish(published)
+            await asyncio.sleep(0.001)
+            assert sorted(admitted) == expected
+        await asyncio.gather(*tasks)
+        with pytest.raises(ValueError, match="version 1 was published after version 2"):
+            gate.publish(1)
+
+    asyncio.run(main())
+
+
+def test_a_failure_of_the_producer_reaches_the_consumer(make_source: Any) -> None:
+    learner = learner_of(make_source(), 2)
+    learner.rollouts.context.frozen_models.teachers[0]._fails = True
+    with pytest.raises(RunError, match="no scores today"):
+        learned(learner)
+
+
+class Unlabelled:
+    """A workflow that does not state the versions of its samples, and may see an update while it runs."""
+
+    def __init__(self, learner: Learner, updates: bool) -> None:
+        self._learner, self._updates = learner, updates
+
+    async def run(self, task: Task, model: Model) -> list[Experience]:
+        if self._updates:
+            self._learner.publish(4)
+        made = experience_of(task.prompt, task.draw, task.run, await model.generate(task.prompt.tokens))
+        return [replace(made, versions=())]
+
+
+@pytest.mark.parametrize("updates", [False, True])
+def test_a_sample_without_versions_has_that_of_its_batch_unless_weights_changed(
+    make_source: Any, updates: bool
+) -> None:
+    learner = learner_of(make_source(), 0)
+    context = replace(learner.rollouts.context, workflow=Unlabelled(learner, updates))
+    learner.rollouts = replace(learner.rollouts, context=context, versions=range(1))
+    (batch,) = learned(learner, 1)
+    for sample in batch.samples:
+        assert sample.versions == (() if updates else ((0, len(sample.action_mask)),))
+    assert len(batch.samples) == GROUPS * SAMPLING.n
