@@ -25,7 +25,7 @@ PRIVATE = re.compile(
     r".*(system_envs\.|plugin_dir|endpoint_|base_url|address|host|device_mapping|num_gpus_per_node|num_nodes|_path\b)"
     r".*"
 )
-MOST_ROWS = 60
+MAX_ROWS = 60
 
 
 def settings_table(parts: Sequence[Part]) -> str:
@@ -45,9 +45,9 @@ def settings_table(parts: Sequence[Part]) -> str:
     rows = [row for key in dict.fromkeys(keys) if (row := _row(key, parts))]
     if not rows:
         return ""
-    left_out = [f"| and {len(rows) - MOST_ROWS} more |" + " |" * len(parts)] if len(rows) > MOST_ROWS else []
+    left_out = [f"| and {len(rows) - MAX_ROWS} more |" + " |" * len(parts)] if len(rows) > MAX_ROWS else []
     head = ["", *(steps_text(part.first, part.last) for part in parts)]
-    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows[:MOST_ROWS], *left_out])
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows[:MAX_ROWS], *left_out])
 
 
 def steps_text(first: int, last: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Whether all that a checkpoint holds is there and as long as it was written: told before anything is started."""
+"""Check before a run starts that the files of a checkpoint are complete."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -10,9 +10,9 @@ from roll_opd.models.model_info import ModelFilesError, read_model
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Say what is wrong with the first part of a checkpoint that is not whole; None: all of it can be loaded.
+    """Return the first defect of a checkpoint in words; None: all parts can be loaded.
 
-    OSError where the file system fails, which may be for a while.
+    OSError if the file system fails, which may be temporary.
     """
     return next(chain(_of_states(checkpoint), _of_models(checkpoint)), None)
 

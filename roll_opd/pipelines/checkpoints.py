@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written aside, made valid by one rename, found again, and thinned out."""
+"""Checkpoints of a run: write to a partial directory, rename when complete, find, and remove old ones."""
 
 import asyncio
 import json
@@ -20,14 +20,14 @@ from roll_opd.tracking.run_directory import RUN_FACTS, SUPERSEDED, RunDirectory,
 
 STATE_FILE = "run_state.json"
 CRITIC = "critic"  # its part of a checkpoint
-FOLLOWERS = "followers"  # that of teachers which follow the student, by name
-ADAPTER = "adapter"  # what a student with LoRA has learned, in peft's format
+FOLLOWERS = "followers"  # teachers that follow the student, by name
+ADAPTER = "adapter"  # the adapter of a LoRA student, in peft's format
 HF = "hf"  # the model in Hugging Face's format
 _PARTIAL = ".partial_"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or found; the message says what is left and what to do."""
+    """A checkpoint could not be written or found; the message names the newest one left and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path) -> "Checkpoint":
-        """Open the checkpoint at `path`. CheckpointError where there is none, or only a part of one."""
+        """Read the checkpoint at `path`; CheckpointError if it is missing or incomplete."""
         file = path / STATE_FILE
         try:
             text = content(file)
@@ -72,7 +72,7 @@ Save = Callable[[Path], Awaitable[Writing | None]]  # None: all is written alrea
 
 @dataclass
 class _Pending:
-    """A checkpoint that does not count yet."""
+    """A checkpoint that is not valid yet."""
 
     step: int
     writing: Writing | None
@@ -100,19 +100,19 @@ class Checkpoints:
             shutil.rmtree(leftover)
 
     def newest(self) -> tuple[int, Path] | None:
-        """Return the step and the path of the newest complete one, None where there is none."""
+        """Return step and path of the newest complete checkpoint; None without one."""
         found = complete(self._run.path)[:1]
         return (int(found[0].name.removeprefix("step_")), found[0]) if found else None
 
     def due(self, step: int) -> bool:
-        """Whether to save after `step`."""
+        """Return whether to save after `step`."""
         every = self._plan.save_steps
         return step == self._last_step or (every > 0 and step % every == 0)
 
     async def write(self, step: int, save: Save, source_state: dict[str, Any], kl_coef: float | None = None) -> None:
-        """Write everything aside, or have it written with `async_save`; an earlier one is settled first.
+        """Write a partial checkpoint, in the background with `async_save`; first complete an earlier one.
 
-        CheckpointError when the disk refuses, here or in `settle`.
+        CheckpointError on a disk error, here or in `settle`.
         """
         await self.settle(wait=True)
         partial = self._partial(step)
@@ -131,14 +131,14 @@ class Checkpoints:
             await self._end(self._pending, wait=True)
 
     def put_on_record(self, model_card: str | None = None) -> None:
-        """Let what was written last count, its model with a card, for its step is on record now: see `settle`."""
+        """Permit the partial checkpoint to become valid, because its step is in the logs; see `settle`."""
         if self._pending:
             self._pending.is_on_record, self._pending.model_card = True, model_card
 
     async def settle(self, *, wait: bool) -> None:
-        """Make what was written last valid, once it is on record and, which may be to `wait` for, on the disk.
+        """Make the partial checkpoint valid if its step is logged and its files are on the disk.
 
-        Those beyond `max_ckpt_to_keep` then go.
+        `wait`: wait for the files. Checkpoints beyond `max_ckpt_to_keep` are then removed.
         """
         pending = self._pending
         if pending is None or not pending.is_on_record:
@@ -161,7 +161,7 @@ class Checkpoints:
                 self._remove(old)
 
     async def _end(self, pending: _Pending, *, wait: bool) -> None:
-        """See that all that was written is on the disk, unless that would be to `wait` for."""
+        """Flush the files of the checkpoint to the disk; without `wait`, only if they have been written."""
         with self._failing(pending.step):
             files = await pending.writing.files(wait=wait) if pending.writing else []
             if files is not None:
@@ -171,7 +171,7 @@ class Checkpoints:
 
     @contextmanager
     def _failing(self, step: int) -> Iterator[None]:
-        """Remove what was written of `step` where that fails, and say so."""
+        """Remove the partial checkpoint of `step` on an error in the block; CheckpointError for those of the disk."""
         try:
             yield
         except Exception as error:
@@ -184,7 +184,7 @@ class Checkpoints:
             raise CheckpointError(self._write_failed(step, why)) from error
 
     def _remove(self, checkpoint: Path) -> None:
-        """Remove a checkpoint so that a kill in the middle leaves no half one that looks whole."""
+        """Remove a checkpoint; a kill in between leaves no incomplete one under its name."""
         if checkpoint.exists():
             doomed = checkpoint.with_name(f"{_PARTIAL}old_{checkpoint.name}")  # a new one may be written already
             os.replace(checkpoint, doomed)
@@ -209,13 +209,13 @@ def complete(run: Path) -> list[Path]:
 
 
 def instead_of(checkpoint: Path) -> str:
-    """Say what to resume from in the place of one that is damaged."""
+    """Return the advice which checkpoint to resume from instead of a damaged one."""
     path = checkpoint.resolve()
     steps = {each: step for step, each in checkpoints_of(path.parent.parent).items()}
     earlier = [each for each in complete(path.parent.parent) if steps[each] < steps.get(path, 0)]
     if earlier:
         return f"go on from the one before it with resume_from_checkpoint={earlier[0]}"
-    return "start anew with resume_from_checkpoint=false: there is none before it"
+    return "start afresh with resume_from_checkpoint=false: there is no earlier one"
 
 
 def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | None:
@@ -260,7 +260,7 @@ def _local_time(text: Any) -> datetime | None:
 
 
 def _check_all_there(files: Sequence[Path]) -> None:
-    """OSError where a file that a rank has written is not there for this process."""
+    """Raise OSError if this process does not see a file that a rank has written."""
     missing = [file for file in files if not file.is_file()]
     if missing:
         raise OSError(
@@ -270,7 +270,7 @@ def _check_all_there(files: Sequence[Path]) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return what went wrong at the bottom of a chain of exceptions, in one line."""
+    """Return the cause of a chain of exceptions, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -279,7 +279,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _flush(directory: Path) -> None:
-    """Flush everything below `directory` to the disk: a rename must not become visible before its contents."""
+    """Flush all files below `directory` to the disk, so that a rename is not visible before its contents."""
     for root, _, files in os.walk(directory):
         for name in files:
             with open(Path(root) / name, "rb") as file:

@@ -1,6 +1,6 @@
-"""Direct preference optimization (arXiv 2305.18290): of two given answers the chosen one becomes likelier.
+"""Direct preference optimization (arXiv 2305.18290): raise the likelihood of the chosen of two given answers.
 
-How much likelier, each against the frozen reference policy, is the implicit reward: β · Σ(logprobs - ref_logprobs).
+The implicit reward of an answer is its log-ratio to the frozen reference policy: β · Σ(logprobs - ref_logprobs).
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from roll_opd.samples.experience import Experience, changed, present, supervised
 from roll_opd.teachers.scorer import TeacherScorer
 from roll_opd.tracking.summary import LEARNED_TOKENS, STEP_TOKENS
 
-OF_TRAINING = ("dpo/accuracy", "dpo/margin", "dpo/chosen_reward", "dpo/rejected_reward")
-OF_VALIDATION = ("val/dpo/accuracy", "val/dpo/margin", "val/dpo/chosen_reward", "val/dpo/rejected_reward")
+TRAINING_METRICS = ("dpo/accuracy", "dpo/margin", "dpo/chosen_reward", "dpo/rejected_reward")
+VALIDATION_METRICS = ("val/dpo/accuracy", "val/dpo/margin", "val/dpo/chosen_reward", "val/dpo/rejected_reward")
 
 
 async def train(run: Run, workers: RunWorkers) -> None:
@@ -45,7 +45,7 @@ async def train(run: Run, workers: RunWorkers) -> None:
             samples = await _with_reference(rows, reference)
         with run.clock.phase("train"), run.progress.showing(student.updates):
             logprobs, loss, metrics = await workers.learn_supervised(plan, samples, step)
-        metrics |= {"dpo/loss": loss, **_preferences(samples, logprobs, plan, OF_TRAINING)}
+        metrics |= {"dpo/loss": loss, **_preferences(samples, logprobs, plan, TRAINING_METRICS)}
         metrics[STEP_TOKENS] = float(sum(len(sample.tokens) for sample in samples))
         metrics[LEARNED_TOKENS] = float(sum(sample.action_mask.sum() for sample in samples))
         metrics |= await run.validation(step, validate)
@@ -63,13 +63,13 @@ async def _with_reference(rows: Sequence[Prompt], reference: TeacherScorer) -> l
 async def _validate(student: Student, samples: Sequence[Experience], plan: RunPlan) -> dict[str, float]:
     logprobs = await student.compute_logprobs(samples)
     loss = supervised_loss(samples, logprobs, plan.objective)
-    return {"val/loss": loss, **_preferences(samples, logprobs, plan, OF_VALIDATION)}
+    return {"val/loss": loss, **_preferences(samples, logprobs, plan, VALIDATION_METRICS)}
 
 
 def _preferences(
     samples: Sequence[Experience], logprobs: Sequence[np.ndarray], plan: RunPlan, names: Sequence[str]
 ) -> dict[str, float]:
-    """Return means over pairs, under `names`: whether the chosen answer's reward is larger, by how much, and both."""
+    """Return means over pairs, under `names`: accuracy, margin, reward of the chosen and of the rejected answer."""
     beta = float({**POLICY_LOSSES.defaults("dpo"), **plan.objective.policy_loss_args}["beta"])
     gaps = [
         (student - present(sample.ref_logprobs)).sum(dtype=np.float64)

@@ -1,4 +1,4 @@
-"""A prompt of a run's own data, with which the script that loads its model asks the model."""
+"""Example prompt from the data of a run, for the script that loads its model."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ ROWS_TRIED = 20
 
 
 def example_prompt(plan: RunPlan) -> str:
-    """Return the user's text of the first held-out row, else of the first row to learn from, else `NEUTRAL`."""
+    """Return the user's text of the first held-out row, else of the first training row, else `NEUTRAL`."""
     held_out = [plan.validation.data] if plan.validation else []
     key = plan.workflow.prompt_key if plan.workflow else "prompt"
     return next((text for data in (*held_out, plan.data) for text in _texts(data, key)), NEUTRAL)
@@ -28,8 +28,8 @@ def _texts(data: DataPlan, key: str) -> Iterator[str]:
             for line, _, value in itertools.islice(open_file(file, columns_needed(data)).scan(), ROWS_TRIED):
                 try:
                     row = parse_answered(value, str(line), data)
-                    asked = row.extra.get(key) or row.extra.get("messages") if data.schema == "task" else row.prompt
-                    text = asked if isinstance(asked, str) and key != "messages" else _of_user(row.messages or asked)
+                    given = row.extra.get(key) or row.extra.get("messages") if data.schema == "task" else row.prompt
+                    text = given if isinstance(given, str) and key != "messages" else _of_user(row.messages or given)
                 except BadRow:
                     continue
                 if text.strip():

@@ -18,13 +18,15 @@ from roll_opd.pipelines.settings import CONTENT, Settings, as_written, settings_
 from roll_opd.planner.build import load_plan
 from roll_opd.tracking.run_directory import RUN_FACTS
 
-OF_THE_STATE = "strategy_args.strategy_config.use_distributed_optimizer"  # decides the form of an optimizer state
+DISTRIBUTED_OPTIMIZER = (
+    "strategy_args.strategy_config.use_distributed_optimizer"  # decides the form of an optimizer state
+)
 SHOWN = 12  # changes in the line of a resumed run
 FEW = 4  # keys: larger sections that are added or removed are one change
 LONGEST = 60  # characters of a value in that line, before it is cut
 STUDENTS = (PURE_ROLES[0], MIXED_ROLES[0], *(keys.role for keys in SUPERVISED.values()))  # sections of the student
 SAMPLERS = (PURE_ROLES[1], MIXED_ROLES[1])
-# derived key -> the keys it follows from; its change is not listed if one of them changed
+# derived key -> its source keys; its change is not listed if a source key changed
 FOLLOWS = {
     r".+\.max_model_len": ("prompt_length", "response_length", "sequence_length"),
     "enable_old_logprobs_recompute": (
@@ -64,7 +66,7 @@ class History:
     changes: Changes = field(default_factory=dict)
 
     def up_to(self, step: int) -> tuple[Part, ...]:
-        """Return the parts as they are after `step`."""
+        """Return the parts after `step`."""
         return (*self.parts[:-1], replace(self.parts[-1], last=step))
 
     def as_json(self, step: int) -> list[dict[str, Any]]:
@@ -94,7 +96,7 @@ class History:
         if before and before.settings is None and before.last == step:
             return f"Settings of steps {before.first} to {step} are unknown: the checkpoint was saved without them"
         if not self.changes:
-            return f"Settings are those of step {step}"
+            return f"Settings are the same as in step {step}"
         shown = list(changes_text(self.changes))
         more = f"; and {len(shown) - SHOWN} more, in {RUN_FACTS}" if len(shown) > SHOWN else ""
         return f"Settings changed after step {step}: {'; '.join(shown[:SHOWN])}{more}"
@@ -142,15 +144,15 @@ def optimizer_problems(settings: History, checkpoint: Path) -> list[str]:
     """Return errors for changed settings with which the optimizer state in `checkpoint` cannot be loaded."""
     now, problems = settings.parts[-1].settings or {}, []
     for key, (before, after) in settings.changes.items():
-        section = key.removesuffix(f".{OF_THE_STATE}").removesuffix(".model_args.dtype")
-        is_distributed = now.get(f"{section}.{OF_THE_STATE}")
+        section = key.removesuffix(f".{DISTRIBUTED_OPTIMIZER}").removesuffix(".model_args.dtype")
+        is_distributed = now.get(f"{section}.{DISTRIBUTED_OPTIMIZER}")
         if None in (before, after) or section == key or is_distributed is None:
             continue
-        if key.endswith(OF_THE_STATE) or not is_distributed:
-            said = text_of(before), text_of(after)
+        if key.endswith(DISTRIBUTED_OPTIMIZER) or not is_distributed:
+            values = text_of(before), text_of(after)
             problems.append(
-                f"{key}: {said[1]} cannot load the optimizer's state in {checkpoint}, which was saved with {said[0]};"
-                f" write {said[0]}, or start afresh with resume_from_checkpoint: false"
+                f"{key}: {values[1]} cannot load the optimizer's state in {checkpoint}, which was saved with"
+                f" {values[0]}; write {values[0]}, or start afresh with resume_from_checkpoint: false"
             )
     return problems
 

@@ -1,4 +1,4 @@
-"""Run a pipeline in a run directory, with Ray and the run's workers, to its end or to the error that ends it.
+"""Run a pipeline to its last step: run directory, Ray, workers, and the errors that end a run.
 
 A pipeline is a module with `async def train(run: Run, workers: RunWorkers)`; `RunPlan.pipeline` is its name in this
 package, or its dotted path.
@@ -39,10 +39,9 @@ from roll_opd.tracking.trackers import Trackers
 
 
 def run(plan: RunPlan, inputs: Inputs, hosts: Hosts | None = None, backend: Backend | None = None) -> None:
-    """Make the run directory, start Ray and train to the end. RunError for what stops a run on its way.
+    """Create the run directory, start Ray and train to the last step; RunError if the run cannot continue.
 
-    `hosts` are those that were launched for it, where it has others than this one. A run that ends before its start-up
-    is over leaves nothing behind.
+    `hosts`: the launched hosts of a run on several. A run that fails during start-up leaves no directory.
     """
     with tee_output() as tee, own_directory(plan, inputs.resumed, inputs.history) as directory:
         _run(plan, inputs, directory, tee, hosts, backend or Backend())
@@ -70,8 +69,8 @@ def _run(
         logger.note(inputs.history.line)
     if directory.set_aside:
         logger.note(f"Set aside, as they came after that step: {', '.join(map(str, directory.set_aside))}")
-    # what is imported by now stays; a full garbage collection over it would stall some step for 0.3 s. There is none
-    # here either: a Ctrl-C that came in a destructor would be ignored
+    # imported modules are permanent; a full garbage collection over them would stall a step for 0.3 s. None here
+    # either: a Ctrl-C inside a destructor would be ignored
     gc.freeze()
     starting = StartupProgress(plan.startup_timeout_s, logger.note)
     ending = Ending(checkpoints, plan.shutdown_timeout_s, logger.note)
@@ -87,12 +86,12 @@ def _run(
                 hosts.watch(ending.lose)
             devices = backend.devices(plan, starting, hosts)
             if plan.num_nodes > 1:
-                logger.note(f"Devices: {told(devices.hosts())}")
+                logger.note(f"Devices: {devices_text(devices.hosts())}")
             opened = Run(
                 plan, devices, inputs.source, inputs.held_out, logger, checkpoints, resumed, inputs.history, ending
             )
             live = tee.show_live if tee.is_live else None
-            with show_progress(logger.under_way, logger.note, live):
+            with show_progress(logger.unfinished_step, logger.note, live):
                 backend.complete(_trained(pipeline.train, opened, backend))
     except KeyboardInterrupt:
         raise ending.interrupted() from None
@@ -109,21 +108,21 @@ def _run(
             raise full from error
         raise
     finally:
-        trackers.close()  # a run that fails or is interrupted keeps what it has logged, too
-        gc.unfreeze()  # or some libraries complain, at exit, of what was not collected
+        trackers.close()  # a run that fails or is interrupted keeps its metrics, too
+        gc.unfreeze()  # else some libraries warn of uncollected objects at exit
         if directory.has_begun and (ended_by := sys.exception()):
             logger.report(ended_by)
     logger.finish()
 
 
 def _full(error: Exception, directory: RunDirectory, ending: Ending) -> DiskFull | None:
-    """Return the error of a run that ends because a disk is full; None for other errors."""
-    said = full_disk(error, directory.path, Path(tempfile.gettempdir()), Path("/dev/shm"))
-    return DiskFull(f"{said}; free space or change output_dir{ending.how_to_go_on()}") if said else None
+    """Return DiskFull if a full disk is the cause of `error`, else None."""
+    why = full_disk(error, directory.path, Path(tempfile.gettempdir()), Path("/dev/shm"))
+    return DiskFull(f"{why}; free space or change output_dir{ending.how_to_go_on()}") if why else None
 
 
-def told(devices: Mapping[str, Sequence[int]]) -> str:
-    """Return which devices are on which host, in words."""
+def devices_text(devices: Mapping[str, Sequence[int]]) -> str:
+    """Return the devices of each host in words."""
     return ", ".join(f"{short_devices(numbers)} on {address}" for address, numbers in devices.items())
 
 
@@ -136,9 +135,9 @@ async def _trained(train: Callable[[Run, RunWorkers], Awaitable[None]], run: Run
 
 @contextmanager
 def own_directory(plan: RunPlan, resumed: Checkpoint | None, history: History) -> Iterator[RunDirectory]:
-    """Have a resumed run's own directory if it belongs to this experiment, else a new one, to this process.
+    """Lock and yield the run directory: that of the resumed run if it belongs to this experiment, else a new one.
 
-    A new one in which nothing has begun goes with it. RunError where the run to resume has gone on meanwhile.
+    A new one without a record is removed. RunError if the resumed run has saved a later checkpoint meanwhile.
     """
     experiment = os.path.realpath(os.path.join(plan.output_dir, plan.exp_name))
     with ExitStack() as ends:
@@ -146,7 +145,9 @@ def own_directory(plan: RunPlan, resumed: Checkpoint | None, history: History) -
             if resumed and str(resumed.run.parent) == experiment:
                 ends.enter_context(lock_run(resumed.run))
                 if find(plan.checkpoint, plan.output_dir, plan.exp_name) != resumed:  # its last driver was still saving
-                    raise RunError(f"{resumed.run} has gone on since {resumed.path} was read: start this command again")
+                    raise RunError(
+                        f"{resumed.run} has saved a later checkpoint since {resumed.path} was read; start again"
+                    )
                 directory = RunDirectory.resume(resumed.run, resumed.step)
             else:
                 directory = RunDirectory.create(plan.output_dir, plan.exp_name)

@@ -1,6 +1,6 @@
-"""The README.md of a trained model: what it was made from, on and for, how good it is, and how to load it.
+"""Model card (README.md) of a trained model: origin, data, objective, figures, and how to load it.
 
-Its head is the YAML that model hubs read.
+It begins with the YAML front matter for model hubs.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Everything that is checked or opened before anything starts: a run that cannot work ends here."""
+"""Check a plan and open its data before any process starts."""
 
 import os
 import socket
@@ -47,24 +47,24 @@ from roll_opd.rewards import reward_registry as rewards
 
 NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # of torch.cpu.get_capabilities: on x86, on x86, on ARM
 CLUSTER_SECONDS = 5.0  # for a cluster to answer
-# what a model's weights have their shapes from
+# facts that decide the shapes of a model's weights
 SHAPES = ("model_type", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "experts")
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads: checked, open, and where the run goes on from."""
+    """Checked and opened inputs of a run, and the checkpoint to resume from."""
 
     resumed: Checkpoint | None  # None: the run is a new one
     history: History  # of its settings
     tokenizer: PreTrainedTokenizerBase
-    source: TaskSource  # a `MixedSource` where there are demonstrations
+    source: TaskSource  # a `MixedSource` with demonstrations
     held_out: list[Prompt]
     began: datetime  # start of the run, in local time: the date of chat templates
 
 
 def preflight(plan: RunPlan) -> Inputs:
-    """Check all of `plan` that has not been checked yet and open its data; print warnings.
+    """Check the plan against machine, checkpoint, code and data; print warnings and return the opened inputs.
 
     Raises ConfigError, CheckpointError, DataError or the error of a function, reward, tracker or model that cannot be
     used.
@@ -79,7 +79,7 @@ def preflight(plan: RunPlan) -> Inputs:
         checkpoint_problems(plan, resumed) + history.optimizer_problems(settings, resumed.path) if resumed else []
     )
     problems += package_problems()
-    if address := os.environ.get("RAY_ADDRESS"):  # a cluster that was there before is checked when it is joined
+    if address := os.environ.get("RAY_ADDRESS"):  # an existing cluster is checked on joining
         problems += cluster_problems(address)
     else:
         gpus = torch.cuda.device_count()
@@ -127,10 +127,10 @@ def _restore(source: TaskSource, resumed: Checkpoint) -> None:
 
 
 def cluster_problems(address: str) -> list[str]:
-    """Return what keeps this machine from reaching a Ray cluster at host:port; Ray itself would try for minutes."""
+    """Return why the Ray cluster at host:port cannot be reached, if so; Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal() and int(port) < 2**16):
-        return []  # "auto" and other words of Ray's, which says itself what is wrong with them
+        return []  # "auto" and other words of Ray, which reports their errors
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CLUSTER_SECONDS).close()
     except OSError as error:
@@ -140,7 +140,7 @@ def cluster_problems(address: str) -> list[str]:
 
 
 def emulated_bf16(plan: RunPlan, cpu: Mapping[str, Any]) -> str | None:
-    """Say which roles compute in bf16 although a CPU of such capabilities does not multiply it; None: it does."""
+    """Return a warning of roles in bf16 on a CPU without bf16 instructions, else None."""
     names = [role.name for role in plan.roles().values() if role.model.dtype == "bf16"]
     if not names or any(cpu.get(capability) for capability in NATIVE_BF16):
         return None
@@ -151,9 +151,9 @@ def emulated_bf16(plan: RunPlan, cpu: Mapping[str, Any]) -> str | None:
 
 
 def package_problems() -> list[str]:
-    """Return why no model or no engine can be imported here, although all that they need is there.
+    """Return why installed packages break the import of models or engines, if they do.
 
-    Where every process is this one or a fork of a server that begins alike, what breaks them is hidden from them.
+    If every process is this one or a fork of its server, the breaking packages are hidden instead.
     """
     broken = broken_companions()
     hide(broken)
@@ -167,18 +167,18 @@ def package_problems() -> list[str]:
 
 
 def _lost_weights(plan: RunPlan) -> list[str]:
-    """Return what is zero in the models that Megatron loads; they are read here, for a wrong one is told at once."""
+    """Return the lost (all-zero) weights of the models that Megatron loads, read here to fail early."""
     paths = {role.model.path: name for name, role in reversed(plan.megatron_roles().items())}
     return [f"{name}: {sentence}" for path, name in paths.items() for sentence in lost_weights(read_model(Path(path)))]
 
 
 def checkpoint_problems(plan: RunPlan, checkpoint: Checkpoint) -> list[str]:
-    """Return how student and critic differ from those in `checkpoint`; layouts may differ, a checkpoint fits all."""
+    """Return how student and critic differ from the saved ones, apart from their layouts."""
     problems = _shape_problems(plan.student, checkpoint.path / "hf", checkpoint)
     problems += _adapter_problems(plan.student.lora, checkpoint.path / ADAPTER, checkpoint)
     if plan.critic and not (checkpoint.path / CRITIC).is_dir():
         problems.append(
-            f"resume_from_checkpoint: {checkpoint.path} holds no critic, and adv_estimator: gae goes on with one; give"
+            f"resume_from_checkpoint: {checkpoint.path} holds no critic, which adv_estimator: gae needs; give"
             " a checkpoint of a run that had it, or start afresh with resume_from_checkpoint: false"
         )
     elif plan.critic:
@@ -225,7 +225,7 @@ def _shape_problems(learner: TrainPlan, saved_model: Path, checkpoint: Checkpoin
 
 
 def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[TaskSource, list[Prompt]]:
-    """Open the training prompts, with the demonstrations where there are any, and read the held-out prompts."""
+    """Open training prompts and demonstrations, and read the held-out prompts."""
     if plan.is_agentic:
         validated = plan.validation.data if plan.validation else None
         tasks = held_out_tasks(validated.environments, validated.limit or 0) if validated else []
@@ -265,7 +265,7 @@ def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[TaskS
 
 
 def _tagged(plan: RunPlan) -> dict[str, tuple[str, ...] | None]:
-    """Return what a run has for rows of some tags alone -> those tags."""
+    """Return the parts of a run that are for some tags only -> their tags."""
     return {
         **{f"tag_to_template.{tag}": (tag,) for tag in plan.data.tag_templates},
         **{f"teacher {teacher.name}": teacher.tags for teacher in plan.teachers},
@@ -274,7 +274,7 @@ def _tagged(plan: RunPlan) -> dict[str, tuple[str, ...] | None]:
 
 
 def _opened(data_sets: Sequence[DataPlan], tokenizer: PreTrainedTokenizerBase) -> list[PromptSet]:
-    """Open every data set; one DataError says what is wrong with any of them."""
+    """Open every data set; one DataError lists all defects."""
     opened, refusals = [], []
     for data in data_sets:
         try:
@@ -292,7 +292,7 @@ def _opened(data_sets: Sequence[DataPlan], tokenizer: PreTrainedTokenizerBase) -
 
 
 def miscounted(plan: RunPlan, usable: int) -> str | None:
-    """Say that num_train_epochs was counted over rows of which only `usable` can be used; None: the steps are right."""
+    """Return a warning if num_train_epochs was converted to steps with unusable rows; `usable` rows count."""
     if plan.epochs is None:
         return None
     steps = max(1, whole_steps(plan.epochs, usable, plan.rollout_batch_size))

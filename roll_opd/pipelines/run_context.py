@@ -1,4 +1,4 @@
-"""`Run`, one run as its pipeline gets it: how it resumes, validates, saves and logs."""
+"""`Run`: plan, data, records and checkpoints of one run, for its pipeline."""
 
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -23,7 +23,7 @@ Validate = Callable[[], Awaitable[dict[str, float]]]
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as its pipeline gets it."""
+    """One run: resumes, validates, saves and logs."""
 
     plan: RunPlan
     placement: Placement
@@ -45,27 +45,26 @@ class Run:
 
     @property
     def steps_done(self) -> int:
-        """Steps that the run had made when it was saved."""
+        """Number of steps before the resumed checkpoint."""
         return self.resumed.step if self.resumed else 0
 
     @property
     def steps(self) -> Iterator[int]:
-        """The steps to make, counted from 1 over the whole run.
+        """Yield the numbers of the steps to make, from 1 over the whole run.
 
-        Garbage is collected between two of them, when a step's samples are gone, and else never: see
-        `without_collections`.
+        Garbage is collected only between two steps, after the samples of the first have been released.
         """
         for step in range(self.steps_done + 1, self.plan.max_steps + 1):
             yield step
             gc.collect()
 
     async def restore(self, load: Callable[[Path], Awaitable[None]]) -> None:
-        """Have the state of a resumed run loaded."""
+        """Load the state of a resumed run with `load`."""
         if self.resumed:
             await self.placement.starting.of(f"the state after step {self.resumed.step}", load(self.resumed.path))
 
     async def log_start(self, validate: Validate) -> None:
-        """Log how good the student is before the first step; a resumed run has that on record."""
+        """Validate and log the student before the first step of a new run."""
         if self.resumed:
             self.logger.restart()
         else:
@@ -73,7 +72,7 @@ class Run:
                 metrics = await validate() if self.held_out else {}
             self.logger.start(metrics)
         self.logger.startup_parts |= self.placement.starting.parts
-        self.ending.is_training = True  # from now on there is something to be saved
+        self.ending.is_training = True  # from now on a checkpoint makes sense
 
     async def validation(self, step: int, validate: Validate) -> dict[str, float]:
         """Return the metrics of `validate` every `eval_steps` steps and after the last one, else none."""
@@ -87,11 +86,14 @@ class Run:
     async def checkpoint(
         self, step: int, save: Save, kl_coef: float | None = None, source_state: dict[str, Any] | None = None
     ) -> AsyncIterator[None]:
-        """Write a checkpoint, if one is due, before the block, which logs the step; make it valid after the block.
+        """Write a checkpoint, if due, before the block, which logs the step; make it valid after the block.
 
-        So a checkpoint's run has all its steps on record. With `async_save`, it becomes valid after a later step, the
-        last one's at once. `kl_coef` is that of the next step, `source_state` that of the prompt source after the
-        step's batch (default: its present one). Terminated, after a checkpoint, where SIGTERM has come.
+        So the logs of a checkpoint's run are complete. With `async_save` it becomes valid after a later step, that of
+        the last step immediately. Raises Terminated, after a checkpoint, if SIGTERM has arrived.
+
+        Args:
+            kl_coef: of the next step.
+            source_state: of the prompt source after the step's batch; default: its present state.
         """
         source_state = self.source.state_dict() if source_state is None else source_state
 

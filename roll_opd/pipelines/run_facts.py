@@ -1,4 +1,4 @@
-"""What is known when a run begins, and is not in its configuration: `run.json`, for the report of the run."""
+"""Facts of a run that are not in its configuration, such as machine and versions: `run.json`, for the report."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from roll_opd.tracking.summary import versions
 
 GPUS = Path("/proc/driver/nvidia/gpus")  # asking CUDA would take memory of a device
 MEMORY = Path("/proc/meminfo")
-MOST_SAID = 2000  # characters of an error
+MAX_ERROR_LENGTH = 2000  # characters of an error
 SENTENCES = (RunError, CheckpointError, ConfigError, DiskFull)  # errors whose text is one for users
 
 
@@ -49,18 +49,18 @@ def run_facts(plan: RunPlan, history: History) -> dict[str, Any]:
 
 
 def write_facts(run: RunDirectory, facts: dict[str, Any]) -> None:
-    """Write `facts` as `run.json`, whole or not at all. Raises `OSError` where it cannot be written."""
+    """Write `facts` as `run.json`, atomically. Raises `OSError`."""
     write_atomic(run.path / RUN_FACTS, json.dumps(facts, indent=2) + "\n")
 
 
 def note_end(run: RunDirectory, error: BaseException) -> None:
-    """Add to `run.json` what has ended the run before its last step."""
+    """Add the error that ended the run early to `run.json`."""
     facts = json.loads((run.path / RUN_FACTS).read_text(encoding="utf-8"))
     if isinstance(error, KeyboardInterrupt):
-        said = "interrupted"
+        text = "interrupted"
     else:
-        said = str(error) if isinstance(error, SENTENCES) else f"{type(error).__name__}: {error}"
-    write_facts(run, {**facts, "ended": said[:MOST_SAID]})
+        text = str(error) if isinstance(error, SENTENCES) else f"{type(error).__name__}: {error}"
+    write_facts(run, {**facts, "ended": text[:MAX_ERROR_LENGTH]})
 
 
 def _of(teacher: str) -> str:
@@ -78,7 +78,7 @@ def _gpus() -> list[str]:
 
 
 def _line(path: Path, name: str) -> str:
-    """Return what stands after `name:` in a file of the kernel's; empty where it does not say."""
+    """Return the value of `name:` in a file of the kernel; empty without one."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:

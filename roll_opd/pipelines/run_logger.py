@@ -53,8 +53,8 @@ from roll_opd.tracking.summary import (
 from roll_opd.tracking.system import memory_metrics, throughput_metrics
 from roll_opd.tracking.trackers import Trackers
 
-# what else the advantages of a sample depend on
-OF_THE_OBJECTIVE = (
+# settings that the advantages of a sample depend on
+OBJECTIVE_FIELDS = (
     "opd_objective",
     "opd_divergence",
     "adv_estimator",
@@ -67,12 +67,12 @@ OF_THE_OBJECTIVE = (
     "kl_penalty",
 )
 EPOCH = "data/epoch"
-PLAN_AND_DATA = "plan and data"  # what comes before anything is started
-STUDENT = "student"  # who answered held-out prompts; of a teacher `teacher/NAME`
+PLAN_AND_DATA = "plan and data"  # the time before any process is started
+STUDENT = "student"  # the model that answered held-out prompts; a teacher is `teacher/NAME`
 
 
 class RunLogger:
-    """Writes what happens in a run to console, trackers and files. Its `clock` times the steps."""
+    """Logs a run to console, trackers and files. Its `clock` times the steps."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class RunLogger:
         history: History,
         done: int = 0,
     ) -> None:
-        """`done` are the steps that were logged before: those of the checkpoint that a run resumes from."""
+        """`done` is the number of steps before the resumed checkpoint."""
         self.clock = PhaseClock(began=tee.began)
         self.progress = Progress()
         self._done = done
@@ -98,7 +98,7 @@ class RunLogger:
         for metrics in earlier:
             self._console.with_grading(metrics)
         self._alarm = self._divergence_alarm(earlier)
-        self.startup_parts = {PLAN_AND_DATA: time.perf_counter() - tee.began}  # what starting waited for, in seconds
+        self.startup_parts = {PLAN_AND_DATA: time.perf_counter() - tee.began}  # seconds of each part of the start-up
 
     def _divergence_alarm(self, earlier: Sequence[Mapping[str, Any]]) -> DivergenceAlarm | None:
         """Return the alarm of a run that samples, after the `earlier` rows of a resumed run."""
@@ -117,13 +117,13 @@ class RunLogger:
         self._console.note(text)
 
     def teacher_accuracy(self, name: str, metrics: Mapping[str, float]) -> None:
-        """Remember how well a teacher answers; with several, the best one counts as the teacher's accuracy."""
+        """Keep a teacher's validation metrics; with several teachers, the best accuracy is logged."""
         if ACCURACY in metrics:
             self._teachers[name] = metrics
             self.note(f"Teacher {name}: {validation(self._console.with_grading(metrics))}")
 
     def teacher_preflight(self, name: str, rows: Sequence[Check]) -> None:
-        """Print what the preflight of a teacher found, and keep it for the summary."""
+        """Print the results of a teacher's preflight, and keep them for the summary."""
         self.note(table(name, rows))
         self._run.write_preflight(name, [asdict(row) for row in rows])
 
@@ -143,14 +143,14 @@ class RunLogger:
         self._trackers.log(0, row)
 
     def restart(self) -> None:
-        """Have what went before count as start-up, but for a validation, and as no part of a step."""
+        """Count the time so far as start-up, apart from validation, and not as a part of a step."""
         lap = self.clock.lap()
         self._startup = {"time/startup": lap["step"] - lap["validate"]}
         if lap["validate"]:
             self._startup["time/validate"] = lap["validate"]
 
     def step(self, step: int, batch: Batch, experiences: Sequence[Experience], metrics: Mapping[str, float]) -> None:
-        """Log a finished step that rolled out."""
+        """Log a finished step with its batch."""
         row = {
             **metrics,
             EPOCH: batch.epochs,
@@ -193,10 +193,10 @@ class RunLogger:
         self._run.append_jsonl(SKIPPED_SAMPLES, [{**row, "not_finite": not_finite(row)} for row in rows])
         return self._run.path / SKIPPED_SAMPLES
 
-    def under_way(self) -> tuple[float, str] | None:
-        """Return for how long the step that is not finished has been under way, and a line about it.
+    def unfinished_step(self) -> tuple[float, str] | None:
+        """Return the seconds of the running step, and a status line.
 
-        None before the first step where no phase is open, and after the last one.
+        None after the last step, and before the first one if no phase is open.
         """
         moment = self.clock.moment()
         is_before = not moment.laps
@@ -208,7 +208,7 @@ class RunLogger:
         return seconds, self._console.unfinished(step, seconds, moment.phase, counts)
 
     def model_card(self, step: int) -> str:
-        """Return the README.md of the model as it is after `step`, which has been logged."""
+        """Return the README.md of the model after `step`, which has been logged."""
         summary = summarize(read_jsonl(self._run.metrics_file)) | {"parts": self._history.as_facts(step)}
         return model_card(self._plan, summary, step, self._history.up_to(step))
 
@@ -234,7 +234,7 @@ class RunLogger:
         self.report()
 
     def report(self, ended_by: BaseException | None = None) -> None:
-        """Write `report.html`; `ended_by` is what ended the run early. Where that fails it is said, and no more."""
+        """Write `report.html`; `ended_by`: the error that ended the run early. A failure is only noted."""
         try:
             if ended_by:
                 note_end(self._run, ended_by)
@@ -256,7 +256,7 @@ class RunLogger:
         }
 
     def _samples(self, step: int, experiences: Sequence[Experience]) -> list[dict]:
-        """Return the rows of samples, with what the update weighted their tokens with: see `objective.audit`."""
+        """Return the records of samples, with the token weights of the update; see `objective.audit`."""
         teachers, objective = self._plan.advantage_teachers, self._plan.objective
         rewards = token_level_rewards(experiences, teachers, objective)
         weights = advantages(experiences, teachers, objective.opd_kl_discount, objective.advantage_clip)
@@ -283,12 +283,12 @@ class RunLogger:
             "loss_mask": experience.loss_mask,
             "importance_weights": of_actions(experience, experience.importance_weights),
             **experience.metrics,
-            **{name: getattr(objective, name) for name in OF_THE_OBJECTIVE},
+            **{name: getattr(objective, name) for name in OBJECTIVE_FIELDS},
         }
 
 
 def _word_for_frozen_models(plan: RunPlan) -> str:
-    """Return what the time of frozen models is called on the console."""
+    """Return the console's name for the time of frozen models."""
     words = [SHORT["teacher"]] if plan.teachers or not plan.reference else []
     return "+".join([*words, *(["reference"] if plan.reference else [])])
 

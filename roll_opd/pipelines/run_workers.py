@@ -1,4 +1,4 @@
-"""`RunWorkers`: the roles of a run together, and what a step does with several of them."""
+"""`RunWorkers`: the roles of a run, and operations on several of them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -40,9 +40,9 @@ class RunWorkers:
     async def learn(
         self, plan: RunPlan, experiences: list[Experience], step: int, *, student_learns: bool = True
     ) -> tuple[list[Experience], dict[str, float]]:
-        """Update the student and, beside it, the critic; return what `Student.learn` does, with the critic's metrics.
+        """Update student and critic concurrently; return the result of `Student.learn` with the critic's metrics.
 
-        Where `student_learns` is False, the critic learns alone.
+        Without `student_learns`, only the critic is updated.
         """
         if self.critic and not student_learns:
             await self.turns.enter(Phase.TRAIN)
@@ -63,8 +63,8 @@ class RunWorkers:
     ) -> tuple[list[np.ndarray], float, dict[str, float]]:
         """Update the student with given answers.
 
-        Returns the log-probs of every answer before the update that learned from it, the loss (mean over updates), and
-        the metrics of the optimizer.
+        Returns the log-probs of every answer before its update, the loss (mean over updates), and the metrics of the
+        optimizer.
         """
         learned, metrics = await self.learn(plan, list(samples), step)
         logprobs = [present(sample.old_logprobs) for sample in learned]
@@ -72,13 +72,13 @@ class RunWorkers:
 
     @property
     def updates(self) -> list[Count]:
-        """Those of the step, of each role that learns."""
+        """Counters of the step's updates, one for each role that learns."""
         return [learner.updates for learner in (self.student, self.critic) if learner]
 
     async def send_weights(self, version: int, *, updated: bool = True) -> None:
-        """Give the student's weights to the inference engines, as `version`, and to teachers that follow it.
+        """Send the student's weights to the inference engines, as `version`, and to teachers that follow it.
 
-        `updated` False: these have them already, as a run begins.
+        Without `updated` not to teachers, which have them when a run begins.
         """
         await self.turns.enter(Phase.WEIGHT_SYNC)
         due = [follower for follower in self.followers if updated and follower.is_due(version)]
@@ -88,7 +88,7 @@ class RunWorkers:
         await self._send_heads(due)
 
     async def begin_generation(self, version: int) -> None:
-        """Have the engines there, with the student's weights of `version`, which they may have given up since."""
+        """Bring the engines to the device, with the student's weights of `version` if they have discarded them."""
         if self.turns.lack_weights:
             await self.send_weights(version, updated=False)
         await self.turns.enter(Phase.GENERATE)
@@ -103,7 +103,7 @@ class RunWorkers:
         return Writing([group for part in parts for group in part.groups])
 
     async def load(self, directory: Path) -> None:
-        """Put back what `save` wrote."""
+        """Load the state that `save` wrote."""
         await self.turns.enter(Phase.RESTORE)
         await self.student.load(directory)
         if self.critic:
@@ -117,7 +117,7 @@ class RunWorkers:
         await self._send_heads(self.followers)
 
     async def _send_heads(self, followers: Sequence[Follower]) -> None:
-        """Give the student the output heads of teachers that have changed, where it has such heads."""
+        """Send the changed output heads of `followers` to the student, if its objective needs heads."""
         objective = self.frozen_models.targets_for
         if objective and objective.opd_objective == "full":
             for teacher in self.frozen_models.teachers:
@@ -130,7 +130,7 @@ class RunWorkers:
         await self.student.load_teacher_head(teacher.plan.name, await teacher.scorer.output_head())
 
     async def end(self) -> None:
-        """End the processes, except those of rewards."""
+        """End all processes apart from the rewards'."""
         await self.sampler.end()
         scorers = [teacher.scorer for teacher in self.frozen_models.teachers]
         for role in (self.student, self.critic, self.frozen_models.reference, *scorers):

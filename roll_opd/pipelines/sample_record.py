@@ -1,4 +1,4 @@
-"""What the record of a run says of a sample, of training and of validation alike."""
+"""Records of samples, of training and of validation, for the files of a run."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from roll_opd.samples.token_ends import token_ends
 
 
 def text_of(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return what a sample says, and what became of it."""
+    """Return texts, tokens, rewards and weight versions of a sample."""
     response = tokenizer.decode(experience.response_tokens)
     ends = token_ends(tokenizer.decode, experience.response_tokens.tolist(), response)
     return {
@@ -33,7 +33,7 @@ def text_of(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> dict[
 
 
 def teacher_prompts_of(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return what teachers with another prompt than the student's read before the response, where there are any."""
+    """Return the prompts of teachers that read another prompt than the student, if any."""
     prompts = experience.teacher_prompts.items()
     return {"teacher_prompts": {name: tokenizer.decode(tokens) for name, tokens in prompts}} if prompts else {}
 
@@ -64,5 +64,5 @@ def of_actions(experience: Experience, array: np.ndarray | None) -> np.ndarray |
 
 
 def as_f32(array: np.ndarray | None) -> np.ndarray | None:
-    """Return an array as it is recorded: what is left of f64 says nothing."""
+    """Return an optional array in f32, the precision of records."""
     return None if array is None else array.astype(np.float32)

@@ -23,7 +23,7 @@ Settings = dict[str, Any]  # key of the configuration -> value, in the types of 
 CONTENT = " (content)"  # suffix of the key of a model or of data files: a hash of their contents
 GROUP = "num_return_sequences_in_group"
 WHOLE_BYTES = 16 * 2**20  # files up to this size are hashed whole, of larger ones pieces
-OF_A_MODEL = ("*.safetensors", "*.json", "*.jinja", "*.model")  # files that decide what a model computes
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model")  # files that decide what a model computes
 # fields of the plan without influence on results, or derived from others
 NO_SETTINGS = {
     *("output_dir", "exp_name", "title", "warnings", "memory", "config_yaml", "checkpoint", "trackers", "tracker_args"),
@@ -147,7 +147,7 @@ def as_written(settings: Settings) -> Settings:
 
 
 def _top(plan: RunPlan) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a plan under configuration keys, those of a role below its section."""
+    """Yield the settings of a plan under configuration keys; a role's settings are below its section."""
     sections = {"student": plan.student.name} | ({"rollout": plan.rollout.name} if plan.rollout else {})
     for found, value in _walk(plan, ""):
         section, dot, rest = found.partition(".")
@@ -211,8 +211,8 @@ def _at_the_top(key: str) -> str | None:
 
 
 def _model_files(directory: Path) -> list[Path]:
-    """Return the files of a model; without links to files that are gone."""
-    return sorted(file for pattern in OF_A_MODEL for file in directory.glob(pattern) if file.is_file())
+    """Return the files of a model, without broken links."""
+    return sorted(file for pattern in MODEL_FILES for file in directory.glob(pattern) if file.is_file())
 
 
 def _hash(files: list[Path]) -> str:

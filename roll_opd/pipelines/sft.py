@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the likelihood of given answers goes up."""
+"""Supervised fine-tuning: raise the likelihood of given answers."""
 
 from collections.abc import Sequence
 

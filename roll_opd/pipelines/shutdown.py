@@ -1,4 +1,4 @@
-"""How a run ends before its last step: what SIGTERM, Ctrl-C and a lost host leave, and how to go on from there."""
+"""End of a run before its last step: SIGTERM, Ctrl-C, or a lost host."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ SIGTERM_DEDUP_S = 10.0  # in which the same SIGTERM comes from every host of a r
 
 
 class Ending:
-    """Turns SIGTERM into the end of the run: of its step, with a checkpoint, where that does not take too long."""
+    """Ends a run at SIGTERM: after its step and a checkpoint, or after a grace period."""
 
     def __init__(self, checkpoints: Checkpoints, shutdown_timeout_s: float, say: Callable[[str], None]) -> None:
         """`shutdown_timeout_s`: how long the step may still take; `say` prints a line."""
@@ -32,17 +32,14 @@ class Ending:
         self._asked_at = 0.0
         self._comes_from_all = False  # SIGTERM, from each host that has got it
         self.is_training = False  # there are steps, which are worth to be finished
-        self._lost: str | None = None  # why the run cannot go on, although nothing in it has failed yet
+        self._lost: str | None = None  # why the run cannot continue, although no call has failed yet
         self._is_over = False
         self._is_interrupted = False
         self._is_starting = False
 
     @contextmanager
     def before_the_loop(self) -> Iterator[None]:
-        """End the run at SIGTERM inside the block, but for the time in which `of_the_loop` has taken it over.
-
-        Until `start_up_is_over`, also at Ctrl-C.
-        """
+        """Handle SIGTERM inside the block, apart from the time of `of_the_loop`; Ctrl-C until `start_up_is_over`."""
         if threading.current_thread() is not threading.main_thread():  # Python leaves signals to that
             yield
             return
@@ -75,17 +72,17 @@ class Ending:
             raise self._terminated()
 
     def hear_all_hosts(self) -> None:
-        """Take a SIGTERM that follows on another at once for the same one, of another host."""
+        """Treat a SIGTERM that follows another immediately as the same one, sent by another host."""
         self._comes_from_all = True
 
     def listen(self) -> None:
-        """Take SIGTERM over, again after a library has."""
+        """Install the handler of SIGTERM, again if a library has replaced it."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._stop)
 
     @contextmanager
     def of_the_loop(self) -> Iterator[None]:
-        """Take SIGTERM over for the task that is running, inside the block. Terminated where it has ended that."""
+        """Handle SIGTERM for the current task inside the block; Terminated if it ended the task."""
         task, events = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
         if threading.current_thread() is threading.main_thread():
@@ -104,7 +101,7 @@ class Ending:
             self.listen()
 
     def lose(self, why: str) -> None:
-        """End the run, from any thread, because a part of its cluster is gone, which it might notice much later."""
+        """End the run, from any thread, because a part of its cluster was lost; `why` goes into its error."""
         if self._lost is None and not self._is_over:
             self._lost = why
             last_resort = threading.Timer(LOST_SECONDS, self._give_up)
@@ -113,15 +110,15 @@ class Ending:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def saved(self, step: int) -> Terminated:
-        """Return the end of a run that has been saved after `step`."""
+        """Return the error of a run that was saved after `step`."""
         return Terminated(f"ended by SIGTERM after step {step}{self.how_to_go_on()}")
 
     def interrupted(self) -> Interrupted:
-        """Return the end of a run by Ctrl-C."""
+        """Return the error of a run ended by Ctrl-C."""
         return Interrupted(f"interrupted{self.how_to_go_on()}")
 
     def how_to_go_on(self) -> str:
-        """Say, after a semicolon, what the run can be resumed from."""
+        """Return the advice how to resume the run, after a semicolon."""
         newest = self._checkpoints.newest()
         if newest is None:
             return "; no checkpoint was written, so there is nothing to go on from"
@@ -134,8 +131,8 @@ class Ending:
     def _ends_in_time(self) -> Iterator[None]:
         """Inside the block, end the process `START_UP_SECONDS` after a SIGTERM during the start-up.
 
-        Python's handlers run in the main thread alone, and not while that is in C code. The number of a signal is
-        written to a pipe in any case.
+        Python's handlers run only in the main thread, and not during C code. A signal's number is written to a pipe in
+        any case.
         """
         reading, writing = os.pipe()
         os.set_blocking(writing, False)

@@ -1,4 +1,4 @@
-"""Starts the Ray workers of a plan and makes roles of them."""
+"""Start the Ray workers of a plan as roles."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -44,12 +44,12 @@ from roll_opd.weight_sync.transports import sync_of, way_of
 from roll_opd.workflows.plugins import find_workflow
 from roll_opd.workflows.workflow_interface import flag
 
-REQUESTS_OF_AN_ENGINE = 256  # that it answers at once, where its max_num_seqs says nothing else
+MAX_RUNNING_REQUESTS = 256  # of an engine without max_num_seqs
 SMALL = 100_000_000  # parameters of a model that may be on a host twice
 
 
 async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
-    """Start every role but the rewards, all together, and wait until they are ready for the plan's objective."""
+    """Start all roles apart from rewards, concurrently, and wait until they are ready for the plan's objective."""
     turns, rollout = _turns(plan, placement), plan.rollout
     over_gpus = placement.on_gpu and plan.weight_sync == "auto"
     way = way_of(plan.student.devices, rollout.devices, on_gpu=over_gpus) if rollout else ""
@@ -86,7 +86,7 @@ async def start_sampler(
     weight_transfer: str = SHARED_MEMORY,
     turns: DeviceScheduler | None = None,
 ) -> Sampler:
-    """Start the engines of `rollout`, which may be a member of `turns`; weights reach them by `weight_transfer`."""
+    """Start the engines of `rollout`, a member of `turns` if it shares devices; see `way_of` for `weight_transfer`."""
     turns = turns or DeviceScheduler()
     actor_class: Any = RolloutWorker  # Ray's types do not know its `options`
     actors: list[Any] = []
@@ -94,7 +94,7 @@ async def start_sampler(
     for engine in range(rollout.engines):
         devices = rollout.devices[engine * rollout.tp : (engine + 1) * rollout.tp]
         names.append(f"{rollout.name}, engine {engine} ({placement.where(devices[0])}),")
-        # the engine core is a process of its own and must not outlive a killed run
+        # the engine core is a separate process and must not outlive a killed run
         written = {**_environment(plan), **rollout.env}
         env = {**written, "ROLL_OPD_DIE_WITH_PARENT": "1", **forkserver_start.variables(ENGINES, written)}
         actors.append(actor_class.options(**placement.options(devices, rollout.devices, env)).remote())
@@ -114,16 +114,16 @@ async def start_sampler(
 async def teacher_as_student(
     plan: RunPlan, teacher: TeacherPlan, placement: Placement, requests: int
 ) -> AsyncIterator[tuple[Sampler, WorkflowPool | None]]:
-    """Have a teacher in the student's place inside the block, to see how well it does itself.
+    """Serve a teacher in the student's place inside the block, for its validation.
 
-    Yields its engines, on the student's inference devices, and the run's workflow with it as the model. On CPUs, where
-    an engine's start costs more than the answers do, there are no more engines than `requests` occupy.
+    Yields its engines, on the student's inference devices, and the run's workflow with the teacher as its model. On
+    CPUs, where starting an engine takes longer than the answers, only as many engines start as `requests` occupy.
     """
     assert plan.rollout is not None and teacher.model is not None
     engines = plan.rollout.engines
     if not (placement.on_gpu or plan.workflow):
-        at_once = plan.rollout.engine_args.get("max_num_seqs") or REQUESTS_OF_AN_ENGINE
-        engines = min(engines, -(-requests // at_once))
+        running = plan.rollout.engine_args.get("max_num_seqs") or MAX_RUNNING_REQUESTS
+        engines = min(engines, -(-requests // running))
     rollout = replace(
         plan.rollout,
         name=teacher.name,
@@ -144,7 +144,7 @@ async def teacher_as_student(
 
 
 async def start_reward_pools(plan: RunPlan, placement: Placement) -> tuple[RewardPool, ...]:
-    """Start the reward workers, which need no device, and the engines of language models that judge here."""
+    """Start the reward workers, which need no device, and the engines of judges."""
     variables = {
         "OMP_NUM_THREADS": "1",
         **_environment(plan),
@@ -166,7 +166,7 @@ async def start_reward_pools(plan: RunPlan, placement: Placement) -> tuple[Rewar
 
 
 async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) -> WorkflowPool | None:
-    """Start the processes of the run's workflow, where it has one, and the models that it asks beside the student."""
+    """Start the processes of the run's workflow, if it has one, and its auxiliary models."""
     if plan.workflow is None:
         return None
 
@@ -175,10 +175,10 @@ async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) 
 
     auxiliaries = [await engines(model) for model in plan.workflow.auxiliary_models]  # they may share devices
     assert plan.workflow.workflow and plan.rollout
-    alone = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # one text at a time has no use for threads
+    one_thread = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # a process tokenises one text at a time
     kind = MEGATRON if plan.workflow.tool_call_parser == HERMES else ENGINES  # the other parsers are vLLM's
     variables = {
-        **alone,
+        **one_thread,
         **_environment(plan),
         **templates.variables(),
         **forkserver_start.variables(kind, plan.env),
@@ -202,11 +202,11 @@ async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) 
 
 
 def chunk_samples(plan: RunPlan) -> int:
-    """Return how many finished samples an inference engine hands over together.
+    """Return the number of finished samples that an inference engine sends together.
 
-    Enough to fill a micro-batch on every rank of the first teacher, but at most half of an engine's share of the step,
-    so that log-probs are computed while the other half is still being generated. Smaller chunks cost more where teacher
-    and engine share a device: the samples of a step end close together.
+    It fills a micro-batch on every rank of the first teacher, but is at most half of an engine's share of the step, so
+    that log-probs are computed while the other half is still being generated. Smaller chunks cost more if teacher and
+    engine share a device, because the samples of a step end close together.
     """
     assert plan.rollout is not None
     half = -(-plan.sequences_per_step // (2 * plan.rollout.engines))
@@ -219,9 +219,9 @@ def chunk_samples(plan: RunPlan) -> int:
 
 
 def starts_beside_measurement(plan: RunPlan, placement: Placement) -> bool:
-    """Whether the roles may start while other engines show how well the teachers do.
+    """Return whether the roles may start while teachers are validated on other engines.
 
-    On CPUs, where these are small: what measures them would be there twice. In deterministic runs all has its order.
+    Only on CPUs and with small models, because the engines exist twice; in deterministic runs never.
     """
     assert plan.rollout is not None
     alone = plan.deterministic or placement.on_gpu or _members(plan, placement)
@@ -231,7 +231,7 @@ def starts_beside_measurement(plan: RunPlan, placement: Placement) -> bool:
 
 
 def reads_beside_generation(plan: RunPlan, turns: DeviceScheduler) -> bool:
-    """Whether teachers and reference policy can read samples while others are still being written."""
+    """Return whether teachers and reference policy can read samples while others are being sampled."""
     assert plan.rollout is not None
     readers = {plan.serving(role).name for role in plan.frozen_roles()}
     if plan.objective.opd_topk_source == "student" and plan.objective.opd_objective == "topk":
@@ -244,7 +244,7 @@ def _turns(plan: RunPlan, placement: Placement) -> DeviceScheduler:
 
 
 def _members(plan: RunPlan, placement: Placement) -> Sequence[PhaseMember]:
-    """Return the roles that take turns: on GPUs, and elsewhere where that is written."""
+    """Return the roles that share devices in turns: on GPUs, or if `is_offload_states` is set."""
     taken = placement.on_gpu if plan.is_offload_states is None else plan.is_offload_states
     return members_of(plan) if taken else ()
 
@@ -259,7 +259,7 @@ def _frozen(plan: RunPlan, worker: MegatronPlan, placement: Placement, turns: De
 
 
 def _served(plan: RunPlan) -> list[MegatronPlan]:
-    """Return the frozen roles that have processes of their own."""
+    """Return the frozen roles with separate processes."""
     return [role for role in plan.frozen_roles() if plan.serving(role) is role]
 
 

@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 async def begin(run: Run, backend: Backend) -> RunWorkers:
-    """Start the rewards, and try each of them; validate the teachers; start the roles. The first failure is raised.
+    """Start and try the rewards, validate the teachers, and start the roles; raise the first failure.
 
-    The teachers may still be answering.
+    The validation of the teachers may still be running at the end.
     """
     plan = run.plan
     starting_rewards = asyncio.ensure_future(_start_rewards(run, backend))
@@ -28,14 +28,14 @@ async def begin(run: Run, backend: Backend) -> RunWorkers:
 
     async def start_models() -> RunWorkers:
         if any(reward.engine for reward in plan.rewards):
-            await starting_rewards  # judges run on engines, and those that share a device start one after another
+            await starting_rewards  # judges run on engines, which start one after another on a shared device
         if not (plan.rollout and starts_beside_measurement(plan, run.placement)):
             await teachers_measured
         run.logger.note(f"Starting {started(plan)} ...")
         starting = background_task(backend.workers(plan, run.placement))
         await asyncio.wait({starting, teachers_measured}, return_when=asyncio.FIRST_COMPLETED)
         if teachers_measured.done():
-            await teachers_measured  # or its failure would be reported when all have started
+            await teachers_measured  # else its failure would be raised only after all have started
         return await starting
 
     reward_pools, workers = await asyncio.gather(starting_rewards, start_models())
@@ -43,7 +43,7 @@ async def begin(run: Run, backend: Backend) -> RunWorkers:
 
 
 def started(plan: RunPlan) -> str:
-    """Return which models a run starts, in words: "student and inference engines"."""
+    """Return the models that a run starts, in words: "student and inference engines"."""
     number = "s" if len(plan.teachers) > 1 else ""
     names = {
         f"teacher{number}": plan.teachers,

@@ -1,4 +1,4 @@
-"""How well a model does in validation: the student on its way, and each teacher before the start."""
+"""Validation of the student during a run, and of each teacher before it."""
 
 from collections.abc import Awaitable, Sequence
 
@@ -25,10 +25,7 @@ async def measure(
     workflow: Workflow | None = None,
     turns: DeviceScheduler | None = None,
 ) -> dict[str, float]:
-    """Return the validation metrics of the model in `sampler`; `readers` read the answers that are logged.
-
-    Of `turns`, it is the engines'.
-    """
+    """Return the validation metrics of the model in `sampler`, and log some answers with the log-probs of `readers`."""
     plan = run.plan
     assert plan.validation is not None and plan.rollout is not None
     sampling = plan.validation.sampling
@@ -54,15 +51,15 @@ async def measure(
 
 
 async def measure_teachers(run: Run, starting_rewards: Awaitable[Sequence[RewardPool]]) -> None:
-    """Log how well each teacher answers, where the run is a new one whose plan wants to know."""
+    """Validate each teacher and log its accuracy, in a new run with `evaluate_teacher`."""
     plan = run.plan
-    asked = plan.validation if plan.validation and plan.validation.evaluate_teacher else None
-    if run.resumed or not (asked and run.held_out and plan.teachers):
+    validation = plan.validation if plan.validation and plan.validation.evaluate_teacher else None
+    if run.resumed or not (validation and run.held_out and plan.teachers):
         return
     if any(reward.engine for reward in plan.rewards):
-        await starting_rewards  # on engines, which may share a device with these
+        await starting_rewards  # judges on engines, which may share a device with the teachers
     run.logger.note("Measuring the teacher in validation ...")
-    requests = len(run.held_out) * asked.sampling.n
+    requests = len(run.held_out) * validation.sampling.n
     for teacher in plan.teachers:
         if teacher.model is None:
             run.logger.note(f"Teacher {teacher.name} has no model directory to sample from, and is not measured")

@@ -1,4 +1,4 @@
-"""How often a sampler answers held-out prompts correctly, by their rewards; and a few of the answers, to read."""
+"""Validation: accuracy of a sampler on held-out prompts, and a few answers for the record."""
 
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -12,11 +12,11 @@ from roll_opd.samples.experience import Experience
 from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.tracking.metrics import validation_metrics
 
-VALIDATION_DRAW = 2**31  # draws of validation samples start here, far from those of training
+VALIDATION_DRAW = 2**31  # first draw number of validation, beyond all of training
 
 
 async def validate(context: RolloutContext, prompts: Sequence[Prompt]) -> tuple[dict[str, float], list[Experience]]:
-    """Return the metrics of `validation_metrics` for `context.sampling.n` answers a prompt, and these answers."""
+    """Return `validation_metrics` of `sampling.n` answers a prompt, and the answers."""
     rewards = PendingRewards(context)
     async with aclosing(roll_out(context, prompts, rewards, VALIDATION_DRAW)) as samples:
         by_number = {number: made async for number, made in samples}
@@ -28,11 +28,10 @@ async def validate(context: RolloutContext, prompts: Sequence[Prompt]) -> tuple[
 async def read_answers(
     models: FrozenModels, answers: Sequence[Experience], sampling: SamplingPlan, most_tokens: int
 ) -> list[Experience]:
-    """Return the answers as teachers and reference policy read them, at the temperature that their log-probs are of.
+    """Return the answers with the log-probs of teachers and reference policy, at the sampling temperature.
 
-    Answers that no teacher is there for, and those of more than `most_tokens` tokens, are returned as they are: the
-    models' batches are made for the responses of training. So are teachers with a context left out: held-out rows need
-    not have what it is made of.
+    Answers without a teacher, or with more than `most_tokens` tokens, for which the models' batches are not sized, are
+    returned unchanged. Teachers with a context are left out, because held-out rows may lack its columns.
     """
     teachers = [teacher for teacher in models.teachers if teacher.plan.context is None]
     plain = replace(models, teachers=teachers, targets_for=None, student=None)
@@ -43,10 +42,10 @@ async def read_answers(
         taught = not plain.teachers or any(teacher.plan.accepts(answer.tag) for teacher in plain.teachers)
         return taught and answer.response_length <= most_tokens
 
-    asked = [answer for answer in answers if is_read(answer)]
-    if not asked:
+    chosen = [answer for answer in answers if is_read(answer)]
+    if not chosen:
         return list(answers)
-    read = {answer.id: answer for answer in await plain.compute_logprobs(asked, sampling.temperature or 1.0)}
+    read = {answer.id: answer for answer in await plain.compute_logprobs(chosen, sampling.temperature or 1.0)}
     return [read.get(answer.id, answer) for answer in answers]
 
 
@@ -58,7 +57,7 @@ def first_answers(answers: Sequence[Experience], samples: int, most: int) -> lis
 
 
 def _by_main_reward(answer: Experience, reward_pools: Sequence[RewardPool]) -> Experience:
-    """An answer is right or wrong by its domain's own reward: what is added to it, and its weight, are for training."""
+    """Return an answer with the main reward of its domain, without added terms and weights, which are for training."""
     plan = next((pool.plan for pool in reward_pools if pool.plan.domain == answer.domain), None)
     if plan is None or not plan.is_weighted or plan.terms[0].name not in answer.reward_parts:
         return answer

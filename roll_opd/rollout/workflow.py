@@ -1,7 +1,6 @@
-"""What one run at a prompt does: asks the model once or many times, and returns what is to be learned from.
+"""Workflow: one run at a prompt, which calls the model once or several times and returns samples.
 
-A rollout is a set of runs, each a coroutine. Whatever a workflow returns is read by teachers and rewards, selected and
-trained on alike; it knows of none of them.
+A rollout is a set of runs, each a coroutine. The samples of every workflow are scored, selected and trained on alike.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from roll_opd.samples.experience import Experience
 
 @dataclass(frozen=True)
 class Task:
-    """One run at one prompt: number `run` of `runs`, in draw number `draw` of the whole training."""
+    """One run at one prompt: run number `run` of `runs`, of draw number `draw` in the whole training."""
 
     prompt: Prompt
     draw: int
@@ -29,7 +28,7 @@ class Task:
 
 
 class Model:
-    """The student, as one run asks it, by the settings `sampling`. Runs of one `group` go to one engine."""
+    """The student for one run, sampled with the settings `sampling`. Runs of one `group` use one engine."""
 
     def __init__(self, session: Session, task: Task, group: int, seed: int, sampling: SamplingPlan) -> None:
         self.group, self.sampling = group, sampling
@@ -44,7 +43,7 @@ class Model:
 
 
 class Workflow(Protocol):
-    """Makes experiences of a task: none, one or many."""
+    """Makes samples of a task: none, one or several."""
 
     async def run(self, task: Task, model: Model) -> Sequence[Experience]: ...
 
@@ -59,12 +58,12 @@ class SingleTurn:
 
 
 def sample_seed(seed: int, draw: int, run: int, call: int = 0) -> int:
-    """Return a seed that depends on the training's, the draw, the run's number and that of its call alone."""
+    """Return the seed of a model call, from the seed of the training and the numbers of draw, run and call."""
     return derived_seed(seed, draw, run, *([call] if call else []))
 
 
 def experience_of(prompt: Prompt, draw: int, run: int, completion: Completion) -> Experience:
-    """Return the response of run number `run` of draw number `draw`, as the engine wrote it."""
+    """Return an engine's response as the sample of run `run` of draw `draw`."""
     return Experience(
         id=f"{prompt.id}#{draw}/{run}",
         group_id=f"{prompt.id}#{draw}",

@@ -182,7 +182,7 @@ def test_parts_over_several_resumes() -> None:
     first = history.begun(rates[0])
     assert first.line == ""
     again = resumed(first, rates[0], 10)
-    assert again.line == "Settings are those of step 10"
+    assert again.line == "Settings are the same as in step 10"
     second = resumed(again, rates[1], 20)
     key = "sft_train.training_args.learning_rate"
     assert second.line == f"Settings changed after step 20: {key}: 0.001 → 0.0003"

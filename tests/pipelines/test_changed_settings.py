@@ -60,7 +60,7 @@ def test_changed_settings_are_taken_and_named(whole: Run, tmp_path: Path) -> Non
 
 def test_unchanged_settings_go_on_to_the_bit(whole: Run, tmp_path: Path) -> None:
     run = fork(whole, tmp_path / "fork", "logging_steps=2")
-    assert "Settings are those of step 2" in run.output
+    assert "Settings are the same as in step 2" in run.output
     one, other = (load_file(each.path / "checkpoints/step_4/hf/model.safetensors") for each in (whole, run))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
