@@ -18,11 +18,14 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import IConfigRepository
+from hydra._internal.defaults_list import create_defaults_list
+from hydra.conf import HydraConf
 from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -30,7 +33,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from roll_opd.base.failures import ConfigError, file_kind, os_sentence
 from roll_opd.base.paths import REPOSITORY, PathError, expanded
 from roll_opd.config.diagnostics import Diagnostics
-from roll_opd.config.overrides import SearchPath, hydra_arguments, is_group, search_path
+from roll_opd.config.overrides import SEARCH_PATH, SearchPath, hydra_arguments, is_group, search_path
 from roll_opd.config.yaml_files import LOADER, bounded_work, check_file, use_bounded_files, value_problem, yaml_message
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -40,6 +43,7 @@ KINDS = "write key=value, +key=value or ~key"
 NOISE = ("full_key:", "object_type=", "reference_type=", "Config search path", "provider=")
 # list(...) and range(...) mean something else in Hydra's own language
 REFERS = re.compile(r"\$\{(\w+)[.}\[]")
+HYDRAS = re.compile(r"hydra(?:[./]|$)")  # keys and groups of Hydra's own configuration
 UNSET = re.compile(r"Environment variable '([^']+)' not found")
 # an override with a plain value: not quoted, no list, object or function call
 PLAIN_VALUE = re.compile(r"\+{0,2}[\w.@/:-]+=(?![\s\"'\[{,]|\w+\()[^,\x00-\x1f]+(?<!\s)")
@@ -200,7 +204,11 @@ def _chosen_groups(name: str, overrides: list[Override], places: SearchPath) -> 
 
 
 class _Loader(ConfigLoaderImpl):
-    """Hydra's loader that keeps the defaults list of the composed configuration, which is slow to compute."""
+    """Hydra's loader without Hydra's own configuration, which takes most of the time and which no plan reads.
+
+    A choice of a file of Hydra's own (`hydra/launcher=basic`) and an override of its keys still compose all of it.
+    `defaults` is the defaults list of the composed configuration.
+    """
 
     defaults: tuple[ResultDefault, ...] = ()
 
@@ -210,9 +218,39 @@ class _Loader(ConfigLoaderImpl):
         hydra.config_loader = cls(hydra.config_loader.config_search_path)
         return cast(_Loader, hydra.config_loader)
 
+    def _load_configuration_impl(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        parsed, files = self._parse_overrides_and_create_caching_repo(config_name, overrides)
+        others = [override for override in parsed if override.get_key_element() != SEARCH_PATH]
+        primary = files.load_config(config_name) if config_name else None
+        if any(HYDRAS.match(override.key_or_group) for override in others) or _chooses_files_of_hydras(primary):
+            arguments = config_name, overrides, run_mode, from_shell, validate_sweep_overrides
+            return super()._load_configuration_impl(*arguments)
+        found = create_defaults_list(files, config_name, others, prepend_hydra=False, skip_missing=False)
+        config = self._compose_config_from_defaults_list(found.defaults, files)
+        if written := config.get("hydra"):
+            schema = OmegaConf.create({"hydra": OmegaConf.structured(HydraConf)})
+            schema.merge_with({"hydra": written})  # refuses unknown keys and wrong types
+        OmegaConf.set_struct(config, True)
+        self._apply_overrides_to_config(found.config_overrides, config)
+        return config
+
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
         self.defaults = tuple(defaults)
         return super()._compose_config_from_defaults_list(defaults, repo)
+
+
+def _chooses_files_of_hydras(primary: ConfigResult | None) -> bool:
+    """Whether the defaults list of a file has an entry of a group `hydra/...`, with or without `override`."""
+    entries = (primary.defaults_list or ()) if primary is not None else ()
+    named = (getattr(entry, "group", None) or getattr(entry, "path", None) for entry in entries)
+    return any(name is not None and HYDRAS.match(name.lstrip("/")) for name in named)
 
 
 def _origins(defaults: Sequence[ResultDefault], places: SearchPath) -> dict[str, str]:

@@ -142,3 +142,30 @@ def test_another_text_is_refused_with_the_quotes_to_write(value: str) -> None:
     (word,) = shlex.split(refused.value.problems[0].rpartition(": ")[2])
     (override,) = parse_overrides([word])
     assert override.value() == value
+
+
+@pytest.mark.parametrize("name", ["onpolicy_distill", "hints", "rlvr_opd"])
+@pytest.mark.parametrize("choice", ["hydra/launcher=basic", "hydra.run.dir=/nowhere"])
+def test_hydras_own_part_changes_no_value(name: str, choice: str) -> None:
+    """It is composed only where it is chosen from or overridden, since composing it takes most of the time."""
+    overrides = ["max_steps=7", "+system_envs.A=b"]
+    short, whole = (load_config("demo", name, [*overrides, *chosen]) for chosen in ([], [choice]))
+    del whole.origins[choice.partition("=")[0]]
+    short.origins.pop("hydra.run.dir")
+    whole.origins.pop("hydra.run.dir", None)
+    assert short == whole
+    assert short.values["max_steps"] == 7 and "hydra" not in short.values
+
+
+def test_defaults_lists_may_choose_files_of_hydras(root: Path) -> None:
+    _yaml(root / "run.yaml", {"defaults": [{"override hydra/job_logging": "disabled"}, "_self_"], "seed": 1})
+    assert load_config(str(root), "run", []).values == {"seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [({"outputdir": "x"}, "outputdir"), ({"run": {"dir": ["x"]}}, "to string"), ("x", "HydraConf")],
+)
+def test_keys_of_hydras_are_checked(root: Path, section: Any, problem: str) -> None:
+    _yaml(root / "run.yaml", {"hydra": section, "seed": 1})
+    assert problem in _refused(str(root), "run", [])
