@@ -1,1 +1,1 @@
-"""Translation of configurations written for ROLL and Trinity-RFT."""
+"""Configurations of ROLL and Trinity-RFT in the terms of this package; imported only for files that need it."""

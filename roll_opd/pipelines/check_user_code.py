@@ -6,7 +6,7 @@ from roll_opd.base.failures import ConfigError
 from roll_opd.base.frozen import thaw
 from roll_opd.base.registry import argument_problems
 from roll_opd.config.plan import RunPlan
-from roll_opd.planner.trackers import GIVEN_BY_US
+from roll_opd.planner.tracker_sections import GIVEN_BY_US
 from roll_opd.rewards import reward_registry as rewards
 from roll_opd.tracking import trackers as trackers
 from roll_opd.tracking.trackers import JSONL

@@ -17,7 +17,7 @@ from roll_opd.pipelines.example_prompt import NEUTRAL
 from roll_opd.pipelines.history import Part
 from roll_opd.pipelines.origin import base_model, cached, licence, model_name
 from roll_opd.pipelines.workflow_rewards import rewards_from
-from roll_opd.planner.describe import objective_text
+from roll_opd.planner.plan_text import objective_text
 from roll_opd.tracking.results import before_after_table, loading
 from roll_opd.tracking.summary import versions
 

@@ -9,7 +9,7 @@ from roll_opd.config.schema import Run
 from roll_opd.models.device_phases import members_on_gpus
 from roll_opd.models.memory import device_memory, readable_bytes
 from roll_opd.planner.device_mapping import short_devices
-from roll_opd.planner.roles import Role
+from roll_opd.planner.role_reader import Role
 from roll_opd.planner.strategies import OPTIONS
 
 
@@ -65,7 +65,7 @@ def _apart(devices: Sequence[int], tp: int, per_node: int) -> Sequence[int]:
 
 
 def check_memory(plan: RunPlan, diag: Diagnostics) -> None:
-    """Refuse devices that cannot hold what stays in their memory; warn of those that activations would fill."""
+    """Refuse devices that cannot hold what stays in their memory; warn of devices that activations would fill."""
     if plan.device_memory_gb is None:
         return
     limit = int(plan.device_memory_gb * 2**30)
@@ -75,11 +75,11 @@ def check_memory(plan: RunPlan, diag: Diagnostics) -> None:
         if full:
             most = max(full, key=needs.__getitem__)
             names = " and ".join(name for name, role in plan.roles().items() if most in role.devices)
-            all_there = "even as they take turns" if members_on_gpus(plan) else "all of which stay in memory"
-            what = all_there if computing else "even without what they compute with"
+            all_there = "even in turns" if members_on_gpus(plan) else "which all stay in memory"
+            what = all_there if computing else "without any activations"
             text = (
                 f"devices {short_devices(full)} have {plan.device_memory_gb:g} GiB each and need about"
-                f" {readable_bytes(needs[most])} for {names}, {what}; give roles devices of their own, split them"
+                f" {readable_bytes(needs[most])} for {names}, {what}; give the roles separate devices, split them"
                 f" further, or lower gpu_memory_utilization{' or the tokens of a micro-batch' if computing else ''}"
             )
             return diag.add_warning(text) if computing else diag.unsupported("device_memory_gb", text)

@@ -1,6 +1,6 @@
-"""Checks of values: what is optimised, against the mode and against itself.
+"""Checks of the objective: its keys against the mode and against each other.
 
-Refuses what would teach nothing or something else than it says, and names what has no effect.
+An objective that would teach nothing, or something else than its keys mean, is refused; keys without effect are named.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,19 +20,23 @@ from roll_opd.config.schema import (
     Top,
     keys_of,
 )
-from roll_opd.planner import correction
-from roll_opd.planner.roles import Roles
+from roll_opd.planner.objective_plan import (
+    NAMES_OF_A_LOSS,
+    STEP_KEYS,
+    check_clip_range,
+    check_correction,
+    has_norm_levels,
+    keys_of_steps,
+)
+from roll_opd.planner.role_reader import Roles
 
 FEWEST_STEPS = 5  # horizons in which an adaptive coefficient could fall to 0
-NAMES_OF_A_LOSS = frozenset({"algorithm_type", "policy_loss_fn", "policy_loss"})  # of keys that are not ROLL's
-ROLL_CLIP = 0.2  # ROLL's default of pg_clip_low and pg_clip_high
-SAID_OF_TEACHERS = {"whiten_advantages", "kl_penalty"}  # a sentence of their own tells what becomes of them
+REPORTED_WITH_TEACHERS = {"whiten_advantages", "kl_penalty"}  # by `_check_beside_teachers`
 NORMS = ("norm_mean_type", "norm_std_type")
-STEP_KEYS = frozenset({"step_reward_gamma", "episode_reward_weight", "step_reward_weight"})
 
 
 def check_objective(top: Top, mode: str, agentic: bool) -> None:
-    """Say what contradicts the mode, what has no effect in it, and what cannot be computed yet."""
+    """Report keys that contradict the mode, have no effect in it, or cannot be computed yet."""
     top.diag.unused(*(key for key in _unread(top, mode, agentic) if _given(top, key) is not None))
     if top.importance_sampling not in (None, "token", "seq"):
         top.diag.unsupported("importance_sampling", f"{top.importance_sampling} is not available yet; remove the key")
@@ -45,8 +49,8 @@ def check_objective(top: Top, mode: str, agentic: bool) -> None:
     _check_functions(top, mode)
     if top.diag.is_one_of("opd_divergence", top.opd_divergence, DIVERGENCE_NAMES) and mode != "rl":
         _check_distillation(top)
-    correction.check(top, mode)
-    _check_clip_range(top)
+    check_correction(top, mode)
+    check_clip_range(top)
     if mode != "rl" and top.opd_objective == "sampled":
         _check_beside_teachers(top, mode)
     if mode == "pure":
@@ -56,14 +60,14 @@ def check_objective(top: Top, mode: str, agentic: bool) -> None:
 
 
 def _unread(top: Top, mode: str, agentic: bool) -> Iterator[str]:
-    """Yield the keys that nothing reads in this mode and beside these others."""
+    """Yield the keys that nothing reads in this mode and with these other keys."""
     sampled = top.opd_objective == "sampled"
     if mode == "rl":
         yield from ("opd_kl_coef", "opd_kl_discount", "opd_use_policy_gradient", *keys_of(DistillationKeys))
     if mode == "pure":
-        told = {*PURE_FIXED, *(SAID_OF_TEACHERS if sampled else ())}
-        yield from {*keys_of(ReinforcementKeys), *keys_of(CriticKeys)} - told
-        if not sampled:  # there is no advantage then
+        reported = {*PURE_FIXED, *(REPORTED_WITH_TEACHERS if sampled else ())}
+        yield from {*keys_of(ReinforcementKeys), *keys_of(CriticKeys)} - reported
+        if not sampled:  # without an advantage
             yield "advantage_clip"
     else:
         if top.adv_estimator != "gae":
@@ -92,7 +96,7 @@ def _unread(top: Top, mode: str, agentic: bool) -> Iterator[str]:
 
 
 def _check_reward_part(top: Top, agentic: bool) -> None:
-    """Check what a run that learns from rewards has: a critic, normalised rewards, KLs to the reference policy."""
+    """Check the keys of a run with rewards: critic, normalised rewards, KLs to the reference policy."""
     if top.adv_estimator == "gae" and top.critic_warmup >= top.max_steps:
         top.diag.error(
             "critic_warmup",
@@ -110,12 +114,12 @@ def _check_reward_part(top: Top, agentic: bool) -> None:
     if (top.use_kl_loss or top.add_token_level_kl) and top.kl_penalty in KL_PENALTIES_LATER:
         known = ", ".join(dict.fromkeys(KL_PENALTIES.values()))
         top.diag.unsupported("kl_penalty", f"{top.kl_penalty!r} is not available yet; use one of {known}")
-    # in environments reward_normalization says it
+    # environments have reward_normalization instead
     is_rolls_grpo = not agentic and top.adv_estimator == "grpo" and NAMES_OF_A_LOSS.isdisjoint(top.written)
     for key in NORMS:
         value = getattr(top, key)
         if is_rolls_grpo and key in top.written and value not in ("group", "running"):
-            top.diag.warn(key, f"{value or 'null'} counts; ROLL's grpo takes group, as it is here without the key")
+            top.diag.warn(key, f"{value or 'null'} counts; ROLL's grpo takes group, the default here")
         if value == "running":
             top.diag.unsupported(key, "'running' is not available yet; use batch or group")
     if top.use_kl_loss and not top.kl_loss_coef:
@@ -130,7 +134,7 @@ def _check_reward_part(top: Top, agentic: bool) -> None:
 
 
 def check_samples(top: Top, responses: int, has_rewards: bool) -> None:
-    """Say where a mask of samples leaves nothing, or has nothing to decide by. `responses` are those of a prompt."""
+    """Report masks that leave no sample, or have no rewards to decide by; `responses` are the responses of a prompt."""
     if not has_rewards:
         for key in ("difficulty_mask", "error_max_len_clip"):
             if getattr(top, key):
@@ -141,43 +145,14 @@ def check_samples(top: Top, responses: int, has_rewards: bool) -> None:
         top.diag.error(
             "difficulty_low_threshold",
             f"{top.difficulty_low_threshold:g} is not below difficulty_high_threshold"
-            f" {top.difficulty_high_threshold:g}, so that no prompt is learned from; lower it",
+            f" {top.difficulty_high_threshold:g}, so that no prompt is left; lower it",
         )
     if top.rl_loss_coef == 0:
         top.diag.warn("rl_loss_coef", "0 takes the policy loss away, and with it all that rewards and advantages teach")
 
 
-def clip_range(top: Top) -> tuple[float, float]:
-    """Return how far a ratio may be below and above 1: pg_clip, or the two keys for each side where they count.
-
-    In ROLL they count with use_pg_clip_range: true, and are 0.2 where they are not written. They count too where a
-    key that is not ROLL's names the loss.
-    """
-    if not _reads_clip_range(top):
-        return top.pg_clip, top.pg_clip
-    other = ROLL_CLIP if top.use_pg_clip_range else top.pg_clip
-    low, high = top.pg_clip_low, top.pg_clip_high
-    return other if low is None else low, other if high is None else high
-
-
-def _reads_clip_range(top: Top) -> bool:
-    if top.use_pg_clip_range is not None:
-        return top.use_pg_clip_range
-    return not NAMES_OF_A_LOSS.isdisjoint(top.written)
-
-
-def _check_clip_range(top: Top) -> None:
-    written = {key: value for key in ("pg_clip_low", "pg_clip_high") if (value := getattr(top, key)) is not None}
-    if written and not _reads_clip_range(top) and set(written.values()) != {top.pg_clip}:
-        shown = ", ".join(f"{key} {value:g}" for key, value in written.items())
-        top.diag.warn(
-            next(iter(written)),
-            f"without use_pg_clip_range: true, {shown} have no effect, as in ROLL; pg_clip {top.pg_clip:g} counts",
-        )
-
-
 def _check_beside_teachers(top: Top, mode: str) -> None:
-    """Say what ROLL would do with the teachers' part of an advantage, and is not done here."""
+    """Warn of keys that ROLL applies to the teachers' part of an advantage, and this package does not."""
     if top.whiten_advantages:
         pure = mode == "pure"
         instead = "has no effect in pure distillation" if pure else "whitens the reward's part of an advantage alone"
@@ -194,21 +169,10 @@ def _check_beside_teachers(top: Top, mode: str) -> None:
         )
 
 
-def has_norm_levels(advantage: str) -> bool:
-    """Whether `norm_mean_type` and `norm_std_type` are arguments of a built-in advantage."""
-    levels = {"mean_cal_level", "std_cal_level"}
-    return advantage in ADVANTAGES.builtin and levels <= ADVANTAGES.defaults(advantage).keys()
-
-
-def keys_of_steps(advantage: str) -> set[str]:
-    """Return the keys of the rewards of steps that are arguments of a built-in advantage."""
-    return set(STEP_KEYS & ADVANTAGES.defaults(advantage).keys()) if advantage in ADVANTAGES.builtin else set()
-
-
 def check_steps(top: Top, agentic: bool, whole: Sequence[str]) -> None:
-    """Say where an advantage that adds up the rewards of steps, or compares their states, has none of them.
+    """Report an advantage over the rewards or states of steps in a run without steps.
 
-    `whole` are the tags of which a sample is a whole trajectory.
+    `whole` are the tags whose samples are whole trajectories.
     """
     name, facts = top.adv_estimator, advantage_facts(top.adv_estimator)
     if facts.adds_steps and whole:
@@ -233,7 +197,7 @@ def check_steps(top: Top, agentic: bool, whole: Sequence[str]) -> None:
 
 
 def _check_functions(top: Top, mode: str) -> None:
-    """Say what is empty or wrong about this loss, these advantages and this KL loss together."""
+    """Report combinations of loss, advantage and KL loss that are empty or wrong."""
     advantage = "on_policy_distill" if mode == "pure" else top.adv_estimator
     measures_kl = top.use_kl_loss and mode != "pure"
     facts = loss_facts(top.policy_loss)
@@ -247,7 +211,7 @@ def _check_functions(top: Top, mode: str) -> None:
         policy_loss=top.policy_loss or "",
         advantage=advantage if facts.reads_advantages else None,
         kl_loss=(top.kl_loss_fn or "low_var_kl") if measures_kl else None,
-        # whether there is a reference policy or a critic has checks of its own
+        # other checks report a missing reference policy or critic
         reference=True,
         critic=advantage == "gae",
         teachers=mode != "rl" or advantage == "on_policy_distill",
@@ -269,8 +233,8 @@ def check_groups(top: Top, responses: int, *, agentic: bool, by_tag: bool) -> No
     if compares and top.norm_mean_type != "batch" and responses == 1:
         top.diag.note(
             "adv_estimator",
-            f"{top.adv_estimator} has no baseline with one response a prompt, so each reward counts as it is; set {key}"
-            " to 2 or more",
+            f"{top.adv_estimator} has no baseline with one response a prompt, so rewards count unchanged; set {key} to"
+            " 2 or more",
         )
     samples = top.rollout_batch_size * responses
     if top.add_token_level_kl and top.target_kl is not None and samples >= FEWEST_STEPS * top.kl_horizon:
@@ -282,7 +246,7 @@ def check_groups(top: Top, responses: int, *, agentic: bool, by_tag: bool) -> No
 
 
 def check_rewards(top: Top, rewards: Sequence[RewardPlan]) -> None:
-    """Say where rewards teach nothing: the loss reads no advantages, and no filter selects what it learns."""
+    """Warn of rewards that teach nothing: the loss reads no advantages, and no filter selects samples."""
     if top.policy_loss not in POLICY_LOSSES.builtin or loss_facts(top.policy_loss).reads_advantages:
         return
     for reward in rewards:
@@ -296,9 +260,9 @@ def check_rewards(top: Top, rewards: Sequence[RewardPlan]) -> None:
 
 
 def check_signals(top: Top, roles: Roles, rewards: Sequence[RewardPlan]) -> None:
-    """Refuse a run of which everything that could teach the student has the coefficient 0.
+    """Refuse a run in which every teaching signal has the coefficient 0.
 
-    Teachers and rewards that are missing are told elsewhere. A user's own functions may learn from samples alone.
+    Missing teachers and rewards are reported elsewhere. A user's functions may need no signal but the samples.
     """
     facts, teachers = loss_facts(top.policy_loss), roles.teachers.values()
     own_coefs = [teacher.worker.opd_kl_coef for teacher in teachers]
@@ -308,7 +272,7 @@ def check_signals(top: Top, roles: Roles, rewards: Sequence[RewardPlan]) -> None
     learns_samples = top.policy_loss not in POLICY_LOSSES.builtin or not facts.reads_advantages or facts.needs
     if distils or learns_samples or top.entropy_loss_coef:
         return
-    else_nothing = "and nothing else teaches the student, whose weights would stay as they are"
+    else_nothing = "and nothing else teaches the student, whose weights would not change"
     if roles.mode == "pure":
         diag = next((role.diag for role in teachers if role.worker.opd_kl_coef is not None), top.diag)
         if teachers:
@@ -338,13 +302,13 @@ def _check_pure(top: Top) -> None:
 
 
 def _given(top: Top, key: str) -> object:
-    """Return what is written for a key, or what the algorithm says for it; None where neither does."""
+    """Return the value of a key that is written or set by the algorithm; None for a default."""
     value = getattr(top, key)
     return value if key in top.written or value != getattr(Top, key) else None
 
 
 def _check_distillation(top: Top) -> None:
-    """Refuse combinations of the teachers' part that teach nothing or something else than they say."""
+    """Refuse combinations of the teachers' keys that teach nothing or something else than they mean."""
     objective, policy_gradient = top.opd_objective, top.opd_use_policy_gradient
     if objective == "sampled":
         if policy_gradient is False:

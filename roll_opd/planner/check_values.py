@@ -1,6 +1,6 @@
 """Checks of values: lengths, sampling, batches and routing replay.
 
-Every function takes what it needs and tells the sections what is wrong with them; none raises, none touches the disk.
+Every function reports problems to the sections; none raises an exception, none reads the disk.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,22 +10,22 @@ from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import MicroBatchLimits, RolloutPlan
 from roll_opd.config.schema import GeneratingArgs, Run, Supervised, Top, TrainingArgs, Worker
 from roll_opd.models.memory import VLLM_MAX_SEQUENCES
-from roll_opd.planner.roles import Role, Roles
+from roll_opd.planner.role_reader import Role, Roles
 from roll_opd.planner.strategies import OPTIONS
 
 ROUTER_REPLAY = "router_replay.mode"
 SHARE_TOLERANCE = 0.05  # of a row: thirds may be written as 0.333
-MOST_SEQUENCES = 10**7  # of a step: all of them are in the driver's memory at once
+MAX_SEQUENCES = 10**7  # of a step, which the driver's memory holds
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much a step of a rollout is; what could not be told is None."""
+    """Sizes of a step with a rollout; None where a problem was reported."""
 
     n: int  # responses a prompt
     response: int | None  # tokens of the longest one
     held_out: int | None  # of the longest one in validation; None: as many
-    mini_batch: int | None  # sequences behind an update of the student
+    mini_batch: int | None  # sequences of an update of the student
     critic_mini_batch: int | None
 
 
@@ -50,14 +50,14 @@ def _responses_per_prompt(top: Top, args: GeneratingArgs) -> int:
     """Return the group size, or the rollout's num_return_sequences where only that is written."""
     own, group = args.num_return_sequences, top.num_return_sequences_in_group
     if own is not None and group is not None and own != group:
-        text = f"{own} contradicts num_return_sequences_in_group {group}; write one of them"
+        text = f"{own} contradicts num_return_sequences_in_group {group}; keep only one"
         args.diag.error("num_return_sequences", text)
     return group or own or 1
 
 
 def _response_length(top: Top, args: GeneratingArgs) -> int | None:
     """Return the tokens a response may have: response_length, or sequence_length less the prompt."""
-    asked, length = args.max_new_tokens, top.response_length
+    written, length = args.max_new_tokens, top.response_length
     if length is None and top.sequence_length is not None:
         length = top.sequence_length - top.prompt_length
         if length < 1:
@@ -66,7 +66,7 @@ def _response_length(top: Top, args: GeneratingArgs) -> int | None:
                 f"{top.sequence_length} leaves no room after prompt_length {top.prompt_length}; raise it",
             )
             return None
-    length = length or asked
+    length = length or written
     if length is None:
         top.diag.error("response_length", "is missing; write response_length or sequence_length")
         return None
@@ -76,40 +76,40 @@ def _response_length(top: Top, args: GeneratingArgs) -> int | None:
             f"{top.sequence_length} is less than prompt_length {top.prompt_length} + response_length {length};"
             " raise it or leave it out",
         )
-    if asked is not None and asked != length:
+    if written is not None and written != length:
         args.diag.warn(
             "max_new_tokens",
-            f"{asked} and the response length {length} differ, and the smaller counts (in ROLL the response length)",
+            f"{written} and the response length {length} differ, and the smaller counts (in ROLL the response length)",
         )
-    return min(asked or length, length)
+    return min(written or length, length)
 
 
 def _held_out_length(top: Top) -> int | None:
-    """Return the tokens that an answer in validation may have, as written; None: those of a response.
+    """Return the tokens that an answer in validation may have, as written; None: as many as a response.
 
-    With val_sequence_length they are what it leaves after val_prompt_length, whatever else is written, as in ROLL.
+    val_sequence_length minus val_prompt_length overrides all other keys, as in ROLL.
     """
     args = top.validation.generating_args if top.validation else GeneratingArgs()
-    asked, prompt, both = args.max_new_tokens, top.val_prompt_length, top.val_sequence_length
+    written, prompt, both = args.max_new_tokens, top.val_prompt_length, top.val_sequence_length
     if prompt is None and both is None:
-        return asked
+        return written
     if prompt is None or both is None:
         missing = "val_prompt_length" if prompt is None else "val_sequence_length"
         top.diag.error(missing, "is missing; write both val_prompt_length and val_sequence_length, or neither")
-        return asked
+        return written
     if both <= prompt:
         top.diag.error("val_sequence_length", f"{both} leaves no room after val_prompt_length {prompt}; raise it")
-        return asked
-    if asked not in (None, both - prompt):
+        return written
+    if written not in (None, both - prompt):
         args.diag.warn(
             "max_new_tokens",
-            f"{asked} has no effect beside val_sequence_length, which leaves {both - prompt}, as in ROLL",
+            f"{written} has no effect with val_sequence_length, which leaves {both - prompt}, as in ROLL",
         )
     return both - prompt
 
 
 def _check_lengths(top: Top, roles: Roles, args: GeneratingArgs, response: int, held_out: int | None) -> None:
-    """Check the tokens of a response, and those of `held_out` answers, against the models and a max_model_len."""
+    """Check the tokens of a response, and of `held_out` answers, against the models and a max_model_len."""
     infer, key = roles.infer, args.diag.at("max_new_tokens") if args.max_new_tokens else "response_length"
     its_own = "val_sequence_length" if top.val_sequence_length else "validation.generating_args.max_new_tokens"
     for new, its_key in ((response, key), (held_out, its_own)):
@@ -132,9 +132,9 @@ def _check_lengths(top: Top, roles: Roles, args: GeneratingArgs, response: int, 
 
 
 def check_batched_tokens(engine: RolloutPlan, diag: Diagnostics, on_cpu: bool) -> None:
-    """Check the tokens that vLLM computes at once, as its `SchedulerConfig.verify_max_model_len` does.
+    """Check the tokens of a vLLM step, as its `SchedulerConfig.verify_max_model_len` does.
 
-    On a CPU engines cut no prompt in two, whatever is written, and have a number of sequences of their own.
+    On a CPU engines never split a prompt, and have another default number of sequences.
     """
     key, args, longest = f"{OPTIONS}.max_num_batched_tokens", engine.engine_args, engine.max_model_len
     tokens, sequences, whole = args.get("max_num_batched_tokens"), args.get("max_num_seqs"), "enable_chunked_prefill"
@@ -154,28 +154,28 @@ def check_batched_tokens(engine: RolloutPlan, diag: Diagnostics, on_cpu: bool) -
 
 
 def check_positions(top: Run, roles: list[Role], tokens: int, what: str, key: str) -> None:
-    """Check that `tokens` fit into the positions of every model; `what` they are is for the sentence."""
+    """Check that `tokens` fit into the positions of every model; `what` names them in the message."""
     models = {role.info.path: role.info for role in roles if role.info}
     short = [f"{info.path.name} ({info.max_positions})" for info in models.values() if tokens > info.max_positions]
     if short:
         top.diag.error(
             key,
             f"{what} is more than the positions of {' and '.join(short)}; lower it"
-            " (max_position_embeddings in the model's config.json says how many there are)",
+            " (max_position_embeddings in the model's config.json)",
         )
 
 
 def _check_sampling(args: GeneratingArgs) -> None:
-    """Check the rollout's sampling: it must sample, and warn where it is not the model's own distribution."""
+    """Check the rollout's sampling: refuse greedy decoding, warn of a reshaped distribution."""
     if args.temperature == 0:
-        args.diag.error("temperature", "0 does not sample: the student would learn from one answer only; use 1")
+        args.diag.error("temperature", "0 does not sample: the student would see one answer only; use 1")
     reshaped = {"top_p": args.top_p != 1, "top_k": args.top_k > 0, "repetition_penalty": args.repetition_penalty != 1}
     names = [f"{name} {getattr(args, name)}" for name in reshaped if reshaped[name]]
     if names:
         args.diag.note(
             "",
-            f"{', '.join(names)}: rollout log-probs are those of a truncated distribution, the teacher's and"
-            " the training engine's are not; top_p 1, top_k -1, repetition_penalty 1 keep them comparable",
+            f"{', '.join(names)}: rollout log-probs belong to a truncated distribution, and log-probs of teacher and"
+            " training engine do not; top_p 1, top_k -1, repetition_penalty 1 keep them comparable",
         )
 
 
@@ -185,7 +185,7 @@ def demonstration_rows(mini_batch: int, share: float) -> int:
 
 
 def _per_update(args: TrainingArgs, dp: int) -> tuple[int, str]:
-    """Return what is behind an update of `dp` data-parallel ranks, and the arithmetic of it for a sentence."""
+    """Return (sequences of an update over `dp` data-parallel ranks, their arithmetic for a message)."""
     device, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     arithmetic = (
         f"(per_device_train_batch_size {device} x gradient_accumulation_steps {steps} x data-parallel size {dp})"
@@ -194,21 +194,21 @@ def _per_update(args: TrainingArgs, dp: int) -> tuple[int, str]:
 
 
 def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0) -> int | None:
-    """Return the sequences behind one optimizer update, over all data-parallel ranks.
+    """Return the sequences of one optimizer update, over all data-parallel ranks.
 
-    `share` of them are demonstrations, and the step's samples fill the rest. Agentic runs do not know how many samples
-    their trajectories give, so there a remainder is only a warning.
+    A `share` of an update are demonstrations, the step's samples fill the rest. The number of samples of a trajectory
+    is unknown before an agentic run, where a remainder is only a warning.
     """
     if train.strategy.layout is None:
         return None
     args, dp = train.worker.training_args, train.strategy.layout.dp
     mini, arithmetic = _per_update(args, dp)
     sequences = top.rollout_batch_size * n
-    if sequences > MOST_SEQUENCES:
+    if sequences > MAX_SEQUENCES:
         top.diag.error(
             "rollout_batch_size",
-            f"{top.rollout_batch_size} prompts x {n} responses are more than the {MOST_SEQUENCES:,} sequences that a"
-            " step can hold; lower one of them",
+            f"{top.rollout_batch_size} prompts x {n} responses are more than the {MAX_SEQUENCES:,} sequences that a"
+            " step can hold; lower either",
         )
         return None
     given = demonstration_rows(mini, share)
@@ -228,7 +228,7 @@ def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0
         return min(mini, sequences)
     if sequences % (mini - given):
         left = f"the {mini - given} that {given} demonstrations leave in " if given else ""
-        advice = "change one of them" if given else _fitting(sequences, args.per_device_train_batch_size * dp)
+        advice = "change either" if given else _fitting(sequences, args.per_device_train_batch_size * dp)
         top.diag.error(
             "rollout_batch_size",
             f"{top.rollout_batch_size} prompts x {n} responses = {sequences} sequences a step are no multiple of"
@@ -239,21 +239,21 @@ def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0
 
 
 def rows_per_step(top: Supervised, train: Role) -> tuple[int, int]:
-    """Return the rows of a step and those behind one optimizer update, of a run over rows with answers."""
+    """Return (rows of a step, rows of an optimizer update) of a run over rows with answers."""
     dp = train.strategy.layout.dp if train.strategy.layout else 1
     update, arithmetic = _per_update(train.worker.training_args, dp)
     rows = top.train_batch_size or update
     if rows % update:
         top.diag.error(
             "train_batch_size",
-            f"{rows} rows a step are no multiple of the {update} of one update {arithmetic}; change one of them, or"
+            f"{rows} rows a step are no multiple of the {update} of one update {arithmetic}; change either, or"
             " leave train_batch_size out",
         )
     return rows, update
 
 
 def _fitting(sequences: int, share: int) -> str:
-    """Say which gradient_accumulation_steps would fit, or what else to change."""
+    """Return the advice: gradient_accumulation_steps that fit, or another key to change."""
     if sequences % share:
         return f"make the sequences a step a multiple of {share}, or change device_mapping"
     steps = sequences // share
@@ -294,7 +294,7 @@ def _token_limit(worker: Worker, training: bool) -> tuple[str, int | None]:
 
 
 def micro_batch(worker: Worker, training: bool) -> MicroBatchLimits:
-    """Return how much goes through at once: tokens with dynamic batching or packing, else sequences."""
+    """Return the limit of a micro-batch: tokens with dynamic batching or packing, else sequences."""
     if tokens := _token_limit(worker, training)[1]:
         return MicroBatchLimits(tokens=tokens)
     size = worker.training_args.per_device_train_batch_size if training else worker.infer_batch_size
@@ -302,29 +302,27 @@ def micro_batch(worker: Worker, training: bool) -> MicroBatchLimits:
 
 
 def check_replay_of_turns(workflow: str | None, train: Role | None) -> None:
-    """Refuse replay of what a workflow or an environment makes, whose turns do not bring their routes."""
+    """Refuse replay in workflows and environments, whose turns have no routes."""
     if workflow and train and train.worker.router_replay.mode != "disable":
         train.worker.diag.error(ROUTER_REPLAY, "routes of workflows and environments are not recorded yet; use disable")
 
 
 def check_replay(workers: Iterable[Worker], train: Role | None, infer: Role | None) -> None:
-    """Refuse replay where nobody samples, of other roles than the student's, and of a model without experts.
+    """Refuse replay without a rollout, for other roles than the student's, and for a model without experts.
 
-    `train` and `infer` are the student's; None: it learns from rows, or could not be read.
+    `train` and `infer` are the student's roles; None: in a supervised run, or not readable.
     """
     students = [role.worker for role in (train, infer) if role]
     for worker in workers:
         if worker.router_replay.mode != "disable" and not any(worker is student for student in students):
-            worker.diag.error(
-                ROUTER_REPLAY, "routes are those of the student that samples; no other role has any: use disable"
-            )
+            worker.diag.error(ROUTER_REPLAY, "only the sampling student has routes; use disable")
     if not (train and infer):
         return
-    asked, returned = train.worker.router_replay.mode, infer.worker.router_replay.mode
-    if asked != returned:
-        both = f"{train.path}.{ROUTER_REPLAY} is {asked}, {infer.path}.{ROUTER_REPLAY} {returned}"
+    written, returned = train.worker.router_replay.mode, infer.worker.router_replay.mode
+    if written != returned:
+        both = f"{train.path}.{ROUTER_REPLAY} is {written}, {infer.path}.{ROUTER_REPLAY} {returned}"
         train.worker.diag.error(ROUTER_REPLAY, f"{both}: what one replays the other records, so write the same in both")
-    elif asked != "disable" and train.info and not train.info.experts:
+    elif written != "disable" and train.info and not train.info.experts:
         train.worker.diag.error(
             ROUTER_REPLAY, f"{train.info.path.name} has no experts to which tokens are sent; use disable"
         )

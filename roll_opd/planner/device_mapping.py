@@ -1,4 +1,4 @@
-"""Reads `device_mapping`: which devices (or CPU slots) a role owns.
+"""Devices (or CPU slots) of a role, from its `device_mapping`.
 
 ROLL users write Python in a string, such as "list(range(0, 8)) + [12, 13]". The text is parsed and
 interpreted node by node; it is never evaluated.
@@ -60,7 +60,7 @@ def _parse_text(text: str) -> list[int]:
 
 
 def _interpret(node: ast.expr, text: str) -> int | list[int]:
-    """Return what a node of the small accepted language stands for."""
+    """Return the value of a node of the small accepted language."""
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             return value

@@ -1,7 +1,7 @@
-"""Fills in what the row of an `algorithm_type` says, so that nothing behind it knows of rows; Trinity-RFT's keys."""
+"""Values that an `algorithm_type`, Trinity-RFT's keys and the mode imply for keys that are not written."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roll_opd.algorithms.registry import ADVANTAGES, POLICY_LOSSES, AlgorithmError
 from roll_opd.algorithms.table import (
@@ -15,30 +15,17 @@ from roll_opd.algorithms.table import (
     merged_arguments,
 )
 from roll_opd.base.registry import Registry, argument_problems
-from roll_opd.compat.roll.variants import Variant, read_variant
-from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.roll_keys import PG_KEYS
 from roll_opd.config.schema import Top, Worker, changed
 
-RESOLVED = ("policy_loss", "adv_estimator", "policy_loss_fn_args", "advantage_fn_args")  # whatever is written
+if TYPE_CHECKING:
+    from roll_opd.compat.pg_variants import Variant
 
-
-def pipeline_problem(values: Mapping[str, Any], diag: Diagnostics) -> str | None:
-    """Say that `algorithm_type` learns from rows with answers, which has a pipeline of its own; None: it rolls out."""
-    name = values.get("algorithm_type")
-    try:
-        schema = algorithm(name).schema if isinstance(name, str) else "experience"
-    except AlgorithmError:
-        return None  # told with everything else
-    if schema == "experience":
-        return None
-    return (
-        f"algorithm_type: {name} learns from rows of schema {schema}, not from rollouts; run it with"
-        f" start_{schema}_pipeline.py{diag.where('algorithm_type')}"
-    )
+RESOLVED = ("policy_loss", "adv_estimator", "policy_loss_fn_args", "advantage_fn_args")  # even where they are written
 
 
 def expand(top: Top, workers: Mapping[str, Worker | None], mode: str) -> Top:
-    """Return `top` with what its algorithm, its functions' arguments and the mode say where the key is not written.
+    """Return `top` with the values that its algorithm, its functions' arguments and the mode imply for unwritten keys.
 
     `policy_loss` is named then, and so is `adv_estimator`, except in pure distillation.
     """
@@ -46,7 +33,7 @@ def expand(top: Top, workers: Mapping[str, Worker | None], mode: str) -> Top:
     if top.algorithm_type is not None:
         with top.diag.catching("algorithm_type", AlgorithmError):
             row = algorithm(top.algorithm_type)
-    found = _loss(top, row, read_variant(top, workers)) | _advantage(top, row, mode)
+    found = _loss(top, row, _variant(top, workers)) | _advantage(top, row, mode)
     found.setdefault("policy_loss", top.policy_loss or ("importance_sampling" if mode == "pure" else "ppo"))
     if row is not None and row.expert_data_ratio:
         found["expert_data_ratio"] = row.expert_data_ratio
@@ -68,8 +55,17 @@ def expand(top: Top, workers: Mapping[str, Worker | None], mode: str) -> Top:
     return changed(top, missing)
 
 
-def _loss(top: Top, row: Algorithm | None, variant: Variant | None) -> dict[str, Any]:
-    """Return what follows from the policy loss that the algorithm, a key or a pg_variant names."""
+def _variant(top: Top, workers: Mapping[str, Worker | None]) -> "Variant | None":
+    """Return the policy loss of ROLL's `pg_variant`; None without one."""
+    if top.pg_variant is None and not any(worker.written & PG_KEYS for worker in workers.values() if worker):
+        return None
+    from roll_opd.compat.pg_variants import read_variant  # only for files that have its keys
+
+    return read_variant(top, workers)
+
+
+def _loss(top: Top, row: Algorithm | None, variant: "Variant | None") -> dict[str, Any]:
+    """Return the values implied by the policy loss that the algorithm, a key or a pg_variant names."""
     ours = top.policy_loss
     if ours is not None and not top.diag.is_one_of("policy_loss", ours, POLICY_LOSSES.builtin):
         return {}
@@ -78,7 +74,7 @@ def _loss(top: Top, row: Algorithm | None, variant: Variant | None) -> dict[str,
         chosen[variant.key] = variant.name
     named = {key: name for key, name in chosen.items() if name is not None}
     if len(set(named.values())) > 1:
-        top.diag.error(next(iter(named)), f"contradicts {', '.join(list(named)[1:])}; write one of them")
+        top.diag.error(next(iter(named)), f"contradicts {', '.join(list(named)[1:])}; keep only one")
         return {}
     key, name = next(iter(named.items()), ("algorithm_type", row.policy_loss if row else None))
     given = dict(top.policy_loss_fn_args)
@@ -93,13 +89,13 @@ def _loss(top: Top, row: Algorithm | None, variant: Variant | None) -> dict[str,
             top.diag.error("importance_sampling", f"seq is a ratio of policy loss ppo, and the loss is {name}")
     if name is None:
         if given:
-            top.diag.error("policy_loss_fn_args", "are of which loss? write policy_loss_fn or algorithm_type too")
+            top.diag.error("policy_loss_fn_args", "belong to no loss; write policy_loss_fn or algorithm_type too")
         return {}
     if row is not None and name == row.policy_loss:
         given = {**row.policy_loss_args, **given}
     if variant is not None:
         given = {**variant.arguments, **given}
-    found = {"loss_agg_mode": given.pop("loss_agg_mode", None)}  # Trinity-RFT's argument is a key of its own here
+    found = {"loss_agg_mode": given.pop("loss_agg_mode", None)}  # an argument of Trinity-RFT's losses is a key here
     try:
         found["policy_loss"] = POLICY_LOSSES.located(name)
     except AlgorithmError as error:
@@ -111,13 +107,13 @@ def _loss(top: Top, row: Algorithm | None, variant: Variant | None) -> dict[str,
         given = _known(top, "policy_loss_fn_args", POLICY_LOSSES, name, given)
         trinity = key == "policy_loss_fn" or (key == "algorithm_type" and row is not None)
         if facts.reads_pg_clip and trinity and "dual_clip_loss" not in top.written:
-            given = {"dual_clip": defaults["dual_clip"], **given}  # ROLL's keys have ROLL's default, which is none
+            given = {"dual_clip": defaults["dual_clip"], **given}  # ROLL's keys have ROLL's default, null
     found["policy_loss_fn_args"] = given
     return found
 
 
 def _advantage(top: Top, row: Algorithm | None, mode: str) -> dict[str, Any]:
-    """Return what follows from the advantage that the algorithm or a key names."""
+    """Return the values implied by the advantage that the algorithm or a key names."""
     roll, roll_names = top.adv_estimator, (*ADVANTAGES.builtin, *ADVANTAGES.elsewhere)
     if roll is not None and not top.diag.is_one_of("adv_estimator", roll, roll_names):
         return {}
@@ -125,11 +121,11 @@ def _advantage(top: Top, row: Algorithm | None, mode: str) -> dict[str, Any]:
     given = dict(top.advantage_fn_args)
     if top.advantage_fn is not None and roll not in (None, top.advantage_fn):
         other = f"adv_estimator: {roll}{top.diag.where('adv_estimator')}"
-        top.diag.error("advantage_fn", f"contradicts {other}; write one of them, or adv_estimator=null beside it")
+        top.diag.error("advantage_fn", f"contradicts {other}; keep only one, or write adv_estimator=null as well")
         return {}
     if name is None:
         if given:
-            top.diag.error("advantage_fn_args", "are of which function? write advantage_fn or algorithm_type too")
+            top.diag.error("advantage_fn_args", "belong to no function; write advantage_fn or algorithm_type too")
         if row is not None:
             return {"adv_estimator": "reinforce"}  # the loss reads none
         return {} if mode == "pure" else {"adv_estimator": "gae"}  # ROLL's default
@@ -154,12 +150,12 @@ def _advantage(top: Top, row: Algorithm | None, mode: str) -> dict[str, Any]:
 
 
 def _known(top: Top, key: str, registry: Registry[Any], name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments under our names; says which ones the function does not take, or not with that type."""
+    """Return the arguments under our names; reports unknown ones and wrong types."""
     defaults, ours = registry.defaults(name), dict(merged_arguments(given, {})[0])
     unknown = merged_arguments(given, defaults)[1]
     for argument in unknown:
         takes = f"takes {', '.join(defaults)}" if defaults else "takes none"
-        top.diag.error(f"{key}.{argument}", f"is no argument of {registry.kind} {name}, which {takes}")
+        top.diag.error(f"{key}.{argument}", f"is not an argument of {registry.kind} {name}, which {takes}")
     if ours and not unknown:
         for argument, problem in argument_problems(registry.find(name), ours, given_by_us=1):
             top.diag.error(f"{key}.{argument}", problem)

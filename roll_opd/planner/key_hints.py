@@ -1,6 +1,6 @@
-"""Hints for unknown keys: misspelt, or in the wrong section."""
+"""Keys that only some roles read, and hints for unknown keys: misspelt, or in the wrong section."""
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from functools import cache
 from typing import Any, get_args, get_origin
 
@@ -19,11 +19,61 @@ from roll_opd.config.schema import (
     Worker,
     keys_of,
 )
-from roll_opd.planner.role_keys import MEGATRON, OF_MEGATRON, OF_VLLM, TEACHER, has_effect, kind_of
 
+TRAIN, ROLLOUT, TEACHER, FROZEN, CRITIC = "train", "rollout", "teacher", "frozen", "critic"  # kinds of roles
+ENGINES = (ROLLOUT,)
+MEGATRON = (TRAIN, TEACHER, FROZEN, CRITIC)
+LEARNERS = (TRAIN, CRITIC)
+TEACHER_KEYS = ("opd_kl_coef", "tag_included")
+# key -> the kinds of roles that read it; every role reads the others
+READ_BY: dict[str, Collection[str]] = {
+    **dict.fromkeys(TEACHER_KEYS, (TEACHER,)),
+    "data_args": (TRAIN,),
+    "training_args": LEARNERS,
+    "generating_args": ENGINES,
+    "worker_cls": (),  # of a reward; an ActorPGWorker of the student is ROLL's
+    **dict.fromkeys(("pg_variant", "topr_positive_weight", "topr_negative_weight"), (TRAIN,)),
+    "num_gpus_per_worker": ENGINES,
+    **dict.fromkeys(("infer_batch_size", "use_sequence_packing", "sequence_packing_args"), MEGATRON),
+    **dict.fromkeys(("use_dynamic_batching_in_infer", "max_tokens_per_microbatch_in_infer"), MEGATRON),
+    **dict.fromkeys(("use_dynamic_batching_in_train", "max_tokens_per_microbatch_in_train"), LEARNERS),
+}
+# keys whose readers are checked with their values (roles.py, compat/pg_variants.py)
+CHECKED = ("data_args", "training_args", "generating_args", "worker_cls", "pg_variant")
+# options of strategy_args.strategy_config that are often written elsewhere
+MEGATRON_OPTIONS = frozenset({
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("sequence_parallel", "use_distributed_optimizer", "recompute_granularity"),
+})  # fmt: skip
+VLLM_OPTIONS = frozenset({
+    *("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "max_model_len", "max_num_seqs"),
+    *("enforce_eager", "block_size", "load_format", "sleep_level", "max_num_batched_tokens"),
+})  # fmt: skip
 NAME = "NAME"  # in a place: a name that the user chooses
 OPTIONS = ("strategy_args", "strategy_config")
 Place = tuple[str, ...]
+
+
+def kind_of(role: str) -> str:
+    """Return the kind of the role with this name in a configuration."""
+    if role.endswith("_train"):
+        return TRAIN
+    if role in (TEACHER, CRITIC):
+        return role
+    return FROZEN if role == "reference" else ROLLOUT
+
+
+def has_effect(key: str, kind: str) -> bool:
+    """Whether a role of this kind reads a key of its section."""
+    return kind in READ_BY.get(key, (kind,))
+
+
+def unread(worker: Worker, kind: str) -> list[str]:
+    """Return the keys with another value than the default that a role of this kind does not read."""
+    default = type(worker)()
+    changed = [name for name in keys_of(Worker) if getattr(worker, name, None) != getattr(default, name, None)]
+    return [name for name in changed if name not in CHECKED and not has_effect(name, kind)]
 
 
 def typing_error(
@@ -88,7 +138,7 @@ def _is_read(place: Place, key: str) -> bool:
 
 
 def _places(path: Place, written: Set[str]) -> Iterator[tuple[Place, Set[str]]]:
-    """Yield (section, its keys) of a configuration with these top-level keys, those of likely places first."""
+    """Yield (section, its keys) of a configuration with these top-level keys, likely places first."""
     train, infer = (
         next((names[at] for names in (PURE_ROLES, MIXED_ROLES) if names[at] in written), None) for at in (0, 1)
     )
@@ -108,8 +158,9 @@ def _places(path: Place, written: Set[str]) -> Iterator[tuple[Place, Set[str]]]:
     yield (), keys_of(top).keys()
     for root, section in roles.items():
         yield from _tree(section, root).items()
-        is_megatron = kind_of(root[0]) in MEGATRON
-        own = OF_MEGATRON | OF_VLLM if root[:1] == path[:1] else OF_MEGATRON if is_megatron else OF_VLLM
+        own = MEGATRON_OPTIONS if kind_of(root[0]) in MEGATRON else VLLM_OPTIONS
+        if root[:1] == path[:1]:  # where an option of the other engine is an error, too
+            own = MEGATRON_OPTIONS | VLLM_OPTIONS
         yield (*root, *OPTIONS), own
     if not supervised:
         yield from _tree(Reward, ("rewards", NAME)).items()

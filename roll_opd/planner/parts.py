@@ -1,53 +1,47 @@
-"""Builds the parts of a plan from roles that have been read and found right. Every rule is in the checks."""
+"""Parts of a plan, built from checked roles: Megatron and inference roles, optimizer and schedule, sampling."""
 
+import math
 from dataclasses import replace
+from typing import Any
 
-from roll_opd.algorithms.registry import POLICY_LOSSES
-from roll_opd.algorithms.table import KL_PENALTIES, ROLL_LOSS_AGG_MODE, loss_facts
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import (
     FollowingPlan,
     MegatronPlan,
     ModelPlan,
-    ObjectivePlan,
     OptimizerPlan,
     RolloutPlan,
     SamplingPlan,
     TeacherPlan,
     TrainPlan,
 )
+from roll_opd.config.roll_keys import SCHEDULES
 from roll_opd.config.schema import (
-    DistillationKeys,
     FollowKeys,
     GeneratingArgs,
-    ObjectiveKeys,
     OptimizerKeys,
-    ReinforcementKeys,
     Run,
     SamplingKeys,
     TeacherWorker,
     Top,
+    TrainingArgs,
     Worker,
-    keys_of,
     shared,
 )
-from roll_opd.planner import correction
-from roll_opd.planner.check_objective import clip_range, has_norm_levels, keys_of_steps
 from roll_opd.planner.check_values import micro_batch
-from roll_opd.planner.roles import Role
-from roll_opd.planner.schedule import read_schedule
+from roll_opd.planner.role_reader import Role
 from roll_opd.planner.teacher_context import context_of
 
 JUDGE_TOKENS = 1024  # of a judge's instructions, and of its answer where no max_new_tokens is written
 
 
 def environment(*sections: Run | Worker) -> FrozenDict:
-    """Return the environment variables that sections say, those of a later one over those before it."""
+    """Return the environment variables of sections; a later section overrides the ones before it."""
     return FrozenDict({name: str(value) for section in sections for name, value in section.system_envs.items()})
 
 
 def megatron_plan(role: Role, top: Run, student: Role | None = None) -> MegatronPlan:
-    """Return what every Megatron role has; a wider frozen model gives the log-probs of the tokens of `student`."""
+    """Return the plan of any Megatron role; a frozen model scores only token ids that `student` has, too."""
     assert role.info and role.strategy.devices and role.strategy.layout
     vocabulary = student.info.vocab if student and student.info else role.info.vocab
     return MegatronPlan(
@@ -66,7 +60,7 @@ def train_plan(role: Role, top: Run, mini_batch: int, total: int, answers: int =
     """Return a role that learns.
 
     Args:
-        mini_batch: sequences behind an update.
+        mini_batch: sequences of an update.
         total: updates of the run.
         answers: sequences that stay together in a micro-batch, whose limit counts them as one.
     """
@@ -74,7 +68,7 @@ def train_plan(role: Role, top: Run, mini_batch: int, total: int, answers: int =
     if limits.sequences:
         limits = replace(limits, sequences=limits.sequences * answers)
     optimizer = OptimizerPlan(
-        **{**shared(OptimizerKeys, args), **read_schedule(args, total)},
+        **{**shared(OptimizerKeys, args), **_schedule(args, total)},
         max_grad_norm=top.max_grad_norm if args.max_grad_norm is None else args.max_grad_norm,
         use_distributed_optimizer=role.strategy.use_distributed_optimizer,
         overlap_grad_reduce="overlap_grad_reduce" in role.strategy.overlaps,
@@ -89,6 +83,46 @@ def train_plan(role: Role, top: Run, mini_batch: int, total: int, answers: int =
         lora=role.lora,
         router_replay=role.worker.router_replay.mode,
     )
+
+
+def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
+    """Return the schedule's fields of an `OptimizerPlan` for a run of `total` updates."""
+    style, kwargs = SCHEDULES[args.lr_scheduler_type], args.lr_scheduler_kwargs
+    warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total)
+    peak = args.learning_rate if kwargs.max_lr is None else kwargs.max_lr
+    if not peak:
+        args.diag.warn("learning_rate", "0 changes no weights: such a run measures and learns nothing")
+    if warmup > total:
+        args.diag.note("", f"{warmup} warm-up updates are more than the run's {total}")
+    for name, rate in (("min_lr", kwargs.min_lr), ("init_lr", kwargs.init_lr)):
+        if rate > peak:
+            kwargs.diag.error(name, f"{rate:g} is above the {peak:g} after the warm-up; lower it")
+    if kwargs.lr_decay_steps is not None and kwargs.lr_decay_steps <= warmup:
+        kwargs.diag.error(
+            "lr_decay_steps",
+            f"{kwargs.lr_decay_steps} is not more than the {warmup} updates of the warm-up; raise it",
+        )
+    if style == "WSD" and kwargs.wsd_decay_steps is None:
+        kwargs.diag.error(
+            "wsd_decay_steps",
+            f"is missing; {args.lr_scheduler_type} needs it, write how many updates its decay takes",
+        )
+    elif style in ("linear", "cosine") and total == 1 and not (warmup or kwargs.min_lr or kwargs.lr_decay_steps):
+        args.diag.warn(
+            "lr_scheduler_type",
+            f"{args.lr_scheduler_type} is 0 in a run's last update, and this one has no other; write constant",
+        )
+    return {
+        "learning_rate": peak,
+        "lr_scheduler_type": style,
+        "warmup_steps": warmup,
+        "total_steps": total,
+        "decay_steps": kwargs.lr_decay_steps,
+        "initial_learning_rate": kwargs.init_lr,
+        "min_learning_rate": kwargs.min_lr,
+        "wsd_decay_steps": kwargs.wsd_decay_steps if style == "WSD" else None,
+        "wsd_decay_style": (kwargs.lr_wsd_decay_style or "exponential") if style == "WSD" else None,
+    }
 
 
 def teacher_plan(name: str, role: Role, top: Top, student: Role, response: int) -> TeacherPlan:
@@ -109,7 +143,7 @@ def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> 
     """Return the student's engines: `n` responses a prompt of at most `response` tokens, `held_out` in validation."""
     sampling = sampling_plan(role.worker.generating_args, n, response)
     plan = _engines(role, top, sampling, top.prompt_length + max(response, held_out))
-    if top.max_running_requests:  # what an engine does not run yet, it keeps waiting
+    if top.max_running_requests:  # an engine queues the others
         each = {"max_num_seqs": -(-top.max_running_requests // plan.engines)}
         plan = replace(plan, engine_args=FrozenDict({**each, **plan.engine_args}))
     routes = role.worker.router_replay.mode != "disable"
@@ -117,7 +151,7 @@ def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> 
 
 
 def judge_plan(role: Role, top: Top, response: int) -> RolloutPlan:
-    """Return a judge's engines. It reads prompt and response inside its own question, and its own last answer."""
+    """Return a judge's engines. Its prompt holds a question, the student's prompt and response, and its last answer."""
     assert role.info is not None
     args = role.worker.generating_args
     new = args.max_new_tokens or JUDGE_TOKENS
@@ -148,66 +182,3 @@ def sampling_plan(args: GeneratingArgs, n: int, max_new_tokens: int) -> Sampling
     """Return the sampling plan of `generating_args`."""
     plan = SamplingPlan(**shared(SamplingKeys, args), n=n, max_new_tokens=max_new_tokens, stop=args.stop_strings or ())
     return replace(plan, top_k=plan.top_k if plan.top_k > 0 else -1)
-
-
-def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size: int) -> ObjectivePlan:
-    """Return the objective of a run with `updates` optimizer updates a step.
-
-    `vocab_size` is how many token ids student and teachers all have.
-    """
-    assert top.policy_loss
-    pure = mode == "pure"
-    low, high = clip_range(top)
-    clips = {
-        "clip_low": low,
-        "clip_high": high,
-        "dual_clip": 1 + 2 * top.pg_clip if top.dual_clip_loss is True else top.dual_clip_loss or None,  # as in ROLL
-    }
-    reads_clips = top.policy_loss in POLICY_LOSSES.builtin and loss_facts(top.policy_loss).reads_pg_clip
-    read = correction.read(top)
-    has_divergence = mode != "rl" and top.opd_objective != "sampled"
-    own_clips = {
-        "pg_clip_low": None if low == top.pg_clip else low,
-        "pg_clip_high": None if high == top.pg_clip else high,
-    }
-    keys = shared(ObjectiveKeys, top) | own_clips
-    off = {*(keys_of(ReinforcementKeys) if pure else ()), *(() if has_divergence else keys_of(DistillationKeys))}
-    plan = ObjectivePlan(
-        **{key: value for key, value in keys.items() if key not in off},
-        policy_loss=top.policy_loss,
-        policy_loss_args=FrozenDict({**(clips if reads_clips else {}), **top.policy_loss_fn_args}),
-        dual_clip=clips["dual_clip"],
-        loss_agg_mode=top.loss_agg_mode or ROLL_LOSS_AGG_MODE,
-        loss_normaliser=float(response),
-        opd_vocab_size=vocab_size if has_divergence else None,
-        correction=read,
-        # a correction is of the weights that sampled, before the update
-        recompute_old_logprobs=updates > 1 or top.enable_old_logprobs_recompute or read is not None,
-    )
-    return replace(plan, gamma=0.0) if pure else _with_reward(plan, top)
-
-
-def _with_reward(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
-    """Return the objective with the reward's part: advantages, and KLs to the reference policy."""
-    assert top.adv_estimator
-    name, mean, std = top.adv_estimator, top.norm_mean_type, top.norm_std_type
-    if name == "grpo":  # what the estimator is; writing null takes it away
-        mean = mean if "norm_mean_type" in top.written else "group"
-        std = std if "norm_std_type" in top.written else "group"
-    levels = {"mean_cal_level": mean, "std_cal_level": std} if has_norm_levels(name) else {}
-    arguments = {**levels, **{key: getattr(top, key) for key in sorted(keys_of_steps(name))}, **top.advantage_fn_args}
-    token_kl = top.init_kl_coef if top.add_token_level_kl else 0.0
-    return replace(
-        plan,
-        adv_estimator=name,
-        advantage_args=FrozenDict(arguments),
-        norm_mean_type=mean,
-        norm_std_type=std,
-        kl_loss=plan.kl_loss if top.kl_loss_fn in (None, "none") else top.kl_loss_fn,
-        kl_loss_coef=plan.kl_loss_coef if top.use_kl_loss else 0.0,
-        kl_penalty=KL_PENALTIES.get(plan.kl_penalty, plan.kl_penalty),
-        init_kl_coef=token_kl,
-        target_kl=plan.target_kl if token_kl else None,
-        # the token rewards need log-probs before the update
-        recompute_old_logprobs=plan.recompute_old_logprobs or bool(token_kl),
-    )

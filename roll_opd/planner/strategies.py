@@ -1,7 +1,7 @@
 """Reads a role's `strategy_args`: which engine, spread how over which devices.
 
-A strategy of ROLL's that does not exist here becomes its nearest, said in a warning (or refused, with
-`strict_strategies: true`). What the engine knows passes through untouched.
+A strategy of ROLL's that does not exist here is replaced by the nearest, with a warning (or refused, with
+`strict_strategies: true`). Options of the engine pass through untouched.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ SIZES = {
 }
 OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 SWITCHES = ("sequence_parallel", "use_distributed_optimizer", "bf16", "fp16", *OVERLAPS)
-# what recompute_granularity: full alone means in ROLL: each layer by itself (Megatron-core wants it said)
+# options that recompute_granularity: full implies in ROLL: each layer by itself (Megatron-core has no default)
 RECOMPUTED = {"recompute_method": "uniform", "recompute_num_layers": 1}
 SLEEP_LEVELS = (1, 2)  # vLLM's
 # an option of sglang -> vLLM's
@@ -41,23 +41,23 @@ SGLANG = {
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a role is spread over devices, and what its engine takes; what is wrong about it is None."""
+    """Devices and layout of a role, and the options of its engine; None after a problem."""
 
     devices: tuple[int, ...] | None = None
     layout: Layout | None = None  # None too where devices and sizes do not fit together; vLLM's engines are copies
     args: dict[str, Any] = field(default_factory=dict)
     dtype: Dtype | None = None  # of Megatron: from bf16/fp16
     use_distributed_optimizer: bool = True
-    overlaps: tuple[str, ...] = ()  # of `OVERLAPS`, those that are asked for
-    max_model_len: int | None = None  # of vLLM, as it is written
+    overlaps: tuple[str, ...] = ()  # of `OVERLAPS`, the enabled ones
+    max_model_len: int | None = None  # of vLLM, as written
     sleep_level: int = 2  # of vLLM
 
 
 def read_devices(worker: Worker, student: Strategy | None, every: int) -> tuple[int, ...] | None:
-    """Return the devices that are written for a role, or None with a problem reported.
+    """Return the devices of a role; None after a problem.
 
-    A student that leaves them out has all of the run, `every` of them. A role beside the student may leave them out
-    too, as ROLL's documents do for those that score: it then takes turns with `student`.
+    A student without device_mapping has all `every` devices of the run; another role without it takes turns with
+    `student`, as in ROLL's documents.
     """
     if worker.device_mapping is not None:
         with worker.diag.catching("device_mapping", ValueError):
@@ -105,7 +105,7 @@ def read_strategy(worker: Worker, job: str, strict: bool) -> dict[str, Any] | No
 
 
 def _carried_over(worker: Worker, name: str, job: str) -> dict[str, Any]:
-    """Return what of another engine's settings decides sizes, as options of the one that takes its place.
+    """Return the settings of another engine that decide sizes, as options of its replacement.
 
     Ulysses splits a sequence over devices that hold the rest of the model in shares of it, and so does tensor
     parallelism with sequence parallelism: both leave devices / size data-parallel ranks. An engine of sglang's, or of
@@ -129,7 +129,7 @@ def read_megatron(
 ) -> Strategy:
     """Return how a Megatron role is spread over its devices; `student` and `every` as for `read_devices`.
 
-    A role that takes turns with the student is in its layout unless it writes one of its own.
+    A role that takes turns with the student has its layout by default.
     """
     devices = read_devices(worker, student, every)
     if devices is None and worker.device_mapping is None:
@@ -178,12 +178,12 @@ def _sort_settings(config: dict[str, Any], diag: Diagnostics) -> tuple[dict[str,
     if args.get("recompute_granularity") == "full" and not RECOMPUTED.keys() & args.keys():
         args |= RECOMPUTED
     if sizes.get("vpp") == 1:
-        del sizes["vpp"]  # one virtual stage a rank is no virtual pipeline
+        del sizes["vpp"]  # one virtual stage a rank means no virtual pipeline
     return sizes, switches, args
 
 
 def _counts(engine: str, key: str, value: Any, diag: Diagnostics, also_known: Sequence[str] = ()) -> bool:
-    """Whether an option goes to the engine; says what is wrong with it, or that it means nothing to the engine."""
+    """Whether an option goes to the engine; reports a wrong one and one without effect."""
     if remark := no_effect(engine, key):
         diag.note(key, remark)
     elif problem := option_problem(engine, key, value, also_known):
@@ -194,7 +194,7 @@ def _counts(engine: str, key: str, value: Any, diag: Diagnostics, also_known: Se
 
 
 def _is_taken(key: str, value: Any, diag: Diagnostics) -> bool:
-    """Whether an option of Megatron's goes to the engine; says why it does not, or does nothing there."""
+    """Whether a Megatron option goes to the engine; reports a refused one and one without effect."""
     if refusal := supported.refusal(key, value):
         diag.unsupported(key, refusal)
     elif remark := supported.remark(key, has_gpus=hardware.gpu_memory_gb() is not None):

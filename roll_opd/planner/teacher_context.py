@@ -1,18 +1,17 @@
-"""What a teacher reads, and whether its weights follow the student's: read, and held against the rest of the run."""
+"""Contexts of teachers, and teachers whose weights follow the student's: their plans and checks."""
 
 from roll_opd.config.plan import ContextPlan
 from roll_opd.config.schema import ContextKeys, TeacherWorker, Top, keys_of, shared
 from roll_opd.data.templates import TEMPLATES
 from roll_opd.models.model_info import same_weights
 from roll_opd.planner.check_values import micro_batch
-from roll_opd.planner.roles import Role, Roles
+from roll_opd.planner.role_reader import Role, Roles
 
 
 def context_of(name: str, role: Role, top: Top, response: int) -> ContextPlan | None:
-    """Return what teacher `name` reads before a response of at most `response` tokens; None: the student's prompt.
+    """Return the context of teacher `name` before a response of at most `response` tokens; None: the student's prompt.
 
-    Where nobody says how long it may be, a hint has the room of a response, as far as the model and its micro-batches
-    have it too.
+    Its default length leaves a hint as many tokens as a response, within the limits of model and micro-batches.
     """
     worker = role.worker
     if not has_context(role) or not isinstance(worker, TeacherWorker):
@@ -29,7 +28,7 @@ def context_of(name: str, role: Role, top: Top, response: int) -> ContextPlan | 
 
 
 def has_context(role: Role) -> bool:
-    """Whether a teacher reads anything else than the student."""
+    """Whether a teacher reads another context than the student."""
     return any(getattr(role.worker, key, None) is not None for key in keys_of(ContextKeys))
 
 
@@ -65,7 +64,7 @@ def _check_context(role: Role, worker: TeacherWorker, top: Top, response: int) -
 
 
 def _limits(role: Role) -> dict[str, int]:
-    """Return what bounds a teacher's sequences -> how many tokens."""
+    """Return limit of a teacher's sequences -> tokens."""
     found = {}
     if role.info:
         found["the positions of its model"] = role.info.max_positions
@@ -75,7 +74,7 @@ def _limits(role: Role) -> dict[str, int]:
 
 
 def _check_follower(role: Role, worker: TeacherWorker, roles: Roles, top: Top) -> None:
-    """A follower begins as the student does; what it is to teach, it must see or have kept."""
+    """Check that a follower starts with the student's weights, and has a context or older weights to teach from."""
     assert worker.follows_student
     follow = worker.follows_student
     if roles.train and roles.train.info and role.info and not same_weights(roles.train.info, role.info):

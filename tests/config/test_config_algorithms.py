@@ -83,7 +83,7 @@ def test_rows_with_answers_have_pipelines_of_their_own(
     rl: dict[str, Any], problems: Problems, name: str, more: dict[str, Any]
 ) -> None:
     (found,) = problems({"algorithm_type": name, **more}, pure=False)
-    assert f"algorithm_type: {name} learns from rows of schema {name}" in found
+    assert f"algorithm_type: {name} trains on rows of schema {name}" in found
     assert f"run it with start_{name}_pipeline.py" in found
 
 
@@ -163,14 +163,14 @@ def test_a_users_own_algorithm(rl: dict[str, Any], plan: Plan, tmp_path: Path, m
         ({"advantage_fn": "mine"}, "advantage_fn: unknown advantage 'mine'; known are"),
         (
             {"policy_loss_fn": "gspo", "policy_loss_fn_args": {"tau": 1}},
-            "policy_loss_fn_args.tau: is no argument of policy loss gspo, which takes clip_low, clip_high",
+            "policy_loss_fn_args.tau: is not an argument of policy loss gspo, which takes clip_low, clip_high",
         ),
         (
             {"advantage_fn": "rloo", "advantage_fn_args": {"tau": 1}},
-            "advantage_fn_args.tau: is no argument of advantage rloo, which takes none",
+            "advantage_fn_args.tau: is not an argument of advantage rloo, which takes none",
         ),
         ({"policy_loss_fn_args": {"tau": 1}}, "policy_loss_fn_args: are of which loss?"),
-        ({"policy_loss_fn": "ppo", "policy_loss": "tis"}, "policy_loss_fn: contradicts policy_loss; write one of them"),
+        ({"policy_loss_fn": "ppo", "policy_loss": "tis"}, "policy_loss_fn: contradicts policy_loss; keep only one"),
         ({"pg_variant": "ppo3"}, "pg_variant: 'ppo3' is unknown; use one of vanilla, ppo, tis"),
         (
             {"kl_loss_fn": "k1", "use_kl_loss": True, "reference": REFERENCE, "adv_estimator": "grpo"},

@@ -8,7 +8,8 @@ import pytest
 from config_assets import write_model, write_tokenizer
 
 from roll_opd.config.plan import CriticPlan, Layout, RunPlan
-from roll_opd.planner.describe import to_json, to_text
+from roll_opd.planner.describe import to_json
+from roll_opd.planner.plan_text import to_text
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]

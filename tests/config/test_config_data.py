@@ -76,7 +76,7 @@ def test_columns_are_called_as_the_data_calls_them(root: Path, plan: Callable[..
 def test_templates_by_tag(plan: Callable[..., RunPlan]) -> None:
     run = plan({"tag_to_template": {"math": "qwen3_nothink"}, "global_template": "qwen3", f"{DATA}.template": "chatml"})
     assert (run.data.template, run.data.tag_templates) == ("qwen3", {"math": "qwen3_nothink"})
-    assert any(f"{DATA}.template: chatml has no effect beside global_template qwen3" in text for text in run.warnings)
+    assert any(f"{DATA}.template: chatml has no effect with global_template qwen3" in text for text in run.warnings)
     assert plan({"global_template": ...}).data.template == "chatml"
     assert plan({f"{DATA}.template": ...}).data.template == "native"
 
@@ -132,7 +132,7 @@ def test_rolls_one_probability_is_no_interleaving(root: Path, plan: Callable[...
     assert [stream.name for stream in both.data.streams] == ["math_rule", "code_sandbox"]
     assert not any("interleave_probs" in text for text in both.warnings)
     several = plan({f"{DATA}.interleave_probs": "0.5,0.5"})
-    assert any("interleave_probs has no effect beside domain_interleave_probs" in text for text in several.warnings)
+    assert any("interleave_probs has no effect with domain_interleave_probs" in text for text in several.warnings)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from roll_opd.config.plan import RunPlan
-from roll_opd.planner.describe import to_json, to_text
+from roll_opd.planner.describe import to_json
+from roll_opd.planner.plan_text import to_text
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]
@@ -43,7 +44,7 @@ def test_half_of_each_update_are_demonstrations(mix: dict[str, Any], plan: Plan,
     assert (run.objective.policy_loss, run.objective.adv_estimator) == ("mix", "grpo")
     assert to_json(run)["batch"]["demonstrations_per_step"] == 16
     assert to_json(run)["batch"]["updates_per_step"] == 2
-    assert "beside them 16 demonstrations a step, 8 in each update" in to_text(run)
+    assert "demonstrations_per_step 16, demonstrations_per_update 8" in to_text(run)
     assert run.warnings == ()
 
 

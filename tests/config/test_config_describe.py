@@ -12,8 +12,9 @@ from roll_opd.base.paths import REPOSITORY
 from roll_opd.commands.main import main
 from roll_opd.models.memory import readable_bytes
 from roll_opd.planner.build import load_plan
-from roll_opd.planner.describe import to_json, to_text
+from roll_opd.planner.describe import to_json
 from roll_opd.planner.device_mapping import short_devices
+from roll_opd.planner.plan_text import to_text
 
 
 def test_json_of_the_command(root: Path, values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +101,7 @@ def test_routing_and_objective_of_a_mixed_run(plan: Callable[..., Any], values: 
         "grpo(reward, mean by group, std by group; gamma 1) - 1 * reverse_kl(general) - 0.25 * reverse_kl(special)"
     )
     assert f"advantage = {formula}" in text
-    assert "up to 16 more prompts under way" in text
+    assert "extra_prompts 16" in text
 
 
 def test_devices_and_bytes_are_written_briefly() -> None:

@@ -7,7 +7,7 @@ import pytest
 from config_assets import write_model
 
 from roll_opd.config.plan import RunPlan
-from roll_opd.planner.describe import to_text
+from roll_opd.planner.plan_text import to_text
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]

@@ -10,8 +10,9 @@ from config_assets import set_key
 
 from roll_opd.config.plan import LoraPlan, RunPlan
 from roll_opd.models.adapter_files import CONFIG, WEIGHTS, adapter_config
-from roll_opd.planner.adapters import LINEAR
-from roll_opd.planner.describe import to_json, to_text
+from roll_opd.planner.describe import to_json
+from roll_opd.planner.lora_keys import LINEAR
+from roll_opd.planner.plan_text import to_text
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]
@@ -51,7 +52,7 @@ def test_the_engines_may_write_the_same_keys(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({f"{STUDENT}.lora_target": "q_proj,w1"}, "lora_target: 'w1' is no linear layer; use all-linear"),
+        ({f"{STUDENT}.lora_target": "q_proj,w1"}, "lora_target: 'w1' is not a linear layer; use all-linear"),
         ({f"{STUDENT}.lora_rank": -1}, "lora_rank: "),
         ({f"{STUDENT}.lora_rank": 8, f"{STUDENT}.lora_dropout": 0.1}, "lora_dropout: 0.1: log-probs of a model under"),
         ({"teacher.model_args.lora_rank": 8}, "teacher.model_args.lora_rank: only the student has an adapter"),
@@ -89,7 +90,7 @@ def test_an_adapter_to_begin_with_says_what_it_is(root: Path, plan: Plan) -> Non
         ),
         ({"use_dora": True}, {}, "has use_dora=True; only plain LoRA"),
         ({"rank_pattern": {"q_proj": 2}}, {}, "has rank_pattern={'q_proj': 2}; only plain LoRA"),
-        ({"target_modules": ["lm_head"]}, {}, "has an adapter of lm_head; only those of linear layers"),
+        ({"target_modules": ["lm_head"]}, {}, "has an adapter of lm_head; only linear layers can have one"),
         ({"r": None}, {}, "lacks r, lora_alpha or target_modules"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 
 from roll_opd.config.plan import RunPlan
 from roll_opd.config.schema import Worker, keys_of
-from roll_opd.planner.role_keys import READ_BY
+from roll_opd.planner.key_hints import READ_BY
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]

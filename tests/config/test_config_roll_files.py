@@ -93,7 +93,7 @@ def _changed(root: Path, *changes: str) -> RunPlan:
 def test_what_validation_says_in_environments(root: Path) -> None:
     run = _changed(root, "+validation={evaluate_teacher: true, generating_args: {temperature: 0}}")
     assert run.validation.evaluate_teacher and not _changed(root).validation.evaluate_teacher
-    assert "validation.generating_args: has no effect in environments: val_env_manager says it" in run.warnings
+    assert "validation.generating_args: has no effect in environments: val_env_manager sets it" in run.warnings
     run = _changed(root, "+validation={evaluate_teacher: true}", "val_env_manager=null")
     assert "validation.evaluate_teacher: has nothing to play; write val_env_manager.tags" in run.warnings
 

@@ -147,7 +147,7 @@ def test_lengths_of_validation(values: dict[str, Any], plan: Plan, problems: Pro
     assert plan({}).validation.sampling.max_new_tokens == 20
     run = plan({"val_prompt_length": 32, "val_sequence_length": 72})
     assert (run.validation.sampling.max_new_tokens, run.validation.data.prompt_length) == (40, 32)
-    assert any("20 has no effect beside val_sequence_length" in text for text in run.warnings)
+    assert any("20 has no effect with val_sequence_length" in text for text in run.warnings)
     assert "val_sequence_length: 72 leaves no room" in problems({"val_prompt_length": 72})[0]
     assert "val_prompt_length: is missing" in problems({"val_prompt_length": ...})[0]
 

@@ -10,7 +10,7 @@ import yaml
 
 from roll_opd.base.registry import arguments
 from roll_opd.config.plan import RunPlan
-from roll_opd.planner.trackers import GIVEN_BY_US
+from roll_opd.planner.tracker_sections import GIVEN_BY_US
 from roll_opd.tracking.secrets import without_secrets
 from roll_opd.tracking.trackers import TRACKERS, lacking
 

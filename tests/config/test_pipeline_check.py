@@ -7,7 +7,8 @@ import pytest
 from roll_opd.base.command_line import ENTRIES
 from roll_opd.base.failures import ConfigError
 from roll_opd.planner.build import load_plan
-from roll_opd.planner.describe import to_json, to_text
+from roll_opd.planner.describe import to_json
+from roll_opd.planner.plan_text import to_text
 
 # example -> the pipelines that run it, what the plan shows, the launcher
 EXAMPLES = {

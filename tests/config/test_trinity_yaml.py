@@ -19,8 +19,8 @@ from roll_opd.compat.trinity.translate import translated
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import LoraPlan, RunPlan
 from roll_opd.config.schema import Top, Worker, keys_of
-from roll_opd.planner.adapters import LINEAR
 from roll_opd.planner.build import load_plan
+from roll_opd.planner.lora_keys import LINEAR
 from tests.pages import DOCS
 
 # In the forms of Trinity-RFT's own examples, in small. {root} is where models and rows are.

@@ -7,10 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# a file with one of these sections and no role of this package is Trinity-RFT's
-SECTIONS = frozenset(
-    ("algorithm", "buffer", "cluster", "explorer", "model", "synchronizer", "trainer", "checkpoint_root_dir")
-)
 AUXILIARY = "explorer.auxiliary_models"
 TASKSET, EVAL_TASKSETS = "buffer.explorer_input.taskset", "buffer.explorer_input.eval_tasksets"
 SFT_ROWS = ("buffer.trainer_input.sft_warmup_dataset", "buffer.trainer_input.auxiliary_buffers.sft_dataset")

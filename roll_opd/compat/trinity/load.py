@@ -1,4 +1,4 @@
-"""Load a configuration of this package or of Trinity-RFT, which is translated."""
+"""Load a Trinity-RFT configuration: its values under the keys of this package, with the line of each."""
 
 import warnings
 from pathlib import Path
@@ -12,46 +12,30 @@ from roll_opd.base import hardware
 from roll_opd.base.failures import ConfigError, os_sentence
 from roll_opd.base.paths import PathError, also_resolving_in, find_path, hub_hint
 from roll_opd.compat.trinity.reading import Machine
-from roll_opd.compat.trinity.translate import is_trinity, translated
+from roll_opd.compat.trinity.translate import translated
 from roll_opd.config.compose import (
     COMMAND_LINE,
     LoadedConfig,
-    find_config,
     key_lines,
     keys_below,
-    load_config,
     one_line,
     parse_overrides,
     resolve,
 )
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import DataPlan
-from roll_opd.config.yaml_files import LOADER, bounded_work, check_file, yaml_message
+from roll_opd.config.yaml_files import bounded_work, yaml_message
 from roll_opd.data.files import SUFFIXES, count_rows
 from roll_opd.data.rows import DataError
 
 
-def load_any(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
-    """Load a configuration as `load_config`, translating a Trinity-RFT file; `overrides` use this package's keys.
-
-    Raises ConfigError.
-    """
-    try:
-        directory, name = find_config(config_path, config_name)
-        file = directory / f"{name}.yaml"
-        with bounded_work():
-            check_file(file)
-            root = yaml.compose(file.read_text(encoding="utf-8"), Loader=LOADER)
-        keys = {key.value: None for key, _ in root.value} if isinstance(root, yaml.MappingNode) else {}
-    except (ConfigError, OSError, PathError, yaml.YAMLError):
-        keys = {}  # reported by `load_config`
-    if not is_trinity(keys):
-        return load_config(config_path, config_name, overrides)
-    with bounded_work(), also_resolving_in(directory):
-        return _load_trinity(file, overrides)
+def load_trinity(file: Path, overrides: list[str]) -> LoadedConfig:
+    """Load and translate a file of Trinity-RFT; `overrides` use this package's keys. Raises ConfigError."""
+    with bounded_work(), also_resolving_in(file.parent):
+        return _load(file, overrides)
 
 
-def _load_trinity(file: Path, overrides: list[str]) -> LoadedConfig:
+def _load(file: Path, overrides: list[str]) -> LoadedConfig:
     lines = key_lines(file, file.name, "")
     values = _resolved(_loaded(file), lines)
     diag = Diagnostics(lines)
@@ -61,8 +45,8 @@ def _load_trinity(file: Path, overrides: list[str]) -> LoadedConfig:
         raise ConfigError(diag.problems)
     ours, origins = _overridden(read.values, overrides)
     head = f"{file} is a Trinity-RFT configuration; it is translated to"
-    told = "\n".join([head, *read.lines()])
-    return LoadedConfig(file.stem, file.parent, ours, read.origins | origins, translation=told)
+    report = "\n".join([head, *read.lines()])
+    return LoadedConfig(file.stem, file.parent, ours, read.origins | origins, translation=report)
 
 
 def _loaded(file: Path) -> DictConfig:

@@ -1,7 +1,7 @@
 """Translate the sizes of a Trinity-RFT configuration: devices, batches, optimizer, steps."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from roll_opd.algorithms.registry import AlgorithmError
 from roll_opd.algorithms.table import algorithm
@@ -9,49 +9,20 @@ from roll_opd.compat.trinity.keys import AUXILIARY, DTYPES, TASKSET
 from roll_opd.compat.trinity.reading import Translation
 
 MAX_PER_DEVICE = 8  # sequences per micro-batch without a token limit
+ROLLOUT, TEACHER = "explorer.rollout_model", f"{AUXILIARY}.0"  # sections of engines
 _ACTOR = "trainer.trainer_config.actor_rollout_ref.actor"
 _VERL = "trainer.trainer_config.trainer"
 
 
 def devices(read: Translation) -> None:
     """Translate devices: separate ones for training, sampling and the teacher; without GPUs all share the slots."""
-    teacher = f"{AUXILIARY}.0"
-    sizes = {
-        place: read.number(f"{place}.engine_num", 1) * read.number(f"{place}.tensor_parallel_size", 1)
-        for place in ("explorer.rollout_model", *([teacher] if "teacher" in read.values else []))
-    }
-    auxiliary = {
-        place: read.number(f"{place}.engine_num", 1) * read.number(f"{place}.tensor_parallel_size", 1)
-        for place in read.auxiliaries
-    }
-    nodes, each = read.number("cluster.node_num", 1), read.number("cluster.gpu_per_node", read.machine.devices)
-    dtype, key = read.first("explorer.rollout_model.dtype", default="bfloat16")
+    places = (ROLLOUT, *([TEACHER] if "teacher" in read.values else []))
+    sizes = {place: _engine_devices(read, place) for place in places}
+    auxiliary = {place: _engine_devices(read, place) for place in read.auxiliaries}  # also a teacher that is called
     if not read.machine.has_gpus:
-        read.devices = read.machine.devices
-        dropped: tuple[str, ...] = (
-            "cluster.node_num",
-            "cluster.gpu_per_node",
-            "explorer.rollout_model.gpu_memory_utilization",
-        )
-        dropped += tuple(
-            f"{place}.{name}"
-            for place in (sizes | auxiliary)
-            for name in ("engine_num", "tensor_parallel_size", "dtype")
-        )
-        dropped += tuple(name for name in read.found if name.startswith("trainer.megatron."))
-        for name in (*dropped, "trainer.ulysses_sequence_parallel_size"):
-            if name in read.found:
-                read.drop(name, "this machine has no GPUs: all roles share its slots, in fp32")
-        if "explorer.rollout_model.enable_chunked_prefill" in read.found:
-            read.drop(
-                "explorer.rollout_model.enable_chunked_prefill",
-                "this machine has no GPUs, and on a CPU it breaks seeded sampling",
-            )
-        for role in (read.train, read.infer, *read.frozen, *read.auxiliaries.values()):
-            read.put(f"{role}.model_args.dtype", "fp32")
-        for number, section in enumerate(read.auxiliaries.values()):
-            read.put(f"{section}.device_mapping", f"[{number % read.devices}]")
+        _slots(read, list(sizes | auxiliary))
         return
+    nodes, each = read.number("cluster.node_num", 1), read.number("cluster.gpu_per_node", read.machine.devices)
     taken = sum(sizes.values()) + sum(auxiliary.values())
     read.devices = nodes * each - taken
     if read.devices < 1:
@@ -60,35 +31,75 @@ def devices(read: Translation) -> None:
         return
     read.put("num_nodes", nodes, "cluster.node_num" if read.get("cluster.node_num") else "")
     read.put("num_gpus_per_node", each, "cluster.gpu_per_node" if read.get("cluster.gpu_per_node") else "")
+    dtype, key = read.first(f"{ROLLOUT}.dtype", default="bfloat16")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         read.diag.error(key, f"should be one of {', '.join(DTYPES)}, got {dtype!r}")
         return
-    for role in (read.train, read.infer, *read.frozen, *read.auxiliaries.values()):
+    for role in _roles(read):
         read.put(f"{role}.model_args.dtype", DTYPES[dtype], key)
-    begin = 0
-    own = {read.train: read.devices, read.infer: sizes["explorer.rollout_model"], "teacher": sizes.get(teacher, 0)}
-    own |= {section: auxiliary[place] for place, section in read.auxiliaries.items()}
-    for role, size in own.items():
+    _mappings(read, sizes, auxiliary)
+    _engine_options(read)
+    _training_layout(read)
+
+
+def _engine_devices(read: Translation, place: str) -> int:
+    """Return the devices of the engines of a Trinity-RFT section."""
+    return read.number(f"{place}.engine_num", 1) * read.number(f"{place}.tensor_parallel_size", 1)
+
+
+def _roles(read: Translation) -> tuple[str, ...]:
+    return read.train, read.infer, *read.frozen, *read.auxiliaries.values()
+
+
+def _slots(read: Translation, engines: list[str]) -> None:
+    """Translate devices on a machine without GPUs: all roles share its slots, in fp32."""
+    read.devices = read.machine.devices
+    dropped = ["cluster.node_num", "cluster.gpu_per_node", f"{ROLLOUT}.gpu_memory_utilization"]
+    dropped += [f"{place}.{name}" for place in engines for name in ("engine_num", "tensor_parallel_size", "dtype")]
+    dropped += [name for name in read.found if name.startswith("trainer.megatron.")]
+    for name in (*dropped, "trainer.ulysses_sequence_parallel_size"):
+        if name in read.found:
+            read.drop(name, "this machine has no GPUs: all roles share its slots, in fp32")
+    if (chunked := f"{ROLLOUT}.enable_chunked_prefill") in read.found:
+        read.drop(chunked, "this machine has no GPUs, and on a CPU it breaks seeded sampling")
+    for role in _roles(read):
+        read.put(f"{role}.model_args.dtype", "fp32")
+    for number, section in enumerate(read.auxiliaries.values()):
+        read.put(f"{section}.device_mapping", f"[{number % read.devices}]")
+
+
+def _mappings(read: Translation, sizes: Mapping[str, int], auxiliary: Mapping[str, int]) -> None:
+    """Give each role separate GPUs, the student first; the reference and the critic share the student's."""
+    owned = {read.train: read.devices, read.infer: sizes[ROLLOUT], "teacher": sizes.get(TEACHER, 0)}
+    owned |= {section: auxiliary[place] for place, section in read.auxiliaries.items()}
+    first = 0
+    for role, size in owned.items():
         if size:
-            read.put(f"{role}.device_mapping", f"list(range({begin},{begin + size}))", "cluster.gpu_per_node")
-            begin += size
+            read.put(f"{role}.device_mapping", f"list(range({first},{first + size}))", "cluster.gpu_per_node")
+            first += size
     for role in read.frozen:
         if role != "teacher":
             read.put(f"{role}.device_mapping", f"list(range(0,{read.devices}))", "cluster.gpu_per_node")
-    engine = "{infer}.strategy_args.strategy_config"
+
+
+def _engine_options(read: Translation) -> None:
+    """Translate the options of inference engines, and the tensor parallelism of the teacher."""
+    options = "strategy_args.strategy_config"
     for name in ("tensor_parallel_size", "gpu_memory_utilization", "enable_chunked_prefill"):
-        value, key = read.first(f"explorer.rollout_model.{name}")
+        value, key = read.first(f"{ROLLOUT}.{name}")
         if value is not None:
-            read.put(f"{engine}.{name}", value, key)
+            read.put(f"{{infer}}.{options}.{name}", value, key)
     for place, section in read.auxiliaries.items():
         size, key = read.first(f"{place}.tensor_parallel_size")
         if size is not None:
-            read.put(f"{section}.strategy_args.strategy_config.tensor_parallel_size", size, key)
+            read.put(f"{section}.{options}.tensor_parallel_size", size, key)
     if "teacher" in read.values:
-        size = read.number(f"{teacher}.tensor_parallel_size", 1)
-        read.put(
-            "teacher.strategy_args.strategy_config.tensor_model_parallel_size", size, f"{teacher}.tensor_parallel_size"
-        )
+        key = f"{TEACHER}.tensor_parallel_size"
+        read.put(f"teacher.{options}.tensor_model_parallel_size", read.number(key, 1), key)
+
+
+def _training_layout(read: Translation) -> None:
+    """Translate the layout of training: Megatron's, or Ulysses as tensor and sequence parallelism."""
     if read.get("trainer.trainer_strategy") == "megatron":
         _megatron(read)
         return
@@ -143,7 +154,7 @@ def batches(read: Translation) -> None:
             break
     else:
         text = f"an update of {update} sequences cannot be split among {read.devices} data-parallel ranks of training"
-        read.diag.error(key, f"{text}; change one of them")
+        read.diag.error(key, f"{text}; change either")
         return
     if number != read.devices:
         read.devices = number

@@ -1,7 +1,7 @@
-"""Puts together what is known of each role: its section, its model's files, its devices and strategy.
+"""Roles of a run: the section, model files, devices and strategy of each.
 
 A role is the student's training, the student's rollout, a teacher, the reference policy, the critic, or a judge that
-runs here. What could not be read stays None, and the checks that need it are left out.
+runs here. A part that could not be read is None, and the checks that need it are left out.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from roll_opd.models.layouts import check_layout, check_tensor_parallel
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.models.tokenizer_files import has_tokenizer
 from roll_opd.models.weight_files import holds_decoder, weight_problems
-from roll_opd.planner import adapters, role_keys
+from roll_opd.planner import key_hints, lora_keys
 from roll_opd.planner.read import CRITIC, REFERENCE, Sections
 from roll_opd.planner.strategies import OPTIONS, Strategy, read_megatron, read_vllm
 
@@ -26,7 +26,7 @@ Job = Literal["train", "frozen", "rollout"]
 
 @dataclass(frozen=True)
 class Role:
-    """One role and its section; what could not be read is None."""
+    """A role and its section; a part that could not be read is None."""
 
     job: Job
     worker: Worker
@@ -37,7 +37,7 @@ class Role:
 
     @property
     def diag(self) -> Diagnostics:
-        """Where what is wrong with its section is told."""
+        """The diagnostics of its section."""
         return self.worker.diag
 
     @property
@@ -76,7 +76,7 @@ class Roles:
 
 
 def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None, diag: Diagnostics) -> str:
-    """Return the mode. `pure` True: the caller runs pure distillation; None: tell from the configuration."""
+    """Return the mode. `pure` True: the caller runs pure distillation; None: the configuration decides."""
     # the written values, since a wrong value elsewhere at the top must not change the mode
     is_pure, mixed = values.get("is_pure_opd") is True, values.get("use_opd") is True
     if mixed and (is_pure or pure):
@@ -104,14 +104,18 @@ class RoleReader:
         self._strict = bool(top and top.strict_strategies)
         self._devices = (
             (top.num_nodes or 1) * top.num_gpus_per_node if top else 1
-        )  # 1: what is wrong is told of the top
+        )  # 1: the top has a problem that is reported
         self._models: dict[str, ModelInfo | None] = {}
         self._checked: set[Path] = set()  # models whose weights were held against config.json
         self._roles = Roles(mode)
         self._student: str | None = None
 
-    def supervised(self, pipeline: type[Supervised]) -> Roles:
-        """Return the roles of a pipeline that learns from rows."""
+    def read(self, pipeline: type[Supervised] | None) -> Roles:
+        """Return the roles; `pipeline` are the keys of a supervised pipeline, None: the student samples."""
+        return self._rolled_out() if pipeline is None else self._supervised(pipeline)
+
+    def _supervised(self, pipeline: type[Supervised]) -> Roles:
+        """Return the roles of a supervised pipeline."""
         self._read_student(pipeline.role)
         reference = self._sections.workers.get(REFERENCE)
         if reference is not None and self._roles.train is not None:
@@ -120,8 +124,8 @@ class RoleReader:
         self._check_adapters()
         return self._roles
 
-    def rolled_out(self) -> Roles:
-        """Return the roles of a run that rolls out, as its mode has them."""
+    def _rolled_out(self) -> Roles:
+        """Return the roles of a run with rollouts, by its mode."""
         sections, roles, diag = self._sections, self._roles, self._diag
         train_name, infer_name = self._student_names()
         self._read_student(train_name)
@@ -155,13 +159,13 @@ class RoleReader:
         if worker is not None:
             self._student = worker.model_args.model_name_or_path or self._student
             student = self._megatron("train", worker, self._student)
-            lora = adapters.read_lora(worker.model_args)
+            lora = lora_keys.read_lora(worker.model_args)
             if lora and student.info and student.info.experts:
-                adapters.check_experts(lora, worker.model_args)
+                lora_keys.check_experts(lora, worker.model_args)
             self._roles.train = replace(student, lora=lora)
 
     def _read_reference_and_critic(self) -> None:
-        """Read the roles that rewards may need. Without a model of their own both begin as the student does."""
+        """Read the roles that rewards may need; without another model both start as the student."""
         top, written = self._sections.top, self._sections.workers
         compares, needs_values = "", False
         if isinstance(top, Top) and self._mode != "pure":
@@ -182,13 +186,13 @@ class RoleReader:
             self._roles.critic = self._megatron("train", critic, self._student)
 
     def _used(self, name: str, is_used: bool, use: str) -> Worker | None:
-        """Return the section of a role that is used, None where it is not written; warn of one that is not used."""
+        """Return the written section of a used role, else None; warn of an unused section."""
         if not is_used and name in self._sections.workers:
             self._diag.add_warning(f"{name}: is written but not used; only {use}, so it is not loaded")
         return self._sections.workers.get(name) if is_used else None
 
     def _student_names(self) -> tuple[str, str]:
-        """Return what the student's roles are called: a file whose mode is changed by a switch keeps its names."""
+        """Return the names of the student's roles: a file whose mode is changed by a switch keeps its names."""
         written, mode = self._sections.workers.keys(), self._mode
         wrong, right = (MIXED_ROLES, PURE_ROLES) if mode == "pure" else (PURE_ROLES, MIXED_ROLES)
         if not written & set(right):
@@ -205,7 +209,7 @@ class RoleReader:
         return self._sections.workers.get(name)
 
     def _engine(self, worker: Worker, model: str | None, dtype: Dtype, student: Strategy | None = None) -> Role:
-        """Return a role of vLLM's; `model`, `dtype` and `student`'s devices are what it has where none is written."""
+        """Return a vLLM role; `model`, `dtype` and the devices of `student` are its defaults."""
         strategy = read_vllm(worker, self._strict, student, every=self._devices if student else 0)
         info = self._model(worker, model)
         if info and strategy.layout:
@@ -214,7 +218,7 @@ class RoleReader:
         return Role("rollout", worker, strategy, info, worker.model_args.dtype or dtype)
 
     def _megatron(self, job: Job, worker: Worker, model: str | None) -> Role:
-        """Return a role of Megatron's; `model` is what it has where none is written."""
+        """Return a Megatron role; `model` is its default."""
         trained = self._roles.train.strategy if self._roles.train else None
         strategy = read_megatron(worker, job, self._strict, trained, every=self._devices)
         info = self._model(worker, model)
@@ -225,21 +229,21 @@ class RoleReader:
         if written and from_strategy and written != from_strategy:
             worker.diag.error(
                 f"{OPTIONS}.{from_strategy}",
-                f"true contradicts {worker.diag.path}.model_args.dtype {written}; keep one of them",
+                f"true contradicts {worker.diag.path}.model_args.dtype {written}; keep only one",
             )
         return Role(job, worker, strategy, info, self._precision(job, worker, written or from_strategy or "bf16"))
 
-    def _precision(self, job: Job, worker: Worker, asked: Dtype) -> Dtype:
-        """Return the precision that is computed in."""
-        if job == "frozen" or asked != "fp16" or self._strict:
-            return asked
+    def _precision(self, job: Job, worker: Worker, requested: Dtype) -> Dtype:
+        """Return the precision of computation."""
+        if job == "frozen" or requested != "fp16" or self._strict:
+            return requested
         key = "model_args.dtype" if worker.model_args.dtype else f"{OPTIONS}.fp16"
         text = "training in fp16 is not available, since its gradients need a scaled loss; bf16, which needs none,"
         worker.diag.note(key, f"{text} takes its place (fp32 where the GPU has no bf16: write it)")
         return "bf16"
 
     def _check_sections(self) -> None:
-        """Tell of what is written of a role that does not do it; roles that are not used are told as a whole."""
+        """Report keys without effect in a used role; an unused role is reported as a whole."""
         top, train, infer = self._sections.top, self._roles.train, self._roles.infer
         plays = isinstance(top, Top) and top.custom_envs
         templates = {top.global_template if top else None, train.worker.data_args.template if train else None}
@@ -248,59 +252,59 @@ class RoleReader:
             # ROLL's files have the template of the rows in every role
             repeated = {"template"} if rows.template in templates else set()
             if role is not train and rows.written - repeated:
-                _tell_unread(role, "data_args", "reads no rows", None if plays else train)
+                _report_unread(role, "data_args", "reads no rows", None if plays else train)
             if role.job != "train" and role.worker.training_args.written:
-                _tell_unread(role, "training_args", "does not learn", train)
+                _report_unread(role, "training_args", "does not learn", train)
             if role.job != "rollout" and role.worker.generating_args.written:
-                _tell_unread(role, "generating_args", "generates nothing", infer)
-            for key in role_keys.unread(role.worker, self._kind(role)):
-                if key not in role_keys.OF_TEACHERS:
+                _report_unread(role, "generating_args", "generates nothing", infer)
+            for key in key_hints.unread(role.worker, self._kind(role)):
+                if key not in key_hints.TEACHER_KEYS:
                     role.diag.unused(key)
                 elif teacher := next(iter(self._roles.teachers.values()), None):
                     at_top = f", or {key} at the top" if isinstance(top, Top) and hasattr(top, key) else ""
                     where = f"write it at {teacher.diag.at(key)}{at_top}"
-                    role.diag.note(key, f"has no effect, as this role is no teacher; {where}")
+                    role.diag.note(key, f"has no effect, as this role is not a teacher; {where}")
                 else:
-                    _tell_unread(role, key, "is no teacher", None)
+                    _report_unread(role, key, "is not a teacher", None)
 
     def _kind(self, role: Role) -> str:
         """Return the kind of a role that is placed."""
         if role.job == "rollout":
-            return role_keys.ROLLOUT
+            return key_hints.ROLLOUT
         if any(role is teacher for teacher in self._roles.teachers.values()):
-            return role_keys.TEACHER
-        kinds = {role_keys.TRAIN: self._roles.train, role_keys.CRITIC: self._roles.critic}
-        return next((kind for kind, one in kinds.items() if role is one), role_keys.FROZEN)
+            return key_hints.TEACHER
+        kinds = {key_hints.TRAIN: self._roles.train, key_hints.CRITIC: self._roles.critic}
+        return next((kind for kind, one in kinds.items() if role is one), key_hints.FROZEN)
 
     def _check_adapters(self) -> None:
-        """Refuse adapters of what does not learn, and what would train something else than was asked for."""
+        """Refuse adapters of frozen models, and keys that would train other weights than requested."""
         student, infer = self._roles.train, self._roles.infer
         never: dict[str, list[str]] = {}
         for args in [worker.model_args for worker in written_workers(self._sections)]:
-            for key in adapters.NEVER:
+            for key in lora_keys.NEVER:
                 if getattr(args, key):
                     never.setdefault(key, []).append(args.diag.at(key))
-            asked = adapters.asks_for_adapter(args)
-            if asked is None and args.lora_alpha and args.lora_rank is None:
+            requested = lora_keys.adapter_key(args)
+            if requested is None and args.lora_alpha and args.lora_rank is None:
                 args.diag.note(
                     "lora_alpha", "has no effect alone; write lora_rank or lora_target for LoRA, or remove it"
                 )
-            if asked is None or (student and args is student.worker.model_args):
+            if requested is None or (student and args is student.worker.model_args):
                 continue
             if infer and student and student.lora and args is infer.worker.model_args:
-                args.diag.unused(*(key for key in adapters.KEYS if getattr(args, key)))  # it has the student's
+                args.diag.unused(*(key for key in lora_keys.KEYS if getattr(args, key)))  # it has the student's
             else:
                 text = (
                     "only the student has an adapter; remove the key, or give a model that the adapter is merged into"
                 )
-                args.diag.error(asked, text)
+                args.diag.error(requested, text)
         for found in never.values():
             also = f" ({', '.join(found[1:])} too)" if found[1:] else ""
-            text = "is not available yet, and other weights would be trained than are asked for; remove it"
+            text = "is not available yet, and other weights would be trained than requested; remove it"
             self._diag.unsupported(found[0], text + also)
 
     def _check_weights(self, worker: Worker, info: ModelInfo | None) -> None:
-        """Hold weights against config.json, once for all roles of a model; what vLLM alone runs, it checks itself."""
+        """Compare weights with config.json, once for all roles of a model; vLLM checks its models itself."""
         if info is None or info.path in self._checked:
             return
         self._checked.add(info.path)
@@ -309,10 +313,10 @@ class RoleReader:
                 worker.diag.error(MODEL, problem)
 
     def _model(self, worker: Worker, model: str | None) -> ModelInfo | None:
-        """Return what the files of a role's own model say, else of `model`; told where that cannot be run."""
+        """Return the facts of a role's written model, else of `model`; reports one that cannot be run."""
         model = worker.model_args.model_name_or_path or model
         if model is None:
-            needs = f"{worker.diag.path} needs the path of its own model (no other role's model is put in its place)"
+            needs = f"{worker.diag.path} needs the path of a model (another role's model is not its default)"
             worker.diag.error(MODEL, f"is missing; {needs}")
             return None
         if model in self._models:
@@ -332,7 +336,7 @@ class RoleReader:
         return info
 
 
-def _tell_unread(role: Role, section: str, why: str, reader: Role | None) -> None:
-    """Tell that a `section` of `role` is not read; the run's `reader` of such a section, if it has one, reads it."""
+def _report_unread(role: Role, section: str, why: str, reader: Role | None) -> None:
+    """Report that a `section` of `role` is not read; `reader` is the role of the run that reads such a section."""
     where = f"write it in {reader.path}" if reader else "remove it"
     role.diag.note(section, f"has no effect, as this role {why}; {where}")

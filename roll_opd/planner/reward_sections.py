@@ -1,4 +1,4 @@
-"""Reads the `rewards` sections: which worker scores which tags, with what arguments and filters."""
+"""Plans of the `rewards` sections: workers with their tags, arguments and filters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,20 +11,20 @@ from roll_opd.base.user_modules import FILE, dotted_path
 from roll_opd.config.plan import FilterPlan, RewardPlan, RewardTerm
 from roll_opd.config.roll_keys import DOTTED, REWARD_CLASSES_OF_ROLL, REWARD_KEYS_OF_ROLL
 from roll_opd.config.schema import Filter, Reward, RewardKeys, Term, changed, shared
-from roll_opd.planner.check_files import shared_tags
 from roll_opd.planner.read import LOCAL_JUDGE, SHARED_JUDGE
+from roll_opd.planner.row_plans import shared_tags
 from roll_opd.rewards.reward_interface import RewardError
 from roll_opd.rewards.reward_registry import REWARDS, RewardFacts, check, reward_arguments
 from roll_opd.tracking.secrets import is_secret
 
 REWARD_SECONDS = 60.0  # a sample may take, of a reward that does not keep time itself
-MOST_REWARD_CALLS = 256  # under way in a worker
+MAX_REWARD_CALLS = 256  # running calls of a worker
 
 
 def read_rewards(rewards: Mapping[str, Reward | None], mode: str, responses: int) -> tuple[RewardPlan, ...]:
-    """Return the reward workers; each tag may belong to one domain only. `responses` are those of a prompt.
+    """Return the reward workers; each tag may belong to one domain only. `responses` are the responses of a prompt.
 
-    In pure distillation they only look on, so their filters have no effect.
+    In pure distillation rewards are only monitored, so their filters have no effect.
     """
     plans: list[RewardPlan] = []
     for domain, reward in rewards.items():
@@ -40,13 +40,13 @@ def read_rewards(rewards: Mapping[str, Reward | None], mode: str, responses: int
         tags = reward.tag_included or None
         for other in plans:
             if both := shared_tags(tags, other.tags):
-                text = f"{both} also belongs to rewards.{other.domain}; give each tag to one of them"
+                text = f"{both} also belongs to rewards.{other.domain}; give each tag to one domain"
                 reward.diag.error("tag_included", text)
         plan = RewardPlan(
             domain=domain,
             terms=terms,
             tags=tags,
-            max_concurrency=reward.max_concurrency or _facts(terms[0].worker).max_concurrency or MOST_REWARD_CALLS,
+            max_concurrency=reward.max_concurrency or _facts(terms[0].worker).max_concurrency or MAX_REWARD_CALLS,
             batch_size=reward.infer_batch_size,
             query_filter=query,
             response_filter=response,
@@ -57,7 +57,7 @@ def read_rewards(rewards: Mapping[str, Reward | None], mode: str, responses: int
 
 
 def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
-    """The domain's own reward first, named after its worker, then what is added to it."""
+    """Return the terms of a domain: first its own reward, named after its worker."""
     problems = reward.diag.problems
     before = len(problems)
     if reward.args.get("judge_model_type") == SHARED_JUDGE:
@@ -112,7 +112,7 @@ def _term(section: Term, default: str, name: str | None) -> RewardTerm:
 
 
 def _facts(worker: str) -> RewardFacts:
-    """Return what is known of a reward; a user's own is not imported for that."""
+    """Return the registered facts of a reward; a user's class is not imported."""
     return REWARDS.facts(worker) if worker in REWARDS.builtin else RewardFacts()
 
 
@@ -152,13 +152,13 @@ def _arguments(section: Term, worker: str) -> dict[str, object]:
     for key, value in kept.items():
         problem = type_problem(types.get(key, Any), value)
         if problem:
-            told = problem.partition(", got ")[0] if is_secret(key) else problem  # a message may be shown around
-            section.diag.error(key, told)
+            shown = problem.partition(", got ")[0] if is_secret(key) else problem
+            section.diag.error(key, shown)
     return kept
 
 
 def _check_spread(reward: Reward, query: FilterPlan | None, response: FilterPlan | None, responses: int) -> None:
-    """One reward has no spread, so a std_filter that sees only one lets nothing pass."""
+    """Refuse a std_filter over single rewards, whose deviation is 0."""
     if response and response.type == "std_filter":
         reward.diag.error(
             "response_filter_config.type",

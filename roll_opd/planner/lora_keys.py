@@ -1,4 +1,4 @@
-"""LoRA: what a student's adapters are, from its own keys or those of the adapter that it begins with."""
+"""LoRA: the plan of a student's adapters, from its keys or from the adapter that it starts with."""
 
 from collections.abc import Iterable
 
@@ -8,8 +8,8 @@ from roll_opd.models.adapter_files import read_adapter
 from roll_opd.models.model_info import ModelFilesError, find_model
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-OF_ATTENTION = LINEAR[:4]
-# names that stand for several
+ATTENTION = LINEAR[:4]
+# name -> the layers that it stands for
 GROUPS = {
     "all-linear": LINEAR,
     "all": LINEAR,
@@ -19,20 +19,20 @@ GROUPS = {
     "linear_fc2": LINEAR[6:],
 }
 DEFAULT_RANK = 8
-KEYS = ("lora_target", "lora_rank", "adapter_name_or_path")  # each asks for an adapter
+KEYS = ("lora_target", "lora_rank", "adapter_name_or_path")  # each requests an adapter
 NEVER = ("additional_target", "freeze_module_prefix")
 
 
 def read_lora(args: ModelArgs) -> LoraPlan | None:
-    """Return the adapters of a role that learns, None where it has none. What is wrong is told."""
+    """Return the adapters of a role that learns, None without any; reports problems."""
     diag = args.diag
     if args.lora_dropout:
         diag.error("lora_dropout", f"{args.lora_dropout}: log-probs of a model under dropout are not defined; use 0")
-    if asks_for_adapter(args) is None:
+    if adapter_key(args) is None:
         return None
     targets = _written(args)
     for name in _unknown(targets):
-        diag.error("lora_target", f"{name!r} is no linear layer; use all-linear, or some of {', '.join(LINEAR)}")
+        diag.error("lora_target", f"{name!r} is not a linear layer; use all-linear, or some of {', '.join(LINEAR)}")
     if args.adapter_name_or_path is None:
         rank = args.lora_rank or DEFAULT_RANK
         return LoraPlan(_expanded(targets or LINEAR), rank, args.lora_alpha or 2.0 * rank)
@@ -41,26 +41,26 @@ def read_lora(args: ModelArgs) -> LoraPlan | None:
         path = find_model(args.adapter_name_or_path)
         info = read_adapter(path)
         if other := _unknown(info.targets):
-            raise ModelFilesError(f"{path} has an adapter of {', '.join(other)}; only those of linear layers are known")
+            raise ModelFilesError(f"{path} has an adapter of {', '.join(other)}; only linear layers can have one")
     if info is None:
         return None
     return _as_written(args, LoraPlan(_expanded(info.targets), info.rank, info.alpha, str(path)))
 
 
 def check_experts(lora: LoraPlan, args: ModelArgs) -> None:
-    """Refuse adapters of experts, of a model that has some."""
-    if of_mlp := [name for name in lora.targets if name not in OF_ATTENTION]:
-        text = f"adapters of experts ({', '.join(of_mlp)}) are not available yet; use {','.join(OF_ATTENTION)}"
-        args.diag.unsupported(asks_for_adapter(args) or "lora_rank", text)
+    """Refuse adapters of experts, for a model with experts."""
+    if of_mlp := [name for name in lora.targets if name not in ATTENTION]:
+        text = f"adapters of experts ({', '.join(of_mlp)}) are not available yet; use {','.join(ATTENTION)}"
+        args.diag.unsupported(adapter_key(args) or "lora_rank", text)
 
 
-def asks_for_adapter(args: ModelArgs) -> str | None:
-    """Return the first of a section's keys that asks for an adapter; None where none does."""
+def adapter_key(args: ModelArgs) -> str | None:
+    """Return the first key of a section that requests an adapter; None without any."""
     return None if args.lora_rank == 0 else next((key for key in KEYS if getattr(args, key)), None)
 
 
 def _as_written(args: ModelArgs, plan: LoraPlan) -> LoraPlan:
-    """Return the plan of an adapter to begin with; what is written beside it must be the same."""
+    """Return the plan of the adapter to start with; other written keys must agree with it."""
     written = {
         "lora_rank": (args.lora_rank, plan.rank),
         "lora_alpha": (args.lora_alpha, plan.alpha),
@@ -74,7 +74,7 @@ def _as_written(args: ModelArgs, plan: LoraPlan) -> LoraPlan:
 
 
 def _written(args: ModelArgs) -> tuple[str, ...]:
-    """Return what `lora_target` names."""
+    """Return the names in `lora_target`."""
     target = args.lora_target or ()
     named = target.split(",") if isinstance(target, str) else target
     return tuple(name.strip() for name in named if name.strip())
@@ -85,6 +85,6 @@ def _unknown(names: Iterable[str]) -> list[str]:
 
 
 def _expanded(names: Iterable[str]) -> tuple[str, ...]:
-    """Return each layer that is named, or belongs to a group that is, in the order of `LINEAR`."""
+    """Return the named layers and the layers of named groups, in the order of `LINEAR`."""
     named = {one for name in names for one in GROUPS.get(name, (name,))}
     return tuple(name for name in LINEAR if name in named)

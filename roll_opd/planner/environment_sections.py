@@ -1,6 +1,6 @@
-"""Runs in environments, from ROLL's sections: what is played, how often, and what a trajectory is compared with.
+"""Runs in environments, from ROLL's sections: games, numbers of trajectories, and the baseline of a trajectory.
 
-A group of trajectories is a prompt of which `group_size` responses are sampled, and `environment_workflow` plays them.
+A group of trajectories is a prompt with `group_size` responses, which `environment_workflow` plays.
 """
 
 from collections.abc import Mapping
@@ -38,30 +38,30 @@ WORKFLOW = "environment_workflow"
 BY_TAG = ("tags", "inductive")  # groupings that compare all of a tag; state is that of the beginning, so a group
 ASYM_CLIP = (-1.0, 3.0)  # bounds of the method of that name, in RAGEN and earlier versions of ROLL
 WITH_TOOL = ("roll_math", "math_python")
-_PLAYED = "train_env_manager and custom_envs say it"
-_TOLD = "custom_envs.TAG.agent_system_template and agent_template say what the model is told"
-UNREAD = {  # keys of runs over prompts, and what says it here
+_PLAYED = "train_env_manager and custom_envs set it"
+_PROMPTS = "custom_envs.TAG.agent_system_template and agent_template are the prompts of a game"
+UNREAD = {  # key of a run over prompts -> its replacement in environments
     "num_return_sequences_in_group": _PLAYED,
     "workflow": _PLAYED,
     "workflow_args": _PLAYED,
     "workflow_reward": "the game gives the rewards",
     "workflow_reward_args": "the game gives the rewards",
-    "system_prompt": _TOLD,
-    "reply_prefix": _TOLD,
-    "global_template": _TOLD,
-    "tag_to_template": _TOLD,
+    "system_prompt": _PROMPTS,
+    "reply_prefix": _PROMPTS,
+    "global_template": _PROMPTS,
+    "tag_to_template": _PROMPTS,
 }
 
 
 def is_agentic(values: Mapping[str, Any]) -> bool:
-    """Whether a configuration plays environments; ROLL tells by the script that is started."""
+    """Whether a configuration plays environments; ROLL decides by the started script."""
     return values.get("pure_opd_pipeline_type") == "agentic" or any(values.get(key) for key in SECTIONS)
 
 
 def with_sampling(sections: Sections) -> None:
-    """Let the rollout sample as train_env_manager says, where it says nothing itself, as older files of ROLL's do.
+    """Let train_env_manager set the sampling of a rollout without generating_args, as in older files of ROLL.
 
-    One response answers a turn, whatever `num_return_sequences` says. Told of sections without an effect, too.
+    One response answers a turn, whatever `num_return_sequences` is. Also reports sections without an effect.
     """
     top = sections.top
     played = top.train_env_manager if isinstance(top, Top) else None
@@ -78,25 +78,25 @@ def with_sampling(sections: Sections) -> None:
     if played and not args.written:
         args = played.generating_args
     elif played:
-        _tell_overridden(played.generating_args, args)
+        _report_overridden(played.generating_args, args)
     if args.num_return_sequences not in (None, 1):
         args.diag.note("num_return_sequences", "has no effect in environments: write train_env_manager.group_size")
     sections.workers[name] = changed(infer, {"generating_args": changed(args, {"num_return_sequences": None})})
 
 
-def _tell_overridden(own: GeneratingArgs, args: GeneratingArgs) -> None:
-    """Tell what `train_env_manager.generating_args` say in vain, since the rollout's say something else."""
+def _report_overridden(own: GeneratingArgs, args: GeneratingArgs) -> None:
+    """Report `train_env_manager.generating_args` that the rollout's generating_args override."""
     for key in sorted(own.written - {"num_return_sequences"}):
-        mine, said = getattr(own, key), getattr(args, key)
-        if mine != said:
-            own.diag.note(key, f"{mine} has no effect beside {said} of {args.diag.at(key)}; write it there")
+        overridden, value = getattr(own, key), getattr(args, key)
+        if overridden != value:
+            own.diag.note(key, f"{overridden} has no effect; {args.diag.at(key)} {value} overrides it, write it there")
 
 
 def expanded(top: Top, args: GeneratingArgs | None) -> Top:
-    """Return `top` in the words of a run over prompts: groups, responses, lengths, the workflow, what is compared.
+    """Return `top` with the keys of a run over prompts: groups, responses, lengths, the workflow, baselines.
 
-    `args` are the rollout's. `rollout_batch_size` counts trajectories, as in ROLL; `max_new_tokens` is what one turn
-    may say, and everything before a turn is its prompt.
+    `args` are the rollout's. `rollout_batch_size` counts trajectories, as in ROLL; `max_new_tokens` limits one
+    turn, and everything before a turn is its prompt.
     """
     played = top.train_env_manager or EnvironmentsPlayed()
     values: dict[str, Any] = {"num_return_sequences_in_group": played.group_size, "workflow": WORKFLOW}
@@ -108,7 +108,7 @@ def expanded(top: Top, args: GeneratingArgs | None) -> Top:
         played.diag.error(
             "group_size",
             f"{played.group_size} trajectories a group do not divide rollout_batch_size {top.rollout_batch_size}, which"
-            " counts trajectories; change one of them",
+            " counts trajectories; change either",
         )
     values["rollout_batch_size"] = max(1, groups)
     values |= _lengths(top, args) | _levels(top)
@@ -130,10 +130,10 @@ def expanded(top: Top, args: GeneratingArgs | None) -> Top:
 
 
 def _check(environment: Mapping[str, Any], diag: Diagnostics, has_plugins: bool) -> None:
-    """Check how a game is played and told, and what can be known of it before it is made."""
+    """Check the manager, the templates and the declared arguments of a game."""
     if text := manager_problem(environment["env_manager_cls"]):
         diag.error("env_manager_cls", text)
-        return  # what templates may say depends on it
+        return  # the fields of templates depend on it
     wrong = list(template_problems(environment))
     for key, text in wrong:
         diag.error(key, text)
@@ -145,14 +145,14 @@ def _check(environment: Mapping[str, Any], diag: Diagnostics, has_plugins: bool)
 
 
 def _tags(top: Top) -> list[str]:
-    """Return the tags that are played, in training or validation; told where one is no environment."""
+    """Return the tags that are played, in training or validation; reports unknown ones."""
     known, found = top.custom_envs or {}, []
     for played in (top.train_env_manager, top.val_env_manager):
         if played is None:
             continue
         for tag in played.tags:
             if tag not in known:
-                played.diag.error("tags", f"{tag!r} is none of custom_envs ({', '.join(known) or 'there are none'})")
+                played.diag.error("tags", f"{tag!r} is not in custom_envs ({', '.join(known) or 'there are none'})")
             elif tag not in found:
                 found.append(tag)
     if not (top.train_env_manager and top.train_env_manager.tags):
@@ -161,7 +161,7 @@ def _tags(top: Top) -> list[str]:
 
 
 def _tool(top: Top, tag: str) -> dict[str, Any]:
-    """Return the arguments of an environment with a Python tool that ROLL's `tool_wrapper` says."""
+    """Return the arguments that ROLL's `tool_wrapper` gives an environment with a Python tool."""
     environment = _environment(top, tag)
     if not environment.tool_wrapper:
         return {}
@@ -193,14 +193,15 @@ def _lengths(top: Top, args: GeneratingArgs | None) -> dict[str, Any]:
     if turn is None or top.sequence_length is None or turn >= top.sequence_length:
         if turn and top.sequence_length:
             top.diag.error(
-                "sequence_length", f"{top.sequence_length} leaves no room beside the {turn} tokens of a turn; raise it"
+                "sequence_length",
+                f"{top.sequence_length} leaves no room for more than the {turn} tokens of a turn; raise it",
             )
         return {}
     return {"prompt_length": top.sequence_length - turn, "response_length": turn}
 
 
 def _levels(top: Top) -> dict[str, Any]:
-    """Return what rewards are compared with, as `norm_mean_type` and `norm_std_type` say it; see also `compared`."""
+    """Return the levels at which rewards are normalised, as norm_mean_type and norm_std_type; see also `compared`."""
     normalised = top.reward_normalization
     level = "batch" if normalised.grouping == "batch" else "group"
     by_method: dict[str, tuple[str | None, str | None]] = {
@@ -213,7 +214,7 @@ def _levels(top: Top) -> dict[str, Any]:
 
 
 def compared(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
-    """Return the objective with what a `group` of `_levels` is, and what a normalised reward is held within."""
+    """Return the objective with the groups of level `group`, and the bounds of a normalised reward."""
     normalised = top.reward_normalization
     return replace(
         plan,
@@ -223,29 +224,29 @@ def compared(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
 
 
 def whole_trajectories(top: Top) -> list[str]:
-    """Return the tags that are learned from of which a sample is a whole trajectory, and not one action."""
+    """Return the tags of training whose samples are whole trajectories, and not single actions."""
     known = top.custom_envs or {}
     tags = top.train_env_manager.tags if top.train_env_manager else ()
     return [tag for tag in tags if tag in known and not makes_steps(known[tag].env_manager_cls)]
 
 
 def data(top: Top) -> DataPlan:
-    """Return the tasks that are learned from."""
+    """Return the tasks of training."""
     return tasks(top, top.train_env_manager or EnvironmentsPlayed())
 
 
 def held_out(top: Top, args: GeneratingArgs, response: int) -> ValidationPlan | None:
-    """Return the tasks of validation and how they are played: as in training, but for what val_env_manager says.
+    """Return the tasks and sampling of validation, training's as defaults; None without val_env_manager.
 
-    `args` are the rollout's, `response` the tokens of its turn. None where there are none.
+    `args` are the rollout's generating_args, `response` the tokens of a turn.
     """
-    played, asked = top.val_env_manager, top.validation
-    if asked:
-        for key in sorted(asked.written & {"data_args", "generating_args"}):
-            asked.diag.note(key, "has no effect in environments: val_env_manager says it")
+    played, section = top.val_env_manager, top.validation
+    if section:
+        for key in sorted(section.written & {"data_args", "generating_args"}):
+            section.diag.note(key, "has no effect in environments: val_env_manager sets it")
     if played is None or not played.tags:
-        if asked and asked.evaluate_teacher:
-            asked.diag.note("evaluate_teacher", "has nothing to play; write val_env_manager.tags")
+        if section and section.evaluate_teacher:
+            section.diag.note("evaluate_teacher", "has nothing to play; write val_env_manager.tags")
         return None
     trajectories = top.val_batch_size if top.val_batch_size > 0 else played.num_env_groups * played.group_size
     groups, rest = divmod(trajectories, played.group_size)
@@ -257,8 +258,8 @@ def held_out(top: Top, args: GeneratingArgs, response: int) -> ValidationPlan | 
     own = {key: getattr(played.generating_args, key) for key in played.generating_args.written}
     merged = replace(args, **own)
     sampling = sampling_plan(merged, played.group_size, min(merged.max_new_tokens or response, response))
-    of_them = replace(tasks(top, played), limit=max(1, groups))
-    return ValidationPlan(of_them, sampling, evaluate_teacher=bool(asked and asked.evaluate_teacher))
+    limited = replace(tasks(top, played), limit=max(1, groups))
+    return ValidationPlan(limited, sampling, evaluate_teacher=bool(section and section.evaluate_teacher))
 
 
 def tasks(top: Top, played: EnvironmentsPlayed) -> DataPlan:

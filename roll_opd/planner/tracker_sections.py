@@ -1,4 +1,4 @@
-"""Reads `track_with` and `tracker_kwargs`: which trackers a run has, and what each is given.
+"""Trackers of a run and their arguments, from `track_with` and `tracker_kwargs`.
 
 ROLL's form is one tracker and its arguments. Several trackers take a mapping of tracker name to arguments.
 """
@@ -19,7 +19,7 @@ GIVEN_BY_US = 2  # first arguments of a tracker: the run directory and the step 
 
 
 def read_trackers(top: Run) -> dict[str, dict[str, Any]]:
-    """Return the arguments of each tracker in `track_with`, in its order; tell what is wrong with them."""
+    """Return the arguments of each tracker in `track_with`, in its order; reports problems."""
     written = []
     for name in dict.fromkeys(top.track_with):
         with top.diag.catching("track_with", PathError):
@@ -67,12 +67,12 @@ def _check_name(top: Run, name: str) -> bool:
 
 
 def _checked(name: str, written: dict[str, Any], diag: Diagnostics) -> dict[str, Any]:
-    """Return the arguments of a tracker, checked; those of a user's own class are its own business."""
+    """Return the arguments of a tracker, checked; arguments of a user's class are not."""
     args = {argument: value for argument, value in written.items() if value is not None}
     if name in TRACKERS.builtin:
         for argument, problem in argument_problems(TRACKERS.find(name), args, GIVEN_BY_US):
-            told = problem.partition(", got ")[0] if is_secret(argument) else problem  # a message may be shown around
-            diag.error(argument, told.replace("argument;", f"argument of tracker {name};"))
+            shown = problem.partition(", got ")[0] if is_secret(argument) else problem
+            diag.error(argument, shown.replace("argument;", f"argument of tracker {name};"))
     for argument in args if name in TRACKERS.elsewhere else ():
         diag.error(argument, f"unknown argument; {name} takes none")
     return args

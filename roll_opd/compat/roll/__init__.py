@@ -1,1 +1,0 @@
-"""ROLL compatibility: unsupported pipelines, policy loss variants."""

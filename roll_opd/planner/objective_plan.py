@@ -1,0 +1,206 @@
+"""The objective of a run with rollouts, and its `train_infer_correction` of log-probs that differ between engines."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from roll_opd.algorithms.registry import ADVANTAGES, POLICY_LOSSES
+from roll_opd.algorithms.table import KL_PENALTIES, ROLL_LOSS_AGG_MODE, loss_facts
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.plan import CorrectionPlan, ObjectivePlan, TokenFilterPlan
+from roll_opd.config.schema import (
+    DistillationKeys,
+    ImportanceWeight,
+    ObjectiveKeys,
+    ReinforcementKeys,
+    Section,
+    TokenFilter,
+    Top,
+    keys_of,
+    shared,
+)
+
+NAMES_OF_A_LOSS = frozenset({"algorithm_type", "policy_loss_fn", "policy_loss"})  # of keys that are not ROLL's
+ROLL_CLIP = 0.2  # ROLL's default of pg_clip_low and pg_clip_high
+STEP_KEYS = frozenset({"step_reward_gamma", "episode_reward_weight", "step_reward_weight"})
+# default (lower, upper): ROLL's bound of tis, and that of verl and rLLM for IcePop
+BOUNDS = {"tis": (None, 1.2), "icepop": (0.5, 5.0)}
+
+
+def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size: int) -> ObjectivePlan:
+    """Return the objective of a run with `updates` optimizer updates a step.
+
+    `vocab_size` is the number of token ids that student and teachers share.
+    """
+    assert top.policy_loss
+    pure = mode == "pure"
+    low, high = _clip_range(top)
+    clips = {
+        "clip_low": low,
+        "clip_high": high,
+        "dual_clip": 1 + 2 * top.pg_clip if top.dual_clip_loss is True else top.dual_clip_loss or None,  # as in ROLL
+    }
+    reads_clips = top.policy_loss in POLICY_LOSSES.builtin and loss_facts(top.policy_loss).reads_pg_clip
+    read = read_correction(top)
+    has_divergence = mode != "rl" and top.opd_objective != "sampled"
+    own_clips = {
+        "pg_clip_low": None if low == top.pg_clip else low,
+        "pg_clip_high": None if high == top.pg_clip else high,
+    }
+    keys = shared(ObjectiveKeys, top) | own_clips
+    off = {*(keys_of(ReinforcementKeys) if pure else ()), *(() if has_divergence else keys_of(DistillationKeys))}
+    plan = ObjectivePlan(
+        **{key: value for key, value in keys.items() if key not in off},
+        policy_loss=top.policy_loss,
+        policy_loss_args=FrozenDict({**(clips if reads_clips else {}), **top.policy_loss_fn_args}),
+        dual_clip=clips["dual_clip"],
+        loss_agg_mode=top.loss_agg_mode or ROLL_LOSS_AGG_MODE,
+        loss_normaliser=float(response),
+        opd_vocab_size=vocab_size if has_divergence else None,
+        correction=read,
+        # a correction is of the weights that sampled, before the update
+        recompute_old_logprobs=updates > 1 or top.enable_old_logprobs_recompute or read is not None,
+    )
+    return replace(plan, gamma=0.0) if pure else _with_reward(plan, top)
+
+
+def _with_reward(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
+    """Return the objective with the reward's part: advantages, and KLs to the reference policy."""
+    assert top.adv_estimator
+    name, mean, std = top.adv_estimator, top.norm_mean_type, top.norm_std_type
+    if name == "grpo":  # the definition of grpo; a written null removes it
+        mean = mean if "norm_mean_type" in top.written else "group"
+        std = std if "norm_std_type" in top.written else "group"
+    levels = {"mean_cal_level": mean, "std_cal_level": std} if has_norm_levels(name) else {}
+    arguments = {**levels, **{key: getattr(top, key) for key in sorted(keys_of_steps(name))}, **top.advantage_fn_args}
+    token_kl = top.init_kl_coef if top.add_token_level_kl else 0.0
+    return replace(
+        plan,
+        adv_estimator=name,
+        advantage_args=FrozenDict(arguments),
+        norm_mean_type=mean,
+        norm_std_type=std,
+        kl_loss=plan.kl_loss if top.kl_loss_fn in (None, "none") else top.kl_loss_fn,
+        kl_loss_coef=plan.kl_loss_coef if top.use_kl_loss else 0.0,
+        kl_penalty=KL_PENALTIES.get(plan.kl_penalty, plan.kl_penalty),
+        init_kl_coef=token_kl,
+        target_kl=plan.target_kl if token_kl else None,
+        # the token rewards need log-probs before the update
+        recompute_old_logprobs=plan.recompute_old_logprobs or bool(token_kl),
+    )
+
+
+def _clip_range(top: Top) -> tuple[float, float]:
+    """Return how far a ratio may be below and above 1: pg_clip, or pg_clip_low and pg_clip_high where they count.
+
+    They count with use_pg_clip_range: true, as in ROLL, where their default is 0.2, and where a key that is not ROLL's
+    names the loss.
+    """
+    if not _reads_clip_range(top):
+        return top.pg_clip, top.pg_clip
+    other = ROLL_CLIP if top.use_pg_clip_range else top.pg_clip
+    low, high = top.pg_clip_low, top.pg_clip_high
+    return other if low is None else low, other if high is None else high
+
+
+def _reads_clip_range(top: Top) -> bool:
+    if top.use_pg_clip_range is not None:
+        return top.use_pg_clip_range
+    return not NAMES_OF_A_LOSS.isdisjoint(top.written)
+
+
+def check_clip_range(top: Top) -> None:
+    written = {key: value for key in ("pg_clip_low", "pg_clip_high") if (value := getattr(top, key)) is not None}
+    if written and not _reads_clip_range(top) and set(written.values()) != {top.pg_clip}:
+        shown = ", ".join(f"{key} {value:g}" for key, value in written.items())
+        top.diag.warn(
+            next(iter(written)),
+            f"without use_pg_clip_range: true, {shown} have no effect, as in ROLL; pg_clip {top.pg_clip:g} counts",
+        )
+
+
+def has_norm_levels(advantage: str) -> bool:
+    """Whether `norm_mean_type` and `norm_std_type` are arguments of a built-in advantage."""
+    levels = {"mean_cal_level", "std_cal_level"}
+    return advantage in ADVANTAGES.builtin and levels <= ADVANTAGES.defaults(advantage).keys()
+
+
+def keys_of_steps(advantage: str) -> set[str]:
+    """Return the keys of the rewards of steps that are arguments of a built-in advantage."""
+    return set(STEP_KEYS & ADVANTAGES.defaults(advantage).keys()) if advantage in ADVANTAGES.builtin else set()
+
+
+def check_correction(top: Top, mode: str) -> None:
+    """Refuse a train_infer_correction that contradicts itself, changes nothing or leaves no token."""
+    correction = top.train_infer_correction
+    weight = correction.is_weight
+    if weight.enabled:
+        if not weight.detach:
+            weight.diag.unused("detach")  # log-probs from before the update have no gradient
+        if weight.method == "tis" and weight.lower_bound is not None:
+            weight.diag.error("lower_bound", "truncated weights (tis) have an upper bound only; write method: icepop")
+        _check_order(weight, *_bounds(weight))
+    for section in (weight, *correction.filters):
+        if section.written and "enabled" not in section.written:
+            section.diag.note("", "has no effect without enabled: true")
+    for rule in correction.filters:
+        filters = _filters(rule)
+        if rule.enabled and not filters:
+            rule.diag.note("", "leaves nothing out, as it has no bound that is enabled")
+        for read in filters:
+            _check_order(rule, read.low, read.high)
+    if mode == "pure" and top.opd_objective != "sampled":
+        nothing = f"opd_objective: {top.opd_objective} in pure distillation has no policy loss"
+        if weight.enabled:
+            correction.diag.error("is_weight", f"{nothing}, which is what the weights multiply; use filters")
+        if correction.negatives_delta is not None:
+            correction.diag.error("negatives_delta", f"{nothing} and no advantages; use filters")
+    elif correction.negatives_delta is not None and not loss_facts(top.policy_loss).reads_advantages:
+        correction.diag.error(
+            "negatives_delta", f"policy loss {top.policy_loss} reads no advantages, so none is negative; use filters"
+        )
+
+
+def check_quantised(options: Mapping[str, object], diag: Diagnostics, top: Top) -> None:
+    """Warn of inference engines whose `options` round the student's weights, in a run without correction."""
+    key = "quantization"
+    if options.get(key) and read_correction(top) is None:
+        diag.note(
+            f"strategy_args.strategy_config.{key}",
+            f"{options[key]} samples from rounded weights, whose log-probs differ from the student's;"
+            " switch train_infer_correction on (is_weight or filters)",
+        )
+
+
+def read_correction(top: Top) -> CorrectionPlan | None:
+    """Return the enabled correction; None without any."""
+    correction = top.train_infer_correction
+    filters = tuple(read for rule in correction.filters for read in _filters(rule))
+    weight, delta = correction.is_weight, correction.negatives_delta
+    if weight.enabled:
+        low, high = _bounds(weight)
+        return CorrectionPlan(weight.method, weight.weight_type, low, high, filters, delta)
+    return CorrectionPlan(filters=filters, negatives_delta=delta) if filters or delta else None
+
+
+def _bounds(weight: ImportanceWeight) -> tuple[float | None, float | None]:
+    """Return the written bounds, null (no bound) included; else the defaults of the method."""
+    low, high = BOUNDS[weight.method]
+    return (
+        weight.lower_bound if "lower_bound" in weight.written else low,
+        weight.upper_bound if "upper_bound" in weight.written else high,
+    )
+
+
+def _filters(rule: TokenFilter) -> list[TokenFilterPlan]:
+    found = []
+    if rule.enabled and rule.ratio_enabled:
+        found.append(TokenFilterPlan("ratio", rule.agg_type, rule.ratio_low, rule.ratio_high))
+    if rule.enabled and rule.diff_enabled:
+        found.append(TokenFilterPlan("difference", rule.agg_type, rule.diff_low, rule.diff_high))
+    return [one for one in found if (one.low, one.high) != (None, None)]
+
+
+def _check_order(section: Section, low: float | None, high: float | None) -> None:
+    if low is not None and high is not None and low >= high:
+        section.diag.error("", f"no token is between a lower bound of {low:g} and an upper one of {high:g}; swap them")

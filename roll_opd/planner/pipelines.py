@@ -1,0 +1,241 @@
+"""Pipeline and system that a configuration is written for; one message for pipelines that do not exist here.
+
+Otherwise the checks of keys would report dozens of unknown ones.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roll_opd.algorithms.registry import AlgorithmError
+from roll_opd.algorithms.table import algorithm
+from roll_opd.base.failures import ConfigError
+from roll_opd.base.paths import PathError, regular_file
+from roll_opd.base.user_modules import users_module
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, SUPERVISED, Supervised
+from roll_opd.config.yaml_files import LOADER, MAX_BYTES, check_file
+from roll_opd.models.model_info import ModelFilesError, find_model, is_vision_config, read_json
+from roll_opd.planner import environment_sections
+
+# pipeline -> its description; its launcher in examples/
+LAUNCHERS = {
+    "distill": ("pure on-policy distillation", "start_onpolicy_distill_pipeline.py"),
+    "rlvr": ("learning from rewards (RLVR)", "start_rlvr_pipeline.py"),
+    "agentic": ("learning in environments", "start_agentic_pipeline.py"),
+    "sft": ("supervised fine-tuning", "start_sft_pipeline.py"),
+    "dpo": ("direct preference optimization", "start_dpo_pipeline.py"),
+}
+# a file with one of these sections and none of our roles is Trinity-RFT's
+TRINITY_SECTIONS = frozenset(
+    ("algorithm", "buffer", "cluster", "explorer", "model", "synchronizer", "trainer", "checkpoint_root_dir")
+)
+TRINITY_SECTION = re.compile(rf"\b(?:{'|'.join(sorted(TRINITY_SECTIONS))})\b[\"']?\s*:")
+OUR_ROLES = ("student_train", "student_infer", "actor_train", "actor_infer", "sft_train", "defaults")
+# keys of ROLL's vision and diffusion configurations that no text configuration has
+VISION_KEYS = {"image", "images", "image_flag_key", "image_folder", "max_pixels", "min_pixels", "vlm_filter"}
+VISION_KEYS |= {"video", "videos", "video_folder", "audio", "audios", "audio_folder"}
+MODEL_KEYS = ("model_name_or_path", "pretrain", "student_pretrain", "teacher_pretrain")
+VISION_MODEL = re.compile(r"[-_./](vl|omni|vision|wan2\.\d|flux)\b|\bqwen3\.5-", re.IGNORECASE)
+# keys that identify ROLL's off-policy distillation, in a file without roles of other pipelines
+OFF_POLICY_KEYS = (
+    "student_pretrain",
+    "teacher_pretrain",
+    "kd_objective",
+    "distill_loss_weight",
+    "logits_topk",
+    "student",
+)
+LEARNERS = ("student_train", "actor_train", "sft_train")
+
+
+def is_trinity(file: Path) -> bool:
+    """Whether a YAML file is a configuration of Trinity-RFT; False where it cannot be read."""
+    try:
+        if regular_file(file).stat().st_size > MAX_BYTES:
+            return False
+        text = file.read_text(encoding="utf-8")
+        if not TRINITY_SECTION.search(text):
+            return False  # to parse the file takes ten times as long
+        check_file(file)
+        root = yaml.compose(text, Loader=LOADER)
+    except (ConfigError, OSError, PathError, UnicodeDecodeError, yaml.YAMLError):
+        return False  # `load_config` reports why
+    keys = {key.value for key, _ in root.value if isinstance(key, yaml.ScalarNode)} if root is not None else set()
+    return not TRINITY_SECTIONS.isdisjoint(keys) and keys.isdisjoint(OUR_ROLES)
+
+
+def pipeline_keys(
+    values: Mapping[str, Any], pure: bool | None, pipeline: str | None, diag: Diagnostics
+) -> type[Supervised] | None:
+    """Return the keys of the supervised pipeline that is requested or written; None: the student samples.
+
+    `pure` and `pipeline` as for `load_plan`. Raises ConfigError, with one problem, where another pipeline is requested
+    than the configuration is written for, or for a pipeline that does not exist here.
+    """
+    requested = pipeline or (None if pure is None else "distill" if pure else "rlvr")
+    problem = _vision_problem(values) or _off_policy_problem(values)
+    if problem is None and requested:
+        problem = _wrong_pipeline(values, requested, diag)  # errors of its keys would be misleading
+    if problem is None:
+        if keys := _supervised_keys(values, pure, None if pipeline == "agentic" else pipeline):
+            return keys
+        problem = _rows_problem(values, diag)
+    if problem is None and environment_sections.is_agentic(values):
+        problem = _rollout_only_problem(values)
+    if problem:
+        raise ConfigError([problem])
+    return None
+
+
+def _pipeline_of(values: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return (pipeline, decisive key) of a configuration; None if its keys do not decide."""
+    for name, keys in SUPERVISED.items():
+        if keys.role in values and keys.role not in (*PURE_ROLES, *MIXED_ROLES):
+            return name, keys.role
+    engine = next((role for role in (PURE_ROLES[1], MIXED_ROLES[1]) if role in values), None)
+    if engine is None:
+        for name, keys in SUPERVISED.items():
+            if values.get("algorithm_type") == keys.algorithm:
+                return name, "algorithm_type"
+            if own := sorted(keys.own_keys & values.keys()):
+                return name, own[0]
+    if environment_sections.is_agentic(values):
+        return "agentic", next(
+            (key for key in environment_sections.SECTIONS if values.get(key)), "pure_opd_pipeline_type"
+        )
+    if values.get("is_pure_opd") is True:
+        return "distill", "is_pure_opd"
+    if values.get("use_opd") is True:
+        return "rlvr", "use_opd"
+    pure = next((role for role in PURE_ROLES if role in values), None)
+    if pure and values.get("is_pure_opd") is None:
+        return "distill", pure
+    return ("rlvr", engine) if engine and not values.get("teacher") else None
+
+
+def _wrong_pipeline(values: Mapping[str, Any], requested: str, diag: Diagnostics) -> str | None:
+    """Return an error if a configuration is written for another pipeline than `requested`, else None."""
+    found = _pipeline_of(values)
+    if found is None and requested == "agentic" and MIXED_ROLES[1] in values:
+        found = "rlvr", MIXED_ROLES[1]
+    if requested not in LAUNCHERS or found is None or found[0] not in LAUNCHERS or found[0] == requested:
+        return None
+    if requested not in SUPERVISED and values.get("algorithm_type") in [keys.algorithm for keys in SUPERVISED.values()]:
+        return None  # reported elsewhere, with the launcher
+    meant, key = found
+    is_played_pure = meant == "agentic" and not values.get("use_opd") and values.get("teacher")
+    if requested == "distill" and is_played_pure and values.get("is_pure_opd") is not False:
+        return None  # ROLL's distillation launcher also runs environments
+    if requested == "rlvr" and key == "is_pure_opd":
+        return None  # ROLL runs pure distillation in its RLVR pipeline
+    what, launcher = LAUNCHERS[meant]
+    return (
+        f"{key}: belongs to {what}, which {LAUNCHERS[requested][1]} (pipeline {requested}) does not run;"
+        f" start it with examples/{launcher}, or with `roll-opd run {meant}`{diag.where(key)}"
+    )
+
+
+def _supervised_keys(values: Mapping[str, Any], pure: bool | None, pipeline: str | None) -> type[Supervised] | None:
+    """Return the keys of the supervised pipeline that is requested or written; None: a run with rollouts."""
+    if pipeline is not None:
+        known = f"distill, rlvr, agentic, {', '.join(SUPERVISED)}, or a module's dotted path"
+        problem = f"no pipeline {pipeline!r}; known: {known}"
+        try:
+            if pipeline not in SUPERVISED:
+                users_module(pipeline)  # declares its keys
+            return SUPERVISED[pipeline]
+        except (ImportError, KeyError) as error:
+            raise ConfigError([problem + (f": {error}" if isinstance(error, ImportError) else "")]) from None
+    found = _pipeline_of(values) if pure is None else None
+    return SUPERVISED.get(found[0]) if found else None
+
+
+def _rows_problem(values: Mapping[str, Any], diag: Diagnostics) -> str | None:
+    """Return an error if `algorithm_type` belongs to a supervised pipeline, else None."""
+    name = values.get("algorithm_type")
+    try:
+        schema = algorithm(name).schema if isinstance(name, str) else "experience"
+    except AlgorithmError:
+        return None  # reported with all other problems
+    if schema == "experience":
+        return None
+    return (
+        f"algorithm_type: {name} trains on rows of schema {schema}, not on rollouts; run it with"
+        f" start_{schema}_pipeline.py{diag.where('algorithm_type')}"
+    )
+
+
+def _vision_problem(values: Mapping[str, Any]) -> str | None:
+    """Return the message for a vision, video or image-generation configuration; None for a text one."""
+    for key, value in _leaves(values, ""):
+        last, text = key.rpartition(".")[2], value if isinstance(value, str) else ""
+        reason = None
+        if last in VISION_KEYS and value is not None:
+            reason = f"{last} belongs to a vision, video or audio configuration"
+        elif last == "pure_opd_pipeline_type" and text.endswith("_vlm"):
+            reason = f"{text!r} is the pipeline of a vision-language model"
+        elif last == "strategy_name" and text.startswith("diffusion"):
+            reason = f"{text!r} trains an image or video generator"
+        # the worker checks the judge of a reward
+        elif last in MODEL_KEYS and text and not key.startswith("rewards."):
+            reason = _vision_model(text)
+        if reason:
+            return f"{key}: {reason}; only text models can be trained here, use ROLL for vision and video"
+    return None
+
+
+def _vision_model(model: str) -> str | None:
+    try:
+        path = find_model(model)
+    except ModelFilesError:
+        return f"{model} is a vision-language or video model" if VISION_MODEL.search(model) else None
+    try:
+        config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    except ModelFilesError:
+        return None  # reported by the role with this model
+    return f"{path} is a vision-language model ({config.get('model_type')})" if is_vision_config(config) else None
+
+
+def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            # null values of ROLL's shared fragments are ignored; environments have free-form keys
+            if key not in ("custom_env", "custom_envs"):
+                yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, list):
+        yield prefix, value
+        for item in value:
+            if isinstance(item, Mapping):
+                yield from _leaves(item, prefix)
+    else:
+        yield prefix, value
+
+
+def _off_policy_problem(values: Mapping[str, Any]) -> str | None:
+    """Return the message for a configuration of ROLL's distill_pipeline; None for others."""
+    found = next((key for key in OFF_POLICY_KEYS if key in values), None)
+    if found is None or not values.keys().isdisjoint((*LEARNERS, "student_infer", "actor_infer")):
+        return None
+    return (
+        f"{found}: is a key of ROLL's off-policy distillation (start_distill_pipeline.py: the teacher's logits on given"
+        " answers), a pipeline that does not exist here; write an on-policy one (student_train, student_infer,"
+        " teacher), or train on the teacher's answers with start_sft_pipeline.py"
+    )
+
+
+def _rollout_only_problem(values: Mapping[str, Any]) -> str | None:
+    """Return the message for a rollout-only configuration; None for others."""
+    train = values.get("actor_train")
+    if "student_train" in values:
+        return None
+    if train is not None and not (isinstance(train, Mapping) and train.keys() <= {"model_args"}):
+        return None
+    return (
+        "actor_train: is missing, or has no training_args, strategy_args and device_mapping; ROLL's"
+        " rollout-only pipelines (start_agentic_rollout_pipeline.py, start_rlvr_rollout_pipeline.py) do not exist here,"
+        " so add the training keys"
+    )

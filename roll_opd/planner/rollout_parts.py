@@ -1,0 +1,304 @@
+"""The part of planning that only runs with rollouts have: prompts, environments, teachers, rewards, workflows."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from roll_opd.algorithms.table import loss_facts
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.base.paths import PathError, find_path
+from roll_opd.base.user_modules import dotted_path
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.plan import (
+    AuxiliaryPlan,
+    CriticPlan,
+    DataPlan,
+    DemonstrationPlan,
+    RewardPlan,
+    RolloutPlan,
+    ValidationPlan,
+    WorkflowPlan,
+)
+from roll_opd.config.schema import CriticKeys, RemoteModelKeys, RolloutKeys, Top, WorkflowKeys, keys_of, shared
+from roll_opd.data.files import first_tags
+from roll_opd.planner import (
+    check_devices,
+    check_objective,
+    check_values,
+    environment_sections,
+    parts,
+    row_plans,
+    teacher_context,
+)
+from roll_opd.planner.expand import expand
+from roll_opd.planner.objective_plan import check_quantised, objective_plan
+from roll_opd.planner.read import Sections
+from roll_opd.planner.reward_sections import read_rewards
+from roll_opd.planner.role_reader import Roles, choose_mode
+from roll_opd.workflows.workflow_checks import argument_problems, name_problem
+
+TITLES = {
+    "pure": "pure on-policy distillation",
+    "mixed": "on-policy distillation with a reward",
+    "rl": "reinforcement learning",
+}
+MAX_TOKENS = 2**31 - 1  # of a row that is not a prompt
+
+
+def complete(sections: Sections, values: Mapping[str, Any], pure: bool | None, diag: Diagnostics) -> str:
+    """Return the mode of a run; complete `sections` with the values that its algorithm and environments imply."""
+    if environment_sections.is_agentic(values):
+        environment_sections.with_sampling(sections)
+    mode = choose_mode(values, sections, pure, diag)
+    if isinstance(sections.top, Top):
+        sections.top = expand(sections.top, sections.workers, mode)
+    return mode
+
+
+@dataclass(frozen=True)
+class RolloutParts:
+    """Checked values of a run with rollouts, from which `fields` makes the fields of its plan."""
+
+    top: Top
+    roles: Roles
+    sections: Sections
+    sizes: check_values.Sizes
+    rewards: tuple[RewardPlan, ...]
+    data: DataPlan | None
+    held_out: DataPlan | None
+    demonstrations: DataPlan | None
+    played: ValidationPlan | None  # validation in environments
+
+    @property
+    def validates(self) -> bool:
+        return bool(self.played or self.held_out)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.top.prompt_length + (self.sizes.response or 0)
+
+    def fields(self) -> dict[str, Any] | None:
+        """Return the fields of the plan that only a run with rollouts has; None after a problem."""
+        top, roles, sizes, data = self.top, self.roles, self.sizes, self.data
+        if top.diag.problems:
+            return None
+        assert roles.train and roles.infer and data and sizes.response and sizes.mini_batch
+        sequences, samples = top.rollout_batch_size * sizes.n, sizes.mini_batch  # of a step, of an update
+        demonstrations = None
+        if self.demonstrations is not None:
+            each = check_values.demonstration_rows(samples, top.expert_data_ratio or 0.0)
+            samples -= each
+            demonstrations = DemonstrationPlan(self.demonstrations, each, updates=sequences // samples)
+        # agentic runs may leave a remainder, which is one more update
+        updates = top.ppo_epochs * -(-sequences // samples)
+        critic = self._critic(sequences)
+        steps = top.max_steps - (critic.critic_warmup if critic else 0)
+        teachers = tuple(
+            parts.teacher_plan(name, role, top, roles.train, sizes.response) for name, role in roles.teachers.items()
+        )
+        contexts = tuple(teacher.context for teacher in teachers if teacher.context)
+        check_quantised(roles.infer.strategy.args, roles.infer.diag, top)
+        validation = self.played or self._validation(sizes.response)
+        student = parts.train_plan(roles.train, top, sizes.mini_batch, updates * steps)
+        rollout = parts.rollout_plan(roles.infer, top, sizes.n, sizes.response, sizes.held_out or 0)
+        objective = objective_plan(top, roles.mode, updates, sizes.response, roles.shared_vocabulary)
+        workflow = _workflow(top)
+        if workflow:
+            models = tuple(self._auxiliaries(sizes.response))
+            workflow = replace(workflow, auxiliary_models=models, is_scored=bool(self.rewards))
+        place = " in environments" if data.environments else " by workflow" if workflow else ""
+        return {
+            **shared(RolloutKeys, top),
+            "mode": roles.mode,
+            "pipeline": "rlvr",
+            "title": TITLES[roles.mode] + place,
+            "max_steps": top.max_steps,
+            "student": student,
+            "rollout": rollout,
+            "teachers": teachers,
+            "rewards": tuple(
+                replace(reward, engine=self._judge(reward.domain, sizes.response)) for reward in self.rewards
+            ),
+            "data": replace(data, contexts=() if workflow else contexts),  # workflows make their prompts
+            "objective": environment_sections.compared(objective, top) if data.environments else objective,
+            "reference": parts.megatron_plan(roles.reference, top, roles.train) if roles.reference else None,
+            "critic": critic,
+            "demonstrations": demonstrations,
+            "workflow": workflow,
+            "extra_prompts": top.max_additional_running_prompts if top.is_use_additional_prompts else 0,
+            "validation": validation,
+        }
+
+    def _critic(self, sequences: int) -> CriticPlan | None:
+        """Return the critic, whose updates cover all `sequences` of a step, warm-up steps included."""
+        top, role, mini_batch = self.top, self.roles.critic, self.sizes.critic_mini_batch
+        if not (role and mini_batch):
+            return None
+        total = top.max_steps * top.critic_epochs * -(-sequences // mini_batch)
+        return CriticPlan(**vars(parts.train_plan(role, top, mini_batch, total)), **shared(CriticKeys, top))
+
+    def _validation(self, response: int) -> ValidationPlan | None:
+        """Return the validation on held-out prompts; None without any."""
+        section = self.top.validation
+        if not (section and self.held_out):
+            return None
+        args = section.generating_args
+        sampling = parts.sampling_plan(args, args.num_return_sequences or 1, self.sizes.held_out or response)
+        return ValidationPlan(self.held_out, sampling, section.evaluate_teacher)
+
+    def _judge(self, domain: str, response: int) -> RolloutPlan | None:
+        """Return the engines of the judge of a reward domain; None without any."""
+        role = self.roles.judges.get(domain)
+        return parts.judge_plan(role, self.top, response) if role else None
+
+    def _auxiliaries(self, response: int) -> list[AuxiliaryPlan]:
+        """Return the models that workflows call, in their written order."""
+        found = []
+        for name, section in self.sections.auxiliaries.items():
+            if isinstance(section, RemoteModelKeys):
+                address = section.base_url.rstrip("/")
+                found.append(AuxiliaryPlan(name, None, address, section.api_key, section.model_name))
+            elif role := self.roles.auxiliaries.get(name):
+                found.append(AuxiliaryPlan(name, parts.judge_plan(role, self.top, response)))
+        return found
+
+
+def read(sections: Sections, roles: Roles, values: Mapping[str, Any]) -> RolloutParts | None:
+    """Return the checked parts of a run with rollouts; None where its top-level keys could not be read."""
+    top, agentic = sections.top, environment_sections.is_agentic(values)
+    if not isinstance(top, Top):
+        return None
+    if agentic:
+        top = environment_sections.expanded(top, roles.infer.worker.generating_args if roles.infer else None)
+    check_values.check_replay_of_turns(top.workflow, roles.train)
+    check_objective.check_objective(top, roles.mode, agentic)
+    check_objective.check_topk(top, roles.shared_vocabulary)
+    check_devices.check_devices(roles.placed(), top)
+    sizes = check_values.read_sizes(top, roles, agentic)
+    teacher_context.check_teachers(roles, top, sizes.response or 0)
+    if not agentic:
+        check_objective.check_samples(top, sizes.n, bool(sections.rewards))
+    rewards = read_rewards(sections.rewards, roles.mode, 0 if agentic else sizes.n)
+    if None not in (*sections.teachers.values(), *sections.rewards.values()):
+        check_objective.check_signals(top, roles, rewards)
+    if sections.auxiliaries and not top.workflow:
+        top.diag.unused("auxiliary_models")
+    if roles.mode != "pure":
+        _check_rewards(top, sections, rewards, sizes.n, roles.mode, agentic)
+    data, held_out = _tasks(top, roles, sections) if agentic else _prompts(top, roles, sections, rewards)
+    demonstrations = _demonstrations(top, top.prompt_length + (sizes.response or 0), agentic)
+    played = None
+    if agentic and roles.infer and sizes.response:
+        played = environment_sections.held_out(top, roles.infer.worker.generating_args, sizes.response)
+    return RolloutParts(top, roles, sections, sizes, rewards, data, held_out, demonstrations, played)
+
+
+def _check_rewards(
+    top: Top, sections: Sections, rewards: tuple[RewardPlan, ...], responses: int, mode: str, agentic: bool
+) -> None:
+    """Check the rewards and advantages of a run; `responses` are the responses of a prompt."""
+    check_objective.check_steps(top, agentic, environment_sections.whole_trajectories(top) if agentic else ())
+    by_tag = agentic and top.reward_normalization.grouping in environment_sections.BY_TAG
+    check_objective.check_groups(top, responses, agentic=agentic, by_tag=by_tag)
+    check_objective.check_rewards(top, rewards)
+    if not (sections.rewards or top.workflow):
+        switch = "use_opd: true" if mode == "mixed" else "a run without a teacher"
+        top.diag.error("rewards", f"is missing; {switch} needs rewards, write at least rewards.math_rule")
+
+
+def _tasks(top: Top, roles: Roles, sections: Sections) -> tuple[DataPlan, None]:
+    """Return (tasks in environments, None); `environment_sections.held_out` returns the tasks of validation."""
+    games = environment_sections.data(top)
+    held_out = environment_sections.tasks(top, top.val_env_manager) if top.val_env_manager else None
+    if None not in sections.teachers.values():  # rewards are the games' own
+        row_plans.check_tags(roles, (), games, held_out, top.diag)
+    return games, None
+
+
+def _prompts(
+    top: Top, roles: Roles, sections: Sections, rewards: tuple[RewardPlan, ...]
+) -> tuple[DataPlan | None, DataPlan | None]:
+    """Return the prompts of training and of validation."""
+    training = roles.train.worker.data_args if roles.train else None
+    data = row_plans.read_data(training, top, top.prompt_length) if training else None
+    validation = None
+    if top.validation and (sections.rewards or top.workflow):
+        validation = row_plans.read_data(top.validation.data_args, top, top.prompt_length, training)
+    elif top.validation and roles.mode == "pure":
+        top.diag.note("validation", "is left out, without a reward to score the answers; write rewards.math_rule")
+    if None not in sections.rewards.values():  # else tags would seem to have no reward
+        if training and data:
+            data = replace(data, streams=row_plans.read_streams(training, data, rewards))
+        if None not in sections.teachers.values():
+            row_plans.check_tags(roles, rewards, data, validation, top.diag)
+    if top.workflow:  # it makes the prompts itself
+        data, validation = (found and _for_workflow(found, top.response_key) for found in (data, validation))
+    return data, validation
+
+
+def _for_workflow(data: DataPlan, truth: str) -> DataPlan:
+    """Return `data` as rows for a workflow; column `truth` is their ground truth."""
+    columns = {"ground_truth": truth} if truth != "ground_truth" else {}
+    return replace(data, schema="task", prompt_length=MAX_TOKENS, columns=FrozenDict({**data.columns, **columns}))
+
+
+def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
+    """Return the rows of demonstrations, with at most `length` tokens of prompt and answer; None without any."""
+    share, section = top.expert_data_ratio, top.demonstrations
+    if section is None:
+        if share:
+            top.diag.error(
+                "demonstrations",
+                f"is missing; policy loss {top.policy_loss} learns a share of each batch (expert_data_ratio {share:g})"
+                " from demonstrations, rows with answers; write demonstrations.data_args.file_name",
+            )
+        return None
+    if not share:
+        if loss_facts(top.policy_loss).needs != "demonstrations":  # else the share is the problem, reported elsewhere
+            top.diag.error(
+                "demonstrations",
+                f"is written, but policy loss {top.policy_loss} learns nothing from it; use algorithm_type mix or"
+                " mix_chord, or remove the section",
+            )
+        return None
+    if agentic:
+        text = "joins the answers to prompts, not yet the trajectories of environments; remove it"
+        top.diag.unsupported("demonstrations", text)
+        return None
+    args = section.data_args
+    data = row_plans.read_answers(args, top, section, length, "prompt_length + response_length", "sft")
+    if data is None:
+        return None
+    if not first_tags(data)[0]:
+        args.diag.error("file_name", f"no row can be read in {', '.join(data.files)}; give rows with answers")
+        return None
+    return replace(data, streams=row_plans.read_streams(args, data))
+
+
+def _workflow(top: Top) -> WorkflowPlan | None:
+    """Return the workflow; None where a row is answered once."""
+    if top.workflow is None:
+        top.diag.unused(*sorted(keys_of(WorkflowKeys).keys() & top.written))
+        return None
+    values = shared(WorkflowKeys, top)
+    if top.plugin_dir:
+        with top.diag.catching("plugin_dir", PathError):
+            values["plugin_dir"] = str(find_path(top.plugin_dir) or top.plugin_dir)
+    if top.workflow_reward is None:
+        top.diag.unused(*{"workflow_reward_args"} & top.written)
+    for key in ("workflow", "workflow_reward"):
+        if values[key] is not None:
+            with top.diag.catching(key, PathError):
+                values[key] = dotted_path(values[key])
+    given = dict(top.workflow_args)
+    if isinstance(given.get("agent"), str):
+        with top.diag.catching("workflow_args.agent", PathError):
+            given["agent"] = dotted_path(given["agent"])
+    if problem := name_problem(top.workflow, values["plugin_dir"]):
+        top.diag.error("workflow", problem)
+    if not top.plugin_dir:  # whose modules may take the name of a built-in one
+        for argument, problem in argument_problems(top.workflow, top.workflow_args, top.workflow_reward):
+            top.diag.error(f"workflow_args.{argument}", problem)
+    arguments = {"workflow_args": FrozenDict(given), "workflow_reward_args": FrozenDict(top.workflow_reward_args)}
+    return WorkflowPlan(**{**values, **arguments})

@@ -1,0 +1,240 @@
+"""Rows of a run: files, columns and templates, the mixture of several streams, and the tags that rows have.
+
+Reads a little of the files and reports problems to the sections.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from roll_opd.base.failures import nearest
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.plan import DataPlan, RewardPlan, StreamPlan
+from roll_opd.config.schema import DataArgs, RowKeys, Run, Section, shared
+from roll_opd.data.answers import COLUMN_KEYS
+from roll_opd.data.files import find_files, first_tags
+from roll_opd.data.formats import refusal
+from roll_opd.data.rows import DataError
+from roll_opd.data.templates import TEMPLATES
+from roll_opd.planner.role_reader import Roles
+
+SHARE_TOLERANCE = 0.01  # thirds written as 0.33 are meant to be thirds
+
+
+def read_data(args: DataArgs, top: Run, length: int, training: DataArgs | None = None) -> DataPlan | None:
+    """Return the rows' plan with absolute file names, None if a file is missing. Streams: `read_streams`.
+
+    `length` is the most tokens of a row. Columns that held-out data do not name are called as in the `training` data.
+    """
+    if not args.file_name:
+        args.diag.error("file_name", "is missing; name the JSONL file of prompts")
+        return None
+    files: list[Path] = []
+    wrong: list[str] = []
+    for name in args.file_name:
+        try:
+            files += find_files(name, args.dataset_dir)
+        except DataError as error:
+            wrong.append(str(error))
+    for file in files:
+        refused = f"{file} may not be read" if not os.access(file, os.R_OK) else refusal(file)
+        wrong += [refused] if refused else []
+    template = _template(args, top)
+    for text in wrong:
+        args.diag.error("file_name", text)
+    if wrong:
+        return None
+    return DataPlan(
+        files=tuple(map(str, files)),
+        prompt_length=length,
+        template=template,
+        **shared(RowKeys, top),
+        limit=args.limit,
+        tag_templates=FrozenDict(top.tag_to_template),
+        columns=_columns(args, training),
+    )
+
+
+def read_answers(
+    args: DataArgs, top: Run, keys: Section, length: int, length_key: str, schema: str, training: DataArgs | None = None
+) -> DataPlan | None:
+    """Return as `read_data` does rows of `schema`, which bring answers in columns that `keys` may name.
+
+    `length_key` is what the user limits their length with.
+    """
+    data = read_data(args, top, length, training)
+    named = {own: name for own, key in COLUMN_KEYS.items() if (name := getattr(keys, key, None))}
+    if data is None:
+        return None
+    return replace(data, schema=schema, length_key=length_key, columns=FrozenDict({**data.columns, **named}))
+
+
+def _columns(args: DataArgs, training: DataArgs | None) -> FrozenDict:
+    """Return column -> its name in the file, where that differs."""
+    columns: dict[str, str] = {}
+    for source in (training, args) if training else (args,):
+        written = {key: name for key in ("messages", "prompt", "tag", "id") if (name := getattr(source, key))}
+        if "prompt" in written:
+            columns["messages"] = ""  # as in ROLL: who names the prompt means it, whatever else the rows have
+        columns |= written
+    return FrozenDict({key: name for key, name in columns.items() if name != key})
+
+
+def _template(args: DataArgs, top: Run) -> str:
+    """Return the template of rows whose tag names none; `global_template` takes precedence, as in ROLL."""
+    written = {f"tag_to_template.{tag}": name for tag, name in top.tag_to_template.items()}
+    if top.global_template:
+        written["global_template"] = top.global_template
+    if args.template:
+        written[args.diag.at("template")] = args.template
+    for key, name in written.items():
+        if name not in TEMPLATES:
+            near = nearest(name, TEMPLATES)
+            hint = f"; did you mean {near!r}?" if near else "."
+            top.diag.error(key, f"{name!r} is not a known template{hint} Known: {', '.join(TEMPLATES)}")
+    if top.global_template and args.template and top.global_template != args.template:
+        args.diag.note("template", f"{args.template} has no effect with global_template {top.global_template}")
+    return top.global_template or args.template or "native"
+
+
+def read_streams(args: DataArgs, data: DataPlan, rewards: Sequence[RewardPlan] = ()) -> tuple[StreamPlan, ...]:
+    """Return the streams of rows with weights that sum to 1; none where nothing is mixed.
+
+    As in ROLL, `interleave_probs` has no effect with `domain_interleave_probs`, and one probability of 1 is
+    accepted whatever the number of files.
+    """
+    if args.domain_interleave_probs:
+        if not rewards and len(args.domain_interleave_probs) == 1:
+            return ()  # one domain and no rewards that could say what belongs to it: everything
+        if len(args.interleave_probs) > 1:
+            args.diag.add_warning(f"{args.diag.at('interleave_probs')} has no effect with domain_interleave_probs")
+        return _by_domain(args, data, rewards)
+    return _by_file(args) if args.interleave_probs else ()
+
+
+def _by_domain(args: DataArgs, data: DataPlan, rewards: Sequence[RewardPlan]) -> tuple[StreamPlan, ...]:
+    shares, key = args.domain_interleave_probs, "domain_interleave_probs"
+    domains = {reward.domain: reward.tags for reward in rewards}
+    tags, complete = first_tags(data)
+    streams: list[StreamPlan] = []
+    weights = _weights(args, key, _with_rest(args, shares))
+    for (name, share), weight in zip(shares.items(), weights, strict=True):
+        if name not in domains and name not in tags and complete:
+            known = sorted({*domains, *tags})
+            near = nearest(name, known)
+            hint = f"; did you mean {near!r}?" if near else "; write an existing one."
+            args.diag.error(
+                f"{key}.{name}",
+                f"{share:g} is given to {name!r}, which is neither a domain of rewards nor a tag of the data{hint}"
+                f" Known: {', '.join(known)}",
+            )
+            continue
+        stream = StreamPlan(name, weight, domains.get(name, (name,)))
+        for other in streams:
+            if (both := shared_tags(stream.tags, other.tags)) is not None:
+                args.diag.error(f"{key}.{name}", f"{both} also belongs to {other.name!r}; a row has one domain")
+        if weight and complete and stream.tags is not None and not tags.intersection(stream.tags):
+            args.diag.note(
+                f"{key}.{name}",
+                f"no row of the data has one of its tags ({', '.join(stream.tags)}); a run with this data will be"
+                " refused",
+            )
+        streams.append(stream)
+    return tuple(streams)
+
+
+def _by_file(args: DataArgs) -> tuple[StreamPlan, ...]:
+    key, names = "interleave_probs", args.file_name
+    weights = _weights(args, key, args.interleave_probs)
+    if len(weights) == 1:
+        return ()
+    if len(weights) != len(names):
+        args.diag.error(key, f"{len(weights)} probabilities for {len(names)} entries of file_name; write one for each")
+        return ()
+    streams: list[StreamPlan] = []
+    short = [Path(name).name for name in names]
+    for name, last, weight in zip(names, short, weights, strict=True):
+        files = tuple(map(str, find_files(name, args.dataset_dir)))
+        for other in streams:
+            if both := set(files).intersection(other.files or ()):
+                args.diag.error(key, f"{min(both)} is in two entries of file_name; name each file once")
+        streams.append(StreamPlan(last if short.count(last) == 1 else name, weight, files=files))
+    return tuple(streams)
+
+
+def _with_rest(args: DataArgs, shares: Mapping[str, float]) -> list[float]:
+    """Return the shares; the last domain gets the remainder, as in ROLL."""
+    *others, last = shares
+    total = sum(shares.values())
+    if total >= 1 - SHARE_TOLERANCE - 1e-9:
+        return list(shares.values())
+    left = 1 - sum(shares[name] for name in others)
+    args.diag.note(
+        "domain_interleave_probs",
+        f"the shares sum to {total:g}; as in ROLL the last domain gets what the others leave: {last} {left:g} instead"
+        f" of {shares[last]:g}",
+    )
+    return [*(shares[name] for name in others), left]
+
+
+def _weights(args: DataArgs, key: str, shares: Sequence[float]) -> list[float]:
+    total = sum(shares)
+    if abs(total - 1) > SHARE_TOLERANCE + 1e-9:
+        written = ", ".join(f"{share:g}" for share in shares)
+        args.diag.error(key, f"{written} sum to {total:g}; change them so that they sum to 1")
+        return list(shares)
+    return [share / total for share in shares]
+
+
+def shared_tags(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> str | None:
+    """Return the tag that two parts of a configuration share, None without any."""
+    if one is None or other is None:
+        return "every tag (no tag_included is written)"
+    return next((f"tag {tag!r}" for tag in one if tag in other), None)
+
+
+def check_tags(
+    roles: Roles,
+    rewards: tuple[RewardPlan, ...],
+    data: DataPlan | None,
+    validation: DataPlan | None,
+    diag: Diagnostics,
+) -> None:
+    """Check that every tag in the data has a teacher (in training), and a reward worker where rewards count."""
+    teacher_tags = {role.path: role.worker.tag_included or None for role in roles.teachers.values()}
+    chosen = teacher_tags | {f"rewards.{reward.domain}": reward.tags for reward in rewards}
+    if all(tags is None for tags in chosen.values()):
+        return
+    all_tags = _tags(data)
+    train_tags = {tag for tag in all_tags if data and data.draws(tag)}
+    if never := sorted(all_tags - train_tags):
+        diag.add_warning(
+            f"rows with tag {', '.join(never)} are never drawn: no domain of domain_interleave_probs with a share"
+            " has them"
+        )
+    validation_tags = _tags(validation)
+    present = all_tags | validation_tags
+    unscored = {tag for tag in present if rewards and not any(reward.accepts(tag) for reward in rewards)}
+    for tag in sorted(train_tags):
+        if teacher_tags and not any(tags is None or tag in tags for tags in teacher_tags.values()):
+            diag.error("teacher", f"no teacher has tag {tag!r} of the training data in its tag_included; add it there")
+        if tag in unscored:
+            text = f"no reward has tag {tag!r} of the training data in its tag_included"
+            if roles.mode == "pure":
+                diag.add_warning(f"rewards: {text}; its reward is not monitored")
+            else:
+                domains = ", ".join(reward.domain for reward in rewards)
+                diag.error("rewards", f"{text}; add it to one of {domains}")
+    for tag in sorted(validation_tags & unscored):
+        text = f"no reward has tag {tag!r} of the validation data in its tag_included; add it"
+        diag.unsupported("rewards", text)
+    for path, tags in chosen.items():
+        if tags and present and not present.intersection(tags):
+            diag.add_warning(f"{path}.tag_included: none of {', '.join(tags)} occurs in the data")
+
+
+def _tags(data: DataPlan | None) -> set[str]:
+    """Return the tags of rows, or of the games that are played."""
+    return set() if data is None else set(data.environments) or first_tags(data)[0]
