@@ -26,7 +26,7 @@ installation imports them, which takes up to 30 s, and keeps the answer in `~/.c
 it is: ROLL's, Trinity-RFT's or ours.
 
 The roles are sections with the keys of [a role](#a-role): in pure distillation `student_train`, `student_infer` and
-`teacher` ([one](#a-teacher), or a mapping of names to teachers); else `actor_train`, `actor_infer`, and as they are
+`teacher` ([one](#a-teacher), or a mapping of names to teachers); else `actor_train`, `actor_infer`, and if
 needed `teacher`, `reference` and `critic`. `rewards` maps domains to [rewards](#a-reward), `auxiliary_models` names to
 the models that a workflow asks: roles, or [addresses](#an-auxiliary-model-that-runs-elsewhere).
 """

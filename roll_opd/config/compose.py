@@ -104,7 +104,7 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
         raise ConfigError([f"{file}: {circle}; remove that entry"]) from None
     except (HydraException, OmegaConfBaseException, OSError, UnicodeDecodeError, ValueError) as error:
         absent = places.missing if places else []
-        hint = f"; hydra.searchpath names {_listed(absent)}, which is no directory" if absent else ""
+        hint = f"; {_listed(absent)} in hydra.searchpath does not exist" if absent else ""
         raise ConfigError([f"{file}: {one_line(error)}{hint}"]) from None
     for override in parsed:
         origins.update(dict.fromkeys(keys_below(override.key_or_group, override.value()), COMMAND_LINE))
@@ -145,8 +145,8 @@ def config_places(config_path: str) -> list[Path]:
     repository; in the repository. A directory without that file does not hide the later ones.
     """
     given, script = expanded(config_path), Path(sys.argv[0]).resolve()
-    beside = [script.parent] if script.suffix == ".py" and not script.is_relative_to(PACKAGE) else []
-    bases = (Path.cwd(), Path.cwd() / "examples", *beside, REPOSITORY / "examples", REPOSITORY)
+    scripts = [script.parent] if script.suffix == ".py" and not script.is_relative_to(PACKAGE) else []
+    bases = (Path.cwd(), Path.cwd() / "examples", *scripts, REPOSITORY / "examples", REPOSITORY)
     return list(dict.fromkeys(base / given for base in bases))
 
 

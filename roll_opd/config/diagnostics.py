@@ -57,7 +57,7 @@ class Diagnostics:
             self.error(key, str(error))
 
     def warn(self, key: str, text: str) -> None:
-        """Add a warning about `key` and where it is written, once."""
+        """Add a warning about `key`, with its place, once."""
         self.add_warning(f"{self.at(key)}: {text}{self.where(key)}")
 
     def note(self, key: str, text: str) -> None:
@@ -83,8 +83,8 @@ class Diagnostics:
             names = ", ".join(sorted(self.dropped))
             self.warnings.insert(
                 0,
-                "these keys are unknown and similar to no known key; they are treated as variables of the file, without"
-                f" effect of their own (as in ROLL): {names}",
+                "these keys are unknown and similar to no known key; they are treated as variables of the file and have"
+                f" no effect (as in ROLL): {names}",
             )
         if self.ignored:
             self.warnings.insert(0, f"these keys are accepted but have no effect here: {_by_section(self.ignored)}")

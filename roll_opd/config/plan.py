@@ -2,7 +2,7 @@
 
 Every other package reads this and nothing else; nothing reads raw configuration after the plan exists. All of it is
 immutable, picklable and free of torch. Where a type inherits a class of `schema`, those fields are the user's keys.
-Lengths are in tokens, counts of prompts and sequences are global (over all ranks) unless a name says otherwise.
+Lengths are in tokens, counts of prompts and sequences are global (over all ranks) if their name has no other unit.
 """
 
 from dataclasses import dataclass, field, replace
@@ -120,7 +120,7 @@ class ValidationPlan:
 
 @dataclass(frozen=True)
 class TokenFilterPlan:
-    """Tokens outside low <= measure <= high are masked; None is no bound."""
+    """Tokens outside low <= measure <= high are masked; None: no bound."""
 
     measure: Literal["ratio", "difference"]  # of train and infer probabilities
     level: Level

@@ -1,4 +1,4 @@
-"""ROLL's keys: those without effect here, those that are refused, and its names for ours.
+"""ROLL's keys: keys without effect here, refused keys, and its names for ours.
 
 `IGNORED_*` keys are accepted and listed in one warning; docs/coming-from-roll.md has a table of all of ROLL's keys.
 """

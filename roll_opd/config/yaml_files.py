@@ -27,7 +27,7 @@ from roll_opd.base.paths import PathError, regular_file
 
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
 MAX_BYTES = 2**20  # of a file: the largest known has 20 kB
-MAX_NODES = 20_000  # values of a file, those of aliases counted each time
+MAX_NODES = 20_000  # values of a file, with those of each alias
 MAX_DEPTH = 60  # sections within sections
 MAX_SECONDS = 2.0  # of computing, to compose a configuration; a large one takes 0.3
 EMPTY = ("", "~", "null")  # a file without a value, which Hydra takes for one without keys
@@ -136,7 +136,7 @@ def _check_nodes(path: Path, text: str) -> None:
             anchor, before = within.pop()
             within.append((anchor, before + size))
             if before + size > MAX_NODES:
-                raise refuse(event, f"more than {MAX_NODES:,} values, those of aliases counted; write fewer")
+                raise refuse(event, f"more than {MAX_NODES:,} values, with those of each alias; write fewer")
 
 
 def yaml_message(error: yaml.YAMLError, path: Path) -> str:

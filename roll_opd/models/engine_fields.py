@@ -167,7 +167,7 @@ def _with_bounds(text: Any, bounds: dict[str, float] | None) -> Any:
 
 
 def encoded(annotation: Any) -> Any:
-    """Return a type as JSON; "any" if a part of it is none of Python's plain types."""
+    """Return a type as JSON; "any" if it has other parts than Python's plain types."""
     try:
         return _encoded(annotation)
     except TypeError:

@@ -1,7 +1,7 @@
-"""Splits a composed configuration into its sections and validates each by itself.
+"""Split a composed configuration into its sections and validate each of them.
 
-A section with a wrong value is left out (None) and the others go on, so that later checks run as far as they
-can. Unknown keys are reported with the nearest known key; ROLL's keys without effect are gathered.
+A section with a wrong value is None, and later checks run on the others. Unknown keys are reported with the nearest
+known key; ROLL's keys without effect are gathered.
 """
 
 import json
@@ -43,7 +43,7 @@ CRITIC = "critic"
 AUXILIARY = "auxiliary_models"
 LOCAL_JUDGE = "inference"  # `judge_model_type` of a judge that runs here
 SHARED_JUDGE = "cluster"  # ... of one whose engine is the section `reward_model`
-SAME_WORD = 0.85  # names that a user chooses may resemble a key by chance: it takes more to call them a typing error
+SAME_WORD = 0.85  # similarity of a misspelt key, where names are the user's choice and may be similar by chance
 ENGINE_KEYS = (
     *("model_args", "strategy_args", "generating_args", "device_mapping", "system_envs", "training_args"),
     "num_gpus_per_worker",
@@ -52,15 +52,15 @@ ENGINE_KEYS = (
 
 @dataclass
 class Sections:
-    """A validated configuration; a part that could not be read is None, a part that is not written is absent."""
+    """A validated configuration; an invalid part is None, an unwritten part is absent."""
 
     top: Run | None = None
-    workers: dict[str, Worker | None] = field(default_factory=dict)  # by the name the user wrote
+    workers: dict[str, Worker | None] = field(default_factory=dict)  # by the user's name
     teachers: dict[str, Worker | None] = field(default_factory=dict)  # by teacher name
     rewards: dict[str, Reward | None] = field(default_factory=dict)
     judges: dict[str, Worker | None] = field(default_factory=dict)  # domain -> the engine that is its judge
     auxiliaries: dict[str, Worker | RemoteModelKeys | None] = field(default_factory=dict)  # models that workflows ask
-    pretrain: str | None = None  # as written, so that a mistake elsewhere at the top does not take the models away
+    pretrain: str | None = None  # as written; valid even if `top` has a wrong value
 
 
 def read_sections(
@@ -68,9 +68,9 @@ def read_sections(
 ) -> Sections:
     """Validate `values`; problems and warnings go to `diag`.
 
-    `variables` are top-level keys that other values refer to (`${name}`): where they mean nothing by themselves, they
-    are variables of the user. Other unknown keys are dropped with a warning (see `_variables`).
-    `pipeline` are the keys of a supervised one; None: a run that rolls out.
+    `variables` are top-level keys that other values refer to (`${name}`): unknown keys among them are variables of the
+    user. Other unknown keys are dropped with a warning (see `_variables`). `pipeline` are the keys of a supervised
+    pipeline; None: a run that rolls out.
     """
     pretrain = values.get("pretrain")
     sections = Sections(pretrain=pretrain if isinstance(pretrain, str) else None)
@@ -101,7 +101,7 @@ def read_sections(
 
 
 def _with_devices(top: Run | None, sections: Sections) -> Run | None:
-    """Let a node have what this machine has, where neither its number nor any role's devices are written."""
+    """Set the devices of a node to those of this machine, if neither their number nor a role's devices are written."""
     workers = (*sections.workers.values(), *sections.teachers.values(), *sections.judges.values())
     written = any(worker is not None and worker.device_mapping is not None for worker in workers)
     if top is None or written or "num_gpus_per_node" in top.written:
@@ -118,8 +118,8 @@ def _variables(
 ) -> set[str]:
     """Return the top-level keys that are variables of the file; note unused ones as dropped.
 
-    ROLL reads a configuration without its unknown keys, variables and typing errors alike. Here a key is a typing error
-    where its name resembles a known one, belongs into a section, or holds what a role holds.
+    ROLL ignores all unknown keys. Here a key is a typing error if its name is similar to a known key or is a key of a
+    section, or if its value has keys of a role.
     """
     own = set()
     for key, value in values.items():
@@ -151,7 +151,8 @@ def _read_teachers(value: Any, sections: Sections, diag: Diagnostics) -> None:
 def _read_rewards(value: Any, shared: Any, sections: Sections, diag: Diagnostics) -> None:
     """Read the rewards, and the engines of judges that run here.
 
-    A judge has its engine in its own section; the first that asks for it has the one of `reward_model`, `shared`.
+    The keys of a judge's engine are in the section of the reward; the first shared judge has the section
+    `reward_model`, `shared`.
     """
     for domain, data in _mapping(value, "rewards", diag).items():
         place, judge = diag.below(f"rewards.{domain}"), _judge_type(data)

@@ -2,7 +2,7 @@
 
 A section of the configuration is a frozen dataclass of keys. Pydantic checks types and ranges strictly; rules between
 sections and rules that read files are the planner's. The types of `plan.py` inherit the classes of keys whose values
-pass through unchanged, so that such a key needs two lines: one here and one where it is used. `docs/configuration.md`
+pass through unchanged, so that such a key needs two lines: one here and one at its use. `docs/configuration.md`
 is written from these declarations.
 
 A pipeline that trains on rows with answers declares its keys as a subclass of `Supervised`.

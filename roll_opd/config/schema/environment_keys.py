@@ -80,7 +80,7 @@ class AgenticKeys(Section):
 
     custom_envs: dict[str, EnvironmentKeys] | None = key(None, "environments by tag")
     train_env_manager: EnvironmentsPlayed | None = key(None, "which environments are played, and how often")
-    val_env_manager: EnvironmentsPlayed | None = key(None, "those of validation, always from the same seeds")
+    val_env_manager: EnvironmentsPlayed | None = key(None, "environments of validation, always from the same seeds")
     val_batch_size: int = key(-1, "trajectories of a validation; -1: one for each place of val_env_manager")
     reward_normalization: RewardNormalization = key(RewardNormalization(), "of a trajectory's reward")
     step_reward_gamma: Fraction = key(0.95, "of gigpo and step_reinforce: discount of the rewards of later steps")

@@ -56,7 +56,7 @@ class SampleKeys(Section):
     difficulty_mask: bool = key(False, "leave out prompts whose mean reward is not between the two thresholds")
     difficulty_low_threshold: Number = key(0.0, "of difficulty_mask: the mean reward must be above it")
     difficulty_high_threshold: Number = key(1.0, "of difficulty_mask: the mean reward must be below it")
-    error_max_len_clip: bool = key(False, "keep of rewards below 1 only those of 0 with a short enough response")
+    error_max_len_clip: bool = key(False, "mask rewards below 1, except a reward of 0 with a short enough response")
     error_max_len_threshold: Annotated[int, Field(ge=1)] = key(
         9999999999, "of error_max_len_clip: fewer tokens are short enough"
     )

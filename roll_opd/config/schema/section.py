@@ -81,7 +81,7 @@ def _current_names(section: type[Section], data: dict[str, Any], diag: Diagnosti
         current, is_former = names.get(name, (name, False))
         if current != name and current in data:
             kind, place = "the former" if is_former else "another", diag.where(current)
-            diag.error(name, f"is {kind} name of {current}, which is written as well{place}; remove one of them")
+            diag.error(name, f"is {kind} name of {current}, which is written as well{place}; remove one of the two")
             continue
         found[current] = value
         if current != name:
@@ -92,7 +92,7 @@ def _current_names(section: type[Section], data: dict[str, Any], diag: Diagnosti
 
 
 def _known_keys(section: type[Section], data: dict[str, Any], diag: Diagnostics, reading: Reading) -> dict[str, Any]:
-    """Return the keys of `data` that the section has, null where it is a value and not the default."""
+    """Return the known keys of `data`, without nulls that stand for a default; report the other keys."""
     kept: dict[str, Any] = {}
     keys = keys_of(section)
     for name, value in data.items():
