@@ -22,7 +22,8 @@ from roll_opd.pipelines.start import chunk_samples, reads_beside_generation
 from roll_opd.pipelines.startup import started
 from roll_opd.planner.build import load_plan
 from roll_opd.planner.check_machine import warnings_here
-from roll_opd.planner.describe import objective_text, to_json, to_text
+from roll_opd.planner.describe import to_json
+from roll_opd.planner.plan_text import objective_text, to_text
 from roll_opd.roles.colocation import DeviceScheduler
 
 URL = "http://teacher.example:8000"

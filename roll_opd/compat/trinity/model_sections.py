@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from roll_opd.base.declared import declarations
+from roll_opd.base.registry import declarations
 from roll_opd.compat.trinity.keys import AUXILIARY, AUXILIARY_KEYS, TASKSET, TEACHER_KEYS
 from roll_opd.compat.trinity.reading import Translation, sort
 
