@@ -47,6 +47,7 @@ EXPENSIVE_FILES = (  # of six CPU-seconds or more, the most expensive first
     "tests/config/test_config_plan.py",
 )
 ORDER = (*dict(GROUPS), *EXPENSIVE_FILES)
+READ_ONCE = "RAY_"  # variables that Ray's core reads once in a process: it keeps its first token for later clusters
 # session fixtures that end with their group: processes that nobody uses any more take memory from the next group
 STARTED_ONCE = ("answers", "cluster", "forks", "shared_engine", "stage", "warm")
 
@@ -115,6 +116,7 @@ class Environment:
 
     def restore(self) -> None:
         for name in os.environ.keys() - self.variables.keys():
-            del os.environ[name]
+            if not name.startswith(READ_ONCE):
+                del os.environ[name]
         os.environ.update(self.variables)
         sys.path[:], tempfile.tempdir = self.path, self.temporary
