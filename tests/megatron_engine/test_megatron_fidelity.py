@@ -29,7 +29,7 @@ PAIRS = [
 ]
 # a pack that is cut over context ranks is attended to with a mask, in other blocks
 SAME_BITS = [pair for pair in PAIRS if not any(layouts.LAYOUTS[layout].cp > 1 for layout in pair[1:])]
-PUSHED_PAIRS = cover(pair for pair in PAIRS if pair[1] == "tp1")
+PUSHED_PAIRS = cover((pair for pair in PAIRS if pair[1] == "tp1"), of=lambda pair: (pair[0], *layouts.axes(pair[2])))
 PUSHED = cover(GRID) + [(layout, model) for model, *pair in PUSHED_PAIRS for layout in pair]
 Expected = Callable[[str, float], list[np.ndarray]]
 
