@@ -57,7 +57,7 @@ ONE_PROBLEM: list[tuple[dict[str, Any], list[str]]] = [
     ({"student_infer": ...}, ["student_infer: is missing"]),
     (
         {"teacher.model_args.model_name_or_path": ...},
-        ["teacher.model_args.model_name_or_path: is missing", "own"],
+        ["teacher.model_args.model_name_or_path: is missing", "needs the path of a model"],
     ),
     ({"teacher.model_args.model_name_or_path": "no/such"}, ["teacher.", "'no/such' not found", "(run.yaml:"]),
     (
@@ -100,7 +100,7 @@ ONE_PROBLEM: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"tracker_kwargs": {"tensorboard": 3}}, ["tracker_kwargs.tensorboard: expected the arguments", "got 3"]),
     ({"track_with": ["tensorbord"]}, ["'tensorbord' is not a known tracker"]),
-    ({"resume_from_checkpoint": "no/such"}, ["resume_from_checkpoint: 'no/such' is no directory"]),
+    ({"resume_from_checkpoint": "no/such"}, ["resume_from_checkpoint: 'no/such' is not a directory"]),
     ({"rewards.math_rule.worker_cls": "mathrule"}, ["no reward worker 'mathrule'", "math_rule"]),
     (
         {"rewards.code.worker_cls": "roll_opd.rewards.builtin.multiple_choice.MultipleChoice"},
