@@ -19,9 +19,15 @@ from roll_opd.cluster.forkserver import forkserver_start
 from roll_opd.config.plan import DataPlan, LoraPlan, RunPlan, TrainPlan
 from roll_opd.data.data_checks import check_coverage, overlap_warning, unused_warnings
 from roll_opd.data.dataset import Prompt, PromptSet, open_prompts
-from roll_opd.data.environment_tasks import EnvironmentSource, held_out_tasks, rules_of
 from roll_opd.data.files import whole_steps
-from roll_opd.data.prompt_source import MixedSource, PromptSource, TaskSource
+from roll_opd.data.prompt_source import (
+    EnvironmentSource,
+    MixedSource,
+    PromptSource,
+    TaskSource,
+    held_out_tasks,
+    rules_of,
+)
 from roll_opd.data.rows import DataError
 from roll_opd.data.templates import load_tokenizer, set_date, writes_date
 from roll_opd.models.adapter_files import read_adapter

@@ -19,7 +19,7 @@ from roll_opd.samples.versions import Versions
 
 
 class WorkflowError(ValueError):
-    """A workflow cannot be used; the message says where and what to do."""
+    """A workflow cannot be used; the message states where and what to do."""
 
 
 class NoRoomError(ValueError):
@@ -223,7 +223,9 @@ def trained(
     mask = np.ones(length, bool) if given is None else given.astype(bool)
     teacher = _column(info.get(TEACHER), f"info[{TEACHER!r}]", length)
     if mask.any() and logprobs is None:
-        raise ValueError("logprobs of the tokens that the model wrote are missing; keep those that `chat` returned")
+        raise ValueError(
+            "logprobs of the tokens that the model wrote are missing; keep the values that `chat` returned"
+        )
     if logprobs is not None and not np.isfinite(logprobs[mask]).all():
         raise ValueError("logprobs of tokens that the model wrote are not all finite")
     if teacher is not None and not np.isfinite(teacher[mask]).all():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.data.environment_tasks import EnvironmentSource, held_out_tasks, rules_of
+from roll_opd.data.prompt_source import EnvironmentSource, held_out_tasks, rules_of
 from roll_opd.data.rows import DataError
 
 SHARES = {"lake": 3, "boxes": 1}

@@ -10,9 +10,9 @@ from itertools import combinations
 from typing import Protocol
 
 from roll_opd.rewards.mathematics.notation import (
-    MAX_DIGITS,
     MAX_EXPRESSION,
     NAME,
+    as_number,
     assigned,
     exact,
     members_of,
@@ -24,11 +24,6 @@ from roll_opd.rewards.mathematics.units import conversion, split_unit
 
 MAX_MEMBERS = 30  # longer lists are compared as text
 
-_NUMBER = re.compile(
-    rf"([-+]?)\s*(?:\\frac\{{\s*(-?\d{{1,{MAX_DIGITS}}})\s*\}}\{{\s*(-?\d{{1,{MAX_DIGITS}}})\s*\}}"
-    rf"|(\d{{0,{MAX_DIGITS}}})(?:\.(\d{{1,{MAX_DIGITS}}})|\.)?(?:\s*/\s*(\d{{1,{MAX_DIGITS}}}))?)",
-    re.ASCII,
-)
 _OF_SETS = re.compile(r"\\(?:cup|cap|setminus|backslash)(?![A-Za-z])")
 _RELATION = re.compile(r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]")
 _APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])")
@@ -59,21 +54,6 @@ class Algebra(Protocol):
     def same_set(self, gold: str, answer: str) -> bool: ...
 
     def contradict(self, value: str, rounding: str) -> bool: ...
-
-
-def as_number(text: str) -> Fraction | None:
-    """Parse an integer, a decimal or a quotient of two exactly; None for other text."""
-    match = _NUMBER.fullmatch(text.strip())
-    if match is None:
-        return None
-    sign, above, below, whole, decimals, divisor = match.groups()
-    if above is None and not whole and not decimals:
-        return None
-    value = Fraction(above) if above is not None else Fraction(f"{whole or '0'}.{decimals or '0'}")
-    divisor = int(below or divisor or 1)
-    if divisor == 0:
-        return None
-    return (-value if sign == "-" else value) / divisor
 
 
 def number_in(text: str) -> Fraction | None:

@@ -281,3 +281,25 @@ def split_outside(text: str, separator: "re.Pattern[str]") -> list[str]:
             parts.append(text[at : token.start()])
             at = token.end()
     return [*parts, text[at:]]
+
+
+_RATIONAL = re.compile(
+    rf"([-+]?)\s*(?:\\frac\{{\s*(-?\d{{1,{MAX_DIGITS}}})\s*\}}\{{\s*(-?\d{{1,{MAX_DIGITS}}})\s*\}}"
+    rf"|(\d{{0,{MAX_DIGITS}}})(?:\.(\d{{1,{MAX_DIGITS}}})|\.)?(?:\s*/\s*(\d{{1,{MAX_DIGITS}}}))?)",
+    re.ASCII,
+)
+
+
+def as_number(text: str) -> Fraction | None:
+    """Parse an integer, a decimal or a quotient of two exactly; None for other text."""
+    match = _RATIONAL.fullmatch(text.strip())
+    if match is None:
+        return None
+    sign, above, below, whole, decimals, divisor = match.groups()
+    if above is None and not whole and not decimals:
+        return None
+    value = Fraction(above) if above is not None else Fraction(f"{whole or '0'}.{decimals or '0'}")
+    divisor = int(below or divisor or 1)
+    if divisor == 0:
+        return None
+    return (-value if sign == "-" else value) / divisor

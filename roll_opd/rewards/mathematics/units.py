@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 
-# kind: {name: size}; the names are lower case and singular, or a symbol as it is written
+# kind: {name: size}; the names are lower case and singular, or a symbol in its own case
 _TABLE: dict[str, dict[str, str]] = {
     "length": {
         "mm millimeter millimetre": "1/1000",
