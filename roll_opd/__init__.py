@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
-        """Import what `run` needs when it is asked for: every process of a run imports this package."""
+        """Import the API on first use: every process of a run imports this package."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from roll_opd.commands import python_api

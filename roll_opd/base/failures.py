@@ -154,7 +154,7 @@ def nearest(name: str, known: Iterable[str], at_least: float = RESEMBLES) -> str
 
 
 class RunError(RuntimeError):
-    """The run cannot continue; the message says why and what to check."""
+    """The run cannot continue; the message states why and what to check."""
 
 
 class SkippedUpdates(RunError):
@@ -166,8 +166,8 @@ class SkippedUpdates(RunError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C ended the run; the message says how to resume."""
+    """Ctrl-C ended the run; the message states how to resume."""
 
 
 class Terminated(RunError):
-    """SIGTERM ended the run; the message says what was saved and how to resume."""
+    """SIGTERM ended the run; the message has the saved checkpoint and how to resume."""

@@ -30,7 +30,7 @@ _beside: ContextVar[tuple[Path, ...]] = ContextVar("_beside", default=())
 
 
 class PathError(ValueError):
-    """A path cannot be read; the message says which, why and what to do."""
+    """A path cannot be read; the message states which, why and what to do."""
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from typing import IO
 import psutil
 
 POLL_INTERVAL_S = 1.0  # between scans of the driver's descendants
-EXIT_GRACE_S = 1.0  # for processes that exit by themselves
+EXIT_GRACE_S = 1.0  # for processes that exit without a signal
 EXIT_POLL_S = 0.05  # between scans for exited processes
 # Python's processes that remove the shared memory and semaphores of killed processes
 TRACKER, TRACKER_GRACE_S = "multiprocessing.resource_tracker", 5.0

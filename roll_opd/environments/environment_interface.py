@@ -22,7 +22,7 @@ Step = tuple[str, float, bool, bool, dict[str, Any]]  # observation, reward, ter
 
 
 class EnvironmentFailure(ValueError):
-    """An environment cannot be found, created or stepped; the message says which, where and what to do."""
+    """An environment cannot be found, created or stepped; the message states which, where and what to do."""
 
 
 class Environment:

@@ -1,6 +1,6 @@
 """Find, check and create the environment that a configuration names.
 
-A name is registered (`frozen_lake`), a class path of ROLL's, a dotted path to a user's class, a gymnasium game
+A name is registered (`frozen_lake`), a ROLL class path, a dotted path to a user's class, a gymnasium game
 (`gymnasium:Taxi-v3`) or a GEM id with a colon (`game:GuessTheNumber-v0`).
 """
 
@@ -151,7 +151,7 @@ NEEDS = {
 
 
 def name_of_roll(path: str) -> str:
-    """Return the name here for a class path of ROLL's; raises `EnvironmentFailure` without a counterpart."""
+    """Return the name here for a ROLL class path; raises `EnvironmentFailure` without a counterpart."""
     name = CLASSES.get(path.replace(":", ".").rpartition(".")[2])
     if name is None:
         raise EnvironmentFailure(

@@ -97,10 +97,10 @@ class GymnasiumText(Game):
         if action_lookup is not None:
             names.update(numbered("action_lookup", action_lookup, numbers))
         own = self._known.instruction if self._known else f"You are playing {game}."
-        said = own if env_instruction is None else env_instruction
+        description = own if env_instruction is None else env_instruction
         form = f"Give one action a turn, in this form: <answer>{names[numbers[0]]}</answer>"
         super().__init__(
-            instruction=f"{said}\n{form}\nActions: {', '.join(names.values())}",
+            instruction=f"{description}\n{form}\nActions: {', '.join(names.values())}",
             action_lookup=names,
             max_steps=ENDLESS if max_steps is None else max_steps,
             format_penalty=format_penalty,

@@ -179,7 +179,7 @@ def remark(name: str, *, has_gpus: bool) -> str | None:
 
 
 def usable(args: Mapping[str, Any], *, has_kernels: bool) -> dict[str, Any]:
-    """Return the options without those that need Transformer Engine, unless it is installed (`has_kernels`)."""
+    """Return the options; without Transformer Engine (`has_kernels`), options that need it are removed."""
     if has_kernels:
         return dict(args)
     found = {name: value for name, value in args.items() if name not in FOR_GPUS or not value}

@@ -203,4 +203,4 @@ def lost_layer_hints(path: Path, layers: int, parameters: int, window_layers: ob
     if named := IN_NAME.findall(path.resolve().name):
         billions = float(named[-1])
         if parameters < LESS * billions * 1e9:
-            yield f"its name says {billions:g} billion parameters, and its weights have {parameters / 1e9:.3g} billion"
+            yield f"its name has {billions:g} billion parameters, its weights have {parameters / 1e9:.3g} billion"

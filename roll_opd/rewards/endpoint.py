@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class GaveUp(Exception):
-    """Request failed finally; `kind` is a short name for counting, the text says what failed, where, and what to do."""
+    """Request failed finally; `kind` is a short name for counting, the text has the place and the remedy."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)

@@ -107,7 +107,7 @@ async def _awaited(answer: Awaitable[Scores], limit: float | None) -> Scores:
     if not done:
         raise TimeoutError
     if task.cancelled():
-        raise _Raised(asyncio.CancelledError("by itself"))
+        raise _Raised(asyncio.CancelledError("cancelled its own task"))
     return task.result()
 
 

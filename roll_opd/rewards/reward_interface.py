@@ -16,7 +16,7 @@ TIMEOUT = "timeout"  # kind of a Failure
 
 
 class RewardError(ValueError):
-    """A reward is missing, misconfigured or violates the interface; the message says which and what to do."""
+    """A reward is missing, misconfigured or violates the interface; the message states which and what to do."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def reward_arguments(worker: str) -> dict[str, inspect.Parameter]:
 def resolve(worker: str, args: Mapping[str, Any] | None = None, *given: Any) -> RewardFunction:
     """Return reward `worker` with `args` bound.
 
-    `worker` is a registered name, a path of ROLL's (`roll.pipeline....MathRuleRewardWorker`) or a dotted path to a
+    `worker` is a registered name, a ROLL class path (`roll.pipeline....MathRuleRewardWorker`) or a dotted path to a
     user's function or class. A class gets `given` as first arguments. Raises `RewardError` with the known names.
     """
     found = _checked(worker, args, given)

@@ -1,6 +1,6 @@
 """Statistical tests on noisy series of one value per training step: lost gains and lasting shifts.
 
-Every function takes many series at once, f64 [R, T], and is pure. Legend: R runs, T steps so far, M last windows,
+Every function is pure and takes many series, f64 [R, T]. Legend: R runs, T steps so far, M last windows,
 L best windows, each directly before a last one.
 
 Both tests compare means over windows in units of their standard error, for many windows and at many steps of a run.

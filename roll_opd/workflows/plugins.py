@@ -48,7 +48,7 @@ def load_plugins(directory: str) -> None:
                 advice = f"\nWrite `from roll_opd.workflows import ...` for `from {error.name} import ...`"
             if isinstance(error, ImportError) and "relative import" in str(error):
                 advice = (
-                    "\nA file of plugin_dir is a module by itself: write `from other import ...` for `from .other"
+                    "\nA file of plugin_dir is a top-level module: write `from other import ...` for `from .other"
                     " import ...`, and `from roll_opd.workflows import ...` for Trinity-RFT's names"
                 )
             raise WorkflowError(f"plugin_dir: {file} cannot be imported:\n{own_traceback(error)}{advice}") from error

@@ -91,7 +91,7 @@ def makes_steps(env_manager_cls: str | None) -> bool:
 
 
 def manager_problem(env_manager_cls: str | None) -> str | None:
-    """Return the problem of a manager's class path; None for a supported manager of ROLL's."""
+    """Return the problem of a manager's class path; None for a supported ROLL manager."""
     if env_manager_cls is None:
         return None
     name, known = _class_of(env_manager_cls), (CONVERSATION, *STEP_WISE)
@@ -101,7 +101,7 @@ def manager_problem(env_manager_cls: str | None) -> str | None:
     near = nearest(name, known, at_least=TYPO_SIMILARITY)
     hint = f"did you mean {near!r}?" if near and near != name else "remove the key, or write a supported one."
     return (
-        f"{env_manager_cls} is not a supported manager of ROLL's, and custom managers are not supported; {hint}"
+        f"{env_manager_cls} is not a supported ROLL manager, and custom managers are not supported; {hint}"
         f" Supported in {PACKAGE}: {', '.join(known)}"
     )
 

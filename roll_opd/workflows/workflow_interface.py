@@ -149,12 +149,12 @@ class Workflow:
 
 
 class Modules(Registry[dict]):
-    """Registry that also has the method names of Trinity-RFT's."""
+    """Registry with Trinity-RFT's method names in addition."""
 
     def register(self, name: str, **facts: Any) -> Callable[[Part], Part]:
         """Register a class as `name`; a user's class replaces a built-in one, a second user class is an error.
 
-        Copied files of Trinity-RFT register their original names, some of which are built in here.
+        Copied files of Trinity-RFT register their original names; some of these are built in here.
         """
         built_in = self._declared.get(name)
         registered = super().register(name, **facts)
@@ -179,7 +179,7 @@ class Modules(Registry[dict]):
         return self.register(name, **facts)
 
     def find(self, name: str) -> Callable[..., Any]:
-        """Return the class registered as `name`; the error for a Trinity-RFT name says where its file is."""
+        """Return the class registered as `name`; the error for a Trinity-RFT name has the path of its file."""
         if "." not in name and name not in self._declared and name not in self._registered:
             theirs = advice(name)
             if theirs:

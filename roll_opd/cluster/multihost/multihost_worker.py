@@ -20,7 +20,7 @@ from roll_opd.cluster.multihost.launcher_env import LaunchedHost
 
 FIRST_CONNECT_S = 600.0  # to connect to the first driver, which sends the limit for later ones
 RETRY_INTERVAL_S = 0.5
-EXIT_GRACE_S = 10.0  # for the Ray node to exit by itself
+EXIT_GRACE_S = 10.0  # for the Ray node to exit without a signal
 
 
 def serve(host: LaunchedHost, say: Callable[[str], None]) -> int:

@@ -21,7 +21,7 @@ MEBI = 1 << 20
 
 
 class SandboxError(RewardError):
-    """A sandbox cannot be started or broke down; the message says what to do."""
+    """A sandbox cannot be started or broke down; the message states what to do."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ _RESPONSE = "{response}"  # in the code of a case about text
 
 
 class BadCases(ValueError):
-    """The row's test cases cannot be used; the message says why."""
+    """The row's test cases cannot be used; the message states why."""
 
 
 @dataclass(frozen=True)
@@ -91,17 +91,20 @@ def _calls(written: Sequence[Any], name: str) -> tuple[Case, ...]:
     for item in written:
         if not isinstance(item, Mapping):
             raise BadCases("with fn_name a case needs inputs and outputs")
-        asked, answer = _input(item), _output(item)
-        if isinstance(asked, str):  # one JSON argument per line
+        arguments, answer = _input(item), _output(item)
+        if isinstance(arguments, str):  # one JSON argument per line
             try:
-                asked, answer = [json.loads(line) for line in asked.splitlines() if line.strip()], _json_or_text(answer)
+                arguments, answer = (
+                    [json.loads(line) for line in arguments.splitlines() if line.strip()],
+                    _json_or_text(answer),
+                )
             except (ValueError, RecursionError) as error:
                 raise BadCases(
                     f"with fn_name the input must be a list of arguments, or one JSON argument per line: {error}"
                 ) from None
-        if not _is_list(asked):
-            raise BadCases(f"with fn_name the input must be a list of arguments, not {type(asked).__name__}")
-        pairs.append((asked, answer))
+        if not _is_list(arguments):
+            raise BadCases(f"with fn_name the input must be a list of arguments, not {type(arguments).__name__}")
+        pairs.append((arguments, answer))
     wrapped = is_wrapped([answer for _, answer in pairs])
     try:
         return tuple(Case(check=check_of_call(name, arguments, answer, wrapped)) for arguments, answer in pairs)
