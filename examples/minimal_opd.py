@@ -5,7 +5,7 @@
 A small student learns to add three-digit numbers from a teacher that can. One step:
 
     1. draw prompts
-    2. the student answers them ("on-policy": it learns from what it writes itself, mistakes included)
+    2. the student answers them ("on-policy": it trains on its own answers, mistakes included)
     3. the teacher computes its log-prob q of every token in these answers; the student's own is l
     4. reverse KL of a token = l - q: large where the student is sure of a token that the teacher finds unlikely
     5. advantage of a token = q - l: a policy gradient makes tokens above zero more likely, those below less

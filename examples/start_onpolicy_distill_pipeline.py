@@ -1,4 +1,4 @@
-"""Pure on-policy distillation: the student learns from the teacher alone.
+"""Pure on-policy distillation: the student trains only on the teacher's log-probs.
 
 python examples/start_onpolicy_distill_pipeline.py --config_path DIR --config_name NAME [key=value ...]
 """

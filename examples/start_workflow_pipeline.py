@@ -1,4 +1,4 @@
-"""Workflows: what is done with a row is your own code. Also runs Trinity-RFT's YAML files as they are.
+"""Workflows: custom code processes each row. Also runs unchanged YAML files of Trinity-RFT.
 
 python examples/start_workflow_pipeline.py --config trinity.yaml [key=value ...]
 python examples/start_workflow_pipeline.py --config_path DIR --config_name NAME [key=value ...]

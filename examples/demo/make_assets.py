@@ -3,7 +3,7 @@
     python examples/demo/make_assets.py [--output DIR] [--threads N]
 
 The task is to add two three-digit numbers, showing the work column by column
-from the right ("digit+digit+carry=sum"), then the result on a line of its own:
+from the right ("digit+digit+carry=sum"), then the result on its own line:
 
     user:       347+589=
     assistant:  7+9+0=16,4+8+1=13,3+5+1=9

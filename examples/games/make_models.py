@@ -63,7 +63,7 @@ STUDENT = {
 
 
 def by_habit(observation: str) -> str:
-    """Return Right where there is a cell to the right of the player, P or S, else Down."""
+    """Return Right if there is a cell to the right of the player, P or S, else Down."""
     line = next(line for line in observation.split("\n") if set(line) & set("PS"))
     right = line[max(line.find("P"), line.find("S")) + 1 :]
     return "Down" if not right or right[0] == "#" else "Right"
