@@ -6,7 +6,7 @@ Imports inside functions count, those under `if TYPE_CHECKING` do not: they are 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import resolve_name
 from pathlib import Path
 
@@ -62,6 +62,15 @@ STRANGERS = {
     "rewards": ENGINES_AND_RAY,
     "workflows": ENGINES_AND_RAY,
     "environments": ENGINES_AND_RAY | {"torch", "transformers"},
+}
+# names of files and classes that stand for two things, each with its reason
+SHARED_NAMES = {
+    "Experience",  # Trinity-RFT's class, which user workflows construct
+    "Task",  # Trinity-RFT's class, which user workflows receive
+    "Workflow",  # Trinity-RFT's class, which user workflows derive from
+    # left until their rooms are merged
+    *("batch.py", "demonstrations.py", "engine.py", "registry.py", "score.py", "settings.py"),
+    *("Part", "Run", "Sizes", "Worker"),
 }
 TORCH_FREE = (
     "roll_opd.config.compose",
@@ -166,6 +175,55 @@ def test_a_room_does_not_know_strangers(room: str) -> None:
         if other.partition(".")[0] in STRANGERS[room]
     ]
     assert wrong == []
+
+
+def is_builtin(module: str) -> bool:
+    """Return whether a module is a built-in part that only its registry imports, by name."""
+    room, _, rest = module.removeprefix("roll_opd.").partition(".")
+    if room == "environments":
+        registers = "@ENVIRONMENTS.register(" in MODULES[module].read_text(encoding="utf-8")
+        return registers and rest != "environment_interface"
+    return room in ("rewards", "tracking", "workflows") and rest.startswith("builtin.")
+
+
+def test_only_registries_and_builtin_parts_import_builtin_rewards_games_and_trackers() -> None:
+    wrong = {
+        f"{path.relative_to(PACKAGE.parent)}:{line} imports {other}"
+        for module, path in MODULES.items()
+        for line, other in imported(module, path)
+        if other in MODULES
+        and is_builtin(other)
+        and not other.startswith("roll_opd.workflows.")
+        and not is_builtin(module)
+    }
+    assert sorted(wrong) == []
+
+
+def repeated(places: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return name -> places of the names with several places."""
+    found: dict[str, list[str]] = {}
+    for name, where in places:
+        found.setdefault(name, []).append(where)
+    return {name: where for name, where in found.items() if len(where) > 1}
+
+
+def test_no_file_name_twice() -> None:
+    files = [
+        (path.name, str(path.relative_to(PACKAGE)))
+        for path in MODULES.values()
+        if path.stem not in ("__init__", "__main__") and path.parent.name != "builtin" and path.name not in SHARED_NAMES
+    ]
+    assert repeated(files) == {}
+
+
+def test_no_class_name_twice() -> None:
+    classes = [
+        (node.name, f"{path.relative_to(PACKAGE)}:{node.lineno}")
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and node.name not in SHARED_NAMES
+    ]
+    assert repeated(classes) == {}
 
 
 @pytest.mark.parametrize("module", TORCH_FREE)

@@ -2,7 +2,7 @@
 
 Phases of one track are exclusive: overlapping time belongs to the phase opened first. Teacher log-probs computed during
 generation count only after its end, and generation inside a validation is validation. A task, with the tasks that it
-starts, may have a track of its own, whose phases count whatever the other tracks do. "other" is the time without any
+starts, may have a separate track, whose phases count independently of other tracks. "other" is the time without any
 phase; where tracks do not overlap, the phases and "other" sum to the step.
 """
 
