@@ -91,8 +91,6 @@ ALLOWED = {
     "actors": 31,
     "algorithms": 4,
     "compat": 1,
-    "config": 7,
-    "docs": 3,  # configuration.md, which is generated from `config`
     "inference": 1,
     "megatron": 102,
     "objective": 20,

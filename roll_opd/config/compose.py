@@ -139,7 +139,7 @@ def find_config(config_path: str, config_name: str) -> tuple[Path, str]:
 
 
 def config_places(config_path: str) -> list[Path]:
-    """Return where a directory of configurations may be, in the order in which it is looked for.
+    """Return the possible places of a directory of configurations, in the order of the search.
 
     In the current directory; in its `examples/`; next to the started script, as in ROLL; in the `examples/` of the
     repository; in the repository. A directory without that file does not hide the later ones.

@@ -18,7 +18,7 @@ from roll_opd.base.failures import ConfigError
 from roll_opd.base.paths import REPOSITORY
 
 GROUPS = REPOSITORY / "configs"
-# ROLL's YAML compose "../config/traj_envs@_here_" and the like; from here that leads to our copies of the names
+# our files under the names that ROLL's YAML compose, such as "../config/traj_envs@_here_"
 FRAGMENTS = REPOSITORY / "examples" / "config"
 SEARCH_PATH = "hydra.searchpath"
 LEARNERS = ("student_train", "actor_train", "sft_train")

@@ -153,7 +153,7 @@ REWARD_KEYS_OF_ROLL = _names("""
     reward_type response_length_penalty_coef reward_manager_config
 """)
 
-# ROLL's strategies without an own counterpart here, and the nearest that exists, by what a role does
+# kind of role -> ROLL's strategies without a counterpart here, and the nearest strategy
 NEAREST_STRATEGY = {
     "train": {"deepspeed_train": "megatron_train", "fsdp2_train": "megatron_train"},
     "frozen": {"hf_infer": "megatron_infer", "deepspeed_infer": "megatron_infer", "fsdp2_infer": "megatron_infer"},

@@ -264,7 +264,10 @@ def test_a_bound_on_how_old_samples_are_is_kept_by_making_them_now(mixed: dict[s
         ),
         ({"norm_mean_type": "running"}, "norm_mean_type: 'running' is not available yet; use batch or group"),
         ({"importance_sampling": "manual_on_policy"}, "importance_sampling: manual_on_policy is not available yet"),
-        ({"actor_train.model_args.model_config_kwargs": {"a": 1}}, "model_config_kwargs: is not applied; change config.json"),
+        (
+            {"actor_train.model_args.model_config_kwargs": {"a": 1}},
+            "model_config_kwargs: is not applied; change",
+        ),
         ({"actor_train.worker_cls": "my.Worker"}, "my.Worker is not a class of ROLL's"),
         (
             {"rewards.math_rule.worker_cls": "roll.pipeline.rlvr.rewards.fancy.FancyRewardWorker"},

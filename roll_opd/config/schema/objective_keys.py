@@ -13,8 +13,8 @@ from roll_opd.config.schema.section import OURS, Section, key
 class ReinforcementKeys(Section):
     """The reward's part of the objective.
 
-    Of each reward domain by itself, rewards are normalised by `norm_mean_type` and `norm_std_type`, then clipped, and
-    advantages are whitened; the teachers' term is added after that. In pure distillation all of it is off.
+    In each reward domain, rewards are normalised by `norm_mean_type` and `norm_std_type` and clipped, and advantages
+    are whitened; then the teachers' term is added. In pure distillation all of it is off.
     """
 
     gamma: Fraction = key(1.0, "discount of later rewards")

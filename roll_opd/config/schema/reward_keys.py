@@ -49,5 +49,5 @@ class Reward(Term, RewardKeys):
     terms: dict[Name, Term] = key({}, "rewards that are added, by name", OURS)
     query_filter_config: Filter = key(Filter(), "which groups of samples count")
     response_filter_config: Filter = key(
-        Filter(), "which single samples count; a rejected one removes those that it is compared with"
+        Filter(), "which single samples count; a rejected sample also removes the samples of its baseline"
     )

@@ -38,7 +38,7 @@ class ModelArgs(Section):
     model_name_or_path: str | None = key(None, "directory of a Hugging Face model, or the name of a downloaded one")
     dtype: Dtype | None = key(None, "precision; without it bf16, a rollout's as its student's")
     lora_target: Several[str] | str | None = key(
-        None, "LoRA: linear layers with an adapter, as names or separated by commas; all-linear: every one"
+        None, "LoRA: linear layers with an adapter, as names or separated by commas; all-linear: all of them"
     )
     lora_rank: Annotated[int, Field(ge=0)] | None = key(None, "rank of the adapters; without it 8; 0: no LoRA")
     lora_alpha: AboveZero | None = key(None, "adapters count lora_alpha / lora_rank; without it twice the rank")
