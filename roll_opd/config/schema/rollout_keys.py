@@ -75,9 +75,7 @@ class WorkflowKeys(Section):
         0, "its port in the first process, the next in the second, and so on; 0: any, started when a run asks", OURS
     )
     endpoint_api_key: Name | None = key(None, "an API key for all runs, which the URL or a header identifies", OURS)
-    tool_call_parser: Name = key(
-        "hermes", "format of tool calls; a name of --tool-call-parser in vLLM", OURS
-    )
+    tool_call_parser: Name = key("hermes", "format of tool calls; a name of --tool-call-parser in vLLM", OURS)
     on_workflow_error: Literal["drop", "stop"] = key("drop", "a run that fails: leave it out, or end", OURS)
 
 
