@@ -23,7 +23,7 @@ from roll_opd.models.memory import estimate_memory
 from roll_opd.models.model_files import engine_problem
 from roll_opd.models.supported import not_yet
 from roll_opd.planner import check_devices, check_files, check_values, parts, rollout_parts, supervised_parts
-from roll_opd.planner.pipelines import is_trinity, pipeline_keys
+from roll_opd.planner.pipeline_choice import is_trinity, pipeline_keys
 from roll_opd.planner.read import read_sections
 from roll_opd.planner.role_reader import RoleReader, Roles, written_workers
 from roll_opd.planner.tracker_sections import read_trackers

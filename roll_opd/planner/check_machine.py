@@ -20,7 +20,7 @@ def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
         if plan.devices_per_node <= gpus:
             return []
         return [f"num_gpus_per_node: {plan.devices_per_node} is more than the {gpus} GPUs of this machine; lower it"]
-    return [problem for engine in engines(plan) for problem in _engine_problems(plan, engine)]
+    return [problem for engine in plan.inference_roles().values() for problem in _engine_problems(plan, engine)]
 
 
 def warnings_here(plan: RunPlan) -> list[str]:
@@ -32,17 +32,12 @@ def warnings_here(plan: RunPlan) -> list[str]:
     return [*machine_problems(plan, gpus), *([changed] if changed else [])]
 
 
-def engines(plan: RunPlan) -> list[RolloutPlan]:
-    """Return all inference engines of a run."""
-    return list(plan.inference_roles().values())
-
-
 def other_blocks(plan: RunPlan) -> str | None:
     """Return a warning for engines whose configured block size is replaced on CPUs; None without any."""
     changed = [
         f"{engine.name}.{OPTIONS}.block_size: {engine.engine_args['block_size']} cannot be computed"
         f" on a CPU; it is {cpu_block(engine.engine_args)} here"
-        for engine in engines(plan)
+        for engine in plan.inference_roles().values()
         if engine.engine_args.get("block_size") not in (None, cpu_block(engine.engine_args))
     ]
     return "\n".join(changed) or None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from roll_opd.base.paths import REPOSITORY
-from roll_opd.planner.pipelines import is_trinity
+from roll_opd.planner.pipeline_choice import is_trinity
 
 DEMO = REPOSITORY / "examples" / "demo"
 PLANNED_APART = """
