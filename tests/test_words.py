@@ -90,12 +90,10 @@ RIGHT = {
 ALLOWED = {
     "actors": 31,
     "algorithms": 4,
-    "compat": 1,
     "inference": 1,
     "megatron": 102,
     "objective": 20,
     "pipelines": 13,
-    "planner": 2,
     "roles": 2,
     "rollout": 4,
     "samples": 31,

@@ -80,7 +80,7 @@ def _check_class(worker: Worker, trainable: bool) -> None:
     if worker.worker_cls is not None and not worker.worker_cls.startswith("roll."):
         worker.diag.unsupported(
             "worker_cls",
-            f"{worker.worker_cls} is not a class of ROLL's, and user worker classes are not supported; write a"
+            f"{worker.worker_cls} is not a class of ROLL, and user worker classes are not supported; write a"
             " policy_loss_fn, an advantage_fn or a pipeline of your own (docs/extending.md), and remove the key",
         )
     elif worker.worker_cls is not None and not (trainable and PG_WORKER in worker.worker_cls):

@@ -28,7 +28,7 @@ SIZES = {
 }
 OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 SWITCHES = ("sequence_parallel", "use_distributed_optimizer", "bf16", "fp16", *OVERLAPS)
-# options that recompute_granularity: full implies in ROLL: each layer by itself (Megatron-core has no default)
+# options that recompute_granularity: full implies in ROLL: one layer at a time (Megatron-core has no default)
 RECOMPUTED = {"recompute_method": "uniform", "recompute_num_layers": 1}
 SLEEP_LEVELS = (1, 2)  # vLLM's
 # an option of sglang -> vLLM's

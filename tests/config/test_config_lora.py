@@ -39,9 +39,7 @@ def test_rolls_lora_keys_make_the_adapter(plan: Plan, keys: dict[str, Any], want
 def test_alpha_alone_asks_for_nothing(plan: Plan, section: str) -> None:
     run = plan({f"{section}.lora_alpha": 24})
     (warning,) = run.warnings
-    assert run.student.lora is None and warning.startswith(
-        f"{section}.lora_alpha: has no effect alone; write lora_rank"
-    )
+    assert run.student.lora is None and warning.startswith(f"{section}.lora_alpha: has no effect without lora_rank")
 
 
 def test_the_engines_may_write_the_same_keys(plan: Plan) -> None:

@@ -268,7 +268,7 @@ def test_a_bound_on_how_old_samples_are_is_kept_by_making_them_now(mixed: dict[s
             {"actor_train.model_args.model_config_kwargs": {"a": 1}},
             "model_config_kwargs: is not applied; change",
         ),
-        ({"actor_train.worker_cls": "my.Worker"}, "my.Worker is not a class of ROLL's"),
+        ({"actor_train.worker_cls": "my.Worker"}, "my.Worker is not a class of ROLL"),
         (
             {"rewards.math_rule.worker_cls": "roll.pipeline.rlvr.rewards.fancy.FancyRewardWorker"},
             "the reward worker 'roll.pipeline.rlvr.rewards.fancy.FancyRewardWorker' is not available yet",
