@@ -21,9 +21,9 @@ def _never(*_: Any) -> bool:
 
 @contextmanager
 def _attention(_: Any) -> Iterator[None]:
-    from roll_opd.megatron import flash
+    from roll_opd.megatron import attention
 
-    with mock.patch.object(flash, "takes", _never):
+    with mock.patch.object(attention, "uses_flash_attention", _never):
         yield
 
 
@@ -40,7 +40,7 @@ def _softmax(_: Any) -> Iterator[None]:
 def _heads(rank: Any) -> Iterator[None]:
     from megatron.core.transformer.attention import SelfAttention
 
-    from roll_opd.megatron.dense_layer import PackedSelfAttention
+    from roll_opd.megatron.local_layers import PackedSelfAttention
 
     with _as_megatrons(rank, PackedSelfAttention, SelfAttention):
         yield
@@ -50,7 +50,7 @@ def _heads(rank: Any) -> Iterator[None]:
 def _layers(rank: Any) -> Iterator[None]:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from roll_opd.megatron.dense_layer import DenseLayer
+    from roll_opd.megatron.local_layers import DenseLayer
 
     with _as_megatrons(rank, DenseLayer, TransformerLayer):
         yield

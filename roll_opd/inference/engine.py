@@ -28,6 +28,7 @@ from roll_opd.inference.completion import (
 )
 from roll_opd.inference.failure import PORT_TAKEN, EngineStartError, start_errors
 from roll_opd.inference.plugin import SHARED_MEMORY
+from roll_opd.inference.process_cleanup import unlink_shared_memory
 from roll_opd.inference.routes import RECORDS_ROUTES
 from roll_opd.inference.settings import (
     DTYPE_NAMES,
@@ -37,7 +38,6 @@ from roll_opd.inference.settings import (
     prepare_environment,
     resolve_engine_args,
 )
-from roll_opd.inference.shm_cleanup import unlink_shared_memory
 from roll_opd.inference.sleep_mode import SleepState
 from roll_opd.samples.weight_bucket import DTYPES, BucketMemory
 

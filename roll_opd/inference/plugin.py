@@ -12,7 +12,7 @@ from typing import Any
 
 from roll_opd.inference.coalesce_outputs import coalesces_outputs, flushes_outputs
 from roll_opd.inference.failure import record_errors
-from roll_opd.inference.parent_watchdog import ORPHAN_EXIT_CODE
+from roll_opd.inference.process_cleanup import ORPHAN_EXIT_CODE
 
 PLUGIN_NAME = "roll_opd"
 # weight-transfer backends; `checked_*` are vLLM's, with a check that all weights arrived

@@ -9,17 +9,17 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from roll_opd.megatron import flash
 from roll_opd.megatron.batches import PackedSequences
 from roll_opd.megatron.deterministic_ops import VECTOR
 
@@ -63,8 +63,8 @@ class PackedAttention(torch.nn.Module):
         """Return [n, H·D]; `packed_seq_params` says which tokens are a sequence."""
         if packed_seq_params is None:
             raise ValueError("PackedAttention needs packed_seq_params: every batch is packed here")
-        if flash.takes(query_nHD, value_nGD, packed_seq_params):
-            return flash.attended(query_nHD, key_nGD, value_nGD, packed_seq_params, self.scale).flatten(1)
+        if uses_flash_attention(query_nHD, value_nGD, packed_seq_params):
+            return flash_attention(query_nHD, key_nGD, value_nGD, packed_seq_params, self.scale).flatten(1)
         key_NGD, value_NGD = (_of_all_ranks(tensor, packed_seq_params) for tensor in (key_nGD, value_nGD))
         pieces, places = [], []
         if packed_seq_params.blocks is None:  # the same for all layers: to make them, a GPU has to be waited for
@@ -254,3 +254,50 @@ def _of_all_ranks(tensor_nGD: Tensor, pack: PackedSequences) -> Tensor:
 def _rows(packed: Tensor, places_BL: Tensor) -> Tensor:
     """[N, heads, D] -> [B, heads, L, D]."""
     return packed.index_select(0, places_BL.flatten()).view(*places_BL.shape, *packed.shape[1:]).transpose(1, 2)
+
+
+FLASH_CAPABILITY = (8, 0)  # of the devices that have the kernel
+FLASH_MAX_HEAD_WIDTH = 256
+
+
+def uses_flash_attention(query_NHD: Tensor, value_NGD: Tensor, pack: PackedSequences) -> bool:
+    """Whether the kernel exists for these tensors; it needs whole sequences on this rank."""
+    width = query_NHD.size(-1)
+    return (
+        query_NHD.is_cuda
+        and query_NHD.dtype in (torch.bfloat16, torch.float16)
+        and value_NGD.size(-1) == width
+        and width % 8 == 0
+        and width <= FLASH_MAX_HEAD_WIDTH
+        and pack.context.ranks == 1
+        and _has_flash_kernel(query_NHD.device)
+    )
+
+
+@cache
+def _has_flash_kernel(device: torch.device) -> bool:
+    return torch.backends.cuda.is_flash_attention_available() and (
+        torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+    )
+
+
+def flash_attention(
+    query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, pack: PackedSequences, scale: float
+) -> Tensor:
+    """Return attention's output [N, H, D], with gradient."""
+    own, whole = pack.own, pack.whole
+    assert own is not None and whole is not None
+    if pack.places_X is not None:
+        key_NGD, value_NGD = (tensor.index_select(0, pack.places_X) for tensor in (key_NGD, value_NGD))
+    return _flash_kernel(query_NHD, key_NGD, value_NGD, own, whole, scale)
+
+
+def _flash_kernel(
+    query_NHD: Tensor, key_XGD: Tensor, value_XGD: Tensor, own: PackedSeqParams, whole: PackedSeqParams, scale: float
+) -> Tensor:
+    """Return [N, H, D]; `own` bounds each sequence's queries, `whole` its keys; the last of both stand at one place."""
+    lengths = own.cu_seqlens_q, whole.cu_seqlens_kv, own.max_seqlen_q, whole.max_seqlen_kv
+    no_dropout, is_causal, returns_mask = 0.0, True, False
+    settings = (*lengths, no_dropout, is_causal, returns_mask)
+    out_NHD: Tensor = torch.ops.aten._flash_attention_forward(query_NHD, key_XGD, value_XGD, *settings, scale=scale)[0]
+    return out_NHD

@@ -5,7 +5,7 @@ decided elsewhere, by one atomic rename after every rank has finished.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,25 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.nn import Parameter
 
 from roll_opd.megatron import parallel
 from roll_opd.megatron.export import Written
 from roll_opd.megatron.learner import MegatronLearner, chained
 from roll_opd.megatron.lora import sharded_state
 from roll_opd.megatron.model import unwrapped
-from roll_opd.megatron.optimizer_state import optimizer_pieces
 from roll_opd.models.device_phases import Part
 
 
@@ -193,3 +197,74 @@ def _restore_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
+
+
+_PREFIX = "optimizer.state"  # of the names in a checkpoint, as Megatron writes them
+
+
+def optimizer_pieces(optimizer: DistributedOptimizer, model: Any) -> dict[str, ShardedTensor]:
+    """Return this rank's f32 weights and moments, views that are saved and loaded in place.
+
+    `model` is what Megatron says of the parameters (`sharded_state_dict`).
+    """
+    described = {entry.data: entry for entry in nested_values(extract_sharded_tensors_and_factories(model)[0])}
+    found: dict[str, ShardedTensor] = {}
+    for parameter, start, end in _stretches(optimizer):
+        tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+        for shard in _shards(described[parameter]):
+            assert shard.data is not None
+            first = (shard.data.data_ptr() - parameter.data_ptr()) // parameter.element_size()
+            low, high = max(start, first), min(end, first + shard.data.numel())
+            for name, values in tensors.items():
+                if values.ndim and low < high:  # numbers of steps are saved with the parameter groups
+                    own = values.detach()[low - start : high - start]
+                    for piece in _rectangles(own, low - first, shard, f"{_PREFIX}.{name}.{shard.key}"):
+                        found[f"{piece.key} {piece.global_offset}"] = piece
+    return found
+
+
+def _stretches(optimizer: DistributedOptimizer) -> Iterator[tuple[Parameter, int, int]]:
+    """Yield the parameters of whose state this rank has some, and at which of its numbers that begins and ends."""
+    for of_buffer in optimizer.gbuf_ranges:
+        for buckets in of_buffer.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    yield parameter, ranges["param"].start, ranges["param"].end
+
+
+def _shards(described: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+    """Return what lies in a parameter, as views of it: one tensor, or the two of a gated MLP."""
+    return [described] if isinstance(described, ShardedTensor) else list(nested_values(described.build()))
+
+
+def _rectangles(numbers: Tensor, begin: int, shard: ShardedTensor, key: str) -> Iterator[ShardedTensor]:
+    """Yield `numbers`, a stretch of those of a shard from number `begin` on, as rectangles of the tensor `key`."""
+    dimensions = len(shard.local_shape)
+    if dimensions > 2:
+        raise ValueError(f"{shard.key}: a tensor of {dimensions} dimensions cannot be saved in pieces")
+    assert isinstance(shard.replica_id, tuple)
+    width, end = shard.local_shape[-1], begin + len(numbers)
+    *of_rows, of_columns = shard.global_offset
+    for stop in (min(-(-begin // width) * width, end), max(end // width * width, begin), end):
+        if stop == begin:
+            continue
+        row, column = divmod(begin, width)
+        if dimensions == 2:
+            place = (*of_rows[:-1], of_rows[-1] + row, of_columns + column)
+            shape = (*(1 for _ in of_rows[:-1]), max((stop - begin) // width, 1), -1)
+        else:
+            place, shape = (*of_rows, of_columns + column), (*(1 for _ in of_rows), -1)
+        piece = numbers[: stop - begin].view(shape)
+        yield ShardedTensor(
+            key=key,
+            data=piece,
+            dtype=piece.dtype,
+            local_shape=tuple(piece.shape),
+            global_shape=shard.global_shape,
+            global_offset=place,
+            axis_fragmentations=None,  # no regular grid
+            # of several ranks with copies the first one saves; the last number is that of the data-parallel rank
+            replica_id=(*shard.replica_id[:-1], 0),
+            allow_shape_mismatch=shard.allow_shape_mismatch,
+        )
+        begin, numbers = stop, numbers[stop - begin :]

@@ -15,7 +15,7 @@ from roll_opd.config.plan import FollowingPlan
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import Written, save_hf
 from roll_opd.megatron.model import unwrapped
-from roll_opd.megatron.weights.load_into import Arriving
+from roll_opd.megatron.weights.model_weights import Arriving
 from roll_opd.megatron.weights.source import Files
 from roll_opd.models.device_phases import Part
 

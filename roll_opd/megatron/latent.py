@@ -26,9 +26,8 @@ from transformers import PretrainedConfig
 
 from roll_opd.megatron.attention import PackedAttention
 from roll_opd.megatron.batches import PackedSequences
-from roll_opd.megatron.frequencies import latent_scaling
-from roll_opd.megatron.norm import LocalRMSNorm
-from roll_opd.megatron.rotary import turned
+from roll_opd.megatron.local_layers import LocalRMSNorm
+from roll_opd.megatron.rotary import latent_scaling, turned
 
 NORM_EPSILON = 1e-6  # of the latent vectors' norms: Hugging Face's, whatever rms_norm_eps is
 

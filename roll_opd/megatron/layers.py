@@ -19,10 +19,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from roll_opd.megatron.attention import PackedAttention, written_out
-from roll_opd.megatron.dense_layer import DenseLayer, PackedSelfAttention, fits
 from roll_opd.megatron.deterministic_ops import ExactRowParallelLinear
 from roll_opd.megatron.latent import latent_attention
-from roll_opd.megatron.norm import LocalRMSNorm
+from roll_opd.megatron.local_layers import DenseLayer, LocalRMSNorm, PackedSelfAttention, fits
 from roll_opd.megatron.router import PackedRouter
 
 

@@ -18,8 +18,7 @@ from roll_opd.megatron.batches import PackedBatch
 from roll_opd.megatron.engine import LossFunction, MegatronEngine
 from roll_opd.megatron.fused_updates import fuse
 from roll_opd.megatron.model import DTYPES, unwrapped
-from roll_opd.megatron.replay import disagreement
-from roll_opd.megatron.router import RouterLosses, begin_counts, expert_layers, has_losses, update_biases
+from roll_opd.megatron.router import RouterLosses, begin_counts, disagreement, expert_layers, has_losses, update_biases
 from roll_opd.models.device_phases import Part
 from roll_opd.samples.sample import Sample
 

@@ -27,17 +27,16 @@ from roll_opd.base.frozen import thaw
 from roll_opd.config.plan import Layout, LoraPlan, MegatronPlan, TrainPlan
 from roll_opd.megatron.batches import PackedBatch
 from roll_opd.megatron.deterministic_ops import VECTOR, exact_silu
-from roll_opd.megatron.frequencies import inverse_frequencies, scores_scaled
 from roll_opd.megatron.head import OutputHead
 from roll_opd.megatron.latent import latent_sizes
 from roll_opd.megatron.layers import layer_spec, uses_transformer_engine
 from roll_opd.megatron.lora import Adapters
-from roll_opd.megatron.replay import RoutingReplay
-from roll_opd.megatron.router import RouterLosses
+from roll_opd.megatron.rotary import inverse_frequencies, scores_scaled
+from roll_opd.megatron.router import RouterLosses, RoutingReplay
 from roll_opd.megatron.weights.families import has_experts, transformer_config
+from roll_opd.megatron.weights.model_weights import ModelWeights
 from roll_opd.megatron.weights.source import Files
 from roll_opd.megatron.weights.stream import tensor_rank
-from roll_opd.megatron.weights.transfer import ModelWeights
 from roll_opd.models.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from roll_opd.models.supported import unsupported, usable
 

@@ -1,13 +1,14 @@
-"""Rotary embeddings of packed sequences: the bits of megatron-core's, in half of its passes over memory.
+"""Rotary embeddings of packed sequences: rotation of queries and keys, and the frequencies of scaled variants.
 
-megatron-core computes cosines and sines again in each layer, for queries and for keys, and joins halves twice; on a GPU
-it also waits each time until lengths have come to the host. Here a pack's are computed once, and the rotation's
-gradient is the rotation back. Of a pack that is cut over context ranks, megatron-core would work out positions itself,
-from sequences that it is not told of.
+The rotation gives the bits of megatron-core's in half of its passes over memory. megatron-core computes cosines and
+sines again in each layer, for queries and for keys, concatenates halves twice, and on a GPU waits each time for the
+lengths on the host. Here they are computed once per pack, and the gradient is the inverse rotation. With context
+parallelism megatron-core would compute positions itself, from sequence lengths that packs do not have.
 
 Legend: N packed tokens, H heads, D head width.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -15,18 +16,20 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.transformer import TransformerConfig, attention
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-# a pack's frequencies -> cosines and signed sines
-_OF_PACK: Any = WeakTensorKeyDictionary()
+# frequencies of a pack -> cosines and signed sines
+_CACHE: Any = WeakTensorKeyDictionary()
 
 
 def rotated(
     t_NHD: Tensor, freqs: Tensor, config: TransformerConfig, cu_seqlens: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Return queries or keys with their positions, as `megatron.core`'s `apply_rotary_pos_emb`.
+    """Rotate queries or keys [N, H, D] by their positions; replaces megatron-core's `apply_rotary_pos_emb`.
 
-    With `apply_rope_fusion` Transformer Engine's kernel does it, which keeps f32 to the end. `freqs` f32 [N, 1, 1, D]
-    are the tokens' own; `cu_seqlens` int32 [2] bounds the one segment that they are.
+    With `apply_rope_fusion`, Transformer Engine's kernel rotates, in f32. `freqs` f32 [N, 1, 1, D] has a row per token;
+    `cu_seqlens` int32 [2] bounds the pack, which is one segment.
     """
     if config.apply_rope_fusion and config.context_parallel_size == 1:
         return stock(t_NHD, freqs, config, cu_seqlens, **options)
@@ -47,26 +50,26 @@ def rotated(
 
 
 def turned(t_NHD: Tensor, freqs: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Return `t_NHD` rotated by `freqs` f32 [N, 1, 1, D]; with `interleaved`, each turned pair stands side by side.
+    """Rotate `t_NHD` by `freqs` f32 [N, 1, 1, D]; with `interleaved`, the two elements of a pair are adjacent.
 
-    In what is returned the first of all pairs come first: scores do not depend on it.
+    The result is not interleaved (first elements of all pairs, then second ones), which does not change scores.
     """
     if interleaved:
         t_NHD = torch.cat([t_NHD[..., ::2], t_NHD[..., 1::2]], -1)
-    if freqs not in _OF_PACK:
-        _OF_PACK[freqs] = _turns(freqs[:, 0], t_NHD.dtype)
-    result: Tensor = _Rotation.apply(t_NHD, *_OF_PACK[freqs])
+    if freqs not in _CACHE:
+        _CACHE[freqs] = _turns(freqs[:, 0], t_NHD.dtype)
+    result: Tensor = _Rotation.apply(t_NHD, *_CACHE[freqs])
     return result
 
 
 def install_rotation() -> None:
-    """Have Megatron's attention rotate with `rotated` in this process."""
+    """Replace the rotation in Megatron's attention by `rotated`, in this process."""
     heads: Any = attention
     heads.apply_rotary_pos_emb = rotated
 
 
 def _turns(freqs_N1D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines, and sines with the signs of the half that is turned into a place, each [N, 1, D]."""
+    """Return cosines, and sines with a minus sign in the first half, each [N, 1, D]."""
     first, second = torch.sin(freqs_N1D).chunk(2, -1)
     return torch.cos(freqs_N1D).to(dtype), torch.cat([-first, second], -1).to(dtype)
 
@@ -86,3 +89,48 @@ class _Rotation(torch.autograd.Function):
 def _turn(t_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
     half = t_NHD.size(-1) // 2
     return torch.cat([t_NHD[..., half:], t_NHD[..., :half]], -1).mul_(sin_N1D).add_(t_NHD * cos_N1D)
+
+
+def inverse_frequencies(hf_config: PretrainedConfig) -> Tensor:
+    """Return the rotary frequencies, f32 [head width / 2], for the rope types in `supported`; computed by transformers."""
+    if (scaled := _scaled_rope(hf_config)) is not None:
+        return scaled[0].float()
+    width = _head_width(hf_config)
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
+    return 1.0 / hf_config.rope_parameters["rope_theta"] ** exponents
+
+
+def scores_scaled(hf_config: PretrainedConfig) -> dict[str, float]:
+    """Return Megatron's `softmax_scale` for rope types with an attention factor (yarn); empty for the others.
+
+    transformers multiplies cosines and sines by the factor, so scores by its square.
+    """
+    scaled = _scaled_rope(hf_config)
+    if scaled is None or scaled[1] == 1.0 or hasattr(hf_config, "kv_lora_rank"):  # see `latent_scaling`
+        return {}
+    return {"softmax_scale": scaled[1] ** 2 / math.sqrt(_head_width(hf_config))}
+
+
+def latent_scaling(hf_config: PretrainedConfig) -> tuple[float, float]:
+    """Return the factor of rotated queries and keys, and the scale of scores, for latent attention.
+
+    Only a part of queries and keys is rotated, so the first cannot be a factor of scores. The second is the square of
+    yarn's `mscale` divided by the root of the head width.
+    """
+    scaled, rope = _scaled_rope(hf_config), hf_config.rope_parameters
+    scale = 1.0 / math.sqrt(hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim)
+    if scaled is None:
+        return 1.0, scale
+    factor, mscale = rope["factor"], rope.get("mscale_all_dim", 0)
+    grown = 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return scaled[1], scale * grown**2
+
+
+def _scaled_rope(hf_config: PretrainedConfig) -> tuple[Tensor, float] | None:
+    """Return the frequencies and attention factor of transformers; None for the default rope type."""
+    rope_type = hf_config.rope_parameters.get("rope_type", "default")
+    return None if rope_type == "default" else ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"))
+
+
+def _head_width(hf_config: PretrainedConfig) -> int:
+    return hf_config.__dict__.get("head_dim") or hf_config.hidden_size // hf_config.num_attention_heads

@@ -3,17 +3,17 @@
 Legend: M scored tokens of a pack.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from roll_opd.algorithms.divergences import ColumnSum, divergence, topk_divergence
 from roll_opd.algorithms.registry import POLICY_LOSSES, policy_loss
 from roll_opd.config.plan import ObjectivePlan, TrainPlan
 from roll_opd.megatron.batches import PackedBatch
-from roll_opd.megatron.distillation import distillation_loss
 from roll_opd.megatron.head import OutputHead, TeacherHead, teacher_head
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.model import HeadModel, unwrapped
@@ -94,3 +94,42 @@ class MegatronTrainer(MegatronLearner):
 
 def _by_sequence(logprobs_M: Tensor, lengths: Sequence[int]) -> list[np.ndarray]:
     return [piece.numpy() for piece in logprobs_M.detach().float().cpu().split(list(lengths))]
+
+
+def distillation_loss(
+    head: OutputHead, batch: PackedBatch, objective: ObjectivePlan, heads: Mapping[str, TeacherHead]
+) -> Tensor:
+    """Return Σ over tokens and teachers of weight · coefficient · divergence, this rank's part of the loss. Collective.
+
+    Args:
+        heads: the output heads of the teachers, where the objective is `full`.
+    """
+    measure = divergence(objective.opd_divergence, beta=objective.opd_jsd_beta, alpha=objective.opd_skew_alpha)
+    total, head = torch.zeros((), device=head.device), head.within(objective.opd_vocab_size)
+    for name in (column.removesuffix("/share") for column in batch.columns if column.endswith("/share")):
+        share_M = batch.columns[f"{name}/share"] * batch.columns["weight"]
+        rows_R = share_M.nonzero()[:, 0]
+        targets = {key: batch.columns[f"{name}/{key}"][rows_R] for key in _TARGET_ARRAYS[objective.opd_objective]}
+        divergence_R = _DIVERGENCE_OVER[objective.opd_objective](head.at(rows_R), measure, heads.get(name), **targets)
+        total = total + (share_M[rows_R] * divergence_R).sum()
+    return total
+
+
+def _over_topk(
+    head: OutputHead,
+    measure: ColumnSum,
+    teacher: TeacherHead | None,
+    topk_ids: Tensor,
+    topk_logprobs: Tensor,
+    topk_rest: Tensor,
+) -> Tensor:
+    teacher_RL = torch.cat([topk_logprobs, topk_rest[:, None]], dim=1)
+    return topk_divergence(head.logprobs_with_rest(topk_ids.long()), teacher_RL, measure)
+
+
+def _over_vocabulary(head: OutputHead, measure: ColumnSum, teacher: TeacherHead, hidden: Tensor) -> Tensor:
+    return head.divergence(hidden, teacher, measure)
+
+
+_TARGET_ARRAYS = {"topk": ("topk_ids", "topk_logprobs", "topk_rest"), "full": ("hidden",)}  # see `samples.sample`
+_DIVERGENCE_OVER: dict[str, Callable[..., Tensor]] = {"topk": _over_topk, "full": _over_vocabulary}

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from roll_opd.megatron import head_kernels, qkv_kernels, swiglu_kernels
+from roll_opd.megatron import head_kernels, layer_kernels
 
 
 def random(*sizes: int, scale: float = 1.0) -> Tensor:
@@ -58,7 +58,7 @@ def test_heads_are_normed_and_rotated_and_so_are_their_gradients(
     weights = [torch.rand(width).add(0.5).requires_grad_() for _ in range(2)] if has_norm else []
     angles = 6 * torch.rand(tokens, width // 2)
     given = weights or [None, None]
-    found = qkv_kernels.NormedAndTurned.apply(
+    found = layer_kernels.NormedAndTurned.apply(
         mixed, *given, angles.cos(), angles.sin(), (heads, groups, width), epsilon
     )
 
@@ -90,7 +90,7 @@ def test_swiglu_and_its_gradient_are_torchs() -> None:
     exact = both.detach().double().requires_grad_()
     gate, up = exact.chunk(2, -1)
     gradient = random(7, 1, 1500)
-    found, wanted = swiglu_kernels.SwiGLU.apply(both), functional.silu(gate) * up
+    found, wanted = layer_kernels.SwiGLU.apply(both), functional.silu(gate) * up
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
     [ours] = torch.autograd.grad(found, both, gradient)
     [theirs] = torch.autograd.grad(wanted, exact, gradient.double())
@@ -103,4 +103,4 @@ def test_nothing_is_run_without_tokens() -> None:
     none = torch.zeros(0)
     arguments = none.double(), none, none.long(), 1.0, torch.bfloat16
     assert head_kernels.logprob_gradient(torch.zeros(0, 7), *arguments).shape == (0, 7)
-    assert swiglu_kernels.SwiGLU.apply(torch.zeros(0, 1, 8)).shape == (0, 1, 4)
+    assert layer_kernels.SwiGLU.apply(torch.zeros(0, 1, 8)).shape == (0, 1, 4)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from roll_opd.config.plan import MicroBatchLimits
-from roll_opd.megatron import flash
+from roll_opd.megatron import attention
 from roll_opd.megatron.batches import Sample, pack
 from roll_opd.samples.packing import relatives
 
@@ -40,7 +40,7 @@ def plain_kernel(query: Tensor, key: Tensor, value: Tensor, own: Any, whole: Any
 def test_each_sequence_attends_to_itself_alone_with_or_without_shared_prefixes(
     shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flash, "_kernel", plain_kernel)
+    monkeypatch.setattr(attention, "_flash_kernel", plain_kernel)
     rng = np.random.default_rng(0)
     samples = []
     for prompt, responses in [(7, (3, 0, 90)), (40, (1, 2, 3, 70)), (64, (32, 32)), (1, (5,))]:
@@ -54,7 +54,7 @@ def test_each_sequence_attends_to_itself_alone_with_or_without_shared_prefixes(
     places = torch.arange(tokens) if places is None else places
     torch.manual_seed(0)
     parts = [torch.randn(tokens, heads, WIDTH, requires_grad=True) for heads in (HEADS, GROUPS, GROUPS)]
-    found = flash.attended(*parts, batch.sequences, SCALE)
+    found = attention.flash_attention(*parts, batch.sequences, SCALE)
     gradient = torch.randn(tokens, HEADS, WIDTH)
     gradients = torch.autograd.grad(found, parts, gradient)
 
@@ -70,4 +70,4 @@ def test_each_sequence_attends_to_itself_alone_with_or_without_shared_prefixes(
 def test_the_kernel_is_not_taken_on_a_cpu_in_f32_or_for_a_part_of_a_sequence() -> None:
     batch = pack([Sample(np.arange(5), 2, {})], torch.device("cpu"), 32)
     query = torch.zeros(32, HEADS, WIDTH, dtype=torch.bfloat16)
-    assert not flash.takes(query, query[:, :GROUPS], batch.sequences)
+    assert not attention.uses_flash_attention(query, query[:, :GROUPS], batch.sequences)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from roll_opd.config.plan import ObjectivePlan
 from roll_opd.megatron.batches import PackedBatch, pack
-from roll_opd.megatron.distillation import distillation_loss
 from roll_opd.megatron.head import OutputHead, TeacherHead
+from roll_opd.megatron.trainer import distillation_loss
 from roll_opd.objective.loss import opd_loss
 
 VOCABULARY, WIDTH, TEACHER_WIDTH, TOPK, TEMPERATURE = 13, 5, 7, 4, 0.7

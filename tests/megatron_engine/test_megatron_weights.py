@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from roll_opd.megatron.weights.families import ENDS, FAMILIES, attention_left_on
+from roll_opd.megatron.weights.model_weights import LookedAt, ModelWeights, is_lost
 from roll_opd.megatron.weights.source import Given
 from roll_opd.megatron.weights.tensor_slices import Gated, Heads, Same, Sizes, Split, TensorSlice, Vocabulary
-from roll_opd.megatron.weights.transfer import LookedAt, ModelWeights, is_lost
 from roll_opd.models.model_info import RUN
 
 WIDTH, HEADS, KV_HEADS, HEAD, MLP, VOCABULARY = 6, 8, 4, 3, 20, 21

@@ -8,6 +8,9 @@ the driver's side: it kills the processes left by a killed driver.
 import os
 import threading
 import time
+from contextlib import suppress
+from multiprocessing import resource_tracker
+from typing import Any
 
 ORPHAN_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
@@ -31,3 +34,19 @@ def _watch(parent_pid: int, poll_seconds: float) -> None:
     while os.getppid() == parent_pid:
         time.sleep(poll_seconds)
     os._exit(ORPHAN_EXIT_CODE)
+
+
+TRACKER_TIMEOUT_S = 5.0  # it exits after the last process connected to it
+
+
+def unlink_shared_memory() -> None:
+    """Close the resource tracker of this process and wait while it unlinks; all children must have exited."""
+    tracker: Any = resource_tracker._resource_tracker
+    if tracker._fd is None or tracker._pid is None:  # no tracker, or another process's
+        return
+    os.close(tracker._fd)
+    deadline = time.monotonic() + TRACKER_TIMEOUT_S
+    with suppress(ChildProcessError):
+        while os.waitpid(tracker._pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    tracker._fd = tracker._pid = None

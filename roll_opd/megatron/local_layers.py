@@ -1,7 +1,7 @@
-"""Megatron's dense layer with few kernels and little work of the host, for half precision on GPUs.
+"""Modules of local layers: RMSNorm for every device, and a dense layer with few kernels for half precision on GPUs.
 
-The parameters are those of Megatron's modules. Norms and rotation of queries and keys are one kernel (`qkv_kernels`),
-SwiGLU another (`swiglu_kernels`).
+`DenseLayer` and `PackedSelfAttention` have the parameters of Megatron's modules. Norms and rotation of queries and keys
+are one Triton kernel, SwiGLU another (`layer_kernels`).
 """
 
 from typing import Any
@@ -15,6 +15,19 @@ from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from roll_opd.megatron.batches import PackedSequences
+
+
+class LocalRMSNorm(torch.nn.RMSNorm):
+    """RMSNorm for sequence parallelism, which megatron-core's local norm refuses.
+
+    Its weight is marked, so that Megatron sums the weight's gradient over tensor ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel
+
 
 # a pack's frequencies -> cosines and sines, f32 [n, D/2]
 _OF_PACK: Any = WeakTensorKeyDictionary()
@@ -52,7 +65,7 @@ class DenseLayer(TransformerLayer):
         return hidden_states + self._mlp(self.pre_mlp_layernorm(hidden_states)), context
 
     def _mlp(self, hidden_states: Tensor) -> Tensor:
-        from roll_opd.megatron.swiglu_kernels import SwiGLU
+        from roll_opd.megatron.layer_kernels import SwiGLU
 
         both, _ = self.mlp.linear_fc1(hidden_states)
         output: Tensor = self.mlp.linear_fc2(SwiGLU.apply(both))[0]
@@ -72,7 +85,7 @@ class PackedSelfAttention(SelfAttention):
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return [n, 1, E]; `rotary_pos_emb` f32 [n, 1, 1, D] are the tokens' own."""
-        from roll_opd.megatron.qkv_kernels import NormedAndTurned
+        from roll_opd.megatron.layer_kernels import NormedAndTurned
 
         linear: Any = self.linear_qkv
         attend: Any = self.core_attention

@@ -1,11 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""Triton kernels between the projection of queries, keys and values and attention: the heads' norm, and the rotation.
+"""Triton kernels of dense layers: norm and rotation of queries and keys, and SwiGLU.
 
-One pass instead of the norm's, the rotation's nine and the copies around them. Computed in f32 from end to end.
-Import this where a GPU is used: Triton compiles each kernel at its first call.
+Norm and rotation take one pass instead of separate passes for the norm, the rotation (nine) and the copies around them;
+they compute in f32 from end to end. torch compiles Megatron's SwiGLU, which takes seconds for each of the first pack
+sizes. Import this module only on GPUs: Triton compiles each kernel at its first call.
 
 Legend: n packed tokens, H query heads, G key/value heads, D head width, X columns of the projection: G groups, each of
-H/G queries, a key and a value.
+H/G queries, a key and a value; I inner size of SwiGLU on this rank.
 """
 
 from typing import Any
@@ -29,7 +30,7 @@ def _column(head, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(
+def _qkv_forward_kernel(
     mixed, queries, keys, query_weight, key_weight, cosines, sines, tokens, stride, epsilon,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +58,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _qkv_backward_kernel(
     mixed, grad_queries, grad_keys, grad_values, grad_mixed, of_weights, query_weight, key_weight, cosines, sines,
     tokens, stride, epsilon,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr,
@@ -129,7 +130,7 @@ class NormedAndTurned(torch.autograd.Function):
         key_nGD = mixed_nX.new_empty(tokens, groups, width)
         grid = (triton.cdiv(tokens, TOKENS), heads + groups)
         weights = _pointers(mixed_nX, query_weight_D, key_weight_D)
-        kernel: Any = _forward_kernel
+        kernel: Any = _qkv_forward_kernel
         kernel[grid](
             mixed_nX, query_nHD, key_nGD, *weights, cosines, sines, tokens, mixed_nX.stride(0), epsilon,
             **_constants(sizes, query_weight_D),
@@ -150,7 +151,7 @@ class NormedAndTurned(torch.autograd.Function):
         of_weights = mixed_nX.new_empty(heads + groups if has_norm else 1, blocks, width, dtype=torch.float32)
         given = [gradient.contiguous() for gradient in gradients]
         weights = _pointers(mixed_nX, query_weight_D, key_weight_D)
-        kernel: Any = _backward_kernel
+        kernel: Any = _qkv_backward_kernel
         kernel[blocks, heads + 2 * groups](
             mixed_nX, *given, grad_nX, of_weights, *weights, cosines, sines, tokens, mixed_nX.stride(0), ctx.epsilon,
             **_constants(ctx.sizes, query_weight_D),
@@ -171,3 +172,55 @@ def _constants(sizes: tuple[int, int, int], weight: Tensor | None) -> dict[str, 
     heads, groups, width = sizes
     half = triton.next_power_of_2(width // 2)
     return {"H": heads, "G": groups, "D": width, "HALF": half, "TOKENS": TOKENS, "NORM": weight is not None}
+
+
+BLOCK = 1024  # columns of a program, which has one token of them
+
+
+@triton.jit
+def _swiglu_forward_kernel(both, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(both + row * 2 * width + at, mask=at < width).to(tl.float32)
+    up = tl.load(both + row * 2 * width + width + at, mask=at < width).to(tl.float32)
+    tl.store(out + row * width + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=at < width)
+
+
+@triton.jit
+def _swiglu_backward_kernel(both, grad, grad_both, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(both + row * 2 * width + at, mask=at < width).to(tl.float32)
+    up = tl.load(both + row * 2 * width + width + at, mask=at < width).to(tl.float32)
+    given = tl.load(grad + row * width + at, mask=at < width).to(tl.float32)
+    share = tl.sigmoid(gate)
+    kind = grad_both.dtype.element_ty
+    of_gate = given * up * share * (1 + gate * (1 - share))
+    tl.store(grad_both + row * 2 * width + at, of_gate.to(kind), mask=at < width)
+    tl.store(grad_both + row * 2 * width + width + at, (given * gate * share).to(kind), mask=at < width)
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu of the first half of the columns times the second: [n, 1, 2I] -> [n, 1, I]."""
+
+    @staticmethod
+    def forward(ctx: Any, both_nX: Tensor) -> Tensor:
+        both_nX = both_nX.contiguous()
+        ctx.save_for_backward(both_nX)
+        width = both_nX.size(-1) // 2
+        out_nI = both_nX.new_empty(*both_nX.shape[:-1], width)
+        kernel: Any = _swiglu_forward_kernel
+        if out_nI.numel():
+            kernel[out_nI.numel() // width, triton.cdiv(width, BLOCK)](both_nX, out_nI, width, BLOCK=BLOCK)
+        return out_nI
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (both_nX,) = ctx.saved_tensors
+        width, grad_nI = both_nX.size(-1) // 2, gradients[0].contiguous()
+        grad_nX = torch.empty_like(both_nX)
+        kernel: Any = _swiglu_backward_kernel
+        if grad_nI.numel():
+            grid = (grad_nI.numel() // width, triton.cdiv(width, BLOCK))
+            kernel[grid](both_nX, grad_nI, grad_nX, width, BLOCK=BLOCK)
+        return grad_nX
