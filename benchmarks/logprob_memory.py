@@ -47,6 +47,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     import torch.distributed as dist
 
     from roll_opd.megatron.logprobs import vocab_parallel_logprobs
+    from roll_opd.megatron.vocabulary import VocabShard
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -73,15 +74,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
             del logits_NV  # the kindest reading: nobody else needs the logits
         else:
             assert dist.group.WORLD is not None
-            logprobs_N = vocab_parallel_logprobs(
-                hidden_NE,
-                weight_VE,
-                targets_N,
-                temperature=1.0,
-                vocab_size=options.vocab,
-                group=dist.group.WORLD,
-                weight_grad_VE=weight_VE.grad,
-            )
+            vocab = VocabShard(weight_VE, 1.0, options.vocab, dist.group.WORLD, weight_grad_VE=weight_VE.grad)
+            logprobs_N = vocab_parallel_logprobs(hidden_NE, vocab, targets_N)
         logprobs_N.backward(incoming_N)
         if cuda:
             torch.cuda.synchronize()

@@ -30,6 +30,7 @@ from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import hf_tensors, weight_buckets
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs
 from roll_opd.megatron.trainer import MegatronTrainer
+from roll_opd.megatron.vocabulary import VocabShard
 from roll_opd.models.model_info import read_model
 from roll_opd.samples.weight_bucket import BucketMemory
 
@@ -205,8 +206,7 @@ def head(_: Path, shape: Shape, dtype: Dtype) -> dict[str, Any]:
         return logits_MV.log_softmax(-1).gather(1, targets_M[:, None])[:, 0]
 
     def chunked() -> torch.Tensor:
-        settings: Any = {"temperature": 1 / scale, "vocab_size": shape.vocab, "group": group}
-        return vocab_parallel_logprobs(hidden_ME, weight_VE, targets_M, **settings)
+        return vocab_parallel_logprobs(hidden_ME, VocabShard(weight_VE, 1 / scale, shape.vocab, group), targets_M)
 
     found: dict[str, Any] = {"tokens": rows}
     values = {}

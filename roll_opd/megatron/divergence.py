@@ -1,8 +1,8 @@
-"""Divergence and entropy over the whole vocabulary from hidden states, with the vocabulary split over tensor ranks.
+"""Vocabulary-parallel divergence and entropy over the whole vocabulary, from hidden states.
 
 Both are sums over columns of a function f of the student's log-prob (and the teacher's). With g = ∂f/∂log-prob,
-the gradient of the logits is g - p Σg: forward keeps Σg and the log-normalisers, a few numbers a token, and backward
-computes the columns again.
+the gradient of the logits is g - p Σg: forward keeps Σg and the log-normalisers, a few numbers per token, and backward
+recomputes the columns.
 
 Legend: M scored tokens, C of them in a chunk, E and F hidden sizes of student and teacher, V vocabulary columns on this
 rank.
@@ -12,68 +12,40 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from roll_opd.algorithms.divergences import ENTROPY, ColumnSum
-from roll_opd.megatron.vocabulary import Columns, backward_through_logits, columns_of, raw_logits, tempered
+from roll_opd.megatron.vocabulary import Columns, VocabShard, backward_through_logits, raw_logits, tempered
 
-BLOCK_COLUMNS = 4096  # of a chunk at a time in forward: bounds what the column function stores on the way
+BLOCK_COLUMNS = 4096  # columns per evaluation of the measure in forward: bounds its temporaries
 
 
 def vocab_parallel_divergence(
-    hidden_ME: Tensor,
-    weight_VE: Tensor,
-    teacher_hidden_MF: Tensor,
-    teacher_weight_VF: Tensor,
-    measure: ColumnSum,
-    *,
-    temperature: float,
-    vocab_size: int,
-    group: dist.ProcessGroup,
-    weight_grad_VE: Tensor | None = None,
-    chunk_bytes: int | None = None,
+    hidden_ME: Tensor, vocab: VocabShard, teacher_hidden_MF: Tensor, teacher_weight_VF: Tensor, measure: ColumnSum
 ) -> Tensor:
     """Return the divergence between student and teacher over the vocabulary, f32 [M], with gradient to the student.
 
     Args:
         hidden_ME: the student's hidden states; see `logprobs.vocab_parallel_logprobs` for their gradient.
-        weight_VE: this rank's rows of the student's output embedding.
-        teacher_hidden_MF: the teacher's hidden states, the same on every rank of `group`.
+        vocab: the student's output embedding. Its `temperature` and `vocab_size` hold for both models: each
+            distribution is normalised over the first `vocab_size` columns.
+        teacher_hidden_MF: the teacher's hidden states, equal on all ranks of the group.
         teacher_weight_VF: the teacher's output embedding for the same V columns; see `shard_of_head`.
-        measure: which divergence.
-        temperature: divides the logits of both.
-        vocab_size: columns that both have; each side's probabilities sum to 1 over these.
-        group, weight_grad_VE, chunk_bytes: as for `vocab_parallel_logprobs`.
+        measure: the divergence.
     """
-    columns = columns_of(
-        weight_VE, temperature=temperature, vocab_size=vocab_size, group=group, chunk_bytes=chunk_bytes
-    )
-    columns = replace(columns, chunk_bytes=columns.chunk_bytes // 2)  # two sides in each chunk
-    return _VocabParallelSum.apply(
-        hidden_ME, weight_VE, teacher_hidden_MF, teacher_weight_VF, measure, columns, weight_grad_VE
-    )
+    columns = vocab.columns
+    columns = replace(columns, chunk_bytes=columns.chunk_bytes // 2)  # a chunk has the logits of both models
+    teacher = teacher_hidden_MF, teacher_weight_VF
+    return _VocabParallelSum.apply(hidden_ME, vocab.weight_VE, *teacher, measure, columns, vocab.weight_grad_VE)
 
 
-def vocab_parallel_entropy(
-    hidden_ME: Tensor,
-    weight_VE: Tensor,
-    *,
-    temperature: float,
-    vocab_size: int,
-    group: dist.ProcessGroup,
-    weight_grad_VE: Tensor | None = None,
-    chunk_bytes: int | None = None,
-) -> Tensor:
-    """Return the entropy of the next token's distribution in nats, f32 [M]; arguments as `vocab_parallel_logprobs`."""
-    columns = columns_of(
-        weight_VE, temperature=temperature, vocab_size=vocab_size, group=group, chunk_bytes=chunk_bytes
-    )
-    return _VocabParallelSum.apply(hidden_ME, weight_VE, None, None, ENTROPY, columns, weight_grad_VE)
+def vocab_parallel_entropy(hidden_ME: Tensor, vocab: VocabShard) -> Tensor:
+    """Return the entropy of the next token's distribution in nats, f32 [M]."""
+    return _VocabParallelSum.apply(hidden_ME, vocab.weight_VE, None, None, ENTROPY, vocab.columns, vocab.weight_grad_VE)
 
 
 def shard_of_head(head_WF: Tensor, *, first: int, columns: int) -> Tensor:
-    """Cut a teacher's whole output embedding to `columns` rows from `first` on, zeros where it has none."""
+    """Return rows `first` to `first + columns` of a teacher's output embedding, padded with zeros."""
     shard_VF = head_WF.new_zeros(columns, head_WF.size(1))
     mine_VF = head_WF[first : first + columns]
     shard_VF[: len(mine_VF)] = mine_VF
@@ -81,7 +53,7 @@ def shard_of_head(head_WF: Tensor, *, first: int, columns: int) -> Tensor:
 
 
 class _VocabParallelSum(torch.autograd.Function):
-    """Σ over columns of `measure`; without a teacher, of the student's log-probs alone."""
+    """Σ over columns of `measure` of student and teacher log-probs, or of the student's without a teacher."""
 
     @staticmethod
     def forward(

@@ -155,7 +155,7 @@ class MegatronEngine:
                 ids_MK, logprobs_ML = head.within(vocab_size).topk(topk)
                 values |= _topk(ids_MK.int(), logprobs_ML)
                 if plain:
-                    bare = replace(head, temperature=1.0).within(vocab_size)
+                    bare = head.at_temperature(1.0).within(vocab_size)
                     values["plain_logprobs"] = bare.logprobs_with_rest(ids_MK)[:, :-1]
             elif ids is not None:
                 ids_MK = batch.columns["topk_ids"]

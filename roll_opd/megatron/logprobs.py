@@ -1,7 +1,7 @@
-"""Token log-probs, and the most likely tokens, from hidden states, with the vocabulary split over tensor ranks.
+"""Vocabulary-parallel token log-probs and top-k from hidden states.
 
-Legend: M scored tokens, C of them in a chunk, K tokens asked for at each, E hidden size, V vocabulary columns on this
-rank.
+Legend: M scored tokens, C of them in a chunk, K requested tokens per position, E hidden size, V vocabulary columns on
+this rank.
 """
 
 from typing import Any
@@ -10,72 +10,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll_opd.megatron.vocabulary import (
-    Columns,
-    backward_through_logits,
-    columns_of,
-    has_kernels,
-    is_taken,
-    tempered,
-)
+from roll_opd.megatron.vocabulary import Columns, VocabShard, backward_through_logits, has_kernels, is_taken, tempered
 
 
 def vocab_parallel_logprobs(
-    hidden_ME: Tensor,
-    weight_VE: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float,
-    vocab_size: int,
-    group: dist.ProcessGroup,
-    weight_grad_VE: Tensor | None = None,
-    chunk_bytes: int | None = None,
-    with_rest: bool = False,
+    hidden_ME: Tensor, vocab: VocabShard, targets: Tensor, *, with_rest: bool = False
 ) -> Tensor:
     """Return log softmax(hidden · weightᵀ / temperature)[target] as f32 [M] or [M, K].
 
     Args:
-        hidden_ME: hidden states, the same on every rank of `group`. Their gradient is this rank's share: the caller
+        hidden_ME: hidden states, equal on all ranks of `vocab.group`. Their gradient is this rank's part: the caller
             sums it over the group (Megatron's copy-to / gather-from region functions do).
-        weight_VE: this rank's rows of the output embedding.
-        targets: int64 [M] or [M, K], token ids of the whole vocabulary; those of one row differ from each other.
-        temperature: divides the logits.
-        vocab_size: real columns; what lies beyond is padding and takes no part.
-        group: the tensor-parallel ranks, in vocabulary order.
-        weight_grad_VE: f32 buffer to which the gradient of `weight_VE` is added, instead of being returned to
-            autograd as a tensor of that size.
-        chunk_bytes: bound on the f32 logits held at a time; None: the device's own (`memory.CHUNK_BYTES`).
-        with_rest: also give, as column K+1, the log-prob of all other tokens together. For targets [M, K].
+        targets: int64 [M] or [M, K], token ids of the whole vocabulary, distinct in each row.
+        with_rest: append the log-prob of all other tokens together as column K+1; for targets [M, K].
     """
-    columns = columns_of(
-        weight_VE, temperature=temperature, vocab_size=vocab_size, group=group, chunk_bytes=chunk_bytes
-    )
+    columns = vocab.columns
     targets_MK = (targets[:, None] if targets.ndim == 1 else targets) - columns.first
-    logprobs = _VocabParallelLogprobs.apply(hidden_ME, weight_VE, targets_MK, columns, weight_grad_VE, with_rest)
+    arguments = hidden_ME, vocab.weight_VE, targets_MK, columns, vocab.weight_grad_VE, with_rest
+    logprobs = _VocabParallelLogprobs.apply(*arguments)
     return logprobs if with_rest else logprobs.view(targets.shape)
 
 
-def vocab_parallel_topk(
-    hidden_ME: Tensor,
-    weight_VE: Tensor,
-    k: int,
-    *,
-    temperature: float,
-    vocab_size: int,
-    group: dist.ProcessGroup,
-    chunk_bytes: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the `k` most likely tokens, most likely first: ids int64 [M, K] and log-probs f32 [M, K+1], no gradient.
+def vocab_parallel_topk(hidden_ME: Tensor, vocab: VocabShard, k: int) -> tuple[Tensor, Tensor]:
+    """Return the `k` most likely tokens in descending order: ids int64 [M, K] and log-probs f32 [M, K+1], no gradient.
 
-    Column K+1 is the log-prob of all other tokens together, -inf where there are none.
-
-    Arguments are those of `vocab_parallel_logprobs`. ValueError where `k` is more than `vocab_size`.
+    Column K+1 is the log-prob of all other tokens together, -inf if there are none. Raises ValueError for `k` above
+    `vocab.vocab_size`.
     """
-    if not 1 <= k <= vocab_size:
-        raise ValueError(f"top-k of {k} tokens: the vocabulary has {vocab_size}; use 1 to {vocab_size}")
-    columns = columns_of(
-        weight_VE, temperature=temperature, vocab_size=vocab_size, group=group, chunk_bytes=chunk_bytes
-    )
+    if not 1 <= k <= vocab.vocab_size:
+        raise ValueError(f"top-k of {k} tokens: the vocabulary has {vocab.vocab_size}; use 1 to {vocab.vocab_size}")
+    columns, weight_VE, group = vocab.columns, vocab.weight_VE, vocab.group
     ids, logprobs = [], []
     with torch.no_grad():
         for chunk in columns.chunks(hidden_ME.size(0), weight_VE.size(0)):
@@ -89,17 +53,14 @@ def vocab_parallel_topk(
 
 
 def _with_rest(picked_CK: Tensor, log_rest_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-probs f32 [C, K+1] from logits of the picked tokens and of all others together, and the normalisers.
-
-    The log-normalisers are f64 [C].
-    """
+    """Return log-probs f32 [C, K+1] and log-normalisers f64 [C] from the picked logits and the rest's log Σ exp."""
     both_CL = torch.cat([picked_CK.double(), log_rest_C[:, None]], dim=1)
     log_normaliser_C = both_CL.logsumexp(1)
     return (both_CL - log_normaliser_C[:, None]).float(), log_normaliser_C
 
 
 def _gathered(values_CK: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return every rank's columns side by side, in vocabulary order. Collective."""
+    """Concatenate the columns of all ranks in vocabulary order. Collective."""
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return values_CK
@@ -142,18 +103,18 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_MK: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ME, weight_VE, targets_MK, log_normaliser_M, log_rest_M = ctx.saved_tensors
-        if not grad_MK.any():  # no advantage anywhere, as beside a divergence that is the whole loss
-            # a gradient that goes through autograd is waited for, even of zeros
-            is_awaited = ctx.needs_input_grad[1] and ctx.weight_grad_VE is None
-            nothing_VE = torch.zeros_like(weight_VE) if is_awaited else None
-            return torch.zeros_like(hidden_ME), nothing_VE, None, None, None, None
+        if not grad_MK.any():  # all advantages are zero, as in a loss that is only a divergence
+            # autograd needs a gradient for the weight, even zeros
+            needs_zeros = ctx.needs_input_grad[1] and ctx.weight_grad_VE is None
+            zeros_VE = torch.zeros_like(weight_VE) if needs_zeros else None
+            return torch.zeros_like(hidden_ME), zeros_VE, None, None, None, None
         grad_MK = grad_MK.float()
 
         def logits_grad(logits_CV: Tensor, rows: slice, part: slice) -> Tensor:
             # Σ_k g_k · d log p[k] / d logit = Σ_k g_k · onehot(k) - p · Σ_k g_k
             grad_CK, targets_CK = grad_MK[rows], targets_MK[rows] - part.start
             rest_CV = None
-            if log_rest_M is not None:  # in place of the onehot, the rest has the shares of its tokens
+            if log_rest_M is not None:  # instead of a onehot, the rest has the distribution over its tokens
                 taken_CV = is_taken(targets_CK, logits_CV.size(1))
                 rest_CV = Columns.logprobs(logits_CV.clone(), log_rest_M[rows]).exp_().masked_fill_(taken_CV, 0.0)
                 rest_CV *= grad_CK[:, -1:]
@@ -167,8 +128,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         def in_one_pass(logits_CV: Tensor, rows: slice, part: slice) -> Tensor:
             from roll_opd.megatron.head_kernels import logprob_gradient
 
-            of_rows = log_normaliser_M[rows], grad_MK[rows, 0], targets_MK[rows, 0] - part.start
-            return logprob_gradient(logits_CV, *of_rows, ctx.columns.inverse_temperature, hidden_ME.dtype)
+            rowwise = log_normaliser_M[rows], grad_MK[rows, 0], targets_MK[rows, 0] - part.start
+            return logprob_gradient(logits_CV, *rowwise, ctx.columns.inverse_temperature, hidden_ME.dtype)
 
         is_plain = log_rest_M is None and targets_MK.size(1) == 1 and has_kernels(hidden_ME)
         gradient = in_one_pass if is_plain else tempered(ctx.columns, logits_grad)

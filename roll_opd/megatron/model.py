@@ -27,12 +27,13 @@ from roll_opd.base.frozen import thaw
 from roll_opd.config.plan import Layout, LoraPlan, MegatronPlan, TrainPlan
 from roll_opd.megatron.batches import PackedBatch
 from roll_opd.megatron.deterministic_ops import VECTOR, exact_silu
-from roll_opd.megatron.head import OutputHead
+from roll_opd.megatron.head import OutputHead, gradient_buffer
 from roll_opd.megatron.latent import latent_sizes
 from roll_opd.megatron.layers import layer_spec, uses_transformer_engine
 from roll_opd.megatron.lora import Adapters
 from roll_opd.megatron.rotary import inverse_frequencies, scores_scaled
 from roll_opd.megatron.router import RouterLosses, RoutingReplay
+from roll_opd.megatron.vocabulary import VocabShard
 from roll_opd.megatron.weights.families import has_experts, transformer_config
 from roll_opd.megatron.weights.model_weights import ModelWeights
 from roll_opd.megatron.weights.source import Files
@@ -106,13 +107,15 @@ class HeadModel(PackedModel):
         self.before_head(weight)
         return OutputHead(
             hidden_mE=self.before(hidden, batch),
-            weight_VE=weight,
             targets_m=batch.targets_m,
+            vocab=VocabShard(
+                weight,
+                temperature,
+                self.vocab_size_real,
+                parallel_state.get_tensor_model_parallel_group(),
+                weight_grad_VE=gradient_buffer(weight) if self.fills_buffer else None,
+            ),
             cut=batch.cut,
-            temperature=temperature,
-            vocab_size=self.vocab_size_real,
-            group=parallel_state.get_tensor_model_parallel_group(),
-            fills_buffer=self.fills_buffer,
         )
 
     def output_weight(self) -> Tensor:

@@ -92,7 +92,7 @@ def _turn(t_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
 
 
 def inverse_frequencies(hf_config: PretrainedConfig) -> Tensor:
-    """Return the rotary frequencies, f32 [head width / 2], for the rope types in `supported`; computed by transformers."""
+    """Return the rotary frequencies of transformers, f32 [head width / 2], for the rope types in `supported`."""
     if (scaled := _scaled_rope(hf_config)) is not None:
         return scaled[0].float()
     width = _head_width(hf_config)

@@ -1,7 +1,7 @@
-"""What every computation over a split vocabulary shares: a rank's columns, chunks of logits, the backward pass.
+"""Vocabulary-parallel logits: one rank's columns, chunked logits, log-normalisers and the backward pass.
 
-The logits of a whole batch are never stored. Forward goes through rows in chunks of bounded size and keeps a few
-numbers a token; backward computes the logits again in tiles, with no more sums over the vocabulary.
+The logits of a batch are never stored. Forward computes chunks of rows of bounded size and keeps a few numbers per
+token; backward recomputes the logits in tiles, without further sums over the vocabulary.
 
 Legend: M scored tokens, C of them in a chunk, E hidden size, V vocabulary columns on this rank.
 """
@@ -15,23 +15,23 @@ from torch import Tensor
 
 from roll_opd.models.memory import CHUNK_BYTES
 
-# of a tile in backward: enough for the products to be bound by arithmetic, and on a GPU for few sums of its gradients
+# rows of a tile in backward: enough to be compute bound, and on a GPU for few additions to the gradients
 TILE_ROWS = {"cpu": 1024, "cuda": 4096}
-LogitsGradient = Callable[[Tensor, slice, slice], Tensor]
+LogitsGradient = Callable[[Tensor, slice, slice], Tensor]  # see `backward_through_logits`
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The vocabulary columns of this rank."""
+    """Vocabulary columns of one rank."""
 
-    first: int  # token id of its column 0
-    real: int  # columns that are no padding
+    first: int  # token id of column 0
+    real: int  # columns without padding
     group: dist.ProcessGroup
     inverse_temperature: float
     chunk_bytes: int
 
     def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Sum (or `op`) over the ranks that share the vocabulary, in place."""
+        """Sum `values` (or reduce by `op`) over the tensor ranks, in place."""
         if dist.get_world_size(self.group) > 1:
             dist.all_reduce(values, op=op, group=self.group)
         return values
@@ -65,10 +65,10 @@ class Columns:
         return both[:, 0].log() + largest_C, both[:, 1:]
 
     def log_rest(self, logits_CV: Tensor, taken_CK: Tensor) -> Tensor:
-        """Return log Σ exp over the whole vocabulary without the columns `taken_CK`, f64 [C]; -inf where none is left.
+        """Return log Σ exp over the vocabulary without the columns `taken_CK`, f64 [C]; -inf if none remains.
 
-        As a sum of its own: 1 - Σ p of the taken ones would have no digits left where they are nearly everything.
-        Columns are numbered from this rank's first one. Collective; overwrites `logits_CV`.
+        Summed directly: 1 - Σ p of the taken columns would lose all digits where their mass is close to 1.
+        Columns are numbered from this rank's first column. Collective; overwrites `logits_CV`.
         """
         logits_CV.masked_fill_(is_taken(taken_CK, logits_CV.size(1)), float("-inf"))
         largest_C = self.reduce(logits_CV.amax(dim=1), dist.ReduceOp.MAX)
@@ -80,22 +80,44 @@ class Columns:
     def logprobs(logits: Tensor, log_normaliser_C: Tensor) -> Tensor:
         """Subtract the log-normaliser (f64) from `logits`, in place.
 
-        In two parts: near the largest logit the first difference is exact, so what f32 cuts off is not lost.
+        In two steps (high and low part): near the largest logit the first difference is exact in f32.
         """
         high_C = log_normaliser_C.float()
         return logits.sub_(high_C[:, None]).sub_((log_normaliser_C - high_C).float()[:, None])
 
     def chunks(self, rows: int, columns: int) -> Iterator[slice]:
-        """Yield ranges of rows whose logits fit into a chunk; without rows one empty range, for the collectives."""
+        """Yield row ranges whose logits fit into a chunk; without rows, one empty range for the collectives."""
         step = max(1, self.chunk_bytes // (4 * columns))
         return (slice(start, start + step) for start in range(0, max(rows, 1), step))
 
 
-def raw_logits(hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
-    """Return the product of hidden states and an output embedding, f32 [C, V].
+@dataclass(frozen=True)
+class VocabShard:
+    """Output embedding of one tensor rank, with the temperature and vocabulary of its softmax."""
 
-    Of bf16 factors a GPU has the sums in f32, and gives them as they are: rounded to bf16, a logit of 16 may be wrong
-    by 0.06, as much as a student and its teacher differ by in the end. torch's kernels for CPUs know only rounded ones.
+    weight_VE: Tensor
+    temperature: float  # divides the logits
+    vocab_size: int  # columns of all ranks without padding, which is excluded from the softmax
+    group: dist.ProcessGroup  # tensor ranks in vocabulary order, with equally many rows each
+    weight_grad_VE: Tensor | None = None  # f32 buffer for the weight's gradient; None: returned to autograd
+    chunk_bytes: int | None = None  # bound on f32 logits held at a time; None: `memory.CHUNK_BYTES` of the device
+
+    @property
+    def columns(self) -> Columns:
+        """Columns of this rank."""
+        rows = self.weight_VE.size(0)
+        first = dist.get_rank(self.group) * rows
+        chunk_bytes = self.chunk_bytes or CHUNK_BYTES[self.weight_VE.device.type]
+        return Columns(
+            first, min(max(self.vocab_size - first, 0), rows), self.group, 1.0 / self.temperature, chunk_bytes
+        )
+
+
+def raw_logits(hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
+    """Return the product of hidden states and output embedding, f32 [C, V].
+
+    On a GPU, bf16 matrices are multiplied into f32: rounded to bf16, a logit of 16 may be off by 0.06, as much as
+    student and teacher differ at the end of training. torch's CPU kernels only return rounded results.
     """
     if hidden_CE.is_cuda and hidden_CE.dtype is not torch.float32:
         return torch.mm(hidden_CE, weight_VE.T, out_dtype=torch.float32)
@@ -103,28 +125,15 @@ def raw_logits(hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
 
 
 def has_kernels(tensor: Tensor) -> bool:
-    """Whether the kernels of `head_kernels` compute the softmax: on a GPU, where f32 bits may depend on the layout."""
+    """Whether `head_kernels` computes the softmax: on a GPU, unless results must not depend on the layout."""
     return tensor.is_cuda and not torch.are_deterministic_algorithms_enabled()
 
 
 def is_taken(columns_CK: Tensor, width: int) -> Tensor:
-    """Return which of `width` columns are among `columns_CK`, bool [C, width]; other ranks' columns are not."""
+    """Mark which of this rank's `width` columns are in `columns_CK`, bool [C, width]; ignore other ranks' columns."""
     mine_CK = (columns_CK >= 0) & (columns_CK < width)
     taken = torch.zeros(len(columns_CK), width + 1, dtype=torch.bool, device=columns_CK.device)
     return taken.scatter_(1, torch.where(mine_CK, columns_CK, width), True)[:, :width]
-
-
-def columns_of(
-    weight_VE: Tensor, *, temperature: float, vocab_size: int, group: dist.ProcessGroup, chunk_bytes: int | None
-) -> Columns:
-    """Return this rank's columns, where every rank of `group` holds as many rows of the output embedding.
-
-    `chunk_bytes` None: the device's own (`memory.CHUNK_BYTES`).
-    """
-    chunk_bytes = chunk_bytes or CHUNK_BYTES[weight_VE.device.type]
-    first = dist.get_rank(group) * weight_VE.size(0)
-    real = min(max(vocab_size - first, 0), weight_VE.size(0))
-    return Columns(first, real, group, 1.0 / temperature, chunk_bytes)
 
 
 def backward_through_logits(
@@ -136,13 +145,13 @@ def backward_through_logits(
     *,
     weight_trainable: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of hidden states and output embedding; each tile's logits are computed again.
+    """Return the gradients of hidden states and output embedding; the logits of each tile are recomputed.
 
     Args:
-        weight_grad_VE: f32, where the embedding's gradient is added; None: it is returned.
-        logits_grad: (raw logits f32 of a tile, its rows, its columns) -> gradient of these logits, in any dtype; may
-            overwrite its logits. See `tempered`.
-        weight_trainable: False leaves the embedding's gradient out.
+        weight_grad_VE: f32 buffer to which the embedding's gradient is added; None: it is returned.
+        logits_grad: (raw f32 logits of a tile, its rows, its columns) -> gradient of these logits, in any dtype; may
+            overwrite the logits. See `tempered`.
+        weight_trainable: if False, the embedding has no gradient.
     """
     grad_hidden_ME = torch.zeros_like(hidden_ME, dtype=torch.float32)
     total_VE = weight_grad_VE
@@ -164,7 +173,7 @@ def backward_through_logits(
 
 
 def tempered(columns: Columns, logits_grad: LogitsGradient) -> LogitsGradient:
-    """Return the gradient of raw logits from `logits_grad`, that of logits over the temperature."""
+    """Wrap `logits_grad`, a gradient with respect to logits / temperature, for raw logits."""
     scale = columns.inverse_temperature
     if scale == 1.0:
         return logits_grad
@@ -173,8 +182,8 @@ def tempered(columns: Columns, logits_grad: LogitsGradient) -> LogitsGradient:
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if left.dtype == total.dtype:
-        total.addmm_(left, right)  # in place: no temporary of the size of `total`
-    elif total.is_cuda:  # its products of bf16 are sums in f32
+        total.addmm_(left, right)  # in place, without a temporary of the size of `total`
+    elif total.is_cuda:  # accumulates bf16 products in f32
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total += left @ right

@@ -18,6 +18,7 @@ from roll_opd.config.plan import ObjectivePlan
 from roll_opd.megatron.batches import PackedBatch, pack
 from roll_opd.megatron.head import OutputHead, TeacherHead
 from roll_opd.megatron.trainer import distillation_loss
+from roll_opd.megatron.vocabulary import VocabShard
 from roll_opd.objective.loss import opd_loss
 
 VOCABULARY, WIDTH, TEACHER_WIDTH, TOPK, TEMPERATURE = 13, 5, 7, 4, 0.7
@@ -60,7 +61,7 @@ def packed(samples: list[TrainSample], objective: ObjectivePlan) -> tuple[Output
     hidden_NE = torch.from_numpy(numbers(1, len(batch.tokens_n), WIDTH)).requires_grad_()
     weight_VE = torch.from_numpy(numbers(2, VOCABULARY, WIDTH))
     hidden_ME = hidden_NE[batch.before_m]
-    head = OutputHead(hidden_ME, weight_VE, batch.targets_m, TEMPERATURE, VOCABULARY, dist.group.WORLD)
+    head = OutputHead(hidden_ME, batch.targets_m, VocabShard(weight_VE, TEMPERATURE, VOCABULARY, dist.group.WORLD))
     naive_ME = hidden_ME.detach().double().requires_grad_()
     return head, batch, naive_ME, (naive_ME @ weight_VE.double().T / TEMPERATURE).log_softmax(-1)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from roll_opd.algorithms.divergences import divergence, topk_divergence
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
+from roll_opd.megatron.vocabulary import VocabShard
 
 VOCABULARY, PADDED, K = 11, 16, 2
 # how much of the mass is outside of the two likeliest tokens
@@ -75,17 +76,16 @@ def test_value_and_gradient_at_every_tail(group: dist.ProcessGroup, name: str, s
     pairs = [(s, t) for s in TAILS for t in TAILS]
     student = hidden_of([s for s, _ in pairs], seed=1, turn=3)
     teacher = hidden_of([t for _, t in pairs], seed=2, turn=3 if source == "teacher" else 6)
-    weight = torch.eye(PADDED)
-    settings = {"temperature": 1.0, "vocab_size": VOCABULARY, "group": group, "chunk_bytes": 4 * PADDED * 5}
+    vocab = VocabShard(torch.eye(PADDED), 1.0, VOCABULARY, group, chunk_bytes=4 * PADDED * 5)
     measure = divergence(name, **MEASURES[name])
 
-    ids, picked = vocab_parallel_topk(teacher if source == "teacher" else student, weight, K, **settings)
+    ids, picked = vocab_parallel_topk(teacher if source == "teacher" else student, vocab, K)
     torch.testing.assert_close(
         picked.double(), buckets(teacher if source == "teacher" else student, ids), rtol=1e-6, atol=1e-9
     )
-    teacher_ML = vocab_parallel_logprobs(teacher, weight, ids, with_rest=True, **settings)
+    teacher_ML = vocab_parallel_logprobs(teacher, vocab, ids, with_rest=True)
     leaf = student.clone().requires_grad_()
-    found = topk_divergence(vocab_parallel_logprobs(leaf, weight, ids, with_rest=True, **settings), teacher_ML, measure)
+    found = topk_divergence(vocab_parallel_logprobs(leaf, vocab, ids, with_rest=True), teacher_ML, measure)
     found.sum().backward()
 
     exact = student.double().requires_grad_()
@@ -99,12 +99,11 @@ def test_value_and_gradient_at_every_tail(group: dist.ProcessGroup, name: str, s
 
 def test_the_cases_that_once_had_no_gradient(group: dist.ProcessGroup) -> None:
     """A sure student that is wrong is pulled, and a teacher's tail of 1e-10 counts as what it is."""
-    settings = {"temperature": 1.0, "vocab_size": VOCABULARY, "group": group}
-    weight = torch.eye(PADDED)
+    vocab = VocabShard(torch.eye(PADDED), 1.0, VOCABULARY, group)
     student, teacher = (hidden_of([tail], seed=4, turn=3) for tail in (8e-8, 0.3))
-    ids, _ = vocab_parallel_topk(student, weight, K, **settings)
+    ids, _ = vocab_parallel_topk(student, vocab, K)
     leaf = student.clone().requires_grad_()
-    sides = [vocab_parallel_logprobs(side, weight, ids, with_rest=True, **settings) for side in (leaf, teacher)]
+    sides = [vocab_parallel_logprobs(side, vocab, ids, with_rest=True) for side in (leaf, teacher)]
     topk_divergence(*sides, divergence("forward_kl")).sum().backward()
     assert leaf.grad is not None
     tail = leaf.grad[0, [n for n in range(VOCABULARY) if n not in ids[0]]].sum()
@@ -112,12 +111,12 @@ def test_the_cases_that_once_had_no_gradient(group: dist.ProcessGroup) -> None:
 
 
 def test_no_tail_where_every_token_is_taken(group: dist.ProcessGroup) -> None:
-    settings = {"temperature": 0.7, "vocab_size": VOCABULARY, "group": group}
-    weight, leaf = torch.eye(PADDED), hidden_of([0.3, 1e-10], seed=5, turn=1).requires_grad_()
-    ids, logprobs = vocab_parallel_topk(leaf, weight, VOCABULARY, **settings)
+    vocab = VocabShard(torch.eye(PADDED), 0.7, VOCABULARY, group)
+    leaf = hidden_of([0.3, 1e-10], seed=5, turn=1).requires_grad_()
+    ids, logprobs = vocab_parallel_topk(leaf, vocab, VOCABULARY)
     assert (logprobs[:, -1] == -math.inf).all()
-    teacher = vocab_parallel_logprobs(hidden_of([0.3, 0.3], seed=6, turn=4), weight, ids, with_rest=True, **settings)
-    own = vocab_parallel_logprobs(leaf, weight, ids, with_rest=True, **settings)
+    teacher = vocab_parallel_logprobs(hidden_of([0.3, 0.3], seed=6, turn=4), vocab, ids, with_rest=True)
+    own = vocab_parallel_logprobs(leaf, vocab, ids, with_rest=True)
     topk_divergence(own, teacher, divergence("reverse_kl")).sum().backward()
     assert leaf.grad is not None and leaf.grad.isfinite().all() and leaf.grad.any()
     assert topk_divergence(own.detach(), own.detach(), divergence("jsd")).abs().max() < 1e-12

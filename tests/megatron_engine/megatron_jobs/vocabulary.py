@@ -19,6 +19,7 @@ from roll_opd.algorithms.divergences import divergence, topk_divergence
 from roll_opd.megatron import parallel
 from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
+from roll_opd.megatron.vocabulary import VocabShard
 
 
 def vocab_inputs(rows: int, width: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -96,15 +97,9 @@ def vocab(job: Job, root: Path) -> None:
     for name, rows in VOCAB_CHUNK_ROWS.items():
         for temperature in (1.0, 0.7):
             hidden_ME, weight_VE = torch.from_numpy(hidden).requires_grad_(), shard.rows(weight)
-            logprobs_M = vocab_parallel_logprobs(
-                hidden_ME,
-                weight_VE,
-                torch.from_numpy(targets),
-                temperature=temperature,
-                vocab_size=layouts.VOCABULARY,
-                group=shard.group,
-                chunk_bytes=4 * shard.each * rows,
-            )
+            chunk_bytes = 4 * shard.each * rows
+            part = VocabShard(weight_VE, temperature, layouts.VOCABULARY, shard.group, chunk_bytes=chunk_bytes)
+            logprobs_M = vocab_parallel_logprobs(hidden_ME, part, torch.from_numpy(targets))
             logprobs_M.backward(torch.from_numpy(incoming))
             key = f"{name}-{temperature}"
             results[f"{key}-logprobs"] = logprobs_M.detach().numpy()
@@ -122,22 +117,16 @@ def columns(job: Job, root: Path) -> None:
     results = {}
     for chunks, rows in VOCAB_CHUNK_ROWS.items():
         for temperature in (1.0, 0.7):
-            settings = {"temperature": temperature, "group": shard.group, "chunk_bytes": 4 * shard.each * rows}
             for measure in (*MEASURES, "entropy"):
                 hidden_ME, weight_VE = torch.from_numpy(hidden).requires_grad_(), shard.rows(weight)
                 grad_VE = torch.ones_like(weight_VE)
-                student, settings["weight_grad_VE"] = (hidden_ME, weight_VE), grad_VE
+                size = layouts.VOCABULARY if measure == "entropy" else TEACHER_VOCABULARY
+                part = VocabShard(weight_VE, temperature, size, shard.group, grad_VE, 4 * shard.each * rows)
                 if measure == "entropy":
-                    found_M = vocab_parallel_entropy(*student, vocab_size=layouts.VOCABULARY, **settings)
+                    found_M = vocab_parallel_entropy(hidden_ME, part)
                 else:
-                    found_M = vocab_parallel_divergence(
-                        *student,
-                        teacher_hidden,
-                        teacher_shard,
-                        divergence(measure, **MEASURES[measure]),
-                        vocab_size=TEACHER_VOCABULARY,
-                        **settings,
-                    )
+                    kind = divergence(measure, **MEASURES[measure])
+                    found_M = vocab_parallel_divergence(hidden_ME, part, teacher_hidden, teacher_shard, kind)
                 found_M.backward(torch.from_numpy(incoming))
                 key = f"{measure}-{chunks}-{temperature}"
                 results[key] = found_M.detach().numpy()
@@ -155,14 +144,9 @@ def topk(job: Job, root: Path) -> None:
     results = {}
     for k in TOPK:
         hidden_ME, weight_VE = torch.from_numpy(hidden).requires_grad_(), shard.rows(weight)
-        settings = {
-            "temperature": 0.7,
-            "vocab_size": layouts.VOCABULARY,
-            "group": shard.group,
-            "chunk_bytes": 4 * shard.each * 7,
-        }
-        ids_MK, logprobs_ML = vocab_parallel_topk(hidden_ME, weight_VE, k, **settings)
-        again_ML = vocab_parallel_logprobs(hidden_ME, weight_VE, ids_MK, with_rest=True, **settings)
+        part = VocabShard(weight_VE, 0.7, layouts.VOCABULARY, shard.group, chunk_bytes=4 * shard.each * 7)
+        ids_MK, logprobs_ML = vocab_parallel_topk(hidden_ME, part, k)
+        again_ML = vocab_parallel_logprobs(hidden_ME, part, ids_MK, with_rest=True)
         shares = torch.tensor([1.0] * k + [layouts.VOCABULARY - k]) / layouts.VOCABULARY
         uniform_ML = shares.log().expand_as(again_ML)
         topk_divergence(again_ML, uniform_ML, divergence("reverse_kl")).backward(torch.from_numpy(incoming))
@@ -191,11 +175,7 @@ class LargestTensor(TorchDispatchMode):
 def memory(job: Job, root: Path) -> None:
     parallel.initialize(layouts.LAYOUTS[job["layout"]], seed=0)
     hidden, weight, targets, incoming = vocab_inputs(256, 8, 20_000)
-    settings = {
-        "temperature": 0.7,
-        "vocab_size": 20_000,
-        "group": parallel_state.get_tensor_model_parallel_group(),
-    }
+    group = parallel_state.get_tensor_model_parallel_group()
     others = {
         "logprobs": (vocab_parallel_logprobs, (torch.from_numpy(targets),)),
         "divergence": (
@@ -207,8 +187,9 @@ def memory(job: Job, root: Path) -> None:
     for name, (function, arguments) in others.items():
         for chunk_bytes in (2**20, 2**30):
             with LargestTensor() as largest:
-                student = torch.from_numpy(hidden).requires_grad_(), torch.from_numpy(weight).requires_grad_()
-                found_M = function(*student, *arguments, **settings, chunk_bytes=chunk_bytes)
+                weight_VE = torch.from_numpy(weight).requires_grad_()
+                part = VocabShard(weight_VE, 0.7, 20_000, group, chunk_bytes=chunk_bytes)
+                found_M = function(torch.from_numpy(hidden).requires_grad_(), part, *arguments)
                 found_M.backward(torch.from_numpy(incoming))
             sizes.setdefault(name, {})[chunk_bytes] = largest.bytes
     write_json(root / "memory.json", sizes)
