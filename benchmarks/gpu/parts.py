@@ -44,7 +44,7 @@ def named_parts(rank: Any) -> Iterator[None]:
         stack.enter_context(_recorded(OutputHead, "logprobs", "head"))
         optimizer = getattr(rank, "optimizer", None)
         if optimizer is not None:
-            stack.enter_context(_recorded(rank, "_everywhere_finite", "gradients finite"))
+            stack.enter_context(_recorded(rank, "_all_finite", "gradients finite"))
             for each in optimizer.chained_optimizers:
                 stack.enter_context(_recorded(each, "step_with_ready_grads", "optimizer"))
                 stack.enter_context(_recorded(each, "get_grad_norm", "gradient norm"))

@@ -47,11 +47,11 @@ class RolloutWorker(OnHost):
         )
         self._sleep_level = plan.sleep_level
 
-    async def give_back(self, parts: Collection[Part], phase: Phase) -> None:
+    async def offload(self, parts: Collection[Part], phase: Phase) -> None:
         """Leave the device to other roles in a phase. An engine gives back everything."""
         await self._engine.sleep(self._sleep_level, phase)
 
-    async def take_back(self, parts: Collection[Part]) -> None:
+    async def onload(self, parts: Collection[Part]) -> None:
         """Have parts of the memory on the device again."""
         await self._engine.wake_up(parts)
 

@@ -84,13 +84,13 @@ class _Rank(OnHost):
 
         return MegatronEngine(plan, seed=seed, deterministic=deterministic)
 
-    def give_back(self, parts: Sequence[Part], phase: Phase) -> None:
+    def offload(self, parts: Sequence[Part], phase: Phase) -> None:
         """Leave the device to other roles in a phase."""
-        self._engine.give_back(parts, phase)
+        self._engine.offload(parts, phase)
 
-    def take_back(self, parts: Sequence[Part]) -> None:
-        """Have what `give_back` brought away on the device again."""
-        self._engine.memory.take_back(parts)
+    def onload(self, parts: Sequence[Part]) -> None:
+        """Have what `offload` brought away on the device again."""
+        self._engine.memory.onload(parts)
 
     def compute_logprobs(self, shard: DPShard[Text], temperature: float) -> Compact:
         """Return what `MegatronEngine.compute_logprobs` does."""

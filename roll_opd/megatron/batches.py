@@ -1,14 +1,14 @@
-"""A packed micro-batch: several sequences end to end, and the arrays that belong to their scored tokens.
+"""Packed micro-batches: sequences concatenated without padding, and the arrays of their scored tokens.
 
-Sequences that begin alike may hold that prefix once: the layers then read its tokens once, for all of them. A pack may
-be cut over context-parallel ranks (see `context`); its places then count the pieces of all ranks, end to end.
+Sequences with a common prefix may store it once; the layers then compute its tokens once for all of them. With context
+parallelism a pack is split over ranks (see `context`), and positions in the pack number the tokens of all ranks.
 
-Legend: N packed tokens, n of them on this rank, X tokens of the same sequences written out, M scored tokens (every
-token after a prompt), m of them that this rank predicts, B sequences.
+Legend: N packed tokens, n of them on this rank, X tokens of the expanded sequences (each with its prefix), M scored
+tokens (all tokens after a prompt), m of them predicted by this rank, B sequences.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,24 +24,24 @@ from roll_opd.samples.tensors import as_tensor
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """What Megatron's layers are told of a pack: one segment, for positions come token by token.
+    """Parameters of a pack for Megatron's layers: one segment, since positions are given per token.
 
-    Attention, which alone must know what belongs together, reads the sequences written out: their cell x is token
-    `places_X[x]` of the pack, and the first `shared` cells of each are another one's tokens.
+    Only attention needs the sequences. It reads them expanded: token x of the expanded sequences is token `places_X[x]`
+    of the pack, and the first `shared` tokens of a sequence belong to another one's prefix.
     """
 
-    bounds: tuple[int, ...] = ()  # B + 1, where each sequence begins and ends, written out
+    bounds: tuple[int, ...] = ()  # B + 1, boundaries of the expanded sequences
     shared: tuple[int, ...] = ()  # B
-    places_X: Tensor | None = None  # int64; None: cell x is token x
-    cells_N: Tensor | None = None  # int64, the first cell that each token of the pack is written out to; None as above
-    whole: PackedSeqParams | None = None  # what Megatron would be told of the sequences written out
-    own: PackedSeqParams | None = None  # of each sequence, the tokens that are not another's; None: cut over ranks
-    blocks: tuple[Any, ...] | None = None  # of `PackedAttention`, whose first layer makes them for all
+    places_X: Tensor | None = None  # int64; None: the identity
+    cells_N: Tensor | None = None  # int64, the first of the X tokens that equals each packed token; None: the identity
+    whole: PackedSeqParams | None = None  # segments of the expanded sequences
+    own: PackedSeqParams | None = None  # segments of their unshared tokens; None: split over context ranks
+    blocks: tuple[Any, ...] | None = None  # of `PackedAttention`; its first layer creates them for all layers
     context: ContextRank = ALONE
-    first: int = 0  # place of this rank's first token
-    padding_n: Tensor | None = None  # bool, which of this rank's tokens are padding
-    routes_n: Tensor | None = None  # int16 [n, L, K], -1 of tokens without
-    differs_n: Tensor | None = None  # bool [n, L], where routers would choose otherwise; they fill it in
+    first: int = 0  # position of this rank's first token
+    padding_n: Tensor | None = None  # bool, padding among this rank's tokens
+    routes_n: Tensor | None = None  # int16 [n, L, K], -1 for tokens without routes
+    differs_n: Tensor | None = None  # bool [n, L], set by routers whose choice differs from the routes
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,39 @@ class PackedBatch:
     tokens_n: Tensor  # int64
     positions_n: Tensor  # int64, from 0 in each sequence
     targets_m: Tensor  # int64, the scored tokens
-    before_m: Tensor  # int64, which of the n tokens is before each of them
-    lengths: tuple[int, ...]  # M_b, scored tokens of each sequence
+    before_m: Tensor  # int64, index into the n tokens of the token before each scored one
+    lengths: tuple[int, ...]  # scored tokens of each sequence
     sequences: PackedSequences
     columns: dict[str, Tensor]  # each [M] or [M, K]
-    cut: TokenOwners | None  # None: m is M
+    owners: TokenOwners | None  # None: m is M
+
+
+_NOTHING = np.zeros(0, np.int64)
+
+
+@dataclass
+class _Rows:
+    """Arrays of a pack on the host, in packing order; one entry per sequence."""
+
+    multiple: int  # of the number of unshared tokens of a sequence
+    tokens: list[np.ndarray] = field(default_factory=list)  # unshared tokens, padded
+    positions: list[np.ndarray] = field(default_factory=list)  # of the unshared tokens
+    padding: list[np.ndarray] = field(default_factory=list)  # bool, of the unshared tokens
+    places: list[np.ndarray] = field(default_factory=list)  # of all tokens of a sequence, padding included
+    shared: list[int] = field(default_factory=list)  # tokens in another sequence's prefix
+    end: int = 0
+
+    def append(self, sequence: np.ndarray, prefix: np.ndarray = _NOTHING, *, is_padding: bool = False) -> None:
+        """Append a sequence whose first tokens are at the places `prefix` of the pack."""
+        own = sequence[len(prefix) :]
+        pad = -len(own) % self.multiple
+        self.padding.append(np.concatenate([np.full(len(own), is_padding), np.ones(pad, bool)]))
+        own = np.pad(own, (0, pad))
+        self.tokens.append(own)
+        self.positions.append(np.arange(len(prefix), len(prefix) + len(own)))
+        self.places.append(np.concatenate([prefix, np.arange(self.end, self.end + len(own))]))
+        self.shared.append(len(prefix))
+        self.end += len(own)
 
 
 def pack(
@@ -68,86 +96,83 @@ def pack(
     like: Sample | None = None,
     routes: tuple[int, int] | None = None,
 ) -> PackedBatch:
-    """Put `samples` end to end, and pad each rank's share to a multiple of `multiple` with what is not scored.
+    """Concatenate `samples` to a pack, padded with unscored tokens so that each rank has a multiple of `multiple`.
 
-    With `share_prefixes`, the beginning of a prompt that the sample before has too is not repeated, where that pays
-    (see `samples.packing`). Without samples, the batch has the columns of `like` and nothing in them. With `routes`,
-    which is (L, K), it brings those that the samples have.
+    With `share_prefixes`, a prompt prefix equal to the previous sample's is stored once where that saves work (see
+    `samples.packing`). Without samples, the batch has empty columns of the names and dtypes in `like`. With `routes`,
+    (L, K), the pack has the samples' routes.
     """
-    tokens: list[np.ndarray] = []
-    positions: list[np.ndarray] = []
-    places: list[np.ndarray] = []  # of every token of each sequence, padding included
-    shared: list[int] = []
-    padding: list[np.ndarray] = []
-    end = 0
+    rows = _rows(samples, multiple * context.ranks, context.multiple, share_prefixes)
+    routes_N = _routes(samples, rows.places, (rows.end, *routes)) if routes else None
+    moved = zigzag([len(own) for own in rows.tokens], context.ranks) if context.ranks > 1 else np.arange(rows.end)
+    places = [moved[whole] for whole in rows.places]
+    per_rank, order = rows.end // context.ranks, np.argsort(moved)
+    first = context.rank * per_rank
+    local = slice(first, first + per_rank)
+    tokens_N, positions_N, padding_N = (np.concatenate(x)[order] for x in (rows.tokens, rows.positions, rows.padding))
 
-    def add(sequence: np.ndarray, prefix: np.ndarray, is_padding: bool = False) -> None:
-        nonlocal end
-        own = sequence[len(prefix) :]
-        padding.append(np.full(len(own) + -len(own) % context.multiple, is_padding))
-        padding[-1][len(own) :] = True
-        own = np.pad(own, (0, -len(own) % context.multiple))
-        tokens.append(own)
-        positions.append(np.arange(len(prefix), len(prefix) + len(own)))
-        places.append(np.concatenate([prefix, np.arange(end, end + len(own))]))
-        shared.append(len(prefix))
-        end += len(own)
-
-    nothing = np.zeros(0, np.int64)
-    for number, sample in enumerate(samples):
-        earlier = samples[number - 1].tokens if share_prefixes and number else nothing
-        prefix = shared_prefix(earlier, sample.tokens, sample.prompt_length)
-        add(sample.tokens, places[-1][:prefix] if prefix else nothing)
-    if not samples or end % (multiple * context.ranks):
-        add(np.zeros(multiple * context.ranks - end % (multiple * context.ranks), np.int64), nothing, is_padding=True)
-
-    routes_N = _routes(samples, places, (end, *routes)) if routes else None
-    moved = zigzag([len(own) for own in tokens], context.ranks) if context.ranks > 1 else np.arange(end)
-    places = [moved[whole] for whole in places]
-    here, order = end // context.ranks, np.argsort(moved)
-    first = context.rank * here
-    tokens_N, positions_N, padding_N = (np.concatenate(parts)[order] for parts in (tokens, positions, padding))
-
-    ends = [len(sample.tokens) for sample in samples]
-    scored = [nothing, *(p[s.prompt_length : e] for p, s, e in zip(places, samples, ends, strict=False))]
-    before = [nothing, *(p[s.prompt_length - 1 : e - 1] for p, s, e in zip(places, samples, ends, strict=False))]
+    scored, before = _scored_places(samples, places)
     targets_M, before_M = tokens_N[np.concatenate(scored)], np.concatenate(before)
-    owner_M = before_M // here
-    mine = owner_M == context.rank
-    sequences = _sequences(places, shared, device, context, end)
-    sequences.padding_n = _tensor(padding_N[first : first + here], device)
-    if routes_N is not None:  # not through `as_tensor`, to which int16 is bf16
-        sequences.routes_n = torch.from_numpy(routes_N[order][first : first + here]).to(device)
+    owner_M = before_M // per_rank
+    mine_M = owner_M == context.rank
+    sequences = _sequences(places, rows.shared, device, context, rows.end)
+    sequences.padding_n = _tensor(padding_N[local], device)
+    if routes_N is not None:  # without `as_tensor`, which reads int16 as bf16
+        sequences.routes_n = torch.from_numpy(routes_N[order][local]).to(device)
         sequences.differs_n = torch.zeros(sequences.routes_n.shape[:2], dtype=torch.bool, device=device)
     return PackedBatch(
-        tokens_n=_tensor(tokens_N[first : first + here], device),
-        positions_n=_tensor(positions_N[first : first + here], device),
-        targets_m=_tensor(targets_M[mine], device),
-        before_m=_tensor(before_M[mine] - first, device),
+        tokens_n=_tensor(tokens_N[local], device),
+        positions_n=_tensor(positions_N[local], device),
+        targets_m=_tensor(targets_M[mine_M], device),
+        before_m=_tensor(before_M[mine_M] - first, device),
         lengths=tuple(len(own) for own in scored[1:]),
         sequences=sequences,
         columns=columns_of(samples, like, device),
-        cut=TokenOwners(_tensor(owner_M, device), context) if context.ranks > 1 else None,
+        owners=TokenOwners(_tensor(owner_M, device), context) if context.ranks > 1 else None,
     )
 
 
-def _routes(samples: Sequence[Sample], places: Sequence[np.ndarray], shape: tuple[int, int, int]) -> np.ndarray:
-    """Return the routes of the tokens at `places`, int16 [N, L, K], of a prefix those of the last that has it."""
-    routes_N = np.full(shape, -1, np.int16)
-    for sample, whole in zip(samples, places, strict=False):
-        if sample.routes is not None:
-            routes_N[whole[: len(sample.routes)]] = sample.routes
-    return routes_N
-
-
 def columns_of(samples: Sequence[Sample], like: Sample | None, device: torch.device) -> dict[str, Tensor]:
-    """Return the columns of `samples` end to end, each [M] or [M, K]; without samples, those of `like`, empty."""
+    """Concatenate the columns of `samples`, each [M] or [M, K]; without samples, return those of `like`, empty."""
     known = samples[0] if samples else like
     assert known is not None
     return {
         name: _tensor(np.concatenate([values[:0], *(sample.columns[name] for sample in samples)]), device)
         for name, values in known.columns.items()
     }
+
+
+def _rows(samples: Sequence[Sample], multiple: int, row_multiple: int, share_prefixes: bool) -> _Rows:
+    """Return the rows of all samples, and of padding up to a multiple of `multiple` tokens."""
+    rows = _Rows(row_multiple)
+    for number, sample in enumerate(samples):
+        earlier = samples[number - 1].tokens if share_prefixes and number else _NOTHING
+        length = shared_prefix(earlier, sample.tokens, sample.prompt_length)
+        rows.append(sample.tokens, rows.places[-1][:length] if length else _NOTHING)
+    if not samples or rows.end % multiple:
+        rows.append(np.zeros(multiple - rows.end % multiple, np.int64), is_padding=True)
+    return rows
+
+
+def _scored_places(
+    samples: Sequence[Sample], places: Sequence[np.ndarray]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the places of each sample's scored tokens, and of the tokens before them; both start with an empty one."""
+    scored, before = [_NOTHING], [_NOTHING]
+    for sample, whole in zip(samples, places, strict=False):
+        start, end = sample.prompt_length, len(sample.tokens)
+        scored.append(whole[start:end])
+        before.append(whole[start - 1 : end - 1])
+    return scored, before
+
+
+def _routes(samples: Sequence[Sample], places: Sequence[np.ndarray], shape: tuple[int, int, int]) -> np.ndarray:
+    """Return the routes of the packed tokens, int16 [N, L, K]; a shared prefix has those of its last sample."""
+    routes_N = np.full(shape, -1, np.int16)
+    for sample, whole in zip(samples, places, strict=False):
+        if sample.routes is not None:
+            routes_N[whole[: len(sample.routes)]] = sample.routes
+    return routes_N
 
 
 def _sequences(
@@ -161,14 +186,14 @@ def _sequences(
         bounds_qkv = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
         return {"qkv_format": "thd", "max_seqlen_q": longest, "max_seqlen_kv": longest, **bounds_qkv}
 
-    here = tokens // context.ranks
+    per_rank = tokens // context.ranks
     pack = PackedSequences(
-        **packed_params((0, here)),
+        **packed_params((0, per_rank)),
         bounds=bounds,
         shared=tuple(shared),
         whole=PackedSeqParams(**packed_params(bounds)),
         context=context,
-        first=context.rank * here,
+        first=context.rank * per_rank,
     )
     pack.own = pack.whole
     if any(shared):

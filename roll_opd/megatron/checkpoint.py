@@ -1,7 +1,10 @@
-"""Sharded training state: weights, optimizer, schedule and random state of every rank, loadable under another layout.
+"""Save and load sharded training state: weights, optimizer, schedule and random state, loadable in another layout.
 
-These functions write into and read from a directory that the caller has made; whether it counts as a checkpoint is
-decided elsewhere, by one atomic rename after every rank has finished.
+The caller makes the directory, and turns it into a checkpoint by an atomic rename after every rank has finished.
+
+The state of Megatron's distributed optimizer is saved as pieces of full tensors. Megatron's own layout-independent form
+(`fully_reshardable`) gathers the f32 state of all data-parallel ranks on each of them. A rank owns a contiguous range
+of the elements of each parameter: part of a row, full rows, and part of a row.
 """
 
 import random
@@ -32,17 +35,17 @@ from torch.nn import Parameter
 
 from roll_opd.megatron import parallel
 from roll_opd.megatron.export import Written
-from roll_opd.megatron.learner import MegatronLearner, chained
+from roll_opd.megatron.learner import MegatronLearner, optimizers_of
 from roll_opd.megatron.lora import sharded_state
 from roll_opd.megatron.model import unwrapped
 from roll_opd.models.device_phases import Part
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """Megatron's `torch_dist` format, written by a thread of this process as `write` is called.
+    """Save strategy for Megatron's `torch_dist` format; `write` writes from any thread of this process.
 
-    The stock strategy forks writer processes; forking a process that holds threads (Ray's, gloo's, OpenMP's) can
-    hang, and a killed run would leave the writers behind.
+    Megatron's strategy forks writer processes. Forking a process with threads (Ray's, gloo's, OpenMP's) can hang, and a
+    killed run would leave the writers behind.
     """
 
     write: Callable[[], Any]
@@ -61,20 +64,20 @@ class _Strategy(TorchDistSaveShardedStrategy):
             mcore_to_pyt_state_dict(renamed, False),
             storage_writer=dcp.FileSystemWriter(checkpoint_dir, sync_files=True),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            process_group=parallel.group_of_writers() if self._later else None,
+            process_group=parallel.writer_group() if self._later else None,
         )
 
 
 def save_state(learner: MegatronLearner, directory: Path, *, later: bool = False) -> Written:
-    """Write this rank's shards into `directory`, which exists and is empty; return the files of all ranks. Collective.
+    """Save this rank's shards in `directory`, which is empty; return a callable for the files of all ranks. Collective.
 
-    With `later`, copies are taken, and written as the answer is called, collectively, by any thread. Raises on every
-    rank when one of them cannot write.
+    With `later`, only copy the state; the callable writes it, collectively, in any thread. Raises on every rank if one
+    rank cannot write.
     """
-    learner.memory.check("its state", Part.WEIGHTS, Part.OPTIMIZER)
-    learner.settle()
+    learner.memory.check("save its state", Part.WEIGHTS, Part.OPTIMIZER)
+    learner.wait_for_weights()
     for optimizer in _optimizers(learner):
-        if not optimizer.optimizer.state:  # no update has been applied yet, and Megatron wants to save a state
+        if not optimizer.optimizer.state:  # before the first update; Megatron needs a state
             _allocate_optimizer_state(optimizer)
     strategy = _Strategy(later=later)
     dist_checkpointing.save(_state(learner, is_loading=False), str(directory), strategy)
@@ -87,43 +90,45 @@ def save_state(learner: MegatronLearner, directory: Path, *, later: bool = False
 
 
 def load_state(learner: MegatronLearner, directory: Path) -> None:
-    """Restore the weights, moments, counts and random state that `save_state` wrote. Collective.
+    """Load weights, moments, step counts and random state saved by `save_state`. Collective.
 
-    Learning rates, betas, epsilon and weight decay come from the learner's own plan. Raises an error if any rank cannot
-    read its part.
+    Learning rates, betas, epsilon and weight decay come from the learner's plan. Raises an error on every rank if one
+    rank cannot read its part.
     """
-    learner.memory.check("another state", Part.WEIGHTS, Part.OPTIMIZER)
+    learner.memory.check("load a state", Part.WEIGHTS, Part.OPTIMIZER)
     for optimizer in _optimizers(learner):
         _allocate_optimizer_state(optimizer)
     try:
         state: Any = dist_checkpointing.load(_state(learner, is_loading=True), str(directory))
-    except CheckpointException as error:  # which says it of every rank, with all their tracebacks
+    except CheckpointException as error:  # contains the tracebacks of all ranks
         raise next(failure for failure, _ in error.failures.values()) from None
     for index, chunk in enumerate(learner.chunks):
         unwrapped(chunk).load_state_dict(state[_chunk_key(index)], strict=learner.adapters is None)
     settings = _settings(learner.optimizer)
-    learner.optimizer.load_state_dict(_for_as_many(state["optimizer"], len(_optimizers(learner))))
+    learner.optimizer.load_state_dict(_for_optimizers(state["optimizer"], len(_optimizers(learner))))
     for group, own in zip(learner.optimizer.param_groups, settings, strict=True):
         group |= own
     for each in _optimizers(learner):
-        # Megatron gives all parameters one tensor with the number of steps, which AdamW would advance once a parameter
-        fused = each.optimizer.param_groups[0].get("fused")  # it counts on the device, torch's other AdamW on the host
-        for parameter, of_parameter in each.optimizer.state.items():
-            if "step" in of_parameter:
-                step = of_parameter["step"].clone()
-                of_parameter["step"] = step.to(parameter.device) if fused else step
-    # restore only the count of updates; rates and weight decay follow from it and the plan
+        # Megatron loads one step tensor for all parameters, which AdamW would advance once per parameter
+        fused = each.optimizer.param_groups[0].get(
+            "fused"
+        )  # fused AdamW counts on the device, other variants on the host
+        for parameter, state_of_parameter in each.optimizer.state.items():
+            if "step" in state_of_parameter:
+                step = state_of_parameter["step"].clone()
+                state_of_parameter["step"] = step.to(parameter.device) if fused else step
+    # restore only the number of updates; rates and weight decay follow from it and the plan
     learner.scheduler.num_steps = 0
     learner.scheduler.step(state["scheduler"]["num_steps"])
     _restore_random_state(state["random"])
 
 
 def _optimizers(learner: MegatronLearner) -> list[MegatronOptimizer]:
-    return chained(learner.optimizer)
+    return optimizers_of(learner.optimizer)
 
 
 def _settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group: everything but its parameters and its count of updates."""
+    """Return the settings of each parameter group, without parameters and step count."""
     return [{k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups]
 
 
@@ -152,8 +157,8 @@ def _state(learner: MegatronLearner, *, is_loading: bool) -> dict[str, Any]:
     return {**models, "optimizer": optimizers if len(optimizers) > 1 else optimizers[0], "pieces": pieces, **common}
 
 
-def _for_as_many(state: dict[Any, Any], optimizers: int) -> dict[Any, Any]:
-    """Return the state for so many optimizers: what tensors do not say (steps, rates) is the same of all of them."""
+def _for_optimizers(state: dict[Any, Any], optimizers: int) -> dict[Any, Any]:
+    """Convert the loaded state to `optimizers` optimizers, whose non-tensor state (steps, rates) is equal."""
     numbers = [key for key in state if isinstance(key, int)]
     if optimizers == 1 and numbers:
         return {**state[0], **{key: value for key, value in state.items() if key not in numbers}}
@@ -164,18 +169,18 @@ def _for_as_many(state: dict[Any, Any], optimizers: int) -> dict[Any, Any]:
 
 
 def _allocate_optimizer_state(optimizer: Any) -> None:
-    """Give Adam its (zero) moments of step 0: loading needs tensors to load into, and a fresh optimizer has none."""
+    """Allocate Adam's zero moments of step 0, since loading needs tensors to load into."""
     inner = optimizer.optimizer
     rates = [group["lr"] for group in inner.param_groups]
     for group in inner.param_groups:
-        group["lr"] = 0.0  # moves no weight, not even by decay
+        group["lr"] = 0.0  # changes no weight, not even by decay
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     inner.step()
     inner.zero_grad()
     for group, rate in zip(inner.param_groups, rates, strict=True):
         group["lr"] = rate
-        if "step" in group:  # Transformer Engine's Adam counts here, torch's with the moments
+        if "step" in group:  # of Transformer Engine's Adam; torch's counts with the moments
             group["step"] = 0
     for moments in inner.state.values():
         if "step" in moments:
@@ -187,7 +192,7 @@ def _chunk_key(index: int) -> str:
 
 
 def _random_state() -> dict[str, Any]:
-    # Rank 0's: with no dropout nothing in training draws numbers, and sampling is seeded per request
+    # of rank 0: without dropout training draws no random numbers, and sampling is seeded per request
     state = [{"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}]
     dist.broadcast_object_list(state, src=0)
     return state[0]
@@ -199,62 +204,62 @@ def _restore_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
 
 
-_PREFIX = "optimizer.state"  # of the names in a checkpoint, as Megatron writes them
+_PREFIX = "optimizer.state"  # of names in a checkpoint, as in Megatron's
 
 
 def optimizer_pieces(optimizer: DistributedOptimizer, model: Any) -> dict[str, ShardedTensor]:
-    """Return this rank's f32 weights and moments, views that are saved and loaded in place.
+    """Return this rank's f32 weights and moments as sharded tensors, views that are saved and loaded in place.
 
-    `model` is what Megatron says of the parameters (`sharded_state_dict`).
+    `model` is Megatron's `sharded_state_dict` of the parameters.
     """
     described = {entry.data: entry for entry in nested_values(extract_sharded_tensors_and_factories(model)[0])}
     found: dict[str, ShardedTensor] = {}
-    for parameter, start, end in _stretches(optimizer):
+    for parameter, start, end in _owned_ranges(optimizer):
         tensors = optimizer._get_main_param_and_optimizer_states(parameter)
         for shard in _shards(described[parameter]):
             assert shard.data is not None
             first = (shard.data.data_ptr() - parameter.data_ptr()) // parameter.element_size()
             low, high = max(start, first), min(end, first + shard.data.numel())
             for name, values in tensors.items():
-                if values.ndim and low < high:  # numbers of steps are saved with the parameter groups
+                if values.ndim and low < high:  # step counts are saved with the parameter groups
                     own = values.detach()[low - start : high - start]
                     for piece in _rectangles(own, low - first, shard, f"{_PREFIX}.{name}.{shard.key}"):
                         found[f"{piece.key} {piece.global_offset}"] = piece
     return found
 
 
-def _stretches(optimizer: DistributedOptimizer) -> Iterator[tuple[Parameter, int, int]]:
-    """Yield the parameters of whose state this rank has some, and at which of its numbers that begins and ends."""
-    for of_buffer in optimizer.gbuf_ranges:
-        for buckets in of_buffer.values():
+def _owned_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Parameter, int, int]]:
+    """Yield (parameter, start, end) of the element ranges whose state is on this rank."""
+    for buffer in optimizer.gbuf_ranges:
+        for buckets in buffer.values():
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
                     yield parameter, ranges["param"].start, ranges["param"].end
 
 
 def _shards(described: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Return what lies in a parameter, as views of it: one tensor, or the two of a gated MLP."""
+    """Return the tensors in a parameter as views: one, or gate and up of an MLP."""
     return [described] if isinstance(described, ShardedTensor) else list(nested_values(described.build()))
 
 
-def _rectangles(numbers: Tensor, begin: int, shard: ShardedTensor, key: str) -> Iterator[ShardedTensor]:
-    """Yield `numbers`, a stretch of those of a shard from number `begin` on, as rectangles of the tensor `key`."""
+def _rectangles(values: Tensor, begin: int, shard: ShardedTensor, key: str) -> Iterator[ShardedTensor]:
+    """Yield `values`, the elements of a shard from index `begin`, as rectangular pieces of the tensor `key`."""
     dimensions = len(shard.local_shape)
     if dimensions > 2:
-        raise ValueError(f"{shard.key}: a tensor of {dimensions} dimensions cannot be saved in pieces")
+        raise ValueError(f"{shard.key}: optimizer state of {dimensions} dimensions is not supported; expected 1 or 2")
     assert isinstance(shard.replica_id, tuple)
-    width, end = shard.local_shape[-1], begin + len(numbers)
-    *of_rows, of_columns = shard.global_offset
+    width, end = shard.local_shape[-1], begin + len(values)
+    *rows, columns = shard.global_offset
     for stop in (min(-(-begin // width) * width, end), max(end // width * width, begin), end):
         if stop == begin:
             continue
         row, column = divmod(begin, width)
         if dimensions == 2:
-            place = (*of_rows[:-1], of_rows[-1] + row, of_columns + column)
-            shape = (*(1 for _ in of_rows[:-1]), max((stop - begin) // width, 1), -1)
+            place = (*rows[:-1], rows[-1] + row, columns + column)
+            shape = (*(1 for _ in rows[:-1]), max((stop - begin) // width, 1), -1)
         else:
-            place, shape = (*of_rows, of_columns + column), (*(1 for _ in of_rows), -1)
-        piece = numbers[: stop - begin].view(shape)
+            place, shape = (*rows, columns + column), (*(1 for _ in rows), -1)
+        piece = values[: stop - begin].view(shape)
         yield ShardedTensor(
             key=key,
             data=piece,
@@ -262,9 +267,9 @@ def _rectangles(numbers: Tensor, begin: int, shard: ShardedTensor, key: str) -> 
             local_shape=tuple(piece.shape),
             global_shape=shard.global_shape,
             global_offset=place,
-            axis_fragmentations=None,  # no regular grid
-            # of several ranks with copies the first one saves; the last number is that of the data-parallel rank
+            axis_fragmentations=None,  # not a regular grid
+            # the first of the replicas saves; the last element is the data-parallel rank
             replica_id=(*shard.replica_id[:-1], 0),
             allow_shape_mismatch=shard.allow_shape_mismatch,
         )
-        begin, numbers = stop, numbers[stop - begin :]
+        begin, values = stop, values[stop - begin :]

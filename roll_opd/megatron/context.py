@@ -1,10 +1,10 @@
-"""Context parallelism: how a pack is cut along its tokens, and how what was computed of the pieces is joined again.
+"""Context parallelism: split of a pack over ranks along its tokens, and gathering of per-token results.
 
-Each sequence is cut into 2·C equal chunks, of which rank r of C has chunks r and 2·C - 1 - r ("zig-zag"): under a
-causal mask all ranks then have equally much to attend to. Shift first, then cut: the state before a scored token may be
-on another rank than the token, and belongs to the rank that has the state.
+Each sequence is split into 2·C equal chunks; rank r of C has chunks r and 2·C - 1 - r ("zigzag"), which balances causal
+attention. A scored token is predicted on the rank that holds the hidden state before it, which may be another rank than
+the token's.
 
-Legend: C context ranks, N packed tokens of all of them, M scored tokens, m of them that this rank predicts.
+Legend: C context ranks, N packed tokens of all ranks, M scored tokens, m of them predicted by this rank.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ContextRank:
-    """This rank's place among those that share its sequences."""
+    """Rank and size of a context-parallel group."""
 
     rank: int = 0
     ranks: int = 1
@@ -27,7 +27,7 @@ class ContextRank:
 
     @property
     def multiple(self) -> int:
-        """Lengths of sequences are padded to a multiple of it."""
+        """Sequence lengths are padded to a multiple of this number."""
         return 2 * self.ranks if self.ranks > 1 else 1
 
 
@@ -35,64 +35,64 @@ ALONE = ContextRank()
 
 
 def zigzag(lengths: Sequence[int], ranks: int) -> np.ndarray:
-    """Return each token's place, int64 [N], when the pieces of rank 0, of rank 1 and so on stand end to end.
+    """Return the position of each token, int64 [N], in the concatenation of all ranks' tokens.
 
-    `lengths` of the sequences are multiples of 2·ranks, so that all pieces are equally long.
+    `lengths` of the sequences are multiples of 2·ranks, so that all ranks have equally many tokens.
     """
-    piece, begun, places = sum(lengths) // ranks, 0, [np.zeros(0, np.int64)]
+    piece, start, places = sum(lengths) // ranks, 0, [np.zeros(0, np.int64)]
     for length in lengths:
         chunk = length // (2 * ranks)
         number, within = np.divmod(np.arange(length), max(chunk, 1))
         second = number >= ranks
         rank = np.where(second, 2 * ranks - 1 - number, number)
-        places.append(rank * piece + begun + second * chunk + within)
-        begun += 2 * chunk
+        places.append(rank * piece + start + second * chunk + within)
+        start += 2 * chunk
     return np.concatenate(places)
 
 
 @dataclass(frozen=True)
 class TokenOwners:
-    """Which rank predicts which of M scored tokens."""
+    """Context rank that predicts each of M scored tokens."""
 
     owner_M: Tensor  # int64
     context: ContextRank
 
     @property
     def mine_M(self) -> Tensor:
-        """Whether a token is predicted here, bool [M]."""
+        """Mask of the tokens predicted by this rank, bool [M]."""
         return self.owner_M == self.context.rank
 
     def at(self, rows_R: Tensor) -> "TokenOwners":
-        """Return the cut of R of the M tokens, int64 [R]."""
+        """Return the owners of R of the M tokens, int64 [R]."""
         return replace(self, owner_M=self.owner_M[rows_R])
 
     def mine_among(self, rows_R: Tensor) -> Tensor:
-        """Return the numbers, among the m tokens that are predicted here, of those that are of `rows_R`, in order."""
+        """Return the indices into this rank's m tokens of its tokens in `rows_R`, in order."""
         number_M = self.mine_M.cumsum(0) - 1
         return number_M[rows_R[self.mine_M[rows_R]]]
 
     def whole(self, values_m: Tensor) -> Tensor:
-        """Return [M, ...] of all ranks, in order, on each of them. Collective.
+        """Gather [M, ...] of all ranks, in order, on every rank. Collective.
 
-        Whatever follows is the same on all ranks, so the gradient of a rank's own values is complete on that rank.
+        All ranks compute the same from the result, so the gradient of a rank's values is complete on that rank.
         """
-        joined: Tensor = _Joined.apply(values_m, self)
-        return joined
+        gathered: Tensor = _Gather.apply(values_m, self)
+        return gathered
 
 
-class _Joined(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values_m: Tensor, cut: TokenOwners) -> Tensor:
-        ctx.mine_M = cut.mine_M
-        counts = torch.bincount(cut.owner_M, minlength=cut.context.ranks).tolist()
+    def forward(ctx: Any, values_m: Tensor, owners: TokenOwners) -> Tensor:
+        ctx.mine_M = owners.mine_M
+        counts = torch.bincount(owners.owner_M, minlength=owners.context.ranks).tolist()
         padded = values_m.new_zeros(max(counts), *values_m.shape[1:])
         padded[: len(values_m)] = values_m
-        of_ranks = [torch.empty_like(padded) for _ in counts]
+        gathered = [torch.empty_like(padded) for _ in counts]
         if max(counts):
-            dist.all_gather(of_ranks, padded, group=cut.context.group)
-        joined = values_m.new_empty(len(cut.owner_M), *values_m.shape[1:])
-        for rank, (count, values) in enumerate(zip(counts, of_ranks, strict=True)):
-            joined[cut.owner_M == rank] = values[:count]
+            dist.all_gather(gathered, padded, group=owners.context.group)
+        joined = values_m.new_empty(len(owners.owner_M), *values_m.shape[1:])
+        for rank, (count, values) in enumerate(zip(counts, gathered, strict=True)):
+            joined[owners.owner_M == rank] = values[:count]
         return joined
 
     @staticmethod

@@ -1,8 +1,8 @@
 """A port of megatron-core to CPU and gloo.
 
-The library names CUDA in places where any device would do. `install_cpu_port` redirects those names in this
-process, for good. Only processes that run Megatron and nothing else may call it: a Hugging Face model that is
-built in a patched process gets corrupt buffers.
+megatron-core calls CUDA where any device would do. `install_cpu_port` redirects these calls in this process
+permanently. Call it only in processes that run nothing but Megatron: a Hugging Face model built in a patched process
+gets corrupt buffers.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _CONSTRUCTORS = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "
 
 
 class _NoStream:
-    """Stand in for a CUDA stream or event: work on a CPU is already in order."""
+    """CUDA stream or event without effect: operations on a CPU run in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -45,7 +45,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(constructor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return `constructor` with a CUDA `device` read as CPU and `pin_memory`, which needs CUDA, dropped."""
+    """Wrap `constructor`: a CUDA `device` becomes the CPU, and `pin_memory` is dropped."""
 
     @functools.wraps(constructor)
     def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -57,14 +57,14 @@ def _on_cpu(constructor: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return wrapped
 
 
-def _gathered(
+def _gather_unequal(
     original: Callable[..., torch.Tensor],
     piece: torch.Tensor,
     group: dist.ProcessGroup,
     sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """Join pieces of unequal length, which gloo does not: as equal ones, with padding behind each."""
+    """Gather pieces of unequal length, which gloo does not support: padded to equal length."""
     if sizes is None or group.size() == 1:
         return original(piece, group, sizes, use_global_buffer)
     if not any(sizes):
@@ -75,14 +75,14 @@ def _gathered(
     return torch.cat([own[:size] for own, size in zip(whole, sizes, strict=True)])
 
 
-def _reduce_scattered(
+def _reduce_scatter_unequal(
     original: Callable[..., torch.Tensor],
     whole: torch.Tensor,
     group: dist.ProcessGroup,
     sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """Sum over ranks and return this one's piece, of pieces of unequal length."""
+    """Reduce-scatter pieces of unequal length: all-reduce, and return this rank's piece."""
     if sizes is None or group.size() == 1:
         return original(whole, group, sizes, use_global_buffer)
     summed = whole.clone()
@@ -95,7 +95,7 @@ def _listed(sizes: Any) -> Any:
 
 
 def _type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`tensor.type()` answers with the CUDA name: the optimizer sorts parameters by that string."""
+    """Wrap `Tensor.type` to return CUDA names, by which the optimizer sorts parameters."""
 
     def wrapped(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, *args, **kwargs)
@@ -105,7 +105,7 @@ def _type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install_cpu_port() -> None:
-    """Redirect megatron-core's CUDA calls to the CPU in this process. A second call does nothing."""
+    """Redirect megatron-core's CUDA calls to the CPU in this process. Idempotent."""
     if getattr(torch.cuda, "_roll_opd_cpu_port", False):
         return
     for name in _CONSTRUCTORS:
@@ -119,7 +119,7 @@ def install_cpu_port() -> None:
     cuda._roll_opd_cpu_port = True
     cuda.current_device = lambda: _CPU
     cuda.device_count = lambda: 1
-    for name in ("set_device", "synchronize", "empty_cache"):  # torch's compiler refuses one function with three names
+    for name in ("set_device", "synchronize", "empty_cache"):  # separate functions: torch's compiler refuses aliases
         setattr(cuda, name, lambda *_, **__: None)
     cuda.Stream = cuda.Event = _NoStream
     for name in ("current_stream", "default_stream"):
@@ -131,24 +131,24 @@ def install_cpu_port() -> None:
     cuda.FloatTensor, cuda.HalfTensor = torch.FloatTensor, torch.HalfTensor
     cuda.BFloat16Tensor = torch.BFloat16Tensor
 
-    of_ranks: Any = mappings
-    gather, scatter = of_ranks._gather_along_first_dim, of_ranks._reduce_scatter_along_first_dim
-    of_ranks._gather_along_first_dim = functools.partial(_gathered, gather)
-    of_ranks._reduce_scatter_along_first_dim = functools.partial(_reduce_scattered, scatter)
-    # counts of tokens are brought to the host as lists on CUDA alone
+    collectives: Any = mappings
+    gather, scatter = collectives._gather_along_first_dim, collectives._reduce_scatter_along_first_dim
+    collectives._gather_along_first_dim = functools.partial(_gather_unequal, gather)
+    collectives._reduce_scatter_along_first_dim = functools.partial(_reduce_scatter_unequal, scatter)
+    # token counts are converted to lists only on CUDA
     exchange = token_dispatcher.all_to_all
     token_dispatcher.all_to_all = lambda group, tokens, *sizes: exchange(group, tokens, *map(_listed, sizes))
 
-    # one random state stands for both devices, so its warning that the CPU's changed with the GPU's is expected
+    # both devices share one random state, so the warning that the CPU's changed with the GPU's is expected
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
-class _OnOneDevice(dist.ProcessGroupGloo):
-    """A group whose connections the first group's thread watches, instead of one of its own."""
+class _SharedThreadGloo(dist.ProcessGroupGloo):
+    """gloo process group that shares the connection thread of the first group in this process."""
 
-    devices: ClassVar[list[Any]] = []  # of this process, as long as it lives
+    devices: ClassVar[list[Any]] = []  # of the first group; kept until the process exits
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
         options: Any
@@ -165,19 +165,18 @@ class _OnOneDevice(dist.ProcessGroupGloo):
 
 
 def _yield_to_workers() -> None:
-    """Lower the priority of gloo's thread for connections, which spins while a worker that it woke holds one's lock."""
+    """Lower the priority of gloo's connection thread, which spins while a worker it woke holds a lock."""
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # of a thread that has ended
+        with contextlib.suppress(OSError):  # the thread may have ended
             if Path(f"/proc/self/task/{thread}/comm").read_text().strip() == "gloo_tcp_loop":
                 os.setpriority(os.PRIO_PROCESS, int(thread), 10)
 
 
 @contextlib.contextmanager
 def shared_groups() -> Iterator[None]:
-    """Give Megatron one process group for each set of ranks inside the `with` block, instead of some thirty.
+    """Create one process group per set of ranks inside the `with` block, instead of about thirty in Megatron.
 
-    gloo gives each group a thread that wakes up a hundred times a second as long as the group lives; here all groups of
-    a process have the same one.
+    Each gloo group has a thread that wakes up a hundred times per second; the groups of a process share one here.
     """
     create, made = parallel_state.create_group, {}
 
@@ -189,7 +188,7 @@ def shared_groups() -> Iterator[None]:
     state: Any = parallel_state
     groups: Any = distributed_c10d
     gloo = groups.ProcessGroupGloo
-    state.create_group, groups.ProcessGroupGloo = created, _OnOneDevice
+    state.create_group, groups.ProcessGroupGloo = created, _SharedThreadGloo
     try:
         yield
     finally:

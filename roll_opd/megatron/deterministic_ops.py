@@ -1,9 +1,9 @@
-"""f32 arithmetic whose last bits do not depend on the layout.
+"""f32 operations whose bits do not depend on the parallel layout.
 
-The same weights under two layouts should give the same log-probs: a difference would be taken for a KL. Two things make
-the last bits depend on how a model is cut: the order of sums over a dimension that ranks share, and the elements that a
-vector unit leaves over, for which another (scalar) routine computes exp. In f32, in which numerics are proven,
-both are avoided here. Other dtypes are for speed and use the usual kernels.
+The same weights under two layouts should give the same log-probs: a difference would look like a KL. Two effects make
+the last bits depend on the layout: the order of sums over a sharded dimension, and the remainder of a vectorised loop,
+for which a scalar routine computes exp. Both are avoided in f32, in which numerics are proven. Other dtypes are for
+speed and use the usual kernels.
 
 Legend: N packed tokens, P pieces of an inner dimension, each K wide, O output features.
 """
@@ -18,14 +18,14 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from transformers import PretrainedConfig
 
-VECTOR = 32  # f32 elements of torch's vectorised loops (two registers of 512 bits); multiples leave nothing over
+VECTOR = 32  # f32 elements per step of torch's vectorised loops (two 512-bit registers); multiples have no remainder
 
 
 class ExactRowParallelLinear(RowParallelLinear):
-    """A row-parallel linear layer whose f32 result does not depend on how many ranks share it.
+    """Row-parallel linear layer whose f32 result does not depend on the number of tensor ranks.
 
-    The product is always formed in as many pieces as there are key/value heads, the most that tensor parallelism may
-    cut a layer into, and pieces and ranks are summed in f64.
+    The product is computed in as many pieces as there are key/value heads, the largest tensor-parallel size, and summed
+    over pieces and ranks in f64.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -46,14 +46,14 @@ class ExactRowParallelLinear(RowParallelLinear):
         return product.view(*input.shape[:-1], -1)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return Megatron's forward, with the result in the dtype of `input_`."""
+        """Return the output in the dtype of `input_`, and the bias, as Megatron's layer."""
         output, bias = super().forward(input_)
         return output.to(input_.dtype), bias
 
 
 def exact_silu(hf_config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
-    """Return SiLU for f32; in f64 inside, where the finest cut of the MLP is no multiple of `VECTOR`."""
-    finest = hf_config.intermediate_size // hf_config.num_key_value_heads
-    if finest % VECTOR == 0:
+    """Return SiLU for f32; computed in f64 if the MLP's smallest shard is not a multiple of `VECTOR` wide."""
+    smallest_shard = hf_config.intermediate_size // hf_config.num_key_value_heads
+    if smallest_shard % VECTOR == 0:
         return F.silu
     return lambda x: F.silu(x.double()).to(x.dtype)

@@ -1,7 +1,7 @@
-"""The Megatron engine of one rank: a model, its layout, and token log-probs of any set of sequences.
+"""Megatron engine of one rank: builds a model in a layout and computes token log-probs and distillation targets.
 
-Runs under plain `torchrun` as well as in a Ray worker. Every method is collective: all ranks of the role call it with
-the same arguments, or each data-parallel rank with its own share of them, `assigned` to its micro-batches (`packing`).
+Runs under plain `torchrun` or in a Ray worker. Every method is collective: all ranks of the role call it with the same
+arguments, or each data-parallel rank with its shard, `assigned` to micro-batches (see `packing`).
 """
 
 import math
@@ -22,70 +22,70 @@ from roll_opd.megatron.deterministic_ops import VECTOR
 from roll_opd.megatron.head import OutputHead, whole_head
 from roll_opd.megatron.layers import uses_transformer_engine
 from roll_opd.megatron.model import BuiltModel, HeadModel, build_model, unwrapped
-from roll_opd.megatron.offload import Memory
+from roll_opd.megatron.offload import DeviceMemory
 from roll_opd.models.device_phases import Part, Phase
 from roll_opd.samples.dp_shards import Packing
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.tensors import as_array
 
-# what is computed of a micro-batch on the last pipeline stage: (what the model ends in, the batch) -> ...
+# functions of a micro-batch on the last pipeline stage: (output of the model, batch) -> ...
 Reader = Callable[[Any, PackedBatch], dict[str, Tensor]]  # ... values by name, each [M] or [M, K]
-LossFunction = Callable[[Any, PackedBatch], tuple[Tensor, dict[str, Any]]]  # ... the loss, and a report
+LossFunction = Callable[[Any, PackedBatch], tuple[Tensor, dict[str, Any]]]  # ... loss and report
 TokenValues = dict[int, dict[str, np.ndarray]]  # sequence number -> arrays by name, each [T-P] or [T-P, K]
 
 
 class MegatronEngine:
-    """A frozen model that computes log-probs."""
+    """Frozen model that computes log-probs."""
 
     trainable = False
     chunks: Sequence[torch.nn.Module]
 
     def __init__(self, plan: MegatronPlan, *, seed: int, deterministic: bool = True) -> None:
-        """Join the process group and load the weights. Raises ValueError for a model that cannot run here.
+        """Initialise the process group and load the weights; raises ValueError for an unsupported model or layout.
 
-        With `deterministic`, every run gives the same bits, and in f32 every layout without context parallelism does
-        (see `exact`); without, at less cost, layouts differ by rounding.
+        With `deterministic`, results are bit-equal between runs, and in f32 between layouts without context parallelism
+        (see `deterministic_ops`). Otherwise computation is faster, and layouts differ by rounding.
         """
         self.plan, self._exact = plan, deterministic
-        if not self.trainable:  # engines may read the weights of one that learns through handles
-            parallel.let_segments_grow()
+        if not self.trainable:  # inference engines may read a trainable model's weights through IPC handles
+            parallel.use_expandable_segments()
         self.device = parallel.initialize(plan.layout, seed, deterministic)
         built = self._build(seed)
         self.chunks, self.weights, self.adapters = built.chunks, built.weights, built.adapters
-        # ranks that share experts exchange tokens in every micro-batch, so that all must have as many
-        self._meets_in_micro_batches = bool(self.weights.config.num_moe_experts)
+        # ranks exchange tokens of experts in every micro-batch, so all need the same number of micro-batches
+        self._needs_equal_micro_batches = bool(self.weights.config.num_moe_experts)
         self._context = parallel.context_rank()
-        # sums over fewer tokens have other last bits; and Transformer Engine finds the pieces of sequences that are
-        # cut over context ranks by their lengths
-        is_findable = self._context.ranks == 1 or not uses_transformer_engine(self.weights.config.params_dtype)
-        self.share_prefixes = not deterministic and is_findable
-        # sequence parallelism gives each tensor rank an equal slice; whole vectors: see `exact`
+        # shared prefixes change the order of sums, and so the last bits; and with context parallelism Transformer
+        # Engine finds the pieces of a sequence by its length
+        can_share = self._context.ranks == 1 or not uses_transformer_engine(self.weights.config.params_dtype)
+        self.share_prefixes = not deterministic and can_share
+        # equal slices for sequence parallelism, and full vectors for `deterministic_ops`
         self._pack_multiple = math.lcm(plan.layout.tp, VECTOR)
-        # called before each micro-batch, and after the last one: how many were begun, and how many there are
-        self.on_micro_batch: Callable[[int, int], None] = lambda begun, total: None
-        self.memory = Memory(plan.name, self.device, self._tensors, is_constant=type(self) is MegatronEngine)
+        # callback before each micro-batch and after the last: (number started, total)
+        self.on_micro_batch: Callable[[int, int], None] = lambda started, total: None
+        self.memory = DeviceMemory(plan.name, self.device, self._tensors, is_constant=type(self) is MegatronEngine)
 
     def _build(self, seed: int) -> BuiltModel:
         return build_model(self.plan, seed=seed, trainable=self.trainable, exact=self._exact)
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which of the shares of a batch this rank computes."""
+        """Index of the batch shard that this rank computes."""
         return parallel_state.get_data_parallel_rank()
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the pipeline ends here: no other stage reads the columns of a batch."""
+        """Whether this is the last pipeline stage, the only one that reads columns."""
         return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
     @property
     def packing(self) -> Packing:
-        """How sequences are spread over the data-parallel ranks."""
+        """Rules for the distribution of sequences over data-parallel ranks and micro-batches."""
         return Packing(
             parallel_state.get_data_parallel_world_size(),
-            # the interleaved schedule takes turns of so many
+            # required by the interleaved schedule
             multiple=self.plan.layout.pp if self.plan.layout.vpp else 1,
-            equal=self._meets_in_micro_batches,
+            equal=self._needs_equal_micro_batches,
             share_prefixes=self.share_prefixes,
         )
 
@@ -101,13 +101,14 @@ class MegatronEngine:
         Args:
             sequences: (tokens int64 [T], prompt length P >= 1) each.
             temperature: divides the logits.
-            routes: of each sequence, integer [T-1, L, K], to which experts the inference engine sent each token; they
-                are replayed where the plan says so (see `replay`).
-            assigned: this rank's micro-batches, of numbers of `sequences`; None: these are all, and it takes its part.
+            routes: experts chosen by the inference engine for each sequence, integer [T-1, L, K]; replayed if the plan
+                requests it (see `router`).
+            assigned: this rank's micro-batches as indices of `sequences`; None: `sequences` is the whole batch, and the
+                rank selects its part.
 
         Returns:
-            On the rank of each data-parallel group that returns its results: sequence number -> f32 [T-P], for that
-            group's share. None on the others.
+            On the rank that returns the results of its model replica: index of the sequence -> f32 [T-P], for the
+            replica's shard. None on the others.
         """
         computed = self.compute_targets(sequences, temperature, routes=routes, assigned=assigned)
         return None if computed is None else {number: values["logprobs"] for number, values in computed.items()}
@@ -125,20 +126,21 @@ class MegatronEngine:
         routes: Sequence[np.ndarray | None] | None = None,
         assigned: list[list[int]] | None = None,
     ) -> TokenValues | None:
-        """Return log-probs and whatever else a distillation objective needs of a teacher, in one forward pass.
+        """Return log-probs and the targets of a distillation objective from one forward pass.
 
         Args:
             sequences, temperature, routes, assigned: as for `compute_logprobs`.
-            topk: also give this many most likely tokens.
-            ids: also give the log-probs of these tokens, integer [T-P, K] a sequence.
-            hidden: also give the final hidden states.
-            plain: also give the log-probs of the `topk` at temperature 1, whatever `temperature` is.
-            vocab_size: `topk` and `ids` are over the first so many tokens of the vocabulary; None: over all.
+            topk: number of most likely tokens to return.
+            ids: token ids whose log-probs are returned, integer [T-P, K] for each sequence.
+            hidden: return the final hidden states.
+            plain: return the log-probs of the top-k at temperature 1, independent of `temperature`.
+            vocab_size: `topk` and `ids` are over the first `vocab_size` tokens of the vocabulary; None: over all.
 
         Returns:
-            As `compute_logprobs` does, but a dict a sequence: `logprobs` f32 [T-P], `topk_ids` int32 [T-P, K],
-            `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the log-prob of all other tokens together (for
-            `topk` or `ids`), `plain_logprobs` f32 [T-P, K] (for `plain`), `hidden` [T-P, E] (see `samples.tensors`).
+            As `compute_logprobs`, with a dict for each sequence: `logprobs` f32 [T-P]; with `topk` or `ids` `topk_ids`
+            int32 [T-P, K], `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the log-prob of all other tokens
+            together; with `plain` `plain_logprobs` f32 [T-P, K]; with `hidden` `hidden` [T-P, E] (see
+            `samples.tensors`).
         """
         columns: Sequence[Mapping[str, np.ndarray]] = [{}] * len(sequences)
         if ids is not None:
@@ -167,9 +169,9 @@ class MegatronEngine:
         return self._forward(samples, temperature, read, assigned)
 
     def output_head(self) -> np.ndarray | None:
-        """Return the whole output embedding [W, E] (see `samples.tensors`) on one rank, else None. Collective."""
-        self.memory.check("its output embedding", Part.WEIGHTS)
-        self.settle()
+        """Return the full output embedding [W, E] (see `samples.tensors`) on one rank, else None. Collective."""
+        self.memory.check("return its output embedding", Part.WEIGHTS)
+        self.wait_for_weights()
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
         model = unwrapped(self.chunks[-1])
@@ -186,9 +188,9 @@ class MegatronEngine:
         read: Reader,
         assigned: list[list[int]] | None = None,
     ) -> TokenValues | None:
-        """Run forward passes without gradients; return what `read` gives for each sample of this rank's group.
+        """Run forward passes without gradients; return the values of `read` for each sample of this replica's shard.
 
-        That is on the rank that returns its data-parallel group's results; None on the others.
+        None on ranks that do not return results.
         """
         if assigned is None:
             assigned = self._assigned(samples, self.plan.forward_limits)
@@ -209,7 +211,7 @@ class MegatronEngine:
         }
 
     def _assigned(self, samples: Sequence[Sample], limits: MicroBatchLimits, group_size: int = 1) -> list[list[int]]:
-        """Return this data-parallel rank's micro-batches, as sample numbers; see `samples.packing`."""
+        """Return this data-parallel rank's micro-batches as sample indices; see `samples.packing`."""
         sequences = [(sample.tokens, sample.prompt_length) for sample in samples]
         return self.packing.assign(sequences, limits, group_size)[self.data_parallel_rank]
 
@@ -221,18 +223,18 @@ class MegatronEngine:
         finish: Callable[[Any, PackedBatch], Any],
         forward_only: bool,
     ) -> list[Any]:
-        """Run Megatron's schedule over this rank's micro-batches, which are `assigned` so many of `samples`, or none.
+        """Run Megatron's schedule over this rank's micro-batches, `assigned` as indices of `samples`.
 
-        `finish` takes what the model ends in on the last pipeline stage, and the batch. The result has one entry a
-        micro-batch on that stage: with `forward_only` whatever `finish` returned, else the report of `finish`, which is
-        a loss function then.
+        `finish` is called with the model's output and the batch on the last pipeline stage. The result has one entry
+        per micro-batch on that stage: the value of `finish` if `forward_only`, else the report of the loss function
+        `finish`.
         """
-        self.memory.check("a pass through its layers", Part.WEIGHTS)
+        self.memory.check("compute", Part.WEIGHTS)
         if not assigned:
             return []
         routes = next((sample.routes.shape[1:] for sample in samples if sample.routes is not None), None)
-        settings: Any = {"share_prefixes": self.share_prefixes, "context": self._context, "like": samples[0]}
-        settings["routes"] = routes
+        settings: Any = {"share_prefixes": self.share_prefixes, "context": self._context}
+        settings |= {"like": samples[0], "routes": routes}
         packed = [
             pack([replace(samples[n], columns={}) for n in numbers], self.device, self._pack_multiple, **settings)
             for numbers in assigned
@@ -256,13 +258,13 @@ class MegatronEngine:
         sources = [iter(packed) for _ in self.chunks]
         if self.is_last_stage:
             sources[-1] = self._with_columns(packed, samples, assigned)
-        sources[0] = self._told(sources[0], len(packed))
+        sources[0] = self._report_progress(sources[0], len(packed))
         outputs = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=sources if len(sources) > 1 else sources[0],
             model=list(self.chunks) if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(packed),
-            seq_length=1,  # not used: shapes differ from pack to pack and are exchanged
+            seq_length=1,  # not used: the shapes of packs differ and are exchanged
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -271,39 +273,39 @@ class MegatronEngine:
         self._after_run(packed)
         return outputs
 
-    def give_back(self, parts: Iterable[Part], phase: Phase) -> None:
-        """Leave the device to other roles in a phase, as `Memory.give_back` does. Collective."""
+    def offload(self, parts: Iterable[Part], phase: Phase) -> None:
+        """Release device memory for other roles in a phase; see `DeviceMemory.offload`. Collective."""
         if Part.WEIGHTS in parts:
-            self.settle()
-        self.memory.give_back(parts, phase)
+            self.wait_for_weights()
+        self.memory.offload(parts, phase)
 
     def _tensors(self) -> dict[Part, list[Tensor]]:
-        """Return what takes memory between two calls."""
+        """Return the tensors that occupy device memory between calls."""
         return {Part.WEIGHTS: [parameter for chunk in self.chunks for parameter in chunk.parameters()]}
 
-    def settle(self) -> None:
-        """Wait for what still changes the weights, before they are read. Collective."""
+    def wait_for_weights(self) -> None:
+        """Wait for pending weight updates before weights are read. Collective."""
 
     def _before_run(self, packed: Sequence[PackedBatch]) -> None:
-        """Do what a subclass wants to know of its micro-batches before they are run. Collective."""
+        """Hook before the micro-batches are run. Collective."""
 
     def _after_run(self, packed: Sequence[PackedBatch]) -> None:
-        """Do what a subclass wants to know of its micro-batches after they were run. Collective."""
+        """Hook after the micro-batches were run. Collective."""
 
     def _with_columns(
         self, packed: Sequence[PackedBatch], samples: Sequence[Sample], assigned: Sequence[Sequence[int]]
     ) -> Iterator[PackedBatch]:
-        """Bring each micro-batch's columns as it begins: hidden states of them all may be more than a device holds."""
+        """Yield micro-batches with columns on the device; the hidden states of all at once may exceed its memory."""
         for batch, numbers in zip(packed, assigned, strict=True):
             yield replace(batch, columns=columns_of([samples[n] for n in numbers], samples[0], self.device))
 
-    def _told(self, batches: Iterator[PackedBatch], total: int) -> Iterator[PackedBatch]:
-        for begun, batch in enumerate(batches):
-            self.on_micro_batch(begun, total)
+    def _report_progress(self, batches: Iterator[PackedBatch], total: int) -> Iterator[PackedBatch]:
+        for started, batch in enumerate(batches):
+            self.on_micro_batch(started, total)
             yield batch
 
 
-# Megatron wants a token count with each loss; ours is already divided by the global one.
+# Megatron needs a token count with each loss; our losses are divided by the global count already.
 _ONE_TOKEN = torch.ones((), dtype=torch.int)
 
 

@@ -1,4 +1,4 @@
-"""Weights out of Megatron in Hugging Face's names and shapes: as buckets for an inference engine, or as a directory."""
+"""Export weights with Hugging Face names: as tensors or buckets for inference engines, or as a model directory."""
 
 import json
 import shutil
@@ -19,45 +19,45 @@ from roll_opd.models.device_phases import Part
 from roll_opd.models.model_files import with_dtype
 from roll_opd.samples.weight_bucket import BUCKET_BYTES, BucketMemory, bucketed
 
-Bundle = list[tuple[str, Tensor]]  # some weights, by name
-Written = Callable[[], list[Path]]  # ends a save: writes what is left to write, and returns all files
+Bundle = list[tuple[str, Tensor]]  # weights of one file, by name
+Written = Callable[[], list[Path]]  # finishes a save, and returns all files
 FILE_BYTES = 5 * 10**9
-# old weights, of any framework, and what describes the old model
+# weights of any framework, and the description of the old model
 _NOT_COPIED = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", "readme.md")
 
 
 def hf_tensors(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor) on rank 0, nothing on the others. Collective: iterate to the end.
+    """Yield (Hugging Face name, full tensor) on rank 0, nothing on other ranks. Collective: iterate to the end.
 
-    Adapters are in the weights that they stand beside.
+    Adapters are merged into the weights.
     """
-    engine.memory.check("its weights", Part.WEIGHTS)
-    engine.settle()
+    engine.memory.check("export its weights", Part.WEIGHTS)
+    engine.wait_for_weights()
     return engine.weights.whole_tensors([unwrapped(chunk) for chunk in engine.chunks])
 
 
-def hf_tensors_everywhere(engine: MegatronEngine, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `hf_tensors` does on every rank; `shapes` are those of all."""
-    engine.settle()
+def hf_tensors_on_all_ranks(engine: MegatronEngine, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, full tensor) on every rank; `shapes` are those of all tensors. Collective."""
+    engine.wait_for_weights()
     return engine.weights.whole_tensors([unwrapped(chunk) for chunk in engine.chunks], shapes)
 
 
 def weight_buckets(
     engine: MegatronEngine, memories: Sequence[BucketMemory], model_dtype: torch.dtype, limit: int = BUCKET_BYTES
 ) -> Iterator[tuple[BucketMemory, bool]]:
-    """Yield the weights on rank 0 as `bucketed` does, and nothing on the others. Collective: iterate to the end."""
+    """Yield the weights in buckets (see `bucketed`) on rank 0, nothing elsewhere. Collective: iterate to the end."""
     return bucketed(hf_tensors(engine), memories, model_dtype, limit)
 
 
 def save_adapter(engine: MegatronEngine, directory: Path, *, later: bool = False) -> Written:
-    """Write the adapters of a LoRA student as `peft` does; return the files. Collective; rank 0 writes.
+    """Save the adapters in `peft`'s format on rank 0; return a callable for the files. Collective.
 
-    With `later`, copies are taken, and written as the answer is called.
+    With `later`, only copy the adapters; the callable writes them.
     """
     adapters = engine.adapters
     assert adapters is not None
-    engine.memory.check("its adapters", Part.WEIGHTS)
-    engine.settle()
+    engine.memory.check("export its adapters", Part.WEIGHTS)
+    engine.wait_for_weights()
     state = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in adapters.tensors()}
     plan = adapters.plan
     config = adapter_files.adapter_config(engine.plan.model.path, plan.rank, plan.alpha, plan.targets)
@@ -66,9 +66,9 @@ def save_adapter(engine: MegatronEngine, directory: Path, *, later: bool = False
         if not state:
             return []
         directory.mkdir(parents=True, exist_ok=True)
-        beside = directory / adapter_files.CONFIG
-        beside.write_text(json.dumps(config, indent=2) + "\n")
-        return [beside, _write_tensors(state, directory / adapter_files.WEIGHTS, beside)]
+        config_file = directory / adapter_files.CONFIG
+        config_file.write_text(json.dumps(config, indent=2) + "\n")
+        return [config_file, _write_tensors(state, directory / adapter_files.WEIGHTS, config_file)]
 
     return write if later else partial(list, write())
 
@@ -80,12 +80,11 @@ def save_hf(
     later: bool = False,
     amended: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> Written:
-    """Write a Hugging Face model directory that `transformers` and vLLM load; return the files. Collective.
+    """Save a Hugging Face model directory for `transformers` and vLLM; return a callable for the files. Collective.
 
-    Rank 0 writes, one file after the other, and has room for one of them. With `later`, it takes a copy of the whole
-    model, which is written as the answer is called. Configuration (`amended`) and tokenizer files are those of the
-    model the engine was loaded from; its README.md is not copied. OSError where a file cannot be written; the caller
-    then deals with the unfinished directory.
+    Rank 0 writes one file after another, and holds one in memory. With `later`, it only copies the whole model, and the
+    callable writes it. The config.json of the loaded model is edited by `amended`; tokenizer files are copied, its
+    README.md is not. Raises OSError if a file cannot be written; the caller removes the unfinished directory.
     """
     bundles: Iterable[Bundle] = _bundles(engine, FILE_BYTES)
     write = partial(_write_hf, Path(engine.plan.model.path), directory, list(bundles) if later else bundles, amended)
@@ -93,7 +92,7 @@ def save_hf(
 
 
 def _bundles(engine: MegatronEngine, size: int) -> Iterator[Bundle]:
-    """Yield the weights on rank 0, copied into the host's memory, `size` bytes or one tensor at a time. Collective."""
+    """Yield host copies of the weights on rank 0 in bundles of at most `size` bytes, or one tensor. Collective."""
     bundle: Bundle = []
     held = 0
     for name, tensor in hf_tensors(engine):
@@ -109,13 +108,13 @@ def _bundles(engine: MegatronEngine, size: int) -> Iterator[Bundle]:
 def _write_hf(
     source: Path, directory: Path, bundles: Iterable[Bundle], amended: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> list[Path]:
-    """Write a model directory from the one at `source` and other weights; return its files. None without weights."""
+    """Write a model directory with the files of `source` and new weights; return its files, [] without weights."""
     files: list[Path] = []
-    places: dict[str, int] = {}  # name of a tensor -> number of its file
+    places: dict[str, int] = {}  # tensor name -> index of its file
     size = 0
     for bundle in bundles:
         if not files:
-            _write_beside_weights(source, directory, str(bundle[0][1].dtype), amended)
+            _copy_model_files(source, directory, str(bundle[0][1].dtype), amended)
         places |= {name: len(files) for name, _ in bundle}
         size += sum(tensor.nbytes for _, tensor in bundle)
         file = directory / f"part-{len(files)}.safetensors"
@@ -132,7 +131,7 @@ def _write_hf(
     return [file for file in directory.iterdir() if file.is_file()]
 
 
-def _write_beside_weights(
+def _copy_model_files(
     source: Path, directory: Path, dtype: str, amended: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
     directory.mkdir(parents=True, exist_ok=True)
@@ -145,7 +144,7 @@ def _write_beside_weights(
 
 
 def _write_tensors(tensors: dict[str, Tensor], file: Path, config: Path) -> Path:
-    """Write a safetensors file that may be read by those who may read `config`; by itself it is the owner's alone."""
+    """Write a safetensors file with the permissions of `config`; by default only the owner could read it."""
     save_file(tensors, file, metadata={"format": "pt"})
     shutil.copymode(config, file)
     return file

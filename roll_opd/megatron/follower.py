@@ -1,7 +1,7 @@
-"""A model whose weights follow those of one that learns: copies of it, or a moving average.
+"""Engine of a self-distillation teacher: a copy or an exponential moving average of the student's weights.
 
-The average is kept in f32, whatever the model computes in. It is taken number by number, so that it has the same bits
-in every layout.
+The average is kept in f32 for every model dtype, and computed elementwise, so that its bits do not depend on the
+layout.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,13 +15,13 @@ from roll_opd.config.plan import FollowingPlan
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import Written, save_hf
 from roll_opd.megatron.model import unwrapped
-from roll_opd.megatron.weights.model_weights import Arriving
-from roll_opd.megatron.weights.source import Files
+from roll_opd.megatron.weights.model_weights import StreamedLoad
+from roll_opd.megatron.weights.source import FileSource
 from roll_opd.models.device_phases import Part
 
 
 class MegatronFollower(MegatronEngine):
-    """A model that computes log-probs and takes over another one's weights."""
+    """Frozen model whose weights are updated from the student's."""
 
     plan: FollowingPlan
 
@@ -29,30 +29,30 @@ class MegatronFollower(MegatronEngine):
         super().__init__(plan, seed=seed, deterministic=deterministic)
         self._models: list[torch.nn.Module] = [unwrapped(chunk) for chunk in self.chunks]
         self._parameters = list(dict.fromkeys(p for model in self._models for p in model.parameters()))
-        self._average_of: dict[Tensor, Tensor] = {}  # of each parameter, where it is another than the parameter
-        self._arriving: Arriving | None = None
+        self._average_of: dict[Tensor, Tensor] = {}  # parameter -> f32 average, for models of another dtype
+        self._load: StreamedLoad | None = None
         if plan.ema_decay and plan.model.dtype != "fp32":
             self._average_of = {p: torch.empty_like(p, dtype=torch.float32) for p in self._parameters}
             self.load(Path(plan.model.path))
 
     def follow(self, weights: Mapping[str, Tensor], *, last: bool) -> None:
-        """Make each weight `decay` times itself and for the rest that of `weights`, whole and by Hugging Face's names.
+        """Update the average: decay · own + (1 - decay) · `weights`, full tensors by Hugging Face name.
 
-        They come in parts, of which one is the `last`. A model that is equal to `weights` already stays it, to the bit.
+        The weights arrive in parts, up to the `last` one. A model equal to `weights` does not change, to the bit.
         """
-        self.memory.check("its weights", Part.WEIGHTS)
-        self._arriving = self._arriving or Arriving(self.weights, self._models, self._take_over)
-        self._arriving.take(weights)
+        self.memory.check("update its weights", Part.WEIGHTS)
+        self._load = self._load or StreamedLoad(self.weights, self._models, self._average)
+        self._load.add(weights)
         if last:
-            self._arriving.end()
-            self._arriving = None
+            self._load.finish()
+            self._load = None
 
-    def _take_over(self, parameter: Tensor, theirs: Tensor) -> None:
+    def _average(self, parameter: Tensor, theirs: Tensor) -> None:
         average = self._average_of.get(parameter)
         own = parameter.data if average is None else average
         theirs = theirs.to(own)
-        if self.plan.ema_decay and isinstance(parameter, torch.nn.Parameter):  # biases of routers are copied
-            # three roundings of each number, and no fused one, which vectors have and what is left of them has not
+        if self.plan.ema_decay and isinstance(parameter, torch.nn.Parameter):  # expert biases of routers are copied
+            # three separate roundings: a fused multiply-add would differ between vector and remainder elements
             own.add_((theirs - own).mul_(1 - self.plan.ema_decay))
         else:
             own.copy_(theirs)
@@ -60,14 +60,14 @@ class MegatronFollower(MegatronEngine):
             parameter.data.copy_(average)
 
     def save(self, directory: Path, *, later: bool = False) -> Written:
-        """Do what `save_hf` does, of averages in f32."""
-        with self._in_full():
+        """Save the averages in f32; see `save_hf`."""
+        with self._averages_as_weights():
             return save_hf(self, directory, later=later)
 
     def load(self, directory: Path) -> None:
-        """Put back what `save` wrote, in this or another layout. Collective."""
-        with self._in_full():
-            with Files(directory) as files:
+        """Load averages saved in any layout. Collective."""
+        with self._averages_as_weights():
+            with FileSource(directory) as files:
                 self.weights.load(self._models, files)
 
     def _tensors(self) -> dict[Part, list[Tensor]]:
@@ -76,9 +76,9 @@ class MegatronFollower(MegatronEngine):
         return tensors
 
     @contextmanager
-    def _in_full(self) -> Iterator[None]:
-        """Have averages, where they are apart, stand in for the weights; afterwards these are the averages, rounded."""
-        self.memory.check("its weights", Part.WEIGHTS)
+    def _averages_as_weights(self) -> Iterator[None]:
+        """Use the f32 averages as weights inside the `with` block; round them to the weights afterwards."""
+        self.memory.check("use its weights", Part.WEIGHTS)
         rounded = [parameter.data for parameter in self._parameters]
         for parameter, own in zip(self._parameters, rounded, strict=True):
             parameter.data = self._average_of.get(parameter, own)

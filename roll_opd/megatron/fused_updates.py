@@ -1,7 +1,7 @@
-"""Gradients of weights, their norm and AdamW on GPUs by torch, for Megatron without Apex and Transformer Engine.
+"""Fused weight gradients, gradient norm and AdamW on GPUs with torch operations, without Apex or Transformer Engine.
 
-Otherwise Megatron adds a weight's gradient in two more passes, waits for the GPU once a parameter to know the norm
-of the gradients, and runs AdamW in some ten passes.
+Megatron's fallbacks take two more passes per weight gradient, one synchronisation per parameter for the gradient norm,
+and about ten passes for AdamW.
 """
 
 from collections.abc import Sequence
@@ -14,26 +14,26 @@ from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_s
 from torch import Tensor
 
 
-class WeightGradients:
-    """Stands in for Apex's module of the same functions: a weight's gradient is added to the f32 one by the product."""
+class WeightGradientKernels:
+    """Replacement of Apex's module of the same functions: the matrix product accumulates into the f32 gradient."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(input_nI: Tensor, grad_nO: Tensor, total_OI: Tensor) -> None:
         """Add grad.T @ input to `total_OI`."""
-        if len(input_nI):  # an expert may have no tokens
+        if len(input_nI):  # experts may have no tokens
             torch.addmm(total_OI, grad_nO.t(), input_nI, out_dtype=torch.float32, out=total_OI)
 
 
-def add_gradients_in_products() -> None:
-    """Let Megatron's linear layers have `gradient_accumulation_fusion` in this process, for bf16 and fp16 on a GPU."""
+def fuse_weight_gradients() -> None:
+    """Enable `gradient_accumulation_fusion` of Megatron's linear layers in this process, for bf16 and fp16 on a GPU."""
     megatron: Any = layers
     if not megatron._grad_accum_fusion_available:
-        megatron.fused_weight_gradient_mlp_cuda = WeightGradients
+        megatron.fused_weight_gradient_mlp_cuda = WeightGradientKernels
         megatron._grad_accum_fusion_available = True
 
 
-def norm_in_one_pass() -> None:
-    """Have Megatron compute the norm of the gradients, and scale them, without waiting in between."""
+def fuse_gradient_norm() -> None:
+    """Replace Megatron's norm and scaling of gradients by versions without a synchronisation per parameter."""
     megatron: Any = clip_grads
     if megatron.l2_norm_impl is local_multi_tensor_l2_norm:
         megatron.l2_norm_impl = _norm
@@ -48,15 +48,15 @@ def _norm(_chunk: int, _flag: Tensor, tensor_lists: Sequence[list[Tensor]], *_: 
 
 
 def _scale(_chunk: int, _flag: Tensor, tensor_lists: Sequence[list[Tensor]], scale: float) -> None:
-    """Write the first tensors times `scale` to the second ones."""
+    """Write the first list of tensors times `scale` to the second list."""
     sources, targets = tensor_lists
     if targets is not sources:
         torch._foreach_copy_(targets, sources)
     torch._foreach_mul_(targets, scale)
 
 
-def fuse(optimizer: Any) -> None:
-    """Have torch's AdamW update weights and moments on a GPU in one pass; other optimizers are left as they are."""
+def fuse_adamw(optimizer: Any) -> None:
+    """Switch torch's AdamW on a GPU to its fused implementation; other optimizers are unchanged."""
     if isinstance(optimizer, torch.optim.AdamW):
         for group in optimizer.param_groups:
             if all(parameter.is_cuda for parameter in group["params"]):

@@ -35,7 +35,7 @@ class OutputHead:
     hidden_mE: Tensor
     targets_m: Tensor  # int64, the tokens that the hidden states predict
     vocab: VocabShard
-    cut: TokenOwners | None = None  # None: m is M
+    owners: TokenOwners | None = None  # None: m is M
 
     @property
     def device(self) -> torch.device:
@@ -85,19 +85,19 @@ class OutputHead:
 
     def at(self, rows_R: Tensor) -> "OutputHead":
         """Return this head at R of its M tokens, int64 [R]."""
-        rows_r = rows_R if self.cut is None else self.cut.mine_among(rows_R)
+        rows_r = rows_R if self.owners is None else self.owners.mine_among(rows_R)
         return replace(
             self,
             hidden_mE=self.hidden_mE.index_select(0, rows_r),
             targets_m=self.targets_m[rows_r],
-            cut=self.cut and self.cut.at(rows_R),
+            owners=self.owners and self.owners.at(rows_R),
         )
 
     def _select(self, values_M: Tensor) -> Tensor:
-        return values_M if self.cut is None else values_M[self.cut.mine_M]
+        return values_M if self.owners is None else values_M[self.owners.mine_M]
 
     def _gather(self, values_m: Tensor) -> Tensor:
-        return values_m if self.cut is None else self.cut.whole(values_m)
+        return values_m if self.owners is None else self.owners.whole(values_m)
 
 
 def gradient_buffer(weight: Tensor) -> Tensor | None:

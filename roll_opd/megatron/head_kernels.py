@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-"""Triton kernels of the output head: the softmax of logits in one pass over them, forward and backward.
+"""Triton kernels of the output head: softmax statistics and log-prob gradients in one pass over the logits.
 
 torch's operations need six passes over the f32 logits forward and eight backward, which took half as long as the head's
-products on an H100. Import this where a GPU is used: Triton compiles each kernel at its first call.
+matrix products on an H100. Import this module only on GPUs: Triton compiles each kernel at its first call.
 
 Legend: C tokens of a chunk, V vocabulary columns.
 """
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # columns at a time
+BLOCK = 4096  # columns per iteration
 _WARPS = 8
 
 
@@ -22,7 +22,7 @@ _WARPS = 8
 def _peaks_kernel(logits, peaks, sums, columns, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
-    # lane by lane, so that nothing is exchanged before the end; finite, so that no difference of infinities arises
+    # per lane, reduced only at the end; finite, so that no difference of infinities arises
     peak = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, columns, BLOCK):
@@ -50,7 +50,7 @@ def _gradient_kernel(logits, out, normalisers, grads, targets, columns, stride, 
 
 
 def peaks_and_sums(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's largest logit, f32 [C], and Σ exp(logit - largest), f64 [C]. Leaves `logits_CV` as it is."""
+    """Return each row's largest logit, f32 [C], and Σ exp(logit - largest), f64 [C]; `logits_CV` is not modified."""
     rows, columns = logits_CV.shape
     peaks_C = torch.empty(rows, dtype=torch.float32, device=logits_CV.device)
     sums_C = torch.empty(rows, dtype=torch.float64, device=logits_CV.device)
@@ -62,19 +62,19 @@ def peaks_and_sums(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
 def logprob_gradient(
     logits_CV: Tensor, log_normaliser_C: Tensor, grad_C: Tensor, target_C: Tensor, scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """Return the gradient of raw logits f32 [C, V] for `grad_C`, f32, of the targets' log-probs, in `dtype`.
+    """Return the gradient of raw f32 logits [C, V], in `dtype`, from the gradient `grad_C`, f32, of the log-probs.
 
     Args:
-        log_normaliser_C: f64, of the logits times `scale`.
-        target_C: int64, column numbers; those outside of 0 to V - 1 are another rank's.
-        scale: the inverse temperature.
+        log_normaliser_C: f64, of logits · `scale`.
+        target_C: int64, columns of the targets; columns outside of 0 to V - 1 are on other ranks.
+        scale: inverse temperature.
     """
     rows, columns = logits_CV.shape
     out_CV = torch.empty(rows, columns, dtype=dtype, device=logits_CV.device)
     if rows:
-        of_rows = log_normaliser_C.contiguous(), grad_C.contiguous(), target_C.contiguous()
+        rowwise = log_normaliser_C.contiguous(), grad_C.contiguous(), target_C.contiguous()
         grid = (rows, triton.cdiv(columns, BLOCK))
-        _launched(_gradient_kernel, grid, logits_CV, out_CV, *of_rows, columns, logits_CV.stride(0), columns, scale)
+        _launched(_gradient_kernel, grid, logits_CV, out_CV, *rowwise, columns, logits_CV.stride(0), columns, scale)
     return out_CV
 
 

@@ -1,7 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), over packed sequences.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) over packed sequences.
 
-Keys and values of all heads are made from one narrow vector a token, and a part of each key, the rotated one, is the
-same in all heads. They are written out here, so that attention itself is that of the other models.
+Keys and values of all heads are projected from one latent vector per token; the rotated part of a key is shared by all
+heads. Keys and values are materialised here, so that `PackedAttention` computes the attention.
 
 Legend: n packed tokens of this context rank, s of them on this tensor rank (sequence parallelism), E hidden size, H
 local heads, D width of a query or key, R of its rotated part, W width of a value, C width of the latent vector.
@@ -27,27 +27,27 @@ from transformers import PretrainedConfig
 from roll_opd.megatron.attention import PackedAttention
 from roll_opd.megatron.batches import PackedSequences
 from roll_opd.megatron.local_layers import LocalRMSNorm
-from roll_opd.megatron.rotary import latent_scaling, turned
+from roll_opd.megatron.rotary import latent_scaling, rotate
 
-NORM_EPSILON = 1e-6  # of the latent vectors' norms: Hugging Face's, whatever rms_norm_eps is
+NORM_EPSILON = 1e-6  # of the norms of latent vectors, as in transformers, independent of rms_norm_eps
 
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """What a config.json says of latent attention."""
+    """Sizes of latent attention from config.json."""
 
-    query_rank: int | None  # None: queries are made from hidden states
+    query_rank: int | None  # None: queries are projected from hidden states directly
     rank: int
-    plain: int  # width of the part of queries and keys that is not rotated
+    plain: int  # width of the unrotated part of queries and keys
     rotated: int
     value: int
-    interleaved: bool  # the two numbers that are rotated into each other stand side by side
+    interleaved: bool  # the two elements of a rotated pair are adjacent
     rotated_factor: float
     scale: float  # of scores
 
 
 def latent_sizes(hf_config: PretrainedConfig) -> LatentSizes | None:
-    """Return the sizes of a model with latent attention, None of the others."""
+    """Return the sizes of latent attention, or None for models without it."""
     if not hasattr(hf_config, "kv_lora_rank"):
         return None
     factor, scale = latent_scaling(hf_config)
@@ -64,12 +64,12 @@ def latent_sizes(hf_config: PretrainedConfig) -> LatentSizes | None:
 
 
 def latent_attention(linear_proj: Any) -> ModuleSpec:
-    """Return the spec of a layer's attention, whose output projection is of the class `linear_proj`."""
+    """Return the module spec of latent attention with an output projection of class `linear_proj`."""
     return ModuleSpec(module=LatentSelfAttention, params={"linear_proj": linear_proj})
 
 
-class Narrowing(torch.nn.Linear):
-    """A linear layer that every tensor rank has the whole of; with sequence parallelism each reads its own tokens."""
+class DownProjection(torch.nn.Linear):
+    """Linear layer replicated on all tensor ranks; with sequence parallelism each rank applies it to its tokens."""
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         device = torch.cuda.current_device()
@@ -78,12 +78,12 @@ class Narrowing(torch.nn.Linear):
         weight.sequence_parallel = config.sequence_parallel
 
 
-def _widening(options: dict[str, Any], inputs: int, outputs: int) -> ColumnParallelLinear:
+def _up_projection(options: dict[str, Any], inputs: int, outputs: int) -> ColumnParallelLinear:
     return ColumnParallelLinear(inputs, outputs, **options, gather_output=False, skip_bias_add=False)
 
 
 class LatentSelfAttention(MegatronModule):
-    """Megatron's `self_attention` of a layer, with the sizes in `config.latent`."""
+    """Latent attention in place of a layer's `self_attention`, with the sizes in `config.latent`."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, linear_proj: Any, attn_mask_type: Any = None, **groups: Any
@@ -94,14 +94,14 @@ class LatentSelfAttention(MegatronModule):
         self.local_heads = heads // config.tensor_model_parallel_size
         width = sizes.plain + sizes.rotated
         options: dict[str, Any] = {"config": config, "init_method": config.init_method, "bias": False}
-        widening = partial(_widening, options)
+        widening = partial(_up_projection, options)
         if sizes.query_rank:
-            self.linear_q_down_proj = Narrowing(config, config.hidden_size, sizes.query_rank)
+            self.linear_q_down_proj = DownProjection(config, config.hidden_size, sizes.query_rank)
             self.q_layernorm = LocalRMSNorm(config, sizes.query_rank, NORM_EPSILON)
             self.linear_q_up_proj = widening(sizes.query_rank, heads * width)
         else:
             self.linear_q_proj = widening(config.hidden_size, heads * width)
-        self.linear_kv_down_proj = Narrowing(config, config.hidden_size, sizes.rank + sizes.rotated)
+        self.linear_kv_down_proj = DownProjection(config, config.hidden_size, sizes.rank + sizes.rotated)
         self.kv_layernorm = LocalRMSNorm(config, sizes.rank, NORM_EPSILON)
         self.linear_kv_up_proj = widening(sizes.rank, heads * (sizes.plain + sizes.value))
         self.core_attention = PackedAttention(config, layer_number, attn_mask_type, "self", sizes.scale)
@@ -118,7 +118,7 @@ class LatentSelfAttention(MegatronModule):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [s, 1, E]; `rotary_pos_emb` f32 [n, 1, 1, R] are the tokens' own."""
+        """Return [s, 1, E]; `rotary_pos_emb` f32 [n, 1, 1, R] has a row per token."""
         query_nHD = self._queries(hidden_s1E, rotary_pos_emb)
         key_nHD, value_nHW = self._keys_and_values(hidden_s1E, rotary_pos_emb)
         attend: Any = partial(self.core_attention, packed_seq_params=packed_seq_params)
@@ -135,24 +135,24 @@ class LatentSelfAttention(MegatronModule):
         else:
             wide_n1X, _ = self.linear_q_proj(hidden_s1E)
         plain, rotated = self._by_head(wide_n1X).split([self.sizes.plain, self.sizes.rotated], -1)
-        return torch.cat([plain, self._turned(rotated, frequencies)], -1)
+        return torch.cat([plain, self._rotated(rotated, frequencies)], -1)
 
     def _keys_and_values(self, hidden_s1E: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
         sizes = self.sizes
         latent_s1C, rotated_s1R = self.linear_kv_down_proj(hidden_s1E).split([sizes.rank, sizes.rotated], -1)
         wide_n1X, _ = self.linear_kv_up_proj(self.kv_layernorm(latent_s1C))
         plain, value_nHW = self._by_head(wide_n1X).split([sizes.plain, sizes.value], -1)
-        # its gradient comes from the heads of all tensor ranks
+        # the gradient is summed over the heads of all tensor ranks
         if self.config.sequence_parallel:
             rotated_n1R = gather_from_sequence_parallel_region(rotated_s1R, tensor_parallel_output_grad=True)
         else:
             rotated_n1R = copy_to_tensor_model_parallel_region(rotated_s1R)
-        of_all_heads = self._turned(rotated_n1R, frequencies).expand(-1, self.local_heads, -1)
+        of_all_heads = self._rotated(rotated_n1R, frequencies).expand(-1, self.local_heads, -1)
         return torch.cat([plain, of_all_heads], -1), value_nHW
 
     def _by_head(self, wide_n1X: Tensor) -> Tensor:
         return wide_n1X[:, 0].unflatten(-1, (self.local_heads, -1))
 
-    def _turned(self, t_nHR: Tensor, frequencies: Tensor) -> Tensor:
-        found = turned(t_nHR, frequencies, interleaved=self.sizes.interleaved)
+    def _rotated(self, t_nHR: Tensor, frequencies: Tensor) -> Tensor:
+        found = rotate(t_nHR, frequencies, interleaved=self.sizes.interleaved)
         return found if self.sizes.rotated_factor == 1.0 else found * self.sizes.rotated_factor

@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TOKENS = 32  # of a program, which has one head of them
+TOKENS = 32  # per program, which computes one head
 
 
 @triton.jit
 def _column(head, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
-    """Return the first column of a head; heads are numbered queries first, then keys, then values."""
+    """Return the first column of a head; heads are numbered over queries, then keys, then values."""
     each: tl.constexpr = H // G
     of_query = head // each * (each + 2) + head % each
     of_key = (head - H) * (each + 2) + each
@@ -91,7 +91,7 @@ def _qkv_backward_kernel(
             inverse = inverse[:, None]
             x_first *= inverse
             x_second *= inverse
-            # the weight's gradient: this program's share, summed by torch
+            # this program's part of the weight's gradient; torch sums the parts
             share = of_weights + (head * tl.num_programs(0) + block) * D + tl.arange(0, HALF)
             known = tl.arange(0, HALF) < D // 2
             tl.store(share, tl.sum(first * x_first, 0), mask=known)
@@ -107,10 +107,10 @@ def _qkv_backward_kernel(
         tl.store(target + D // 2, second.to(kind), mask=mask)
 
 
-class NormedAndTurned(torch.autograd.Function):
-    """Queries [n, H, D] and keys [n, G, D], normed and rotated, and values, a view, from a projection [n, X].
+class NormAndRotate(torch.autograd.Function):
+    """Split a projection [n, X] into normed and rotated queries [n, H, D] and keys [n, G, D], and a view of the values.
 
-    Weights are None where the heads have no norm; cosines and sines are f32 [n, D/2].
+    Weights are None for heads without a norm; cosines and sines are f32 [n, D/2].
     """
 
     @staticmethod
@@ -164,7 +164,7 @@ class NormedAndTurned(torch.autograd.Function):
 
 
 def _pointers(mixed_nX: Tensor, *weights_D: Tensor | None) -> list[Tensor]:
-    """Return the weights, or something in their place where there are none: it is not read."""
+    """Return the weights; a missing one is replaced by `mixed_nX`, which the kernel does not read."""
     return [mixed_nX if weight is None else weight for weight in weights_D]
 
 
@@ -174,7 +174,7 @@ def _constants(sizes: tuple[int, int, int], weight: Tensor | None) -> dict[str, 
     return {"H": heads, "G": groups, "D": width, "HALF": half, "TOKENS": TOKENS, "NORM": weight is not None}
 
 
-BLOCK = 1024  # columns of a program, which has one token of them
+BLOCK = 1024  # columns per program, which computes one token
 
 
 @triton.jit
@@ -201,7 +201,7 @@ def _swiglu_backward_kernel(both, grad, grad_both, width, BLOCK: tl.constexpr):
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu of the first half of the columns times the second: [n, 1, 2I] -> [n, 1, I]."""
+    """silu(first half of the columns) * second half: [n, 1, 2I] -> [n, 1, I]."""
 
     @staticmethod
     def forward(ctx: Any, both_nX: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""What every trained model shares: Megatron's optimizer and schedule around an engine, and one safe update."""
+"""Trainable engine: Megatron's optimizer and learning-rate schedule, and one optimizer update from a mini-batch.
+
+An update with a non-finite loss or gradient is skipped on all ranks.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,33 +19,42 @@ from roll_opd.config.plan import OptimizerPlan, TrainPlan
 from roll_opd.megatron import parallel
 from roll_opd.megatron.batches import PackedBatch
 from roll_opd.megatron.engine import LossFunction, MegatronEngine
-from roll_opd.megatron.fused_updates import fuse
+from roll_opd.megatron.fused_updates import fuse_adamw
 from roll_opd.megatron.model import DTYPES, unwrapped
-from roll_opd.megatron.router import RouterLosses, begin_counts, disagreement, expert_layers, has_losses, update_biases
+from roll_opd.megatron.router import (
+    RouterLosses,
+    disagreement,
+    expert_layers,
+    has_losses,
+    reset_expert_counts,
+    update_biases,
+)
 from roll_opd.models.device_phases import Part
 from roll_opd.samples.sample import Sample
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer update did, on this rank."""
+    """Result of one optimizer update on this rank."""
 
-    assigned: list[list[int]]  # sample numbers of each micro-batch
-    reports: list[dict[str, Any]]  # the loss function's, one a micro-batch; none where another rank returns them
+    assigned: list[list[int]]  # sample indices of each micro-batch
+    reports: list[
+        dict[str, Any]
+    ]  # of the loss function, one per micro-batch; empty on ranks that do not return results
     grad_norm: float
     learning_rate: float
-    applied: bool  # False: a loss or gradient was not finite and the weights were left alone
-    of_routers: dict[str, float] = field(default_factory=dict)  # of a mixture of experts, sums of this model replica
+    applied: bool  # False: skipped because of a non-finite loss or gradient
+    router_sums: dict[str, float] = field(default_factory=dict)  # of a mixture of experts, over the model replica
 
     @property
     def sums(self) -> dict[str, float]:
-        """Return Σ over this rank's micro-batches of the entries that their reports have under `sums`."""
+        """Sums over this rank's micro-batches of the `sums` in their reports."""
         sums = [report["sums"] for report in self.reports]
         added = {name: float(sum(tensors[name].double() for tensors in sums)) for name in (sums[0] if sums else ())}
-        return added | (self.of_routers if self.reports else {})
+        return added | (self.router_sums if self.reports else {})
 
     def by_sample(self, name: str) -> dict[int, Any]:
-        """Return sample number -> its entry of the report lists called `name`."""
+        """Return sample index -> its entry in the report lists `name`."""
         return {
             number: values
             for numbers, report in zip(self.assigned, self.reports, strict=False)
@@ -51,7 +63,7 @@ class Update:
 
 
 class MegatronLearner(MegatronEngine):
-    """A model with an optimizer. Subclasses say what it learns from."""
+    """Model with an optimizer. Subclasses define the loss."""
 
     trainable = True
     plan: TrainPlan
@@ -69,19 +81,19 @@ class MegatronLearner(MegatronEngine):
         )
         self.chunks = [DistributedDataParallel(config, ddp_config, chunk) for chunk in self.chunks]
         self.optimizer = get_megatron_optimizer(_optimizer_config(plan), list(self.chunks))
-        for each in chained(self.optimizer):
-            fuse(each.optimizer)
+        for each in optimizers_of(self.optimizer):
+            fuse_adamw(each.optimizer)
         self.scheduler = _scheduler(self.optimizer, plan.optimizer)
         if plan.optimizer.overlap_grad_reduce:
             self._overlap(config)
         self.router_losses: RouterLosses = config.router_losses  # type: ignore[attr-defined]
         config.routing_replay.replays = plan.router_replay == "R3"  # type: ignore[attr-defined]
-        self._of_routers: dict[str, float] = {}
+        self._router_sums: dict[str, float] = {}
         config.grad_scale_func = self.optimizer.scale_loss
-        # The token count that the schedule passes along is not needed: losses are divided already.
+        # without the schedule's token count: losses are divided already
         config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(chunks)
 
-    def _learn(
+    def _update(
         self,
         samples: Sequence[Sample],
         loss: LossFunction,
@@ -89,25 +101,25 @@ class MegatronLearner(MegatronEngine):
         group_size: int = 1,
         assigned: list[list[int]] | None = None,
     ) -> Update:
-        """Make one optimizer update from the whole mini-batch. Collective.
+        """Make one optimizer update from a mini-batch. Collective.
 
-        `loss` returns a micro-batch's share of the loss, divided by the global count already, and a report: `sums` of
-        tensors, the loss under `weighted_loss` among them, and lists with an entry a sequence. `group_size` consecutive
-        samples are kept in one micro-batch. With `assigned`, micro-batches of numbers of `samples`, these are this
-        rank's share alone.
+        `loss` returns a micro-batch's part of the loss, already divided by the global count, and a report: `sums` of
+        tensors, including the loss as `weighted_loss`, and lists with an entry per sequence. `group_size` consecutive
+        samples stay in one micro-batch. With `assigned`, micro-batches as indices of `samples`, `samples` are only this
+        rank's shard.
         """
-        self.memory.check("an update", *Part)
+        self.memory.check("update", *Part)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        begin_counts(self.chunks)
+        reset_expert_counts(self.chunks)
         if assigned is None:
             assigned = self._assigned(samples, self.plan.train_limits, group_size)
         reports = self._run(samples, assigned, temperature, loss, forward_only=False)
-        if not assigned:  # no sample here, but the other ranks wait for this one's (zero) gradient
+        if not assigned:  # no samples on this rank, but the other ranks wait for its (zero) gradient
             finalize_model_grads(list(self.chunks))
 
-        finite = self._everywhere_finite(reports)
+        finite = self._all_finite(reports)
         self.scheduler.step(1)
         grad_norm = float("nan")
         applied = False
@@ -122,24 +134,26 @@ class MegatronLearner(MegatronEngine):
             grad_norm=grad_norm,
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
             applied=bool(applied),
-            of_routers=self._of_routers,
+            router_sums=self._router_sums,
         )
 
     def _tensors(self) -> dict[Part, list[Tensor]]:
-        """Return weights, gradients and optimizer state; a buffer's own tensor has its padding, too."""
+        """Return weights, gradients and optimizer state, buffers with their padding."""
         tensors = super()._tensors()
         buffers = [buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
         tensors[Part.WEIGHTS] += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
         tensors[Part.GRADIENTS] = [buffer.grad_data for buffer in buffers]
-        optimizers = [each.optimizer for each in chained(self.optimizer) if each.optimizer]
+        optimizers = [each.optimizer for each in optimizers_of(self.optimizer) if each.optimizer]
         masters = [weight for each in optimizers for group in each.param_groups for weight in group["params"]]
         moments = [value for each in optimizers for values in each.state.values() for value in values.values()]
         tensors[Part.OPTIMIZER] = [value for value in masters + moments if isinstance(value, Tensor)]
         return tensors
 
     def _overlap(self, config: Any) -> None:
-        """Have gradients reduced, and parameters gathered, while something else is computed."""
-        self._meets_in_micro_batches = True  # in the last one, and in the first one after an update
+        """Overlap gradient reduction and parameter gathering with computation."""
+        self._needs_equal_micro_batches = (
+            True  # collectives run in the last micro-batch, and in the first one after an update
+        )
         no_syncs = [chunk.no_sync for chunk in self.chunks]
         config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
         model: Any = unwrapped(self.chunks[-1])
@@ -148,15 +162,15 @@ class MegatronLearner(MegatronEngine):
             groups = self.chunks[-1].param_to_bucket_group
             model.before_head = lambda weight: groups[weight].finish_param_sync() if weight in groups else None
 
-    def settle(self) -> None:
-        """Wait for parameters that are still being gathered after an update. Collective."""
+    def wait_for_weights(self) -> None:
+        """Wait until parameters are gathered after an update. Collective."""
         for chunk in self.chunks if self.plan.optimizer.overlap_param_gather else ():
             chunk.start_param_sync(force_sync=True)
 
     def _before_run(self, packed: Sequence[PackedBatch]) -> None:
-        """Count all ranks' tokens, which the routers' own losses are divided by."""
-        if self.adapters:  # these are read by hooks, which Megatron's own do not see
-            self.settle()
+        """Count the tokens of all ranks, the denominator of the routers' auxiliary losses."""
+        if self.adapters:  # hooks read them, and Megatron's own hooks do not wait for them
+            self.wait_for_weights()
         if not has_losses(self.weights.config):
             return
         padding = [batch.sequences.padding_n for batch in packed]
@@ -165,31 +179,31 @@ class MegatronLearner(MegatronEngine):
         )
         tokens = real.to(self.device, torch.float64)
         dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        self.router_losses.begin(float(tokens))
+        self.router_losses.reset(float(tokens))
 
     def _after_run(self, packed: Sequence[PackedBatch]) -> None:
-        """Add up what the routers of this model replica know of an update."""
+        """Sum the routers' losses and replay counts over this model replica."""
         if not torch.is_grad_enabled():
             return
         config, packs = self.weights.config, [batch.sequences for batch in packed]
-        self._of_routers = self.router_losses.of_replica(config) if has_losses(config) else {}
+        self._router_sums = self.router_losses.replica_sums(config) if has_losses(config) else {}
         if packs[0].routes_n is not None:
-            self._of_routers |= disagreement(packs, expert_layers(config))
+            self._router_sums |= disagreement(packs, expert_layers(config))
 
-    def _everywhere_finite(self, reports: Sequence[dict[str, dict[str, Tensor]]]) -> bool:
-        """Whether every loss and every local gradient is finite, on every rank: all must skip, or none."""
-        found = [report["sums"]["weighted_loss"].isfinite() for report in reports]
+    def _all_finite(self, reports: Sequence[dict[str, dict[str, Tensor]]]) -> bool:
+        """Whether all losses and gradients of all ranks are finite, since all ranks must skip an update or none."""
+        finite = [report["sums"]["weighted_loss"].isfinite() for report in reports]
         for chunk in self.chunks:
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                # not isfinite of each, which takes some bytes a parameter more
-                found += [extreme.isfinite() for extreme in buffer.grad_data.aminmax()]
-        everywhere = torch.stack(found).all().float()  # one wait for the device, not one a loss
-        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
-        return bool(everywhere.item())
+                # min and max: isfinite of all elements would take some bytes per parameter
+                finite += [extreme.isfinite() for extreme in buffer.grad_data.aminmax()]
+        all_finite = torch.stack(finite).all().float()  # one synchronisation for all losses
+        dist.all_reduce(all_finite, op=dist.ReduceOp.MIN)
+        return bool(all_finite.item())
 
 
-def chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the optimizers that one is made of: experts have one of their own."""
+def optimizers_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Return the optimizers in a chain: experts have a separate one."""
     assert isinstance(optimizer, ChainedOptimizer)
     return optimizer.chained_optimizers
 
@@ -213,7 +227,7 @@ def _optimizer_config(plan: TrainPlan) -> OptimizerConfig:
 
 
 def _scheduler(optimizer: MegatronOptimizer, plan: OptimizerPlan) -> OptimizerParamScheduler:
-    """Return Megatron's schedule. Step it before each update, so that the first one has a learning rate above 0."""
+    """Return Megatron's schedule; stepped before each update, so that the first one has a positive learning rate."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=plan.initial_learning_rate,

@@ -29,12 +29,12 @@ class LocalRMSNorm(torch.nn.RMSNorm):
         weight.sequence_parallel = config.sequence_parallel
 
 
-# a pack's frequencies -> cosines and sines, f32 [n, D/2]
-_OF_PACK: Any = WeakTensorKeyDictionary()
+# frequencies of a pack -> cosines and sines, f32 [n, D/2]
+_CACHE: Any = WeakTensorKeyDictionary()
 
 
 def fits(config: TransformerConfig) -> bool:
-    """Whether `DenseLayer` and `PackedSelfAttention` compute what Megatron's layers of this configuration do."""
+    """Whether `DenseLayer` and `PackedSelfAttention` implement this configuration."""
     plain_attention = not (config.rotary_interleaved or config.attention_output_gate or config.no_rope_freq)
     plain_mlp = config.activation_func is functional.silu and config.gated_linear_unit and not config.add_bias_linear
     return (
@@ -49,7 +49,7 @@ def fits(config: TransformerConfig) -> bool:
 
 
 class DenseLayer(TransformerLayer):
-    """A layer over a pack: norm, attention, residual, norm, SwiGLU, residual."""
+    """Transformer layer over a pack: norm, attention, residual, norm, SwiGLU, residual."""
 
     def __call__(self, *args: Any, **settings: Any) -> Any:
         """Skip Megatron's checks for CUDA graphs."""
@@ -58,7 +58,7 @@ class DenseLayer(TransformerLayer):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, context: Tensor | None = None, **given: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [s, 1, E], and `context`; `given` are the pack and its rotary frequencies, among others."""
+        """Return [s, 1, E], and `context`; `given` has the pack and its rotary frequencies."""
         pack = {name: given[name] for name in ("rotary_pos_emb", "packed_seq_params")}
         attended, bias = self.self_attention(self.input_layernorm(hidden_states), **pack)
         hidden_states = hidden_states + (attended if bias is None else attended + bias)
@@ -73,7 +73,7 @@ class DenseLayer(TransformerLayer):
 
 
 class PackedSelfAttention(SelfAttention):
-    """Self-attention over a pack: projection, one kernel for norms and rotation, attention, projection."""
+    """Self-attention over a pack: projection, fused norm and rotation, attention, projection."""
 
     def forward(  # type: ignore[override]
         self,
@@ -84,8 +84,8 @@ class PackedSelfAttention(SelfAttention):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [n, 1, E]; `rotary_pos_emb` f32 [n, 1, 1, D] are the tokens' own."""
-        from roll_opd.megatron.layer_kernels import NormedAndTurned
+        """Return [n, 1, E]; `rotary_pos_emb` f32 [n, 1, 1, D] has a row per token."""
+        from roll_opd.megatron.layer_kernels import NormAndRotate
 
         linear: Any = self.linear_qkv
         attend: Any = self.core_attention
@@ -96,18 +96,18 @@ class PackedSelfAttention(SelfAttention):
             self.hidden_size_per_attention_head,
         )
         weights = [getattr(norm, "weight", None) for norm in (self.q_layernorm, self.k_layernorm)]
-        query_nHD, key_nGD, value_nGD = NormedAndTurned.apply(
-            mixed_n1X.flatten(0, 1), *weights, *turns(rotary_pos_emb), sizes, self.config.layernorm_epsilon
+        query_nHD, key_nGD, value_nGD = NormAndRotate.apply(
+            mixed_n1X.flatten(0, 1), *weights, *cos_sin(rotary_pos_emb), sizes, self.config.layernorm_epsilon
         )
         out_nX = attend(query_nHD, key_nGD, value_nGD, None, packed_seq_params=packed_seq_params)
         output: tuple[Tensor, Tensor | None] = self.linear_proj(out_nX[:, None])
         return output
 
 
-def turns(freqs_n11D: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of a pack, f32 [n, D/2], computed once for all layers."""
-    if freqs_n11D not in _OF_PACK:
+def cos_sin(freqs_n11D: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of a pack, f32 [n, D/2], cached for all layers."""
+    if freqs_n11D not in _CACHE:
         angles = freqs_n11D[:, 0, 0, : freqs_n11D.size(-1) // 2]
-        _OF_PACK[freqs_n11D] = angles.cos().contiguous(), angles.sin().contiguous()
-    found: tuple[Tensor, Tensor] = _OF_PACK[freqs_n11D]
+        _CACHE[freqs_n11D] = angles.cos().contiguous(), angles.sin().contiguous()
+    found: tuple[Tensor, Tensor] = _CACHE[freqs_n11D]
     return found

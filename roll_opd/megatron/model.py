@@ -1,6 +1,6 @@
-"""A Megatron model from a Hugging Face directory, whose forward pass ends in hidden states and their output head.
+"""Build a Megatron model from a Hugging Face directory; its forward pass returns an `OutputHead` instead of logits.
 
-Legend: n packed tokens of this context rank, m scored tokens that it predicts, E hidden size.
+Legend: n packed tokens of this context rank, m scored tokens predicted by it, E hidden size.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +32,11 @@ from roll_opd.megatron.latent import latent_sizes
 from roll_opd.megatron.layers import layer_spec, uses_transformer_engine
 from roll_opd.megatron.lora import Adapters
 from roll_opd.megatron.rotary import inverse_frequencies, scores_scaled
-from roll_opd.megatron.router import RouterLosses, RoutingReplay
+from roll_opd.megatron.router import RouterLosses, RouterReplayState
 from roll_opd.megatron.vocabulary import VocabShard
 from roll_opd.megatron.weights.families import has_experts, transformer_config
 from roll_opd.megatron.weights.model_weights import ModelWeights
-from roll_opd.megatron.weights.source import Files
+from roll_opd.megatron.weights.source import FileSource
 from roll_opd.megatron.weights.stream import tensor_rank
 from roll_opd.models.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from roll_opd.models.supported import unsupported, usable
@@ -45,19 +45,19 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PackedModel(GPTModel):
-    """A GPT model over packed sequences, up to its last hidden states. Subclasses add what it ends in."""
+    """GPT model over packed sequences up to the last hidden states; subclasses add a head."""
 
-    vocab_size_real: int  # columns that log-probs are normalised over; behind them is padding
+    vocab_size_real: int  # vocabulary columns without padding, over which log-probs are normalised
 
     @staticmethod
     def before(hidden: Tensor, batch: PackedBatch) -> Tensor:
-        """Return the states [m, E] before the scored tokens, which predict them, from hidden states [n, 1, E]."""
+        """Select the states [m, E] that predict the scored tokens from hidden states [n, 1, E]."""
         return hidden[:, 0].index_select(0, batch.before_m)
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
         """Return this pipeline stage's hidden states [n, 1, E] of a pack."""
-        self.config.routing_replay.begin(batch.sequences)  # type: ignore[attr-defined]
-        no_mask: Any = None  # the pack says what attends to what
+        self.config.routing_replay.set_pack(batch.sequences)  # type: ignore[attr-defined]
+        no_mask: Any = None  # `packed_seq_params` has the sequences
         return GPTModel.forward(
             self,
             batch.tokens_n[None],
@@ -68,19 +68,19 @@ class PackedModel(GPTModel):
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         decoder_input, rotary_pos_emb, *rest = super()._preprocess(input_ids, position_ids, *args, **kwargs)
-        if self.config.num_moe_experts:  # Megatron cuts the mask over tensor ranks on the first stage alone
+        if self.config.num_moe_experts:  # Megatron splits the mask over tensor ranks only on the first stage
             padding_1n = kwargs["packed_seq_params"].padding_n[None]
             if self.config.sequence_parallel:
                 padding_1n = padding_1n.chunk(self.config.tensor_model_parallel_size, 1)[tensor_rank()[0]]
             rest[3] = padding_1n
         if decoder_input is not None:
-            # [n, 1, E] as a transposed [1, n, E] has a stride on which torch multiplies row by row: slower, and with
-            # other last bits than a rank that received the same numbers in one piece
+            # a transposed [1, n, E] has strides with which torch multiplies row by row: slower, and with other last
+            # bits than on a rank that received a contiguous tensor
             decoder_input = decoder_input.flatten(0, 1)[:, None]
             if torch.is_grad_enabled() and not decoder_input.requires_grad:
-                # recomputed layers have no gradient for adapters where their input has none
+                # recomputed layers compute gradients for adapters only if their input requires one
                 decoder_input.requires_grad_(self.config.recompute_granularity == "full")
-        # of each token, in place of each position: to the rotary kernels a pack is one sequence
+        # a row per token instead of per position: to the rotary kernels a pack is one sequence
         return decoder_input, rotary_pos_emb[position_ids[0]], *rest
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
@@ -88,14 +88,15 @@ class PackedModel(GPTModel):
 
 
 class HeadModel(PackedModel):
-    """A GPT model that ends in an `OutputHead` instead of logits."""
+    """GPT model whose output is an `OutputHead`."""
 
-    fills_buffer = True  # of the head
-    # called with the output embedding before it is read: no module's forward pass says that it is
+    # whether the output embedding's gradient is added to Megatron's buffer; False: autograd, for hooks that communicate
+    fills_buffer = True
+    # called before the output embedding is read, since no module's forward hook does
     before_head: Callable[[Tensor], None] = staticmethod(lambda weight: None)
 
     def forward(self, batch: PackedBatch, temperature: float) -> Tensor | OutputHead:  # type: ignore[override]
-        """Return, on the last pipeline stage, the head that predicts the scored tokens; else hidden states."""
+        """Return the output head of the scored tokens on the last pipeline stage, else hidden states."""
         hidden = self.hidden_states(batch)
         if not self.post_process:
             return hidden
@@ -115,18 +116,18 @@ class HeadModel(PackedModel):
                 parallel_state.get_tensor_model_parallel_group(),
                 weight_grad_VE=gradient_buffer(weight) if self.fills_buffer else None,
             ),
-            cut=batch.cut,
+            owners=batch.owners,
         )
 
     def output_weight(self) -> Tensor:
-        """This rank's rows of the output embedding, on the last pipeline stage."""
+        """Return this rank's rows of the output embedding, on the last pipeline stage."""
         tied = self.share_embeddings_and_output_weights
         return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """This rank's model chunks (one, or one a virtual pipeline stage), and what reads and writes their weights."""
+    """Model chunks of this rank (one per virtual pipeline stage), with their weight mapping and adapters."""
 
     chunks: Sequence[torch.nn.Module]
     weights: ModelWeights
@@ -136,11 +137,11 @@ class BuiltModel:
 def build_model(
     plan: MegatronPlan, model_class: type[PackedModel] = HeadModel, *, seed: int, trainable: bool, exact: bool
 ) -> BuiltModel:
-    """Build this rank's model chunks with the weights of `plan.model`, and the adapters of `plan.lora` beside them.
+    """Build this rank's model chunks with the weights of `plan.model` and the adapters of `plan.lora`. Collective.
 
-    Collective. `trainable` False freezes the weights and leaves out whatever only training needs; with adapters, these
-    alone can be trained. With `exact`, f32 results do not depend on the layout (see `megatron.deterministic_ops`).
-    ValueError for a model whose numerics are not proven, or whose weights do not fit.
+    If not `trainable`, all weights are frozen; with adapters, only these are trainable. With `exact`, f32 results do
+    not depend on the layout (see `megatron.deterministic_ops`). Raises ValueError for an unsupported model or
+    mismatched weights.
     """
     if problems := unsupported(Path(plan.model.path)):
         raise ValueError("; ".join(problems))
@@ -150,12 +151,12 @@ def build_model(
     overrides = {
         **fusions(dtype, plan.layout),
         **usable(thaw(plan.megatron_args), has_kernels=uses_transformer_engine(dtype)),
-        # the log-probs and the one global denominator of the losses rest on these: no user may change them
+        # required for correct log-probs and the global denominator of the losses; not configurable
         "sequence_parallel": plan.layout.tp > 1 and (plan.layout.sequence_parallel or has_experts(hf_config)),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "calculate_per_token_loss": True,
-        # Megatron's linear layers would ask for Apex, of which `fused_updates` has what half precision needs
+        # `fused_updates` replaces Apex, which Megatron's linear layers need for it
         "gradient_accumulation_fusion": is_fused(dtype),
         "fp16": dtype is torch.float16,
         **({"activation_func": exact_silu(hf_config)} if exact else {}),
@@ -164,7 +165,7 @@ def build_model(
     config = transformer_config(hf_config, dtype, plan.layout, overrides)
     config.latent = latent_sizes(hf_config)  # type: ignore[attr-defined]
     config.router_losses = RouterLosses()  # type: ignore[attr-defined]
-    config.routing_replay = RoutingReplay()  # type: ignore[attr-defined]
+    config.routing_replay = RouterReplayState()  # type: ignore[attr-defined]
     lora = plan.lora if isinstance(plan, TrainPlan) else None
     padding = VECTOR * plan.layout.tp
     weights = ModelWeights(hf_config, config, padded_vocab=-(-hf_config.vocab_size // padding) * padding)
@@ -175,7 +176,7 @@ def build_model(
     ]
     for chunk in chunks:
         chunk.requires_grad_(trainable and lora is None)
-    with Files(Path(plan.model.path)) as files:
+    with FileSource(Path(plan.model.path)) as files:
         weights.load(chunks, files)
         adapters = _adapters(lora, chunks, weights, files, seed) if lora else None
     if dtype is not torch.float32:
@@ -184,29 +185,29 @@ def build_model(
 
 
 def fusions(dtype: torch.dtype, layout: Layout) -> dict[str, bool]:
-    """Return the fused kernels of Megatron's that are on where a configuration does not say otherwise.
+    """Return the defaults of Megatron's fusion options.
 
-    None in f32, nor on a CPU, where torch would compile them against the port. `bias_dropout_fusion` is left off: there
-    are neither biases nor dropout, so that it would save nothing.
+    Empty in f32, and on a CPU, where torch would compile the fusions against the port. `bias_dropout_fusion` is off,
+    since there are neither biases nor dropout.
     """
     if dtype is torch.float32 or not torch.cuda.is_available():
         return {}
-    # Transformer Engine would work positions out again where context ranks share sequences
+    # with context parallelism Transformer Engine would recompute positions
     rope = uses_transformer_engine(dtype) and layout.cp == 1
     return {"bias_activation_fusion": True, "apply_rope_fusion": rope}
 
 
 def is_fused(dtype: torch.dtype) -> bool:
-    """Whether a weight's gradient is added by its product: in half precision on a GPU, in local layers."""
+    """Whether matrix products accumulate weight gradients: in half precision on a GPU, in local layers."""
     return dtype is not torch.float32 and torch.cuda.is_available() and not uses_transformer_engine(dtype)
 
 
 def _adapters(
-    lora: LoraPlan, chunks: Sequence[torch.nn.Module], weights: ModelWeights, files: Files, seed: int
+    lora: LoraPlan, chunks: Sequence[torch.nn.Module], weights: ModelWeights, files: FileSource, seed: int
 ) -> Adapters:
     adapters = Adapters(weights.linear_layers(chunks, lora.targets, files), lora, weights.sizes)
     if lora.path is None:
-        adapters.begin(seed)
+        adapters.initialise(seed)
     else:
         file = Path(lora.path) / ADAPTER_WEIGHTS
         adapters.load(load_file(file), str(file))
@@ -236,7 +237,7 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     if config.num_moe_experts and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
-        # with one expert rank Megatron takes experts to be cut as all else is, and leaves gradients of copies apart
+        # with one expert rank Megatron assumes that experts are sharded like other layers, and does not reduce replicas
         for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
             experts: Any = layer.experts
             for parameter in experts.parameters():
@@ -247,7 +248,7 @@ def _build_chunk(
 
 
 def unwrapped(module: torch.nn.Module) -> PackedModel:
-    """Return the model inside Megatron's wrappers."""
+    """Return the model without Megatron's wrappers."""
     inner: Any = module
     while isinstance(inner, DistributedDataParallel | Float16Module):
         inner = inner.module

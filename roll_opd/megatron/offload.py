@@ -1,9 +1,8 @@
-"""An engine's memory on its device, given back while another role has the device, and taken back as it was.
+"""Offload of an engine's device memory to the host while other roles use the device.
 
-What moves are storages, and not tensors: a storage is brought to the host and made empty, and later filled again, so
-that every view stays the view that it was (parameters and gradients in Megatron's buffers, shards of the distributed
-optimizer). Gradients are zeroed before they are used, so they are not copied. On a CPU the same is done with the host
-as the device.
+Storages are moved instead of tensors: a storage is copied to the host, emptied, and later refilled, so that all views
+stay valid (parameters and gradients in Megatron's buffers, shards of the distributed optimizer). Gradients are not
+copied, since they are zeroed before use. On a CPU the host acts as the device.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,63 +16,63 @@ from roll_opd.models.device_phases import Part, Phase
 TensorsOf = Callable[[], Mapping[Part, Iterable[Tensor]]]
 
 
-class MemoryAwayError(RuntimeError):
-    """An engine was asked for something while its memory was another role's."""
+class OffloadedError(RuntimeError):
+    """An operation needs memory that is offloaded."""
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A storage that is empty, its size, and what was in it; None: nothing that matters."""
+    """Emptied storage with its size and host copy; None: the content is not kept."""
 
     storage: torch.UntypedStorage
     size: int
     copy: Tensor | None
 
 
-class Memory:
-    """The parts of an engine's memory, each either on its device or away."""
+class DeviceMemory:
+    """Parts of an engine's memory, each on its device or offloaded."""
 
     def __init__(self, name: str, device: torch.device, tensors: TensorsOf, *, is_constant: bool) -> None:
-        """`tensors` says what each part is made of now. With `is_constant`, weights never change: one copy is enough.
+        """`tensors` returns the current tensors of each part. With `is_constant`, weights are copied only once.
 
-        A tensor belongs to the first part, in the order of `Part`, in which its storage is.
+        A storage belongs to the first part, in the order of `Part`, that contains a tensor of it.
         """
         self._name, self._device, self._tensors, self._is_constant = name, device, tensors, is_constant
-        self._away: dict[Part, list[_Stored]] = {}
+        self._offloaded: dict[Part, list[_Stored]] = {}
         self._since: dict[Part, Phase] = {}
-        self._copies: dict[Part, dict[int, Tensor]] = {}  # pinned memory is slow to get, and so it is kept
+        self._copies: dict[Part, dict[int, Tensor]] = {}  # kept, since allocating pinned memory is slow
 
-    def check(self, asked_for: str, *parts: Part) -> None:
-        """MemoryAwayError unless these parts are on the device."""
-        if missing := [part for part in parts if part in self._away]:
+    def check(self, action: str, *parts: Part) -> None:
+        """Raise OffloadedError unless `parts` are on the device; `action` is a verb phrase for the message."""
+        if missing := [part for part in parts if part in self._offloaded]:
             since = self._since[missing[0]]
-            raise MemoryAwayError(
-                f"{self._name} was asked for {asked_for} while its {', '.join(missing)} were away: it gave them back in"
-                f" the phase {since}, to roles that share its devices, and has not taken them back"
+            raise OffloadedError(
+                f"{self._name} cannot {action}: its {', '.join(missing)} are offloaded since the phase {since}, for"
+                " roles that share its devices; load them first"
             )
 
     def bytes_on_device(self) -> dict[Part, int]:
-        """Return what each part takes on the device."""
+        """Return the size of each part on the device in bytes."""
         return {part: sum(s.nbytes() for s in stored.values()) for part, stored in self._storages().items()}
 
-    def give_back(self, parts: Iterable[Part], phase: Phase) -> None:
-        """Leave the device to others in a phase. Parts that are away stay it."""
+    def offload(self, parts: Iterable[Part], phase: Phase) -> None:
+        """Copy parts to the host and free their device memory, for a phase. Offloaded parts are skipped."""
         storages = self._storages()
         torch.cuda.synchronize()
         for part in Part:
-            if part in parts and part not in self._away:
-                self._away[part] = self._stored(part, list(storages[part].values()))
+            if part in parts and part not in self._offloaded:
+                self._offloaded[part] = self._stored(part, list(storages[part].values()))
                 self._since[part] = phase
         torch.cuda.synchronize()  # the copies are complete
-        for stored in self._away.values():
+        for stored in self._offloaded.values():
             for each in stored:
                 each.storage.resize_(0)
         torch.cuda.empty_cache()
 
-    def take_back(self, parts: Iterable[Part]) -> None:
-        """Have parts on the device as they were. Parts that are there stay as they are."""
-        for part in [part for part in Part if part in parts and part in self._away]:
-            for each in self._away.pop(part):
+    def onload(self, parts: Iterable[Part]) -> None:
+        """Restore parts on the device. Parts on the device are skipped."""
+        for part in [part for part in Part if part in parts and part in self._offloaded]:
+            for each in self._offloaded.pop(part):
                 each.storage.resize_(each.size)
                 values = _values(each.storage)
                 if each.copy is None:
@@ -83,7 +82,7 @@ class Memory:
         torch.cuda.synchronize()
 
     def _storages(self) -> dict[Part, dict[int, torch.UntypedStorage]]:
-        """Return the storages of each part by their identity, which emptying does not change."""
+        """Return the storages of each part by their identity, which is stable when they are emptied."""
         found: dict[Part, dict[int, torch.UntypedStorage]] = {part: {} for part in Part}
         taken: set[int] = set()
         tensors = self._tensors()
@@ -118,5 +117,5 @@ def _is_cuda(storage: torch.UntypedStorage) -> bool:
 
 
 def _values(storage: torch.UntypedStorage) -> Tensor:
-    """Return all bytes of a storage, as a view."""
+    """Return a view of all bytes of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,6 +1,7 @@
-"""Process groups and device of one Megatron rank; the only place that decides between CUDA and CPU.
+"""Process groups and device of one Megatron rank; chooses between CUDA and CPU.
 
-Reads what `torchrun` and our Ray workers both set: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+Reads the environment variables that `torchrun` and our Ray workers set: RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
 """
 
 import contextlib
@@ -15,19 +16,19 @@ from roll_opd.base.hardware import CUBLAS_WORKSPACE
 from roll_opd.config.plan import Layout
 from roll_opd.megatron.context import ContextRank
 from roll_opd.megatron.cpu import install_cpu_port, shared_groups
-from roll_opd.megatron.fused_updates import add_gradients_in_products, norm_in_one_pass
-from roll_opd.megatron.rotary import install_rotation
+from roll_opd.megatron.fused_updates import fuse_gradient_norm, fuse_weight_gradients
+from roll_opd.megatron.rotary import install_rotary
 
-ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # where a user says how CUDA memory is held
+ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # a user's settings of CUDA's allocator
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # a peer may be loading a large checkpoint
 _writers: dist.ProcessGroup | None = None
 
 
 def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.device:
-    """Join the process group, build Megatron's groups for `layout`, and return this rank's device.
+    """Initialise the process group and Megatron's groups for `layout`; return this rank's device.
 
     Raises:
-        ValueError: when WORLD_SIZE does not fit the layout.
+        ValueError: if WORLD_SIZE does not match the layout.
     """
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size != layout.world_size:
@@ -40,14 +41,14 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
         torch.cuda.set_device(device)
         backend = "nccl"
         groups: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        add_gradients_in_products()
-        norm_in_one_pass()
+        fuse_weight_gradients()
+        fuse_gradient_norm()
     else:
         device, backend, groups = torch.device("cpu"), "gloo", shared_groups()
         install_cpu_port()
-    install_rotation()
+    install_rotary()
     disable_cudnn_attention()
-    for name, value in CUBLAS_WORKSPACE.items():  # for a later deterministic learner in this process
+    for name, value in CUBLAS_WORKSPACE.items():  # read once, possibly before a deterministic learner is made
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(deterministic)
     with groups:
@@ -65,28 +66,27 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
 
 
 def disable_cudnn_attention() -> None:
-    """Switch cuDNN's attention off in this process.
+    """Disable cuDNN's attention in this process.
 
-    On Hopper torch prefers it in bf16, and it builds a plan for every new shape of a pack: 0.1 to 1.9 s each on an
-    H100, against 1 ms for flash attention. Importing vLLM also switches it off, so that otherwise processes with and
-    without vLLM would use different attention kernels.
+    On Hopper torch prefers it in bf16, and it builds a plan for every new pack shape: 0.1 to 1.9 s each on an H100,
+    against 1 ms for flash attention. Importing vLLM also disables it; otherwise processes with and without vLLM would
+    use different attention kernels.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def let_segments_grow() -> None:
-    """Have torch hold this process's CUDA memory in segments that grow, unless the environment says how. Call it first.
+def use_expandable_segments() -> None:
+    """Enable expandable segments of CUDA's allocator, unless the environment configures it. Call before any allocation.
 
-    Packs differ in length: of segments as large as what was asked for first, much would lie idle. Not for a process
-    whose memory others read through CUDA's handles, which torch need not have for such segments, nor for vLLM's, whose
-    own pool excludes them.
+    Packs differ in length, which fragments segments of fixed size. Not for processes that share memory through CUDA IPC
+    handles, which expandable segments may not support, nor for vLLM, whose memory pool excludes them.
     """
     if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATORS):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def returns_results() -> bool:
-    """Whether this rank returns its data-parallel group's results: last stage, first tensor and context rank."""
+    """Whether this rank returns the results of its model replica: last stage, first tensor and context rank."""
     return (
         parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -95,13 +95,13 @@ def returns_results() -> bool:
 
 
 def context_rank() -> ContextRank:
-    """Return this rank's place among those that share its sequences."""
+    """Return this rank's place in its context-parallel group."""
     group = parallel_state.get_context_parallel_group()
     return ContextRank(dist.get_rank(group), dist.get_world_size(group), group)
 
 
-def group_of_writers() -> dist.ProcessGroup:
-    """Return a group of all ranks over gloo, for threads that write beside the work. Collective, the first time."""
+def writer_group() -> dist.ProcessGroup:
+    """Return a gloo group of all ranks for background writers. The first call is collective."""
     global _writers
     if _writers is None:
         _writers = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
@@ -109,7 +109,7 @@ def group_of_writers() -> dist.ProcessGroup:
 
 
 def shutdown() -> None:
-    """Leave all groups."""
+    """Destroy all process groups."""
     global _writers
     _writers = None
     parallel_state.destroy_model_parallel()

@@ -23,7 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 _CACHE: Any = WeakTensorKeyDictionary()
 
 
-def rotated(
+def apply_rotary(
     t_NHD: Tensor, freqs: Tensor, config: TransformerConfig, cu_seqlens: Tensor | None = None, **options: Any
 ) -> Tensor:
     """Rotate queries or keys [N, H, D] by their positions; replaces megatron-core's `apply_rotary_pos_emb`.
@@ -46,10 +46,10 @@ def rotated(
         if config.context_parallel_size > 1:
             raise ValueError("context parallelism has no rotary embeddings of this kind; use context_parallel_size 1")
         return stock(t_NHD, freqs, config, cu_seqlens, **options)
-    return turned(t_NHD, freqs)
+    return rotate(t_NHD, freqs)
 
 
-def turned(t_NHD: Tensor, freqs: Tensor, *, interleaved: bool = False) -> Tensor:
+def rotate(t_NHD: Tensor, freqs: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotate `t_NHD` by `freqs` f32 [N, 1, 1, D]; with `interleaved`, the two elements of a pair are adjacent.
 
     The result is not interleaved (first elements of all pairs, then second ones), which does not change scores.
@@ -57,18 +57,18 @@ def turned(t_NHD: Tensor, freqs: Tensor, *, interleaved: bool = False) -> Tensor
     if interleaved:
         t_NHD = torch.cat([t_NHD[..., ::2], t_NHD[..., 1::2]], -1)
     if freqs not in _CACHE:
-        _CACHE[freqs] = _turns(freqs[:, 0], t_NHD.dtype)
+        _CACHE[freqs] = _cos_sin(freqs[:, 0], t_NHD.dtype)
     result: Tensor = _Rotation.apply(t_NHD, *_CACHE[freqs])
     return result
 
 
-def install_rotation() -> None:
-    """Replace the rotation in Megatron's attention by `rotated`, in this process."""
-    heads: Any = attention
-    heads.apply_rotary_pos_emb = rotated
+def install_rotary() -> None:
+    """Replace the rotation in Megatron's attention by `apply_rotary`, in this process."""
+    module: Any = attention
+    module.apply_rotary_pos_emb = apply_rotary
 
 
-def _turns(freqs_N1D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _cos_sin(freqs_N1D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosines, and sines with a minus sign in the first half, each [N, 1, D]."""
     first, second = torch.sin(freqs_N1D).chunk(2, -1)
     return torch.cos(freqs_N1D).to(dtype), torch.cat([-first, second], -1).to(dtype)
@@ -78,15 +78,15 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
         ctx.save_for_backward(cos_N1D, sin_N1D)
-        return _turn(t_NHD, cos_N1D, sin_N1D)
+        return _rotate(t_NHD, cos_N1D, sin_N1D)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         cos_N1D, sin_N1D = ctx.saved_tensors
-        return _turn(gradients[0], cos_N1D, -sin_N1D), None, None
+        return _rotate(gradients[0], cos_N1D, -sin_N1D), None, None
 
 
-def _turn(t_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
+def _rotate(t_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
     half = t_NHD.size(-1) // 2
     return torch.cat([t_NHD[..., half:], t_NHD[..., :half]], -1).mul_(sin_N1D).add_(t_NHD * cos_N1D)
 

@@ -1,7 +1,7 @@
-"""Token log-probs of a JSONL file with the Megatron engine: what `roll-opd score` runs on every rank.
+"""Write token log-probs of a JSONL file with the Megatron engine; `roll-opd score` runs this module on every rank.
 
-Rows in: {"id", "tokens": [int], "prompt_length": P}; out, in the same order: {"id", "logprobs": [float]} for tokens
-P to T-1. Runs under plain `torchrun`.
+Input rows: {"id", "tokens": [int], "prompt_length": P}; output rows, in the same order: {"id", "logprobs": [float]} for
+tokens P to T-1. Runs under plain `torchrun`.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPl
 from roll_opd.megatron import parallel
 from roll_opd.megatron.engine import MegatronEngine
 
-ROWS_AT_A_TIME = 1024  # bounds the memory that a large file needs
+ROWS_AT_A_TIME = 1024  # bounds memory
 
 
 def write_logprobs(options: argparse.Namespace) -> None:
     """Write the log-probs of `options.input` to `options.output`. Collective; rank 0 reads and writes.
 
-    The command `roll-opd score` has checked the options.
+    The options were checked by `roll-opd score`.
     """
     layout = Layout(**options.layout)
     plan = MegatronPlan(
@@ -42,20 +42,20 @@ def write_logprobs(options: argparse.Namespace) -> None:
     output = Path(options.output)
     partial = output.with_name(f".{output.name}.partial")
     first = dist.get_rank() == 0
-    began, counted = time.monotonic(), _Counted()
+    start, totals = time.monotonic(), _Totals()
     with _opened(options.input if first else os.devnull) as rows, _opened(partial if first else os.devnull, "w") as out:
-        while batch := _same_everywhere(list(islice(_parsed(rows), ROWS_AT_A_TIME))):
+        while batch := _broadcast(list(islice(_parsed(rows), ROWS_AT_A_TIME))):
             for row, logprobs in zip(batch, _compute_logprobs(engine, batch, options.temperature), strict=True):
-                counted.add(logprobs)
+                totals.add(logprobs)
                 out.write(json.dumps({"id": row["id"], "logprobs": [float(value) for value in logprobs]}) + "\n")
     if first:
         partial.replace(output)
-        echo(counted.sentence(time.monotonic() - began, output))
+        echo(totals.summary(time.monotonic() - start, output))
     parallel.shutdown()
 
 
-class _Counted:
-    """Totals of the scored rows, for the closing line."""
+class _Totals:
+    """Totals of the scored rows, for the summary line."""
 
     rows = tokens = 0
     total = 0.0  # of log-probs
@@ -65,7 +65,7 @@ class _Counted:
         self.tokens += len(logprobs)
         self.total += float(logprobs.sum(dtype=np.float64))
 
-    def sentence(self, seconds: float, output: Path) -> str:
+    def summary(self, seconds: float, output: Path) -> str:
         mean = f"mean log-prob {self.total / self.tokens:.4f}" if self.tokens else "no log-prob"
         rows = f"{self.rows:,} row{'s' * (self.rows != 1)}"
         speed = self.tokens / max(seconds, 1e-9)
@@ -80,15 +80,15 @@ def _opened(path: str | Path, mode: str = "r") -> IO[str]:
     return open(path, mode, encoding="utf-8")
 
 
-def _same_everywhere(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return those of rank 0, which alone has the file."""
-    told = [rows]
-    dist.broadcast_object_list(told)
-    return told[0]
+def _broadcast(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Broadcast the rows of rank 0, the only one that reads the file."""
+    box = [rows]
+    dist.broadcast_object_list(box)
+    return box[0]
 
 
 def _compute_logprobs(engine: MegatronEngine, rows: Sequence[dict[str, Any]], temperature: float) -> list[np.ndarray]:
-    """Return the log-probs of all rows, in their order, on every rank."""
+    """Return the log-probs of all rows, in order, on every rank."""
     sequences = [(np.array(row["tokens"], dtype=np.int64), row["prompt_length"]) for row in rows]
     shares: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shares, engine.compute_logprobs(sequences, temperature))

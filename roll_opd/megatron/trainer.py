@@ -1,6 +1,7 @@
-"""The student's training engine: policy-gradient updates.
+"""Training engine of the student: policy losses, and distillation losses over a top-k or the whole vocabulary.
 
-Legend: M scored tokens of a pack.
+Legend: M scored tokens of a pack, R of them with a teacher's targets, K tokens of a top-k and L = K + 1, F hidden size
+of a teacher.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,20 +41,19 @@ class MegatronTrainer(MegatronLearner):
         *,
         assigned: list[list[int]] | None = None,
     ) -> TrainResult:
-        """Make one optimizer update from a mini-batch, in step `step` of the run (from 1).
+        """Make one optimizer update from a mini-batch in step `step` of the run (from 1).
 
-        `samples` have the columns of `objective.columns.loss_columns`. With `assigned`, they are this data-parallel
-        rank's shard alone: see `samples.dp_shards`.
+        `samples` have the columns of `objective.columns.loss_columns`. With `assigned`, they are only this
+        data-parallel rank's shard: see `samples.dp_shards`.
 
-        `sums` holds, over this rank's action tokens: `tokens`, `weighted_loss` (Σ over all ranks is the loss),
-        `policy_loss` (its part without the KL loss), `kl_loss` (KL to the reference policy, weighted as the loss
-        is, before its coefficient), `ratio`, `clipped` (ratios outside of the loss's own bounds) and `approx_kl`
-        (r - 1 - log r, of old against new); where there is such a part of the loss, `opd_loss` (divergence from the
-        teachers, with their coefficients) and `entropy` (before its coefficient), both weighted as the loss is.
-        Demonstrations are in the loss alone; where there are any, `demonstration_tokens` counts them,
-        `demonstration_loss` is their -logprobs, weighted as the loss is, whatever the policy loss makes of them.
+        `sums` of the result are over this rank's action tokens: `tokens`, `weighted_loss` (its sum over all ranks is
+        the loss), `policy_loss` (without the KL loss), `kl_loss` (KL to the reference policy without its coefficient),
+        `ratio`, `clipped` (ratios outside of the loss's bounds) and `approx_kl` (r - 1 - log r, of old against new);
+        for objectives with such a term, `opd_loss` (divergence from the teachers with their coefficients) and `entropy`
+        (without its coefficient). Losses are weighted by the token weights. Demonstrations count only in the loss;
+        `demonstration_tokens` is their number, and `demonstration_loss` their weighted -logprobs, for any policy loss.
         """
-        policy_loss(objective.policy_loss, objective.policy_loss_args)  # raises where they do not fit
+        policy_loss(objective.policy_loss, objective.policy_loss_args)  # raises for invalid arguments
         arguments = {**POLICY_LOSSES.defaults(objective.policy_loss), **objective.policy_loss_args}
 
         def loss(head: OutputHead, batch: PackedBatch) -> tuple[Tensor, dict]:
@@ -72,7 +72,7 @@ class MegatronTrainer(MegatronLearner):
             sums["weighted_loss"] = value.detach()
             return value, {"sums": sums, "logprobs": _by_sequence(logprobs_M, batch.lengths)}
 
-        done = self._learn(samples, loss, temperature, 2 if objective.paired else 1, assigned)
+        done = self._update(samples, loss, temperature, 2 if objective.paired else 1, assigned)
         return TrainResult(done.sums, done.by_sample("logprobs"), done.grad_norm, done.learning_rate, done.applied)
 
     def _tensors(self) -> dict[Part, list[Tensor]]:
@@ -81,8 +81,8 @@ class MegatronTrainer(MegatronLearner):
         return tensors
 
     def load_teacher_head(self, name: str, head: np.ndarray) -> None:
-        """Store this rank's part of a teacher's whole output embedding [W, F], for the objective `full`."""
-        self.memory.check("a teacher's output embedding", Part.WEIGHTS)
+        """Store this rank's part of a teacher's full output embedding [W, F], for the objective `full`."""
+        self.memory.check("load a teacher's output embedding", Part.WEIGHTS)
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return
         group = parallel_state.get_tensor_model_parallel_group()
@@ -99,10 +99,9 @@ def _by_sequence(logprobs_M: Tensor, lengths: Sequence[int]) -> list[np.ndarray]
 def distillation_loss(
     head: OutputHead, batch: PackedBatch, objective: ObjectivePlan, heads: Mapping[str, TeacherHead]
 ) -> Tensor:
-    """Return Σ over tokens and teachers of weight · coefficient · divergence, this rank's part of the loss. Collective.
+    """Return this rank's Σ over tokens and teachers of weight · coefficient · divergence. Collective.
 
-    Args:
-        heads: the output heads of the teachers, where the objective is `full`.
+    `heads` are the output heads of the teachers, for the objective `full`.
     """
     measure = divergence(objective.opd_divergence, beta=objective.opd_jsd_beta, alpha=objective.opd_skew_alpha)
     total, head = torch.zeros((), device=head.device), head.within(objective.opd_vocab_size)

@@ -107,9 +107,9 @@ class DeviceScheduler:
     async def _carry_out(self, moves: Sequence[Move], state: State) -> None:
         for move in moves:
             if move.away:
-                await self._groups[move.member].call("give_back", move.parts, state.phase)
+                await self._groups[move.member].call("offload", move.parts, state.phase)
             else:
-                await self._groups[move.member].call("take_back", move.parts)
+                await self._groups[move.member].call("onload", move.parts)
         self._state = state
 
 

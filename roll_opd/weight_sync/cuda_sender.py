@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from roll_opd.inference.plugin import CUDA_IPC
 from roll_opd.inference.settings import DTYPE_NAMES
-from roll_opd.megatron.export import hf_tensors, hf_tensors_everywhere
+from roll_opd.megatron.export import hf_tensors, hf_tensors_on_all_ranks
 from roll_opd.samples.weight_bucket import DTYPES, entry_of
 
 BUFFER_BYTES = 256 * 2**20  # of GPU memory; with NCCL two on each side
@@ -84,7 +84,7 @@ class StudentSource(WeightSource):
         self.entries = []
         tensors = hf_tensors(self._engine)
         if self._everywhere:
-            tensors = hf_tensors_everywhere(self._engine, {m.name: (m.dtype, m.shape) for m in self.metadata()})
+            tensors = hf_tensors_on_all_ranks(self._engine, {m.name: (m.dtype, m.shape) for m in self.metadata()})
         for name, tensor in tensors:
             if dist.get_rank() == 0:
                 self.entries.append(entry_of(name, tensor, self._model_dtype))

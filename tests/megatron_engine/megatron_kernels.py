@@ -58,7 +58,7 @@ def test_heads_are_normed_and_rotated_and_so_are_their_gradients(
     weights = [torch.rand(width).add(0.5).requires_grad_() for _ in range(2)] if has_norm else []
     angles = 6 * torch.rand(tokens, width // 2)
     given = weights or [None, None]
-    found = layer_kernels.NormedAndTurned.apply(
+    found = layer_kernels.NormAndRotate.apply(
         mixed, *given, angles.cos(), angles.sin(), (heads, groups, width), epsilon
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from roll_opd.megatron.learner import MegatronLearner
-from roll_opd.megatron.offload import MemoryAwayError
+from roll_opd.megatron.offload import OffloadedError
 from roll_opd.models.device_phases import Kind, Move, Part, Phase, PhaseError, PhaseMachine, PhaseMember, State
 
 TRAINER, ENGINES, REFERENCE = "train", "infer", "reference"
@@ -96,8 +96,8 @@ class InTurns:
         if Part.WEIGHTS not in held:
             try:
                 self.trainer.compute_logprobs(data.sequences(layouts.VOCABULARY), 1.0)
-            except MemoryAwayError as error:
-                assert error.args[0].startswith(f"{TRAINER} was asked for") and "in the phase" in str(error), error
+            except OffloadedError as error:
+                assert error.args[0].startswith(f"{TRAINER} cannot compute") and "since the phase" in str(error), error
             else:
                 raise AssertionError("log-probs of weights that are away")
             self.sizes.append(found)
@@ -106,9 +106,9 @@ class InTurns:
         moves, self.state = made
         for move in moves:
             if move.member == TRAINER and move.away:
-                self.trainer.give_back(move.parts, self.state.phase)
+                self.trainer.offload(move.parts, self.state.phase)
             elif move.member == TRAINER:
-                self.trainer.memory.take_back(move.parts)
+                self.trainer.memory.onload(move.parts)
 
     def _bytes(self) -> dict[str, int]:
         return {str(part): size for part, size in self.trainer.memory.bytes_on_device().items()}

@@ -9,7 +9,7 @@ import itertools, json, math
 import numpy as np
 import torch
 from megatron.core.transformer import TransformerConfig
-from roll_opd.megatron.attention import PackedAttention, written_out
+from roll_opd.megatron.attention import PackedAttention, with_expanded_packs
 from roll_opd.config.plan import MicroBatchLimits
 from roll_opd.samples.packing import relatives
 from roll_opd.megatron.batches import pack
@@ -30,7 +30,7 @@ class Plain(torch.nn.Module):
 
 
 config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2, attention_dropout=0)
-packed, plain = PackedAttention(config, 1, None, "self"), written_out(Plain)()
+packed, plain = PackedAttention(config, 1, None, "self"), with_expanded_packs(Plain)()
 rng, found = np.random.default_rng(0), []
 for shapes in (
     [(7, (3, 0, 90)), (40, (1, 2, 3, 70)), (1, (5,))], [(3, (4,)), (5, (6,))], [(64, (32, 32, 32))]

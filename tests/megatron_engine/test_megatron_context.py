@@ -65,8 +65,8 @@ def test_every_scored_token_is_predicted_once_after_its_own_past(ranks: int, sha
         ]
         found: dict[int, tuple[int, int]] = {}
         for rank, cut in enumerate(cuts):
-            mine = torch.arange(len(scored)) if cut.cut is None else cut.cut.mine_M.nonzero()[:, 0]
-            assert cut.cut is None or cut.cut.context.rank == rank
+            mine = torch.arange(len(scored)) if cut.owners is None else cut.owners.mine_M.nonzero()[:, 0]
+            assert cut.owners is None or cut.owners.context.rank == rank
             before = cut.tokens_n[cut.before_m].tolist()
             found |= dict(zip(mine.tolist(), zip(cut.targets_m.tolist(), before, strict=True), strict=True))
             assert cut.lengths == tuple(len(row.tokens) - row.prompt_length for row in rows)

@@ -26,5 +26,5 @@ def test_gradients_are_scaled_in_place_or_into_others() -> None:
 def test_adamw_on_a_cpu_keeps_its_bits() -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
     before = dict(optimizer.param_groups[0])
-    fused_updates.fuse(optimizer)
+    fused_updates.fuse_adamw(optimizer)
     assert optimizer.param_groups[0] == before

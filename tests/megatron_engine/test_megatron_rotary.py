@@ -26,12 +26,12 @@ for heads, width, lengths, dtype in (
     gradient = torch.randn(t.shape, dtype=dtype)
     freqs = torch.cat([freqs[:length] for length in lengths])
     mine, other = t.clone().requires_grad_(), t.clone().requires_grad_()
-    turned = rotary.rotated(mine, freqs, config, bounds)
+    turned = rotary.apply_rotary(mine, freqs, config, bounds)
     wanted = _apply_rotary_pos_emb_bshd(other.unsqueeze(1), freqs).squeeze(1)
     turned.backward(gradient)
     wanted.backward(gradient)
-    again = rotary.rotated(mine, freqs, config, bounds)
-    other_freqs = rotary.rotated(mine, freqs * 2, config, bounds)
+    again = rotary.apply_rotary(mine, freqs, config, bounds)
+    other_freqs = rotary.apply_rotary(mine, freqs * 2, config, bounds)
     found.append([
         torch.equal(turned, wanted), torch.equal(mine.grad, other.grad), torch.equal(turned, again),
         not torch.equal(turned, other_freqs),

@@ -9,9 +9,9 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from transformers import Qwen3Config
 
-from roll_opd.megatron.weights.families import ENDS, FAMILIES, attention_left_on
-from roll_opd.megatron.weights.model_weights import LookedAt, ModelWeights, is_lost
-from roll_opd.megatron.weights.source import Given
+from roll_opd.megatron.weights.families import ENDS, FAMILIES, enabled_attention_backend
+from roll_opd.megatron.weights.model_weights import CheckedSource, ModelWeights, is_zeroed
+from roll_opd.megatron.weights.source import TensorSource
 from roll_opd.megatron.weights.tensor_slices import Gated, Heads, Same, Sizes, Split, TensorSlice, Vocabulary
 from roll_opd.models.model_info import RUN
 
@@ -33,7 +33,7 @@ CUTS: list[tuple[TensorSlice, tuple[str, ...]]] = [
 
 
 def shards(cut: TensorSlice, names: tuple[str, ...], ranks: int) -> list[Tensor]:
-    return [cut.read(Given(TENSORS), names, rank, ranks, SIZES) for rank in range(ranks)]
+    return [cut.read(TensorSource(TENSORS), names, rank, ranks, SIZES) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -65,7 +65,7 @@ def test_gates_and_rows_of_a_rank() -> None:
 
 
 def test_what_does_not_divide_is_told_by_name() -> None:
-    with pytest.raises(ValueError, match="gate: dimension 0 has 20, which 3 tensor ranks do not divide"):
+    with pytest.raises(ValueError, match="gate: dimension 0 of size 20 is not divisible by 3 tensor ranks"):
         shards(Gated(), ("gate", "up"), 3)
 
 
@@ -74,21 +74,23 @@ def test_layers_with_rows_of_zeros_count_as_lost() -> None:
     healthy = torch.randn(200, 4)
     half = torch.cat([healthy, torch.zeros(200, 4)])
     embedding = "model.embed_tokens.weight"
-    assert not is_lost(layer, healthy) and not is_lost(embedding, half)
-    assert is_lost(layer, half) and is_lost(layer, -torch.zeros(9, 3)) and is_lost(embedding, torch.zeros(9, 3))
-    assert not is_lost("model.layers.0.self_attn.q_proj.bias", torch.zeros(5)) and not is_lost(layer, torch.zeros(0, 4))
-    source = Given({embedding: torch.zeros(9, 3), layer: half})
-    with pytest.raises(ValueError, match=r"up_proj\.weight holds zeros"):
-        LookedAt(source).part(layer, 0, 200, 400)
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight holds zeros"):
-        LookedAt(source).part(embedding, 0, 0, 9)
-    three_quarters = Given({layer: torch.cat([healthy, healthy, healthy, torch.zeros(200, 4)])})
-    LookedAt(three_quarters).part(layer, 0, 600, 800)  # padded heads, the whole of which is on one rank
+    assert not is_zeroed(layer, healthy) and not is_zeroed(embedding, half)
+    assert is_zeroed(layer, half) and is_zeroed(layer, -torch.zeros(9, 3)) and is_zeroed(embedding, torch.zeros(9, 3))
+    assert not is_zeroed("model.layers.0.self_attn.q_proj.bias", torch.zeros(5)) and not is_zeroed(
+        layer, torch.zeros(0, 4)
+    )
+    source = TensorSource({embedding: torch.zeros(9, 3), layer: half})
+    with pytest.raises(ValueError, match=r"up_proj\.weight is zero in at least half"):
+        CheckedSource(source).part(layer, 0, 200, 400)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is zero in at least half"):
+        CheckedSource(source).part(embedding, 0, 0, 9)
+    three_quarters = TensorSource({layer: torch.cat([healthy, healthy, healthy, torch.zeros(200, 4)])})
+    CheckedSource(three_quarters).part(layer, 0, 600, 800)  # padded heads, the whole of which is on one rank
 
 
 def test_a_vocabulary_of_another_size_is_told() -> None:
-    with pytest.raises(ValueError, match=r"vocab has 21 rows, config\.json makes it 20"):
-        Vocabulary().read(Given(TENSORS), ["vocab"], 0, 1, replace(SIZES, vocab=20))
+    with pytest.raises(ValueError, match=r"vocab has 21 rows, vocab_size in config\.json is 20"):
+        Vocabulary().read(TensorSource(TENSORS), ["vocab"], 0, 1, replace(SIZES, vocab=20))
 
 
 def test_every_family_that_runs_has_its_entries_and_no_tensor_has_two_places() -> None:
@@ -106,8 +108,8 @@ def test_a_tensor_of_a_layer_without_a_place_is_an_error() -> None:
     weights = ModelWeights(hf_config, config, padded_vocab=32)
     nothing = torch.zeros(1)
     for name in ("model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"):
-        with pytest.raises(ValueError, match=f"{name} have no place in this model"):
-            weights.load([], Given({name: nothing}))
+        with pytest.raises(ValueError, match=f"{name} have no parameter here"):
+            weights.load([], TensorSource({name: nothing}))
 
 
 @pytest.mark.parametrize(
@@ -131,4 +133,4 @@ def test_switches_of_the_environment_name_the_attention(
         monkeypatch.delenv(f"NVTE_{name}_ATTN", raising=False)
         if value != "-":
             monkeypatch.setenv(f"NVTE_{name}_ATTN", value)
-    assert attention_left_on().name == kind
+    assert enabled_attention_backend().name == kind

@@ -91,7 +91,7 @@ class Taking:
     async def back(self) -> None:
         """Have everything where other runs of the stage look for it."""
         for name, group in self.groups.items():
-            await group.call("take_back", self.parts[name])
+            await group.call("onload", self.parts[name])
 
 
 def both(stage: Stage, patch: pytest.MonkeyPatch, name: str, *overrides: str, config: tuple[str, str]) -> list[Run]:
@@ -102,7 +102,7 @@ def both(stage: Stage, patch: pytest.MonkeyPatch, name: str, *overrides: str, co
         run = stage.run(*SHORT, *overrides, "is_offload_states=true", config=config, name=f"{name}_on")
     assert off.code == run.code == 0
     frozen = "reference" if "reference" in taking.groups else "teacher"
-    with pytest.raises(ray.exceptions.RayTaskError, match=rf"{frozen} was asked for .* were away: .* in the phase"):
+    with pytest.raises(ray.exceptions.RayTaskError, match=rf"{frozen} cannot .* are offloaded since the phase"):
         stage.complete(taking.asked(frozen))
     stage.complete(taking.back())
     return [off, run]

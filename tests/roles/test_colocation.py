@@ -141,11 +141,11 @@ class Processes:
         everyone[member.name] = self
 
     async def call(self, method: str, *args: Any, **_: Any) -> list[Any]:
-        if method in ("give_back", "take_back"):
+        if method in ("offload", "onload"):
             assert not self.at_work
             parts = set(args[0])
-            assert parts <= self.parts if method == "give_back" else not parts & self.parts
-            self.parts = self.parts - parts if method == "give_back" else self.parts | parts
+            assert parts <= self.parts if method == "offload" else not parts & self.parts
+            self.parts = self.parts - parts if method == "offload" else self.parts | parts
             return []
         for other in self.everyone.values():
             assert not (self.member.meets(other.member) and other.parts), (method, other.member.name, other.parts)

@@ -1,4 +1,4 @@
-"""Where weights come from: the safetensors files of a model, read piece by piece, or tensors that are there."""
+"""Sources of weights: the safetensors files of a model directory, read in slices, or tensors in memory."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -12,8 +12,8 @@ from torch import Tensor
 from roll_opd.models.model_info import StoredTensor, read_model
 
 
-class Files:
-    """The weights of a model directory, while the `with` block lasts."""
+class FileSource:
+    """Weights of a model directory; a context manager that keeps files open."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -21,7 +21,7 @@ class Files:
         self._files = ExitStack()
         self._open: dict[Path, Any] = {}
 
-    def __enter__(self) -> "Files":
+    def __enter__(self) -> "FileSource":
         return self
 
     def __exit__(
@@ -49,18 +49,18 @@ class Files:
 
     def _tensor(self, name: str) -> StoredTensor:
         if name not in self._stored:
-            raise ValueError(f"{self}: has no {name}; get the whole model, or its own config.json")
+            raise ValueError(f"{self}: has no {name}; use a complete model with its config.json")
         return self._stored[name]
 
 
-class Given:
-    """Whole tensors by Hugging Face's names."""
+class TensorSource:
+    """Full tensors in memory, by Hugging Face name."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
 
     def __str__(self) -> str:
-        return "the weights that were given"
+        return "the given weights"
 
     @property
     def names(self) -> Iterable[str]:

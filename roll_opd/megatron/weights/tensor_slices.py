@@ -1,6 +1,6 @@
-"""How Hugging Face's tensors lie in a Megatron parameter, cut over tensor ranks, and how they are joined again.
+"""Slicing of Hugging Face tensors over tensor ranks: their order in a Megatron parameter, and the inverse.
 
-Each cut reads only this rank's part. Legend: R tensor ranks.
+Reading reads only this rank's part.
 """
 
 from collections.abc import Sequence
@@ -12,55 +12,57 @@ from torch import Tensor
 
 
 class Source(Protocol):
-    """Whole tensors by Hugging Face's names, of which parts can be read."""
+    """Full tensors by Hugging Face name, which can be read in slices."""
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of tensor `name`."""
+        ...
 
     def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Return `name`, from `start` to `stop` of dimension `dim`, 0 or 1."""
+        """Return the slice `start` to `stop` of dimension `dim`, 0 or 1, of tensor `name`."""
         ...
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a cut needs to know of a model."""
+    """What a slicing needs to know of a model."""
 
     heads: int
     kv_heads: int
-    vocab: int  # rows of the embedding; behind them is padding
+    vocab: int  # rows of the embedding without padding
     padded_vocab: int
 
 
 class TensorSlice(Protocol):
-    """`read` and `join` undo each other."""
+    """Slicing of one parameter; `join` is the inverse of `read` over all ranks."""
 
     @property
     def dim(self) -> int | None:
-        """The dimension that ranks share; None: each has the whole."""
+        """Sharded dimension; None: replicated."""
         ...
 
     def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: Sizes, dim: int = 0) -> Tensor:
-        """Return this rank's shares, one a name, as they lie in the parameter; its rows are their dimension `dim`."""
+        """Join this rank's slices, one per name, to the parameter; `dim` is the dimension of the parameter's rows."""
         ...
 
     def read(self, source: Source, names: Sequence[str], rank: int, ranks: int, sizes: Sizes) -> Tensor:
-        """Return the parameter of tensor rank `rank` of `ranks`."""
+        """Read the parameter of tensor rank `rank` of `ranks`."""
         ...
 
     def join(self, shards: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
-        """Return the whole tensors, one a name, from the parameters of all ranks."""
+        """Return the full tensors, one per name, from the parameters of all ranks."""
         ...
 
 
-class _OneName:
-    """Of a parameter that is one tensor of Hugging Face's."""
+class _SingleTensor:
+    """Base of slicings of a parameter that corresponds to a single Hugging Face tensor."""
 
     def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: Sizes, dim: int = 0) -> Tensor:
         return shares[0]
 
 
-class Same(_OneName):
-    """All ranks have the whole."""
+class Replicated(_SingleTensor):
+    """Replicated on all ranks."""
 
     dim = None
 
@@ -72,8 +74,8 @@ class Same(_OneName):
 
 
 @dataclass(frozen=True)
-class Split(_OneName):
-    """Equal shares of dimension `dim`."""
+class Split(_SingleTensor):
+    """Split into equal parts along `dim`."""
 
     dim: int
 
@@ -84,8 +86,8 @@ class Split(_OneName):
         return [torch.cat(list(shards), self.dim)]
 
 
-class Vocabulary(_OneName):
-    """Equal shares of the rows, with rows of zeros behind the last one."""
+class VocabRows(_SingleTensor):
+    """Vocabulary rows, padded with zeros and split into equal parts."""
 
     dim = 0
 
@@ -93,7 +95,7 @@ class Vocabulary(_OneName):
         stored, each = source.shape(names[0])[0], sizes.padded_vocab // ranks
         if stored != sizes.vocab:
             raise ValueError(
-                f"{names[0]} has {stored} rows, config.json makes it {sizes.vocab}; get the model's own one"
+                f"{names[0]} has {stored} rows, vocab_size in config.json is {sizes.vocab}; use the model's config.json"
             )
         first, last = (min(number * each, sizes.vocab) for number in (rank, rank + 1))
         rows = source.part(names[0], 0, first, last)
@@ -103,8 +105,8 @@ class Vocabulary(_OneName):
         return [torch.cat(list(shards))[: sizes.vocab]]
 
 
-class Gated:
-    """Two matrices of which each rank has its rows of the first, then its rows of the second."""
+class GateUp:
+    """Gate and up matrices: each rank has its rows of the first, then its rows of the second."""
 
     dim = 0
 
@@ -119,8 +121,8 @@ class Gated:
         return [torch.cat([half[which] for half in halves]) for which in range(2)]
 
 
-class Heads:
-    """Queries, keys and values, sorted by key/value head: its queries, its key, its value; each rank has its heads."""
+class QKV:
+    """Queries, keys and values, grouped by key/value head (queries, key, value); heads are split over ranks."""
 
     dim = 0
 
@@ -141,5 +143,7 @@ class Heads:
 def _share(source: Source, name: str, dim: int, rank: int, ranks: int) -> Tensor:
     size = source.shape(name)[dim]
     if size % ranks:
-        raise ValueError(f"{name}: dimension {dim} has {size}, which {ranks} tensor ranks do not divide")
+        raise ValueError(
+            f"{name}: dimension {dim} of size {size} is not divisible by {ranks} tensor ranks; use fewer ranks"
+        )
     return source.part(name, dim, rank * size // ranks, (rank + 1) * size // ranks)

@@ -16,7 +16,7 @@ from torch import Tensor
 from roll_opd.config.plan import FollowingPlan, MicroBatchLimits, ModelPlan
 from roll_opd.megatron import parallel
 from roll_opd.megatron.engine import MegatronEngine
-from roll_opd.megatron.export import hf_tensors, hf_tensors_everywhere, weight_buckets
+from roll_opd.megatron.export import hf_tensors, hf_tensors_on_all_ranks, weight_buckets
 from roll_opd.megatron.follower import MegatronFollower
 from roll_opd.samples.weight_bucket import BucketMemory, map_bucket
 
@@ -47,7 +47,7 @@ def check_ways_out(engine: MegatronEngine, limit: int = 60_000) -> None:
     whole = {name: tensor.clone() for name, tensor in hf_tensors(engine)}
     box: list[Any] = [{name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()}]
     dist.broadcast_object_list(box, 0)
-    everywhere = {name: tensor.clone() for name, tensor in hf_tensors_everywhere(engine, box[0])}
+    everywhere = {name: tensor.clone() for name, tensor in hf_tensors_on_all_ranks(engine, box[0])}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, everywhere)
     memories, arrived, lasts = [BucketMemory(), BucketMemory()], {}, []
