@@ -27,13 +27,13 @@ from roll_opd.samples.buffer_pickle import Compact
 from roll_opd.samples.dp_shards import Packing
 from roll_opd.samples.training import TrainResult
 from roll_opd.samples.weight_bucket import BucketMemory, bucketed
-from roll_opd.weight_sync.bucket_writer import OnHost, Written
+from roll_opd.weight_sync.bucket_writer import BucketHost, Written
 
 HIDDEN, VOCABULARY = 64, 256  # a real hidden state is much wider; see README.md
 LENGTHS = "DATA_PLANE_LENGTHS"  # in the environment of the engines
 
 
-class Engine(OnHost):
+class Engine(BucketHost):
     """Answers as an inference engine does."""
 
     async def setup(self, *_: Any, **__: Any) -> None:

@@ -14,12 +14,12 @@ from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.models.device_phases import Part, Phase
 from roll_opd.samples.buffer_pickle import Compact
 from roll_opd.samples.weight_bucket import Description
-from roll_opd.weight_sync.bucket_writer import OnHost
+from roll_opd.weight_sync.bucket_writer import BucketHost
 
 
 @ray.remote
-class RolloutWorker(OnHost):
-    """One inference engine with the student's weights."""
+class RolloutWorker(BucketHost):
+    """Ray actor with one inference engine."""
 
     _engine: Any
 
@@ -31,8 +31,8 @@ class RolloutWorker(OnHost):
         weight_transfer: str = SHARED_MEMORY,
         sleeps: bool = False,
     ) -> None:
-        """Start the engine; weights arrive through `weight_transfer`. With `sleeps`, it can give its memory back."""
-        from roll_opd.inference.engine import InferenceEngine  # in the actor's process alone: it starts vLLM
+        """Start the engine with the backend `weight_transfer`. With `sleeps`, it can release its memory."""
+        from roll_opd.inference.engine import InferenceEngine  # imports vLLM, only in the actor's process
 
         self._engine = await InferenceEngine.start(
             plan.model,
@@ -48,23 +48,23 @@ class RolloutWorker(OnHost):
         self._sleep_level = plan.sleep_level
 
     async def offload(self, parts: Collection[Part], phase: Phase) -> None:
-        """Leave the device to other roles in a phase. An engine gives back everything."""
+        """Release all device memory for other roles in a phase; `parts` has no effect."""
         await self._engine.sleep(self._sleep_level, phase)
 
     async def onload(self, parts: Collection[Part]) -> None:
-        """Have parts of the memory on the device again."""
+        """Restore parts of the memory on the device."""
         await self._engine.wake_up(parts)
 
     async def generate(
         self, requests: Sequence[Request], sampling: SamplingPlan, chunk: int | None = None
     ) -> AsyncIterator[Compact]:
-        """Run all requests in one continuous batch; yield lists of (index, `Completion`) soon after they end, and at
-        once with the last of each `chunk`.
+        """Run all requests in one continuous batch; yield lists of (index, `Completion`), coalesced for a short time,
+        and immediately with the last of each `chunk`.
         """
         batch = self._engine.generate_batch(
             [request.prompt_tokens.tolist() for request in requests], sampling, [request.seed for request in requests]
         )
-        async with aclosing(coalesced(batch, chunk=chunk)) as answers:  # cancelled: what is unfinished is aborted
+        async with aclosing(coalesced(batch, chunk=chunk)) as answers:  # cancellation aborts running requests
             async for finished in answers:
                 yield Compact(finished)
 
@@ -73,27 +73,27 @@ class RolloutWorker(OnHost):
         return await self._engine.prompt_logprobs(tokens)
 
     async def weights_version(self) -> int:
-        """Return which weights the engine has."""
+        """Return the version of the engine's weights."""
         return self._engine.weights_version
 
     async def begin_update(self, version: int) -> None:
-        """Do what `InferenceEngine.begin_update` does."""
+        """See `InferenceEngine.begin_update`."""
         await self._engine.begin_update(version)
 
     async def load_weights(self, info: Mapping[str, Any], *, last: bool = False) -> None:
-        """Load a part of the weights; after the `last` one, check that all arrived, and go on."""
+        """Load a part of the weights; after the `last` one, verify that all arrived, and resume requests."""
         await self._engine.load_weights(info)
         if last:
             await self._engine.finish_update()
 
     async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
-        """Meet the sender of weights."""
+        """Connect to the sender of weights."""
         await self._engine.init_weight_transfer(info)
 
     async def hold_bucket(self, content: Sequence[ray.ObjectRef], bucket: Description) -> Description:
-        """Bring a bucket to this host; return where it is here."""
+        """Copy a bucket to this host; return its new description."""
         return self.hold(await content[0], bucket)
 
     async def close(self) -> None:
-        """End the engine; this process is to be killed next."""
+        """Stop the engine, before this process is killed."""
         await self._engine.close(collect=False)

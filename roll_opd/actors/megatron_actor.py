@@ -1,7 +1,6 @@
-"""Ray actors around the Megatron engines, one rank each.
+"""Ray actors around the Megatron engines, one actor per rank.
 
-Megatron is imported inside the methods, for it belongs into the actors' processes: the driver, which imports this
-module to start them, may be a machine without it.
+Megatron is imported inside methods, only in the actors' processes: the driver may run on a machine without it.
 """
 
 import os
@@ -26,22 +25,22 @@ from roll_opd.samples.sample import Sample
 from roll_opd.samples.training import TargetRef
 from roll_opd.samples.weight_bucket import DTYPES, BucketMemory, Description, map_bucket
 from roll_opd.teachers.target_refs import hold, opened, with_targets
-from roll_opd.weight_sync.bucket_writer import OnHost, WritesBuckets, Written
+from roll_opd.weight_sync.bucket_writer import BucketHost, BucketWriter, Written
 
 _WRITER = ThreadPoolExecutor(1, "checkpoint")
 
 
-class _Rank(OnHost):
-    """What every rank of a Megatron role has."""
+class _Rank(BucketHost):
+    """Base of all ranks: process group, engine, log-probs, offload, background saves."""
 
     _engine: Any
     _async_save: bool
-    _files: Future[list[Path]]  # of what is being saved
-    _listening: socket.socket | None = None  # of rank 0, from the moment that its port is named to the others
-    _store: Any = None  # where the ranks of a process group meet; of rank 0
+    _files: Future[list[Path]]  # of the current save
+    _listening: socket.socket | None = None  # of rank 0, held so that no other process takes its port
+    _store: Any = None  # rendezvous of the process group, on rank 0
 
     def address(self) -> tuple[str, int]:
-        """Return this node's address and the port at which rank 0's process group listens, which is taken at once."""
+        """Return this node's address and a port for the process group's rendezvous, which is opened by this call."""
         self._listening = socket.create_server(("", 0), backlog=1024)
         return ray.util.get_node_ip_address(), self._listening.getsockname()[1]
 
@@ -55,13 +54,14 @@ class _Rank(OnHost):
         deterministic: bool,
         async_save: bool = False,
     ) -> tuple[int, Packing]:
-        """Join the process group and load the model; with `async_save`, saving takes copies and goes on beside work.
+        """Join the process group and load the model; with `async_save`, saves copy the state and write in the
+        background.
 
-        Returns the data-parallel rank, and how sequences are spread over those.
+        Returns the data-parallel rank and the packing rules.
         """
         self._async_save = async_save
         os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}
-        # as under torchrun, no rank opens the port: rank 0 has it, and no other run can take it in between
+        # as under torchrun, ranks do not open the port: rank 0 holds it, so that no other run can take it
         os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         if self._listening is not None:
             from torch.distributed import TCPStore
@@ -85,27 +85,27 @@ class _Rank(OnHost):
         return MegatronEngine(plan, seed=seed, deterministic=deterministic)
 
     def offload(self, parts: Sequence[Part], phase: Phase) -> None:
-        """Leave the device to other roles in a phase."""
+        """Release device memory for other roles in a phase."""
         self._engine.offload(parts, phase)
 
     def onload(self, parts: Sequence[Part]) -> None:
-        """Have what `offload` brought away on the device again."""
+        """Restore offloaded parts on the device."""
         self._engine.memory.onload(parts)
 
     def compute_logprobs(self, shard: DPShard[Text], temperature: float) -> Compact:
-        """Return what `MegatronEngine.compute_logprobs` does."""
+        """See `MegatronEngine.compute_logprobs`."""
         return Compact(self._engine.compute_logprobs(temperature=temperature, **_texts(shard)))
 
     def compute_targets(self, shard: DPShard[Text], temperature: float, **wanted: Any) -> Compact:
-        """Return what `MegatronEngine.compute_targets` does; the student's own `ids` may be held."""
+        """See `MegatronEngine.compute_targets`; the student's `ids` may be in the object store."""
         return Compact(self._targets(shard, temperature, wanted))
 
     def hold_targets(
         self, shard: DPShard[Text], temperature: float, kept: Sequence[str] | None = None, **wanted: Any
     ) -> tuple[Compact, dict[int, TargetRef]] | None:
-        """Do what `compute_targets` does, but keep all arrays but the log-probs here; or those that are to be `kept`.
+        """Compute targets, put all arrays except log-probs into the object store (or only those in `kept`).
 
-        Returns (log-probs, which sampled tokens are in the top-k, or None) a sample, and where the rest is.
+        Returns (log-probs, mask of sampled tokens in the top-k or None) for each sample, and references to the rest.
         """
         computed = self._targets(shard, temperature, wanted)
         if computed is None:
@@ -121,7 +121,7 @@ class _Rank(OnHost):
         return Compact(small), hold(computed)
 
     def _opened(self, shard: DPShard) -> list[dict[str, dict[str, np.ndarray]]]:
-        """Return what is held of each sample of this rank; arrays of no token where the pipeline does not end here."""
+        """Fetch the referenced arrays of this rank's samples; empty except on the last pipeline stage."""
         return opened(shard.held, shard.micro_batches if self._engine.is_last_stage else [])
 
     def _targets(self, shard: DPShard[Text], temperature: float, wanted: dict[str, Any]) -> Any:
@@ -130,11 +130,11 @@ class _Rank(OnHost):
         return self._engine.compute_targets(temperature=temperature, **_texts(shard), **wanted)
 
     def written(self, *, wait: bool) -> list[Path] | None:
-        """Return the files of what was saved last, once they are written; None where that would be to `wait` for."""
+        """Return the files of the last save, waiting for them if `wait`; None if they are not complete."""
         return self._files.result() if wait or self._files.done() else None
 
     def _write(self, *parts: Callable[[], list[Path]]) -> None:
-        """Write what saving has left to write: beside the work that follows, or now."""
+        """Finish a save: in the background with `async_save`, else now."""
         if self._async_save:
             self._files = _WRITER.submit(_all_files, parts)
         else:
@@ -142,19 +142,19 @@ class _Rank(OnHost):
             self._files.set_result(_all_files(parts))
 
     def output_head(self) -> list[ray.ObjectRef] | None:
-        """Return a reference to the whole output embedding from one rank; None elsewhere."""
+        """Return a reference to the full output embedding from one rank, None on others."""
         head = self._engine.output_head()
         return None if head is None else [ray.put(head)]
 
 
 @ray.remote
 class LogprobWorker(_Rank):
-    """A rank of a frozen model."""
+    """Rank of a frozen model: a teacher or reference policy."""
 
 
 @ray.remote
 class FollowingWorker(_Rank):
-    """A rank of a teacher whose weights follow the student's."""
+    """Rank of a teacher whose weights are updated from the student's."""
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
         from roll_opd.megatron.follower import MegatronFollower
@@ -163,31 +163,28 @@ class FollowingWorker(_Rank):
         return MegatronFollower(plan, seed=seed, deterministic=deterministic)
 
     def load_weights(self, bucket: Description, *, last: bool) -> None:
-        """Take over a bucket of the student's weights: see `MegatronFollower.follow`."""
+        """Load a bucket of the student's weights; see `MegatronFollower.follow`."""
         _, weights = map_bucket(bucket["path"], bucket["size"], bucket["tensors"])
         self._engine.follow(dict(weights), last=last)
 
     def hold_bucket(self, content: Sequence[ray.ObjectRef], bucket: Description) -> Description:
-        """Bring a bucket to this host; return where it is here."""
+        """Copy a bucket to this host; return its new description."""
         return self.hold(ray.get(content[0]), bucket)
 
     def save(self, directory: Path) -> None:
-        """Write the weights into `directory`; see `written`."""
+        """Save the weights in `directory`; see `written`."""
         self._write(self._engine.save(directory, later=self._async_save))
 
     def load(self, directory: Path) -> None:
-        """Put back what `save` wrote."""
+        """Load a saved state."""
         self._engine.load(directory)
 
 
-class _LearningRank(_Rank):
-    """What every rank of a model that learns has."""
+class _TrainableRank(_Rank):
+    """Base of the ranks of trainable models: save and load of the training state."""
 
     def save(self, directory: Path) -> None:
-        """Write training state into `directory`/state, the Hugging Face model into /hf, an adapter into /adapter.
-
-        See `written`.
-        """
+        """Save training state in `directory`/state, the model in /hf and an adapter in /adapter; see `written`."""
         from roll_opd.megatron.checkpoint import save_state
         from roll_opd.megatron.export import save_adapter
 
@@ -198,7 +195,7 @@ class _LearningRank(_Rank):
         self._write(*parts)
 
     def load(self, directory: Path) -> None:
-        """Put back what `save` wrote."""
+        """Load a saved state."""
         from roll_opd.megatron.checkpoint import load_state
 
         load_state(self._engine, directory / "state")
@@ -210,10 +207,10 @@ class _LearningRank(_Rank):
 
 
 @ray.remote
-class TrainWorker(_LearningRank, WritesBuckets):
-    """A rank of the student that learns."""
+class TrainWorker(_TrainableRank, BucketWriter):
+    """Rank of the student."""
 
-    _sender: Any = None  # of weights, from GPU to GPU
+    _sender: Any = None  # of weights between GPUs
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
         from roll_opd.megatron.trainer import MegatronTrainer
@@ -228,32 +225,32 @@ class TrainWorker(_LearningRank, WritesBuckets):
         temperature: float,
         step: int,
     ) -> Compact:
-        """Make one optimizer update from one mini-batch; return what `MegatronTrainer.update` does.
+        """Make one optimizer update from a mini-batch; see `MegatronTrainer.update`.
 
-        Log-probs come back for samples without old log-probs, and for demonstrations.
+        The result has log-probs only for samples without old log-probs, and for demonstrations.
         """
         samples = with_targets(shard.samples, self._opened(shard)) if shard.held else shard.samples
         result = self._engine.update(samples, objective, temperature, step, assigned=shard.micro_batches)
-        news = {number: values for number, values in result.logprobs.items() if _lacks_old(samples[number])}
-        return Compact(replace(result, logprobs=news))
+        new_logprobs = {number: values for number, values in result.logprobs.items() if _lacks_old(samples[number])}
+        return Compact(replace(result, logprobs=new_logprobs))
 
     def load_teacher_head(self, name: str, head: Sequence[ray.ObjectRef]) -> None:
-        """Take in what a teacher's `output_head` returned."""
+        """Load the output embedding returned by a teacher's `output_head`."""
         self._engine.load_teacher_head(name, ray.get(head[0]))
 
     def without_adapter(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Return what a method of a frozen model's rank does of the weights that a LoRA student began with."""
+        """Call a method of this rank with the LoRA adapters disabled, that is with the initial weights."""
         with self._engine.adapters.disabled():
             return getattr(self, method)(*args, **kwargs)
 
     def share_without_adapter(self, shard: DPShard, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Do what `without_adapter` does with a share of a batch."""
+        """Call `without_adapter` for a shard of a batch."""
         return self.without_adapter(method, shard, *args, **kwargs)
 
     def send_weights(
         self, way: str, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str, version: int
     ) -> None:
-        """Replace the weights of `engines` from GPU to GPU (see `cuda_weights.CudaSender`)."""
+        """Send all weights to `engines` between GPUs (see `cuda_sender.CudaSender`)."""
         if self._sender is None:
             from roll_opd.weight_sync.cuda_sender import CudaSender
 
@@ -261,15 +258,15 @@ class TrainWorker(_LearningRank, WritesBuckets):
         self._sender.send(version)
 
     def begin_writing(self, memories: Sequence[BucketMemory], dtype: str) -> Written:
-        """Do what `bucket_writer` does."""
+        """See `BucketWriter.begin_writing`."""
         from roll_opd.megatron.export import weight_buckets
 
         return weight_buckets(self._engine, memories, DTYPES[DTYPE_NAMES[dtype]])
 
 
 @ray.remote
-class CriticWorker(_LearningRank):
-    """A rank of the critic."""
+class CriticWorker(_TrainableRank):
+    """Rank of the critic."""
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
         from roll_opd.megatron.critic import MegatronCritic
@@ -278,12 +275,12 @@ class CriticWorker(_LearningRank):
         return MegatronCritic(plan, seed=seed, deterministic=deterministic)
 
     def values(self, shard: DPShard[Text]) -> Compact:
-        """Return what `MegatronCritic.values` does: of the states before every response token."""
+        """Return the values of the states before every response token; see `MegatronCritic.values`."""
         sequences = [(tokens, prompt_length) for tokens, prompt_length, _ in shard.samples]
         return Compact(self._engine.values(sequences, shard.micro_batches))
 
     def update(self, shard: DPShard[Sample]) -> Compact:
-        """Make one optimizer update from one mini-batch; return what `MegatronCritic.update` does."""
+        """Make one optimizer update from a mini-batch; see `MegatronCritic.update`."""
         return Compact(self._engine.update(shard.samples, assigned=shard.micro_batches))
 
     def _save_hf(self, directory: Path, later: bool) -> Callable[[], list[Path]]:

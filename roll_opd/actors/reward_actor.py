@@ -1,4 +1,4 @@
-"""Ray actor that scores answers with one domain's rewards."""
+"""Ray actor that scores responses with the rewards of one domain, and the client of a local judge model."""
 
 import asyncio
 import time
@@ -24,18 +24,18 @@ from roll_opd.rewards.reward_registry import resolve
 from roll_opd.samples.buffer_pickle import Compact
 from roll_opd.samples.experience import Experience
 
-# `max_concurrency` limits the calls. A call that cannot be ended keeps its thread, and the others need theirs.
-MOST_THREADS = 10_000
-# A batch's calls go one after another, and grow, while each is quick: side by side, in threads of one interpreter, they
-# would only take turns. After a slower one, or this long, the others go side by side.
-QUICK_SECONDS = 0.02
-ALONE_SECONDS = 0.1
+# The plan's `max_concurrency` limits calls; a hung call keeps its thread, so the pool must not be exhausted.
+MAX_THREADS = 10_000
+# Calls of a batch run sequentially, in growing sizes, while they are quick, since threads of one interpreter would only
+# alternate. After a slower call, or this time, the others run concurrently.
+QUICK_CALL_S = 0.02
+SEQUENTIAL_S = 0.1
 
 
-# The plan limits the calls, and `alive` must never wait.
-@ray.remote(max_concurrency=MOST_THREADS)  # type: ignore[call-overload]  # Ray's types miss this option of actors
+# Concurrency is limited by the plan; `alive` must never wait.
+@ray.remote(max_concurrency=MAX_THREADS)  # type: ignore[call-overload]  # Ray's types miss this option of actors
 class RewardWorker:
-    """One process of a reward domain."""
+    """Process of a reward domain."""
 
     _plan: RewardPlan
     _callers: dict[str, Caller]
@@ -43,12 +43,9 @@ class RewardWorker:
     _tokenizer: Any
 
     async def setup(self, plan: RewardPlan, model_path: str, engines: Sequence[ray.actor.ActorHandle] = ()) -> None:
-        """Find the rewards, and load the tokenizer that turns responses into text.
-
-        `engines` are those of the language model that judges.
-        """
+        """Resolve the rewards and load the tokenizer; `engines` are those of the judge model."""
         self._plan = plan
-        threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix=plan.domain)
+        threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=plan.domain)
         judge = {plan.terms[0].name: (LocalModel(plan.engine, engines),)} if plan.engine else {}
         self._callers = {
             term.name: Caller(
@@ -64,31 +61,31 @@ class RewardWorker:
         self._tokenizer = load_tokenizer(model_path)
 
     async def alive(self) -> None:
-        """Return: the answer shows that the process still takes part."""
+        """Return immediately, as a health check."""
 
     async def run(self, experiences: Sequence[Experience]) -> AsyncIterator[Compact]:
-        """Score samples; yield `Answers` of scores, those that finish together in one."""
+        """Score samples; yield `Answers` of scores, coalesced for a short time."""
         async with aclosing(coalesced(self._calls(self._samples(experiences)))) as answers:
             async for burst in answers:
                 scores = [scored for call in burst for scored in call]
                 yield Compact(Answers(scores, hung=any(caller.hung for caller in self._callers.values())))
 
     async def _calls(self, samples: Sequence[RewardSample]) -> AsyncGenerator[list[tuple[int, Scored]], None]:
-        """Call the rewards with all samples; yield each call's scores.
+        """Call the rewards for all samples; yield each call's scores.
 
-        A call has as many samples as it takes to have all of them under way at once, where that is possible; more where
-        the reward is so quick that the call itself would cost as much.
+        A call has the number of samples with which all can run concurrently, and more if the reward is so quick that
+        the overhead of a call matters.
         """
         needed = -(-len(samples) // self._plan.max_concurrency)
         calls: set[asyncio.Task[list[tuple[int, Scored]]]] = set()
-        start, wanted, is_quick, one_by_one_until = 0, needed, True, time.monotonic() + ALONE_SECONDS
+        start, wanted, is_quick, sequential_until = 0, needed, True, time.monotonic() + SEQUENTIAL_S
         try:
             while start < len(samples):
                 size = min(wanted, self._plan.batch_size)
                 calls.add(asyncio.create_task(self._call(start, samples[start : start + size])))
                 start += size
-                if is_quick and time.monotonic() < one_by_one_until:
-                    done, calls = await asyncio.wait(calls, timeout=QUICK_SECONDS)
+                if is_quick and time.monotonic() < sequential_until:
+                    done, calls = await asyncio.wait(calls, timeout=QUICK_CALL_S)
                     is_quick = bool(done)
                     wanted = 2 * size if is_quick else needed
                     for call in done:
@@ -107,7 +104,7 @@ class RewardWorker:
         return list(enumerate(scores[0], first))
 
     def _samples(self, experiences: Sequence[Experience]) -> list[RewardSample]:
-        @cache  # most samples of a group share their prompt, and the steps of a run do not
+        @cache  # samples of a group share their prompt
         def read_prompt(tokens: bytes) -> str:
             return self._tokenizer.decode(np.frombuffer(tokens, np.int64), skip_special_tokens=True)
 
@@ -127,29 +124,28 @@ class RewardWorker:
 
 
 class LocalModel:
-    """A `roll_opd.rewards.endpoint.Complete`: messages to the text of the answer."""
+    """Client of the vLLM engines of a judge model (`roll_opd.rewards.endpoint.Complete`)."""
 
     def __init__(self, plan: RolloutPlan, engines: Sequence[ray.actor.ActorHandle]) -> None:
-        """`engines` are `RolloutWorker`s of `plan`, whose sampling settings hold; they take turns."""
+        """Use the sampling settings of `plan`, and its `engines` (`RolloutWorker`s) round-robin."""
         self._plan = plan
         self._tokenizer: Any = load_tokenizer(plan.model.path)
         if not self._tokenizer.chat_template:
             raise RewardError(
-                f"{plan.name}: the tokenizer of {plan.model.path} has no chat template, so it cannot be asked; judge"
-                " with a model that was made for chats"
+                f"{plan.name}: the tokenizer of {plan.model.path} has no chat template; use a chat model as judge"
             )
-        self._turns = cycle(engines)
+        self._engines = cycle(engines)
 
     async def __call__(self, messages: Sequence[Mapping[str, str]], errors: Counter[str]) -> str:
-        """Return the answer to `messages`.
+        """Return the model's response to `messages`.
 
-        Raises what the engine does, such as ValueError for a question that is too long for it, without the process it
-        happened in. RewardError, which ends the run, where the engine is gone.
+        Raises the engine's errors without Ray's wrapper, such as ValueError for a prompt that is too long, and
+        RewardError, which ends the run, if the engine has died.
         """
         text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         tokens = np.array(token_ids(self._tokenizer, [text], [True])[0])
-        request = Request(0, tokens, seed=crc32(text.encode()) & 0x7FFFFFFF)  # the same question, the same answer
-        generate: Any = next(self._turns).generate
+        request = Request(0, tokens, seed=crc32(text.encode()) & 0x7FFFFFFF)  # equal prompts have equal responses
+        generate: Any = next(self._engines).generate
         stream = generate.options(num_returns="streaming").remote(Compact([request]), self._plan.sampling)
         try:
             async for answers in stream:
@@ -159,4 +155,4 @@ class LocalModel:
             raise error.cause from None
         except ray.exceptions.RayActorError as error:
             raise RewardError(f"{self._plan.name}: the judge's engine has died: {error}") from None
-        raise RuntimeError(f"the engine of {self._plan.name} ended without an answer")
+        raise RuntimeError(f"the engine of {self._plan.name} returned no response")

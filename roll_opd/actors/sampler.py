@@ -1,10 +1,11 @@
-"""The inference engines as the driver sees them: a request is answered whenever it is asked."""
+"""Client of the inference engines: asynchronous requests, batched per engine."""
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from roll_opd.weight_sync.transports import WeightSync
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample. Requests of one `group` begin alike, and go to one engine, which reads that once."""
+    """One response to sample. Requests of one `group` share a prefix and go to the same engine, which caches it."""
 
     group: int
     prompt_tokens: np.ndarray  # int64 [P]
@@ -28,18 +29,18 @@ class Request:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Inference engines that sample."""
+    """Inference engines, with the weight sync of the student's engines."""
 
     engines: ActorGroup
-    sync: WeightSync | None = None  # of the student's engines: how its weights get there
+    sync: WeightSync | None = None  # transport of the student's weights to its engines
 
     def engine_of(self, group: int) -> int:
-        """Return the number of the engine that answers the requests of `group`: groups are spread evenly."""
+        """Return the index of the engine for `group`; groups are distributed round-robin."""
         return group % len(self.engines.actors)
 
     @asynccontextmanager
     async def session(self, chunk: int | None = None) -> AsyncIterator["Session"]:
-        """Answer requests inside the `with` block; leaving it aborts what is still being written."""
+        """Open a session for the `with` block; running requests are aborted at its end."""
         session = Session(self, chunk)
         try:
             yield session
@@ -47,30 +48,30 @@ class Sampler:
             await session.end()
 
     async def end(self) -> None:
-        """End the engines and their processes."""
+        """Stop the engines and their processes."""
         await self.engines.call("close")
-        self.engines.end()  # what they had outside their memory is gone; the rest takes seconds to tidy up
+        self.engines.end()  # their external resources are released; a regular exit would take seconds
 
 
 class Session:
-    """Requests under way. Those that are made one right after another go to their engine as one batch.
+    """Running requests. Consecutive requests to an engine are sent as one batch.
 
-    The completions of a batch come in the order in which the engine finished them, soon after they are finished, and at
-    once with the last of each `chunk`.
+    Completions of a batch are returned in the order in which they finish, with a short delay for coalescing, and
+    immediately with the last of each `chunk`.
     """
 
     def __init__(self, sampler: Sampler, chunk: int | None = None, *, alone: bool = False) -> None:
-        """With `alone`, each request is a batch: a deterministic engine then answers it alike whenever it comes."""
+        """With `alone`, each request is a separate batch, so that others do not change deterministic results."""
         self._sampler, self._chunk = sampler, chunk
         self._numbers = itertools.count() if alone else itertools.repeat(0)
         self._calls: BatchedCalls[tuple[int, SamplingPlan, int], Request] = BatchedCalls(self._generate)
 
     def ask(self, request: Request, sampling: SamplingPlan) -> "asyncio.Future[Completion]":
-        """Return the completion to come. It raises what the engine does, and RunError where that is gone."""
+        """Return a future of the completion; it raises the engine's errors, and RunError if the engine has died."""
         return self._calls.ask((self._sampler.engine_of(request.group), sampling, next(self._numbers)), request)
 
     async def end(self) -> None:
-        """Abort what is still being written."""
+        """Abort running requests."""
         await self._calls.end()
 
     async def _generate(
@@ -86,3 +87,28 @@ class Session:
         if answered < len(requests):
             left = len(requests) - answered
             raise RunError(f"an inference engine ended with {left} of {len(requests)} requests unanswered")
+
+
+class SamplerEngines:
+    """Engines of a sampler, used from another process; see `roll_opd.workflows.model_wrapper.Engines`."""
+
+    def __init__(self, sampler: Sampler, chunk: int | None, deterministic: bool) -> None:
+        self._sampler, self._session = sampler, Session(sampler, chunk, alone=deterministic)
+
+    async def generate(
+        self, group: int, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingPlan
+    ) -> list[Completion]:
+        """Return one completion for each prompt, in order."""
+        requests = [Request(group, prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        return await asyncio.gather(*[self._session.ask(request, sampling) for request in requests])
+
+    async def prompt_logprobs(self, group: int, tokens: Sequence[int]) -> np.ndarray:
+        """Return log-probs of tokens 1 to T-1, f32."""
+        return await self._engine(group).prompt_logprobs.remote(list(tokens))
+
+    async def weights_version(self) -> int:
+        """Return the version of the engines' weights."""
+        return await self._engine(0).weights_version.remote()
+
+    def _engine(self, group: int) -> Any:
+        return self._sampler.engines.actors[self._sampler.engine_of(group)]

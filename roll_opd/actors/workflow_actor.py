@@ -1,4 +1,4 @@
-"""Ray actor that runs workflows: each run in a thread or a coroutine of its own, the model a call away."""
+"""Ray actor that runs workflows, each run in a separate thread or coroutine, with a model client and an endpoint."""
 
 import asyncio
 import contextvars
@@ -16,135 +16,108 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 
-from roll_opd.actors.sampler import Request, Sampler, Session
+from roll_opd.actors.sampler import Sampler, SamplerEngines
 from roll_opd.base.frozen import thaw
 from roll_opd.cluster.batched_calls import Answers, coalesced
 from roll_opd.cluster.group import ActorGroup
 from roll_opd.config.plan import ContextPlan, RolloutPlan, SamplingPlan, WorkflowPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.inference.completion import Completion
 from roll_opd.inference.tool_calls import find_parser
 from roll_opd.models.model_info import read_model
 from roll_opd.samples.buffer_pickle import Compact
 from roll_opd.samples.experience import Experience
 
-MOST_THREADS = 10_000  # a run that cannot be ended keeps its thread
-MEMORY_SECONDS = 0.25  # between looks at the process's memory
-OUT_OF_MEMORY = 77  # exit code
+MAX_THREADS = 10_000  # a hung run keeps its thread
+MEMORY_POLL_S = 0.25  # between checks of the process's memory
+OUT_OF_MEMORY_EXIT_CODE = 77  # exit code
 # kinds of failures
 RAISED, TIMEOUT, INVALID, API_ERROR = "raised", "timeout", "invalid", "api_error"
 
 
 @dataclass(frozen=True)
 class Job:
-    """Runs at one prompt that one call of a workflow makes."""
+    """Runs of one prompt made by one call of a workflow."""
 
     prompt: Prompt
     draw: int
-    runs: tuple[int, ...]  # their numbers
+    runs: tuple[int, ...]  # indices
     group: int
     seed: int
     sampling: SamplingPlan
     is_eval: bool
-    jobs: int = 1  # that make all runs at the prompt
+    jobs: int = 1  # number of jobs for all runs of the prompt
 
 
 @dataclass
 class Outcome:
-    """What became of a job's runs: experiences by run, or why there are none."""
+    """Result of a job: experiences by run, or a failure."""
 
     made: dict[int, list[Experience]] = field(default_factory=dict)
-    failure: tuple[str, str] | None = None  # kind, and what happened
-    calls: int = 0  # of the model
-    branches: int = 0  # conversations that they made: more than one where a call's messages did not continue another's
-    requests: Counter[str] = field(default_factory=Counter)  # to the endpoint of this process, by what became of them
-    hung: bool = False  # a run that cannot be ended is still under way here: this process should be replaced
+    failure: tuple[str, str] | None = None  # kind and message
+    calls: int = 0  # model calls
+    branches: int = 0  # conversations; a call that does not continue an earlier one starts another
+    requests: Counter[str] = field(default_factory=Counter)  # to the endpoint of this process, by outcome
+    hung: bool = False  # a run cannot be ended: this process should be replaced
 
 
-class SamplerEngines:
-    """The engines of a sampler, from another process; see `roll_opd.workflows.model_wrapper.Engines`."""
-
-    def __init__(self, sampler: Sampler, chunk: int | None, deterministic: bool) -> None:
-        self._sampler, self._session = sampler, Session(sampler, chunk, alone=deterministic)
-
-    async def generate(
-        self, group: int, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingPlan
-    ) -> list[Completion]:
-        """Return one completion a prompt, in order."""
-        requests = [Request(group, prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-        return await asyncio.gather(*[self._session.ask(request, sampling) for request in requests])
-
-    async def prompt_logprobs(self, group: int, tokens: Sequence[int]) -> np.ndarray:
-        """Return log-probs of tokens 1 to T-1, f32."""
-        return await self._of(group).prompt_logprobs.remote(list(tokens))
-
-    async def weights_version(self) -> int:
-        """Return which weights the engines have."""
-        return await self._of(0).weights_version.remote()
-
-    def _of(self, group: int) -> Any:
-        return self._sampler.engines.actors[self._sampler.engine_of(group)]
+class _TimeLimitError(Exception):
+    """A run has exceeded its time limit."""
 
 
-class _OutOfTime(Exception):
-    """A run has had its time."""
-
-
-def _is_of_api(error: BaseException) -> bool:
-    """Whether a model behind an address has failed, after OpenAI's client has tried again."""
-    openai = sys.modules.get("openai")  # who has not imported it has no such error
+def _is_api_error(error: BaseException) -> bool:
+    """Whether a model endpoint has failed, after the retries of OpenAI's client."""
+    openai = sys.modules.get("openai")  # not imported: cannot be its error
     return openai is not None and isinstance(
         error, openai.APIConnectionError | openai.RateLimitError | openai.InternalServerError
     )
 
 
 def _failure(error: BaseException, returned: bool) -> tuple[str, str]:
-    """Return what an error of a run is counted as, and what is said of it."""
+    """Return the failure kind of a run's error, and its message."""
     from roll_opd.workflows.plugins import own_traceback
     from roll_opd.workflows.workflow_experience import RunFailure
 
     if isinstance(error, RunFailure):
         return error.kind, str(error)
     invalid = isinstance(error, TypeError | ValueError | AttributeError) and returned
-    return INVALID if invalid else API_ERROR if _is_of_api(error) else RAISED, own_traceback(error)
+    return INVALID if invalid else API_ERROR if _is_api_error(error) else RAISED, own_traceback(error)
 
 
 @contextmanager
-def _staying() -> Iterator[None]:
-    """Make an error of what would end the process: it is not the run's alone."""
+def _no_exit() -> Iterator[None]:
+    """Convert SystemExit and KeyboardInterrupt to RuntimeError, since the process has other runs."""
     try:
         yield
     except (SystemExit, KeyboardInterrupt) as error:
-        raise RuntimeError(f"it called for the end of its process, {type(error).__name__}({error})") from error
+        raise RuntimeError(f"the workflow tried to exit its process: {type(error).__name__}({error})") from error
 
 
-async def _ended(coroutine: Awaitable[Any]) -> Any:
-    with _staying():
+async def _without_exit(coroutine: Awaitable[Any]) -> Any:
+    with _no_exit():
         return await coroutine
 
 
 def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    """Make a task; one that a run starts cannot end the loop, and with it all other runs."""
+    """Create a task; a task started by a run cannot end the event loop."""
     from roll_opd.workflows.run_state import RUN
 
     if RUN in (options.get("context") or contextvars.copy_context()):
-        coroutine = _ended(coroutine)
+        coroutine = _without_exit(coroutine)
     return asyncio.Task(coroutine, loop=loop, **options)
 
 
-@ray.remote(max_concurrency=MOST_THREADS)  # type: ignore[call-overload]  # Ray's types miss this option of actors
+@ray.remote(max_concurrency=MAX_THREADS)  # type: ignore[call-overload]  # Ray's types miss this option of actors
 class WorkflowWorker:
-    """One process of workflows."""
+    """Process that runs workflows."""
 
     _plan: WorkflowPlan
     _limits: Any
     _class: Any
     _model: Any
-    _reward: Any  # the class of a reward function, or None
+    _reward: Any  # class of a reward function, or None
 
     async def setup(
         self,
@@ -157,10 +130,10 @@ class WorkflowWorker:
         deterministic: bool,
         number: int,
     ) -> None:
-        """Find the workflow, and load the tokenizer.
+        """Import the workflow and load the tokenizer.
 
-        `engines` are `RolloutWorker`s of `rollout`, `auxiliary_engines` those of each auxiliary model, none for one
-        elsewhere. `contexts` are those of the run's teachers. `number` tells this process from the others that run now.
+        `engines` are `RolloutWorker`s of `rollout`; `auxiliary_engines` has those of each auxiliary model, empty for
+        remote ones. `contexts` are the teachers' contexts. `number` is the index of this process.
         """
         from roll_opd.workflows.auxiliary import AuxiliaryModel, RemoteModel
         from roll_opd.workflows.endpoint.server import PolicyServer
@@ -176,13 +149,13 @@ class WorkflowWorker:
         self._class = find_workflow(plan.workflow or "", plan.plugin_dir)
         arguments = thaw(plan.workflow_reward_args)
         self._reward = plan.workflow_reward and find_reward(plan.workflow_reward, plan.plugin_dir, arguments)
-        self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="run")
-        self._ready: list[Any] = []  # instances that can be reset
+        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="run")
+        self._ready: list[Any] = []  # reusable workflow instances
         self._hung = 0
         self._endpoints: list[Any] = []
 
-        def served(kind: Callable[..., Any], plan: RolloutPlan, engines: Sequence, **address: Any) -> Any:
-            """Return a model in engines, with an address of its own."""
+        def client_of(kind: Callable[..., Any], plan: RolloutPlan, engines: Sequence, **address: Any) -> Any:
+            """Return a model client for `engines`, with an endpoint."""
             sampler = SamplerEngines(Sampler(ActorGroup(engines)), chunk, deterministic)
             tokenizer, loop = load_tokenizer(plan.model.path), asyncio.get_running_loop()
             model = kind(sampler, tokenizer, model_path=plan.model.path, max_model_len=plan.max_model_len, loop=loop)
@@ -192,20 +165,20 @@ class WorkflowWorker:
 
         port = plan.endpoint_port + number if plan.endpoint_port else 0
         address = {"host": plan.endpoint_host, "port": port, "key": plan.endpoint_api_key}
-        self._model = served(ModelWrapper, rollout, engines, **address)
+        self._model = client_of(ModelWrapper, rollout, engines, **address)
         self._auxiliaries = [
-            served(partial(AuxiliaryModel, place, model.engine.sampling, name=model.name), model.engine, of_model)
+            client_of(partial(AuxiliaryModel, place, model.engine.sampling, name=model.name), model.engine, own_engines)
             if model.engine
-            # three tries have room in the time of a run
+            # leaves time for three attempts in a run
             else RemoteModel(model.model_name, model.base_url, model.api_key, model.name, plan.workflow_timeout / 4)
-            for place, (model, of_model) in enumerate(zip(plan.auxiliary_models, auxiliary_engines, strict=True))
+            for place, (model, own_engines) in enumerate(zip(plan.auxiliary_models, auxiliary_engines, strict=True))
         ]
         if port:
-            _ = self._model.api_address  # whoever knows the port need not wait for a run
+            _ = self._model.api_address  # start the endpoint now, since its port is known
         threading.Thread(target=self._watch_memory, daemon=True).start()
 
     async def run(self, jobs: Sequence[Job]) -> AsyncIterator[Compact]:
-        """Have all jobs done side by side; yield `Answers` of `Outcome`s as they finish."""
+        """Run all jobs concurrently; yield `Answers` of `Outcome`s as they finish."""
         runs = max(len(job.runs) for job in jobs)
         chunk = self._chunk and max(1, self._chunk // runs)
         async with aclosing(coalesced(self._outcomes(jobs), chunk=chunk)) as outcomes:
@@ -216,16 +189,16 @@ class WorkflowWorker:
         async def one(place: int, job: Job) -> tuple[int, Outcome]:
             return place, await self._outcome(job)
 
-        under_way = [asyncio.create_task(one(place, job)) for place, job in enumerate(jobs)]
+        running = [asyncio.create_task(one(place, job)) for place, job in enumerate(jobs)]
         try:
-            for done in asyncio.as_completed(under_way):
+            for done in asyncio.as_completed(running):
                 yield await done
         finally:
-            for task in under_way:
+            for task in running:
                 task.cancel()
 
     async def _outcome(self, job: Job) -> Outcome:
-        """Do one job. What its code raises is an outcome, too."""
+        """Run one job; errors of its code become a failure in the outcome."""
         from roll_opd.workflows.run_state import RUN, RunState
         from roll_opd.workflows.workflow_experience import by_run, trained
 
@@ -251,12 +224,12 @@ class WorkflowWorker:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            outcome.failure = _failure(error, state.returned)  # of something that the run itself has cancelled
+            outcome.failure = _failure(error, state.returned)  # cancelled by the run itself
         except GeneratorExit:
             raise
-        except _OutOfTime:
-            outcome.failure = (TIMEOUT, f"not done after workflow_timeout, {self._plan.workflow_timeout:g} s")
-        except BaseException as error:  # a panic of a library in Rust is no Exception
+        except _TimeLimitError:
+            outcome.failure = (TIMEOUT, f"not finished after workflow_timeout, {self._plan.workflow_timeout:g} s")
+        except BaseException as error:  # panics of Rust libraries are not Exceptions
             outcome.failure = _failure(error, state.returned)
         finally:
             for endpoint in self._endpoints:
@@ -267,30 +240,30 @@ class WorkflowWorker:
         return outcome
 
     async def _call(self, job: Job, context: contextvars.Context) -> list[Any]:
-        """Call the workflow, as long as it may take; keep the instance where it can serve again."""
+        """Call the workflow within its time limit; keep a resettable instance."""
+        from roll_opd.workflows.interface import flag
         from roll_opd.workflows.run_state import RUN
-        from roll_opd.workflows.workflow_interface import flag
 
         loop = asyncio.get_running_loop()
         until = loop.time() + self._plan.workflow_timeout
-        if self._ready and flag(self._ready[-1], "is_async"):  # its code has said that it does not block
-            workflow, found = self._begun(job)
-        else:  # a thread: to make an instance, or to run one, may take its time
-            under_way = loop.run_in_executor(self._threads, context.copy().run, self._begun, job)
-            done, _ = await asyncio.wait([under_way], timeout=self._plan.workflow_timeout)
+        if self._ready and flag(self._ready[-1], "is_async"):  # declared as non-blocking
+            workflow, found = self._start_run(job)
+        else:  # in a thread: creating an instance, or running it, may block
+            running = loop.run_in_executor(self._threads, context.copy().run, self._start_run, job)
+            done, _ = await asyncio.wait([running], timeout=self._plan.workflow_timeout)
             if not done:
                 self._hung += 1
-                under_way.add_done_callback(self._ended_after_all)
-                raise _OutOfTime
-            workflow, found = under_way.result()
+                running.add_done_callback(self._hung_run_ended)
+                raise _TimeLimitError
+            workflow, found = running.result()
         if inspect.isawaitable(found):
             try:
                 async with asyncio.timeout_at(until) as limit:
-                    found = await _ended(found)
+                    found = await _without_exit(found)
             except TimeoutError:
                 if limit.expired():
-                    raise _OutOfTime from None
-                raise  # the workflow's own
+                    raise _TimeLimitError from None
+                raise  # raised by the workflow
         if flag(workflow, "resettable"):
             self._ready.append(workflow)
         RUN.get().returned = True
@@ -298,23 +271,23 @@ class WorkflowWorker:
             found = experiences_of(found)
         if isinstance(found, Sequence) and not isinstance(found, str):
             return list(found)
-        raise TypeError(f"a run returned {type(found).__name__} where a list of Experience was expected")
+        raise TypeError(f"a run returned {type(found).__name__}; expected a list of Experience")
 
-    def _begun(self, job: Job) -> tuple[Any, Any]:
-        """Return an instance and what it returned, or a coroutine that will."""
-        from roll_opd.workflows.workflow_interface import flag
+    def _start_run(self, job: Job) -> tuple[Any, Any]:
+        """Start a run; return the instance and its result or coroutine."""
+        from roll_opd.workflows.interface import flag
 
-        with _staying():
+        with _no_exit():
             workflow = self._instance(job)
             return workflow, workflow.run_async() if flag(workflow, "is_async") else workflow.run()
 
-    def _ended_after_all(self, under_way: asyncio.Future) -> None:
+    def _hung_run_ended(self, running: asyncio.Future) -> None:
         self._hung -= 1
-        under_way.exception()
+        running.exception()
 
     def _instance(self, job: Job) -> Any:
-        """Return an instance that is ready for the job: a new one, or one that was reset."""
-        from roll_opd.workflows.workflow_interface import FormatConfig, GenerationConfig, Task, flag
+        """Return a workflow instance for the job, new or reset."""
+        from roll_opd.workflows.interface import FormatConfig, GenerationConfig, Task, flag
 
         sampling, plan = job.sampling, self._plan
         task = Task(
@@ -340,7 +313,7 @@ class WorkflowWorker:
             workflow = self._ready.pop()
         except IndexError:
             workflow = self._class.__new__(self._class)
-            workflow.task = task  # older classes read it and do not pass it on
+            workflow.task = task  # older classes read it without passing it on
             taken = inspect.signature(self._class).parameters
             others = self._auxiliaries or None
             given = {"task": task, "model": self._model, "auxiliary_models": others}
@@ -359,9 +332,9 @@ class WorkflowWorker:
         return workflow
 
     def _watch_memory(self) -> None:
-        """End this process where it needs more memory than it may have: nothing else stops a leak."""
-        most = self._plan.workflow_memory_gb * 2**30 / os.sysconf("SC_PAGE_SIZE")
+        """Exit this process if it exceeds its memory limit."""
+        limit = self._plan.workflow_memory_gb * 2**30 / os.sysconf("SC_PAGE_SIZE")
         with open("/proc/self/statm", "rb", buffering=0) as sizes:
-            while int(os.pread(sizes.fileno(), 100, 0).split()[1]) <= most:
-                time.sleep(MEMORY_SECONDS)
-        os._exit(OUT_OF_MEMORY)
+            while int(os.pread(sizes.fileno(), 100, 0).split()[1]) <= limit:
+                time.sleep(MEMORY_POLL_S)
+        os._exit(OUT_OF_MEMORY_EXIT_CODE)

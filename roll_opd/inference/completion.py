@@ -32,6 +32,18 @@ def token_prompt(tokens: Sequence[int]) -> "TokensInput":
     return {"type": "token", "prompt_token_ids": np.asarray(tokens).tolist()}
 
 
+def check_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_model_len: int) -> None:
+    """Raise ValueError unless every prompt has a seed, at least one token, and room for a response."""
+    if len(prompts) != len(seeds):
+        raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds: give one seed per prompt")
+    for index, prompt in enumerate(prompts):
+        if not 0 < len(prompt) < max_model_len:
+            raise ValueError(
+                f"prompt {index} has {len(prompt)} tokens; expected 1 to {max_model_len - 1}, "
+                f"so that the response fits into max_model_len {max_model_len}"
+            )
+
+
 def stop_token_ids(stop: Sequence[str], tokenizer: "TokenizerLike") -> tuple[int, ...]:
     """Return the ids of stop strings that are special tokens, since decoded texts do not contain them."""
     special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -7,10 +7,9 @@ starts. Legend: R response tokens, T tokens of prompt and response.
 import asyncio
 import gc
 import itertools
-import os
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from roll_opd.config.plan import ModelPlan, SamplingPlan
 from roll_opd.inference.completion import (
     Completion,
+    check_prompts,
     completion_of,
     cut_at_stop,
     sampling_params,
@@ -29,15 +29,7 @@ from roll_opd.inference.completion import (
 from roll_opd.inference.failure import PORT_TAKEN, EngineStartError, start_errors
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.inference.process_cleanup import unlink_shared_memory
-from roll_opd.inference.routes import RECORDS_ROUTES
-from roll_opd.inference.settings import (
-    DTYPE_NAMES,
-    UNIPROC,
-    check_engine_args,
-    check_plugin_is_installed,
-    prepare_environment,
-    resolve_engine_args,
-)
+from roll_opd.inference.settings import DTYPE_NAMES, UNIPROC, vllm_arguments
 from roll_opd.inference.sleep_mode import SleepState
 from roll_opd.samples.weight_bucket import DTYPES, BucketMemory
 
@@ -100,7 +92,7 @@ class InferenceEngine:
             weight_transfer: backend of weight updates.
             sleeps: `sleep` releases memory.
         """
-        arguments = _vllm_arguments(
+        arguments = vllm_arguments(
             model,
             max_model_len=max_model_len,
             seed=seed,
@@ -149,7 +141,7 @@ class InferenceEngine:
         without room for a response.
         """
         self._check_awake()
-        self._check_prompts(prompts, seeds)
+        check_prompts(prompts, seeds, self._max_model_len)
         ids = [f"sample-{next(self._request_ids)}" for _ in prompts]
         unfinished = set(range(len(ids)))
         async with AsyncExitStack() as stack:
@@ -315,7 +307,7 @@ class InferenceEngine:
         from vllm import SamplingParams
 
         self._check_awake()
-        self._check_prompts([tokens], [0])
+        check_prompts([tokens], [0], self._max_model_len)
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         request_id = f"prompt-{next(self._request_ids)}"
         async with AsyncExitStack() as stack:
@@ -354,43 +346,3 @@ class InferenceEngine:
     def _check_awake(self) -> None:
         self._check_usable()
         self._sleep_state.check_awake()
-
-    def _check_prompts(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
-        if len(prompts) != len(seeds):
-            raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds: give one seed per prompt")
-        for index, prompt in enumerate(prompts):
-            if not 0 < len(prompt) < self._max_model_len:
-                raise ValueError(
-                    f"prompt {index} has {len(prompt)} tokens; expected 1 to {self._max_model_len - 1}, "
-                    f"so that the response fits into max_model_len {self._max_model_len}"
-                )
-
-
-def _vllm_arguments(
-    model: ModelPlan,
-    *,
-    engine_args: Mapping[str, Any],
-    routes: bool,
-    weight_transfer: str,
-    sleeps: bool,
-    **plan: int,
-) -> "AsyncEngineArgs":
-    # not is_available(), which initialises CUDA in this process, and vLLM may fork it
-    on_cpu = torch.cuda.device_count() == 0
-    prepare_environment(eager_on_cpu=on_cpu and engine_args.get("enforce_eager", True))
-    os.environ[RECORDS_ROUTES] = str(int(routes and on_cpu))  # read by the next engine
-    check_plugin_is_installed()
-    import vllm.v1.engine.async_llm  # noqa: F401
-    from vllm import AsyncEngineArgs
-    from vllm.platforms import current_platform
-
-    check_engine_args(engine_args, {field.name for field in fields(AsyncEngineArgs)})
-    on_cpu = current_platform.is_cpu()
-    arguments = resolve_engine_args(model, on_cpu=on_cpu, engine_args=engine_args, routes=routes, **plan)
-    arguments["weight_transfer_config"] = {"backend": weight_transfer}
-    # imported modules are permanent; a full garbage collection over them would stall a batch for 0.3 s
-    gc.collect()
-    gc.freeze()
-    if sleeps and current_platform.is_sleep_mode_available():
-        arguments["enable_sleep_mode"] = True
-    return AsyncEngineArgs(**arguments)

@@ -4,16 +4,21 @@ vLLM reads a part of its environment at import, so this module does not import i
 """
 
 import difflib
+import gc
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roll_opd.base.frozen import thaw
 from roll_opd.config.plan import ModelPlan
 from roll_opd.inference.plugin import DIE_WITH_PARENT, PLUGIN_NAME
 from roll_opd.models.model_info import read_model
+
+if TYPE_CHECKING:
+    from vllm import AsyncEngineArgs
 
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -161,3 +166,38 @@ def _without_rotary_kernel(config: Any) -> dict[str, Any]:
         raise ValueError(f"engine_args: 'compilation_config' {config!r} should be a mapping for a model like this one")
     given = dict(config or {})
     return given | {"custom_ops": [*given.get("custom_ops", []), "-rotary_embedding"]}
+
+
+def vllm_arguments(
+    model: ModelPlan,
+    *,
+    engine_args: Mapping[str, Any],
+    routes: bool,
+    weight_transfer: str,
+    sleeps: bool,
+    **plan: int,
+) -> "AsyncEngineArgs":
+    """Prepare this process for an engine; return vLLM's arguments for it (see `resolve_engine_args`)."""
+    import torch
+
+    from roll_opd.inference.routes import RECORDS_ROUTES
+
+    # not is_available(), which initialises CUDA in this process, and vLLM may fork it
+    on_cpu = torch.cuda.device_count() == 0
+    prepare_environment(eager_on_cpu=on_cpu and engine_args.get("enforce_eager", True))
+    os.environ[RECORDS_ROUTES] = str(int(routes and on_cpu))  # read by the next engine
+    check_plugin_is_installed()
+    import vllm.v1.engine.async_llm  # noqa: F401
+    from vllm import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    check_engine_args(engine_args, {field.name for field in fields(AsyncEngineArgs)})
+    on_cpu = current_platform.is_cpu()
+    arguments = resolve_engine_args(model, on_cpu=on_cpu, engine_args=engine_args, routes=routes, **plan)
+    arguments["weight_transfer_config"] = {"backend": weight_transfer}
+    # imported modules are permanent; a full garbage collection over them would stall a batch for 0.3 s
+    gc.collect()
+    gc.freeze()
+    if sleeps and current_platform.is_sleep_mode_available():
+        arguments["enable_sleep_mode"] = True
+    return AsyncEngineArgs(**arguments)

@@ -10,7 +10,7 @@ from roll_opd.samples.weight_bucket import BucketMemory, Description
 Written = Iterator[tuple[BucketMemory, bool]]  # see `bucketed`
 
 
-class OnHost:
+class BucketHost:
     """Actor that reports its Ray node, and can copy a bucket to it for all receivers on that host."""
 
     _held: BucketMemory | None = None
@@ -32,7 +32,7 @@ class OnHost:
             self._held = None
 
 
-class WritesBuckets:
+class BucketWriter:
     """Student rank that exports weights: rank 0 writes bucket after bucket, the others join its collectives."""
 
     _written: Written

@@ -34,11 +34,11 @@ class CudaSender:
         self, way: str, engine: Any, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str
     ) -> None:
         """Connect to `engines`, `RolloutWorker`s of `engine_ranks` devices each; `dtype` is their model's."""
-        by_handles = way == CUDA_IPC
-        source = StudentSource(engine, DTYPES[DTYPE_NAMES[dtype]], everywhere=by_handles)
-        self._engines = Engines(engines, engine_ranks, source, hands_over=by_handles)
+        uses_ipc = way == CUDA_IPC
+        source = StudentSource(engine, DTYPES[DTYPE_NAMES[dtype]], everywhere=uses_ipc)
+        self._engines = Engines(engines, engine_ranks, source, sends_handles=uses_ipc)
         info: TrainerInitInfo
-        if by_handles:
+        if uses_ipc:
             info = IPCTrainerInitInfo(
                 rank=dist.get_rank(), packed=True, packed_buffer_size_bytes=buffer_size(source.metadata())
             )
@@ -95,17 +95,17 @@ class Engines:
     """Client of all engines for vLLM's senders (`VLLMWeightSyncClient`). Only rank 0 calls it."""
 
     def __init__(
-        self, actors: Sequence[ray.actor.ActorHandle], ranks: int, source: StudentSource, *, hands_over: bool
+        self, actors: Sequence[ray.actor.ActorHandle], ranks: int, source: StudentSource, *, sends_handles: bool
     ) -> None:
-        """If `hands_over`, messages carry CUDA IPC handles."""
+        """If `sends_handles`, messages carry CUDA IPC handles."""
         self.version = 0
-        self._actors, self._ranks, self._source, self._hands_over = actors, ranks, source, hands_over
+        self._actors, self._ranks, self._source, self._sends_handles = actors, ranks, source, sends_handles
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Connect the engines to the sender."""
         ray.get(
             [
-                actor.init_weight_transfer.remote(for_engine(init_info, number, self._ranks))
+                actor.init_weight_transfer.remote(init_info_of(init_info, number, self._ranks))
                 for number, actor in enumerate(self._actors)
             ]
         )
@@ -128,14 +128,14 @@ class Engines:
         ray.get([actor.load_weights.remote(portable, last=last) for actor in self._actors])
 
     def _portable(self, info: Mapping[str, Any]) -> dict[str, Any]:
-        if not self._hands_over:
+        if not self._sends_handles:
             return dict(info)
         rest = {key: value for key, value in info.items() if key != "ipc_handles"}
         return rest | {"handles": pickle.dumps(info.get("ipc_handles", {}))}
 
 
-def for_engine(init_info: Mapping[str, Any], number: int, ranks: int) -> dict[str, Any]:
-    """Return the init info of engine `number`; in a group, its ranks follow those of earlier engines."""
+def init_info_of(init_info: Mapping[str, Any], number: int, ranks: int) -> dict[str, Any]:
+    """Return the init info of engine `number`; in an NCCL group, its ranks follow the earlier engines' ranks."""
     offset = {"rank_offset": init_info["rank_offset"] + number * ranks} if "rank_offset" in init_info else {}
     return {**init_info, **offset}
 

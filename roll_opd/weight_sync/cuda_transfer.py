@@ -6,21 +6,34 @@ without weights that lists the entries of all tensors sent.
 
 import pickle
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 
 from roll_opd.weight_sync.verify_weights import WeightVerifier
 
+if TYPE_CHECKING:
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+    _Engine = WeightTransferEngine[Any, Any]
+else:
+    _Engine = object
+
 
 @dataclass
-class CheckedIpcUpdateInfo(IPCWeightTransferUpdateInfo):
-    """A chunk of weights, or at the end the `entries` of all tensors sent (see `weight_bucket.entry_of`)."""
+class _SentEntries:
+    """Fields of the last message of an update: the `entries` of all tensors sent (see `weight_bucket.entry_of`)."""
 
-    handles: bytes | None = None  # `ipc_handles`, pickled: vLLM's messages cannot hold types
     entries: list[dict[str, Any]] | None = None
     version: int = 0
+
+
+@dataclass
+class CheckedIpcUpdateInfo(_SentEntries, IPCWeightTransferUpdateInfo):
+    """A chunk of weights, or the entries at the end."""
+
+    handles: bytes | None = None  # `ipc_handles`, pickled: vLLM's messages cannot hold types
 
     def __post_init__(self) -> None:
         """Unpack the handles."""
@@ -30,54 +43,38 @@ class CheckedIpcUpdateInfo(IPCWeightTransferUpdateInfo):
 
 
 @dataclass
-class CheckedNcclUpdateInfo(NCCLWeightTransferUpdateInfo):
-    """All weights of an update, or at the end the `entries` of all tensors sent (see `weight_bucket.entry_of`)."""
-
-    entries: list[dict[str, Any]] | None = None
-    version: int = 0
+class CheckedNcclUpdateInfo(_SentEntries, NCCLWeightTransferUpdateInfo):
+    """All weights of an update, or the entries at the end."""
 
 
-class CheckedIpcEngine(IPCWeightTransferEngine):
+class _CheckedEngine(_Engine):
+    """Mixin of weight-transfer engines that verifies each update."""
+
+    def start_weight_update(self) -> None:
+        """Begin an update."""
+        self._verifier = WeightVerifier(self.model)
+        super().start_weight_update()
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Load weights, or record the entries of all tensors sent."""
+        assert isinstance(update_info, _SentEntries)
+        if update_info.entries is None:
+            super().receive_weights(update_info)  # type: ignore[safe-super]
+        else:
+            self._verifier.expect(update_info.entries, update_info.version)
+
+    def finish_weight_update(self) -> None:
+        """Finalize the loaded weights, then verify them; raises RuntimeError with the missing ones."""
+        self._verifier.finish(super().finish_weight_update)
+
+
+class CheckedIpcEngine(_CheckedEngine, IPCWeightTransferEngine):
     """Loads weights from the memory of the student's rank on the same GPU."""
 
     update_info_cls = CheckedIpcUpdateInfo
 
-    def start_weight_update(self) -> None:
-        """Begin an update."""
-        self._verifier = WeightVerifier(self.model)
-        super().start_weight_update()
 
-    def receive_weights(self, update_info: IPCWeightTransferUpdateInfo) -> None:
-        """Load a chunk, or record the entries of all tensors sent."""
-        assert isinstance(update_info, CheckedIpcUpdateInfo)
-        if update_info.entries is None:
-            super().receive_weights(update_info)
-        else:
-            self._verifier.expect(update_info.entries, update_info.version)
-
-    def finish_weight_update(self) -> None:
-        """Finalize the loaded weights, then verify them; raises RuntimeError with the missing ones."""
-        self._verifier.finish(super().finish_weight_update)
-
-
-class CheckedNcclEngine(NCCLWeightTransferEngine):
+class CheckedNcclEngine(_CheckedEngine, NCCLWeightTransferEngine):
     """Loads weights from the broadcast of the student's rank 0."""
 
     update_info_cls = CheckedNcclUpdateInfo
-
-    def start_weight_update(self) -> None:
-        """Begin an update."""
-        self._verifier = WeightVerifier(self.model)
-        super().start_weight_update()
-
-    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        """Load all weights, or record the entries of all tensors sent."""
-        assert isinstance(update_info, CheckedNcclUpdateInfo)
-        if update_info.entries is None:
-            super().receive_weights(update_info)
-        else:
-            self._verifier.expect(update_info.entries, update_info.version)
-
-    def finish_weight_update(self) -> None:
-        """Finalize the loaded weights, then verify them; raises RuntimeError with the missing ones."""
-        self._verifier.finish(super().finish_weight_update)

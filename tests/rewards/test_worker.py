@@ -107,8 +107,8 @@ def test_each_step_of_a_run_is_read_with_its_own_prompt(worker) -> None:
 def test_calls_grow_while_each_is_quick(
     worker, monkeypatch: pytest.MonkeyPatch, quick: float, sizes: list[int]
 ) -> None:
-    monkeypatch.setattr(module, "QUICK_SECONDS", quick)
-    monkeypatch.setattr(module, "ALONE_SECONDS", 60.0)
+    monkeypatch.setattr(module, "QUICK_CALL_S", quick)
+    monkeypatch.setattr(module, "SEQUENTIAL_S", 60.0)
     plan = RewardPlan("code", (RewardTerm("size", "my_tests.size"),), max_concurrency=64, batch_size=16)
     asyncio.run(worker.setup(plan, str(MODEL)))
     found = asyncio.run(scored(worker, [experience(np.array([1, 2, 3]), 1)] * 64))

@@ -17,7 +17,7 @@ CALLED = ("init_weight_transfer_engine", "start_weight_update", "update_weights"
 
 
 def test_engines_are_what_vllms_senders_call() -> None:
-    client: Any = Engines([], 1, StudentSource(None, torch.float32, everywhere=False), hands_over=False)
+    client: Any = Engines([], 1, StudentSource(None, torch.float32, everywhere=False), sends_handles=False)
     assert isinstance(client, VLLMWeightSyncClient)
     for name in CALLED:
         wanted, found = (inspect.signature(getattr(kind, name)) for kind in (VLLMWeightSyncClient, Engines))

@@ -16,7 +16,7 @@ from roll_opd.cluster.forkserver.lean_ray import lean
 from roll_opd.cluster.group import ActorGroup
 from roll_opd.inference.plugin import CUDA_IPC, NCCL, SHARED_MEMORY
 from roll_opd.samples.weight_bucket import BucketMemory, Description, bucketed, map_bucket
-from roll_opd.weight_sync.bucket_writer import OnHost, WritesBuckets, Written
+from roll_opd.weight_sync.bucket_writer import BucketHost, BucketWriter, Written
 from roll_opd.weight_sync.transports import stream, way_of
 
 ELSEWHERE = "elsewhere"  # what the second node offers
@@ -30,7 +30,7 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
     return {f"layer.{number}": torch.randn(*size, generator=generator) for number, size in enumerate(sizes)}
 
 
-class Student(OnHost, WritesBuckets):
+class Student(BucketHost, BucketWriter):
     """Has other weights each time."""
 
     _times = 0
@@ -40,7 +40,7 @@ class Student(OnHost, WritesBuckets):
         return bucketed(tensors(self._times).items() if memories else (), memories, torch.float32, LIMIT)
 
 
-class Taker(OnHost):
+class Taker(BucketHost):
     """Copies what comes, and makes as much fuss about memory as an engine does: nothing of a bucket is read later."""
 
     def __init__(self) -> None:
