@@ -143,7 +143,7 @@ def _state(learner: MegatronLearner, *, is_loading: bool) -> dict[str, Any]:
         for number, model in enumerate(unwrapped(chunk) for chunk in learner.chunks)
     }
     chain = _chain(learner)
-    if len(chain.chained_optimizers) > 1:  # experts have one of their own
+    if len(chain.chained_optimizers) > 1:  # experts have a separate optimizer
         chain._synchronize_steps()
     optimizers: dict[Any, Any] = {}
     pieces: dict[str, ShardedTensor] = {}
