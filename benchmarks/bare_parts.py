@@ -279,7 +279,7 @@ def serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan) -> None:
 
 
 async def _serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan) -> None:
-    from roll_opd.inference.engine import InferenceEngine
+    from roll_opd.inference.vllm_engine import InferenceEngine
     from roll_opd.samples.tensors import as_tensor
 
     engine = await InferenceEngine.start(

@@ -30,7 +30,7 @@ MODULES = {
 def named_parts(rank: Any) -> Iterator[None]:
     """Record the parts of a rank while the context is open."""
     from roll_opd.megatron.head import OutputHead
-    from roll_opd.megatron.model import unwrapped
+    from roll_opd.megatron.model_builder import unwrapped
 
     with ExitStack() as stack:
         for chunk in rank.chunks:

@@ -32,7 +32,7 @@ class RolloutWorker(BucketHost):
         sleeps: bool = False,
     ) -> None:
         """Start the engine with the backend `weight_transfer`. With `sleeps`, it can release its memory."""
-        from roll_opd.inference.engine import InferenceEngine  # imports vLLM, only in the actor's process
+        from roll_opd.inference.vllm_engine import InferenceEngine  # imports vLLM, only in the actor's process
 
         self._engine = await InferenceEngine.start(
             plan.model,

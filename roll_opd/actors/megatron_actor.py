@@ -17,7 +17,7 @@ import ray
 from roll_opd.cluster.group import Text
 from roll_opd.cluster.worker_progress import MicroBatches
 from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, ObjectivePlan, TrainPlan
-from roll_opd.inference.settings import DTYPE_NAMES
+from roll_opd.inference.engine_arguments import DTYPE_NAMES
 from roll_opd.models.device_phases import Part, Phase
 from roll_opd.samples.buffer_pickle import Compact
 from roll_opd.samples.dp_shards import DPShard, Packing

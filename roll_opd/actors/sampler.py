@@ -39,9 +39,9 @@ class Sampler:
         return group % len(self.engines.actors)
 
     @asynccontextmanager
-    async def session(self, chunk: int | None = None) -> AsyncIterator["Session"]:
+    async def session(self, chunk: int | None = None) -> AsyncIterator["SamplingSession"]:
         """Open a session for the `with` block; running requests are aborted at its end."""
-        session = Session(self, chunk)
+        session = SamplingSession(self, chunk)
         try:
             yield session
         finally:
@@ -53,7 +53,7 @@ class Sampler:
         self.engines.end()  # their external resources are released; a regular exit would take seconds
 
 
-class Session:
+class SamplingSession:
     """Running requests. Consecutive requests to an engine are sent as one batch.
 
     Completions of a batch are returned in the order in which they finish, with a short delay for coalescing, and
@@ -93,7 +93,7 @@ class SamplerEngines:
     """Engines of a sampler, used from another process; see `roll_opd.workflows.model_wrapper.Engines`."""
 
     def __init__(self, sampler: Sampler, chunk: int | None, deterministic: bool) -> None:
-        self._sampler, self._session = sampler, Session(sampler, chunk, alone=deterministic)
+        self._sampler, self._session = sampler, SamplingSession(sampler, chunk, alone=deterministic)
 
     async def generate(
         self, group: int, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingPlan

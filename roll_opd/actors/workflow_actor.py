@@ -52,7 +52,7 @@ class Job:
 
 
 @dataclass
-class Outcome:
+class JobOutcome:
     """Result of a job: experiences by run, or a failure."""
 
     made: dict[int, list[Experience]] = field(default_factory=dict)
@@ -178,15 +178,15 @@ class WorkflowWorker:
         threading.Thread(target=self._watch_memory, daemon=True).start()
 
     async def run(self, jobs: Sequence[Job]) -> AsyncIterator[Compact]:
-        """Run all jobs concurrently; yield `Answers` of `Outcome`s as they finish."""
+        """Run all jobs concurrently; yield `Answers` of `JobOutcome`s as they finish."""
         runs = max(len(job.runs) for job in jobs)
         chunk = self._chunk and max(1, self._chunk // runs)
         async with aclosing(coalesced(self._outcomes(jobs), chunk=chunk)) as outcomes:
             async for done in outcomes:
                 yield Compact(Answers(done, hung=any(outcome.hung for _, outcome in done)))
 
-    async def _outcomes(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Outcome], None]:
-        async def one(place: int, job: Job) -> tuple[int, Outcome]:
+    async def _outcomes(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, JobOutcome], None]:
+        async def one(place: int, job: Job) -> tuple[int, JobOutcome]:
             return place, await self._outcome(job)
 
         running = [asyncio.create_task(one(place, job)) for place, job in enumerate(jobs)]
@@ -197,12 +197,12 @@ class WorkflowWorker:
             for task in running:
                 task.cancel()
 
-    async def _outcome(self, job: Job) -> Outcome:
+    async def _outcome(self, job: Job) -> JobOutcome:
         """Run one job; errors of its code become a failure in the outcome."""
         from roll_opd.workflows.run_state import RUN, RunState
         from roll_opd.workflows.workflow_experience import by_run, trained
 
-        outcome = Outcome()
+        outcome = JobOutcome()
         state = RunState(job.group, (job.seed, job.draw), job.runs, job.sampling)
         context = contextvars.copy_context()
         context.run(RUN.set, state)

@@ -63,7 +63,12 @@ def run(options: argparse.Namespace) -> int:
     settings["layout"] = asdict(_layout(options))
     settings["model"] = str(find_model(options.model))
     ranks = math.prod(getattr(options, name) for name in SIZES) // size
-    command = {"ranks": ranks, "hosts": size, "module": "roll_opd.megatron.score", "arguments": [json.dumps(settings)]}
+    command = {
+        "ranks": ranks,
+        "hosts": size,
+        "module": "roll_opd.megatron.score_file",
+        "arguments": [json.dumps(settings)],
+    }
     if host:
         return _over_hosts(host, command, settings["model"], options.host_timeout_s)
     with guarded() as reaper, run_temp_directory(reaper):

@@ -62,7 +62,7 @@ _NOTHING = np.zeros(0, np.int64)
 
 
 @dataclass
-class _Rows:
+class _PackedRows:
     """Arrays of a pack on the host, in packing order; one entry per sequence."""
 
     multiple: int  # of the number of unshared tokens of a sequence
@@ -142,9 +142,9 @@ def columns_of(samples: Sequence[Sample], like: Sample | None, device: torch.dev
     }
 
 
-def _rows(samples: Sequence[Sample], multiple: int, row_multiple: int, share_prefixes: bool) -> _Rows:
+def _rows(samples: Sequence[Sample], multiple: int, row_multiple: int, share_prefixes: bool) -> _PackedRows:
     """Return the rows of all samples, and of padding up to a multiple of `multiple` tokens."""
-    rows = _Rows(row_multiple)
+    rows = _PackedRows(row_multiple)
     for number, sample in enumerate(samples):
         earlier = samples[number - 1].tokens if share_prefixes and number else _NOTHING
         length = shared_prefix(earlier, sample.tokens, sample.prompt_length)

@@ -37,7 +37,7 @@ from roll_opd.megatron import parallel
 from roll_opd.megatron.export import Written
 from roll_opd.megatron.learner import MegatronLearner, optimizers_of
 from roll_opd.megatron.lora import sharded_state
-from roll_opd.megatron.model import unwrapped
+from roll_opd.megatron.model_builder import unwrapped
 from roll_opd.models.device_phases import Part
 
 

@@ -20,7 +20,7 @@ from roll_opd.config.plan import CriticPlan
 from roll_opd.megatron.batches import PackedBatch
 from roll_opd.megatron.export import Written, save_hf
 from roll_opd.megatron.learner import MegatronLearner
-from roll_opd.megatron.model import BuiltModel, PackedModel, build_model, unwrapped
+from roll_opd.megatron.model_builder import BuiltModel, PackedModel, build_model, unwrapped
 from roll_opd.megatron.weights.source import FileSource
 from roll_opd.models.weight_files import VALUE_HEAD
 from roll_opd.samples.sample import Sample

@@ -21,7 +21,7 @@ from roll_opd.megatron.batches import PackedBatch, columns_of, pack
 from roll_opd.megatron.deterministic_ops import VECTOR
 from roll_opd.megatron.head import OutputHead, whole_head
 from roll_opd.megatron.layers import uses_transformer_engine
-from roll_opd.megatron.model import BuiltModel, HeadModel, build_model, unwrapped
+from roll_opd.megatron.model_builder import BuiltModel, HeadModel, build_model, unwrapped
 from roll_opd.megatron.offload import DeviceMemory
 from roll_opd.models.device_phases import Part, Phase
 from roll_opd.samples.dp_shards import Packing

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from roll_opd.megatron.engine import MegatronEngine
-from roll_opd.megatron.model import unwrapped
+from roll_opd.megatron.model_builder import unwrapped
 from roll_opd.megatron.weights.stream import Shapes
 from roll_opd.models import adapter_files
 from roll_opd.models.device_phases import Part

@@ -14,7 +14,7 @@ from torch import Tensor
 from roll_opd.config.plan import FollowingPlan
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import Written, save_hf
-from roll_opd.megatron.model import unwrapped
+from roll_opd.megatron.model_builder import unwrapped
 from roll_opd.megatron.weights.model_weights import StreamedLoad
 from roll_opd.megatron.weights.source import FileSource
 from roll_opd.models.device_phases import Part

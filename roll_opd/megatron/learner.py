@@ -20,7 +20,7 @@ from roll_opd.megatron import parallel
 from roll_opd.megatron.batches import PackedBatch
 from roll_opd.megatron.engine import LossFunction, MegatronEngine
 from roll_opd.megatron.fused_updates import fuse_adamw
-from roll_opd.megatron.model import DTYPES, unwrapped
+from roll_opd.megatron.model_builder import DTYPES, unwrapped
 from roll_opd.megatron.router import (
     RouterLosses,
     disagreement,

@@ -29,8 +29,8 @@ from torch.nn import functional
 
 from roll_opd.config.plan import LoraPlan
 from roll_opd.megatron.weights.source import TensorSource
-from roll_opd.megatron.weights.stream import Shard, gather_to_rank_0, tensor_rank
-from roll_opd.megatron.weights.tensor_slices import Replicated, Sizes, Split, TensorSlice
+from roll_opd.megatron.weights.stream import ParameterShard, gather_to_rank_0, tensor_rank
+from roll_opd.megatron.weights.tensor_slices import Replicated, SliceSizes, Split, TensorSlice
 from roll_opd.models.adapter_files import tensor_name
 
 ADAPTER = "lora"  # name of the adapter module in its layer
@@ -74,7 +74,7 @@ class Adapter(torch.nn.Module):
 
     is_on = True
 
-    def __init__(self, layer: LinearLayer, plan: LoraPlan, sizes: Sizes) -> None:
+    def __init__(self, layer: LinearLayer, plan: LoraPlan, sizes: SliceSizes) -> None:
         super().__init__()
         weight, config = layer.module.weight, layer.module.config
         assert isinstance(weight, Tensor)
@@ -148,7 +148,7 @@ class Adapter(torch.nn.Module):
 class Adapters:
     """All adapters of this rank's model chunks."""
 
-    def __init__(self, layers: Sequence[LinearLayer], plan: LoraPlan, sizes: Sizes) -> None:
+    def __init__(self, layers: Sequence[LinearLayer], plan: LoraPlan, sizes: SliceSizes) -> None:
         self.plan, self._sizes = plan, sizes
         self._adapters = [Adapter(layer, plan, sizes) for layer in layers]
         for adapter, layer in zip(self._adapters, layers, strict=True):
@@ -177,7 +177,7 @@ class Adapters:
         for pair in self._pairs():
             for matrix, slicing in pair.slicings.items():
                 value = getattr(pair, matrix)
-                shard = Shard(((tensor_name(pair.name, matrix),),), slicing, value.shape, value.dtype)
+                shard = ParameterShard(((tensor_name(pair.name, matrix),),), slicing, value.shape, value.dtype)
                 shards.append((shard, lambda value=value: value))
         return gather_to_rank_0(shards, self._sizes)
 

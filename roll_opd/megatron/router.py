@@ -69,7 +69,7 @@ class PackedRouter(TopKRouter):
         super().set_layer_number(layer_number)
         shared: Any = self.config
         best = 2 if self.enable_expert_bias else 1  # DeepSeek-V3 and DeepSeek-V2
-        self.router_replay: Any = RouterReplay(shared.routing_replay, layer_number - 1, best)
+        self.router_replay: Any = RouterReplayHook(shared.routing_replay, layer_number - 1, best)
 
     def gating(self, input: Tensor) -> Tensor:
         """Return logits [..., E]."""
@@ -223,7 +223,7 @@ class RouterReplayState:
 
 
 @dataclass
-class RouterReplay:
+class RouterReplayHook:
     """Value of Megatron's `router_replay` for one router."""
 
     replay: RouterReplayState

@@ -17,7 +17,7 @@ from roll_opd.config.plan import ObjectivePlan, TrainPlan
 from roll_opd.megatron.batches import PackedBatch
 from roll_opd.megatron.head import OutputHead, TeacherHead, teacher_head
 from roll_opd.megatron.learner import MegatronLearner
-from roll_opd.megatron.model import HeadModel, unwrapped
+from roll_opd.megatron.model_builder import HeadModel, unwrapped
 from roll_opd.models.device_phases import Part
 from roll_opd.objective.loss import opd_loss, sampled_mask
 from roll_opd.samples.sample import Sample

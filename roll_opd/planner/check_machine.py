@@ -8,7 +8,7 @@ from pathlib import Path
 from roll_opd.base import hardware
 from roll_opd.config.plan import RolloutPlan, RunPlan
 from roll_opd.inference import cpu_attention
-from roll_opd.inference.settings import cpu_block, kv_cache_bytes, resolve_engine_args
+from roll_opd.inference.engine_arguments import cpu_block, kv_cache_bytes, resolve_engine_args
 from roll_opd.models.model_info import ModelFilesError, read_model
 
 OPTIONS = "strategy_args.strategy_config"

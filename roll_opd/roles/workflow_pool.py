@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roll_opd.actors.sampler import Sampler
-from roll_opd.actors.workflow_actor import Job, Outcome
+from roll_opd.actors.workflow_actor import Job, JobOutcome
 from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
 from roll_opd.config.plan import RolloutPlan, TeacherPlan, WorkflowPlan
@@ -27,7 +27,7 @@ TIMEOUT_GRACE_S = 60.0  # beyond workflow_timeout, after which a process that do
 class SharedCall:
     """The call that makes all runs at a prompt."""
 
-    outcome: asyncio.Task[Outcome]
+    outcome: asyncio.Task[JobOutcome]
     waiting: int = 0
 
 
@@ -54,7 +54,7 @@ class WorkflowPool:
         self.plan = plan
         self._spawn, self._rollout, self._teachers, self._seed, self._repeats = spawn, rollout, teachers, seed, repeats
         self._name = f"workflow {plan.workflow}"
-        self._pool: ResilientPool[Job, Outcome] = ResilientPool(
+        self._pool: ResilientPool[Job, JobOutcome] = ResilientPool(
             self._name,
             self._start_worker,
             _outcome,
@@ -135,7 +135,7 @@ class WorkflowPool:
         calls = task.runs // len(runs)
         return Job(task.prompt, task.draw, runs, model.group, self._seed, sampling, task.is_eval, calls)
 
-    def _made(self, outcome: Outcome, task: Any) -> list[Experience]:
+    def _made(self, outcome: JobOutcome, task: Any) -> list[Experience]:
         if outcome.failure is None:
             self._succeeded += 1
             self._failure_log.add_success()
@@ -150,7 +150,7 @@ class WorkflowPool:
         self._failure_log.add_failure(kind, f"{self._name}: a run failed ({kind}): {message}")
         return []
 
-    def _note_missing(self, job: Job, outcome: Outcome) -> None:
+    def _note_missing(self, job: Job, outcome: JobOutcome) -> None:
         """Count runs without an experience in a call that made other runs; warn of the first."""
         missing = [run for run in job.runs if not outcome.made.get(run)]
         if not missing or len(missing) == len(job.runs):
@@ -175,12 +175,12 @@ class WorkflowPool:
             )
         return replace(made, teacher_logprobs=dict.fromkeys([name], *made.teacher_logprobs.values()))
 
-    async def _run_job(self, job: Job) -> Outcome:
+    async def _run_job(self, job: Job) -> JobOutcome:
         begun = time.monotonic()
         try:
             outcome = await self._pool.submit(job)
         except WorkerLost as lost:
-            return Outcome(failure=(lost.kind, str(lost)))
+            return JobOutcome(failure=(lost.kind, str(lost)))
         self._seconds.append(time.monotonic() - begun)
         self._calls_made += outcome.calls
         self._branches += outcome.branches
@@ -218,7 +218,7 @@ def near_engines(
         yield chosen
 
 
-def _outcome(_job: Job, answer: Outcome | WorkerLost, _seconds: float) -> Outcome:
+def _outcome(_job: Job, answer: JobOutcome | WorkerLost, _seconds: float) -> JobOutcome:
     if isinstance(answer, WorkerLost):
         raise answer
     return answer

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from roll_opd.actors.sampler import Request, Session
+from roll_opd.actors.sampler import Request, SamplingSession
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompt_source import Prompt, derived_seed
 from roll_opd.inference.completion import Completion
@@ -30,7 +30,7 @@ class Task:
 class Model:
     """The student for one run, sampled with the settings `sampling`. Runs of one `group` use one engine."""
 
-    def __init__(self, session: Session, task: Task, group: int, seed: int, sampling: SamplingPlan) -> None:
+    def __init__(self, session: SamplingSession, task: Task, group: int, seed: int, sampling: SamplingPlan) -> None:
         self.group, self.sampling = group, sampling
         self._session, self._task, self._seed = session, task, seed
         self._calls = 0

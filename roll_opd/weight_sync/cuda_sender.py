@@ -19,8 +19,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
+from roll_opd.inference.engine_arguments import DTYPE_NAMES
 from roll_opd.inference.plugin import CUDA_IPC
-from roll_opd.inference.settings import DTYPE_NAMES
 from roll_opd.megatron.export import hf_tensors, hf_tensors_on_all_ranks
 from roll_opd.samples.weight_bucket import DTYPES, entry_of
 
@@ -36,7 +36,7 @@ class CudaSender:
         """Connect to `engines`, `RolloutWorker`s of `engine_ranks` devices each; `dtype` is their model's."""
         uses_ipc = way == CUDA_IPC
         source = StudentSource(engine, DTYPES[DTYPE_NAMES[dtype]], everywhere=uses_ipc)
-        self._engines = Engines(engines, engine_ranks, source, sends_handles=uses_ipc)
+        self._engines = EngineClient(engines, engine_ranks, source, sends_handles=uses_ipc)
         info: TrainerInitInfo
         if uses_ipc:
             info = IPCTrainerInitInfo(
@@ -91,7 +91,7 @@ class StudentSource(WeightSource):
             yield name, tensor
 
 
-class Engines:
+class EngineClient:
     """Client of all engines for vLLM's senders (`VLLMWeightSyncClient`). Only rank 0 calls it."""
 
     def __init__(

@@ -74,7 +74,7 @@ class CudaSync:
 
 
 @dataclass(frozen=True)
-class Host:
+class ReceivingHost:
     """Actors on one Ray node that receive weights."""
 
     receivers: tuple[tuple[ActorGroup, int], ...]  # (group, number of an actor in it)
@@ -131,11 +131,11 @@ async def stream(
     await asyncio.gather(send_from_rank_0(), *[student.ask(rank, "export_weights", dtype, 0) for rank in others])
 
 
-async def hosts_of(student: ActorGroup, receivers: Sequence[ActorGroup]) -> list[Host]:
+async def hosts_of(student: ActorGroup, receivers: Sequence[ActorGroup]) -> list[ReceivingHost]:
     """Return the hosts of all receivers."""
     home = (await student.hosts())[0]
     found: dict[str, list[tuple[ActorGroup, int]]] = {}
     for group in receivers:
         for number, host in enumerate(await group.hosts()):
             found.setdefault(host, []).append((group, number))
-    return [Host(tuple(members), host == home) for host, members in found.items()]
+    return [ReceivingHost(tuple(members), host == home) for host, members in found.items()]

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from roll_opd.config.plan import ModelPlan
-from roll_opd.inference.engine import InferenceEngine
+from roll_opd.inference.vllm_engine import InferenceEngine
 
 VOCABULARY = 99  # not a multiple of vLLM's padding
 MAX_MODEL_LEN = 64

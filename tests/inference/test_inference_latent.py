@@ -9,7 +9,7 @@ import torch
 from inference_models import Running, buckets_of, hf_logprobs, make_latent, save_model
 
 from roll_opd.config.plan import ModelPlan, SamplingPlan
-from roll_opd.inference.settings import resolve_engine_args
+from roll_opd.inference.engine_arguments import resolve_engine_args
 
 
 def test_cpus_with_amx_compute_it_as_others_do(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from inference_models import MAX_MODEL_LEN, Running, buckets_of, make_model, run
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from roll_opd.config.plan import SamplingPlan
-from roll_opd.inference.engine import WeightUpdateError
+from roll_opd.inference.vllm_engine import WeightUpdateError
 from roll_opd.samples import weight_bucket
 
 Buckets = list[dict[str, torch.Tensor]]

@@ -12,11 +12,11 @@ from transformers import Qwen3Config
 from roll_opd.megatron.weights.families import ENDS, FAMILIES, enabled_attention_backend
 from roll_opd.megatron.weights.model_weights import CheckedSource, ModelWeights, is_zeroed
 from roll_opd.megatron.weights.source import TensorSource
-from roll_opd.megatron.weights.tensor_slices import Gated, Heads, Same, Sizes, Split, TensorSlice, Vocabulary
+from roll_opd.megatron.weights.tensor_slices import Gated, Heads, Same, SliceSizes, Split, TensorSlice, Vocabulary
 from roll_opd.models.model_info import RUN
 
 WIDTH, HEADS, KV_HEADS, HEAD, MLP, VOCABULARY = 6, 8, 4, 3, 20, 21
-SIZES = Sizes(HEADS, KV_HEADS, VOCABULARY, padded_vocab=24)
+SIZES = SliceSizes(HEADS, KV_HEADS, VOCABULARY, padded_vocab=24)
 ROWS = {"q": HEADS * HEAD, "k": KV_HEADS * HEAD, "v": KV_HEADS * HEAD, "gate": MLP, "up": MLP, "vocab": VOCABULARY}
 TENSORS = {name: torch.randn(rows, WIDTH) for name, rows in ROWS.items()}
 TENSORS |= {"down": torch.randn(WIDTH, MLP), "norm": torch.randn(WIDTH)}

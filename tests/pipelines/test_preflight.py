@@ -21,7 +21,7 @@ from roll_opd.cluster.forkserver.forkserver_worker import ADDRESS
 from roll_opd.commands import run as launcher
 from roll_opd.config.plan import LoraPlan, RunPlan
 from roll_opd.inference import cpu_attention
-from roll_opd.inference.settings import CPU_BLOCK_MULTIPLE
+from roll_opd.inference.engine_arguments import CPU_BLOCK_MULTIPLE
 from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint
 from roll_opd.pipelines.preflight import (
     checkpoint_problems,

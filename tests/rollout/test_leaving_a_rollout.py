@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from roll_opd.actors.workflow_actor import Job, Outcome
+from roll_opd.actors.workflow_actor import Job, JobOutcome
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import SamplingPlan, WorkflowPlan
 from roll_opd.data.dataset import Prompt
@@ -17,7 +17,7 @@ from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
 from roll_opd.samples.experience import Experience
 from roll_opd.tracking.clock import PhaseClock
 
-BAD = Outcome(failure=("raised", "no idea"))
+BAD = JobOutcome(failure=("raised", "no idea"))
 MADE = Experience(
     id="1",
     group_id="1",
@@ -30,7 +30,7 @@ MADE = Experience(
     finish_reason="stop",
     reward=1.0,
 )
-GOOD = Outcome(made={run: [MADE] for run in range(4)})
+GOOD = JobOutcome(made={run: [MADE] for run in range(4)})
 
 
 class Engines:
@@ -45,11 +45,11 @@ class Engines:
 @pytest.mark.parametrize("gap", range(16))
 def test_a_failure_that_ends_the_run_is_not_lost(monkeypatch: pytest.MonkeyPatch, gap: int) -> None:
     async def main() -> None:
-        asked: list[asyncio.Future[Outcome]] = []
+        asked: list[asyncio.Future[JobOutcome]] = []
         plan = WorkflowPlan(workflow="any", on_workflow_error="stop")
         pool = WorkflowPool(plan, lambda: None, SimpleNamespace(), (), 0, repeats=False)
 
-        def submit(job: Job) -> asyncio.Future[Outcome]:
+        def submit(job: Job) -> asyncio.Future[JobOutcome]:
             asked.append(asyncio.get_running_loop().create_future())
             return asked[-1]
 

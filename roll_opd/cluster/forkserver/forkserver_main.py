@@ -34,7 +34,7 @@ COMMON = (
     "transformers.modeling_utils",
 )
 MEGATRON_MODULES = ("roll_opd.megatron.trainer", "roll_opd.megatron.critic", "roll_opd.megatron.export")
-VLLM = ("roll_opd.inference.engine", "vllm.v1.engine.async_llm", "vllm.v1.engine.core")
+VLLM = ("roll_opd.inference.vllm_engine", "vllm.v1.engine.async_llm", "vllm.v1.engine.core")
 COMPILER = "torch._inductor.lowering"  # imported by vLLM for its custom operations; eager engines do not need it
 EAGER_CORE = (  # imports of an engine core at its start
     "vllm.v1.core.sched.scheduler",
@@ -61,7 +61,7 @@ def preload_and_serve(requests: TextIO, listeners: Mapping[str, int], alive: int
     by the forks, since it reads its job from the environment at import.
     """
     from roll_opd.base.optional_torch_packages import broken_companions, hide
-    from roll_opd.inference.settings import prepare_environment
+    from roll_opd.inference.engine_arguments import prepare_environment
 
     modules: dict[str, Any] = sys.modules
     modules["ray"] = None  # vLLM tries to import it

@@ -19,14 +19,14 @@ from roll_opd.megatron.lora import ADAPTER, Adapter, LinearLayer, module_name
 from roll_opd.megatron.weights.families import ENDS, FAMILIES, Entry
 from roll_opd.megatron.weights.source import FileSource, TensorSource
 from roll_opd.megatron.weights.stream import (
+    ParameterShard,
     Shapes,
-    Shard,
     gather_to_all_ranks,
     gather_to_rank_0,
     peers_of_expert,
     tensor_rank,
 )
-from roll_opd.megatron.weights.tensor_slices import Sizes, Source
+from roll_opd.megatron.weights.tensor_slices import SliceSizes, SliceSource
 from roll_opd.models.weight_files import BUFFERS, EMBEDDING, HEAD, IN_A_LAYER, may_be_zero
 
 SAMPLED_ROWS = 64  # evenly spaced rows of a matrix that are checked for zeros
@@ -54,7 +54,7 @@ class ModelWeights:
         self._family = FAMILIES[hf_config.model_type]
         self._predicting_layers = getattr(hf_config, "num_nextn_predict_layers", 0) or 0
         self._tied = bool(hf_config.tie_word_embeddings)
-        self.sizes = Sizes(
+        self.sizes = SliceSizes(
             hf_config.num_attention_heads, hf_config.num_key_value_heads, hf_config.vocab_size, padded_vocab
         )
 
@@ -81,7 +81,7 @@ class ModelWeights:
         """Return the Hugging Face names of the tensors in a parameter."""
         return self._entry(place).of(place.layer, place.expert)
 
-    def part_at(self, place: Place, source: Source) -> Tensor:
+    def part_at(self, place: Place, source: SliceSource) -> Tensor:
         """Read this rank's part of a parameter from `source`."""
         entry = self._entry(place)
         rank, ranks = tensor_rank(expert=entry.is_expert)
@@ -100,7 +100,7 @@ class ModelWeights:
             entry = self._entry(place)
             experts = [None] if place.expert is None else peers_of_expert(place.expert, self.config)
             names = tuple(entry.of(place.layer, expert) for expert in experts)
-            shard = Shard(names, entry.slicing, parameter.shape, parameter.dtype, entry.is_expert)
+            shard = ParameterShard(names, entry.slicing, parameter.shape, parameter.dtype, entry.is_expert)
             shards.append((shard, partial(with_adapter, module, parameter)))
         return (
             gather_to_all_ranks(shards, self.sizes, everywhere) if everywhere else gather_to_rank_0(shards, self.sizes)
@@ -148,7 +148,7 @@ class ModelWeights:
 
 @dataclass(frozen=True)
 class CheckedSource:
-    """Source that raises ValueError for a tensor that is zero in at least half of its rows."""
+    """SliceSource that raises ValueError for a tensor that is zero in at least half of its rows."""
 
     source: FileSource | TensorSource
 

@@ -10,11 +10,11 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from roll_opd.megatron.weights.tensor_slices import Sizes, TensorSlice
+from roll_opd.megatron.weights.tensor_slices import SliceSizes, TensorSlice
 
 
 @dataclass(frozen=True)
-class Shard:
+class ParameterShard:
     """Description of a rank's part of a parameter.
 
     `names` has the Hugging Face names; for an expert's parameter one entry per expert rank, else a single entry.
@@ -27,11 +27,11 @@ class Shard:
     is_expert: bool = False
 
 
-RankParameters = Sequence[tuple[Shard, Callable[[], Tensor]]]
+RankParameters = Sequence[tuple[ParameterShard, Callable[[], Tensor]]]
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # of full tensors, by name
 
 
-def gather_to_rank_0(parameters: RankParameters, sizes: Sizes) -> Iterator[tuple[str, Tensor]]:
+def gather_to_rank_0(parameters: RankParameters, sizes: SliceSizes) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) of all ranks' shards on rank 0, nothing on other ranks. Collective.
 
     Parameters are gathered one by one, in the order of pipeline stages: rank 0 holds about one tensor, or one per
@@ -42,7 +42,7 @@ def gather_to_rank_0(parameters: RankParameters, sizes: Sizes) -> Iterator[tuple
             yield from _join(shard, parts, sizes)
 
 
-def gather_to_all_ranks(parameters: RankParameters, sizes: Sizes, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+def gather_to_all_ranks(parameters: RankParameters, sizes: SliceSizes, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) on every rank, in the order of `gather_to_rank_0`. Collective.
 
     `shapes` has dtype and shape of every tensor.
@@ -59,7 +59,7 @@ def gather_to_all_ranks(parameters: RankParameters, sizes: Sizes, shapes: Shapes
             yield name, tensor
 
 
-def _gathered(parameters: RankParameters) -> Iterator[tuple[Shard, list[Tensor] | None]]:
+def _gathered(parameters: RankParameters) -> Iterator[tuple[ParameterShard, list[Tensor] | None]]:
     """Yield each parameter's shard, with the parts of all ranks on rank 0 and None on the others."""
     stage, group = parallel_state.get_pipeline_model_parallel_rank(), _pipeline_group()
     listed: list[Any] = [None] * dist.get_world_size(group)
@@ -76,7 +76,7 @@ def _gathered(parameters: RankParameters) -> Iterator[tuple[Shard, list[Tensor] 
             yield shard, parts if _is_first_in_stage() and stage == 0 else None
 
 
-def _join(shard: Shard, parts: list[Tensor], sizes: Sizes) -> Iterator[tuple[str, Tensor]]:
+def _join(shard: ParameterShard, parts: list[Tensor], sizes: SliceSizes) -> Iterator[tuple[str, Tensor]]:
     each = len(parts) // len(shard.names)
     for expert_rank, names in enumerate(shard.names):
         one = parts[expert_rank * each : (expert_rank + 1) * each]
@@ -107,7 +107,7 @@ def _is_first_in_stage() -> bool:
     return tensor_rank()[0] == 0 and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
 
 
-def _gather_parts(part: Callable[[], Tensor], shard: Shard) -> list[Tensor] | None:
+def _gather_parts(part: Callable[[], Tensor], shard: ParameterShard) -> list[Tensor] | None:
     """Gather a parameter's parts of all tensor and expert ranks on the first rank of the stage; None elsewhere.
 
     Collective over all ranks of a stage; data-parallel replicas do not take part.
@@ -128,7 +128,7 @@ def _gather_parts(part: Callable[[], Tensor], shard: Shard) -> list[Tensor] | No
     return parts
 
 
-def _to_first_stage(parts: list[Tensor] | None, owner: int, shard: Shard) -> list[Tensor] | None:
+def _to_first_stage(parts: list[Tensor] | None, owner: int, shard: ParameterShard) -> list[Tensor] | None:
     """Send a parameter's parts from stage `owner` to the first stage, which returns them; None on other stages."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if stage == owner:

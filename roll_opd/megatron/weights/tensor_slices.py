@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Source(Protocol):
+class SliceSource(Protocol):
     """Full tensors by Hugging Face name, which can be read in slices."""
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -24,7 +24,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SliceSizes:
     """What a slicing needs to know of a model."""
 
     heads: int
@@ -41,15 +41,15 @@ class TensorSlice(Protocol):
         """Sharded dimension; None: replicated."""
         ...
 
-    def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: Sizes, dim: int = 0) -> Tensor:
+    def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: SliceSizes, dim: int = 0) -> Tensor:
         """Join this rank's slices, one per name, to the parameter; `dim` is the dimension of the parameter's rows."""
         ...
 
-    def read(self, source: Source, names: Sequence[str], rank: int, ranks: int, sizes: Sizes) -> Tensor:
+    def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
         """Read the parameter of tensor rank `rank` of `ranks`."""
         ...
 
-    def join(self, shards: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
+    def join(self, shards: Sequence[Tensor], sizes: SliceSizes) -> list[Tensor]:
         """Return the full tensors, one per name, from the parameters of all ranks."""
         ...
 
@@ -57,7 +57,7 @@ class TensorSlice(Protocol):
 class _SingleTensor:
     """Base of slicings of a parameter that corresponds to a single Hugging Face tensor."""
 
-    def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: Sizes, dim: int = 0) -> Tensor:
+    def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: SliceSizes, dim: int = 0) -> Tensor:
         return shares[0]
 
 
@@ -66,10 +66,10 @@ class Replicated(_SingleTensor):
 
     dim = None
 
-    def read(self, source: Source, names: Sequence[str], rank: int, ranks: int, sizes: Sizes) -> Tensor:
+    def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
         return _share(source, names[0], 0, 0, 1)
 
-    def join(self, shards: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
+    def join(self, shards: Sequence[Tensor], sizes: SliceSizes) -> list[Tensor]:
         return [shards[0]]
 
 
@@ -79,10 +79,10 @@ class Split(_SingleTensor):
 
     dim: int
 
-    def read(self, source: Source, names: Sequence[str], rank: int, ranks: int, sizes: Sizes) -> Tensor:
+    def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
         return _share(source, names[0], self.dim, rank, ranks)
 
-    def join(self, shards: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
+    def join(self, shards: Sequence[Tensor], sizes: SliceSizes) -> list[Tensor]:
         return [torch.cat(list(shards), self.dim)]
 
 
@@ -91,7 +91,7 @@ class VocabRows(_SingleTensor):
 
     dim = 0
 
-    def read(self, source: Source, names: Sequence[str], rank: int, ranks: int, sizes: Sizes) -> Tensor:
+    def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
         stored, each = source.shape(names[0])[0], sizes.padded_vocab // ranks
         if stored != sizes.vocab:
             raise ValueError(
@@ -101,7 +101,7 @@ class VocabRows(_SingleTensor):
         rows = source.part(names[0], 0, first, last)
         return rows if len(rows) == each else torch.cat([rows, rows.new_zeros(each - len(rows), *rows.shape[1:])])
 
-    def join(self, shards: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
+    def join(self, shards: Sequence[Tensor], sizes: SliceSizes) -> list[Tensor]:
         return [torch.cat(list(shards))[: sizes.vocab]]
 
 
@@ -110,13 +110,13 @@ class GateUp:
 
     dim = 0
 
-    def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: Sizes, dim: int = 0) -> Tensor:
+    def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: SliceSizes, dim: int = 0) -> Tensor:
         return torch.cat(list(shares), dim)
 
-    def read(self, source: Source, names: Sequence[str], rank: int, ranks: int, sizes: Sizes) -> Tensor:
+    def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
         return self.arrange([_share(source, name, 0, rank, ranks) for name in names], ranks, sizes)
 
-    def join(self, shards: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
+    def join(self, shards: Sequence[Tensor], sizes: SliceSizes) -> list[Tensor]:
         halves = [shard.chunk(2) for shard in shards]
         return [torch.cat([half[which] for half in halves]) for which in range(2)]
 
@@ -126,21 +126,21 @@ class QKV:
 
     dim = 0
 
-    def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: Sizes, dim: int = 0) -> Tensor:
+    def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: SliceSizes, dim: int = 0) -> Tensor:
         local = sizes.kv_heads // ranks
         return torch.cat([share.unflatten(dim, (local, -1)) for share in shares], dim + 1).flatten(dim, dim + 1)
 
-    def read(self, source: Source, names: Sequence[str], rank: int, ranks: int, sizes: Sizes) -> Tensor:
+    def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
         return self.arrange([_share(source, name, 0, rank, ranks) for name in names], ranks, sizes)
 
-    def join(self, shards: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
+    def join(self, shards: Sequence[Tensor], sizes: SliceSizes) -> list[Tensor]:
         by_head = torch.cat(list(shards)).unflatten(0, (sizes.kv_heads, -1))
         width = by_head.size(1) // (sizes.heads // sizes.kv_heads + 2)
         pieces = by_head.split([by_head.size(1) - 2 * width, width, width], 1)
         return [piece.flatten(0, 1) for piece in pieces]
 
 
-def _share(source: Source, name: str, dim: int, rank: int, ranks: int) -> Tensor:
+def _share(source: SliceSource, name: str, dim: int, rank: int, ranks: int) -> Tensor:
     size = source.shape(name)[dim]
     if size % ranks:
         raise ValueError(

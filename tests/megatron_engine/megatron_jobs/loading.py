@@ -14,7 +14,7 @@ from megatron_registry import jobs, operation
 
 from roll_opd.config.plan import MegatronPlan, MicroBatchLimits, ModelPlan
 from roll_opd.megatron import parallel
-from roll_opd.megatron.model import build_model
+from roll_opd.megatron.model_builder import build_model
 
 LOADED = [("large", "tp2"), ("large", "pp2"), ("large_moe", "ep2")]  # (model, layout)
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
