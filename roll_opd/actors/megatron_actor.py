@@ -125,9 +125,12 @@ class _Rank(BucketHost):
         return opened(shard.held, shard.micro_batches if self._engine.is_last_stage else [])
 
     def _targets(self, shard: DPShard[Text], temperature: float, wanted: dict[str, Any]) -> Any:
+        from roll_opd.megatron.engine import TargetRequest
+
         if shard.held:
             wanted = {**wanted, "ids": [held["ids"]["topk_ids"] for held in self._opened(shard)]}
-        return self._engine.compute_targets(temperature=temperature, **_texts(shard), **wanted)
+        request = TargetRequest(**wanted)
+        return self._engine.compute_targets(temperature=temperature, request=request, **_texts(shard))
 
     def written(self, *, wait: bool) -> list[Path] | None:
         """Return the files of the last save, waiting for them if `wait`; None if they are not complete."""

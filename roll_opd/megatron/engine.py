@@ -6,7 +6,7 @@ arguments, or each data-parallel rank with its shard, `assigned` to micro-batche
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,32 @@ from roll_opd.samples.tensors import as_array
 Reader = Callable[[Any, PackedBatch], dict[str, Tensor]]  # ... values by name, each [M] or [M, K]
 LossFunction = Callable[[Any, PackedBatch], tuple[Tensor, dict[str, Any]]]  # ... loss and report
 TokenValues = dict[int, dict[str, np.ndarray]]  # sequence number -> arrays by name, each [T-P] or [T-P, K]
+
+
+@dataclass(frozen=True)
+class TargetRequest:
+    """Values that a distillation objective needs besides log-probs."""
+
+    topk: int | None = None  # number of most likely tokens
+    ids: Sequence[np.ndarray] | None = None  # tokens to score, integer [T-P, K] for each sequence, instead of a top-k
+    hidden: bool = False  # final hidden states
+    plain: bool = False  # log-probs of the top-k at temperature 1
+    vocab_size: int | None = None  # `topk` and `ids` are over the first `vocab_size` tokens; None: over all
+
+    def values(self, head: OutputHead, batch: PackedBatch) -> dict[str, Tensor]:
+        """Return the requested values of a micro-batch by name, each [M] or [M, K]."""
+        values, within = {"logprobs": head.logprobs()}, head.within(self.vocab_size)
+        if self.topk is not None:
+            ids_MK, logprobs_ML = within.topk(self.topk)
+            values |= _topk(ids_MK.int(), logprobs_ML)
+            if self.plain:
+                values["plain_logprobs"] = within.at_temperature(1.0).logprobs_with_rest(ids_MK)[:, :-1]
+        elif self.ids is not None:
+            ids_MK = batch.columns["topk_ids"]
+            values |= _topk(ids_MK, within.logprobs_with_rest(ids_MK.long()))
+        if self.hidden:
+            values["hidden"] = head.hidden()
+        return values
 
 
 class MegatronEngine:
@@ -110,63 +136,33 @@ class MegatronEngine:
             On the rank that returns the results of its model replica: index of the sequence -> f32 [T-P], for the
             replica's shard. None on the others.
         """
-        computed = self.compute_targets(sequences, temperature, routes=routes, assigned=assigned)
+        computed = self.compute_targets(sequences, temperature, TargetRequest(), routes=routes, assigned=assigned)
         return None if computed is None else {number: values["logprobs"] for number, values in computed.items()}
 
     def compute_targets(
         self,
         sequences: Sequence[tuple[np.ndarray, int]],
         temperature: float,
+        request: TargetRequest,
         *,
-        topk: int | None = None,
-        ids: Sequence[np.ndarray] | None = None,
-        hidden: bool = False,
-        plain: bool = False,
-        vocab_size: int | None = None,
         routes: Sequence[np.ndarray | None] | None = None,
         assigned: list[list[int]] | None = None,
     ) -> TokenValues | None:
-        """Return log-probs and the targets of a distillation objective from one forward pass.
+        """Return log-probs and the requested targets from one forward pass; arguments as `compute_logprobs`.
 
-        Args:
-            sequences, temperature, routes, assigned: as for `compute_logprobs`.
-            topk: number of most likely tokens to return.
-            ids: token ids whose log-probs are returned, integer [T-P, K] for each sequence.
-            hidden: return the final hidden states.
-            plain: return the log-probs of the top-k at temperature 1, independent of `temperature`.
-            vocab_size: `topk` and `ids` are over the first `vocab_size` tokens of the vocabulary; None: over all.
-
-        Returns:
-            As `compute_logprobs`, with a dict for each sequence: `logprobs` f32 [T-P]; with `topk` or `ids` `topk_ids`
-            int32 [T-P, K], `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the log-prob of all other tokens
-            together; with `plain` `plain_logprobs` f32 [T-P, K]; with `hidden` `hidden` [T-P, E] (see
-            `samples.tensors`).
+        The result of each sequence is a dict: `logprobs` f32 [T-P]; with `topk` or `ids` `topk_ids` int32 [T-P, K],
+        `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the log-prob of all other tokens together; with `plain`
+        `plain_logprobs` f32 [T-P, K]; with `hidden` `hidden` [T-P, E] (see `samples.tensors`).
         """
         columns: Sequence[Mapping[str, np.ndarray]] = [{}] * len(sequences)
-        if ids is not None:
-            columns = [{"topk_ids": row} for row in ids]
+        if request.ids is not None:
+            columns = [{"topk_ids": row} for row in request.ids]
         routed = routes or [None] * len(sequences)
         samples = [
             Sample(tokens, prompt, own, taken)
             for (tokens, prompt), own, taken in zip(sequences, columns, routed, strict=True)
         ]
-
-        def read(head: OutputHead, batch: PackedBatch) -> dict[str, Tensor]:
-            values = {"logprobs": head.logprobs()}
-            if topk is not None:
-                ids_MK, logprobs_ML = head.within(vocab_size).topk(topk)
-                values |= _topk(ids_MK.int(), logprobs_ML)
-                if plain:
-                    bare = head.at_temperature(1.0).within(vocab_size)
-                    values["plain_logprobs"] = bare.logprobs_with_rest(ids_MK)[:, :-1]
-            elif ids is not None:
-                ids_MK = batch.columns["topk_ids"]
-                values |= _topk(ids_MK, head.within(vocab_size).logprobs_with_rest(ids_MK.long()))
-            if hidden:
-                values["hidden"] = head.hidden()
-            return values
-
-        return self._forward(samples, temperature, read, assigned)
+        return self._forward(samples, temperature, request.values, assigned)
 
     def output_head(self) -> np.ndarray | None:
         """Return the full output embedding [W, E] (see `samples.tensors`) on one rank, else None. Collective."""

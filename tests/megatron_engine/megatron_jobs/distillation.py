@@ -16,7 +16,7 @@ from megatron_samples import TeacherTargets, updated
 
 from roll_opd.config.plan import MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan
 from roll_opd.megatron import parallel
-from roll_opd.megatron.engine import MegatronEngine
+from roll_opd.megatron.engine import MegatronEngine, TargetRequest
 from roll_opd.megatron.export import save_hf
 
 # one update each, with two teachers for some samples: what a divergence in the loss can be
@@ -75,8 +75,8 @@ def distil(job: Job, root: Path) -> None:
             numbers = [n for n in range(len(samples[step])) if looks_at(name, n)]
             sequences = [(samples[step][n].tokens, samples[step][n].prompt_length) for n in numbers]
             full = objective.opd_objective == "full"
-            wanted = {"topk": None if full else objective.opd_topk, "hidden": full, "vocab_size": layouts.VOCABULARY}
-            for place, values in everything(engine.compute_targets(sequences, data.TEMPERATURE, **wanted)).items():
+            request = TargetRequest(None if full else objective.opd_topk, hidden=full, vocab_size=layouts.VOCABULARY)
+            for place, values in everything(engine.compute_targets(sequences, data.TEMPERATURE, request)).items():
                 logprobs = values.pop("logprobs")
                 if objective.opd_topk == layouts.VOCABULARY:  # a wider teacher is normalised over the student's ids
                     tokens, prompt = sequences[place]
@@ -84,7 +84,8 @@ def distil(job: Job, root: Path) -> None:
                     np.testing.assert_allclose(logprobs, values["topk_logprobs"][same], rtol=0, atol=1e-5)
                 targets[step][numbers[place]][name] = TeacherTargets(coefficient, values)
         ids = [targets[3][n][name].arrays["topk_ids"] for n in numbers]
-        again = everything(engine.compute_targets(sequences, data.TEMPERATURE, ids=ids, vocab_size=layouts.VOCABULARY))
+        request = TargetRequest(ids=ids, vocab_size=layouts.VOCABULARY)
+        again = everything(engine.compute_targets(sequences, data.TEMPERATURE, request))
         for place, values in again.items():
             before = targets[3][numbers[place]][name].arrays
             if not all(np.array_equal(values[key], before[key]) for key in ("topk_logprobs", "topk_rest")):
