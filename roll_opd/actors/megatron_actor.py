@@ -251,13 +251,13 @@ class TrainWorker(_TrainableRank, BucketWriter):
         return self.without_adapter(method, shard, *args, **kwargs)
 
     def send_weights(
-        self, way: str, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str, version: int
+        self, backend: str, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str, version: int
     ) -> None:
         """Send all weights to `engines` between GPUs (see `cuda_sender.CudaSender`)."""
         if self._sender is None:
             from roll_opd.weight_sync.cuda_sender import CudaSender
 
-            self._sender = CudaSender(way, self._engine, engines, engine_ranks, dtype)
+            self._sender = CudaSender(backend, self._engine, engines, engine_ranks, dtype)
         self._sender.send(version)
 
     def begin_writing(self, memories: Sequence[BucketMemory], dtype: str) -> Written:

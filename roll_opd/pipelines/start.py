@@ -40,7 +40,7 @@ from roll_opd.roles.workflow_pool import WorkflowPool
 from roll_opd.teachers.frozen_models import FrozenModels, Teacher
 from roll_opd.teachers.megatron_teacher import Follower, MegatronScorer
 from roll_opd.teachers.views import SameTokens
-from roll_opd.weight_sync.transports import sync_of, way_of
+from roll_opd.weight_sync.transports import make_weight_sync, choose_backend
 from roll_opd.workflows.plugins import find_workflow
 from roll_opd.workflows.workflow_interface import flag
 
@@ -52,8 +52,8 @@ async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
     """Start all roles apart from rewards, concurrently, and wait until they are ready for the plan's objective."""
     turns, rollout = _turns(plan, placement), plan.rollout
     over_gpus = placement.on_gpu and plan.weight_sync == "auto"
-    way = way_of(plan.student.devices, rollout.devices, on_gpu=over_gpus) if rollout else ""
-    starting = [asyncio.ensure_future(start_sampler(plan, rollout, placement, way, turns))] if rollout else []
+    backend = choose_backend(plan.student.devices, rollout.devices, on_gpu=over_gpus) if rollout else ""
+    starting = [asyncio.ensure_future(start_sampler(plan, rollout, placement, backend, turns))] if rollout else []
     await asyncio.sleep(0)  # its engines start first: they take longest
     student = Student(plan.student, _group(TrainWorker, plan, plan.student, placement, turns))
     own = {worker.name: _frozen(plan, worker, placement, turns) for worker in _served(plan)}
@@ -74,7 +74,7 @@ async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
     workers = RunWorkers(student, Sampler(ActorGroup([])), FrozenModels(teachers, reference), critic, followers, turns)
     if rollout:
         engines = starting[0].result().engines
-        sync = sync_of(way, student.group, engines, rollout.model.dtype, rollout.tp)
+        sync = make_weight_sync(backend, student.group, engines, rollout.model.dtype, rollout.tp)
         workers = replace(workers, sampler=Sampler(engines, sync))
     return await workers.for_objective(plan.objective)
 

@@ -31,10 +31,10 @@ class CudaSender:
     """Sender of the student's weights to all engines; collective over its ranks."""
 
     def __init__(
-        self, way: str, engine: Any, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str
+        self, backend: str, engine: Any, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str
     ) -> None:
         """Connect to `engines`, `RolloutWorker`s of `engine_ranks` devices each; `dtype` is their model's."""
-        uses_ipc = way == CUDA_IPC
+        uses_ipc = backend == CUDA_IPC
         source = StudentSource(engine, DTYPES[DTYPE_NAMES[dtype]], everywhere=uses_ipc)
         self._engines = EngineClient(engines, engine_ranks, source, sends_handles=uses_ipc)
         info: TrainerInitInfo

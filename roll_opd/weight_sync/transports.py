@@ -1,6 +1,6 @@
 """Send the student's weights to the inference engines and to followers (teachers updated from the student).
 
-`way_of` chooses one of three transports by the devices of the roles. The driver coordinates; weights never pass
+`choose_backend` chooses one of three transports by the devices of the roles. The driver coordinates; weights never pass
 through it.
 """
 
@@ -21,7 +21,7 @@ class WeightSync(Protocol):
         ...
 
 
-def way_of(student: Sequence[int], engines: Sequence[int], *, on_gpu: bool) -> str:
+def choose_backend(student: Sequence[int], engines: Sequence[int], *, on_gpu: bool) -> str:
     """Return the weight-transfer backend for a student and engines on these devices.
 
     CUDA IPC handles if every engine's device has a student rank. An NCCL broadcast if no engine shares the device of
@@ -35,11 +35,11 @@ def way_of(student: Sequence[int], engines: Sequence[int], *, on_gpu: bool) -> s
     return SHARED_MEMORY if student[0] in engines else NCCL
 
 
-def sync_of(way: str, student: ActorGroup, engines: ActorGroup, dtype: str, tp: int) -> WeightSync:
-    """Return the transport for the backend `way` (of `way_of`), to engines of `tp` ranks and `dtype`."""
-    if way == SHARED_MEMORY:
+def make_weight_sync(backend: str, student: ActorGroup, engines: ActorGroup, dtype: str, tp: int) -> WeightSync:
+    """Return the transport for `backend` (see `choose_backend`) to engines of `tp` ranks and `dtype`."""
+    if backend == SHARED_MEMORY:
         return SharedMemorySync(student, engines, dtype)
-    return CudaSync(student, engines, dtype, way, tp)
+    return CudaSync(student, engines, dtype, backend, tp)
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class CudaSync:
     student: ActorGroup
     engines: ActorGroup
     dtype: str
-    way: str
+    backend: str
     tp: int
 
     async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> None:
         """See `WeightSync.push`; followers receive the weights through shared memory."""
-        await self.student.call("send_weights", self.way, self.engines.actors, self.tp, self.dtype, version)
+        await self.student.call("send_weights", self.backend, self.engines.actors, self.tp, self.dtype, version)
         if followers:
             await stream(self.student, followers, self.dtype, version)
 

@@ -18,7 +18,7 @@ from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.models.device_phases import ALL, members_of
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.roles.colocation import DeviceScheduler
-from roll_opd.weight_sync.transports import sync_of
+from roll_opd.weight_sync.transports import make_weight_sync
 
 SHORT = (
     "deterministic=true",
@@ -77,7 +77,9 @@ class Taking:
         return replace(
             there,
             student=student,
-            sampler=Sampler(engines, sync_of(SHARED_MEMORY, student.group, engines, plan.rollout.model.dtype, 1)),
+            sampler=Sampler(
+                engines, make_weight_sync(SHARED_MEMORY, student.group, engines, plan.rollout.model.dtype, 1)
+            ),
             critic=there.critic and replace(there.critic, group=joined[there.critic.plan.name]),
             frozen_models=replace(
                 models, teachers=teachers, reference=reference, student=student if models.student else None

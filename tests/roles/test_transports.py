@@ -17,7 +17,7 @@ from roll_opd.cluster.group import ActorGroup
 from roll_opd.inference.plugin import CUDA_IPC, NCCL, SHARED_MEMORY
 from roll_opd.samples.weight_bucket import BucketMemory, Description, bucketed, map_bucket
 from roll_opd.weight_sync.bucket_writer import BucketHost, BucketWriter, Written
-from roll_opd.weight_sync.transports import stream, way_of
+from roll_opd.weight_sync.transports import choose_backend, stream
 
 ELSEWHERE = "elsewhere"  # what the second node offers
 LIMIT = 2**20
@@ -118,14 +118,14 @@ def test_all_get_the_same_bits(
     ],
 )
 def test_the_way_follows_from_where_they_are(student: tuple, engines: tuple, way: str) -> None:
-    assert way_of(student, engines, on_gpu=True) == way
-    assert way_of(student, engines, on_gpu=False) == SHARED_MEMORY
+    assert choose_backend(student, engines, on_gpu=True) == way
+    assert choose_backend(student, engines, on_gpu=False) == SHARED_MEMORY
 
 
 def test_handles_need_the_student_on_every_device_and_a_broadcast_its_first_rank_apart() -> None:
     """For all ways to put students and engines on four devices."""
     groups = [group for size in (1, 2, 3, 4) for group in itertools.combinations(range(4), size)]
     for student, engines in itertools.product(groups, groups):
-        way = way_of(student, engines, on_gpu=True)
+        way = choose_backend(student, engines, on_gpu=True)
         assert (way == CUDA_IPC) == all(device in student for device in engines)
         assert way != NCCL or student[0] not in engines
