@@ -14,9 +14,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from roll_opd.weight_sync.verify_weights import WeightVerifier
 
 if TYPE_CHECKING:
-    from vllm.distributed.weight_transfer.base import WeightTransferEngine
-
-    _Engine = WeightTransferEngine[Any, Any]
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine as _Engine
 else:
     _Engine = object
 
@@ -59,7 +57,7 @@ class _CheckedEngine(_Engine):
         """Load weights, or record the entries of all tensors sent."""
         assert isinstance(update_info, _SentEntries)
         if update_info.entries is None:
-            super().receive_weights(update_info)  # type: ignore[safe-super]
+            super().receive_weights(update_info)
         else:
             self._verifier.expect(update_info.entries, update_info.version)
 
