@@ -189,7 +189,7 @@ def export(directory: Path, shape: Shape, dtype: Dtype) -> dict[str, float]:
 def head(_: Path, shape: Shape, dtype: Dtype) -> dict[str, Any]:
     """Time token log-probs and their backward pass, in chunks and eagerly, and see what memory each takes beside."""
     torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-    group = torch.distributed.group.WORLD
+    group: Any = torch.distributed.group.WORLD
     device, kind = torch.device("cuda" if torch.cuda.is_available() else "cpu"), DTYPES[dtype]
     generator = torch.Generator(device).manual_seed(0)
     rows = min(HEAD_TOKENS, shape.pack)

@@ -9,14 +9,14 @@ import pytest
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import ModelPlan
-from roll_opd.inference import plugin, settings
+from roll_opd.inference import engine_arguments, plugin
 
 STUDENT = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
 KNOWN = {"gpu_memory_utilization", "block_size", "max_num_seqs", "load_format", "seed", "compilation_config"}
 
 
 def resolve(on_cpu: bool = True, **engine_args: object) -> dict:
-    return settings.resolve_engine_args(
+    return engine_arguments.resolve_engine_args(
         ModelPlan(str(STUDENT), "bf16"),
         max_model_len=32,
         seed=3,
@@ -31,15 +31,20 @@ def test_several_ranks_are_processes_of_the_engine_itself(on_cpu: bool) -> None:
     """In a placement group vLLM would leave them to Ray, which waits for devices that the run has taken."""
     arguments: dict = {"max_model_len": 32, "seed": 3, "tensor_parallel_size": 2, "on_cpu": on_cpu}
     model = ModelPlan(str(STUDENT), "bf16")
-    assert settings.resolve_engine_args(model, engine_args={}, **arguments)["distributed_executor_backend"] == "mp"
+    assert (
+        engine_arguments.resolve_engine_args(model, engine_args={}, **arguments)["distributed_executor_backend"] == "mp"
+    )
     own = {"distributed_executor_backend": "ray"}
-    assert settings.resolve_engine_args(model, engine_args=own, **arguments)["distributed_executor_backend"] == "ray"
+    assert (
+        engine_arguments.resolve_engine_args(model, engine_args=own, **arguments)["distributed_executor_backend"]
+        == "ray"
+    )
 
 
 def test_an_unknown_argument_names_its_nearest_and_all_are_reported() -> None:
     wrong = {"gpu_memory_utilisation": 0.5, "seed": 1, "block_size": 16}
     with pytest.raises(ValueError) as caught:
-        settings.check_engine_args(wrong, KNOWN)
+        engine_arguments.check_engine_args(wrong, KNOWN)
     message = str(caught.value)
     assert "'gpu_memory_utilisation'" in message and "nearest: 'gpu_memory_utilization'" in message
     assert "'seed' cannot be set here" in message and "block_size" not in message
@@ -66,24 +71,24 @@ def test_cpu_defaults_stay_on_the_cpu() -> None:
 def test_the_kv_cache_grows_with_the_sequences_up_to_a_limit() -> None:
     model = ModelPlan(str(STUDENT), "fp32")  # 3 layers, 2 heads of 32 for keys and values
     token = 2 * 3 * 2 * 32 * 4
-    assert settings.kv_cache_bytes(model, 80, 64, block=128, tp=1) == 64 * 256 * token
-    assert settings.kv_cache_bytes(model, 129, 1, block=128, tp=2) == 384 * token / 2
-    assert settings.kv_cache_bytes(model, 80, 10**6, block=128, tp=1) == 2**30
-    assert settings.kv_cache_bytes(model, 10**6, 64, block=16, tp=1) == (10**6 + 16) * token > 2**30
+    assert engine_arguments.kv_cache_bytes(model, 80, 64, block=128, tp=1) == 64 * 256 * token
+    assert engine_arguments.kv_cache_bytes(model, 129, 1, block=128, tp=2) == 384 * token / 2
+    assert engine_arguments.kv_cache_bytes(model, 80, 10**6, block=128, tp=1) == 2**30
+    assert engine_arguments.kv_cache_bytes(model, 10**6, 64, block=16, tp=1) == (10**6 + 16) * token > 2**30
     assert resolve(kv_cache_memory_bytes=5)["kv_cache_memory_bytes"] == 5
     assert "kv_cache_memory_bytes" not in resolve(on_cpu=False)
 
 
 def test_the_environment_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"VLLM_CPU_KVCACHE_SPACE": "7", "VLLM_PLUGINS": "other"})
-    settings.prepare_environment(eager_on_cpu=True)
+    engine_arguments.prepare_environment(eager_on_cpu=True)
     assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "7"
     assert os.environ["VLLM_PLUGINS"] == "other,roll_opd"
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
 
 
 def test_the_entry_point_is_installed_and_registering_twice_is_harmless() -> None:
-    settings.check_plugin_is_installed()
+    engine_arguments.check_plugin_is_installed()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     plugin.register()

@@ -12,7 +12,7 @@ from transformers import Qwen3Config
 from roll_opd.megatron.weights.families import ENDS, FAMILIES, enabled_attention_backend
 from roll_opd.megatron.weights.model_weights import CheckedSource, ModelWeights, is_zeroed
 from roll_opd.megatron.weights.source import TensorSource
-from roll_opd.megatron.weights.tensor_slices import Gated, Heads, Same, SliceSizes, Split, TensorSlice, Vocabulary
+from roll_opd.megatron.weights.tensor_slices import QKV, GateUp, Replicated, SliceSizes, Split, TensorSlice, VocabRows
 from roll_opd.models.model_info import RUN
 
 WIDTH, HEADS, KV_HEADS, HEAD, MLP, VOCABULARY = 6, 8, 4, 3, 20, 21
@@ -22,13 +22,13 @@ TENSORS = {name: torch.randn(rows, WIDTH) for name, rows in ROWS.items()}
 TENSORS |= {"down": torch.randn(WIDTH, MLP), "norm": torch.randn(WIDTH)}
 TENSORS |= {f"{x}_bias": torch.randn(ROWS[x]) for x in "qkv"}
 CUTS: list[tuple[TensorSlice, tuple[str, ...]]] = [
-    (Same(), ("norm",)),
+    (Replicated(), ("norm",)),
     (Split(0), ("gate",)),
     (Split(1), ("down",)),
-    (Gated(), ("gate", "up")),
-    (Heads(), ("q", "k", "v")),
-    (Heads(), ("q_bias", "k_bias", "v_bias")),
-    (Vocabulary(), ("vocab",)),
+    (GateUp(), ("gate", "up")),
+    (QKV(), ("q", "k", "v")),
+    (QKV(), ("q_bias", "k_bias", "v_bias")),
+    (VocabRows(), ("vocab",)),
 ]
 
 
@@ -53,20 +53,20 @@ def test_query_heads_are_cut_with_their_key_head(ranks: int) -> None:
     wanted = []
     for head in range(KV_HEADS):
         wanted += [q[2 * head], q[2 * head + 1], k[head], v[head]]
-    assert torch.equal(torch.cat(shards(Heads(), ("q", "k", "v"), ranks)), torch.cat(wanted))
+    assert torch.equal(torch.cat(shards(QKV(), ("q", "k", "v"), ranks)), torch.cat(wanted))
 
 
 def test_gates_and_rows_of_a_rank() -> None:
-    first, second = shards(Gated(), ("gate", "up"), 2)
+    first, second = shards(GateUp(), ("gate", "up"), 2)
     gate, up = TENSORS["gate"], TENSORS["up"]
     assert torch.equal(first, torch.cat([gate[:10], up[:10]])) and torch.equal(second, torch.cat([gate[10:], up[10:]]))
-    pieces = shards(Vocabulary(), ("vocab",), 4)
+    pieces = shards(VocabRows(), ("vocab",), 4)
     assert torch.equal(torch.cat(pieces)[:VOCABULARY], TENSORS["vocab"]) and not pieces[-1][3:].any()
 
 
 def test_what_does_not_divide_is_told_by_name() -> None:
     with pytest.raises(ValueError, match="gate: dimension 0 of size 20 is not divisible by 3 tensor ranks"):
-        shards(Gated(), ("gate", "up"), 3)
+        shards(GateUp(), ("gate", "up"), 3)
 
 
 def test_layers_with_rows_of_zeros_count_as_lost() -> None:
@@ -90,7 +90,7 @@ def test_layers_with_rows_of_zeros_count_as_lost() -> None:
 
 def test_a_vocabulary_of_another_size_is_told() -> None:
     with pytest.raises(ValueError, match=r"vocab has 21 rows, vocab_size in config\.json is 20"):
-        Vocabulary().read(TensorSource(TENSORS), ["vocab"], 0, 1, replace(SIZES, vocab=20))
+        VocabRows().read(TensorSource(TENSORS), ["vocab"], 0, 1, replace(SIZES, vocab=20))
 
 
 def test_every_family_that_runs_has_its_entries_and_no_tensor_has_two_places() -> None:

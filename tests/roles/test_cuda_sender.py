@@ -11,7 +11,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from roll_opd.weight_sync.cuda_sender import BUFFER_BYTES, EngineClient, StudentSource, buffer_size, for_engine
+from roll_opd.weight_sync.cuda_sender import BUFFER_BYTES, EngineClient, StudentSource, buffer_size, init_info_of
 
 CALLED = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 
@@ -42,12 +42,12 @@ def test_every_rank_of_every_engine_has_a_place_of_its_own_in_the_group(engines:
     """vLLM gives a worker the place `rank_offset` + its rank in its engine; the student's first rank has place 0."""
     whole = 1 + engines * ranks
     info = NCCLWeightTransferInitInfo(master_address="10.0.0.1", master_port=1, rank_offset=1, world_size=whole)
-    told = [for_engine(worker_init_payload(info), number, ranks) for number in range(engines)]
+    told = [init_info_of(worker_init_payload(info), number, ranks) for number in range(engines)]
     places = [NCCLWeightTransferInitInfo(**each).rank_offset + rank for each in told for rank in range(ranks)]
     assert places == list(range(1, whole))
 
 
 def test_handles_need_no_group_and_a_buffer_holds_any_tensor() -> None:
-    assert for_engine({"packed": True}, 3, 2) == {"packed": True}
+    assert init_info_of({"packed": True}, 3, 2) == {"packed": True}
     small, large = ParamMeta("norm", torch.float32, (8,)), ParamMeta("head", torch.bfloat16, (2**17, 2**12))
     assert buffer_size([small]) == BUFFER_BYTES and buffer_size([small, large]) == 2**30
