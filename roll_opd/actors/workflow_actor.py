@@ -241,8 +241,8 @@ class WorkflowWorker:
 
     async def _call(self, job: Job, context: contextvars.Context) -> list[Any]:
         """Call the workflow within its time limit; keep a resettable instance."""
-        from roll_opd.workflows.interface import flag
         from roll_opd.workflows.run_state import RUN
+        from roll_opd.workflows.workflow_interface import flag
 
         loop = asyncio.get_running_loop()
         until = loop.time() + self._plan.workflow_timeout
@@ -275,7 +275,7 @@ class WorkflowWorker:
 
     def _start_run(self, job: Job) -> tuple[Any, Any]:
         """Start a run; return the instance and its result or coroutine."""
-        from roll_opd.workflows.interface import flag
+        from roll_opd.workflows.workflow_interface import flag
 
         with _no_exit():
             workflow = self._instance(job)
@@ -287,7 +287,7 @@ class WorkflowWorker:
 
     def _instance(self, job: Job) -> Any:
         """Return a workflow instance for the job, new or reset."""
-        from roll_opd.workflows.interface import FormatConfig, GenerationConfig, Task, flag
+        from roll_opd.workflows.workflow_interface import FormatConfig, GenerationConfig, Task, flag
 
         sampling, plan = job.sampling, self._plan
         task = Task(
