@@ -69,8 +69,8 @@ SHARED_NAMES = {
     "Task",  # Trinity-RFT's class, which user workflows receive
     "Workflow",  # Trinity-RFT's class, which user workflows derive from
     # left until their rooms are merged
-    *("batch.py", "demonstrations.py", "engine.py", "registry.py", "score.py", "settings.py"),
-    *("Part", "Run", "Sizes", "Worker"),
+    *("batch.py", "demonstrations.py", "registry.py"),
+    *("Part", "Run", "Worker"),
 }
 TORCH_FREE = (
     "roll_opd.config.compose",
@@ -134,7 +134,7 @@ else:
     import torch
 from roll_opd.config import plan
 from roll_opd.config.plan import RunPlan
-from . import engine
+from . import vllm_engine
 from ..data.rows import read
 def late():
     from megatron.core import parallel_state

@@ -88,10 +88,7 @@ RIGHT = {
 }
 # room -> hits that are left
 ALLOWED = {
-    "actors": 31,
     "algorithms": 4,
-    "inference": 1,
-    "megatron": 102,
     "objective": 20,
     "pipelines": 13,
     "roles": 2,

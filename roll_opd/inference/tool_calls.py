@@ -24,7 +24,7 @@ ToolCallParser = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, list[To
 
 
 def find_parser(name: str, tokenizer: Any) -> ToolCallParser:
-    """Return the tool-call parser with this name: `hermes`, or a name of vLLM's --tool-call-parser.
+    """Return the tool-call parser with this name: `hermes`, or a name for the --tool-call-parser of vLLM.
 
     Raises ValueError for an unknown name. Other names than `hermes` import vLLM: some seconds, and half a gigabyte.
     """

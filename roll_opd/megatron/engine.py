@@ -291,7 +291,7 @@ class MegatronEngine:
     def _with_columns(
         self, packed: Sequence[PackedBatch], samples: Sequence[Sample], assigned: Sequence[Sequence[int]]
     ) -> Iterator[PackedBatch]:
-        """Yield micro-batches with columns on the device; the hidden states of all at once may exceed its memory."""
+        """Yield micro-batches with columns on the device, since the hidden states of all may exceed its memory."""
         for batch, numbers in zip(packed, assigned, strict=True):
             yield replace(batch, columns=columns_of([samples[n] for n in numbers], samples[0], self.device))
 

@@ -36,7 +36,7 @@ class CudaSender:
         """Connect to `engines`, `RolloutWorker`s of `engine_ranks` devices each; `dtype` is their model's."""
         uses_ipc = backend == CUDA_IPC
         source = StudentSource(engine, DTYPES[DTYPE_NAMES[dtype]], everywhere=uses_ipc)
-        self._engines = EngineClient(engines, engine_ranks, source, sends_handles=uses_ipc)
+        self._engines = WeightSyncClient(engines, engine_ranks, source, sends_handles=uses_ipc)
         info: TrainerInitInfo
         if uses_ipc:
             info = IPCTrainerInitInfo(
@@ -91,7 +91,7 @@ class StudentSource(WeightSource):
             yield name, tensor
 
 
-class EngineClient:
+class WeightSyncClient:
     """Client of all engines for vLLM's senders (`VLLMWeightSyncClient`). Only rank 0 calls it."""
 
     def __init__(

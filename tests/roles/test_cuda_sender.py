@@ -11,16 +11,16 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from roll_opd.weight_sync.cuda_sender import BUFFER_BYTES, EngineClient, StudentSource, buffer_size, init_info_of
+from roll_opd.weight_sync.cuda_sender import BUFFER_BYTES, StudentSource, WeightSyncClient, buffer_size, init_info_of
 
 CALLED = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 
 
 def test_engines_are_what_vllms_senders_call() -> None:
-    client: Any = EngineClient([], 1, StudentSource(None, torch.float32, everywhere=False), sends_handles=False)
+    client: Any = WeightSyncClient([], 1, StudentSource(None, torch.float32, everywhere=False), sends_handles=False)
     assert isinstance(client, VLLMWeightSyncClient)
     for name in CALLED:
-        wanted, found = (inspect.signature(getattr(kind, name)) for kind in (VLLMWeightSyncClient, EngineClient))
+        wanted, found = (inspect.signature(getattr(kind, name)) for kind in (VLLMWeightSyncClient, WeightSyncClient))
         assert list(found.parameters) == list(wanted.parameters), name
 
 
