@@ -66,7 +66,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         # imports torch, as modules of the user may
         from roll_opd.commands.run import exit_code
         from roll_opd.pipelines.check_user_code import check_user_code
-        from roll_opd.pipelines.workflow_rewards import uncalled_rewards
+        from roll_opd.pipelines.reward_source import uncalled_rewards
 
         try:
             with redirect_stdout(sys.stderr):  # output of imported modules is not part of a plan

@@ -51,7 +51,7 @@ from roll_opd.tracking.trackers import TrackerError
 from roll_opd.workflows.workflow_experience import WorkflowError
 
 if TYPE_CHECKING:  # imports Ray
-    from roll_opd.pipelines.backend import Backend
+    from roll_opd.pipelines.startup import Backend
 
 # errors that the user can correct
 REFUSALS = (

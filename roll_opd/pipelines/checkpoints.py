@@ -1,4 +1,4 @@
-"""Checkpoints of a run: write to a partial directory, rename when complete, find, and remove old ones."""
+"""Checkpoints of a run: write to a partial directory, rename when complete, find, check, and remove old ones."""
 
 import asyncio
 import json
@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from roll_opd.base.full_disk import full_disk
 from roll_opd.base.paths import content
 from roll_opd.cluster.worker_progress import Writing
 from roll_opd.config.plan import CheckpointPlan
+from roll_opd.models.model_info import ModelFilesError, read_model
 from roll_opd.pipelines.history import History
 from roll_opd.tracking.run_directory import RUN_FACTS, SUPERSEDED, RunDirectory, checkpoints_of, write_atomic
 
@@ -293,3 +295,43 @@ def _flush_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def damage(checkpoint: Path) -> str | None:
+    """Return the first defect of a checkpoint in words; None: all parts can be loaded.
+
+    OSError if the file system fails, which may be temporary.
+    """
+    return next(chain(_of_states(checkpoint), _of_models(checkpoint)), None)
+
+
+def _of_states(checkpoint: Path) -> Iterator[str]:
+    import torch  # takes seconds
+    from torch.distributed.checkpoint import FileSystemReader
+
+    for state in sorted(checkpoint.glob("**/state")):
+        try:
+            stored = FileSystemReader(state).read_metadata().storage_data.values()
+            torch.load(state / "common.pt", map_location="cpu", weights_only=False)
+        except Exception as error:
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                raise
+            yield f"{state} cannot be read ({': '.join((type(error).__name__, *str(error).splitlines()[:1]))})"
+            return
+        ends: dict[str, int] = {}
+        for piece in stored:
+            ends[piece.relative_path] = max(ends.get(piece.relative_path, 0), piece.offset + piece.length)
+        for name, end in ends.items():
+            file = state / name
+            if not file.is_file():
+                yield f"{file} is missing"
+            elif (size := file.stat().st_size) < end:
+                yield f"{file} is cut off: {size} of {end} bytes"
+
+
+def _of_models(checkpoint: Path) -> Iterator[str]:
+    for config in sorted(checkpoint.glob("**/config.json")):
+        try:
+            read_model(config.parent)
+        except ModelFilesError as error:
+            yield str(error)

@@ -13,7 +13,7 @@ from roll_opd.data.dataset import Prompt
 from roll_opd.models.device_phases import Phase
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
-from roll_opd.pipelines.supervised_eval import supervised_loss
+from roll_opd.pipelines.sft import supervised_loss
 from roll_opd.roles.student_role import Student
 from roll_opd.samples.experience import Experience, changed, present, supervised_samples
 from roll_opd.teachers.scorer import TeacherScorer

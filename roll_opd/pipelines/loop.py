@@ -21,7 +21,6 @@ from roll_opd.cluster.multihost.hosts import Hosts
 from roll_opd.cluster.startup_progress import ClusterError, ProcessDied, StartupProgress
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.rows import DataError
-from roll_opd.pipelines.backend import Backend
 from roll_opd.pipelines.checkpoints import Checkpoint, CheckpointError, Checkpoints, find
 from roll_opd.pipelines.history import History
 from roll_opd.pipelines.preflight import Inputs
@@ -30,7 +29,7 @@ from roll_opd.pipelines.run_facts import run_facts, write_facts
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.shutdown import Ending
-from roll_opd.pipelines.startup import begin
+from roll_opd.pipelines.startup import Backend, begin
 from roll_opd.planner.device_mapping import short_devices
 from roll_opd.tracking.console import show_progress
 from roll_opd.tracking.run_directory import RunDirectory, lock_run

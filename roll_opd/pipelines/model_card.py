@@ -1,22 +1,26 @@
-"""Model card (README.md) of a trained model: origin, data, objective, figures, and how to load it.
+"""Model card (README.md) of a trained model: origin, data, objective, figures, and how to load it; example prompt.
 
 It begins with the YAML front matter for model hubs.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from roll_opd import __version__
-from roll_opd.config.plan import RunPlan, SamplingPlan
+from roll_opd.config.plan import DataPlan, RunPlan, SamplingPlan
+from roll_opd.data.answers import parse_answered
+from roll_opd.data.dataset import columns_needed
+from roll_opd.data.files import open_file
+from roll_opd.data.rows import BadRow, DataError, parse_messages
 from roll_opd.models.tokenizer_files import has_chat_template
 from roll_opd.pipelines.card_settings import public, settings_table, steps_text
-from roll_opd.pipelines.example_prompt import NEUTRAL
 from roll_opd.pipelines.history import Part
 from roll_opd.pipelines.origin import base_model, cached, licence, model_name
-from roll_opd.pipelines.workflow_rewards import rewards_from
+from roll_opd.pipelines.reward_source import rewards_from
 from roll_opd.planner.plan_text import objective_text
 from roll_opd.tracking.results import before_after_table, loading
 from roll_opd.tracking.summary import versions
@@ -155,3 +159,36 @@ def _table(cells: Mapping[str, str]) -> str:
 
 def _code(text: str, language: str = "text") -> str:
     return f"```{language}\n{text}\n```"
+
+
+NEUTRAL = "Hello"
+ROWS_TRIED = 20
+
+
+def example_prompt(plan: RunPlan) -> str:
+    """Return the user's text of the first held-out row, else of the first training row, else `NEUTRAL`."""
+    held_out = [plan.validation.data] if plan.validation else []
+    key = plan.workflow.prompt_key if plan.workflow else "prompt"
+    return next((text for data in (*held_out, plan.data) for text in _texts(data, key)), NEUTRAL)
+
+
+def _texts(data: DataPlan, key: str) -> Iterator[str]:
+    """Yield the users' texts of the first rows of a data set; none for a file that cannot be read."""
+    try:
+        for file in data.files[:1]:
+            for line, _, value in itertools.islice(open_file(file, columns_needed(data)).scan(), ROWS_TRIED):
+                try:
+                    row = parse_answered(value, str(line), data)
+                    given = row.extra.get(key) or row.extra.get("messages") if data.schema == "task" else row.prompt
+                    text = given if isinstance(given, str) and key != "messages" else _of_user(row.messages or given)
+                except BadRow:
+                    continue
+                if text.strip():
+                    yield text
+    except (OSError, DataError):
+        return
+
+
+def _of_user(messages: Any) -> str:
+    turns: Sequence[Mapping[str, Any]] = parse_messages(messages)
+    return next((turn["content"] for turn in turns if turn["role"] == "user"), "")

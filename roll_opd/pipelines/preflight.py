@@ -35,7 +35,6 @@ from roll_opd.models.model_info import read_model
 from roll_opd.models.weight_files import lost_weights
 from roll_opd.pipelines import history
 from roll_opd.pipelines.check_user_code import check_user_code
-from roll_opd.pipelines.checkpoint_files import damage
 from roll_opd.pipelines.checkpoints import (
     ADAPTER,
     CRITIC,
@@ -43,11 +42,12 @@ from roll_opd.pipelines.checkpoints import (
     STATE_FILE,
     Checkpoint,
     CheckpointError,
+    damage,
     find,
     instead_of,
 )
 from roll_opd.pipelines.history import History
-from roll_opd.pipelines.workflow_rewards import uncalled_rewards
+from roll_opd.pipelines.reward_source import uncalled_rewards
 from roll_opd.planner.check_machine import machine_problems, other_blocks
 from roll_opd.rewards import reward_registry as rewards
 

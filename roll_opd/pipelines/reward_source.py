@@ -7,9 +7,11 @@ import dis
 import itertools
 from typing import Literal
 
+from roll_opd.config.plan import RunPlan, WorkflowPlan
 from roll_opd.workflows.builtin.environment import EnvironmentWorkflow
 from roll_opd.workflows.builtin.single_turn import BaseSimpleWorkflow, OnPolicyDistillWorkflow
 from roll_opd.workflows.hooks import PACKAGE, codes_of, names_in
+from roll_opd.workflows.plugins import find_workflow
 from roll_opd.workflows.workflow_bases import RewardPropagationWorkflow, StepWiseRewardWorkflow
 
 # workflow: its code sets every reward; function: workflow_reward does; either: known only for each sample
@@ -68,3 +70,25 @@ def _may_be_none(kind: type, name: str) -> bool:
         if any(each.opname == "RETURN_CONST" and each.argval is None for each in instructions):
             return True
     return False
+
+
+def rewards_from(workflow: WorkflowPlan) -> Source:
+    """Return where the rewards of a workflow's samples come from; imports its class."""
+    kind = find_workflow(workflow.workflow or "", workflow.plugin_dir)
+    return reward_source(kind, has_function=bool(workflow.workflow_reward), is_scored=workflow.is_scored)
+
+
+def uncalled_rewards(plan: RunPlan) -> tuple[str, ...]:
+    """Return a warning where a workflow's own rewards replace those of the configuration; imports its class."""
+    if plan.workflow is None or not plan.rewards or plan.is_agentic:
+        return ()
+    source = rewards_from(plan.workflow)
+    if source not in ("workflow", "function"):
+        return ()
+    names = ", ".join(f"rewards.{reward.domain}" for reward in plan.rewards)
+    by = f" by workflow_reward {plan.workflow.workflow_reward}" if source == "function" else ""
+    verb = "is" if len(plan.rewards) == 1 else "are"
+    return (
+        f"{names} {verb} never called: workflow {plan.workflow.workflow} sets the reward of every sample{by}; remove"
+        " one of the two",
+    )

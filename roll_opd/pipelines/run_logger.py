@@ -17,9 +17,8 @@ from roll_opd.data.prompt_source import TaskSource
 from roll_opd.models.tokenizer_files import has_chat_template
 from roll_opd.objective.audit import advantages, token_level_rewards
 from roll_opd.pipelines.checkpoints import HF
-from roll_opd.pipelines.example_prompt import example_prompt
 from roll_opd.pipelines.history import History
-from roll_opd.pipelines.model_card import model_card
+from roll_opd.pipelines.model_card import example_prompt, model_card
 from roll_opd.pipelines.remedies import remedies
 from roll_opd.pipelines.run_facts import note_end
 from roll_opd.pipelines.sample_record import as_f32, logprobs_of, of_actions, teacher_prompts_of, text_of, topk_hits

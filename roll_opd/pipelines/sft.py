@@ -1,14 +1,17 @@
-"""Supervised fine-tuning: raise the likelihood of given answers."""
+"""Supervised fine-tuning: raise the likelihood of given answers; the loss of given answers, also for validation."""
 
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
-from roll_opd.config.plan import RunPlan
+from roll_opd.algorithms.aggregation import token_weights
+from roll_opd.algorithms.losses.batch import LossBatch
+from roll_opd.algorithms.registry import policy_loss
+from roll_opd.config.plan import ObjectivePlan, RunPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
-from roll_opd.pipelines.supervised_eval import supervised_loss
 from roll_opd.roles.student_role import Student
 from roll_opd.samples.experience import Experience, supervised_samples
 from roll_opd.tracking.summary import LEARNED_TOKENS, STEP_TOKENS
@@ -47,3 +50,22 @@ async def _validate(student: Student, samples: Sequence[Experience], plan: RunPl
     logprobs = await student.compute_logprobs(samples)
     perplexity = float(np.exp(-np.concatenate(logprobs).mean(dtype=np.float64)))
     return {"val/loss": supervised_loss(samples, logprobs, plan.objective), "val/perplexity": perplexity}
+
+
+def supervised_loss(samples: Sequence[Experience], logprobs: Sequence[np.ndarray], objective: ObjectivePlan) -> float:
+    """Return the loss of `samples`, whose answers have `logprobs` (f32 [T-P] each)."""
+    masks = [torch.from_numpy(sample.action_mask) for sample in samples]
+    weights = token_weights(masks, objective.loss_agg_mode, objective.loss_normaliser)
+    logprobs_M = torch.from_numpy(np.concatenate(logprobs)).double()
+    ref = [sample.ref_logprobs for sample in samples if sample.ref_logprobs is not None]
+    batch = LossBatch(
+        logprobs_M,
+        logprobs_M,
+        torch.zeros_like(logprobs_M),
+        torch.cat(masks),
+        tuple(len(mask) for mask in masks),
+        ref_logprobs_M=torch.from_numpy(np.concatenate(ref)).double() if ref else None,
+    )
+    arguments = objective.policy_loss_args
+    loss_M = policy_loss(objective.policy_loss, arguments)(batch, **arguments)
+    return float((loss_M * torch.cat(weights)).sum())

@@ -1,20 +1,69 @@
-"""Start a run's roles and rewards, and validate its teachers, together where the devices permit it."""
+"""Start-up of a run: a backend for its processes, rewards and their trial, validation of teachers, roles."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
+
+from roll_opd.base.failures import RunError
+from roll_opd.cluster import runtime
+from roll_opd.cluster.multihost.hosts import Hosts
+from roll_opd.cluster.placement import Placement
+from roll_opd.cluster.startup_progress import StartupProgress
 from roll_opd.config.plan import RunPlan
-from roll_opd.pipelines.backend import Backend
-from roll_opd.pipelines.reward_trial import try_rewards
+from roll_opd.data.dataset import Prompt
+from roll_opd.data.prompt_source import TaskSource
+from roll_opd.pipelines import start
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start import starts_beside_measurement
 from roll_opd.pipelines.validation_runs import measure_teachers
+from roll_opd.rewards.reward_registry import REWARDS
 from roll_opd.roles.reward_pool import RewardPool
+from roll_opd.samples.experience import Experience
 
 T = TypeVar("T")
+
+
+class Backend:
+    """Starts Ray and workers for one run, and ends them with it. A subclass may keep them for several runs."""
+
+    @contextmanager
+    def cluster(self, plan: RunPlan, starting: StartupProgress, hosts: Hosts | None) -> Iterator[None]:
+        """Run Ray during the block."""
+        with runtime.ray_cluster(plan.devices_per_node, starting, hosts):
+            yield
+
+    def devices(self, plan: RunPlan, starting: StartupProgress, hosts: Hosts | None) -> Placement:
+        """Return the devices of the cluster."""
+        return Placement(
+            plan.num_nodes,
+            plan.devices_per_node,
+            starting,
+            deterministic=plan.deterministic,
+            addresses=hosts.addresses if hosts else (),
+        )
+
+    def complete(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine to its end, in the event loop of the workers."""
+        asyncio.run(work)
+
+    async def reward_pools(self, plan: RunPlan, placement: Placement) -> tuple[RewardPool, ...]:
+        """Start the reward workers."""
+        return await start.start_reward_pools(plan, placement)
+
+    async def workers(self, plan: RunPlan, placement: Placement) -> RunWorkers:
+        """Start the roles."""
+        return await start.start_workers(plan, placement)
+
+    async def end(self, workers: RunWorkers) -> None:
+        """End the roles and reward workers of a run that has made its last step."""
+        await workers.end()
+        for pool in workers.reward_pools:
+            await pool.end()
 
 
 async def begin(run: Run, backend: Backend) -> RunWorkers:
@@ -67,3 +116,50 @@ def background_task(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
     task = asyncio.ensure_future(work)
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return task
+
+
+TRIAL_PROMPTS = 64  # the first prompts, which are searched for one of each domain
+TRIAL_SECONDS = 10.0  # limit of a reward in its trial
+
+
+async def try_rewards(pools: Sequence[RewardPool], source: TaskSource) -> None:
+    """Have each pool score the first prompt of its domain, answered with the prompt itself.
+
+    RunError where that fails and a sample's failure ends the run. What is sent to a service is not tried: it costs.
+    """
+    prompts = source.peek(TRIAL_PROMPTS)
+    chosen = ((pool, next((p for p in prompts if pool.plan.accepts(p.tag)), None)) for pool in pools)
+    await asyncio.gather(*[_try(pool, prompt) for pool, prompt in chosen if prompt and not _asks_a_service(pool)])
+
+
+async def _try(pool: RewardPool, prompt: Prompt) -> None:
+    answer = pool.submit(_echo(prompt))
+    try:
+        await asyncio.wait([answer], timeout=TRIAL_SECONDS)
+        if answer.done():
+            answer.result()
+    except RunError as error:
+        raise RunError(f"tried before the first step, on the text of the first prompt: {error}") from error
+    finally:
+        answer.cancel()
+        pool.drain_metrics()
+
+
+def _asks_a_service(pool: RewardPool) -> bool:
+    return any(REWARDS.facts(term.worker).asks_a_service for term in pool.plan.terms)
+
+
+def _echo(prompt: Prompt) -> Experience:
+    return Experience(
+        id=prompt.id,
+        group_id=prompt.id,
+        tag=prompt.tag,
+        domain="",
+        tokens=np.concatenate([prompt.tokens, prompt.tokens]),
+        prompt_length=len(prompt.tokens),
+        action_mask=np.ones(len(prompt.tokens), dtype=bool),
+        rollout_logprobs=np.zeros(len(prompt.tokens), dtype=np.float32),
+        finish_reason="stop",
+        ground_truth=prompt.ground_truth,
+        extra=prompt.extra,
+    )

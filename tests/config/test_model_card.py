@@ -15,8 +15,7 @@ from huggingface_hub import ModelCard
 
 from roll_opd.config.plan import RunPlan
 from roll_opd.pipelines import history
-from roll_opd.pipelines.example_prompt import example_prompt
-from roll_opd.pipelines.model_card import model_card
+from roll_opd.pipelines.model_card import example_prompt, model_card
 from roll_opd.pipelines.origin import base_model, cached, licence, model_name
 from roll_opd.planner.build import load_plan
 from roll_opd.tracking.results import loading

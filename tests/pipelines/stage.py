@@ -21,8 +21,8 @@ from roll_opd.cluster.placement import Placement
 from roll_opd.commands import run as launch
 from roll_opd.config.plan import RunPlan, TeacherPlan
 from roll_opd.pipelines import start
-from roll_opd.pipelines.backend import Backend
 from roll_opd.pipelines.run_workers import RunWorkers
+from roll_opd.pipelines.startup import Backend
 from roll_opd.planner.build import load_plan
 from roll_opd.roles.reward_pool import RewardPool
 from roll_opd.teachers.frozen_models import Teacher

@@ -13,8 +13,7 @@ from states import write_state
 from roll_opd.base.failures import RunError
 from roll_opd.cluster.worker_progress import Writing
 from roll_opd.config.plan import CheckpointPlan
-from roll_opd.pipelines.checkpoint_files import damage
-from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint, CheckpointError, Checkpoints, complete, find
+from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint, CheckpointError, Checkpoints, complete, damage, find
 from roll_opd.pipelines.history import History, begun
 from roll_opd.pipelines.loop import own_directory
 from roll_opd.planner.build import load_plan

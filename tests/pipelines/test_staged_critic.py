@@ -11,8 +11,7 @@ from runs import REPOSITORY, Run
 from stage import CRITIC_SCHEDULE, SHORT, WITH_CRITIC, Stage, optimizer_of
 
 from roll_opd.config.plan import ModelPlan
-from roll_opd.pipelines.checkpoint_files import damage
-from roll_opd.pipelines.checkpoints import Checkpoint
+from roll_opd.pipelines.checkpoints import Checkpoint, damage
 from roll_opd.pipelines.preflight import checkpoint_problems
 from roll_opd.planner.build import load_plan
 

@@ -6,7 +6,7 @@ import pytest
 
 from roll_opd.commands.main import main
 from roll_opd.pipelines.model_card import model_card
-from roll_opd.pipelines.workflow_rewards import rewards_from
+from roll_opd.pipelines.reward_source import rewards_from
 from roll_opd.planner.build import load_plan
 from roll_opd.tracking.summary import summarize
 
