@@ -173,7 +173,7 @@ class Checkpoints:
 
     @contextmanager
     def _failing(self, step: int) -> Iterator[None]:
-        """Remove the partial checkpoint of `step` on an error in the block; CheckpointError for those of the disk."""
+        """Remove the partial checkpoint of `step` on an error in the block; CheckpointError for a disk error."""
         try:
             yield
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Find out from a workflow's class whether its own rewards replace those of the configuration.
+"""Source of a workflow's rewards, from its class: the workflow, its reward function, or the configuration.
 
 The configuration's `rewards` score only samples that the workflow leaves without a reward.
 """
@@ -79,7 +79,7 @@ def rewards_from(workflow: WorkflowPlan) -> Source:
 
 
 def uncalled_rewards(plan: RunPlan) -> tuple[str, ...]:
-    """Return a warning where a workflow's own rewards replace those of the configuration; imports its class."""
+    """Return a warning if a workflow's rewards replace the configured ones; imports its class."""
     if plan.workflow is None or not plan.rewards or plan.is_agentic:
         return ()
     source = rewards_from(plan.workflow)

@@ -91,7 +91,7 @@ async def train(run: Run, workers: RunWorkers) -> None:
             async with run.checkpoint(step, workers.save, kl_coef, batch.source_state):
                 run.logger.step(step, batch, samples, metrics)
             del batch, samples
-            gc.collect()  # between two steps, when the samples of the first are gone
+            gc.collect()  # between two steps, after the samples of the first have been released
             if step < plan.max_steps:
                 await publish(step)
     if workflow_pool:

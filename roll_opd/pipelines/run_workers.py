@@ -1,4 +1,4 @@
-"""`RunWorkers`: the roles of a run, and operations on several of them."""
+"""`RunWorkers`: the roles of a run, and operations on several roles."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`Rollouts`, the producer of a run's batches: draws prompts, rolls them out, and selects the groups to learn from.
+"""`Rollouts`, the producer of a run's batches: draws prompts, rolls them out, and selects groups.
 
 A batch belongs to a version of the weights: learning from batch v makes version v + 1. A `Gate` admits its prompts when
 version v - bound is published; with a bound of 0 sampling and training take turns.
@@ -54,7 +54,7 @@ class Gate:
 class Batch:
     """Samples of one update step, and the state of the prompt source behind them."""
 
-    version: int  # of the weights that learn from it
+    version: int  # of the weights that the batch updates
     rewards: PendingRewards
     prompts: list[Prompt] = field(default_factory=list)
     samples: list[Experience] = field(default_factory=list)  # of each prompt, in the order of the prompts
@@ -165,7 +165,7 @@ class Rollouts:
                 " (an agent that does not ask the model makes none), or give other prompts"
             )
         raise RunError(
-            f"the filters rejected the samples of {rejected} prompts and kept those of {kept}, in one step of"
+            f"the filters rejected the samples of {rejected} prompts and kept {kept}, in one step of"
             f" {self.groups}; loosen query_filter_config or response_filter_config, give other prompts, or correct a"
             " workflow whose runs make nothing"
         )
@@ -204,7 +204,7 @@ class Selection:
 
     @property
     def chosen(self) -> list[int]:
-        """Numbers of the groups to learn from, at most `wanted`, ascending."""
+        """Numbers of the selected groups, at most `wanted`, ascending."""
         return self._chosen
 
     @property

@@ -35,7 +35,7 @@ class RolloutContext:
     frozen_models: FrozenModels = field(default_factory=FrozenModels)
     workflow: Workflow = field(default_factory=SingleTurn)
     is_eval: bool = False
-    exclude_failed: bool = True  # samples without a reward are not learned from
+    exclude_failed: bool = True  # leave out samples whose reward failed
     progress: Progress = field(default_factory=Progress)
 
 
@@ -141,7 +141,7 @@ class ChunkedLogprobs:
     async def added_to(self, experiences: Sequence[Experience], engine: int) -> list[Experience]:
         """Return the samples of a run with their log-probs; called once a run.
 
-        The call that completes a chunk, or the last one of an engine, computes those of all waiting samples.
+        The call that completes a chunk, or the last one of an engine, computes the log-probs of all waiting samples.
         """
         loop = asyncio.get_running_loop()
         results: list[asyncio.Future[Experience]] = [loop.create_future() for _ in experiences]

@@ -214,7 +214,7 @@ def test_a_scorer_that_fails_ends_the_rollout_at_once(make_source) -> None:
 
 
 def test_a_filter_that_nothing_passes_is_told(make_source) -> None:
-    with pytest.raises(RunError, match=r"rejected the samples of \d+ prompts and kept those of 0.*query_filter_config"):
+    with pytest.raises(RunError, match=r"rejected the samples of \d+ prompts and kept 0.*query_filter_config"):
         fill(make_source(), 1, wanted=2, extra=1, passes=lambda group: False)
 
 
