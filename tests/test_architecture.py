@@ -70,7 +70,7 @@ SHARED_NAMES = {
     "Workflow",  # Trinity-RFT's class, which user workflows derive from
     # left until their rooms are merged
     *("batch.py", "demonstrations.py", "registry.py"),
-    *("Part", "Run", "Worker"),
+    *("Run", "Worker"),
 }
 TORCH_FREE = (
     "roll_opd.config.compose",

@@ -90,9 +90,7 @@ RIGHT = {
 ALLOWED = {
     "algorithms": 4,
     "objective": 20,
-    "pipelines": 13,
     "roles": 2,
-    "rollout": 4,
     "samples": 31,
     "teachers": 7,
 }

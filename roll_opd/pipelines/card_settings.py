@@ -6,9 +6,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from roll_opd.pipelines.history import Part, differences, renamed, text_of
+from roll_opd.pipelines.history import RunPart, differences, renamed, text_of
 from roll_opd.pipelines.origin import cached, model_name
-from roll_opd.pipelines.settings import CONTENT, Settings, as_written
+from roll_opd.pipelines.plan_settings import CONTENT, Settings, as_written
 
 # keys of every card, if set; keys that differ between two parts are added
 ALWAYS = (
@@ -28,7 +28,7 @@ PRIVATE = re.compile(
 MAX_ROWS = 60
 
 
-def settings_table(parts: Sequence[Part]) -> str:
+def settings_table(parts: Sequence[RunPart]) -> str:
     """Return the table: a column for each part, a row for each setting in `ALWAYS` or with a change; "" for none."""
     parts = [part if part.settings is None else replace(part, settings=as_written(part.settings)) for part in parts]
     known = [part.settings for part in parts if part.settings is not None]
@@ -62,7 +62,7 @@ def _keys_below(key: str, before: Settings, now: Settings) -> list[str]:
     return [each for each in dict.fromkeys((*before, *now)) if each.endswith(f".{key}")]
 
 
-def _row(key: str, parts: Sequence[Part]) -> str | None:
+def _row(key: str, parts: Sequence[RunPart]) -> str | None:
     cells = ["unknown" if part.settings is None else _cell(key, part.settings.get(key)) for part in parts]
     if not any(cell for cell in cells if cell != "unknown"):
         return None

@@ -216,16 +216,16 @@ def instead_of(checkpoint: Path) -> str:
     steps = {each: step for step, each in checkpoints_of(path.parent.parent).items()}
     earlier = [each for each in complete(path.parent.parent) if steps[each] < steps.get(path, 0)]
     if earlier:
-        return f"go on from the one before it with resume_from_checkpoint={earlier[0]}"
-    return "start afresh with resume_from_checkpoint=false: there is no earlier one"
+        return f"resume from the one before it with resume_from_checkpoint={earlier[0]}"
+    return "start a new run with resume_from_checkpoint=false: there is no earlier checkpoint"
 
 
 def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | None:
-    """Return the checkpoint to resume from, or None to start afresh.
+    """Return the checkpoint to resume from, or None for a new run.
 
     `resume` True takes the newest checkpoint of the experiment's newest run that has one; a path names another
-    experiment's directory, a run or one of its checkpoints. CheckpointError where a named one does not exist, or was
-    set aside.
+    experiment's directory, a run or one of its checkpoints. CheckpointError if a named one does not exist or is
+    superseded.
     """
     if plan.resume is False:
         return None
@@ -233,8 +233,8 @@ def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | N
     runs = [path, *RunDirectory.runs(path.parent, path.name)]
     if path.name.startswith(SUPERSEDED):
         raise CheckpointError(
-            f"{path} was set aside when its run went back to an earlier step, and its steps are not on record any more;"
-            f" to go on from it, move it to checkpoints/{path.name.removeprefix(SUPERSEDED).split('.')[0]} of a new"
+            f"{path} was superseded when its run went back to an earlier step, and its steps are not in the logs; to"
+            f" resume from it, move it to checkpoints/{path.name.removeprefix(SUPERSEDED).split('.')[0]} of a new"
             " directory, and name that"
         )
     newest = next((checkpoint for run in runs for checkpoint in complete(run)[:1]), None)

@@ -14,7 +14,7 @@ from roll_opd.base.failures import ConfigError
 from roll_opd.base.user_modules import same_modules
 from roll_opd.config.plan import RunPlan
 from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, SUPERVISED
-from roll_opd.pipelines.settings import CONTENT, Settings, as_written, settings_of
+from roll_opd.pipelines.plan_settings import CONTENT, Settings, as_written, settings_of
 from roll_opd.planner.build import load_plan
 from roll_opd.tracking.run_directory import RUN_FACTS
 
@@ -49,7 +49,7 @@ Changes = dict[str, tuple[Any, Any]]  # key -> value before, value now; None: no
 
 
 @dataclass(frozen=True)
-class Part:
+class RunPart:
     """Consecutive steps with the same settings; `settings` None: saved by an earlier version, unknown."""
 
     first: int
@@ -61,11 +61,11 @@ class Part:
 class History:
     """The parts of a run, the current one last. `changes` are the settings changed by the last resume."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[RunPart, ...]
     resumed_after: int | None = None  # step; None: a new run
     changes: Changes = field(default_factory=dict)
 
-    def up_to(self, step: int) -> tuple[Part, ...]:
+    def up_to(self, step: int) -> tuple[RunPart, ...]:
         """Return the parts after `step`."""
         return (*self.parts[:-1], replace(self.parts[-1], last=step))
 
@@ -104,27 +104,27 @@ class History:
 
 def begun(plan: RunPlan) -> History:
     """Return the history of a new run."""
-    return History((Part(1, None, settings_of(plan)),))
+    return History((RunPart(1, None, settings_of(plan)),))
 
 
-def continued(parts: Sequence[Part], plan: RunPlan, step: int) -> History:
+def continued(parts: Sequence[RunPart], plan: RunPlan, step: int) -> History:
     """Return the history of a run resumed after `step`, with a new part if any setting changed."""
     settings, known = settings_of(plan), parts[-1].settings
     changes = {} if known is None else differences(known, settings)
     if known is not None and not changes:
         return History((*parts[:-1], replace(parts[-1], last=None, settings=settings)), step)
-    return History((*parts, Part(step + 1, None, settings)), step, changes)
+    return History((*parts, RunPart(step + 1, None, settings)), step, changes)
 
 
-def parts_of(saved: Any, step: int) -> tuple[Part, ...]:
+def parts_of(saved: Any, step: int) -> tuple[RunPart, ...]:
     """Return the parts in a checkpoint of `step`; one part with unknown settings if they are missing or damaged."""
     try:
-        parts = tuple(Part(int(each["first"]), int(each["last"]), each["settings"]) for each in saved)
+        parts = tuple(RunPart(int(each["first"]), int(each["last"]), each["settings"]) for each in saved)
         if parts and all(part.settings is None or isinstance(part.settings, dict) for part in parts):
             return parts
     except (TypeError, KeyError, ValueError):
         pass
-    return (Part(1, step, None),)
+    return (RunPart(1, step, None),)
 
 
 def read_settings(run: Path, like: RunPlan) -> Settings | None:
@@ -152,7 +152,7 @@ def optimizer_problems(settings: History, checkpoint: Path) -> list[str]:
             values = text_of(before), text_of(after)
             problems.append(
                 f"{key}: {values[1]} cannot load the optimizer's state in {checkpoint}, which was saved with"
-                f" {values[0]}; write {values[0]}, or start afresh with resume_from_checkpoint: false"
+                f" {values[0]}; write {values[0]}, or start a new run with resume_from_checkpoint: false"
             )
     return problems
 

@@ -67,7 +67,7 @@ def _run(
     if inputs.history.line:
         logger.note(inputs.history.line)
     if directory.set_aside:
-        logger.note(f"Set aside, as they came after that step: {', '.join(map(str, directory.set_aside))}")
+        logger.note(f"Superseded, because they are of later steps: {', '.join(map(str, directory.set_aside))}")
     # imported modules are permanent; a full garbage collection over them would stall a step for 0.3 s. None here
     # either: a Ctrl-C inside a destructor would be ignored
     gc.freeze()

@@ -18,7 +18,7 @@ from roll_opd.data.files import open_file
 from roll_opd.data.rows import BadRow, DataError, parse_messages
 from roll_opd.models.tokenizer_files import has_chat_template
 from roll_opd.pipelines.card_settings import public, settings_table, steps_text
-from roll_opd.pipelines.history import Part
+from roll_opd.pipelines.history import RunPart
 from roll_opd.pipelines.origin import base_model, cached, licence, model_name
 from roll_opd.pipelines.reward_source import rewards_from
 from roll_opd.planner.plan_text import objective_text
@@ -26,7 +26,7 @@ from roll_opd.tracking.results import before_after_table, loading
 from roll_opd.tracking.summary import versions
 
 
-def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequence[Part] = ()) -> str:
+def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequence[RunPart] = ()) -> str:
     """Return the card of the student of `plan` after `step`, with the figures of a `summary.json`.
 
     `parts` are the parts of its run with their settings. Paths, hosts and variables of the machine are left out.
@@ -99,7 +99,7 @@ def _made_from(plan: RunPlan) -> dict[str, str]:
 
 def _rewards(plan: RunPlan) -> dict[str, str]:
     """Return the workflow, if any, and the rewards: of the environment, of the workflow, or of the configuration."""
-    purpose = " (measured, not learned from)" if plan.rewards_are_monitored else ""
+    purpose = " (measured, not trained on)" if plan.rewards_are_monitored else ""
     if plan.is_agentic:
         return {"reward": f"of the environment{purpose}"}
     terms = {
@@ -130,7 +130,7 @@ def _sampling(sampling: SamplingPlan) -> str:
     return f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}{top_k}, {sampling.max_new_tokens} tokens"
 
 
-def _steps(plan: RunPlan, step: int, parts: Sequence[Part]) -> str:
+def _steps(plan: RunPlan, step: int, parts: Sequence[RunPart]) -> str:
     of_parts = f", in {len(parts)} parts with different settings" if len(parts) > 1 else ""
     return f"{step} of {plan.max_steps}, {_batch(plan)}{of_parts}"
 

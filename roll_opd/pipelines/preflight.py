@@ -185,7 +185,7 @@ def checkpoint_problems(plan: RunPlan, checkpoint: Checkpoint) -> list[str]:
     if plan.critic and not (checkpoint.path / CRITIC).is_dir():
         problems.append(
             f"resume_from_checkpoint: {checkpoint.path} holds no critic, which adv_estimator: gae needs; give"
-            " a checkpoint of a run that had it, or start afresh with resume_from_checkpoint: false"
+            " a checkpoint of a run that had it, or start a new run with resume_from_checkpoint: false"
         )
     elif plan.critic:
         problems += _shape_problems(plan.critic, checkpoint.path / CRITIC / "hf", checkpoint)
@@ -196,7 +196,7 @@ def checkpoint_problems(plan: RunPlan, checkpoint: Checkpoint) -> list[str]:
         if not (checkpoint.path / FOLLOWERS / role.name).is_dir():
             problems.append(
                 f"resume_from_checkpoint: {checkpoint.path} holds no weights of {role.name}, which follows the"
-                " student; give a checkpoint of a run in which it did, or start afresh with"
+                " student; give a checkpoint of a run in which it did, or start a new run with"
                 " resume_from_checkpoint: false"
             )
     return problems
@@ -211,7 +211,7 @@ def _adapter_problems(lora: LoraPlan | None, saved: Path, checkpoint: Checkpoint
         return []
     return [
         f"resume_from_checkpoint: {checkpoint.path} has trained {found}, and this run trains {wanted}; write lora_rank"
-        " and lora_target as they were, or start afresh with resume_from_checkpoint: false"
+        " and lora_target as they were, or start a new run with resume_from_checkpoint: false"
     ]
 
 
@@ -226,7 +226,7 @@ def _shape_problems(learner: TrainPlan, saved_model: Path, checkpoint: Checkpoin
         return []
     return [
         f"resume_from_checkpoint: {checkpoint.path} was made from another model than {now.path}"
-        f" ({'; '.join(different)}); give that model again, or start afresh with resume_from_checkpoint: false"
+        f" ({'; '.join(different)}); give that model again, or start a new run with resume_from_checkpoint: false"
     ]
 
 

@@ -123,13 +123,13 @@ TRIAL_SECONDS = 10.0  # limit of a reward in its trial
 
 
 async def try_rewards(pools: Sequence[RewardPool], source: TaskSource) -> None:
-    """Have each pool score the first prompt of its domain, answered with the prompt itself.
+    """Let each pool score the first prompt of its domain, with the prompt itself as the response.
 
-    RunError where that fails and a sample's failure ends the run. What is sent to a service is not tried: it costs.
+    RunError if that fails and a failed sample ends the run. Rewards that call a service are not tried, because of cost.
     """
     prompts = source.peek(TRIAL_PROMPTS)
     chosen = ((pool, next((p for p in prompts if pool.plan.accepts(p.tag)), None)) for pool in pools)
-    await asyncio.gather(*[_try(pool, prompt) for pool, prompt in chosen if prompt and not _asks_a_service(pool)])
+    await asyncio.gather(*[_try(pool, prompt) for pool, prompt in chosen if prompt and not _calls_a_service(pool)])
 
 
 async def _try(pool: RewardPool, prompt: Prompt) -> None:
@@ -145,7 +145,7 @@ async def _try(pool: RewardPool, prompt: Prompt) -> None:
         pool.drain_metrics()
 
 
-def _asks_a_service(pool: RewardPool) -> bool:
+def _calls_a_service(pool: RewardPool) -> bool:
     return any(REWARDS.facts(term.worker).asks_a_service for term in pool.plan.terms)
 
 

@@ -13,7 +13,7 @@ import pytest
 from roll_opd.base.user_modules import module_variables
 from roll_opd.config.plan import RunPlan
 from roll_opd.pipelines import history
-from roll_opd.pipelines.settings import CONTENT, NO_SETTINGS, settings_of
+from roll_opd.pipelines.plan_settings import CONTENT, NO_SETTINGS, settings_of
 from roll_opd.planner.build import load_plan
 
 DEMO = {"pure": "onpolicy_distill", "mixed": "rlvr_opd", "rl": "ppo", "sft": "sft", "dpo": "dpo"}
@@ -232,7 +232,7 @@ def test_many_changes_are_counted() -> None:
 def test_a_checkpoint_without_settings(saved: Any) -> None:
     """Of an earlier version, or damaged: nothing is claimed of its steps."""
     parts = history.parts_of(saved, 12)
-    assert parts == (history.Part(1, 12, None),)
+    assert parts == (history.RunPart(1, 12, None),)
     now = history.continued(parts, plan_of("sft"), 12)
     assert "steps 1 to 12 are unknown" in now.line and len(now.parts) == 2
     assert [part["changed"] for part in now.as_facts()] == [None, None]

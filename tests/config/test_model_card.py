@@ -53,7 +53,7 @@ def head_of(card: str) -> dict[str, Any]:
     return head
 
 
-def parts_of(plans: Sequence[RunPlan], ends: Sequence[int]) -> tuple[history.Part, ...]:
+def parts_of(plans: Sequence[RunPlan], ends: Sequence[int]) -> tuple[history.RunPart, ...]:
     """The parts of a run that was resumed with each of `plans`."""
     now = history.begun(plans[0])
     for plan, step in zip(plans[1:], ends, strict=False):
@@ -158,7 +158,7 @@ def test_each_part_of_a_run_has_its_own_settings() -> None:
 
 def test_a_part_of_unknown_settings() -> None:
     plan = load_plan("demo", "onpolicy_distill")
-    now = history.continued((history.Part(1, 30, None),), plan, 30)
+    now = history.continued((history.RunPart(1, 30, None),), plan, 30)
     card = model_card(plan, summarize([]), 60, now.up_to(60))
     assert f"| `{RATE}` | unknown | 0.0002 |" in card
 

@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_is_told_with_the_one_before_it(
     assert stage.run(*SETTINGS, *resumed, config=WITH_CRITIC, name="damaged").code == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"{checkpoints}/step_{STEPS}/{told}" in said and "Traceback" not in said
-    assert f"go on from the one before it with resume_from_checkpoint={checkpoints}/step_{SAVED}" in said
+    assert f"resume from the one before it with resume_from_checkpoint={checkpoints}/step_{SAVED}" in said
 
 
 def test_a_checkpoint_without_a_critic_is_refused(run: Run, tmp_path: Path) -> None:

@@ -82,4 +82,4 @@ def test_the_card_of_pure_distillation_by_workflow(tmp_path: Path) -> None:
     words = written(tmp_path, OPD, "def compute_reward(self, response): return 2.0")
     card = model_card(load_plan("demo", "onpolicy_distill", words), summarize([]), 20)
     assert f"| workflow | `{words[1][9:]}` |" in card and "| reward | of the workflow" in card
-    assert "(measured, not learned from)" in card
+    assert "(measured, not trained on)" in card
