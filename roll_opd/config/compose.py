@@ -235,8 +235,7 @@ class _Loader(ConfigLoaderImpl):
         found = create_defaults_list(files, config_name, others, prepend_hydra=False, skip_missing=False)
         config = self._compose_config_from_defaults_list(found.defaults, files)
         if written := config.get("hydra"):
-            schema = OmegaConf.create({"hydra": OmegaConf.structured(HydraConf)})
-            schema.merge_with({"hydra": written})  # refuses unknown keys and wrong types
+            _check_section_of_hydra(written)
         OmegaConf.set_struct(config, True)
         self._apply_overrides_to_config(found.config_overrides, config)
         return config
@@ -244,6 +243,16 @@ class _Loader(ConfigLoaderImpl):
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
         self.defaults = tuple(defaults)
         return super()._compose_config_from_defaults_list(defaults, repo)
+
+
+def _check_section_of_hydra(written: Any) -> None:
+    """Raise an OmegaConfBaseException for unknown keys and wrong types in a section `hydra:`."""
+    if (text := str(written)) not in _CHECKED:
+        OmegaConf.create({"hydra": OmegaConf.structured(HydraConf)}).merge_with({"hydra": written})
+        _CHECKED.add(text)
+
+
+_CHECKED: set[str] = set()  # right sections; making Hydra's schema takes a fifth of a plan
 
 
 def _chooses_files_of_hydras(primary: ConfigResult | None) -> bool:
