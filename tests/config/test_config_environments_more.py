@@ -45,8 +45,7 @@ def of(words: str, sentences: Any) -> list[str]:
 def test_a_manager_that_would_not_be_played_is_refused(problems: Problems, manager: str, words: str) -> None:
     (problem,) = problems(games(env_manager_cls=manager))
     assert (
-        f"custom_envs.Lake.env_manager_cls: {manager} is not a supported manager of ROLL's" in problem
-        and words in problem
+        f"custom_envs.Lake.env_manager_cls: {manager} is not a supported ROLL manager" in problem and words in problem
     )
     assert f"Supported in {MANAGERS}: TrajEnvManager, StepEnvManager," in problem
 

@@ -225,7 +225,7 @@ def test_routes_are_returned_and_replayed(plan: Plan, root: Any) -> None:
     [
         (REPLAY, "student has no experts to which tokens are sent"),
         ({"student_train.router_replay.mode": "R3"}, "is R3, student_infer.router_replay.mode disable: what one"),
-        ({"teacher.router_replay.mode": "R3"}, "routes are those of the student that samples; no other role has any"),
+        ({"teacher.router_replay.mode": "R3"}, "only the sampling student has routes"),
         ({"student_train.router_replay.mode": "R2"}, "student_train.router_replay.mode"),
         (REPLAY | {"workflow": "single_turn"}, "routes of workflows and environments are not recorded yet"),
     ],

@@ -176,8 +176,8 @@ def test_a_mask_by_rewards_needs_them_in_pure_distillation(plan: Plan, problems:
         ({"student_train.model_update_frequency": 2}, "student_train.model_update_frequency: 2 has no effect: engines"),
         ({"student_infer.generating_args.num_beams": 4}, "num_beams: 4 has no effect: responses are sampled"),
         ({"student_train.mtp_training_mode": "joint"}, "mtp_training_mode: joint has no effect: layers of"),
-        ({"student_train.training_args.learning_rate": 0}, "learning_rate: 0 leaves the weights as they are"),
-        ({"student_train.training_args.learning_rate": "1e-400"}, "learning_rate: 0 leaves the weights as they are"),
+        ({"student_train.training_args.learning_rate": 0}, "learning_rate: 0 changes no weights"),
+        ({"student_train.training_args.learning_rate": "1e-400"}, "learning_rate: 0 changes no weights"),
         ({"rl_loss_coef": 0}, "rl_loss_coef: 0 takes the policy loss away"),
     ],
 )

@@ -253,4 +253,4 @@ def test_devices_that_are_too_small_are_refused_or_warned_of(
     stays, needs = (device_memory(run, computing=computing)[0] for computing in (False, True))
     assert stays == sum(run.memory["student_train"][0][part] for part in ("weights", "gradients", "optimizer")) < needs
     (warning,) = (t for t in plan({"device_memory_gb": (stays + needs) / 2**31}).warnings if "GiB each" in t)
-    assert "student_train" in warning and "even without" not in warning
+    assert "student_train" in warning and "without any activations" not in warning
