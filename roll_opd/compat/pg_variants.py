@@ -44,9 +44,7 @@ def read_variant(top: Top, workers: Mapping[str, Worker | None]) -> Variant | No
         return Variant("pg_variant", top.pg_variant, PG_VARIANTS[top.pg_variant])
     found = _of_role(role)
     if top.pg_variant not in (None, found.name if found else None):
-        top.diag.warn(
-            "pg_variant", f"{top.pg_variant} has no effect, as in ROLL: it is a variable of the YAML file"
-        )
+        top.diag.warn("pg_variant", f"{top.pg_variant} has no effect, as in ROLL: it is a variable of the YAML file")
     return found
 
 
