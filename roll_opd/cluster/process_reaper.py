@@ -3,7 +3,7 @@
 Ray's processes exit after a killed driver, but its agents first spend a minute on reporting the death to a dead server.
 The reaper tracks the driver's descendants and kills the remaining ones after the driver's end.
 
-`inference.parent_watchdog` exits an engine core after the death of its parent. Both are needed, since the engine core
+`inference.process_cleanup` exits an engine core after the death of its parent. Both are needed, since the engine core
 may run on another node than the driver.
 """
 

@@ -13,7 +13,7 @@ PROGRAM = """
 import os, pathlib, signal, sys, time
 from roll_opd.base.command_line import RUN_DIRECTORY_FILE, write_run_directory
 from roll_opd.commands.restarts import is_attempt, restarted, restarts_left
-from roll_opd.inference.parent_watchdog import die_with_parent
+from roll_opd.inference.process_cleanup import die_with_parent
 
 if RUN_DIRECTORY_FILE in os.environ:  # as the launchers do
     die_with_parent()
@@ -73,6 +73,7 @@ def test_a_signal_is_passed_on_and_is_the_end(tmp_path: Path) -> None:
     deadline = time.monotonic() + 60
     while not (tmp_path / "attempts").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert (tmp_path / "attempts").exists()
     time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
@@ -87,6 +88,7 @@ def test_an_attempt_ends_with_the_process_that_watches_it(tmp_path: Path) -> Non
     deadline = time.monotonic() + 60
     while not (tmp_path / "attempts").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert (tmp_path / "attempts").exists()
     process.kill()
     process.wait()
     while running(mark) and time.monotonic() < deadline:
