@@ -104,7 +104,7 @@ BASE = (
 
 @dataclass(frozen=True)
 class PromptText:
-    """Text to tokenise; if it `begins` a sequence, with the beginning-of-sequence token, see `special_tokens`.
+    """Text to tokenise; if it `begins` a sequence, with the beginning-of-sequence token, see `token_ids`.
 
     Raises `DataError` for text that is not valid UTF-8: row parts that only a template reads are not checked earlier.
     """
