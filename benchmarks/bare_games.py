@@ -16,7 +16,8 @@ from roll_opd.environments import make
 from roll_opd.environments.environment_interface import Environment
 from roll_opd.inference.completion import Completion
 from roll_opd.rollout.workflow import sample_seed
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns
 
 # (engine, tokens, settings, seed) of each request -> seconds of the slowest engine, and the completions in that order
 Ask = Callable[[Sequence[tuple[int, np.ndarray, SamplingPlan, int]]], tuple[float, list[Completion]]]
@@ -48,7 +49,7 @@ class Games:
         self._tokenizer = load_tokenizer(plan.rollout.model.path)
         self._idle: dict[str, list[Environment]] = {tag: [] for tag in self._settings}
 
-    def play(self, tasks: Sequence[Any], first_draw: int, ask: Ask) -> tuple[dict[str, float], list[Experience]]:
+    def play(self, tasks: Sequence[Any], first_draw: int, ask: Ask) -> tuple[dict[str, float], list[Sample]]:
         """Play each task `n` times; return seconds of `generate` and `environments`, and the trajectories."""
         begun = time.perf_counter()
         games = [
@@ -116,7 +117,7 @@ class Games:
         if not game.over:
             self._told(game, observation)
 
-    def _ended(self, game: _Game) -> Experience:
+    def _ended(self, game: _Game) -> Sample:
         self._idle[game.tag].append(game.environment)
         prompt = game.starts[0]
         mask = np.zeros(len(game.tokens) - prompt, bool)
@@ -124,14 +125,12 @@ class Games:
         for start, answer in zip(game.starts, game.answers, strict=True):
             place = slice(start - prompt, start - prompt + len(answer.tokens))
             mask[place], logprobs[place] = True, answer.logprobs
-        return Experience(
+        return Sample(
             id=f"{game.draw}/{game.run}",
             group_id=str(game.draw),
             tag=game.tag,
-            domain="",
             tokens=game.tokens,
             prompt_length=prompt,
-            action_mask=mask,
-            rollout_logprobs=logprobs,
             finish_reason=game.answers[-1].finish_reason,
+            columns=as_columns(action_mask=mask, rollout_logprobs=logprobs),
         )

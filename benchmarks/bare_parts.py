@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +53,8 @@ def _step(
 ) -> dict[str, float]:
     # imported here: the engines' processes read this module too, and shall hold nothing that is not theirs
     from roll_opd.objective.columns import loss_columns
+    from roll_opd.samples.sample import with_columns
+    from roll_opd.samples.sample_columns import logprobs_column
 
     assert plan.rollout is not None
     temperature, objective = plan.rollout.sampling.temperature, plan.objective
@@ -61,11 +62,11 @@ def _step(
     sequences = [(e.tokens, e.prompt_length) for e in experiences]
     seconds["teacher"], by_rank = _call_all(teacher, "compute_logprobs", sequences, temperature)
     name, logprobs = plan.teachers[0].name, _merged(by_rank)
-    experiences = [replace(e, teacher_logprobs={name: logprobs[i]}) for i, e in enumerate(experiences)]
+    experiences = with_columns(experiences, **{logprobs_column(name): [logprobs[i] for i in range(len(experiences))]})
     if objective.recompute_old_logprobs:
         seconds["old_logprobs"], by_rank = _call_all(student, "compute_logprobs", sequences, temperature)
         old = _merged(by_rank)
-        experiences = [replace(e, old_logprobs=old[i]) for i, e in enumerate(experiences)]
+        experiences = with_columns(experiences, old_logprobs=[old[i] for i in range(len(experiences))])
     size = plan.student.mini_batch_sequences
     parts = [experiences[start : start + size] for start in range(0, len(experiences), size)]
     batches = [loss_columns(part, plan.teachers, objective) for part in parts] * objective.ppo_epochs
@@ -80,7 +81,7 @@ def _prompts(plan: RunPlan) -> Sample:
     from roll_opd.data.dataset import open_prompts
     from roll_opd.data.prompt_source import PromptSource
     from roll_opd.data.templates import load_tokenizer
-    from roll_opd.rollout.workflow import experience_of, sample_seed
+    from roll_opd.rollout.workflow import sample_of, sample_seed
 
     assert plan.rollout is not None
     sampling = plan.rollout.sampling
@@ -95,7 +96,7 @@ def _prompts(plan: RunPlan) -> Sample:
             [(i % len(engines), p.tokens, sampling, sample_seed(plan.seed, drawn + i, run)) for p, i, run in asked],
         )
         answered = zip(asked, completions, strict=True)
-        return {"generate": seconds}, [experience_of(p, drawn + i, run, written) for (p, i, run), written in answered]
+        return {"generate": seconds}, [sample_of(p, drawn + i, run, written) for (p, i, run), written in answered]
 
     return sample
 
@@ -263,7 +264,7 @@ def _buckets(engine: Any) -> list:
     import torch
 
     from roll_opd.megatron.export import weight_buckets
-    from roll_opd.samples.tensors import as_array
+    from roll_opd.samples.transport import as_array
     from roll_opd.samples.weight_bucket import BucketMemory, map_bucket
 
     memory = BucketMemory()
@@ -280,7 +281,7 @@ def serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan) -> None:
 
 async def _serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan) -> None:
     from roll_opd.inference.vllm_engine import InferenceEngine
-    from roll_opd.samples.tensors import as_tensor
+    from roll_opd.samples.transport import as_tensor
 
     engine = await InferenceEngine.start(
         rollout.model,

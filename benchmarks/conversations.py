@@ -36,7 +36,7 @@ from roll_opd.pipelines import start
 from roll_opd.planner.build import load_plan
 from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
 from roll_opd.rollout.workflow import SingleTurn, Workflow
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
 from roll_opd.tracking.clock import PhaseClock
 
 SLICE = 0.02  # seconds of a point of the timeline
@@ -130,7 +130,7 @@ async def measured(plan: RunPlan, options: argparse.Namespace) -> list[dict[str,
     assert pool
     rng, tokenizer = random.Random(0), load_tokenizer(plan.rollout.model.path)
 
-    async def played(workflow: Workflow, number: int) -> tuple[list[Experience], float]:
+    async def played(workflow: Workflow, number: int) -> tuple[list[Sample], float]:
         texts = [f"{rng.randrange(100, 1000)}+{rng.randrange(100, 1000)}=" for _ in range(number)]
         prompts = [prompt(place, text, tokenizer) for place, text in enumerate(texts)]
         return await rolled_out(plan, sampler, workflow, prompts)
@@ -159,7 +159,7 @@ async def measured(plan: RunPlan, options: argparse.Namespace) -> list[dict[str,
 
 async def rolled_out(
     plan: RunPlan, sampler: Sampler, workflow: Workflow, prompts: Sequence[Prompt]
-) -> tuple[list[Experience], float]:
+) -> tuple[list[Sample], float]:
     """Return what a workflow makes of the prompts, and how many seconds it takes."""
     assert plan.rollout
     context = RolloutContext(sampler, plan.rollout.sampling, (), plan.seed, 16, PhaseClock(), workflow=workflow)

@@ -22,10 +22,9 @@ from roll_opd.inference.completion import Completion
 from roll_opd.pipelines import start
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.rewards.reward_interface import Score, Scored
-from roll_opd.samples import buffer_pickle
-from roll_opd.samples.buffer_pickle import Compact
-from roll_opd.samples.dp_shards import Packing
-from roll_opd.samples.training import TrainResult
+from roll_opd.samples import transport
+from roll_opd.samples.packing import Packing, TrainResult
+from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import BucketMemory, bucketed
 from roll_opd.weight_sync.bucket_writer import BucketHost, Written
 
@@ -169,7 +168,7 @@ def put_in_place(lengths: str, cost: DriverCost) -> None:
         cost.begin()
 
     setattr(RunLogger, "step", counted(RunLogger.step, logged))  # noqa: B010
-    buffer_pickle._opened = counted(buffer_pickle._opened, lambda args, _: cost.count(received=args[1].nbytes))
+    transport._opened = counted(transport._opened, lambda args, _: cost.count(received=args[1].nbytes))
     reduce = counted(Compact.__reduce__, lambda _, reduced: cost.count(sent=reduced[1][1].nbytes))
     setattr(Compact, "__reduce__", reduce)  # noqa: B010
 

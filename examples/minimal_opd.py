@@ -22,7 +22,7 @@ Data, advantage, loss and reward are the package's own functions. Everything els
     prompts of one length, answers padded at the end      roll_opd/samples/packing.py: any lengths, nothing padded
     one update per rollout, by the weights that sampled   roll_opd/objective/mismatch.py: corrects where they differ
     one teacher, one number per token                     docs/objectives.md: several teachers, top-k, full vocabulary
-    a token's reverse KL counts for that token alone      roll_opd/algorithms/opd.py: discounted sums over later tokens
+    a token's reverse KL counts for that token alone      roll_opd/objective/loss.py: discounted sums over later tokens
     the reward is only measured                           docs/mixed.md: teachers and rewards together
     constants below, constant learning rate, no saving    examples/demo/onpolicy_distill.yaml
 
@@ -46,11 +46,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from roll_opd.algorithms.aggregation import token_weights
 from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.algorithms.losses.ratio import importance_sampling
-from roll_opd.algorithms.opd import opd_penalty
 from roll_opd.config.plan import DataPlan
 from roll_opd.data.dataset import Prompt, PromptSet, open_prompts
 from roll_opd.data.prompt_source import PromptSource
 from roll_opd.data.templates import load_tokenizer
+from roll_opd.objective.loss import opd_penalty
 from roll_opd.rewards.builtin.math_rule import is_right
 
 DEMO = Path(__file__).resolve().parent / "demo"

@@ -167,7 +167,7 @@ def test_processes_without_a_model_are_called_as_real_ones(data_plane):
 def test_cpu_time_belongs_to_the_innermost_part(data_plane):
     driver_cost = importlib.import_module("driver_cost")
     frames = {}
-    inner = compile("frames['seen'] = sys._getframe()", "/x/roll_opd/samples/buffer_pickle.py", "exec")
+    inner = compile("frames['seen'] = sys._getframe()", "/x/roll_opd/samples/transport.py", "exec")
     outer = "def learn(code, names):\n    exec(code, names)\nlearn(code, names)"
     names = {"frames": frames, "sys": sys}
     exec(compile(outer, "/x/roll_opd/roles/student_role.py", "exec"), {"code": inner, "names": names})

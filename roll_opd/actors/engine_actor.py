@@ -12,7 +12,7 @@ from roll_opd.cluster.batched_calls import coalesced
 from roll_opd.config.plan import RolloutPlan, SamplingPlan
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.models.device_phases import Part, Phase
-from roll_opd.samples.buffer_pickle import Compact
+from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import Description
 from roll_opd.weight_sync.bucket_writer import BucketHost
 

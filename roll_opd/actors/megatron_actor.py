@@ -14,15 +14,13 @@ from typing import Any
 import numpy as np
 import ray
 
-from roll_opd.cluster.group import Text
 from roll_opd.cluster.worker_progress import MicroBatches
 from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, ObjectivePlan, TrainPlan
 from roll_opd.inference.engine_arguments import DTYPE_NAMES
 from roll_opd.models.device_phases import Part, Phase
-from roll_opd.samples.buffer_pickle import Compact
-from roll_opd.samples.dp_shards import DPShard, Packing
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.training import TargetRef
+from roll_opd.samples.packing import DPShard, Packing
+from roll_opd.samples.sample import Sample, TargetRef
+from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import DTYPES, BucketMemory, Description, map_bucket
 from roll_opd.teachers.target_refs import hold, opened, with_targets
 from roll_opd.weight_sync.bucket_writer import BucketHost, BucketWriter, Written
@@ -92,16 +90,16 @@ class _Rank(BucketHost):
         """Restore offloaded parts on the device."""
         self._engine.memory.onload(parts)
 
-    def compute_logprobs(self, shard: DPShard[Text], temperature: float) -> Compact:
+    def compute_logprobs(self, shard: DPShard, temperature: float) -> Compact:
         """See `MegatronEngine.compute_logprobs`."""
-        return Compact(self._engine.compute_logprobs(temperature=temperature, **_texts(shard)))
+        return Compact(self._engine.compute_logprobs(temperature=temperature, **_read(shard)))
 
-    def compute_targets(self, shard: DPShard[Text], temperature: float, **wanted: Any) -> Compact:
+    def compute_targets(self, shard: DPShard, temperature: float, **wanted: Any) -> Compact:
         """See `MegatronEngine.compute_targets`; the student's `ids` may be in the object store."""
         return Compact(self._targets(shard, temperature, wanted))
 
     def hold_targets(
-        self, shard: DPShard[Text], temperature: float, kept: Sequence[str] | None = None, **wanted: Any
+        self, shard: DPShard, temperature: float, kept: Sequence[str] | None = None, **wanted: Any
     ) -> tuple[Compact, dict[int, TargetRef]] | None:
         """Compute targets, put all arrays except log-probs into the object store (or only those in `kept`).
 
@@ -112,9 +110,8 @@ class _Rank(BucketHost):
             return None
         small = {}
         for number, values in computed.items():
-            tokens, prompt_length, _ = shard.samples[number]
             ids = values.get("topk_ids")
-            hits = None if ids is None else (ids == tokens[prompt_length:, None]).any(1)
+            hits = None if ids is None else (ids == shard.samples[number].response_tokens[:, None]).any(1)
             small[number] = values.pop("logprobs"), hits
         if kept:
             computed = {number: {name: values[name] for name in kept} for number, values in computed.items()}
@@ -124,13 +121,13 @@ class _Rank(BucketHost):
         """Fetch the referenced arrays of this rank's samples; empty except on the last pipeline stage."""
         return opened(shard.held, shard.micro_batches if self._engine.is_last_stage else [])
 
-    def _targets(self, shard: DPShard[Text], temperature: float, wanted: dict[str, Any]) -> Any:
+    def _targets(self, shard: DPShard, temperature: float, wanted: dict[str, Any]) -> Any:
         from roll_opd.megatron.engine import TargetRequest
 
         if shard.held:
             wanted = {**wanted, "ids": [held["ids"]["topk_ids"] for held in self._opened(shard)]}
         request = TargetRequest(**wanted)
-        return self._engine.compute_targets(temperature=temperature, request=request, **_texts(shard))
+        return self._engine.compute_targets(temperature=temperature, request=request, **_read(shard))
 
     def written(self, *, wait: bool) -> list[Path] | None:
         """Return the files of the last save, waiting for them if `wait`; None if they are not complete."""
@@ -223,7 +220,7 @@ class TrainWorker(_TrainableRank, BucketWriter):
 
     def update(
         self,
-        shard: DPShard[Sample],
+        shard: DPShard,
         objective: ObjectivePlan,
         temperature: float,
         step: int,
@@ -277,12 +274,11 @@ class CriticWorker(_TrainableRank):
         assert isinstance(plan, CriticPlan)
         return MegatronCritic(plan, seed=seed, deterministic=deterministic)
 
-    def values(self, shard: DPShard[Text]) -> Compact:
+    def values(self, shard: DPShard) -> Compact:
         """Return the values of the states before every response token; see `MegatronCritic.values`."""
-        sequences = [(tokens, prompt_length) for tokens, prompt_length, _ in shard.samples]
-        return Compact(self._engine.values(sequences, shard.micro_batches))
+        return Compact(self._engine.values(_sequences(shard), shard.micro_batches))
 
-    def update(self, shard: DPShard[Sample]) -> Compact:
+    def update(self, shard: DPShard) -> Compact:
         """Make one optimizer update from a mini-batch; see `MegatronCritic.update`."""
         return Compact(self._engine.update(shard.samples, assigned=shard.micro_batches))
 
@@ -292,10 +288,15 @@ class CriticWorker(_TrainableRank):
         return save_critic_hf(self._engine, directory, later=later)
 
 
-def _texts(shard: DPShard[Text]) -> dict[str, Any]:
-    routes = [taken for _, _, taken in shard.samples]
-    texts = {"sequences": [(tokens, length) for tokens, length, _ in shard.samples], "assigned": shard.micro_batches}
-    return texts if all(taken is None for taken in routes) else {**texts, "routes": routes}
+def _sequences(shard: DPShard) -> list[tuple[np.ndarray, int]]:
+    return [(sample.tokens, sample.prompt_length) for sample in shard.samples]
+
+
+def _read(shard: DPShard) -> dict[str, Any]:
+    """Return the arguments of a forward pass; routes only if a sample has some."""
+    routes = [sample.routes for sample in shard.samples]
+    arguments = {"sequences": _sequences(shard), "assigned": shard.micro_batches}
+    return arguments if all(taken is None for taken in routes) else {**arguments, "routes": routes}
 
 
 def _lacks_old(sample: Sample) -> bool:

@@ -21,8 +21,8 @@ from roll_opd.data.templates import load_tokenizer, token_ids
 from roll_opd.rewards.reward_caller import Caller, weighted
 from roll_opd.rewards.reward_interface import RewardError, RewardSample, Scored
 from roll_opd.rewards.reward_registry import resolve
-from roll_opd.samples.buffer_pickle import Compact
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.transport import Compact
 
 # The plan's `max_concurrency` limits calls; a hung call keeps its thread, so the pool must not be exhausted.
 MAX_THREADS = 10_000
@@ -63,7 +63,7 @@ class RewardWorker:
     async def alive(self) -> None:
         """Return immediately, as a health check."""
 
-    async def run(self, experiences: Sequence[Experience]) -> AsyncIterator[Compact]:
+    async def run(self, experiences: Sequence[Sample]) -> AsyncIterator[Compact]:
         """Score samples; yield `Answers` of scores, coalesced for a short time."""
         async with aclosing(coalesced(self._calls(self._samples(experiences)))) as answers:
             async for burst in answers:
@@ -103,7 +103,7 @@ class RewardWorker:
             scores = [[weighted(each, self._weights) for each in by_sample]]
         return list(enumerate(scores[0], first))
 
-    def _samples(self, experiences: Sequence[Experience]) -> list[RewardSample]:
+    def _samples(self, experiences: Sequence[Sample]) -> list[RewardSample]:
         @cache  # samples of a group share their prompt
         def read_prompt(tokens: bytes) -> str:
             return self._tokenizer.decode(np.frombuffer(tokens, np.int64), skip_special_tokens=True)

@@ -14,7 +14,7 @@ from roll_opd.cluster.batched_calls import BatchedCalls
 from roll_opd.cluster.group import ActorGroup
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.completion import Completion
-from roll_opd.samples.buffer_pickle import Compact
+from roll_opd.samples.transport import Compact
 from roll_opd.weight_sync.transports import WeightSync
 
 

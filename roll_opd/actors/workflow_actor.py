@@ -27,8 +27,8 @@ from roll_opd.data.dataset import Prompt
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.inference.tool_calls import find_parser
 from roll_opd.models.model_info import read_model
-from roll_opd.samples.buffer_pickle import Compact
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.transport import Compact
 
 MAX_THREADS = 10_000  # a hung run keeps its thread
 MEMORY_POLL_S = 0.25  # between checks of the process's memory
@@ -55,7 +55,7 @@ class Job:
 class JobOutcome:
     """Result of a job: experiences by run, or a failure."""
 
-    made: dict[int, list[Experience]] = field(default_factory=dict)
+    made: dict[int, list[Sample]] = field(default_factory=dict)
     failure: tuple[str, str] | None = None  # kind and message
     calls: int = 0  # model calls
     branches: int = 0  # conversations; a call that does not continue an earlier one starts another
@@ -208,7 +208,7 @@ class WorkflowWorker:
         context.run(RUN.set, state)
         try:
             found = await asyncio.create_task(self._call(job, context), context=context)
-            made: dict[int, list[Experience]] = {}
+            made: dict[int, list[Sample]] = {}
             for run, of_run in by_run(found, job.runs).items():
                 made[run] = []
                 for place, (step, one) in enumerate(of_run):

@@ -14,8 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from roll_opd.algorithms.losses.batch import MAX_LOG_RATIO
-from roll_opd.algorithms.sequences import on_tokens, sequence_means, sequence_numbers, sequence_sums
+from roll_opd.algorithms.losses.batch import MAX_LOG_RATIO, on_tokens, sequence_means, sequence_numbers, sequence_sums
 
 Level = Literal["token", "segment", "geometric", "sequence"]
 ICEPOP_LOW, ICEPOP_HIGH = 0.5, 5.0  # defaults of verl and rLLM
@@ -126,7 +125,7 @@ def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
 
 
 def _sums_and_extremes(train_K: Tensor, infer_K: Tensor) -> tuple[Tensor, Tensor]:
-    """Return six sums over tokens and four maxima; one of them is the negated minimum of the ratio."""
+    """Return six sums over tokens and four maxima, one of which is the negated minimum of the ratio."""
     log_ratio = (train_K - infer_K).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio, apart = log_ratio.exp(), log_ratio.abs()
     difference = train_K.exp().sub_(infer_K.exp()).abs_()

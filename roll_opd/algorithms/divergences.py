@@ -31,7 +31,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ColumnSum:
-    """A sum over columns, as two functions of the log-probs in each: (student, teacher), or the student's alone.
+    """A sum over columns, as two functions of the log-probs in each: (student, teacher), or of the student's only.
 
     Neither function returns NaN for log-probs; `value` is inf if the divergence is.
     """

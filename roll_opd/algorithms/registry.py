@@ -24,7 +24,7 @@ Advantage = Callable[..., "Normalised"]  # (RewardBatch, *, its arguments) -> No
 
 
 class AlgorithmError(Exception):
-    """An algorithm, advantage or policy loss is unknown or misused; the message says why and what is known."""
+    """An algorithm, advantage or policy loss is unknown or misused; the message has the reason and the known names."""
 
 
 @dataclass(frozen=True)

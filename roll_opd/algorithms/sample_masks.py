@@ -1,10 +1,25 @@
-"""ROLL's masks and weights of whole samples: length, difficulty, correctness.
+"""Filters of groups by their rewards, and ROLL's masks and weights of whole samples: length, difficulty, correctness.
 
 Legend: B samples. Samples of one prompt share a group.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+
+def mean_filter(rewards: Sequence[float], *, threshold_down: float, threshold_up: float) -> bool:
+    """Return whether the mean is strictly between the thresholds: neither unsolved nor solved."""
+    return bool(threshold_down < np.mean(rewards) < threshold_up)
+
+
+def std_filter(rewards: Sequence[float], *, std_threshold: float) -> bool:
+    """Return whether the population standard deviation is above the threshold."""
+    return bool(np.std(rewards) > std_threshold)
+
+
+FILTERS: dict[str, Callable[..., bool]] = {"mean_filter": mean_filter, "std_filter": std_filter}
 
 
 def below_longest(lengths: Sequence[int], longest: int) -> list[bool]:

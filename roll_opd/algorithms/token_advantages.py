@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll_opd.algorithms.gae import gae
-from roll_opd.algorithms.returns import discounted_to_go, turns_to_go
+from roll_opd.algorithms.returns import discounted_to_go, gae, turns_to_go
 
 VARIANCE_FLOOR = 1e-8  # of whitening
 

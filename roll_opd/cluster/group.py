@@ -22,14 +22,13 @@ from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.runtime import ended_processes
 from roll_opd.cluster.startup_progress import ProcessDied, exit_detail
 from roll_opd.config.plan import MegatronPlan
-from roll_opd.samples.buffer_pickle import Compact
-from roll_opd.samples.dp_shards import Packing, ShardedBatch, shard_batch
-from roll_opd.samples.training import TargetRef
+from roll_opd.samples.packing import Packing, ShardedBatch, shard_batch
+from roll_opd.samples.sample import Sample, TargetRef
+from roll_opd.samples.transport import Compact
 
 _GROUPS: "weakref.WeakSet[ActorGroup]" = weakref.WeakSet()  # running groups with names
 
 Reference = ray.ObjectRef  # to a value that stays in the object store until a process needs it
-Text = tuple[np.ndarray, int, np.ndarray | None]  # tokens int64 [T], prompt length P, and routes as in `Experience`
 
 DEATH_GRACE_S = 3.0  # for Ray to report a dead process after another one has lost its connection to it
 
@@ -169,45 +168,40 @@ class WithoutAdapter:
 FrozenGroup = WorkerGroup | WithoutAdapter
 
 
-async def gathered(group: FrozenGroup, method: str, texts: Sequence[Text], *args: Any, **kwargs: Any) -> list[Any]:
-    """Return the value of `method` for each text, in order."""
-    if not texts:
+async def gathered(group: FrozenGroup, method: str, samples: Sequence[Sample], *args: Any, **kwargs: Any) -> list[Any]:
+    """Return the value of `method` for each sample, in order. Ranks get the samples unchanged: see `shard_sample`."""
+    if not samples:
         return []
-    sharded = _sharded(group, texts)
+    sharded = _sharded(group, samples)
     merged = sharded.merged(await group.scatter(method, sharded, *args, **kwargs))
-    return [merged[number] for number in range(len(texts))]
+    return [merged[number] for number in range(len(samples))]
 
 
 async def gathered_and_held(
     group: FrozenGroup,
-    texts: Sequence[Text],
+    samples: Sequence[Sample],
     temperature: float,
     held: Sequence[Mapping[str, TargetRef]] = (),
     **wanted: Any,
 ) -> list[tuple[np.ndarray, TargetRef]]:
-    """Return the log-probs of each text, f32 [T-P], and a reference to its targets, which stay with the ranks.
+    """Return the log-probs of each sample, f32 [T-P], and a reference to its targets, which stay with the ranks.
 
-    `held` are references for each text that the ranks open.
+    `held` are references for each sample that the ranks open.
     """
-    sharded = _sharded(group, texts, held)
+    sharded = _sharded(group, samples, held)
     answers = [
         (rank, answer) for rank, answer in await group.scatter("hold_targets", sharded, temperature, **wanted) if answer
     ]
     small, kept = (sharded.merged((rank, answer[part]) for rank, answer in answers) for part in (0, 1))
-    return [(small[n][0], replace(kept[n], hits=small[n][1])) for n in range(len(texts))]
+    return [(small[n][0], replace(kept[n], hits=small[n][1])) for n in range(len(samples))]
 
 
 def _sharded(
-    group: FrozenGroup, texts: Sequence[Text], held: Sequence[Mapping[str, TargetRef]] = ()
-) -> ShardedBatch[Text]:
-    assignment = group.packing.assign([text[:2] for text in texts], group.plan.forward_limits)
+    group: FrozenGroup, samples: Sequence[Sample], held: Sequence[Mapping[str, TargetRef]] = ()
+) -> ShardedBatch:
+    sequences = [(sample.tokens, sample.prompt_length) for sample in samples]
     sent = [{name: target.for_ranks() for name, target in by_name.items()} for by_name in held]
-    return shard_batch(texts, assignment, [text[2] is None for text in texts], _without_tokens, held=sent)
-
-
-def _without_tokens(text: Text) -> Text:
-    tokens, _, routes = text
-    return tokens[:1], 1, None if routes is None else routes[:0]
+    return shard_batch(samples, group.packing.assign(sequences, group.plan.forward_limits), sent)
 
 
 def dead_actor() -> str | None:

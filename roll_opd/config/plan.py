@@ -40,7 +40,7 @@ from roll_opd.config.schema import (
 class FilterPlan:
     """Which groups (`query_filter`) or single responses (`response_filter`) are filtered out of a step."""
 
-    type: str  # of `algorithms.filters.FILTERS`
+    type: str  # of `algorithms.sample_masks.FILTERS`
     args: FrozenDict = field(default_factory=FrozenDict)  # its arguments, under ROLL's names
 
 

@@ -50,9 +50,7 @@ class Prompt:
     ground_truth: str | None = None
     extra: FrozenDict = field(default_factory=FrozenDict, compare=False)  # the row's other keys, such as test_cases
     answers: tuple[np.ndarray, ...] = field(default=(), compare=False)  # int64 each; of supervised rows
-    teacher_prompts: dict[str, np.ndarray] = field(
-        default_factory=dict, compare=False
-    )  # see Experience.teacher_prompts
+    teacher_prompts: dict[str, np.ndarray] = field(default_factory=dict, compare=False)  # see Sample.teacher_prompts
 
 
 class PromptSet:

@@ -19,7 +19,7 @@ from torch import Tensor
 from roll_opd.megatron.context import ALONE, ContextRank, TokenOwners, zigzag
 from roll_opd.samples.packing import shared_prefix
 from roll_opd.samples.sample import Sample
-from roll_opd.samples.tensors import as_tensor
+from roll_opd.samples.transport import as_tensor
 
 
 @dataclass

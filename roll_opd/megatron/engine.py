@@ -24,9 +24,9 @@ from roll_opd.megatron.layers import uses_transformer_engine
 from roll_opd.megatron.model_builder import BuiltModel, HeadModel, build_model, unwrapped
 from roll_opd.megatron.offload import DeviceMemory
 from roll_opd.models.device_phases import Part, Phase
-from roll_opd.samples.dp_shards import Packing
+from roll_opd.samples.packing import Packing
 from roll_opd.samples.sample import Sample
-from roll_opd.samples.tensors import as_array
+from roll_opd.samples.transport import as_array
 
 # functions of a micro-batch on the last pipeline stage: (output of the model, batch) -> ...
 Reader = Callable[[Any, PackedBatch], dict[str, Tensor]]  # ... values by name, each [M] or [M, K]
@@ -152,7 +152,7 @@ class MegatronEngine:
 
         The result of each sequence is a dict: `logprobs` f32 [T-P]; with `topk` or `ids` `topk_ids` int32 [T-P, K],
         `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the log-prob of all other tokens together; with `plain`
-        `plain_logprobs` f32 [T-P, K]; with `hidden` `hidden` [T-P, E] (see `samples.tensors`).
+        `plain_logprobs` f32 [T-P, K]; with `hidden` `hidden` [T-P, E] (see `samples.transport`).
         """
         columns: Sequence[Mapping[str, np.ndarray]] = [{}] * len(sequences)
         if request.ids is not None:
@@ -165,7 +165,7 @@ class MegatronEngine:
         return self._forward(samples, temperature, request.values, assigned)
 
     def output_head(self) -> np.ndarray | None:
-        """Return the full output embedding [W, E] (see `samples.tensors`) on one rank, else None. Collective."""
+        """Return the full output embedding [W, E] (see `samples.transport`) on one rank, else None. Collective."""
         self.memory.check("return its output embedding", Part.WEIGHTS)
         self.wait_for_weights()
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):

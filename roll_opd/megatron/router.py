@@ -25,7 +25,7 @@ from torch import Tensor
 
 from roll_opd.megatron.batches import PackedSequences
 from roll_opd.megatron.weights.stream import tensor_rank
-from roll_opd.samples.training import ROUTER_LOSSES
+from roll_opd.samples.packing import ROUTER_LOSSES
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

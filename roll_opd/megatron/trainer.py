@@ -20,9 +20,9 @@ from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.model_builder import HeadModel, unwrapped
 from roll_opd.models.device_phases import Part
 from roll_opd.objective.loss import opd_loss, sampled_mask
+from roll_opd.samples.packing import TrainResult
 from roll_opd.samples.sample import Sample
-from roll_opd.samples.tensors import as_tensor
-from roll_opd.samples.training import TrainResult
+from roll_opd.samples.transport import as_tensor
 
 
 class MegatronTrainer(MegatronLearner):
@@ -44,7 +44,7 @@ class MegatronTrainer(MegatronLearner):
         """Make one optimizer update from a mini-batch in step `step` of the run (from 1).
 
         `samples` have the columns of `objective.columns.loss_columns`. With `assigned`, they are only this
-        data-parallel rank's shard: see `samples.dp_shards`.
+        data-parallel rank's shard: see `samples.packing`.
 
         `sums` of the result are over this rank's action tokens: `tokens`, `weighted_loss` (its sum over all ranks is
         the loss), `policy_loss` (without the KL loss), `kl_loss` (KL to the reference policy without its coefficient),

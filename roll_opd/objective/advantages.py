@@ -3,8 +3,8 @@
     token_level_rewards = external_reward - Σ opd_kl_coef · reverse_kl - kl_coef · KL(student, reference)
     A_t                 = clip(A_external_t - Σ_{k≥0} opd_kl_discount^k · Σ opd_kl_coef · reverse_kl_{t+k})
 
-The sums over teachers are over those that read the sample. In pure distillation there is no external part. The external
-part is made of each reward domain's samples by themselves: rewards of two domains have no common scale.
+The sums are over the teachers of the sample. In pure distillation there is no external part. The external part is
+computed for each reward domain separately, because rewards of two domains have no common scale.
 """
 
 from collections import Counter
@@ -22,91 +22,85 @@ from roll_opd.algorithms.token_advantages import clipped, on_last_action, token_
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import ObjectivePlan
 from roll_opd.objective.reference_kl import by_domain, kl_coefs, reference_kl
-from roll_opd.samples.experience import Experience, changed
-from roll_opd.samples.flatten import joined_masks, picked
+from roll_opd.samples.sample import Sample, changed
+from roll_opd.samples.sample_columns import end_to_end, picked
 
 
 def external_advantages(
-    experiences: Sequence[Experience],
+    samples: Sequence[Sample],
     objective: ObjectivePlan,
     kl_coef: float | None = None,
     *,
     taught: bool = False,
     workflow: str | None = None,
     runs: int = 1,
-) -> list[Experience]:
-    """Fill in `advantages`, with a critic's `values` also `returns`, and in `metrics` what computes them again.
+) -> list[Sample]:
+    """Fill the columns `advantages` and, from a critic's `values`, `returns`; put their constants into `metrics`.
 
-    That is `reward_mean` and `reward_scale` of the normalisation, of the two whitenings `token_reward_mean`,
-    `token_reward_scale`, `advantage_mean` and `advantage_scale`, and `kl_coef`, which is `init_kl_coef` where it has
-    not adapted. What is excluded counts in no mean, and its `loss_mask` is empty; where a prompt's samples are compared
-    and all but one are excluded, or all but one of its `runs` have made nothing, that one's reward is 0 before the
-    whitening. What the advantage function drops is left out like that, after it was compared, unless there are teachers
-    to learn from it (`taught`). RunError for a sample that neither a reward worker nor the `workflow` that made it has
-    scored.
+    The constants are `reward_mean` and `reward_scale` of the normalisation, `token_reward_mean`, `token_reward_scale`,
+    `advantage_mean` and `advantage_scale` of the two whitenings, and `kl_coef`.
+
+    Excluded samples count in no mean and get an empty `loss_mask`. If the samples of a prompt are compared and all but
+    one are excluded, or all but one of its `runs` have made no sample, the remaining reward is 0 before the whitening.
+    Samples that the advantage function drops get an empty `loss_mask` after the comparison, except with teachers
+    (`taught`). RunError for a sample without a reward from a reward worker or from the `workflow`.
     """
-    for experience in experiences:
-        if not experience.excluded:
-            reward_of(experience, workflow)
-    uncompared = _reduced_to_one(experiences, objective, runs)
-    coefficients = kl_coefs(experiences, objective, kl_coef)
-    filled: dict[int, Experience] = {}
-    for members, coefficient in zip(by_domain(experiences), coefficients, strict=False):
-        counted = [number for number in members if not experiences[number].excluded]
-        of_domain = [experiences[number] for number in counted]
+    for sample in samples:
+        if not sample.excluded:
+            reward_of(sample, workflow)
+    uncompared = _reduced_to_one(samples, objective, runs)
+    coefficients = kl_coefs(samples, objective, kl_coef)
+    filled: dict[int, Sample] = {}
+    for members, coefficient in zip(by_domain(samples), coefficients, strict=False):
+        counted = [number for number in members if not samples[number].excluded]
+        of_domain = [samples[number] for number in counted]
         found = _advantages(of_domain, uncompared, objective, coefficient, taught) if counted else []
         filled |= dict(zip(counted, found, strict=True))
-        filled |= {n: _without_advantage(experiences[n], coefficient) for n in members if experiences[n].excluded}
-    return [filled[number] for number in range(len(experiences))]
+        filled |= {n: _without_advantage(samples[n], coefficient) for n in members if samples[n].excluded}
+    return [filled[number] for number in range(len(samples))]
 
 
-def _reduced_to_one(experiences: Sequence[Experience], objective: ObjectivePlan, runs: int) -> set[str]:
-    """Return the groups in which exclusions, or runs that failed, have left one run with nothing to compare it with.
+def _reduced_to_one(samples: Sequence[Sample], objective: ObjectivePlan, runs: int) -> set[str]:
+    """Return the groups that exclusions or failed runs have reduced to one run, with nothing to compare it with.
 
-    A kind of experiences that a workflow makes besides, and that one run alone has made, is compared with nothing by
-    the workflow's own choice: its rewards stay as they are.
+    A kind of samples that only one run of a workflow has made keeps its rewards: the workflow chose not to compare it.
     """
     compares = ADVANTAGES.facts(objective.adv_estimator).baseline
     if objective.advantage_args.get("mean_cal_level", "group" if compares else None) != "group":
         return set()
-    groups, numbers = compared_in(experiences, objective), run_numbers(experiences)
-    every = list(zip(experiences, groups, numbers, strict=True))
-    counted = Counter(group for group, _ in {(group, run) for e, group, run in every if not e.excluded})
-    had_others = {group for e, group, _ in every if e.excluded or (runs > 1 and not e.is_of_a_kind)}
+    groups, numbers = compared_in(samples, objective), run_numbers(samples)
+    every = list(zip(samples, groups, numbers, strict=True))
+    counted = Counter(group for group, _ in {(group, run) for s, group, run in every if not s.excluded})
+    had_others = {group for s, group, _ in every if s.excluded or (runs > 1 and not s.is_of_a_kind)}
     return {group for group in had_others if counted[group] == 1}
 
 
-def _without_advantage(experience: Experience, kl_coef: float) -> Experience:
-    """Mark a sample as one that is not learned from."""
-    zeros = np.zeros(experience.response_length)
-    return changed(
-        experience,
-        advantages=zeros,
-        returns=zeros,
-        loss_mask=zeros.astype(bool),
-        metrics={**experience.metrics, "kl_coef": kl_coef},
-    )
+def _without_advantage(sample: Sample, kl_coef: float) -> Sample:
+    """Return the sample with advantages of 0 and an empty `loss_mask`."""
+    zeros = np.zeros(sample.response_length)
+    empty = {"advantages": zeros, "returns": zeros, "loss_mask": zeros.astype(bool)}
+    return changed(sample, columns={**sample.columns, **empty}, metrics={**sample.metrics, "kl_coef": kl_coef})
 
 
 def _advantages(
-    experiences: Sequence[Experience], uncompared: set[str], objective: ObjectivePlan, kl_coef: float, taught: bool
-) -> list[Experience]:
-    normalised = _normalised(experiences, uncompared, objective)
+    samples: Sequence[Sample], uncompared: set[str], objective: ObjectivePlan, kl_coef: float, taught: bool
+) -> list[Sample]:
+    normalised = _normalised(samples, uncompared, objective)
     dropped = normalised.dropped
-    learned = [number for number in range(len(experiences)) if taught or dropped is None or not dropped[number]]
-    left = [experiences[number] for number in learned]
+    learned = [number for number in range(len(samples)) if taught or dropped is None or not dropped[number]]
+    left = [samples[number] for number in learned]
     filled = _filled(left, normalised.at(learned), objective, kl_coef) if learned else []
     by_number = dict(zip(learned, filled, strict=True))
-    return [by_number.get(number) or _without_advantage(e, kl_coef) for number, e in enumerate(experiences)]
+    return [by_number.get(number) or _without_advantage(s, kl_coef) for number, s in enumerate(samples)]
 
 
-def _normalised(experiences: Sequence[Experience], uncompared: set[str], objective: ObjectivePlan) -> Normalised:
-    rewards_B = torch.tensor([reward_of(experience) for experience in experiences], dtype=torch.float64)
-    groups = compared_in(experiences, objective)
+def _normalised(samples: Sequence[Sample], uncompared: set[str], objective: ObjectivePlan) -> Normalised:
+    rewards_B = torch.tensor([reward_of(sample) for sample in samples], dtype=torch.float64)
+    groups = compared_in(samples, objective)
     function = partial(advantage(objective.adv_estimator, objective.advantage_args), **objective.advantage_args)
     facts = ADVANTAGES.facts(objective.adv_estimator)
-    states = _states(experiences, objective.adv_estimator) if facts.reads_states else None
-    batch = RewardBatch(rewards_B, groups, _action_logprobs(experiences), run_numbers(experiences), states)
+    states = _states(samples, objective.adv_estimator) if facts.reads_states else None
+    batch = RewardBatch(rewards_B, groups, _action_logprobs(samples), run_numbers(samples), states)
     normalised = function(batch) if facts.reads_runs else by_runs(function, batch)
     if uncompared:
         alone_B = torch.tensor([group in uncompared for group in groups])
@@ -116,39 +110,39 @@ def _normalised(experiences: Sequence[Experience], uncompared: set[str], objecti
     return normalised
 
 
-def compared_in(experiences: Sequence[Experience], objective: ObjectivePlan) -> list[str]:
-    """Return for each one what its reward's `group` is: its prompt's, or its tag's."""
-    return [e.tag if objective.reward_groups == "tag" else e.group_id for e in experiences]
+def compared_in(samples: Sequence[Sample], objective: ObjectivePlan) -> list[str]:
+    """Return the group that each sample's reward is compared in: its prompt's, or its tag's."""
+    return [s.tag if objective.reward_groups == "tag" else s.group_id for s in samples]
 
 
-def run_numbers(experiences: Sequence[Experience]) -> list[int]:
-    """Return a number for each one's run, another for each run of the batch; negative where it is a run of its own."""
+def run_numbers(samples: Sequence[Sample]) -> list[int]:
+    """Return the number of each sample's run in the batch; negative and unique for a sample without a run."""
     numbers: dict[tuple[str, int], int] = {}
     return [
-        numbers.setdefault((e.group_id, e.run), len(numbers)) if e.run is not None else -1 - place
-        for place, e in enumerate(experiences)
+        numbers.setdefault((s.group_id, s.run), len(numbers)) if s.run is not None else -1 - place
+        for place, s in enumerate(samples)
     ]
 
 
-def _states(experiences: Sequence[Experience], reader: str) -> list[str]:
-    """Return the state that each one began from, told apart by prompt: other games' states are other states."""
+def _states(samples: Sequence[Sample], reader: str) -> list[str]:
+    """Return the state before each sample's step, with its prompt: states of different prompts are never equal."""
     found = []
-    for e in experiences:
-        if e.state is None:
+    for s in samples:
+        if s.state is None:
             raise RunError(
-                f"sample {e.id}, tagged {e.tag}, has no state, and adv_estimator {reader} compares steps from one;"
+                f"sample {s.id}, tagged {s.tag}, has no state, and adv_estimator {reader} compares steps from one;"
                 " its workflow should say it in info['state_hash'] of each experience"
             )
-        found.append(f"{e.group_id} {e.state}")
+        found.append(f"{s.group_id} {s.state}")
     return found
 
 
 def by_runs(function: Advantage, batch: RewardBatch) -> Normalised:
-    """Have `function` compare runs instead of their steps, of which some runs may have more than others.
+    """Return steps normalised by the statistics of their runs, because some runs have more steps than others.
 
-    A run's reward is the mean of its steps'. Each step's own reward is then measured against its run's mean, and its
-    run's scale or that of the steps by themselves, whichever is larger: runs may be equal while their steps are far
-    apart, and a step divided by the deviation of equal runs is a number without bound.
+    A run's reward is the mean of its steps' rewards. A step's reward is centred on its run's baseline and divided by
+    the larger of its run's scale and the steps' scale: equal runs may have very different steps, and the deviation of
+    equal runs is 0.
     """
     assert batch.runs is not None
     steps = run_members(batch)
@@ -167,11 +161,12 @@ def by_runs(function: Advantage, batch: RewardBatch) -> Normalised:
 
 
 def _filled(
-    experiences: Sequence[Experience], normalised: Normalised, objective: ObjectivePlan, kl_coef: float
-) -> list[Experience]:
-    lengths = [experience.response_length for experience in experiences]
-    acted_M = torch.from_numpy(joined_masks(experiences))
-    mask_M = acted_M & torch.from_numpy(np.concatenate([_in_loss(experience) for experience in experiences]))
+    samples: Sequence[Sample], normalised: Normalised, objective: ObjectivePlan, kl_coef: float
+) -> list[Sample]:
+    lengths = [sample.response_length for sample in samples]
+    acted_M = torch.from_numpy(_joined_masks(samples))
+    # tokens outside the loss count in no whitening
+    mask_M = acted_M & torch.from_numpy(np.concatenate([sample.in_loss for sample in samples]))
 
     rewards_B = normalised.rewards
     if objective.reward_bounds is not None:
@@ -179,15 +174,15 @@ def _filled(
         rewards_B = rewards_B.clamp(low, high).where(rewards_B.isfinite(), rewards_B)
     rewards_M = on_last_action(clipped(rewards_B, objective.reward_clip), acted_M.split(lengths))
     if objective.init_kl_coef:
-        rewards_M = rewards_M - kl_coef * torch.cat([reference_kl(e, objective.kl_penalty) for e in experiences])
-        rewards_M = clipped(rewards_M, objective.reward_clip)  # once more, as in ROLL
+        rewards_M = rewards_M - kl_coef * torch.cat([reference_kl(s, objective.kl_penalty) for s in samples])
+        rewards_M = clipped(rewards_M, objective.reward_clip)  # a second clip, as in ROLL
     critic = objective.adv_estimator == "gae"
     tokens = token_advantages(
         rewards_M,
         mask_M,
         lengths,
         gamma=objective.gamma,
-        values_M=torch.cat([torch.tensor(e.values) for e in experiences]) if critic else None,
+        values_M=torch.cat([torch.tensor(s.values) for s in samples]) if critic else None,
         lambd=objective.lambd,
         turns_M=acted_M if ADVANTAGES.facts(objective.adv_estimator).discounts_turns else None,
         whiten_rewards=objective.whiten_rewards,
@@ -196,11 +191,14 @@ def _filled(
 
     return [
         changed(
-            experience,
-            advantages=advantages.numpy(),
-            returns=returns.numpy() if critic else None,
+            sample,
+            columns={
+                **sample.columns,
+                "advantages": advantages.numpy(),
+                **({"returns": returns.numpy()} if critic else {}),
+            },
             metrics={
-                **experience.metrics,
+                **sample.metrics,
                 "reward_mean": mean,
                 "reward_scale": scale,
                 "token_reward_mean": tokens.reward_mean,
@@ -210,8 +208,8 @@ def _filled(
                 "kl_coef": kl_coef,
             },
         )
-        for experience, mean, scale, advantages, returns in zip(
-            experiences,
+        for sample, mean, scale, advantages, returns in zip(
+            samples,
             normalised.mean.tolist(),
             normalised.scale.tolist(),
             tokens.advantages_M.split(lengths),
@@ -221,23 +219,23 @@ def _filled(
     ]
 
 
-def reward_of(experience: Experience, workflow: str | None = None) -> float:
-    if experience.reward is None:
+def reward_of(sample: Sample, workflow: str | None = None) -> float:
+    if sample.reward is None:
         by_rows = "its row needs a ground_truth, and its tag a place in the tag_included of a reward worker"
         by_workflow = f"workflow {workflow} should return experiences with a reward, or " if workflow else ""
-        by_worker = f"rewards.{experience.domain} returned None for it; on_error: drop leaves such samples out"
-        why = experience.reward_reason or (by_worker if experience.domain and not workflow else by_workflow + by_rows)
-        raise RunError(f"sample {experience.id}, tagged {experience.tag}, has no reward: {why}")
-    return experience.reward
+        by_worker = f"rewards.{sample.domain} returned None for it; on_error: drop leaves such samples out"
+        why = sample.reward_reason or (by_worker if sample.domain and not workflow else by_workflow + by_rows)
+        raise RunError(f"sample {sample.id}, tagged {sample.tag}, has no reward: {why}")
+    return sample.reward
 
 
-def _in_loss(experience: Experience) -> np.ndarray:
-    """Return what is learned from: what a mask leaves out counts in no whitening."""
-    return experience.action_mask if experience.loss_mask is None else experience.loss_mask
-
-
-def _action_logprobs(experiences: Sequence[Experience]) -> Sequence[Tensor]:
+def _action_logprobs(samples: Sequence[Sample]) -> Sequence[Tensor]:
     """Return the student's log-probs of each sample's action tokens."""
-    logprobs_M = np.concatenate([e.student_logprobs for e in experiences])
-    counts = [e.action_tokens for e in experiences]
-    return torch.from_numpy(picked(logprobs_M, joined_masks(experiences))).split(counts)
+    logprobs_M = np.concatenate([s.student_logprobs for s in samples])
+    counts = [s.action_tokens for s in samples]
+    return torch.from_numpy(picked(logprobs_M, _joined_masks(samples))).split(counts)
+
+
+def _joined_masks(samples: Sequence[Sample]) -> np.ndarray:
+    """Return the action masks end to end, bool [M]."""
+    return end_to_end([sample.action_mask for sample in samples], np.bool_)

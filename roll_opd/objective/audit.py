@@ -1,6 +1,8 @@
-"""The audit of an update, in f64, for metrics and records: token rewards, and what tokens were weighted with.
+"""The f64 audit of an update: token rewards and advantages as columns, computed once a step, and their metrics.
 
-The update itself computes its weights in f32, in `megatron.trainer`; the formulas are those of `objective.advantages`.
+The update computes its advantages in f32, in `objective.loss`; see `objective.advantages` for the formulas.
+
+Legend: M tokens of all responses, end to end.
 """
 
 from collections.abc import Sequence
@@ -13,100 +15,97 @@ from roll_opd.algorithms.token_advantages import clipped, last_action
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.objective.advantages import reward_of
 from roll_opd.objective.reference_kl import reference_kl, reference_kl_mean
-from roll_opd.samples.experience import Experience
-from roll_opd.samples.flatten import joined_masks, picked, split_by_sample
+from roll_opd.samples.sample import Sample, with_columns
+from roll_opd.samples.sample_columns import end_to_end, logprobs_column, picked, split_by_length
 from roll_opd.tracking.metrics import statistics
 
 
-def token_level_rewards(
-    experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
-) -> list[np.ndarray]:
-    """Return token rewards, f64 [T-P] a sample, 0 off the action mask."""
-    return _token_level_rewards(experiences, _penalties(experiences, teachers), objective)
+def audited(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> list[Sample]:
+    """Fill the columns `token_level_rewards` and `total_advantages`; samples that all have them are returned as given.
+
+    Both are 0 off the action mask. The advantages are the weights of the tokens in the update.
+    """
+    if all("total_advantages" in sample.columns for sample in samples):
+        return list(samples)
+    penalty_M = _penalties(samples, teachers)
+    return with_columns(
+        samples,
+        token_level_rewards=_token_level_rewards(samples, penalty_M, objective),
+        total_advantages=_total_advantages(samples, penalty_M, objective),
+    )
 
 
 def _token_level_rewards(
-    experiences: Sequence[Experience], penalty_M: np.ndarray, objective: ObjectivePlan
+    samples: Sequence[Sample], penalty_M: np.ndarray, objective: ObjectivePlan
 ) -> list[np.ndarray]:
-    rewards = split_by_sample(-penalty_M, experiences)
-    for experience, reward in zip(experiences, rewards, strict=True):
-        if objective.init_kl_coef and not experience.demonstration:
-            reward -= experience.metrics["kl_coef"] * reference_kl(experience, objective.kl_penalty).numpy()
-        if experience.advantages is not None and not experience.excluded:
-            place = last_action(experience.action_mask)
+    rewards = split_by_length(-penalty_M, [sample.response_length for sample in samples])
+    for sample, reward in zip(samples, rewards, strict=True):
+        if objective.init_kl_coef and not sample.demonstration:
+            reward -= sample.metrics["kl_coef"] * reference_kl(sample, objective.kl_penalty).numpy()
+        if sample.advantages is not None and not sample.excluded:
+            place = last_action(sample.action_mask)
             if place is not None:
-                reward[place] += reward_of(experience)
+                reward[place] += reward_of(sample)
     return rewards
 
 
-def advantages(
-    experiences: Sequence[Experience],
-    teachers: Sequence[TeacherPlan],
-    opd_kl_discount: float,
-    advantage_clip: float | None = None,
-) -> list[np.ndarray]:
-    """Return what a sample's update was weighted with, f64 [T-P], 0 off the action mask and of demonstrations.
-
-    The audit of an update, in f64 and for metrics and records; the update itself computes it in f32, in
-    `megatron.trainer`.
-    """
-    weights_M = _weights(experiences, _penalties(experiences, teachers), opd_kl_discount, advantage_clip)
-    return split_by_sample(weights_M, experiences)
+def _total_advantages(samples: Sequence[Sample], penalty_M: np.ndarray, objective: ObjectivePlan) -> list[np.ndarray]:
+    lengths = [sample.response_length for sample in samples]
+    mask_M = torch.from_numpy(end_to_end([sample.action_mask for sample in samples], np.bool_))
+    totals_M = discounted_to_go(torch.from_numpy(penalty_M), mask_M, lengths, objective.opd_kl_discount)
+    for sample, part in zip(samples, totals_M.split(lengths), strict=True):
+        external = sample.advantages
+        torch.sub(torch.zeros(()) if external is None else torch.from_numpy(external), part, out=part)
+    totals_M = torch.where(mask_M, clipped(totals_M, objective.advantage_clip), 0.0)
+    return split_by_length(totals_M.numpy(), lengths)
 
 
-def _weights(
-    experiences: Sequence[Experience], penalty_M: np.ndarray, opd_kl_discount: float, advantage_clip: float | None
-) -> np.ndarray:
-    lengths = [e.response_length for e in experiences]
-    mask_M = torch.from_numpy(joined_masks(experiences))
-    weights_M = discounted_to_go(torch.from_numpy(penalty_M), mask_M, lengths, opd_kl_discount)
-    for own, part in zip([e.advantages for e in experiences], weights_M.split(lengths), strict=True):
-        torch.sub(torch.zeros(()) if own is None else torch.from_numpy(own), part, out=part)
-    return torch.where(mask_M, clipped(weights_M, advantage_clip), 0.0).numpy()
+def _penalties(samples: Sequence[Sample], teachers: Sequence[TeacherPlan]) -> np.ndarray:
+    """Return Σ opd_kl_coef · reverse_kl, f64 [M], 0 off the action mask."""
+    mask_M = end_to_end([sample.action_mask for sample in samples], np.bool_)
+    penalty_M = np.zeros(len(mask_M))
+    student = [_student_logprobs(sample) for sample in samples]
+    student_M = end_to_end(student, np.float64)
+    for teacher in teachers:
+        # a sample that the teacher has not read contributes no penalty
+        name = logprobs_column(teacher.name)
+        read = [sample.columns.get(name, own) for sample, own in zip(samples, student, strict=True)]
+        gap_M = np.subtract(student_M, end_to_end(read, np.float32))
+        penalty_M += np.multiply(gap_M, teacher.opd_kl_coef, out=gap_M)
+    penalty_M[~mask_M] = 0.0
+    return penalty_M
 
 
-def advantage_metrics(
-    experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
-) -> dict[str, float]:
+def _student_logprobs(sample: Sample) -> np.ndarray:
+    """Return the student's log-probs, f32 [T-P]; 0 for a demonstration of a step without an update."""
+    if sample.demonstration and sample.old_logprobs is None:
+        return np.zeros(sample.response_length, np.float32)
+    return sample.student_logprobs
+
+
+def advantage_metrics(samples: Sequence[Sample], objective: ObjectivePlan) -> dict[str, float]:
     """Return `critic/rewards` (Σ of a sample's token rewards), `critic/advantages` (of action tokens): mean, max, min.
 
-    Of samples that are learned from. With a token-level KL also `critic/kl_coef` and `critic/reference_kl`, its mean
-    over samples of token means.
+    Excluded samples are left out. With a token-level KL also `critic/kl_coef` and `critic/reference_kl`, its
+    mean over samples of token means.
     """
-    experiences = [experience for experience in experiences if not experience.excluded]
-    penalty_M = _penalties(experiences, teachers)
-    rewards = [tokens.sum() for tokens in _token_level_rewards(experiences, penalty_M, objective)]
-    weights_M = _weights(experiences, penalty_M, objective.opd_kl_discount, objective.advantage_clip)
+    samples = [sample for sample in samples if not sample.excluded]
+    rewards = [sample.columns["token_level_rewards"].sum() for sample in samples]
+    totals_M = end_to_end([sample.columns["total_advantages"] for sample in samples], np.float64)
+    mask_M = end_to_end([sample.action_mask for sample in samples], np.bool_)
     kinds = ("mean", "max", "min")
     return {
         **statistics("critic/rewards", rewards, kinds),
-        **statistics("critic/advantages", picked(weights_M, joined_masks(experiences)), kinds),
-        **(_reference_metrics(experiences, objective) if objective.init_kl_coef else {}),
+        **statistics("critic/advantages", picked(totals_M, mask_M), kinds),
+        **(_reference_metrics(samples, objective) if objective.init_kl_coef else {}),
     }
 
 
-def _reference_metrics(experiences: Sequence[Experience], objective: ObjectivePlan) -> dict[str, float]:
-    acted = [e for e in experiences if e.action_mask.any()]
+def _reference_metrics(samples: Sequence[Sample], objective: ObjectivePlan) -> dict[str, float]:
+    acted = [sample for sample in samples if sample.action_mask.any()]
     if not acted:
         return {}
     return {
         "critic/kl_coef": acted[0].metrics["kl_coef"],
-        "critic/reference_kl": reference_kl_mean(experiences, objective),
+        "critic/reference_kl": reference_kl_mean(samples, objective),
     }
-
-
-def _penalties(experiences: Sequence[Experience], teachers: Sequence[TeacherPlan]) -> np.ndarray:
-    """Return Σ opd_kl_coef · reverse_kl, f64 [M], the samples' tokens end to end, 0 off the action mask."""
-    mask_M = joined_masks(experiences)
-    penalty_M = np.zeros(len(mask_M))
-    if not experiences:
-        return penalty_M
-    student = [e.student_logprobs for e in experiences]
-    student_M = np.concatenate(student).astype(np.float64)
-    for teacher in teachers:
-        # a sample that the teacher has not read contributes no penalty
-        read = [e.teacher_logprobs.get(teacher.name, own) for e, own in zip(experiences, student, strict=True)]
-        gap_M = np.subtract(student_M, np.concatenate(read))
-        penalty_M += np.multiply(gap_M, teacher.opd_kl_coef, out=gap_M)
-    penalty_M[~mask_M] = 0.0
-    return penalty_M

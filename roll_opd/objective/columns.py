@@ -1,89 +1,86 @@
 """The columns that losses read, computed on the driver before a mini-batch is cut into shards.
 
-`samples.sample` has the table of their names. A rank packs and computes the loss from these alone: it knows neither
-teachers nor rewards. Legend: T tokens of a sample, P of them prompt.
+`samples.sample_columns` has the table of their names. A rank packs and computes the loss from these columns: it knows
+neither teachers nor rewards. Legend: T tokens of a sample, P prompt tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from roll_opd.algorithms.aggregation import loss_scales, value_scales
 from roll_opd.algorithms.sample_masks import sample_weights
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
-from roll_opd.samples.experience import Experience, present
-from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample import Sample, present
+from roll_opd.samples.sample_columns import as_columns
 
 
-def loss_columns(
-    experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
-) -> list[Sample]:
-    """Return the samples of one mini-batch with every column that the policy loss reads, except teacher targets.
+def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> list[Sample]:
+    """Return the samples of one mini-batch for shards, with every column of the policy loss except teacher targets.
 
     If the teachers are a part of the advantage (`opd_objective: sampled`), their log-probs are merged into
     `opd_coefficients` and `opd_teacher`. If they are a part of the loss, these are 0 and each teacher has a `share`
-    column. ValueError if only some of the sampled experiences have an array that the loss reads.
+    column. ValueError if only some of the sampled ones have a column that the loss reads.
     """
-    masks = [e.action_mask if e.loss_mask is None else e.loss_mask for e in experiences]
-    demonstrations = [e.demonstration for e in experiences]
+    masks = [sample.in_loss for sample in samples]
+    demonstrations = [sample.demonstration for sample in samples]
     scales = loss_scales([int(np.count_nonzero(mask)) for mask in masks], demonstrations, objective)
-    weights = _sample_weights(experiences, objective)
-    is_scored = all(e.reward is not None or e.excluded or e.demonstration for e in experiences)
-    optional = [_optional(e, weight, is_scored=is_scored) for e, weight in zip(experiences, weights, strict=True)]
-    names = _common_names(experiences, optional)
+    weights = _sample_weights(samples, objective)
+    is_scored = all(s.reward is not None or s.excluded or s.demonstration for s in samples)
+    optional = [_optional(s, weight, is_scored=is_scored) for s, weight in zip(samples, weights, strict=True)]
+    names = _common_names(samples, optional)
     is_sampled = objective.opd_objective == "sampled"
     # a coefficient of 0 takes part: a value that is not finite shows, because 0 times it is NaN
     coefficients = {t.name: np.float32(t.opd_kl_coef if is_sampled else 0) for t in teachers}
     shares = {t.name: np.float32(t.opd_kl_coef) for t in teachers}
-    targeted = () if is_sampled else tuple(dict.fromkeys(name for e in experiences for name in e.teacher_targets))
-    samples = []
-    for e, mask, scale, arrays in zip(experiences, masks, scales, optional, strict=True):
+    targeted = () if is_sampled else tuple(dict.fromkeys(name for s in samples for name in s.teacher_targets))
+    made = []
+    for sample, mask, scale, arrays in zip(samples, masks, scales, optional, strict=True):
         columns = {
             "mask": mask,
             "weight": np.where(mask, np.float32(scale), np.float32(0)),
-            "advantages": _advantages(e),
-            **_teachers_part(e, coefficients),
+            "advantages": _advantages(sample),
+            **_teachers_part(sample, coefficients),
         }
         if objective.opd_kl_discount:
-            columns["actions"] = e.action_mask
+            columns["actions"] = sample.action_mask
         if any(demonstrations):
-            columns["demonstration"] = np.full(len(mask), e.demonstration)
-        if e.demonstration:  # no loss reads these at its tokens; a weight of 1
+            columns["demonstration"] = np.full(len(mask), sample.demonstration)
+        if sample.demonstration:  # no loss reads these at its tokens; a weight of 1
             columns |= {name: np.full(len(mask), name == "importance_weights", np.float32) for name in names}
         columns |= arrays
         for name in targeted:
-            columns[f"{name}/share"] = mask * (shares[name] if name in e.teacher_targets else np.float32(0))
-        samples.append(Sample(e.tokens, e.prompt_length, columns, e.routes))
-    return samples
+            columns[f"{name}/share"] = mask * (shares[name] if name in sample.teacher_targets else np.float32(0))
+        made.append(Sample(sample.tokens, sample.prompt_length, columns, sample.routes))
+    return made
 
 
-def value_columns(experiences: Sequence[Experience]) -> list[Sample]:
-    """Return the samples of one mini-batch with the columns of the value loss; each has its values and returns."""
-    masks = [e.action_mask & e.is_learned_from for e in experiences]
+def value_columns(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples of one mini-batch for shards, with the columns of the value loss."""
+    masks = [sample.action_mask & sample.is_learned_from for sample in samples]
     scales = value_scales([int(np.count_nonzero(mask)) for mask in masks])
     return [
         Sample(
-            e.tokens,
-            e.prompt_length,
+            sample.tokens,
+            sample.prompt_length,
             {
                 "mask": mask,
                 "weight": np.where(mask, np.float32(scale), np.float32(0)),
-                "old_values": present(e.values),
-                "returns": present(e.returns).astype(np.float32),
+                "old_values": present(sample.values),
+                "returns": present(sample.returns).astype(np.float32),
             },
         )
-        for e, mask, scale in zip(experiences, masks, scales, strict=True)
+        for sample, mask, scale in zip(samples, masks, scales, strict=True)
     ]
 
 
-def _teachers_part(e: Experience, coefficients: dict[str, np.float32]) -> dict[str, np.ndarray]:
-    """Return `opd_coefficients` and `opd_teacher`, f32 [T-P]: Σ over the sample's teachers; see `algorithms.opd`."""
-    mask = e.action_mask
-    total = np.float32(sum(coefficients[name] for name in e.teacher_logprobs))
+def _teachers_part(sample: Sample, coefficients: Mapping[str, np.float32]) -> dict[str, np.ndarray]:
+    """Return `opd_coefficients` and `opd_teacher`, f32 [T-P]: Σ over the sample's teachers; see `objective.loss`."""
+    mask, by_teacher = sample.action_mask, sample.teacher_logprobs
+    total = np.float32(sum(coefficients[name] for name in by_teacher))
     with np.errstate(invalid="ignore"):
         weighted = sum(
-            (coefficients[name] * logprobs for name, logprobs in e.teacher_logprobs.items()),
-            np.zeros(len(mask), np.float32),
+            (coefficients[name] * logprobs for name, logprobs in by_teacher.items()), np.zeros(len(mask), np.float32)
         )
     return {
         "opd_coefficients": total * mask.astype(np.float32),
@@ -92,27 +89,26 @@ def _teachers_part(e: Experience, coefficients: dict[str, np.float32]) -> dict[s
     }
 
 
-def _advantages(e: Experience) -> np.ndarray:
-    if e.advantages is None:  # pure distillation, or a demonstration
-        return np.zeros(e.response_length, np.float32)
-    return e.advantages.astype(np.float32)
+def _advantages(sample: Sample) -> np.ndarray:
+    if sample.advantages is None:  # pure distillation, or a demonstration
+        return np.zeros(sample.response_length, np.float32)
+    return sample.advantages.astype(np.float32)
 
 
-def _optional(e: Experience, weight: float | None, *, is_scored: bool) -> dict[str, np.ndarray]:
+def _optional(sample: Sample, weight: float | None, *, is_scored: bool) -> dict[str, np.ndarray]:
     """Return the columns that only some objectives have; `is_scored`: every sample of the mini-batch has a reward."""
-    reward = (0.0 if e.excluded else e.reward) if is_scored else None
-    arrays = {
-        "old_logprobs": e.old_logprobs,
-        "ref_logprobs": e.ref_logprobs,
-        "rewards": None if reward is None else np.full(e.response_length, reward, np.float32),
-        "importance_weights": _importance_weights(e, weight),
-    }
-    return {name: array for name, array in arrays.items() if array is not None}
+    reward = (0.0 if sample.excluded else sample.reward) if is_scored else None
+    return as_columns(
+        old_logprobs=sample.old_logprobs,
+        ref_logprobs=sample.ref_logprobs,
+        rewards=None if reward is None else np.full(sample.response_length, reward, np.float32),
+        importance_weights=_importance_weights(sample, weight),
+    )
 
 
-def _common_names(experiences: Sequence[Experience], optional: Sequence[dict[str, np.ndarray]]) -> list[str]:
-    """Return the names of the optional columns, which all experiences but demonstrations have, or none."""
-    sampled = [arrays for e, arrays in zip(experiences, optional, strict=True) if not e.demonstration]
+def _common_names(samples: Sequence[Sample], optional: Sequence[dict[str, np.ndarray]]) -> list[str]:
+    """Return the names of the optional columns, which all samples but demonstrations have, or none."""
+    sampled = [arrays for s, arrays in zip(samples, optional, strict=True) if not s.demonstration]
     names = list(dict.fromkeys(name for arrays in sampled for name in arrays))
     for name in names:
         missing = sum(name not in arrays for arrays in sampled)
@@ -124,23 +120,23 @@ def _common_names(experiences: Sequence[Experience], optional: Sequence[dict[str
     return names
 
 
-def _sample_weights(experiences: Sequence[Experience], objective: ObjectivePlan) -> list[float | None]:
+def _sample_weights(samples: Sequence[Sample], objective: ObjectivePlan) -> list[float | None]:
     """Return the weight of each sample in the policy loss of its mini-batch; None: 1."""
-    weights: list[float | None] = [None] * len(experiences)
+    weights: list[float | None] = [None] * len(samples)
     if not (objective.difficulty_loss_weight or objective.length_loss_weight):
         return weights
-    sampled = [number for number, e in enumerate(experiences) if not e.demonstration]
-    lengths = [experiences[number].action_tokens for number in sampled]
-    difficulties = [experiences[number].difficulty for number in sampled] if objective.difficulty_loss_weight else None
+    sampled = [number for number, s in enumerate(samples) if not s.demonstration]
+    lengths = [samples[number].action_tokens for number in sampled]
+    difficulties = [samples[number].difficulty for number in sampled] if objective.difficulty_loss_weight else None
     found = sample_weights(lengths, difficulties, by_length=objective.length_loss_weight)
     for number, weight in zip(sampled, found, strict=True):
         weights[number] = weight
     return weights
 
 
-def _importance_weights(e: Experience, weight: float | None) -> np.ndarray | None:
-    """Return token weights of the policy loss, f32 [T-P]: those of a correction, times that of the sample."""
-    corrected = e.importance_weights
+def _importance_weights(sample: Sample, weight: float | None) -> np.ndarray | None:
+    """Return token weights of the policy loss, f32 [T-P]: weights of a correction times the weight of the sample."""
+    corrected = sample.importance_weights
     if weight is None:
         return corrected
-    return np.float32(weight) * (np.ones(e.response_length, np.float32) if corrected is None else corrected)
+    return np.float32(weight) * (np.ones(sample.response_length, np.float32) if corrected is None else corrected)

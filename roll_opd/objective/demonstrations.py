@@ -1,42 +1,45 @@
-"""Demonstrations as experiences, and their place among the student's samples of a step.
+"""Rows with answers as samples: for SFT and DPO, and as demonstrations among the student's samples of a step.
 
-They are not sampled, and have neither rewards nor log-probs by frozen models: the loss reads their tokens alone.
+They are not sampled, and demonstrations have neither rewards nor log-probs by frozen models.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from roll_opd.data.dataset import Prompt
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
 
 
-def demonstration_experiences(rows: Sequence[Prompt], first_draw: int) -> list[Experience]:
-    """Return one experience a row; `first_draw` rows were drawn before in the run, which makes the ids unique."""
-    return [_experience_of(row, first_draw + position) for position, row in enumerate(rows)]
+def supervised_samples(rows: Iterable[tuple[np.ndarray, tuple[np.ndarray, ...]]]) -> list[Sample]:
+    """Return one sample for each answer of (prompt, answers) in tokens; the loss covers every token of the answer."""
+    return [
+        _answered(prompt, answer, id=f"{row}/{number}", group_id=str(row))
+        for row, (prompt, answers) in enumerate(rows)
+        for number, answer in enumerate(answers)
+    ]
 
 
-def _experience_of(row: Prompt, draw: int) -> Experience:
+def demonstration_samples(rows: Sequence[Prompt], first_draw: int) -> list[Sample]:
+    """Return one sample for each row, with ids that count the `first_draw` rows drawn before in the run."""
+    return [_demonstration(row, f"{row.id}#demonstration{draw}") for draw, row in enumerate(rows, first_draw)]
+
+
+def _demonstration(row: Prompt, name: str) -> Sample:
     (answer,) = row.answers
-    name = f"{row.id}#demonstration{draw}"
-    return Experience(
-        id=name,
-        group_id=name,
-        tag=row.tag,
-        domain="",
-        tokens=np.concatenate([row.tokens, answer]),
-        prompt_length=len(row.tokens),
-        action_mask=np.ones(len(answer), dtype=bool),
-        rollout_logprobs=None,
-        finish_reason="stop",
-        demonstration=True,
-        ground_truth=row.ground_truth,
-    )
+    facts = {"tag": row.tag, "demonstration": True, "ground_truth": row.ground_truth}
+    return _answered(row.tokens, answer, id=name, group_id=name, **facts)
 
 
-def mixed(sampled: Sequence[Experience], demonstrations: Sequence[Experience], updates: int) -> list[Experience]:
-    """Return both in one list whose `updates` equal parts, one after another, have equal shares of each."""
-    both: list[Experience] = []
+def _answered(prompt: np.ndarray, answer: np.ndarray, **fields: Any) -> Sample:
+    columns = {"action_mask": np.ones(len(answer), dtype=bool)}
+    return Sample(np.concatenate([prompt, answer]), len(prompt), columns, **fields)
+
+
+def mixed(sampled: Sequence[Sample], demonstrations: Sequence[Sample], updates: int) -> list[Sample]:
+    """Return both in one list of `updates` equal parts, each with equal shares of sampled ones and demonstrations."""
+    both: list[Sample] = []
     for update in range(updates):
         for samples in (sampled, demonstrations):
             size = len(samples) // updates

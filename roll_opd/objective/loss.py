@@ -7,6 +7,10 @@
 In pure distillation A_external is 0, and with the policy loss `importance_sampling` the gradient is that of
 Σ weight · opd_kl_coef · KL(student || teacher). The weights of a mini-batch's tokens sum to 1 with `token-mean`.
 
+With several teachers the penalty of a token is the sum over the teachers of its sample,
+Σ coef_i (l - q_i) = (Σ coef_i) · l - Σ coef_i · q_i, so a token needs two columns for any number of teachers. The sum
+over k is over action tokens (`returns.discounted_to_go`).
+
 Legend: M scored tokens of a pack, B sequences.
 """
 
@@ -21,7 +25,6 @@ from torch import Tensor
 from roll_opd.algorithms.kl import KL_ESTIMATORS, READS_OLD
 from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.algorithms.losses.bounds import beyond_bounds
-from roll_opd.algorithms.opd import opd_penalty
 from roll_opd.algorithms.registry import policy_loss
 from roll_opd.algorithms.returns import discounted_to_go
 from roll_opd.algorithms.token_advantages import clipped
@@ -45,7 +48,7 @@ def opd_loss(
         logprobs_M: current log-probs, with a gradient.
         columns: of `objective.columns`, [M] each.
         lengths: scored tokens of each sequence.
-        arguments: those of the policy loss, defaults included.
+        arguments: keyword arguments of the policy loss, with defaults.
         step: of the run, from 1.
     """
     mask_M, demonstration_M = columns["mask"], columns.get("demonstration")
@@ -95,14 +98,25 @@ def opd_loss(
     return loss, sums
 
 
+def opd_penalty(student_M: Tensor, coefficients_M: Tensor, weighted_teacher_M: Tensor) -> Tensor:
+    """Return Σ coef · reverse_kl, f32 [M]; `student_M` is ignored where the coefficient is 0.
+
+    Args:
+        student_M: student log-probs, f32.
+        coefficients_M: Σ coef_i over the teachers of the token's sample; 0 without teachers and on masked tokens.
+        weighted_teacher_M: Σ coef_i · q_i over the same teachers, 0 on masked tokens.
+    """
+    return torch.where(coefficients_M == 0, 0, coefficients_M * student_M) - weighted_teacher_M
+
+
 def sampled_mask(columns: Mapping[str, Tensor]) -> Tensor:
-    """Return the tokens of the mask that the student sampled, bool [M]: those of no demonstration."""
+    """Return the sampled tokens of the mask, bool [M]: without demonstrations."""
     mask_M, demonstration_M = columns["mask"], columns.get("demonstration")
     return mask_M if demonstration_M is None else mask_M & ~demonstration_M
 
 
 def _finite(batch: LossBatch) -> Tensor:
-    """Return whether all that the loss reads is finite at the tokens of the mask, bool []."""
+    """Return whether all inputs of the loss are finite at the tokens of the mask, bool []."""
     arrays = (batch.logprobs_M, batch.old_logprobs_M, batch.advantages_M, batch.ref_logprobs_M)
     read_XM = torch.stack([values_M.detach() for values_M in arrays if values_M is not None])
     return (torch.isfinite(read_XM) | ~batch.mask_M).all()

@@ -1,4 +1,4 @@
-"""How far training and inference are apart, over a step's samples: measured whether or not it is corrected."""
+"""Mismatch of training and inference log-probs over a step's samples: metrics, and its correction."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,56 +17,52 @@ from roll_opd.algorithms.corrections import (
 )
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import CorrectionPlan, ObjectivePlan, TeacherPlan
-from roll_opd.objective.audit import advantages
-from roll_opd.samples.experience import Experience, changed, present
+from roll_opd.objective.audit import audited
+from roll_opd.samples.sample import Sample, present, with_columns
+from roll_opd.samples.sample_columns import end_to_end
 from roll_opd.samples.versions import sampling_versions
 
 _WITHIN: dict[str, Callable[..., Tensor]] = {"ratio": ratio_within, "difference": difference_within}
 
 
-def mismatch_of(experiences: Sequence[Experience]) -> Mismatch:
-    """Return the samples whose log-probs the training engine has computed, end to end; f64."""
-    computed = [experience for experience in experiences if experience.old_logprobs is not None]
+def mismatch_of(samples: Sequence[Sample]) -> Mismatch:
+    """Return the log-probs of both engines end to end, f64, for the samples with `old_logprobs`."""
+    computed = [sample for sample in samples if sample.old_logprobs is not None]
     return Mismatch(
-        _joined([present(e.old_logprobs) for e in computed], np.float64),
-        _joined([present(e.rollout_logprobs) for e in computed], np.float64),
-        _joined([e.action_mask for e in computed], np.bool_),
-        tuple(e.response_length for e in computed),
+        _joined([present(s.old_logprobs) for s in computed], np.float64),
+        _joined([present(s.rollout_logprobs) for s in computed], np.float64),
+        _joined([s.action_mask for s in computed], np.bool_),
+        tuple(s.response_length for s in computed),
     )
 
 
-def corrected(
-    experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
-) -> list[Experience]:
-    """Fill in `loss_mask` and `importance_weights`, from `old_logprobs`, which all must have, and `rollout_logprobs`.
+def corrected(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> list[Sample]:
+    """Fill the columns `loss_mask` and `importance_weights` from `old_logprobs`, which all must have.
 
-    Every rule sees all action tokens, whatever the others mask. A token without finite log-probs stays, with a weight
-    of NaN: masked, it would hide what is wrong.
+    Every rule reads all action tokens, also those that another rule masks. A token without finite log-probs keeps its
+    place in the loss with a weight of NaN, so that the error shows.
     """
     plan = objective.correction
     assert plan is not None
-    mismatch = mismatch_of(experiences)
+    mismatch = mismatch_of(samples)
     kept_M = mismatch.mask_M.clone()
     for rule in plan.filters:
         kept_M &= _WITHIN[rule.measure](mismatch, level=rule.level, low=rule.low, high=rule.high)
     if plan.negatives_delta is not None:
-        every = advantages(experiences, teachers, objective.opd_kl_discount, objective.advantage_clip)
-        advantages_M = _joined(every, np.float64)
-        kept_M &= negatives_near(mismatch, advantages_M, delta=plan.negatives_delta)
+        samples = audited(samples, teachers, objective)
+        totals_M = _joined([sample.columns["total_advantages"] for sample in samples], np.float64)
+        kept_M &= negatives_near(mismatch, totals_M, delta=plan.negatives_delta)
     broken_M = mismatch.mask_M & ~torch.isfinite(mismatch.train_M - mismatch.infer_M)
     weights_M = torch.where(broken_M, torch.nan, _weights(mismatch, plan)).float()
-    masks, weights = ((kept_M | broken_M).split(mismatch.lengths), weights_M.split(mismatch.lengths))
-    return [
-        changed(
-            experience,
-            loss_mask=mask.numpy() if experience.loss_mask is None else mask.numpy() & experience.loss_mask,
-            importance_weights=weight.numpy(),
-        )
-        for experience, mask, weight in zip(experiences, masks, weights, strict=True)
-    ]
+    masks = [mask.numpy() for mask in (kept_M | broken_M).split(mismatch.lengths)]
+    return with_columns(
+        samples,
+        loss_mask=[m if s.loss_mask is None else m & s.loss_mask for s, m in zip(samples, masks, strict=True)],
+        importance_weights=[weight.numpy() for weight in weights_M.split(mismatch.lengths)],
+    )
 
 
-def check_current(samples: Sequence[Experience], version: int, updates: int) -> None:
+def check_current(samples: Sequence[Sample], version: int, updates: int) -> None:
     """Raise RunError for samples whose ratio to the weights that sampled them would silently be taken for 1.
 
     Without old log-probs the loss takes the current ones, and old log-probs are those of the step's first weights. So
@@ -93,18 +89,18 @@ def check_current(samples: Sequence[Experience], version: int, updates: int) -> 
         )
 
 
-def train_infer_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
-    """Return `rollout/mismatch/*`, see `mismatch_metrics`, and what a correction did: `rollout/correction/*`."""
+def train_infer_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return `rollout/mismatch/*` (see `mismatch_metrics`), and `rollout/correction/*` of corrected samples."""
     return {
-        **{f"rollout/mismatch/{name}": value for name, value in mismatch_metrics(mismatch_of(experiences)).items()},
-        **_correction_metrics([e for e in experiences if e.importance_weights is not None]),
+        **{f"rollout/mismatch/{name}": value for name, value in mismatch_metrics(mismatch_of(samples)).items()},
+        **_correction_metrics([s for s in samples if s.importance_weights is not None]),
     }
 
 
-def _correction_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
+def _correction_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the share of the action tokens that are masked, and the mean weight of the others."""
-    acted = sum(e.action_tokens for e in experiences)
-    kept = np.concatenate([np.zeros(0), *[present(e.importance_weights)[e.loss_mask] for e in experiences]])
+    acted = sum(s.action_tokens for s in samples)
+    kept = np.concatenate([np.zeros(0), *[present(s.importance_weights)[s.loss_mask] for s in samples]])
     if not acted:
         return {}
     metrics = {"rollout/correction/masked_rate": 1 - len(kept) / acted}
@@ -120,4 +116,4 @@ def _weights(mismatch: Mismatch, plan: CorrectionPlan) -> Tensor:
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: type) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False))
+    return torch.from_numpy(end_to_end(arrays, dtype))

@@ -11,11 +11,12 @@ from roll_opd.algorithms.registry import POLICY_LOSSES
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.models.device_phases import Phase
+from roll_opd.objective.demonstrations import supervised_samples
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.sft import supervised_loss
 from roll_opd.roles.student_role import Student
-from roll_opd.samples.experience import Experience, changed, present, supervised_samples
+from roll_opd.samples.sample import Sample, present, with_columns
 from roll_opd.teachers.scorer import TeacherScorer
 from roll_opd.tracking.summary import LEARNED_TOKENS, STEP_TOKENS
 
@@ -53,21 +54,21 @@ async def train(run: Run, workers: RunWorkers) -> None:
             run.logger.log(step, {"ids": [row.id for row in rows]}, metrics)
 
 
-async def _with_reference(rows: Sequence[Prompt], reference: TeacherScorer) -> list[Experience]:
+async def _with_reference(rows: Sequence[Prompt], reference: TeacherScorer) -> list[Sample]:
     """Return two samples a row, chosen and rejected, with the reference policy's log-probs."""
     samples = supervised_samples((row.tokens, row.answers) for row in rows)
     answers = await reference.score([(sample.tokens, sample.prompt_length) for sample in samples], temperature=1.0)
-    return [changed(sample, ref_logprobs=answer.logprobs) for sample, answer in zip(samples, answers, strict=True)]
+    return with_columns(samples, ref_logprobs=[answer.logprobs for answer in answers])
 
 
-async def _validate(student: Student, samples: Sequence[Experience], plan: RunPlan) -> dict[str, float]:
+async def _validate(student: Student, samples: Sequence[Sample], plan: RunPlan) -> dict[str, float]:
     logprobs = await student.compute_logprobs(samples)
     loss = supervised_loss(samples, logprobs, plan.objective)
     return {"val/loss": loss, **_preferences(samples, logprobs, plan, VALIDATION_METRICS)}
 
 
 def _preferences(
-    samples: Sequence[Experience], logprobs: Sequence[np.ndarray], plan: RunPlan, names: Sequence[str]
+    samples: Sequence[Sample], logprobs: Sequence[np.ndarray], plan: RunPlan, names: Sequence[str]
 ) -> dict[str, float]:
     """Return means over pairs, under `names`: accuracy, margin, reward of the chosen and of the rejected answer."""
     beta = float({**POLICY_LOSSES.defaults("dpo"), **plan.objective.policy_loss_args}["beta"])

@@ -11,10 +11,9 @@ from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompt_source import MixedSource
 from roll_opd.models.device_phases import Phase
 from roll_opd.objective.advantages import external_advantages
-from roll_opd.objective.audit import advantage_metrics
-from roll_opd.objective.demonstrations import demonstration_experiences, mixed
-from roll_opd.objective.group_filters import group_filter, without_rejected
-from roll_opd.objective.masks import mask_metrics, masked
+from roll_opd.objective.audit import advantage_metrics, audited
+from roll_opd.objective.demonstrations import demonstration_samples, mixed
+from roll_opd.objective.filters import group_filter, mask_metrics, masked, without_rejected
 from roll_opd.objective.mismatch import corrected, train_infer_metrics
 from roll_opd.objective.reference_kl import first_kl_coef, kl_coefs
 from roll_opd.pipelines import validation_runs
@@ -24,7 +23,7 @@ from roll_opd.pipelines.start import chunk_samples, reads_beside_generation, sta
 from roll_opd.rollout.producer import Gate, Rollouts
 from roll_opd.rollout.runs import RolloutContext
 from roll_opd.rollout.workflow import SingleTurn, Workflow
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
 from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.teachers.target_refs import release
 from roll_opd.teachers.teacher_preflight import PREFLIGHT_SAMPLES, TeacherPreflight
@@ -85,6 +84,7 @@ async def train(run: Run, workers: RunWorkers) -> None:
                 await workers.send_weights(version=step)
             with clock.phase("reward"):  # rewards that only monitor
                 samples = await batch.with_rewards(samples)
+            samples = audited(samples, plan.advantage_teachers, objective)
             metrics |= _sample_metrics(samples, plan)
             metrics |= await run.validation(step, partial(validate, step))
             metrics |= rollouts.drain_metrics()
@@ -133,13 +133,13 @@ def _preflight(run: Run, workers: RunWorkers) -> TeacherPreflight:
         workers.student.group,
         workers.frozen_models.teachers,
         run.logger.teacher_preflight,
-        demonstration_experiences(answered, 0),
+        demonstration_samples(answered, 0),
     )
 
 
 async def _with_model_values(
-    samples: list[Experience], plan: RunPlan, workers: RunWorkers, clock: PhaseClock, preflight: TeacherPreflight
-) -> list[Experience]:
+    samples: list[Sample], plan: RunPlan, workers: RunWorkers, clock: PhaseClock, preflight: TeacherPreflight
+) -> list[Sample]:
     """Return samples with the log-probs of frozen models and of the student, and the critic's values, where needed."""
     assert plan.rollout is not None
     temperature, turns = plan.rollout.sampling.temperature, workers.turns
@@ -159,7 +159,7 @@ async def _with_model_values(
     return samples
 
 
-def _with_advantages(samples: list[Experience], plan: RunPlan, kl_coef: float) -> tuple[list[Experience], float]:
+def _with_advantages(samples: list[Sample], plan: RunPlan, kl_coef: float) -> tuple[list[Sample], float]:
     """Return samples with masks, advantages and importance weights, and the KL coefficient of the next step."""
     assert plan.rollout is not None
     objective, sampling = plan.objective, plan.rollout.sampling
@@ -182,8 +182,8 @@ def _with_advantages(samples: list[Experience], plan: RunPlan, kl_coef: float) -
 
 
 async def _learn(
-    samples: list[Experience], run: Run, workers: RunWorkers, step: int
-) -> tuple[list[Experience], dict[str, float]]:
+    samples: list[Sample], run: Run, workers: RunWorkers, step: int
+) -> tuple[list[Sample], dict[str, float]]:
     """Update student and critic; return the samples with old log-probs, and the metrics of the updates."""
     plan = run.plan
     student_learns = step > (plan.critic.critic_warmup if plan.critic else 0)
@@ -196,12 +196,12 @@ async def _learn(
     return samples, metrics | {LEARNED_TOKENS: float(learned)}
 
 
-def _sample_metrics(samples: Sequence[Experience], plan: RunPlan) -> dict[str, float]:
+def _sample_metrics(samples: Sequence[Sample], plan: RunPlan) -> dict[str, float]:
     sampled = [sample for sample in samples if not sample.demonstration]
     return {
         **train_infer_metrics(sampled),
         **opd_metrics(sampled),
         **reward_metrics(sampled),
         **mask_metrics(sampled),
-        **advantage_metrics(sampled, plan.advantage_teachers, plan.objective),
+        **advantage_metrics(sampled, plan.objective),
     }

@@ -15,7 +15,7 @@ from roll_opd.cluster.worker_progress import running_calls
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompt_source import TaskSource
 from roll_opd.models.tokenizer_files import has_chat_template
-from roll_opd.objective.audit import advantages, token_level_rewards
+from roll_opd.objective.audit import audited
 from roll_opd.pipelines.checkpoints import HF
 from roll_opd.pipelines.history import History
 from roll_opd.pipelines.model_card import example_prompt, model_card
@@ -25,7 +25,7 @@ from roll_opd.pipelines.sample_record import as_f32, logprobs_of, of_actions, te
 from roll_opd.report.games import before_and_after
 from roll_opd.report.page import write_report
 from roll_opd.rollout.producer import Batch
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
 from roll_opd.teachers.teacher_checks import Check, table
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.console import Console, Progress, validation
@@ -148,7 +148,7 @@ class RunLogger:
         if lap["validate"]:
             self._startup["time/validate"] = lap["validate"]
 
-    def step(self, step: int, batch: Batch, experiences: Sequence[Experience], metrics: Mapping[str, float]) -> None:
+    def step(self, step: int, batch: Batch, experiences: Sequence[Sample], metrics: Mapping[str, float]) -> None:
         """Log a finished step with its batch."""
         row = {
             **metrics,
@@ -163,7 +163,7 @@ class RunLogger:
         self._run.append_jsonl(SAMPLES, self._samples(step, shown[: self._plan.logged_samples_per_step]))
         self.log(step, _prompt_ids(batch), row)
 
-    def answers(self, step: int, by: str, answers: Sequence[Experience]) -> None:
+    def answers(self, step: int, by: str, answers: Sequence[Sample]) -> None:
         """Write answers to held-out prompts: `by` the student after `step` steps, or a teacher."""
         rows = [
             {"step": step, "by": by, **text_of(answer, self._tokenizer), **logprobs_of(answer)} for answer in answers
@@ -184,7 +184,7 @@ class RunLogger:
         else:
             self._console.count(row)
 
-    def skipped(self, samples: Sequence[Experience]) -> Path:
+    def skipped(self, samples: Sequence[Sample]) -> Path:
         """Write the whole mini-batch of an update that was skipped; return the file."""
         step = self._done + 1
         is_sampled = self._plan.rollout is not None
@@ -242,7 +242,7 @@ class RunLogger:
             why = full_disk(error, self._run.path) or f"{type(error).__name__}: {error}"
             self.note(f"The report could not be written ({why}).")
 
-    def _supervised_sample(self, step: int, sample: Experience) -> dict:
+    def _supervised_sample(self, step: int, sample: Sample) -> dict:
         return {
             "step": step,
             "prompt": self._tokenizer.decode(sample.tokens[: sample.prompt_length]),
@@ -254,16 +254,12 @@ class RunLogger:
             "ref_logprobs": sample.ref_logprobs,
         }
 
-    def _samples(self, step: int, experiences: Sequence[Experience]) -> list[dict]:
-        """Return the records of samples, with the token weights of the update; see `objective.audit`."""
-        teachers, objective = self._plan.advantage_teachers, self._plan.objective
-        rewards = token_level_rewards(experiences, teachers, objective)
-        weights = advantages(experiences, teachers, objective.opd_kl_discount, objective.advantage_clip)
-        return [self._sample(step, *one) for one in zip(experiences, rewards, weights, strict=True)]
+    def _samples(self, step: int, experiences: Sequence[Sample]) -> list[dict]:
+        """Return the rows of samples, with their audit columns."""
+        audit = audited(experiences, self._plan.advantage_teachers, self._plan.objective)
+        return [self._sample(step, one) for one in audit]
 
-    def _sample(
-        self, step: int, experience: Experience, token_level_rewards: np.ndarray, advantages: np.ndarray
-    ) -> dict:
+    def _sample(self, step: int, experience: Sample) -> dict:
         teachers, objective = self._plan.teachers, self._plan.objective
         return {
             "step": step,
@@ -276,9 +272,9 @@ class RunLogger:
             "opd_kl_coef": {t.name: t.opd_kl_coef for t in teachers if t.name in experience.teacher_logprobs},
             "teacher_topk_hits": topk_hits(experience) if objective.opd_topk_source == "teacher" else {},
             "values": of_actions(experience, experience.values),
-            "token_level_rewards": as_f32(token_level_rewards),
+            "token_level_rewards": as_f32(experience.columns["token_level_rewards"]),
             "external_advantages": as_f32(experience.advantages),
-            "advantages": as_f32(advantages),
+            "advantages": as_f32(experience.columns["total_advantages"]),
             "loss_mask": experience.loss_mask,
             "importance_weights": of_actions(experience, experience.importance_weights),
             **experience.metrics,

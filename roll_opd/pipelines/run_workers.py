@@ -17,7 +17,7 @@ from roll_opd.roles.critic_role import Critic
 from roll_opd.roles.learner_role import ACTOR_METRICS
 from roll_opd.roles.reward_pool import RewardPool
 from roll_opd.roles.student_role import Student
-from roll_opd.samples.experience import Experience, present
+from roll_opd.samples.sample import Sample, present
 from roll_opd.teachers.frozen_models import FrozenModels, Teacher, check_targets
 from roll_opd.teachers.megatron_teacher import Follower, MegatronScorer
 from roll_opd.tracking.console import Count
@@ -38,8 +38,8 @@ class RunWorkers:
     teachers_measured: "asyncio.Future[None] | None" = None
 
     async def learn(
-        self, plan: RunPlan, experiences: list[Experience], step: int, *, student_learns: bool = True
-    ) -> tuple[list[Experience], dict[str, float]]:
+        self, plan: RunPlan, experiences: list[Sample], step: int, *, student_learns: bool = True
+    ) -> tuple[list[Sample], dict[str, float]]:
         """Update student and critic concurrently; return the result of `Student.learn` with the critic's metrics.
 
         Without `student_learns`, only the critic is updated.
@@ -59,7 +59,7 @@ class RunWorkers:
         return learned, metrics | of_critic
 
     async def learn_supervised(
-        self, plan: RunPlan, samples: Sequence[Experience], step: int
+        self, plan: RunPlan, samples: Sequence[Sample], step: int
     ) -> tuple[list[np.ndarray], float, dict[str, float]]:
         """Update the student with given answers.
 

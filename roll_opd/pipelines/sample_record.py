@@ -1,15 +1,17 @@
 """Records of samples, of training and of validation, for the files of a run."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from roll_opd.samples.experience import Experience
-from roll_opd.samples.token_ends import token_ends
+from roll_opd.samples.sample import Sample
+
+PIECES_OF_A_CHARACTER = 4  # bytes of the longest character in UTF-8, so at most as many tokens
 
 
-def text_of(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def text_of(experience: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return texts, tokens, rewards and weight versions of a sample."""
     response = tokenizer.decode(experience.response_tokens)
     ends = token_ends(tokenizer.decode, experience.response_tokens.tolist(), response)
@@ -32,13 +34,13 @@ def text_of(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> dict[
     }
 
 
-def teacher_prompts_of(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def teacher_prompts_of(experience: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the prompts of teachers that read another prompt than the student, if any."""
     prompts = experience.teacher_prompts.items()
     return {"teacher_prompts": {name: tokenizer.decode(tokens) for name, tokens in prompts}} if prompts else {}
 
 
-def logprobs_of(experience: Experience) -> dict[str, Any]:
+def logprobs_of(experience: Sample) -> dict[str, Any]:
     """Return the log-probs of sampler and frozen models, NaN at observed tokens."""
     by_teacher = experience.teacher_logprobs.items()
     return {
@@ -48,7 +50,7 @@ def logprobs_of(experience: Experience) -> dict[str, Any]:
     }
 
 
-def topk_hits(experience: Experience) -> dict[str, np.ndarray]:
+def topk_hits(experience: Sample) -> dict[str, np.ndarray]:
     """Return by teacher whether each sampled token is among its top-k, [T-P], for teachers with top-k targets.
 
     None at observed tokens.
@@ -58,7 +60,7 @@ def topk_hits(experience: Experience) -> dict[str, np.ndarray]:
     return {name: np.where(experience.action_mask, of_teacher, none) for name, of_teacher in hits.items()}
 
 
-def of_actions(experience: Experience, array: np.ndarray | None) -> np.ndarray | None:
+def of_actions(experience: Sample, array: np.ndarray | None) -> np.ndarray | None:
     """Return an optional floating [T-P] array with NaN at observed tokens, recorded as null."""
     return None if array is None else experience.without_observed(array)
 
@@ -66,3 +68,21 @@ def of_actions(experience: Experience, array: np.ndarray | None) -> np.ndarray |
 def as_f32(array: np.ndarray | None) -> np.ndarray | None:
     """Return an optional array in f32, the precision of records."""
     return None if array is None else array.astype(np.float32)
+
+
+def token_ends(decode: Callable[[Sequence[int]], str], tokens: Sequence[int], text: str) -> list[int]:
+    """Return for each token the number of characters of `text`, which is `decode(tokens)`, up to its end.
+
+    A token with the first bytes of a character ends before that character. Decoding uses short windows, because tokens
+    decode differently at the start of a sequence and inside it. The ends never decrease, and the last one is the length
+    of the text.
+    """
+    ends: list[int] = []
+    window = settled = done = 0  # tokens from `window` give the context, those before `settled` are `done` characters
+    for place in range(1, len(tokens) + 1):
+        before, now = decode(tokens[window:settled]), decode(tokens[window:place])
+        if len(now) > len(before) and (not now.endswith("\ufffd") or place - settled >= PIECES_OF_A_CHARACTER):
+            done = min(len(text), done + len(now) - len(before))
+            window, settled = settled, place
+        ends.append(done)
+    return [*ends[:-1], len(text)] if ends else []

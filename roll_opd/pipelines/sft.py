@@ -10,10 +10,11 @@ from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.algorithms.registry import policy_loss
 from roll_opd.config.plan import ObjectivePlan, RunPlan
 from roll_opd.data.dataset import Prompt
+from roll_opd.objective.demonstrations import supervised_samples
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.roles.student_role import Student
-from roll_opd.samples.experience import Experience, supervised_samples
+from roll_opd.samples.sample import Sample
 from roll_opd.tracking.summary import LEARNED_TOKENS, STEP_TOKENS
 
 
@@ -41,18 +42,18 @@ async def train(run: Run, workers: RunWorkers) -> None:
             run.logger.log(step, {"ids": [row.id for row in rows]}, metrics)
 
 
-def _samples(rows: Sequence[Prompt]) -> list[Experience]:
+def _samples(rows: Sequence[Prompt]) -> list[Sample]:
     return supervised_samples((row.tokens, row.answers) for row in rows)
 
 
-async def _validate(student: Student, samples: Sequence[Experience], plan: RunPlan) -> dict[str, float]:
+async def _validate(student: Student, samples: Sequence[Sample], plan: RunPlan) -> dict[str, float]:
     """Return the loss on held-out rows, and their perplexity: exp of the mean over all answer tokens."""
     logprobs = await student.compute_logprobs(samples)
     perplexity = float(np.exp(-np.concatenate(logprobs).mean(dtype=np.float64)))
     return {"val/loss": supervised_loss(samples, logprobs, plan.objective), "val/perplexity": perplexity}
 
 
-def supervised_loss(samples: Sequence[Experience], logprobs: Sequence[np.ndarray], objective: ObjectivePlan) -> float:
+def supervised_loss(samples: Sequence[Sample], logprobs: Sequence[np.ndarray], objective: ObjectivePlan) -> float:
     """Return the loss of `samples`, whose answers have `logprobs` (f32 [T-P] each)."""
     masks = [torch.from_numpy(sample.action_mask) for sample in samples]
     weights = token_weights(masks, objective.loss_agg_mode, objective.loss_normaliser)

@@ -23,7 +23,7 @@ from roll_opd.pipelines.start import starts_beside_measurement
 from roll_opd.pipelines.validation_runs import measure_teachers
 from roll_opd.rewards.reward_registry import REWARDS
 from roll_opd.roles.reward_pool import RewardPool
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
 
 T = TypeVar("T")
 
@@ -149,17 +149,18 @@ def _calls_a_service(pool: RewardPool) -> bool:
     return any(REWARDS.facts(term.worker).asks_a_service for term in pool.plan.terms)
 
 
-def _echo(prompt: Prompt) -> Experience:
-    return Experience(
+def _echo(prompt: Prompt) -> Sample:
+    columns = {
+        "action_mask": np.ones(len(prompt.tokens), dtype=bool),
+        "rollout_logprobs": np.zeros(len(prompt.tokens), dtype=np.float32),
+    }
+    return Sample(
+        np.concatenate([prompt.tokens, prompt.tokens]),
+        len(prompt.tokens),
+        columns,
         id=prompt.id,
         group_id=prompt.id,
         tag=prompt.tag,
-        domain="",
-        tokens=np.concatenate([prompt.tokens, prompt.tokens]),
-        prompt_length=len(prompt.tokens),
-        action_mask=np.ones(len(prompt.tokens), dtype=bool),
-        rollout_logprobs=np.zeros(len(prompt.tokens), dtype=np.float32),
-        finish_reason="stop",
         ground_truth=prompt.ground_truth,
         extra=prompt.extra,
     )

@@ -5,9 +5,15 @@ An objective that would teach nothing, or something else than its keys mean, is 
 
 from collections.abc import Iterator, Sequence
 
-from roll_opd.algorithms.combinations import check_combination
 from roll_opd.algorithms.registry import ADVANTAGES, POLICY_LOSSES
-from roll_opd.algorithms.table import DIVERGENCE_NAMES, KL_LOSSES, KL_PENALTIES, advantage_facts, loss_facts
+from roll_opd.algorithms.table import (
+    DIVERGENCE_NAMES,
+    KL_LOSSES,
+    KL_PENALTIES,
+    advantage_facts,
+    check_combination,
+    loss_facts,
+)
 from roll_opd.config.diagnostics import as_yaml
 from roll_opd.config.plan import RewardPlan
 from roll_opd.config.roll_keys import KL_PENALTIES_LATER, PURE_FIXED

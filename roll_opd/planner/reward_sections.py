@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from roll_opd.algorithms.filters import FILTERS
+from roll_opd.algorithms.sample_masks import FILTERS
 from roll_opd.base.failures import nearest
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.base.registry import annotations, arguments, type_problem

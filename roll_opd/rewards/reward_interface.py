@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
 
 TIMEOUT = "timeout"  # kind of a Failure
 
@@ -28,7 +28,7 @@ class RewardSample:
     ground_truth: str | None
     tag: str
     extra: FrozenDict = field(default_factory=FrozenDict)  # the row's other keys, such as test_cases
-    experience: Experience | None = None
+    experience: Sample | None = None
     read_prompt: Callable[[], str] = str  # returns the text of `prompt`, lazily because few rewards read it
 
     @property

@@ -10,9 +10,8 @@ from roll_opd.cluster.group import gathered
 from roll_opd.config.plan import CriticPlan
 from roll_opd.objective.columns import value_columns
 from roll_opd.roles.learner_role import Learner, Update, optimizer_metrics, total
-from roll_opd.samples.dp_shards import ShardedBatch, shard_batch
-from roll_opd.samples.experience import Experience, changed, present
-from roll_opd.samples.sample import Sample
+from roll_opd.samples.packing import ShardedBatch, shard_batch
+from roll_opd.samples.sample import Sample, present, shard_sample, with_columns
 from roll_opd.tracking.metrics import statistics
 
 CRITIC_METRICS = ("critic/grad_norm", "critic/lr", "critic/skipped_updates")
@@ -24,17 +23,17 @@ class Critic(Learner):
 
     plan: CriticPlan
 
-    async def compute_values(self, experiences: Sequence[Experience]) -> list[Experience]:
+    async def compute_values(self, experiences: Sequence[Sample]) -> list[Sample]:
         """Fill in `values`. RunError when they cannot be a working model's."""
-        values = await gathered(self.group, "values", [(e.tokens, e.prompt_length, None) for e in experiences])
+        values = await gathered(self.group, "values", [shard_sample(e) for e in experiences])
         wrong = sum(int((~np.isfinite(array)).sum()) for array in values)
         if wrong:
             raise RunError(
                 f"{self.plan.name}: {wrong} values are not finite; look at its model, or lower learning_rate"
             )
-        return [changed(e, values=v) for e, v in zip(experiences, values, strict=True)]
+        return with_columns(experiences, values=values)
 
-    async def learn(self, experiences: Sequence[Experience]) -> dict[str, float]:
+    async def learn(self, experiences: Sequence[Sample]) -> dict[str, float]:
         """Run all updates of one step on samples with `values` and `returns`; return `critic/*` metrics."""
         updates = []
         size = self.plan.mini_batch_sequences
@@ -47,13 +46,13 @@ class Critic(Learner):
                 self._check_applied(updates[-1], batch)
         return _update_metrics(updates) | value_metrics(experiences)
 
-    def _shards(self, experiences: Sequence[Experience]) -> ShardedBatch[Sample]:
+    def _shards(self, experiences: Sequence[Sample]) -> ShardedBatch:
         """Return a mini-batch with the columns that the loss reads, in shards for the data-parallel ranks."""
         samples = value_columns(experiences)
-        return shard_batch(samples, self._assigned(samples), [None] * len(samples), Sample.empty)
+        return shard_batch(samples, self._assigned(samples))
 
 
-def value_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
+def value_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
     """Return `critic/values` and `critic/returns` of action tokens, and `critic/explained_variance`.
 
     That is 1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one that predicts the mean, below 0 for a
@@ -69,7 +68,7 @@ def value_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     return metrics
 
 
-def _of_actions(experiences: Sequence[Experience], arrays: Sequence[np.ndarray]) -> np.ndarray:
+def _of_actions(experiences: Sequence[Sample], arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Join arrays [T-P] each to f64 [K], the values of action tokens."""
     kept = [array[e.action_mask] for e, array in zip(experiences, arrays, strict=True)]
     return np.concatenate(kept).astype(np.float64) if kept else np.zeros(0)

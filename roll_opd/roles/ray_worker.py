@@ -11,7 +11,7 @@ import ray
 from roll_opd.base.failures import RunError
 from roll_opd.cluster.batched_calls import Answers
 from roll_opd.roles.resilient_pool import WorkerLost
-from roll_opd.samples.buffer_pickle import Compact
+from roll_opd.samples.transport import Compact
 
 DIED, STUCK = "worker_died", "timeout"  # kinds of failures in metrics
 

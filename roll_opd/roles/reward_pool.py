@@ -14,7 +14,7 @@ from roll_opd.config.plan import RewardPlan
 from roll_opd.rewards.reward_interface import Failure, Score, Scored
 from roll_opd.roles.ray_worker import RayWorker
 from roll_opd.roles.resilient_pool import FailureLog, ResilientPool, WorkerLost
-from roll_opd.samples.experience import Experience, changed
+from roll_opd.samples.sample import Sample, changed
 from roll_opd.tracking.reward_metrics import scoring_metrics
 
 NO_VALUE = "none"  # kind of failure: the reward returned None, which a run that trains on it cannot use
@@ -32,7 +32,7 @@ class RewardResult:
     reason: str = ""
     excluded: bool = False  # the reward failed, and the sample is left out of training
 
-    def added_to(self, experience: Experience) -> Experience:
+    def added_to(self, experience: Sample) -> Sample:
         """Return the sample with its reward."""
         return changed(
             experience,
@@ -64,7 +64,7 @@ class RewardPool:
         self._spawn, self._model_path, self._sampler = spawn, model_path, sampler
         self._is_learned = is_learned
         self._key = f"rewards.{plan.domain}"
-        self._pool: ResilientPool[Experience, RewardResult] = ResilientPool(
+        self._pool: ResilientPool[Sample, RewardResult] = ResilientPool(
             self._key, self._start_worker, self._result, plan.world_size, plan.max_concurrency * plan.batch_size
         )
         self._failures = FailureLog(
@@ -81,7 +81,7 @@ class RewardPool:
         """Start the workers and wait until they are ready."""
         await self._pool.start()
 
-    def submit(self, experience: Experience) -> "asyncio.Future[RewardResult]":
+    def submit(self, experience: Sample) -> "asyncio.Future[RewardResult]":
         """Return the future reward of a sample. RunError if scoring fails and `on_error` is `stop`.
 
         Cancel the future if the result is not needed.
@@ -121,7 +121,7 @@ class RewardPool:
         patience = max(ALIVE_SECONDS, *(term.timeout or 0.0 for term in self.plan.terms))
         return RayWorker(self._key, self._spawn(), (self.plan, self._model_path, engines), patience)
 
-    def _result(self, experience: Experience, scored: Scored | WorkerLost, seconds: float) -> RewardResult:
+    def _result(self, experience: Sample, scored: Scored | WorkerLost, seconds: float) -> RewardResult:
         """Count a sample's score or failure and return its reward. RunError if the failure ends the run."""
         if isinstance(scored, WorkerLost):
             scored = Failure(scored.kind, str(scored))

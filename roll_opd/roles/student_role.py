@@ -5,36 +5,34 @@ from typing import Any
 
 import numpy as np
 
-from roll_opd.cluster.group import Reference, Text, gathered, gathered_and_held
+from roll_opd.cluster.group import Reference, gathered, gathered_and_held
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.objective.columns import loss_columns
 from roll_opd.objective.mismatch import check_current
 from roll_opd.roles.learner_role import Learner, Update, optimizer_metrics, total
-from roll_opd.samples.dp_shards import ShardedBatch, shard_batch
-from roll_opd.samples.experience import Experience, changed
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.training import ROUTER_LOSSES, TargetRef
+from roll_opd.samples.packing import ROUTER_LOSSES, ShardedBatch, shard_batch
+from roll_opd.samples.sample import Sample, TargetRef, shard_sample, with_columns
 
 
 class Student(Learner):
     """The model that learns."""
 
-    async def compute_logprobs(self, experiences: Sequence[Experience], temperature: float = 1.0) -> list[np.ndarray]:
+    async def compute_logprobs(self, experiences: Sequence[Sample], temperature: float = 1.0) -> list[np.ndarray]:
         """Return the log-probs of every response, f32 [T-P] each, under the current weights."""
-        return await gathered(self.group, "compute_logprobs", _routed_texts(experiences), temperature)
+        return await gathered(self.group, "compute_logprobs", _routed(experiences), temperature)
 
-    async def compute_old_logprobs(self, experiences: Sequence[Experience], temperature: float) -> list[Experience]:
+    async def compute_old_logprobs(self, experiences: Sequence[Sample], temperature: float) -> list[Sample]:
         """Fill in `old_logprobs` from the training engine."""
         values = await self.compute_logprobs(experiences, temperature)
-        return [changed(e, old_logprobs=v) for e, v in zip(experiences, values, strict=True)]
+        return with_columns(experiences, old_logprobs=values)
 
     async def topk_ids(
-        self, experiences: Sequence[Experience], temperature: float, objective: ObjectivePlan
+        self, experiences: Sequence[Sample], temperature: float, objective: ObjectivePlan
     ) -> list[TargetRef]:
         """Return references to the most likely tokens at every response token."""
         wanted: dict[str, Any] = {"topk": objective.opd_topk, "vocab_size": objective.opd_vocab_size}
-        texts = _routed_texts(experiences)
-        held = await gathered_and_held(self.group, texts, temperature, kept=("topk_ids",), **wanted)
+        samples = _routed(experiences)
+        held = await gathered_and_held(self.group, samples, temperature, kept=("topk_ids",), **wanted)
         return [ids for _, ids in held]
 
     async def load_teacher_head(self, teacher: str, head: list[Reference]) -> None:
@@ -43,12 +41,12 @@ class Student(Learner):
 
     async def learn(
         self,
-        experiences: Sequence[Experience],
+        experiences: Sequence[Sample],
         teachers: Sequence[TeacherPlan],
         objective: ObjectivePlan,
         temperature: float,
         step: int,
-    ) -> tuple[list[Experience], dict[str, float]]:
+    ) -> tuple[list[Sample], dict[str, float]]:
         """Run all updates of step `step` of the run.
 
         Returns the samples with `old_logprobs` (those without them get them from the update), and `actor/*` metrics.
@@ -66,31 +64,29 @@ class Student(Learner):
                 updates.append(update)
                 for number, values in logprobs.items():
                     if batch[number].old_logprobs is None:
-                        learned[start + number] = changed(batch[number], old_logprobs=values)
+                        learned[start + number] = batch[number].with_columns(old_logprobs=values)
                 self._check_applied(update, learned[start : start + size])
         return learned, _actor_metrics(updates)
 
     def _shards(
-        self, experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
-    ) -> ShardedBatch[Sample]:
+        self, experiences: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
+    ) -> ShardedBatch:
         """Return a mini-batch with the columns that the loss reads, in shards for the data-parallel ranks."""
         samples = loss_columns(experiences, teachers, objective)
         has_targets = objective.opd_objective != "sampled"
         return shard_batch(
             samples,
             self._assigned(samples, group_size=2 if objective.paired else 1),
-            [(e.routes is None, *e.teacher_targets) for e in experiences],
-            Sample.empty,
-            held=[_held(e) for e in experiences] if has_targets else (),
+            [_held(e) for e in experiences] if has_targets else (),
         )
 
 
-def _routed_texts(experiences: Sequence[Experience]) -> list[Text]:
-    return [(e.tokens, e.prompt_length, e.routes) for e in experiences]
+def _routed(samples: Sequence[Sample]) -> list[Sample]:
+    return [shard_sample(sample, routed=True) for sample in samples]
 
 
-def _held(experience: Experience) -> dict[str, TargetRef]:
-    return {name: target.for_ranks() for name, target in experience.teacher_targets.items()}
+def _held(sample: Sample) -> dict[str, TargetRef]:
+    return {name: target.for_ranks() for name, target in sample.teacher_targets.items()}
 
 
 def _actor_metrics(updates: Sequence[Update]) -> dict[str, float]:

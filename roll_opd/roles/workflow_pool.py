@@ -17,7 +17,8 @@ from roll_opd.base.terminal import warn
 from roll_opd.config.plan import RolloutPlan, TeacherPlan, WorkflowPlan
 from roll_opd.roles.ray_worker import RayWorker
 from roll_opd.roles.resilient_pool import FailureLog, ResilientPool, WorkerLost
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import logprobs_column
 
 MAX_AHEAD = 8  # runs that the process for an engine may have more than the others
 TIMEOUT_GRACE_S = 60.0  # beyond workflow_timeout, after which a process that does not answer is stuck
@@ -77,7 +78,7 @@ class WorkflowPool:
         self._sampler, self._auxiliaries = sampler, auxiliaries
         await self._pool.start()
 
-    async def run(self, task: Any, model: Any) -> Sequence[Experience]:
+    async def run(self, task: Any, model: Any) -> Sequence[Sample]:
         """Return the samples of one run at a prompt; see `roll_opd.rollout.workflow.Workflow`.
 
         RunError if it fails and `on_workflow_error` is `stop`.
@@ -135,7 +136,7 @@ class WorkflowPool:
         calls = task.runs // len(runs)
         return Job(task.prompt, task.draw, runs, model.group, self._seed, sampling, task.is_eval, calls)
 
-    def _made(self, outcome: JobOutcome, task: Any) -> list[Experience]:
+    def _made(self, outcome: JobOutcome, task: Any) -> list[Sample]:
         if outcome.failure is None:
             self._succeeded += 1
             self._failure_log.add_success()
@@ -164,7 +165,7 @@ class WorkflowPool:
                 " experiences of every run, with eid.run. Missing runs are counted as workflow/missing_runs"
             )
 
-    def _with_teacher(self, made: Experience) -> Experience:
+    def _with_teacher(self, made: Sample) -> Sample:
         """Return the sample with the workflow's teacher log-probs under the name of the teacher of its tag."""
         if not made.teacher_logprobs:
             return made
@@ -173,7 +174,8 @@ class WorkflowPool:
             raise RunError(
                 f"a workflow brought teacher_logprobs for tag {made.tag}, which no teacher of the run accepts"
             )
-        return replace(made, teacher_logprobs=dict.fromkeys([name], *made.teacher_logprobs.values()))
+        ((brought, logprobs),) = made.teacher_logprobs.items()
+        return made.with_columns(**{logprobs_column(brought): None, logprobs_column(name): logprobs})
 
     async def _run_job(self, job: Job) -> JobOutcome:
         begun = time.monotonic()

@@ -16,12 +16,12 @@ from typing import Any
 
 from roll_opd.base.failures import RunError
 from roll_opd.data.prompt_source import MixedSource, Prompt, TaskSource
-from roll_opd.objective.demonstrations import demonstration_experiences
-from roll_opd.objective.group_filters import GroupFilter
+from roll_opd.objective.demonstrations import demonstration_samples
+from roll_opd.objective.filters import GroupFilter
 from roll_opd.roles.reward_pool import RewardPool
 from roll_opd.roles.workflow_pool import WorkflowPool
 from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
-from roll_opd.samples.experience import Experience, changed
+from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.versions import of_mask, tokens_by_version
 
 MAX_REJECTED = 20  # times the batch, and at least MIN_REJECTED: beyond, no filter will be satisfied
@@ -57,11 +57,11 @@ class Batch:
     version: int  # of the weights that the batch updates
     rewards: PendingRewards
     prompts: list[Prompt] = field(default_factory=list)
-    samples: list[Experience] = field(default_factory=list)  # of each prompt, in the order of the prompts
+    samples: list[Sample] = field(default_factory=list)  # of each prompt, in the order of the prompts
     filtered: list[Prompt] = field(default_factory=list)  # prompts whose groups did not pass
     generated_tokens: int = 0  # of all groups
     demonstrations: list[Prompt] = field(default_factory=list)  # rows with answers
-    demonstration_samples: list[Experience] = field(default_factory=list)
+    demonstration_samples: list[Sample] = field(default_factory=list)
     source_state: dict[str, Any] = field(
         default_factory=dict
     )  # for a checkpoint: the prompts of later batches are free
@@ -72,7 +72,7 @@ class Batch:
         """Sampled tokens by version of the weights."""
         return tokens_by_version(sample.versions for sample in self.samples)
 
-    async def with_rewards(self, samples: Sequence[Experience]) -> list[Experience]:
+    async def with_rewards(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the batch's samples, in whatever state they are, with the rewards that they lack."""
         return await self.rewards.added_to(samples)
 
@@ -130,7 +130,7 @@ class Rollouts:
             assert isinstance(self.source, MixedSource)
             first_draw = self.source.demonstrations.position
             batch.demonstrations = self.source.demonstrations.take(self.demonstrations)
-            batch.demonstration_samples = demonstration_experiences(batch.demonstrations, first_draw)
+            batch.demonstration_samples = demonstration_samples(batch.demonstrations, first_draw)
         batch.source_state, batch.epochs = self.source.state_dict(), self.source.epochs
         return batch
 
@@ -175,13 +175,13 @@ class Selection:
     """Selects the first `wanted` groups that pass, from runs that end in any order."""
 
     def __init__(self, groups: int, n: int, wanted: int, group_filter: GroupFilter | None) -> None:
-        self._runs: list[dict[int, Sequence[Experience]]] = [{} for _ in range(groups)]  # by number in the group
+        self._runs: list[dict[int, Sequence[Sample]]] = [{} for _ in range(groups)]  # by number in the group
         self._passed: list[bool | None] = [None] * groups  # None: some runs have not ended
         self._n, self._wanted, self._filter = n, wanted, group_filter
         self._used = 0
         self._chosen: list[int] = []
 
-    def add(self, number: int, samples: Sequence[Experience]) -> None:
+    def add(self, number: int, samples: Sequence[Sample]) -> None:
         """Add the samples of run `number % n` of group `number // n`. A group without a sample does not pass."""
         group, run = divmod(number, self._n)
         self._runs[group][run] = samples
@@ -217,14 +217,14 @@ class Selection:
         """Action tokens of the `used` groups."""
         return sum(e.action_tokens for group in range(self.used) for e in self._in_order(group))
 
-    def samples(self) -> list[Experience]:
+    def samples(self) -> list[Sample]:
         """Return the samples of the chosen groups, in order."""
         return [sample for group in self.chosen for sample in self._in_order(group)]
 
-    def _in_order(self, group: int) -> list[Experience]:
+    def _in_order(self, group: int) -> list[Sample]:
         return [sample for run in range(self._n) for sample in self._runs[group][run]]
 
 
-def _with_version(sample: Experience, version: int) -> Experience:
+def _with_version(sample: Sample, version: int) -> Sample:
     """Return a sample of a workflow that does not state its versions, sampled while `version` was the only one."""
     return sample if sample.versions else changed(sample, versions=of_mask(sample.action_mask, version))

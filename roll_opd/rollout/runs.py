@@ -16,7 +16,7 @@ from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompt_source import Prompt
 from roll_opd.roles.reward_pool import RewardPool, RewardResult
 from roll_opd.rollout.workflow import Model, SingleTurn, Task, Workflow
-from roll_opd.samples.experience import Experience, changed
+from roll_opd.samples.sample import Sample, changed
 from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.console import Count, Progress
@@ -47,7 +47,7 @@ class PendingRewards:
         self._requests: dict[str, asyncio.Future[RewardResult]] = {}
         self._progress, self.scored = context.progress, Count("scored")
 
-    def request(self, experience: Experience) -> None:
+    def request(self, experience: Sample) -> None:
         """Request a sample's score from the pool of its tag, unless its run scored it."""
         if experience.reward is not None:
             return
@@ -57,7 +57,7 @@ class PendingRewards:
                 self._requests[experience.id] = answer = pool.submit(experience)
                 answer.add_done_callback(self.scored.one)
 
-    async def added_to(self, experiences: Sequence[Experience]) -> list[Experience]:
+    async def added_to(self, experiences: Sequence[Sample]) -> list[Sample]:
         """Wait for the requested rewards of the samples and return the samples with them.
 
         A second call changes nothing. Raises the errors of `RewardPool.submit`.
@@ -74,7 +74,7 @@ class PendingRewards:
             request.cancel()
         self._requests.clear()
 
-    def _with(self, result: RewardResult, experience: Experience) -> Experience:
+    def _with(self, result: RewardResult, experience: Sample) -> Sample:
         added = result.added_to(experience)
         return added if self._exclude_failed else changed(added, excluded=False)
 
@@ -85,7 +85,7 @@ async def roll_out(
     rewards: PendingRewards,
     first_draw: int,
     wait_for_rewards: bool = False,
-) -> AsyncGenerator[tuple[int, list[Experience]], None]:
+) -> AsyncGenerator[tuple[int, list[Sample]], None]:
     """Run the workflow `sampling.n` times a prompt; yield (number, samples with frozen log-probs) as each run ends.
 
     Run k of prompt p has the number p · n + k. Leaving early (use `aclosing`) aborts running requests.
@@ -103,7 +103,7 @@ async def roll_out(
 
     async with sampler.session(context.chunk_samples) as session:
 
-        async def run(number: int) -> tuple[int, list[Experience]]:
+        async def run(number: int) -> tuple[int, list[Sample]]:
             """Return the number and the samples of one run, read and scored."""
             position, attempt = divmod(number, n)
             task = Task(prompts[position], first_draw + position, attempt, n, context.is_eval)
@@ -136,15 +136,15 @@ class ChunkedLogprobs:
         """`engines` holds the engine of each run."""
         self._models, self._temperature, self._chunk = models, temperature, chunk
         self._running = Counter(engines)
-        self._waiting: dict[int, list[tuple[Experience, asyncio.Future[Experience]]]] = defaultdict(list)
+        self._waiting: dict[int, list[tuple[Sample, asyncio.Future[Sample]]]] = defaultdict(list)
 
-    async def added_to(self, experiences: Sequence[Experience], engine: int) -> list[Experience]:
+    async def added_to(self, experiences: Sequence[Sample], engine: int) -> list[Sample]:
         """Return the samples of a run with their log-probs; called once a run.
 
         The call that completes a chunk, or the last one of an engine, computes the log-probs of all waiting samples.
         """
         loop = asyncio.get_running_loop()
-        results: list[asyncio.Future[Experience]] = [loop.create_future() for _ in experiences]
+        results: list[asyncio.Future[Sample]] = [loop.create_future() for _ in experiences]
         self._waiting[engine] += zip(experiences, results, strict=True)
         self._running[engine] -= 1
         if len(self._waiting[engine]) >= self._chunk or not self._running[engine]:

@@ -8,14 +8,14 @@ from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompt_source import Prompt
 from roll_opd.roles.reward_pool import RewardPool
 from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
 from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.tracking.metrics import validation_metrics
 
 VALIDATION_DRAW = 2**31  # first draw number of validation, beyond all of training
 
 
-async def validate(context: RolloutContext, prompts: Sequence[Prompt]) -> tuple[dict[str, float], list[Experience]]:
+async def validate(context: RolloutContext, prompts: Sequence[Prompt]) -> tuple[dict[str, float], list[Sample]]:
     """Return `validation_metrics` of `sampling.n` answers a prompt, and the answers."""
     rewards = PendingRewards(context)
     async with aclosing(roll_out(context, prompts, rewards, VALIDATION_DRAW)) as samples:
@@ -26,8 +26,8 @@ async def validate(context: RolloutContext, prompts: Sequence[Prompt]) -> tuple[
 
 
 async def read_answers(
-    models: FrozenModels, answers: Sequence[Experience], sampling: SamplingPlan, most_tokens: int
-) -> list[Experience]:
+    models: FrozenModels, answers: Sequence[Sample], sampling: SamplingPlan, most_tokens: int
+) -> list[Sample]:
     """Return the answers with the log-probs of teachers and reference policy, at the sampling temperature.
 
     Answers without a teacher, or with more than `most_tokens` tokens, for which the models' batches are not sized, are
@@ -38,7 +38,7 @@ async def read_answers(
     if not (teachers or models.reference):
         return list(answers)
 
-    def is_read(answer: Experience) -> bool:
+    def is_read(answer: Sample) -> bool:
         taught = not plain.teachers or any(teacher.plan.accepts(answer.tag) for teacher in plain.teachers)
         return taught and answer.response_length <= most_tokens
 
@@ -49,14 +49,14 @@ async def read_answers(
     return [read.get(answer.id, answer) for answer in answers]
 
 
-def first_answers(answers: Sequence[Experience], samples: int, most: int) -> list[Experience]:
+def first_answers(answers: Sequence[Sample], samples: int, most: int) -> list[Sample]:
     """Return the first of each prompt's `samples` answers, of `most` prompts: always the same ones, evenly spread."""
     firsts = answers[::samples]
     most = min(most, len(firsts))
     return [firsts[place * len(firsts) // most] for place in range(most)]
 
 
-def _by_main_reward(answer: Experience, reward_pools: Sequence[RewardPool]) -> Experience:
+def _by_main_reward(answer: Sample, reward_pools: Sequence[RewardPool]) -> Sample:
     """Return an answer with the main reward of its domain, without added terms and weights, which are for training."""
     plan = next((pool.plan for pool in reward_pools if pool.plan.domain == answer.domain), None)
     if plan is None or not plan.is_weighted or plan.terms[0].name not in answer.reward_parts:

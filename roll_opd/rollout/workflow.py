@@ -13,7 +13,8 @@ from roll_opd.actors.sampler import Request, SamplingSession
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompt_source import Prompt, derived_seed
 from roll_opd.inference.completion import Completion
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,16 @@ class Model:
 class Workflow(Protocol):
     """Makes samples of a task: none, one or several."""
 
-    async def run(self, task: Task, model: Model) -> Sequence[Experience]: ...
+    async def run(self, task: Task, model: Model) -> Sequence[Sample]: ...
 
 
 class SingleTurn:
     """One response to the prompt."""
 
-    async def run(self, task: Task, model: Model) -> Sequence[Experience]:
-        """Return the one experience."""
+    async def run(self, task: Task, model: Model) -> Sequence[Sample]:
+        """Return the one sample."""
         completion = await model.generate(task.prompt.tokens)
-        return [experience_of(task.prompt, task.draw, task.run, completion)]
+        return [sample_of(task.prompt, task.draw, task.run, completion)]
 
 
 def sample_seed(seed: int, draw: int, run: int, call: int = 0) -> int:
@@ -62,21 +63,19 @@ def sample_seed(seed: int, draw: int, run: int, call: int = 0) -> int:
     return derived_seed(seed, draw, run, *([call] if call else []))
 
 
-def experience_of(prompt: Prompt, draw: int, run: int, completion: Completion) -> Experience:
+def sample_of(prompt: Prompt, draw: int, run: int, completion: Completion) -> Sample:
     """Return an engine's response as the sample of run `run` of draw `draw`."""
-    return Experience(
+    return Sample(
+        np.concatenate([prompt.tokens, completion.tokens]),
+        len(prompt.tokens),
+        as_columns(action_mask=np.ones(len(completion.tokens), dtype=bool), rollout_logprobs=completion.logprobs),
+        completion.routes,
         id=f"{prompt.id}#{draw}/{run}",
         group_id=f"{prompt.id}#{draw}",
         run=run,
         tag=prompt.tag,
-        domain="",
-        tokens=np.concatenate([prompt.tokens, completion.tokens]),
-        prompt_length=len(prompt.tokens),
-        action_mask=np.ones(len(completion.tokens), dtype=bool),
-        rollout_logprobs=completion.logprobs,
         finish_reason=completion.finish_reason,
         versions=completion.versions,
-        routes=completion.routes,
         teacher_prompts=prompt.teacher_prompts,
         ground_truth=prompt.ground_truth,
         extra=prompt.extra,

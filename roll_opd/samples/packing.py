@@ -1,14 +1,24 @@
-"""Which sequence goes to which rank and micro-batch: balanced by tokens, deterministic, nothing padded."""
+"""Assign a batch's samples to data-parallel ranks and micro-batches, and cut it into a shard for each rank.
+
+The assignment is balanced by tokens, deterministic and computed once, on the driver; nothing is padded. A shard has
+template samples, one for each set of columns in the batch: samples without a scored token, so that all ranks build the
+same columns.
+"""
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from roll_opd.config.plan import MicroBatchLimits
+from roll_opd.samples.sample import Sample, TargetRef
+from roll_opd.samples.transport import Compact
 
-SHORTEST_SHARE = 1 / 8  # of a sequence, that a shared prefix should be: attention needs a mask then
+ROUTER_LOSSES = ("z_loss", "load_balancing_loss")  # of mixtures of experts, in the sums of a `TrainResult`
+Assignment = list[list[list[int]]]  # of each data-parallel rank, its micro-batches of sample numbers
+SHORTEST_SHARE = 1 / 8  # of a sequence; a shorter shared prefix saves less than its attention mask costs
 
 
 @dataclass(frozen=True)
@@ -16,23 +26,23 @@ class Unit:
     """Sequences that stay in one micro-batch."""
 
     numbers: tuple[int, ...]
-    tokens: int  # that the model reads for them
+    tokens: int  # number that the model reads for the unit
 
 
 @dataclass(frozen=True)
 class _Relative:
     number: int
     length: int
-    shared: int  # with the one before it
+    shared: int  # tokens of the prefix shared with the previous member
 
 
 def singles(lengths: Sequence[int]) -> list[Unit]:
-    """Return each sequence as a unit of its own."""
+    """Return one unit for each sequence."""
     return [Unit((number,), length) for number, length in enumerate(lengths)]
 
 
 def neighbours(lengths: Sequence[int], size: int) -> list[Unit]:
-    """Return units of `size` consecutive sequences; ValueError where they are no multiple of it."""
+    """Return units of `size` consecutive sequences; ValueError if their number is no multiple of `size`."""
     if len(lengths) % size:
         raise ValueError(f"{len(lengths)} sequences are no multiple of {size}, which belong together")
     starts = range(0, len(lengths), size)
@@ -40,9 +50,9 @@ def neighbours(lengths: Sequence[int], size: int) -> list[Unit]:
 
 
 def shared_prefix(earlier: np.ndarray, tokens: np.ndarray, prompt_length: int) -> int:
-    """Return how many tokens of a prompt need not be read again after the sequence `earlier`, which begins with them.
+    """Return the length of the prompt's prefix that the sequence `earlier` shares, so that it is not read again.
 
-    0 where that saves less than it costs attention. Both int64 [T]; `prompt_length` is of `tokens`.
+    0 if it saves less than its attention mask costs. Both int64 [T]; `prompt_length` belongs to `tokens`.
     """
     end = min(len(earlier), prompt_length)
     differing = np.flatnonzero(earlier[:end] != tokens[:end])
@@ -51,10 +61,10 @@ def shared_prefix(earlier: np.ndarray, tokens: np.ndarray, prompt_length: int) -
 
 
 def relatives(sequences: Sequence[tuple[np.ndarray, int]], ranks: int, limits: MicroBatchLimits) -> list[Unit]:
-    """Return units of sequences of which each shares a prefix with the one before it, and is read without it.
+    """Return units of sequences that share prefixes, each sequence with the previous one; a prefix is read once.
 
-    `sequences` are (tokens int64 [T], prompt length) each. Units are as large as leaves the rank with the most tokens
-    the fewest.
+    The size of the units minimises the tokens of the rank with the most. `sequences` are (tokens int64 [T], prompt
+    length) each.
     """
     order = sorted(range(len(sequences)), key=lambda number: sequences[number][0].tobytes())
     families: list[list[_Relative]] = []
@@ -80,7 +90,7 @@ def _most_tokens(units: Sequence[Unit], ranks: int) -> int:
 
 
 def _cut(family: Sequence[_Relative], size: int, limits: MicroBatchLimits) -> list[Unit]:
-    """Cut sequences that begin alike into units of at most `size`, and within `limits`."""
+    """Cut sequences with shared prefixes into units of at most `size` sequences and within `limits`."""
     units: list[Unit] = []
     most_tokens = limits.tokens or sum(member.length for member in family)
     size = min(size, limits.sequences or size)
@@ -97,8 +107,8 @@ def _cut(family: Sequence[_Relative], size: int, limits: MicroBatchLimits) -> li
 def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """Split sequence numbers into `parts` lists of nearly equal total length; each list ascends.
 
-    Longest first, always to the lightest part (ties: the one with fewer sequences, then the first), so no part is
-    empty where there are at least `parts` sequences.
+    Longest first, always to the lightest part (ties: the part with fewer sequences, then the first), so no part is
+    empty if there are at least `parts` sequences.
     """
     bins: list[list[int]] = [[] for _ in range(parts)]
     lightest = [(0, 0, part) for part in range(parts)]  # a heap of (tokens, sequences, part)
@@ -114,8 +124,8 @@ def micro_batches(
 ) -> list[list[Unit]]:
     """Split units into the fewest balanced micro-batches within `limits` whose number is a multiple of `multiple`.
 
-    A single unit beyond the limits is a micro-batch of its own: it cannot be split. Where there are fewer units than
-    micro-batches, of which there are `at_least` so many, some are empty.
+    A unit beyond the limits is a micro-batch by itself, since a unit is never split. There are at least `at_least`
+    micro-batches, some of them empty if there are fewer units.
     """
     if not units:
         return [[] for _ in range(at_least)]
@@ -136,9 +146,9 @@ def micro_batches(
 
 
 def _first(fits: Callable[[int], bool], start: int) -> int:
-    """Return a number from `start` on that fits, before which, if it is not `start`, is one that does not.
+    """Return a number >= `start` that fits and whose predecessor does not fit (or is below `start`).
 
-    It is found with few questions, whose distances double and are then halved.
+    Galloping search: steps double until a number fits, then halve.
     """
     step, failing = 1, start - 1
     while not fits(number := failing + step):
@@ -152,9 +162,9 @@ def _first(fits: Callable[[int], bool], start: int) -> int:
 def assign(
     units: Sequence[Unit], ranks: int, limits: MicroBatchLimits, multiple: int = 1, *, equal: bool = False
 ) -> list[list[list[int]]]:
-    """Return, for each rank, its micro-batches of sequence numbers; see `micro_batches`.
+    """Return the micro-batches of sequence numbers of each rank; see `micro_batches`.
 
-    With `equal`, every rank has as many as the one that needs most.
+    With `equal`, all ranks have as many micro-batches as the rank that needs most.
     """
     shares = [[units[n] for n in share] for share in split_balanced([unit.tokens for unit in units], ranks)]
     split = [micro_batches(share, limits, multiple) for share in shares]
@@ -166,7 +176,7 @@ def assign(
 def _equal(
     shares: Sequence[list[Unit]], split: Sequence[list[list[Unit]]], limits: MicroBatchLimits, multiple: int
 ) -> list[list[list[int]]]:
-    """Return what `assign` does with as many micro-batches on each rank: a larger number may not keep to the limits."""
+    """Return the assignment with equally many micro-batches on each rank, the fewest that all ranks can have."""
     most = max(map(len, split))
     while True:
         split = [micro_batches(share, limits, multiple, most) for share in shares]
@@ -177,3 +187,86 @@ def _equal(
 
 def _numbers(parts: Sequence[Sequence[Unit]]) -> list[list[int]]:
     return [[number for unit in part for number in unit.numbers] for part in parts]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Rules by which an engine assigns sequences to ranks and micro-batches, without the limits of a call."""
+
+    ranks: int  # data-parallel
+    multiple: int = 1  # divides the number of micro-batches
+    equal: bool = False  # as many micro-batches on every rank
+    share_prefixes: bool = False
+
+    def assign(
+        self, sequences: Sequence[tuple[np.ndarray, int]], limits: MicroBatchLimits, group_size: int = 1
+    ) -> Assignment:
+        """Return each rank's micro-batches of `sequences`, (tokens int64 [T], prompt length) each.
+
+        `group_size` consecutive sequences stay in one micro-batch.
+        """
+        lengths = [len(tokens) for tokens, _ in sequences]
+        if group_size > 1:
+            units = neighbours(lengths, group_size)
+        elif self.share_prefixes:
+            units = relatives(sequences, self.ranks, limits)
+        else:
+            units = singles(lengths)
+        return assign(units, self.ranks, limits, self.multiple, equal=self.equal)
+
+
+@dataclass(frozen=True)
+class DPShard:
+    """One data-parallel rank's part of a batch: the template samples, then the rank's samples, which numbers index."""
+
+    samples: Sequence[Sample]
+    micro_batches: list[list[int]]
+    held: Sequence[Mapping[str, TargetRef]] = ()  # of each sample, targets to fetch, by name; (): none
+
+
+@dataclass(frozen=True)
+class ShardedBatch:
+    """All shards of a batch, and for each shard the batch's numbers of its samples, -1 for template samples."""
+
+    shards: list[DPShard]
+    numbers: list[list[int]]
+
+    def merged(self, answers: Iterable[tuple[int, Mapping[int, Any] | None]]) -> dict[int, Any]:
+        """Return values by the batch's numbers, from (data-parallel rank, values by the numbers of its shard)."""
+        return {
+            self.numbers[rank][number]: value for rank, values in answers for number, value in (values or {}).items()
+        }
+
+
+def shard_batch(
+    samples: Sequence[Sample], assignment: Assignment, held: Sequence[Mapping[str, TargetRef]] = ()
+) -> ShardedBatch:
+    """Return the batch sharded by `assignment`.
+
+    Every shard has a template of each layout in the batch: with or without routes, and the names of targets in `held`.
+    """
+    templates: dict[Hashable, int] = {}
+    for number, sample in enumerate(samples):
+        templates.setdefault((sample.routes is None, *(held[number] if held else ())), number)
+    kinds = list(templates.values())
+    shards: list[DPShard] = []
+    numbers: list[list[int]] = []
+    for micro_batches in assignment:
+        own = [number for part in micro_batches for number in part]
+        place = {number: len(kinds) + count for count, number in enumerate(own)}
+        parts = [[place[number] for number in part] for part in micro_batches]
+        message: Any = Compact([*(samples[n].empty() for n in kinds), *(samples[n] for n in own)])
+        shards.append(DPShard(message, parts, [held[n] for n in (*kinds, *own)] if held else ()))
+        numbers.append([*(-1 for _ in kinds), *own])
+    return ShardedBatch(shards, numbers)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """One rank's part of an update: sums over its tokens, and the log-probs of its forward pass."""
+
+    sums: dict[str, float]  # name -> Σ over this rank's action tokens; see `update` of the trainer and the critic
+    logprobs: dict[int, np.ndarray]  # sample number -> f32 [T-P], before the update
+    grad_norm: float
+    learning_rate: float
+    applied: bool  # False: a loss or gradient was not finite, and the weights are unchanged

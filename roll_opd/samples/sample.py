@@ -1,39 +1,254 @@
-"""`Sample`: one sequence for an engine, with the arrays that a forward pass or a loss reads.
+"""`Sample`: one sequence from the engine's answer to the loss.
 
-Legend: T tokens in all, P prompt tokens, L layers with experts, K experts of a token. Entry t of every [T-P] column
-belongs to token `tokens[P+t]`.
+The driver holds samples with their identity, reward and records; a shard for a rank has samples of tokens, prompt
+length, routes and the columns that a forward pass or a loss reads (`shard_sample`).
 
-| column | dtype | filled by | read by |
-|---|---|---|---|
-| `mask` | bool | `objective.columns` | losses: tokens that the update learns from |
-| `weight` | f32 | `objective.columns` | losses: the token's part of the mean over the mini-batch |
-| `advantages` | f32 | `objective.columns` | policy loss: advantage of the external reward; 0 in pure distillation |
-| `opd_coefficients`, `opd_teacher` | f32 | `objective.columns` | policy loss: see `algorithms.opd` |
-| `actions` | bool | `objective.columns` | policy loss: action tokens that `opd_kl_discount` counts |
-| `demonstration` | bool | `objective.columns` | policy loss: tokens of demonstrations |
-| `old_logprobs`, `ref_logprobs`, `rewards`, `importance_weights` | f32 | `objective.columns` | policy and KL loss |
-| `TEACHER/share` | f32 | `objective.columns` | distillation loss: the teacher's coefficient, 0 off its samples |
-| `TEACHER/topk_ids`, `/topk_logprobs`, `/topk_rest`, `/hidden` | | `teachers.target_refs` | distillation loss |
-| `old_values`, `returns` | f32 | `objective.columns` | value loss |
-| `topk_ids` | int32 [T-P, K] | `MegatronEngine.compute_targets` | log-probs at given tokens |
+Legend: T tokens in all, P prompt tokens, L layers with experts, K experts of a token.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any
 
 import numpy as np
+
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.samples.sample_columns import teacher_logprobs
+from roll_opd.samples.versions import Versions
+
+_EMPTY = FrozenDict()  # one object for all samples, which a message then has once
+
+
+def _empty() -> FrozenDict:
+    return _EMPTY
+
+
+@dataclass
+class TargetRef:
+    """Reference to a teacher's targets of one sample, in the object store of the rank that computed them.
+
+    The arrays are, for top-k, `topk_ids` int32 [T-P, K], `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the
+    log-prob of all other tokens together; for the whole vocabulary the final hidden states `hidden` [T-P, F] (see
+    `samples.transport`), for the teacher's output head on the student's ranks.
+    """
+
+    bundle: Any  # a reference to the arrays of several samples; None: they are released
+    place: int  # in the bundle
+    columns: Mapping[str, tuple[str, tuple[int, ...]]]  # name -> dtype and shape of a token's part
+    hits: np.ndarray | None = None  # bool [T-P], which sampled tokens are in the top-k; for records
+
+    def for_ranks(self) -> "TargetRef":
+        """Return the reference without the record of hits, for the ranks that open it."""
+        return replace(self, hits=None)
+
+    def released(self) -> None:
+        """Drop the reference to the arrays."""
+        self.bundle = None
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence for an engine: T tokens, P of them prompt, and its columns by name."""
+    """One sequence as an immutable value, with its columns: see the table `samples.sample_columns.COLUMNS`.
+
+    All arrays are numpy on the CPU, so that they travel through Ray's object store. A stage returns new samples:
+    `with_columns(samples, ...)` for arrays over the response, `changed(sample, ...)` for fields.
+    """
 
     tokens: np.ndarray  # int64 [T]
     prompt_length: int  # P >= 1
-    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # each [T-P] or [T-P, K]
-    routes: np.ndarray | None = None  # integer [T-1, L, K], the experts of each token in each layer
+    columns: Mapping[str, np.ndarray] = field(default_factory=_empty)  # each [T-P] or [T-P, K]
+    routes: np.ndarray | None = None  # integer [T-1, L, K], the experts of each token in each layer, from the engine
+    _: KW_ONLY
+    id: str = ""  # source row, draw, run, and step if its run has several
+    group_id: str = ""  # runs of one prompt, and of one kind if a workflow makes several kinds
+    tag: str = ""
+    domain: str = ""
+    finish_reason: str = "stop"  # stop | length | abort
+    versions: Versions = ()  # runs of (version of the weights, tokens) over [T-P]; None: tokens that were not sampled
+    run: int | None = None  # number among the runs of its prompt; None: the sample is a run by itself
+    step: int = 0  # number among the samples of its run
+    state: str | None = None  # digest of the state before its step, if the run has one
+    demonstration: bool = False  # its answer is the row's, not sampled
+    teacher_prompts: Mapping[str, np.ndarray] = field(default_factory=_empty)  # teacher -> int64 [P], if another prompt
+    teacher_targets: Mapping[str, TargetRef] = field(default_factory=_empty)  # teacher -> its targets besides log-probs
+    reward: float | None = None  # external reward, on the last action token
+    turn_rewards: tuple[float, ...] = ()  # of each turn, from the environment; recorded only
+    reward_parts: Mapping[str, float] = field(default_factory=_empty)  # terms of the reward and further values, by name
+    reward_reason: str = ""  # reason of the reward, in a word or two
+    excluded: bool = False  # its reward failed, and the update leaves it out (`on_error: drop`)
+    ground_truth: str | None = None
+    extra: FrozenDict = field(default_factory=_empty)  # other keys of the row, such as test_cases; for rewards
+    metrics: Mapping[str, float] = field(default_factory=_empty)
+
+    @property
+    def action_mask(self) -> np.ndarray:
+        """bool [T-P]."""
+        return self.columns["action_mask"]
+
+    @property
+    def rollout_logprobs(self) -> np.ndarray | None:
+        """f32 [T-P], from the inference engine."""
+        return self.columns.get("rollout_logprobs")
+
+    @property
+    def old_logprobs(self) -> np.ndarray | None:
+        """f32 [T-P], from the training engine."""
+        return self.columns.get("old_logprobs")
+
+    @property
+    def ref_logprobs(self) -> np.ndarray | None:
+        """f32 [T-P]."""
+        return self.columns.get("ref_logprobs")
+
+    @property
+    def teacher_logprobs(self) -> dict[str, np.ndarray]:
+        """f32 [T-P] by teacher."""
+        return teacher_logprobs(self.columns)
+
+    @property
+    def values(self) -> np.ndarray | None:
+        """f32 [T-P], from the critic."""
+        return self.columns.get("values")
+
+    @property
+    def returns(self) -> np.ndarray | None:
+        """f64 [T-P]."""
+        return self.columns.get("returns")
+
+    @property
+    def advantages(self) -> np.ndarray | None:
+        """f64 [T-P], of the external reward alone."""
+        return self.columns.get("advantages")
+
+    @property
+    def loss_mask(self) -> np.ndarray | None:
+        """bool [T-P]; None: all action tokens."""
+        return self.columns.get("loss_mask")
+
+    @property
+    def importance_weights(self) -> np.ndarray | None:
+        """f32 [T-P]; None: 1."""
+        return self.columns.get("importance_weights")
+
+    @property
+    def student_logprobs(self) -> np.ndarray:
+        """f32 [T-P], from the training engine if it has computed them, else from the inference engine."""
+        return present(self.rollout_logprobs if self.old_logprobs is None else self.old_logprobs)
+
+    @property
+    def prompt_tokens(self) -> np.ndarray:
+        """int64 [P]."""
+        return self.tokens[: self.prompt_length]
+
+    @property
+    def response_tokens(self) -> np.ndarray:
+        """int64 [T-P]."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def response_length(self) -> int:
+        """Number of tokens after the prompt (T-P), observed tokens included."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def action_tokens(self) -> int:
+        """Number of tokens that the student generated, or of a demonstration's answer."""
+        return int(np.count_nonzero(self.action_mask))
+
+    @property
+    def in_loss(self) -> np.ndarray:
+        """Tokens in the loss, bool [T-P]: `loss_mask`, or all action tokens."""
+        mask = self.loss_mask
+        return self.action_mask if mask is None else mask
+
+    @property
+    def learned_tokens(self) -> int:
+        """Number of action tokens in the loss."""
+        return 0 if self.excluded else int(np.count_nonzero(self.action_mask & self.in_loss))
+
+    @property
+    def is_learned_from(self) -> bool:
+        """Whether any token is in the loss."""
+        return not self.excluded and (self.loss_mask is None or bool(self.loss_mask.any()))
+
+    @property
+    def is_of_a_kind(self) -> bool:
+        """Whether its workflow makes several kinds of samples; `group_id` then has the kind after the draw."""
+        return ":" in self.group_id.rpartition("#")[2]
+
+    @property
+    def difficulty(self) -> float | None:
+        """The row's `difficulty`; None unless it is a number."""
+        value = self.extra.get("difficulty")
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    def acted(self, values: np.ndarray) -> np.ndarray:
+        """Return the entries of a [T-P, ...] array at action tokens, for means, shares and checks."""
+        return values[self.action_mask]
+
+    def without_observed(self, values: np.ndarray) -> np.ndarray:
+        """Return a floating [T-P] array with NaN at observed tokens, for records."""
+        return values if self.action_mask.all() else np.where(self.action_mask, values, values.dtype.type(np.nan))
+
+    def with_columns(self, **arrays: np.ndarray | None) -> "Sample":
+        """Return the sample with new values of some columns; None removes a column."""
+        columns = {**self.columns, **arrays}
+        return changed(self, columns={name: array for name, array in columns.items() if array is not None})
 
     def empty(self) -> "Sample":
         """Return a sample with the same columns and no scored token: a template of array names, dtypes and shapes."""
         columns = {name: values[:0] for name, values in self.columns.items()}
         return Sample(self.tokens[:1], 1, columns, None if self.routes is None else self.routes[:0])
+
+
+def changed(sample: Sample, **fields: Any) -> Sample:
+    """Return `sample` with new values of some fields.
+
+    It equals `dataclasses.replace` at a tenth of the cost, which a step pays several times for each of its samples.
+    """
+    if not fields.keys() <= sample.__dict__.keys():
+        unknown = ", ".join(sorted(fields.keys() - sample.__dict__.keys()))
+        raise TypeError(f"a Sample has no field {unknown}; arrays over the response are set by with_columns")
+    made = object.__new__(Sample)
+    made.__dict__.update(sample.__dict__, **fields)
+    return made
+
+
+def with_columns(samples: Sequence[Sample], **columns: Iterable[np.ndarray]) -> list[Sample]:
+    """Return the samples with some columns filled; each is given as one array for each sample."""
+    rows = zip(*columns.values(), strict=True)
+    return [
+        changed(sample, columns={**sample.columns, **dict(zip(columns, row, strict=True))})
+        for sample, row in zip(samples, rows, strict=True)
+    ]
+
+
+def shard_sample(sample: Sample, *, routed: bool = False) -> Sample:
+    """Return the part of a sample that a forward pass reads: tokens, prompt length and, if `routed`, routes."""
+    return Sample(sample.tokens, sample.prompt_length, {}, sample.routes if routed else None)
+
+
+def one_a_run(samples: Sequence[Sample], *, returns: bool = False) -> list[Sample]:
+    """Return the first sample of each run with the mean reward of the run's samples.
+
+    With `returns`, a run whose steps all have a state has the sum of their rewards: then each step has a reward of its
+    own, and not a copy of the run's.
+    """
+    steps: dict[tuple[str, int], list[Sample]] = {}
+    for number, sample in enumerate(samples):
+        run = -1 - number if sample.run is None else sample.run
+        steps.setdefault((sample.group_id, run), []).append(sample)
+    if len(steps) == len(samples):
+        return list(samples)
+    found = []
+    for run_steps in steps.values():
+        rewards = [step.reward for step in run_steps if step.reward is not None]
+        count = 1 if returns and all(step.state is not None for step in run_steps) else len(rewards)
+        found.append(changed(run_steps[0], reward=sum(rewards) / count if rewards else None))
+    return found
+
+
+def present(array: np.ndarray | None) -> np.ndarray:
+    """Return an optional array that an earlier stage has filled."""
+    assert array is not None
+    return array

@@ -1,7 +1,7 @@
-"""Buckets of named tensors in anonymous shared memory, and fingerprints by which a reader checks that they arrived.
+"""Buckets of named tensors in anonymous shared memory, with fingerprints that a reader verifies.
 
-The writer puts a bucket into a memfd, which has no name in any file system: the memory is freed when its last user
-ends, by whatever signal. Readers on the same machine map it through `/proc/<pid>/fd/<fd>`.
+The writer puts a bucket into a memfd, which has no name in any file system: the kernel frees the memory when its last
+user ends, by any signal. Readers on the same machine map it through `/proc/<pid>/fd/<fd>`.
 """
 
 import mmap
@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-BUCKET_BYTES = 64 * 2**20  # of a model on its way
+BUCKET_BYTES = 64 * 2**20
 ALIGNMENT = 64  # bytes; a cache line, and more than any dtype needs
 SAMPLED_ROWS = 4  # rows of a matrix that enter its fingerprint
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# where a bucket is (`path`, `size`), and of each of its `tensors` name, dtype, shape, offset and fingerprint; of
-# builtins only, for it travels as a message
+# place of a bucket (`path`, `size`), and name, dtype, shape, offset and fingerprint of each of its `tensors`;
+# builtins only, as it is sent as a message
 Description = dict[str, Any]
 
 
@@ -44,9 +44,9 @@ def row_checksums(tensor: torch.Tensor, rows: list[int]) -> list[int]:
 
 
 def fingerprint(tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, list[int]]:
-    """Return checksums as sent and, in another dtype, as the model will hold it: dtype name -> CRC-32 of each row read.
+    """Return checksums in the tensor's dtype and in the model's: dtype name -> CRC-32 of each sampled row.
 
-    A vector is one row. To be cheap, at most `SAMPLED_ROWS` rows of a matrix are read.
+    A vector is one row. At most `SAMPLED_ROWS` rows of a matrix are read, to be cheap.
     """
     rows = tensor.detach().reshape(1, -1) if tensor.ndim == 1 else tensor.detach()
     picked = rows[sampled_rows(rows.shape[0])]
@@ -55,7 +55,7 @@ def fingerprint(tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, lis
 
 
 def entry_of(name: str, tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, Any]:
-    """Return what a reader is told of a tensor, wherever it lies; ValueError for one that weights cannot be."""
+    """Return the description of a tensor for readers, without its place; ValueError for a tensor that is no weight."""
     if tensor.numel() == 0 or tensor.ndim == 0:
         raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}: expected at least one dimension, none 0")
     shape, dtype = list(tensor.shape), dtype_name(tensor.dtype)
@@ -63,9 +63,9 @@ def entry_of(name: str, tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[
 
 
 class BucketMemory:
-    """Memory for one bucket after another. It grows to the largest; pages are taken as they are first written.
+    """Memory for successive buckets. It grows to the size of the largest.
 
-    A reader has to be done with a bucket, or to have copied what it still needs, before the next one is written.
+    A reader must have finished with a bucket, or copied from it, before the next one is written.
     """
 
     def __init__(self) -> None:
@@ -75,15 +75,15 @@ class BucketMemory:
         self.size = 0  # bytes of the bucket
 
     def clear(self) -> None:
-        """Begin another bucket."""
+        """Start an empty bucket."""
         self._entries, self.size = [], 0
 
     def has_room(self, tensor: torch.Tensor, limit: int) -> bool:
-        """Whether a bucket of at most `limit` bytes holds `tensor` as well; an empty bucket takes any."""
+        """Whether `tensor` fits into the bucket within `limit` bytes; an empty bucket takes any tensor."""
         return not self._entries or self.size + tensor.nbytes <= limit
 
     def add(self, name: str, tensor: torch.Tensor, model_dtype: torch.dtype) -> None:
-        """Copy a tensor (fp32, bf16 or fp16; any device) into the bucket: from where it is, in one copy."""
+        """Copy a tensor (fp32, bf16 or fp16; any device) into the bucket, in one copy."""
         entry = entry_of(name, tensor, model_dtype)
         end = self.size + tensor.nbytes
         if end > self._memory.numel():
@@ -93,7 +93,7 @@ class BucketMemory:
         self.size = -(-end // ALIGNMENT) * ALIGNMENT
 
     def fill(self, content: np.ndarray, description: Description) -> None:
-        """Take over a bucket that another `BucketMemory` describes; `content` is its bytes, uint8 [size]."""
+        """Copy in a bucket that another `BucketMemory` describes; `content` has its bytes, uint8 [size]."""
         if len(content) > self._memory.numel():
             self._grow(len(content))
         self._memory.numpy()[: len(content)] = content
@@ -104,13 +104,13 @@ class BucketMemory:
         return self._memory.numpy()[: self.size]
 
     def describe(self) -> Description:
-        """Return what `map_bucket` takes; ValueError of an empty bucket."""
+        """Return the arguments of `map_bucket`; ValueError if the bucket is empty."""
         if not self._entries:
             raise ValueError("an empty weight bucket: every bucket of an update must hold at least one tensor")
         return {"path": f"/proc/{os.getpid()}/fd/{self._descriptor}", "size": self.size, "tensors": self._entries}
 
     def close(self) -> None:
-        """Give the memory back; a process that has mapped it keeps it."""
+        """Release the memory; a process that has mapped it keeps its mapping."""
         if self._descriptor >= 0:
             self._memory = torch.empty(0, dtype=torch.uint8)
             os.close(self._descriptor)
@@ -118,7 +118,7 @@ class BucketMemory:
 
     def _grow(self, needed: int) -> None:
         size = -(-max(needed, 2 * self._memory.numel()) // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.ftruncate(self._descriptor, size)  # what is written stays
+        os.ftruncate(self._descriptor, size)  # the content stays
         self._memory = torch.frombuffer(mmap.mmap(self._descriptor, size), dtype=torch.uint8)
 
 
@@ -128,10 +128,10 @@ def bucketed(
     model_dtype: torch.dtype,
     limit: int,
 ) -> Iterator[tuple[BucketMemory, bool]]:
-    """Yield named tensors bucket by bucket, each with whether it is the last; nothing where there are no tensors.
+    """Yield (bucket, is last) until all named tensors are written; nothing if there are no tensors.
 
-    A bucket has at most `limit` bytes, or one tensor. It is written into the next of `memories`, taken in turns, when
-    it is asked for. `model_dtype` is that of the models which will hold the tensors.
+    A bucket has at most `limit` bytes, or one tensor. It is written lazily, into the next of `memories` in turns.
+    `model_dtype` is the dtype of the models that load the tensors.
     """
     turns = cycle(memories)
     memory = None
@@ -150,10 +150,10 @@ def bucketed(
 def map_bucket(
     path: str, size: int, tensors: Iterable[dict[str, Any]]
 ) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
-    """Return a bucket's memory, uint8 [size], and its tensors, without a copy; it lives as long as one of them does.
+    """Return a bucket's memory, uint8 [size], and its tensors, as views that keep the memory alive.
 
-    The mapping is private: writing to a tensor changes no other process's view. FileNotFoundError or
-    PermissionError where the writer is not on this machine, is gone, or belongs to another user.
+    The mapping is private: writing to a tensor changes no other process's view. FileNotFoundError or PermissionError
+    if the writer is on another machine, has ended, or belongs to another user.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

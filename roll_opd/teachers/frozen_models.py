@@ -7,8 +7,8 @@ from typing import Protocol
 
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
-from roll_opd.samples.experience import Experience, changed
-from roll_opd.samples.training import TargetRef
+from roll_opd.samples.sample import Sample, TargetRef, changed, with_columns
+from roll_opd.samples.sample_columns import logprobs_column
 from roll_opd.teachers.scorer import LOGPROBS, Target, TeacherAnswer, TeacherScorer, Wanted
 from roll_opd.teachers.views import TeacherView
 
@@ -21,12 +21,12 @@ class Teacher:
     scorer: TeacherScorer
     view: TeacherView
 
-    def scores(self, sample: Experience) -> bool:
+    def scores(self, sample: Sample) -> bool:
         """Whether the sample's tag is the teacher's, and no workflow has set the teacher's log-probs."""
         return self.plan.accepts(sample.tag) and self.plan.name not in sample.teacher_logprobs
 
     async def score(
-        self, samples: Sequence[Experience], temperature: float, wanted: Wanted = LOGPROBS
+        self, samples: Sequence[Sample], temperature: float, wanted: Wanted = LOGPROBS
     ) -> list[TeacherAnswer]:
         """Return an answer for each sample, over the student's response tokens. Errors as of `TeacherScorer.score`."""
         answers = await self.scorer.score([self.view.reads(sample) for sample in samples], temperature, wanted)
@@ -37,7 +37,7 @@ class TopkSource(Protocol):
     """A model whose most likely tokens the teachers score: the student."""
 
     async def topk_ids(
-        self, samples: Sequence[Experience], temperature: float, objective: ObjectivePlan, /
+        self, samples: Sequence[Sample], temperature: float, objective: ObjectivePlan, /
     ) -> list[TargetRef]:
         """Return references to the most likely tokens at every response token."""
 
@@ -55,7 +55,7 @@ class FrozenModels:
     targets_for: ObjectivePlan | None = None
     student: TopkSource | None = None
 
-    async def compute_logprobs(self, samples: Sequence[Experience], temperature: float) -> list[Experience]:
+    async def compute_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Sample]:
         """Return the samples with the log-probs and targets of all models, which compute concurrently.
 
         RunError for a sample whose tag no teacher accepts, if there are teachers.
@@ -76,11 +76,11 @@ class FrozenModels:
         if unscored:
             raise RunError(f"no teacher scores samples tagged {', '.join(unscored)}: add the tag to a tag_included")
         if self.reference:
-            return [changed(s, ref_logprobs=one.logprobs) for s, one in zip(result, of_reference, strict=True)]
+            return with_columns(result, ref_logprobs=[answer.logprobs for answer in of_reference])
         return result
 
     async def _answers(
-        self, teacher: Teacher, samples: Sequence[Experience], temperature: float, ids: Sequence[TargetRef] | None
+        self, teacher: Teacher, samples: Sequence[Sample], temperature: float, ids: Sequence[TargetRef] | None
     ) -> dict[int, TeacherAnswer]:
         """Return the answers of one teacher by sample number."""
         numbers = [number for number, sample in enumerate(samples) if teacher.scores(sample)]
@@ -90,7 +90,7 @@ class FrozenModels:
         answers = await teacher.score([samples[n] for n in numbers], temperature, wanted)
         return dict(zip(numbers, answers, strict=True))
 
-    async def _reference_logprobs(self, samples: Sequence[Experience], temperature: float) -> list[TeacherAnswer]:
+    async def _reference_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[TeacherAnswer]:
         if self.reference is None:
             return []
         return await self.reference.score([(s.tokens, s.prompt_length) for s in samples], temperature)
@@ -121,12 +121,11 @@ def check_targets(teachers: Sequence[Teacher], objective: ObjectivePlan) -> None
             )
 
 
-def _with_answers(sample: Experience, answers: Mapping[str, TeacherAnswer], names: Sequence[str]) -> Experience:
+def _with_answers(sample: Sample, answers: Mapping[str, TeacherAnswer], names: Sequence[str]) -> Sample:
     """Return the sample with answers by teacher, in the order of `names`: sums over teachers depend on no timing."""
-    logprobs = {**sample.teacher_logprobs, **{name: answer.logprobs for name, answer in answers.items()}}
+    columns = {**sample.columns, **{logprobs_column(name): answer.logprobs for name, answer in answers.items()}}
+    for column in [logprobs_column(name) for name in names]:
+        if column in columns:
+            columns[column] = columns.pop(column)
     targets = {**sample.teacher_targets, **{name: a.targets for name, a in answers.items() if a.targets}}
-    return changed(
-        sample,
-        teacher_logprobs={name: logprobs[name] for name in names if name in logprobs},
-        teacher_targets={name: targets[name] for name in names if name in targets},
-    )
+    return changed(sample, columns=columns, teacher_targets={name: targets[name] for name in names if name in targets})

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.base.failures import RunError
-from roll_opd.cluster.group import FrozenGroup, Reference, Text, WorkerGroup, gathered, gathered_and_held
+from roll_opd.cluster.group import FrozenGroup, Reference, WorkerGroup, gathered, gathered_and_held
 from roll_opd.cluster.worker_progress import Writing
 from roll_opd.config.plan import FollowingPlan
+from roll_opd.samples.sample import Sample
 from roll_opd.teachers.scorer import EVERY_TARGET, LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
 
 
@@ -30,17 +31,17 @@ class MegatronScorer:
     ) -> list[TeacherAnswer]:
         """Do what `TeacherScorer.score` does, in one forward pass over all sequences."""
         self._check_tokens(sequences)
-        texts: list[Text] = [(tokens, prompt_length, None) for tokens, prompt_length in sequences]
+        samples = [Sample(tokens, prompt_length) for tokens, prompt_length in sequences]
         if wanted.target is None:
-            logprobs = await gathered(self.group, "compute_logprobs", texts, temperature)
+            logprobs = await gathered(self.group, "compute_logprobs", samples, temperature)
             return [TeacherAnswer(one) for one in logprobs]
         options: dict[str, Any] = {"topk": wanted.topk, "hidden": wanted.hidden, "plain": wanted.plain}
         options = {"vocab_size": wanted.vocab_size, **{name: value for name, value in options.items() if value}}
         if wanted.fetched:
-            arrays = await gathered(self.group, "compute_targets", texts, temperature, **options)
+            arrays = await gathered(self.group, "compute_targets", samples, temperature, **options)
             return [TeacherAnswer(found["logprobs"], arrays=found) for found in arrays]
         held = [{"ids": ids} for ids in wanted.ids]
-        kept = await gathered_and_held(self.group, texts, temperature, held, **options)
+        kept = await gathered_and_held(self.group, samples, temperature, held, **options)
         return [TeacherAnswer(*one) for one in kept]
 
     async def output_head(self) -> list[Reference]:

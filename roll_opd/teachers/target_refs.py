@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from roll_opd.samples.buffer_pickle import Compact
-from roll_opd.samples.experience import Experience
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.training import TargetRef
+from roll_opd.samples.sample import Sample, TargetRef
+from roll_opd.samples.transport import Compact
 
 BUNDLE_BYTES = 2**20  # targets of small samples share an object, since each object costs time
 
@@ -69,7 +67,7 @@ def _zeros(length: int, like: np.ndarray) -> np.ndarray:
     return np.broadcast_to(np.zeros((), like.dtype), (length, *like.shape[1:]))
 
 
-def release(experiences: Iterable[Experience]) -> None:
+def release(experiences: Iterable[Sample]) -> None:
     """Release the teacher targets of samples."""
     for experience in experiences:
         for held in experience.teacher_targets.values():

@@ -19,7 +19,7 @@ from roll_opd.models.model_files import read_json
 from roll_opd.models.model_info import ModelInfo, read_model
 from roll_opd.models.tokenizer_files import added_ids, compare_tokenizers
 from roll_opd.models.weight_files import WINDOW_LAYERS, lost_layer_hints
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample, changed
 from roll_opd.teachers.frozen_models import Teacher
 from roll_opd.teachers.megatron_teacher import MegatronScorer
 from roll_opd.teachers.scorer import TeacherAnswer, Wanted
@@ -44,7 +44,7 @@ class TeacherPreflight:
         student: FrozenGroup,
         teachers: Sequence[Teacher],
         report: Callable[[str, Sequence[Check]], None],
-        demonstrations: Sequence[Experience] = (),
+        demonstrations: Sequence[Sample] = (),
     ) -> None:
         """Args:
         mode: `teacher_preflight` of the run.
@@ -55,7 +55,7 @@ class TeacherPreflight:
         self._demonstrations = demonstrations
         self._left = list(teachers) if mode is not False else []
 
-    async def check(self, experiences: Sequence[Experience], temperature: float) -> None:
+    async def check(self, experiences: Sequence[Sample], temperature: float) -> None:
         """Check and report every teacher that has scored some of `experiences` and was not checked before.
 
         RunError if one fails, unless the mode is `warn`.
@@ -75,7 +75,7 @@ class TeacherPreflight:
                     f" {failed.meaning}. Set teacher_preflight: warn to go on all the same"
                 )
 
-    async def _check(self, teacher: Teacher, chosen: Sequence[Experience], temperature: float) -> list[Check]:
+    async def _check(self, teacher: Teacher, chosen: Sequence[Sample], temperature: float) -> list[Check]:
         own = Path(self._student.plan.model.path)
         models = [read_model(path) for path in (own, *([Path(teacher.plan.model.path)] if teacher.plan.model else []))]
         shared = min(model.vocab for model in models)
@@ -118,12 +118,12 @@ class TeacherPreflight:
         return rows if len(models) == 1 else [_size_of(*models), *rows, *_tokens(*models)]
 
 
-def _chosen(experiences: Sequence[Experience]) -> list[Experience]:
+def _chosen(experiences: Sequence[Sample]) -> list[Sample]:
     """Return some samples, spread over the step; more if their turns are short."""
     cut = [_cut(experience) for experience in experiences]
     written = [experience for experience in cut if experience.action_tokens]
     stride = max(1, -(-len(written) // PREFLIGHT_SAMPLES))
-    chosen: list[Experience] = []
+    chosen: list[Sample] = []
     tokens = actions = 0
     for experience in (one for first in range(stride) for one in written[first::stride]):
         enough = actions >= ENOUGH
@@ -136,15 +136,15 @@ def _chosen(experiences: Sequence[Experience]) -> list[Experience]:
     return chosen
 
 
-def _cut(experience: Experience) -> Experience:
+def _cut(experience: Sample) -> Sample:
     """Return a sample truncated after the first `RESPONSE_TOKENS` action tokens of its response."""
     actions = np.flatnonzero(experience.action_mask[:ALL_TOKENS])[:RESPONSE_TOKENS]
     length = int(actions[-1]) + 1 if len(actions) else 0
     is_whole = len(actions) == experience.action_tokens
-    return replace(
+    return changed(
         experience,
         tokens=experience.tokens[: experience.prompt_length + length],
-        action_mask=experience.action_mask[:length],
+        columns={name: values[:length] for name, values in experience.columns.items()},
         finish_reason=experience.finish_reason if is_whole else "length",
     )
 
@@ -163,7 +163,7 @@ def _sorted(answer: TeacherAnswer) -> np.ndarray:
     return np.column_stack([answer.logprobs, _column([answer], "topk_logprobs")])
 
 
-def _answers(chosen: Sequence[Experience], model: Path) -> list[Experience]:
+def _answers(chosen: Sequence[Sample], model: Path) -> list[Sample]:
     """Return the prompts of samples with the answers in their rows; empty without such answers."""
     texts = {}
     for number, experience in enumerate(chosen):
@@ -174,22 +174,22 @@ def _answers(chosen: Sequence[Experience], model: Path) -> list[Experience]:
         return []
     encoded = token_ids(load_tokenizer(str(model)), list(texts.values()), [False] * len(texts))
     return [
-        replace(
+        changed(
             chosen[number],
             tokens=np.concatenate([chosen[number].prompt_tokens, np.array(ids[:RESPONSE_TOKENS], np.int64)]),
-            action_mask=np.ones(len(ids[:RESPONSE_TOKENS]), dtype=bool),
+            columns={"action_mask": np.ones(len(ids[:RESPONSE_TOKENS]), dtype=bool)},
             demonstration=True,
         )
         for number, ids in zip(texts, encoded, strict=True)
     ]
 
 
-def _scored_from(first: int | None, text: Experience) -> Experience:
+def _scored_from(first: int | None, text: Sample) -> Sample:
     """Return `text` with its tokens scored from number `first` on; None: its response tokens."""
-    return text if first is None else replace(text, prompt_length=first)
+    return text if first is None else changed(text, prompt_length=first)
 
 
-def _preference(samples: Sequence[Experience], teacher: str) -> list[Check]:
+def _preference(samples: Sequence[Sample], teacher: str) -> list[Check]:
     """Compare the teacher's preference with the rewards of those samples of the step that have one already."""
     rewarded = [
         e
@@ -218,16 +218,16 @@ def _counted(parameters: int) -> str:
     return f"{parameters / 1e9:.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
 
 
-def _in_run(text: Experience, teacher: str, first: int | None) -> np.ndarray:
+def _in_run(text: Sample, teacher: str, first: int | None) -> np.ndarray:
     """Return the log-probs that the update reads, for every scored token; NaN in prompts and in answers of rows."""
     start = _scored_from(first, text).prompt_length
     found = np.full(len(text.tokens) - start, np.nan, np.float32)
     if not text.demonstration:
-        found[text.prompt_length - start :] = text.teacher_logprobs[teacher][: text.response_length]
+        found[text.prompt_length - start :] = text.teacher_logprobs[teacher]
     return found
 
 
-def _observed(texts: Sequence[Experience], first: int | None) -> np.ndarray:
+def _observed(texts: Sequence[Sample], first: int | None) -> np.ndarray:
     """Return which scored tokens are observed: written by an environment, a tool or a user. bool [N]."""
     places = [np.arange(_scored_from(first, e).prompt_length, len(e.tokens)) - e.prompt_length for e in texts]
     return np.concatenate(
@@ -235,7 +235,7 @@ def _observed(texts: Sequence[Experience], first: int | None) -> np.ndarray:
     )
 
 
-def _kinds(texts: Sequence[Experience], special: frozenset[int], first: int | None) -> dict[str, np.ndarray]:
+def _kinds(texts: Sequence[Sample], special: frozenset[int], first: int | None) -> dict[str, np.ndarray]:
     """Return for every scored token whether it was sampled, is of a prompt or of a row's answer, or ended a sample."""
     places = [np.arange(_scored_from(first, e).prompt_length, len(e.tokens)) for e in texts]
     of_row = np.concatenate([np.full(len(place), e.demonstration) for e, place in zip(texts, places, strict=True)])

@@ -9,17 +9,17 @@ from typing import Protocol
 import numpy as np
 
 from roll_opd.base.failures import RunError
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
 from roll_opd.teachers.scorer import TeacherAnswer, TokenSequence
 
 
 class TeacherView(Protocol):
     """The two directions between a sample and a teacher."""
 
-    def reads(self, sample: Experience) -> TokenSequence:
+    def reads(self, sample: Sample) -> TokenSequence:
         """Return the tokens that the teacher scores in place of the sample's."""
 
-    def back(self, sample: Experience, answer: TeacherAnswer) -> TeacherAnswer:
+    def back(self, sample: Sample, answer: TeacherAnswer) -> TeacherAnswer:
         """Return the answer to `reads(sample)` with an entry for each response token of the student, [T-P]."""
 
 
@@ -32,14 +32,14 @@ class SameTokens:
 
     teacher: str
 
-    def reads(self, sample: Experience) -> TokenSequence:
+    def reads(self, sample: Sample) -> TokenSequence:
         """Return prompt and response tokens, and the length of that prompt."""
         prompt = sample.teacher_prompts.get(self.teacher)
         if prompt is None:
             return sample.tokens, sample.prompt_length
         return np.concatenate([prompt, sample.response_tokens]), len(prompt)
 
-    def back(self, sample: Experience, answer: TeacherAnswer) -> TeacherAnswer:
+    def back(self, sample: Sample, answer: TeacherAnswer) -> TeacherAnswer:
         """Return `answer`. RunError if it has not one log-prob for each response token."""
         if answer.logprobs.shape != (sample.response_length,):
             raise RunError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roll_opd.samples.experience import Experience, one_a_run
+from roll_opd.samples.sample import Sample, one_a_run
 
 PERCENTS = {"p50": 50, "p95": 95}
 REDUCTIONS: dict[str, Callable[[np.ndarray], float]] = {
@@ -82,7 +82,7 @@ class _Scored:
     action_mask: np.ndarray
 
 
-def opd_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
+def opd_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
     """Return the metrics of a step's samples: distillation, external reward, lengths and train/inference mismatch.
 
     The student's log-probs are `old_logprobs`, or `rollout_logprobs` if they were not recomputed. Every (sample,
@@ -97,7 +97,7 @@ def opd_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     return metrics
 
 
-def _scored(experience: Experience) -> Iterable[_Scored]:
+def _scored(experience: Sample) -> Iterable[_Scored]:
     student = experience.old_logprobs if experience.old_logprobs is not None else experience.rollout_logprobs
     for teacher, logprobs in experience.teacher_logprobs.items():
         yield _Scored(
@@ -117,7 +117,7 @@ def _action_values(logprobs: Sequence[np.ndarray], masks: Sequence[np.ndarray]) 
     return (joined if mask.all() else joined[mask]).astype(np.float64)
 
 
-def _checked(experience: Experience, logprobs: np.ndarray | None, whose: str) -> np.ndarray:
+def _checked(experience: Sample, logprobs: np.ndarray | None, whose: str) -> np.ndarray:
     """Return the log-probs [T-P]; raise `ValueError` if they are missing or differ in length from the response."""
     if logprobs is None:
         raise ValueError(f"sample {experience.id}: no log-probs of the {whose}")
@@ -175,7 +175,7 @@ def _groups(prefix: str, names: Sequence[str], reverse_kl: np.ndarray, masks: Se
     return metrics
 
 
-def _rewards(experiences: Sequence[Experience]) -> dict[str, float]:
+def _rewards(experiences: Sequence[Sample]) -> dict[str, float]:
     by_prompt = _by_prompt(one_a_run(experiences))
     rewards = [reward for group in by_prompt.values() for reward in group]
     found = statistics("critic/score", rewards, ("mean", "max", "min"))
@@ -186,7 +186,7 @@ def _rewards(experiences: Sequence[Experience]) -> dict[str, float]:
     return found
 
 
-def _by_prompt(experiences: Iterable[Experience]) -> dict[str, list[float]]:
+def _by_prompt(experiences: Iterable[Sample]) -> dict[str, list[float]]:
     """Return the rewards of each prompt's samples, without samples that lack a reward."""
     found: dict[str, list[float]] = {}
     for experience in experiences:
@@ -206,7 +206,7 @@ def mean_stderr(groups: Sequence[Sequence[float]]) -> float:
     return float(np.sqrt((residuals**2).sum() * len(groups) / (len(groups) - 1)) / counts.sum())
 
 
-def _lengths(experiences: Sequence[Experience]) -> dict[str, float]:
+def _lengths(experiences: Sequence[Sample]) -> dict[str, float]:
     if not experiences:
         return {}
     kinds = ("mean", "max", "min")
@@ -221,7 +221,7 @@ def _lengths(experiences: Sequence[Experience]) -> dict[str, float]:
     }
 
 
-def _mismatch(experiences: Sequence[Experience]) -> dict[str, float]:
+def _mismatch(experiences: Sequence[Sample]) -> dict[str, float]:
     """Return the log-prob gap between inference and training engine, for the same weights and tokens."""
     both = [item for item in experiences if item.old_logprobs is not None]
     masks = [item.action_mask for item in both]
@@ -230,7 +230,7 @@ def _mismatch(experiences: Sequence[Experience]) -> dict[str, float]:
     return statistics("rollout/train_logprob_gap", np.abs(gaps, out=gaps), ("mean", "max"))
 
 
-def validation_metrics(experiences: Sequence[Experience], samples: int) -> dict[str, float]:
+def validation_metrics(experiences: Sequence[Sample], samples: int) -> dict[str, float]:
     """Return validation metrics from `samples` (k) answers to each held-out prompt, over all prompts and by tag.
 
     Samples of a prompt share a `group_id`; samples without a reward do not count. A run of several steps is one sample:

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from roll_opd.samples.experience import Experience, one_a_run
+from roll_opd.samples.sample import Sample, one_a_run
 from roll_opd.tracking.metrics import statistics
 
 MAX_REASONS, OTHERS = 20, "other"  # reasons with a separate metric; the name for the sum of the others
 MAX_REASON_LENGTH = 40  # characters of a reason in a metric's name
 
 
-def reward_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
+def reward_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
     """Return the metrics `reward/<domain>/...` of all samples with a reward domain; empty without one."""
     domains = dict.fromkeys(experience.domain for experience in experiences if experience.domain)
     found: dict[str, float] = {}
@@ -58,7 +58,7 @@ def _most_common(counts: Counter[str]) -> dict[str, int]:
     return common | ({OTHERS: others + common.get(OTHERS, 0)} if others else {})
 
 
-def _domain_metrics(domain: str, experiences: Sequence[Experience]) -> dict[str, float]:
+def _domain_metrics(domain: str, experiences: Sequence[Sample]) -> dict[str, float]:
     runs = [experience for experience in one_a_run(experiences) if experience.reward is not None]
     rewards = [e.reward for e in runs if e.reward is not None]
     groups: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""`Experience` of workflows (mutable, tensors), and its validated conversion to the pipeline's experience.
+"""`Experience` of workflows (mutable, tensors, in Trinity-RFT's form), and its validated conversion to a `Sample`.
 
 Legend: T tokens in all, P prompt tokens.
 """
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from roll_opd.data.prompt_source import Prompt
-from roll_opd.samples.experience import Experience as Trained
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns, teacher_columns
 from roll_opd.samples.versions import Versions
 
 
@@ -197,8 +198,8 @@ def by_run(made: Sequence[Any], runs: Sequence[int]) -> dict[int, list[tuple[int
 
 def trained(
     made: Experience, limits: TokenLimits, prompt: Prompt, draw: int, run: int, place: int, step: int | None = None
-) -> Trained:
-    """Validate an experience of a run and return it as the pipeline's, number `place` of the run, step `step`.
+) -> Sample:
+    """Validate an experience of a run and return it as a `Sample`, number `place` of the run, step `step`.
 
     The row's ground truth and other columns are omitted; the receiver has them.
 
@@ -239,23 +240,23 @@ def trained(
     turn_rewards = tuple(float(one) for one in info.get(TURN_REWARDS, ()))
     suffix = f".{place}" if place else ""
     group = _group(prompt, draw, made.eid.task)
-    return Trained(
+    columns = as_columns(action_mask=mask, rollout_logprobs=None if logprobs is None else logprobs.astype(np.float32))
+    if teacher is not None:
+        columns |= teacher_columns({TEACHER: teacher.astype(np.float32)})
+    return Sample(
+        tokens.astype(np.int64),
+        made.prompt_length,
+        columns,
         id=f"{group}/{run}{suffix}",
         group_id=group,
         run=run,
         step=place if step is None else int(step),
         state=state,
         tag=prompt.tag,
-        domain="",
-        tokens=tokens.astype(np.int64),
-        prompt_length=made.prompt_length,
-        action_mask=mask,
-        rollout_logprobs=None if logprobs is None else logprobs.astype(np.float32),
         finish_reason=made.finish_reason,
         versions=_versions(made.versions, length),
         reward=reward,
         turn_rewards=turn_rewards,
-        teacher_logprobs={} if teacher is None else {TEACHER: teacher.astype(np.float32)},
         metrics=_numbers(metrics),
     )
 

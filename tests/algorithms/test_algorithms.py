@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from roll_opd.algorithms.aggregation import MODES, token_weights
-from roll_opd.algorithms.opd import opd_penalty
 from roll_opd.algorithms.returns import discounted_to_go
+from roll_opd.objective.loss import opd_penalty
 
 
 def random(seed: int, *shape: int, scale: float = 1.0) -> torch.Tensor:

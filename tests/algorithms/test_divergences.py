@@ -8,7 +8,7 @@ import torch
 from roll_opd.algorithms.divergences import DIVERGENCES, ENTROPY, divergence, topk_divergence
 from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.algorithms.losses.ratio import importance_sampling
-from roll_opd.algorithms.opd import opd_penalty
+from roll_opd.objective.loss import opd_penalty
 
 CASES = [
     ("reverse_kl", {}),

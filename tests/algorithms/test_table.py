@@ -2,9 +2,8 @@
 
 import pytest
 
-from roll_opd.algorithms.combinations import check_combination
 from roll_opd.algorithms.registry import POLICY_LOSSES
-from roll_opd.algorithms.table import ALGORITHMS, merged_arguments
+from roll_opd.algorithms.table import ALGORITHMS, check_combination, merged_arguments
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

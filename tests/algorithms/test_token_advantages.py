@@ -13,8 +13,9 @@ from roll_opd.base.failures import RunError
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.objective.advantages import external_advantages
-from roll_opd.objective.audit import advantage_metrics, advantages, token_level_rewards
-from roll_opd.samples.experience import Experience
+from roll_opd.objective.audit import advantage_metrics, audited
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns, teacher_columns
 
 GROUPS = ["a", "a", "b", "c", "c", "c", "a"]  # b stands alone
 
@@ -24,7 +25,7 @@ def teacher(name: str, coefficient: float) -> TeacherPlan:
     return TeacherPlan(name, worker, coefficient)
 
 
-def samples(seed: int) -> list[Experience]:
+def samples(seed: int) -> list[Sample]:
     """With holes in the mask, one without any action, and each scored by one teacher, the other or both."""
     rng = np.random.default_rng(seed)
     made = []
@@ -38,20 +39,22 @@ def samples(seed: int) -> list[Experience]:
             return -rng.exponential(size=length).astype(np.float32)
 
         made.append(
-            Experience(
+            Sample(
                 id=f"{group}/{number}",
                 group_id=group,
                 tag="t",
                 domain="d",
                 tokens=np.arange(3 + length),
                 prompt_length=3,
-                action_mask=mask,
-                rollout_logprobs=logprobs(),
                 finish_reason="stop",
-                old_logprobs=logprobs(),
-                ref_logprobs=logprobs(),
-                teacher_logprobs={name: logprobs() for name in scored},
                 reward=float(rng.normal()),
+                columns=as_columns(
+                    action_mask=mask,
+                    rollout_logprobs=logprobs(),
+                    old_logprobs=logprobs(),
+                    ref_logprobs=logprobs(),
+                    **teacher_columns({name: logprobs() for name in scored}),
+                ),
             )
         )
     return made
@@ -160,7 +163,7 @@ def test_token_advantages_of_a_step_equal_the_loop(objective: ObjectivePlan, whi
         for e, row in zip(made, rows, strict=True)
     ]
 
-    def apart(e: Experience, t: int, k: int) -> int:
+    def apart(e: Sample, t: int, k: int) -> int:
         return int(e.action_mask[t + 1 : k + 1].sum())  # a discount is of one action token
 
     returns = [
@@ -169,8 +172,9 @@ def test_token_advantages_of_a_step_equal_the_loop(objective: ObjectivePlan, whi
     ]
     mean, scale = naive_whiten(returns) if whiten else (0.0, 1.0)
     limit = objective.advantage_clip or math.inf
-    weights = advantages(found, teachers, discount, objective.advantage_clip)
-    every = token_level_rewards(found, teachers, objective)
+    audit = audited(found, teachers, replace(objective, opd_kl_discount=discount))
+    weights = [e.columns["total_advantages"] for e in audit]
+    every = [e.columns["token_level_rewards"] for e in audit]
     for e, row, weight, reward in zip(found, returns, weights, every, strict=True):
         penalty = [
             sum(
@@ -193,7 +197,7 @@ def test_token_advantages_of_a_step_equal_the_loop(objective: ObjectivePlan, whi
             token_rewards[max(t for t, m in enumerate(e.action_mask) if m)] += e.reward
         assert reward == pytest.approx(token_rewards, abs=1e-9)
         assert (e.metrics["advantage_mean"], e.metrics["advantage_scale"]) == pytest.approx((mean, scale))
-    metrics = advantage_metrics(found, teachers, objective)
+    metrics = advantage_metrics(audit, objective)
     sums = [reward.sum() for reward in every]
     assert metrics["critic/rewards/mean"] == pytest.approx(sum(sums) / len(sums))
 
@@ -223,8 +227,9 @@ def test_what_an_advantage_drops_is_as_if_never_sampled() -> None:
 def test_without_an_external_reward_only_the_teacher_speaks() -> None:
     (sample, *_), teachers = samples(5), [teacher("one", 0.5)]
     expected = np.where(sample.action_mask, 0.5 * (sample.teacher_logprobs["one"] - sample.old_logprobs), 0)
-    assert advantages([sample], teachers, 0.0)[0] == pytest.approx(expected, abs=1e-7)
-    assert token_level_rewards([sample], teachers, ObjectivePlan())[0] == pytest.approx(expected, abs=1e-7)
+    (audit,) = audited([sample], teachers, ObjectivePlan())
+    assert audit.columns["total_advantages"] == pytest.approx(expected, abs=1e-7)
+    assert audit.columns["token_level_rewards"] == pytest.approx(expected, abs=1e-7)
 
 
 def test_a_sample_without_a_reward_is_named() -> None:
@@ -242,8 +247,8 @@ def test_token_level_kl_has_the_coefficient_that_it_was_given() -> None:
     for one, same in zip(found, other, strict=True):
         assert one.advantages.tolist() == same.advantages.tolist()
         assert one.metrics == same.metrics and one.metrics["kl_coef"] == 0.05
-    for one, same in zip(*(token_level_rewards(each, [], objective) for each in (found, other)), strict=True):
-        assert one.tolist() == same.tolist()
+    for one, same in zip(*(audited(each, [], objective) for each in (found, other)), strict=True):
+        assert one.columns["token_level_rewards"].tolist() == same.columns["token_level_rewards"].tolist()
     means = []
     for e in made:
         gaps = [
@@ -252,10 +257,12 @@ def test_token_level_kl_has_the_coefficient_that_it_was_given() -> None:
             if e.action_mask[t]
         ]
         means += [sum(gaps) / len(gaps)] if gaps else []
-    metrics = advantage_metrics(found, [], objective)
+    metrics = advantage_metrics(audited(found, [], objective), objective)
     assert metrics["critic/kl_coef"] == 0.05
     assert metrics["critic/reference_kl"] == pytest.approx(sum(means) / len(means), rel=1e-9)
-    assert "critic/kl_coef" not in advantage_metrics(found, [], replace(objective, init_kl_coef=0.0))
+    assert "critic/kl_coef" not in advantage_metrics(
+        audited(found, [], objective), replace(objective, init_kl_coef=0.0)
+    )
 
 
 def test_a_clip_does_not_make_finite_what_is_not() -> None:

@@ -9,8 +9,8 @@ import torch
 
 from roll_opd.algorithms.aggregation import loss_scales, scaled, value_scales
 from roll_opd.config.plan import ObjectivePlan
+from roll_opd.samples.packing import TrainResult
 from roll_opd.samples.sample import Sample
-from roll_opd.samples.training import TrainResult
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class TeacherTargets:
 
     `arrays` holds, for top-k, `topk_ids` int32 [T-P, K], `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the
     log-prob of all other tokens together; for the full vocabulary the final hidden states `hidden` [T-P, F] (see
-    `samples.tensors`), for the teacher's output head on the student's ranks.
+    `samples.transport`), for the teacher's output head on the student's ranks.
     """
 
     coefficient: float  # opd_kl_coef
@@ -34,7 +34,7 @@ class TrainSample:
     prompt_length: int
     action_mask: np.ndarray  # bool, tokens to learn from
     advantages: np.ndarray  # f32, of the external reward (0 in pure distillation)
-    opd_coefficients: np.ndarray  # f32, see algorithms.opd
+    opd_coefficients: np.ndarray  # f32, see objective.loss
     opd_teacher: np.ndarray  # f32
     old_logprobs: np.ndarray | None  # f32; None: the weights being trained are still those that sampled
     ref_logprobs: np.ndarray | None = None  # f32, of the frozen reference policy; None: there is no KL loss

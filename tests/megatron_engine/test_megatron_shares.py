@@ -6,10 +6,9 @@ import pytest
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.objective.columns import loss_columns
-from roll_opd.samples.dp_shards import Packing, shard_batch
-from roll_opd.samples.experience import Experience, changed
-from roll_opd.samples.sample import Sample
-from roll_opd.samples.training import TargetRef
+from roll_opd.samples.packing import Packing, shard_batch
+from roll_opd.samples.sample import Sample, TargetRef, changed
+from roll_opd.samples.sample_columns import as_columns, teacher_columns
 from roll_opd.teachers.target_refs import opened, with_targets
 
 WORKER = MegatronPlan("", ModelPlan(""), (0,), Layout(), MicroBatchLimits())
@@ -21,7 +20,7 @@ OBJECTIVES = [
 ]
 
 
-def experience(rng: np.random.Generator, number: int, *, taught: bool) -> tuple[Experience, dict[str, dict]]:
+def experience(rng: np.random.Generator, number: int, *, taught: bool) -> tuple[Sample, dict[str, dict]]:
     """One sample of any kind that a batch may hold, and its teachers' targets."""
     length, prompt = int(rng.integers(0, 30)), int(rng.integers(1, 9))
     demonstration = bool(rng.random() < 0.2)
@@ -30,23 +29,23 @@ def experience(rng: np.random.Generator, number: int, *, taught: bool) -> tuple[
     def numbers() -> np.ndarray:
         return -rng.random(length, dtype=np.float32)
 
-    made = Experience(
+    made = Sample(
         id=str(number),
         group_id=str(number // 4),
-        tag="",
-        domain="",
         tokens=rng.integers(0, 100, prompt + length),
         prompt_length=prompt,
-        action_mask=rng.random(length) < 0.8,
-        rollout_logprobs=None if demonstration else numbers(),
         finish_reason="stop",
         demonstration=demonstration,
-        old_logprobs=None if demonstration else numbers(),
-        teacher_logprobs={name: numbers() for name in names},
         reward=None if demonstration else 1.0,
-        advantages=None if demonstration else rng.random(length),
-        loss_mask=rng.random(length) < 0.7 if rng.random() < 0.5 else None,
         extra=FrozenDict({"difficulty": float(rng.random()), "test_cases": "x" * 100}),
+        columns=as_columns(
+            action_mask=rng.random(length) < 0.8,
+            rollout_logprobs=None if demonstration else numbers(),
+            old_logprobs=None if demonstration else numbers(),
+            advantages=None if demonstration else rng.random(length),
+            loss_mask=rng.random(length) < 0.7 if rng.random() < 0.5 else None,
+            **teacher_columns({name: numbers() for name in names}),
+        ),
     )
     targets = {
         name: {"topk_ids": rng.integers(0, 9, (length, 3)).astype(np.int32), "topk_rest": numbers()}
@@ -71,8 +70,7 @@ def test_columns_of_a_share_are_those_of_the_batch(
 
     packing, limits = Packing(ranks, equal=True), MicroBatchLimits(tokens=60)
     assignment = packing.assign([(one.tokens, one.prompt_length) for one in batch], limits)
-    layouts = [tuple(one.teacher_targets) for one in batch]
-    pieces = shard_batch(samples, assignment, layouts, Sample.empty, held=held if taught else ())
+    pieces = shard_batch(samples, assignment, held if taught else ())
     bundles = [list(own.values()) for own in targets]
     monkeypatch.setattr("ray.get", lambda references: [bundles[reference] for reference in references])
     seen: list[int] = []

@@ -63,8 +63,8 @@ WRONG_FORMULAS = (
     ),
     WrongFormula(
         "distillation without the teacher's coefficient",
-        "mask * (shares[name] if name in e.teacher_targets else np.float32(0))",
-        "mask * np.float32(name in e.teacher_targets)",
+        "mask * (shares[name] if name in sample.teacher_targets else np.float32(0))",
+        "mask * np.float32(name in sample.teacher_targets)",
         ("test_columns.py",),
     ),
     # the teachers' part of the advantage

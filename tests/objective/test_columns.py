@@ -5,33 +5,33 @@ import pytest
 
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.objective.columns import loss_columns
-from roll_opd.samples.experience import Experience
-from roll_opd.samples.training import TargetRef
+from roll_opd.samples.sample import Sample, TargetRef
+from roll_opd.samples.sample_columns import as_columns, teacher_columns
 
 WORKER = MegatronPlan("", ModelPlan(""), (0,), Layout(), MicroBatchLimits())
 COEFFICIENTS = {"a": 0.7, "b": 1.5}
 TEACHERS = [TeacherPlan(name, WORKER, coefficient) for name, coefficient in COEFFICIENTS.items()]
 
 
-def experiences(*, targets: bool) -> list[Experience]:
+def experiences(*, targets: bool) -> list[Sample]:
     """Return samples of no teacher, of one and of both, with observed and filtered tokens."""
     rng, made = np.random.default_rng(0), []
     for number, names in enumerate(((), ("a",), ("b",), ("a", "b"))):
         length = 6 + number
         made.append(
-            Experience(
+            Sample(
                 id=str(number),
                 group_id="g",
-                tag="",
-                domain="",
                 tokens=rng.integers(0, 9, 3 + length),
                 prompt_length=3,
-                action_mask=rng.random(length) < 0.8,
-                loss_mask=rng.random(length) < 0.7,
-                rollout_logprobs=None,
                 finish_reason="stop",
-                teacher_logprobs={name: -rng.random(length, np.float32) for name in names},
                 teacher_targets={name: TargetRef(None, 0, {}) for name in names} if targets else {},
+                columns=as_columns(
+                    action_mask=rng.random(length) < 0.8,
+                    loss_mask=rng.random(length) < 0.7,
+                    rollout_logprobs=None,
+                    **teacher_columns({name: -rng.random(length, np.float32) for name in names}),
+                ),
             )
         )
     return made
@@ -66,6 +66,6 @@ def test_weights_sum_to_one_over_learned_tokens() -> None:
 
 def test_samples_that_differ_in_what_the_loss_reads_are_refused() -> None:
     made = experiences(targets=False)
-    object.__setattr__(made[1], "old_logprobs", np.zeros(made[1].response_length, np.float32))
+    made[1] = made[1].with_columns(old_logprobs=np.zeros(made[1].response_length, np.float32))
     with pytest.raises(ValueError, match="3 of 4 samples of an update have no old_logprobs"):
         loss_columns(made, TEACHERS, ObjectivePlan())

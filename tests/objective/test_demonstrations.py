@@ -8,10 +8,11 @@ import pytest
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.objective.advantages import external_advantages
-from roll_opd.objective.audit import advantages, token_level_rewards
+from roll_opd.objective.audit import audited
 from roll_opd.objective.columns import loss_columns
-from roll_opd.objective.demonstrations import demonstration_experiences, mixed
-from roll_opd.samples.experience import Experience
+from roll_opd.objective.demonstrations import demonstration_samples, mixed
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns, teacher_columns
 
 TEACHER = TeacherPlan("t", MegatronPlan("t", ModelPlan("model"), (0,), Layout(), MicroBatchLimits()), opd_kl_coef=0.7)
 
@@ -23,27 +24,29 @@ def rows(count: int) -> list[Prompt]:
     ]
 
 
-def sample(number: int, reward: float) -> Experience:
+def sample(number: int, reward: float) -> Sample:
     logprobs = -np.linspace(0.1, 1.0, 4, dtype=np.float32)
-    return Experience(
+    return Sample(
         id=f"p{number // 2}#0/{number % 2}",
         group_id=f"p{number // 2}#0",
         tag="t",
         domain="d",
         tokens=np.arange(6),
         prompt_length=2,
-        action_mask=np.ones(4, dtype=bool),
-        rollout_logprobs=logprobs,
         finish_reason="stop",
-        old_logprobs=logprobs,
-        ref_logprobs=logprobs - 0.5,
-        teacher_logprobs={"t": logprobs + 0.25},
         reward=reward,
+        columns=as_columns(
+            action_mask=np.ones(4, dtype=bool),
+            rollout_logprobs=logprobs,
+            old_logprobs=logprobs,
+            ref_logprobs=logprobs - 0.5,
+            **teacher_columns({"t": logprobs + 0.25}),
+        ),
     )
 
 
 def test_rows_become_experiences() -> None:
-    first, second = demonstration_experiences(rows(2), first_draw=7)
+    first, second = demonstration_samples(rows(2), first_draw=7)
     assert (first.id, second.id) == ("r0#demonstration7", "r1#demonstration8")
     assert second.tokens.tolist() == [0, 1, 2, 10, 11, 12, 13]
     assert second.response_tokens.tolist() == [10, 11, 12, 13] and second.action_mask.all()
@@ -58,7 +61,7 @@ def test_rows_become_experiences() -> None:
 @pytest.mark.parametrize(("own", "given", "updates"), [(8, 8, 1), (8, 8, 4), (12, 4, 2), (3, 9, 3)])
 def test_every_update_has_its_share_of_both(own: int, given: int, updates: int) -> None:
     samples = [sample(n, 1.0) for n in range(own)]
-    together = mixed(samples, demonstration_experiences(rows(given), 0), updates)
+    together = mixed(samples, demonstration_samples(rows(given), 0), updates)
     size = (own + given) // updates
     for start in range(0, len(together), size):
         part = together[start : start + size]
@@ -70,14 +73,19 @@ def test_every_update_has_its_share_of_both(own: int, given: int, updates: int) 
 def test_they_carry_no_advantage_and_no_reward() -> None:
     objective = ObjectivePlan(adv_estimator="step_wise_grpo", gamma=1.0, init_kl_coef=0.1, policy_loss="mix")
     own = external_advantages([sample(0, 1.0), sample(1, 0.0), sample(2, 1.0), sample(3, 0.0)], objective)
-    (row,) = demonstration_experiences(rows(1), 0)
-    learned = replace(row, old_logprobs=np.full(3, -0.5, np.float32))  # as after the update
+    (row,) = demonstration_samples(rows(1), 0)
+    learned = row.with_columns(old_logprobs=np.full(3, -0.5, np.float32))  # as after the update
     together = mixed(own, [learned, learned], 2)
     assert [e.demonstration for e in together] == [False, False, True] * 2
-    for found in (token_level_rewards, lambda *given: advantages(*given[:2], 0.5)):
-        values = found(together, [TEACHER], objective)
+    for name in ("token_level_rewards", "total_advantages"):
+
+        def found(samples: list[Sample], name: str = name) -> list[np.ndarray]:
+            audit = audited(samples, [TEACHER], replace(objective, opd_kl_discount=0.5))
+            return [sample.columns[name] for sample in audit]
+
+        values = found(together)
         assert not values[2].any() and not values[5].any()
-        apart = found(own, [TEACHER], objective)
+        apart = found(own)
         for mine, wanted in zip([values[n] for n in (0, 1, 3, 4)], apart, strict=True):
             np.testing.assert_array_equal(mine, wanted)
             assert mine.any()

@@ -1,7 +1,6 @@
 """The mismatch of a step is that of its action tokens, of the samples that the training engine has scored."""
 
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,21 +21,24 @@ from roll_opd.config.plan import (
 )
 from roll_opd.objective.columns import loss_columns
 from roll_opd.objective.mismatch import check_current, corrected, train_infer_metrics
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample, changed
+from roll_opd.samples.sample_columns import as_columns, teacher_columns
 
 
-def experience(rollout: list[float], train: list[float] | None, mask: list[bool]) -> Experience:
-    return Experience(
+def experience(rollout: list[float], train: list[float] | None, mask: list[bool]) -> Sample:
+    return Sample(
         id="a",
         group_id="a",
         tag="t",
         domain="d",
         tokens=np.arange(2 + len(mask)),
         prompt_length=2,
-        action_mask=np.array(mask),
-        rollout_logprobs=np.array(rollout, np.float32),
         finish_reason="stop",
-        old_logprobs=None if train is None else np.array(train, np.float32),
+        columns=as_columns(
+            action_mask=np.array(mask),
+            rollout_logprobs=np.array(rollout, np.float32),
+            old_logprobs=None if train is None else np.array(train, np.float32),
+        ),
     )
 
 
@@ -70,7 +72,7 @@ CORRECTIONS = [
 ]
 
 
-def sampled(seed: int) -> list[Experience]:
+def sampled(seed: int) -> list[Sample]:
     rng = np.random.default_rng(seed)
     made = []
     for length in (5, 9, 1, 7, 3):
@@ -78,11 +80,11 @@ def sampled(seed: int) -> list[Experience]:
         infer = -rng.random(length) * 2
         train = np.minimum(infer + rng.normal(0, 0.4, length), -0.01)
         one = experience(list(infer), list(train), list(mask))
-        made.append(replace(one, teacher_logprobs={"t": (-rng.random(length) * 2).astype(np.float32)}))
+        made.append(one.with_columns(**teacher_columns({"t": (-rng.random(length) * 2).astype(np.float32)})))
     return made
 
 
-def naive_correction(e: Experience, plan: CorrectionPlan) -> tuple[list[bool], list[float]]:
+def naive_correction(e: Sample, plan: CorrectionPlan) -> tuple[list[bool], list[float]]:
     """(kept, weight) of each token, by loops in float64."""
     train, infer = e.old_logprobs.astype(float), e.rollout_logprobs.astype(float)
     actions = [t for t in range(len(train)) if e.action_mask[t]]
@@ -190,20 +192,20 @@ CURRENT, STALE, MIXED = ((4, 2),), ((3, 2),), ((3, 1), (4, 1))
 @pytest.mark.parametrize("old", [[-1.0, -1.0], None], ids=["old log-probs", "none"])
 @pytest.mark.parametrize("versions", [STALE, MIXED, ()], ids=["stale", "mixed", "unknown"])
 def test_samples_of_other_weights_are_refused_without_importance_weights(versions: tuple, old: list | None) -> None:
-    sample = replace(experience([-1, -2], old, [True, True]), versions=versions)
-    current = replace(sample, versions=CURRENT)
-    check_current([current, replace(current, versions=((4, 1), (None, 1)))], version=4, updates=0)
+    sample = changed(experience([-1, -2], old, [True, True]), versions=versions)
+    current = changed(sample, versions=CURRENT)
+    check_current([current, changed(current, versions=((4, 1), (None, 1)))], version=4, updates=0)
     with pytest.raises(RunError, match=r"1 of 2 samples .* student is at version 4.*Set train_infer_correction"):
         check_current([current, sample], version=4, updates=0)
-    not_learned = replace(sample, loss_mask=np.zeros(2, bool))
-    given = replace(sample, demonstration=True, rollout_logprobs=None)
-    weighted = replace(sample, importance_weights=np.ones(2, np.float32))
+    not_learned = sample.with_columns(loss_mask=np.zeros(2, bool))
+    given = changed(sample, demonstration=True).with_columns(rollout_logprobs=None)
+    weighted = sample.with_columns(importance_weights=np.ones(2, np.float32))
     check_current([not_learned, given, weighted], version=4, updates=0)
 
 
 def test_a_second_update_needs_old_logprobs() -> None:
-    first = replace(experience([-1, -2], None, [True, True]), versions=CURRENT)
+    first = changed(experience([-1, -2], None, [True, True]), versions=CURRENT)
     check_current([first], version=4, updates=0)
     with pytest.raises(RunError, match="update 2 of a step have no old log-probs"):
         check_current([first], version=4, updates=1)
-    check_current([replace(first, old_logprobs=np.zeros(2, np.float32))], version=4, updates=1)
+    check_current([first.with_columns(old_logprobs=np.zeros(2, np.float32))], version=4, updates=1)

@@ -5,7 +5,7 @@ import pytest
 
 from roll_opd.config.plan import ObjectivePlan
 from roll_opd.objective.columns import loss_columns
-from roll_opd.samples.experience import changed, supervised_samples
+from roll_opd.objective.demonstrations import supervised_samples
 
 
 @pytest.mark.parametrize("answers", [1, 2], ids=["sft", "dpo"])
@@ -22,7 +22,7 @@ def test_an_answer_is_a_train_sample_without_advantages(answers: int, has_refere
     samples = supervised_samples(rows)
     references = [rng.normal(size=sample.response_length).astype(np.float32) for sample in samples]
     if has_reference:
-        samples = [changed(sample, ref_logprobs=ref) for sample, ref in zip(samples, references, strict=True)]
+        samples = [sample.with_columns(ref_logprobs=ref) for sample, ref in zip(samples, references, strict=True)]
     assert len({sample.id for sample in samples}) == len(samples)
 
     found = loss_columns(samples, (), ObjectivePlan(policy_loss="sft"))

@@ -14,26 +14,26 @@ from roll_opd.config.plan import DataPlan, RewardPlan, RewardTerm
 from roll_opd.data.dataset import open_prompts
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.inference.completion import Completion
-from roll_opd.rollout.workflow import experience_of
-from roll_opd.samples.buffer_pickle import Compact
-from roll_opd.samples.experience import Experience
+from roll_opd.rollout.workflow import sample_of
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns
+from roll_opd.samples.transport import Compact
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
 
 
-def experience(tokens: np.ndarray, prompt_length: int) -> Experience:
+def experience(tokens: np.ndarray, prompt_length: int) -> Sample:
     """A step of one and the same run."""
     length = len(tokens) - prompt_length
-    return Experience(
+    return Sample(
         id="a#0/0",
         group_id="a#0",
         tag="t",
         domain="code",
         tokens=tokens,
         prompt_length=prompt_length,
-        action_mask=np.ones(length, bool),
-        rollout_logprobs=None,
         finish_reason="stop",
+        columns=as_columns(action_mask=np.ones(length, bool)),
     )
 
 
@@ -53,7 +53,7 @@ def size(samples):
 """
 
 
-async def scored(worker: RewardWorker, experiences: list[Experience]) -> dict[int, float]:
+async def scored(worker: RewardWorker, experiences: list[Sample]) -> dict[int, float]:
     """As over Ray."""
     batch = pickle.loads(pickle.dumps(Compact(experiences)))
     answers = [pickle.loads(pickle.dumps(answer)) async for answer in worker.run(batch)]
@@ -84,7 +84,7 @@ def test_a_users_reward_reads_the_prompt_and_the_rows_other_keys(tmp_path: Path,
     def answered(draw: int, sample: int, text: str):
         tokens = np.array(tokenizer(text).input_ids)
         completion = Completion(tokens, np.zeros(len(tokens), np.float32), "stop")
-        return experience_of(prompts.all()[draw], draw, sample, completion)
+        return sample_of(prompts.all()[draw], draw, sample, completion)
 
     answers = [answered(0, 0, "3"), answered(1, 0, "8"), answered(0, 1, "4"), answered(1, 1, "9")]
     assert asyncio.run(scored(worker, answers)) == {0: 3.0, 1: 10.0, 2: 0.0, 3: 0.0}

@@ -17,26 +17,25 @@ from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import RewardTerm
 from roll_opd.roles import reward_pool as module
 from roll_opd.roles.reward_pool import RewardPool, RewardResult
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns
 
 
-def sample(number: int, **extra: str) -> Experience:
-    return Experience(
+def sample(number: int, **extra: str) -> Sample:
+    return Sample(
         id=str(number),
         group_id=f"g{number // 4}",
         tag="t",
-        domain="",
         tokens=np.array([1, 2, 3]),
         prompt_length=1,
-        action_mask=np.ones(2, bool),
-        rollout_logprobs=np.zeros(2, np.float32),
         finish_reason="stop",
         extra=FrozenDict(extra),
+        columns=as_columns(action_mask=np.ones(2, bool), rollout_logprobs=np.zeros(2, np.float32)),
     )
 
 
 def results(
-    loop: asyncio.AbstractEventLoop, pool: RewardPool, samples: Sequence[Experience]
+    loop: asyncio.AbstractEventLoop, pool: RewardPool, samples: Sequence[Sample]
 ) -> list[RewardResult | Exception]:
     async def ask() -> list[RewardResult | Exception]:
         asked = [pool.submit(one) for one in samples]

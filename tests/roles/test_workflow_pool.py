@@ -29,7 +29,7 @@ from roll_opd.config.plan import (
 from roll_opd.data.dataset import Prompt
 from roll_opd.roles.workflow_pool import WorkflowPool, near_engines
 from roll_opd.rollout.workflow import Task
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
 from roll_opd.workflows.plugins import find_workflow, load_plugins
 from roll_opd.workflows.workflow_experience import WorkflowError
 from roll_opd.workflows.workflow_interface import Workflow
@@ -68,7 +68,7 @@ def task(number: int, run: int = 0, runs: int = 1, **row) -> Task:
 
 def run_all(
     loop: asyncio.AbstractEventLoop, pool: WorkflowPool, tasks: Sequence[Task]
-) -> list[Sequence[Experience] | BaseException]:
+) -> list[Sequence[Sample] | BaseException]:
     model = SimpleNamespace(group=0, sampling=SAMPLING)
 
     async def together() -> list:

@@ -22,7 +22,7 @@ from roll_opd.config.plan import (
 from roll_opd.inference.completion import Completion
 from roll_opd.roles.reward_pool import RewardResult
 from roll_opd.rollout.runs import RolloutContext
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
 from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.teachers.scorer import TeacherAnswer, Wanted
 from roll_opd.tracking.clock import PhaseClock
@@ -89,10 +89,10 @@ class Watcher:
     def __init__(self, plan: Any, log: list[str], slowness: int = 1, fails: bool = False) -> None:
         self.plan, self._log, self._slowness, self._fails = plan, log, slowness, fails
 
-    def scores(self, sample: Experience) -> bool:
+    def scores(self, sample: Sample) -> bool:
         return self.plan.accepts(sample.tag)
 
-    async def score(self, experiences: Sequence[Experience], temperature: float, wanted: Wanted) -> list[TeacherAnswer]:
+    async def score(self, experiences: Sequence[Sample], temperature: float, wanted: Wanted) -> list[TeacherAnswer]:
         self._log.append(f"{self.plan} starts")
         for _ in range(self._slowness):
             await asyncio.sleep(0)
@@ -109,11 +109,11 @@ class RewardPool:
     def __init__(self, seed: int = 0) -> None:
         self._rng, self.asked = random.Random(seed), []
 
-    def submit(self, experience: Experience) -> asyncio.Task[RewardResult]:
+    def submit(self, experience: Sample) -> asyncio.Task[RewardResult]:
         self.asked.append(experience.id)
         return asyncio.create_task(self._score(experience, self._rng.randint(0, 9)))
 
-    async def _score(self, experience: Experience, slowness: int) -> RewardResult:
+    async def _score(self, experience: Sample, slowness: int) -> RewardResult:
         for _ in range(slowness):
             await asyncio.sleep(0)
         return RewardResult("math", float(experience.response_tokens.sum() % 2))

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
 from roll_opd.roles.student_role import Student
-from roll_opd.samples.dp_shards import Packing, ShardedBatch
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.packing import Packing, ShardedBatch
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns
 from roll_opd.teachers.frozen_models import Teacher
 from roll_opd.teachers.megatron_teacher import MegatronScorer
 from roll_opd.teachers.teacher_checks import Check
@@ -38,7 +39,7 @@ class Group:
         (shard,) = sharded.shards
         samples: Any = shard.samples
         for number in (number for part in shard.micro_batches for number in part):
-            tokens, prompt, _ = samples._value[number]
+            tokens, prompt = samples._value[number].tokens, samples._value[number].prompt_length
             logits = logits_of(self.model, tokens)[prompt - 1 :]
             scored = (logits / self.change(temperature)).log_softmax(-1)
             values = {"logprobs": scored.gather(1, torch.from_numpy(tokens[prompt:])[:, None])[:, 0]}
@@ -80,7 +81,7 @@ def teacher_with(group: Any, vocab_size: int, plan: TeacherPlan) -> Teacher:
 @torch.no_grad()
 def sampled(
     student: PreTrainedModel, prompts: Sequence[Sequence[int]], temperature: float, longest: int = 40
-) -> list[Experience]:
+) -> list[Sample]:
     """Return one sample of the student a prompt; prompts have one length."""
     torch.manual_seed(0)
     whole = student.generate(
@@ -92,16 +93,14 @@ def sampled(
         ends = np.flatnonzero(row[length:] == student.config.eos_token_id)
         tokens = row[: length + ends[0] + 1] if len(ends) else row
         experiences.append(
-            Experience(
+            Sample(
                 id=str(number),
                 group_id=str(number),
                 tag="math_rule",
-                domain="",
                 tokens=tokens,
                 prompt_length=length,
-                action_mask=np.ones(len(tokens) - length, dtype=bool),
-                rollout_logprobs=None,
                 finish_reason="stop" if len(ends) else "length",
+                columns=as_columns(action_mask=np.ones(len(tokens) - length, dtype=bool)),
             )
         )
     return experiences

@@ -10,15 +10,24 @@ import pytest
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.rollout.validation import first_answers, read_answers
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns
 from roll_opd.teachers.frozen_models import FrozenModels, Teacher
 from roll_opd.teachers.scorer import TeacherAnswer, Wanted
 
 
-def answer(number: int, tag: str = "a", length: int = 3) -> Experience:
+def answer(number: int, tag: str = "a", length: int = 3) -> Sample:
     tokens = np.arange(2 + length)
     logprobs = np.zeros(length, dtype=np.float32)
-    return Experience(f"{number}", f"{number}", tag, "", tokens, 2, np.ones(length, dtype=bool), logprobs, "stop", 0)
+    return Sample(
+        id=f"{number}",
+        group_id=f"{number}",
+        tag=tag,
+        tokens=tokens,
+        prompt_length=2,
+        finish_reason="stop",
+        columns=as_columns(action_mask=np.ones(length, dtype=bool), rollout_logprobs=logprobs),
+    )
 
 
 @dataclass
@@ -39,10 +48,10 @@ class Reader:
     def accepts(self, tag: str) -> bool:
         return tag == self.tag
 
-    def scores(self, sample: Experience) -> bool:
+    def scores(self, sample: Sample) -> bool:
         return self.accepts(sample.tag)
 
-    async def score(self, samples: Sequence[Experience], temperature: float, wanted: Wanted) -> list[TeacherAnswer]:
+    async def score(self, samples: Sequence[Sample], temperature: float, wanted: Wanted) -> list[TeacherAnswer]:
         return [TeacherAnswer(np.full(sample.response_length, temperature, dtype=np.float32)) for sample in samples]
 
 

@@ -27,9 +27,9 @@ from roll_opd.inference.completion import Completion
 from roll_opd.roles.reward_pool import RewardResult
 from roll_opd.rollout.producer import Batch, Gate, Rollouts
 from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
-from roll_opd.rollout.workflow import Model, Task, experience_of, sample_seed
-from roll_opd.samples.buffer_pickle import Compact
-from roll_opd.samples.experience import Experience
+from roll_opd.rollout.workflow import Model, Task, sample_of, sample_seed
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.transport import Compact
 from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.teachers.scorer import TeacherAnswer, Wanted
 
@@ -48,10 +48,10 @@ def fill(source: PromptSource, engine_seed: int, wanted: int, extra: int, passes
     return asyncio.run(fill_batch(source, wanted, rollout, extra=extra, passes=passes))
 
 
-def all_of(rollout: RolloutContext, prompts: Sequence[Prompt]) -> list[Experience]:
+def all_of(rollout: RolloutContext, prompts: Sequence[Prompt]) -> list[Sample]:
     """In the order of their numbers."""
 
-    async def collect() -> dict[int, list[Experience]]:
+    async def collect() -> dict[int, list[Sample]]:
         async with aclosing(roll_out(rollout, prompts, PendingRewards(rollout), first_draw=0)) as samples:
             return {number: made async for number, made in samples}
 
@@ -83,7 +83,7 @@ def test_a_teacher_sees_the_samples_of_its_tags_and_no_others(make_source) -> No
 
 
 def test_what_is_learned_from_depends_on_neither_timing_nor_prompts_in_reserve(make_source) -> None:
-    def differ(group: Sequence[Experience]) -> bool:
+    def differ(group: Sequence[Sample]) -> bool:
         return 0 < sum(e.reward for e in group) < len(group)
 
     def run(engine_seed: int, extra: int) -> tuple[list, list, int]:
@@ -119,16 +119,16 @@ def test_a_reward_is_not_asked_for_what_turned_out_not_to_be_needed(make_source)
     asked: dict[str, asyncio.Task[RewardResult]] = {}
 
     class Slow(RewardPool):
-        def submit(self, experience: Experience) -> asyncio.Task[RewardResult]:
+        def submit(self, experience: Sample) -> asyncio.Task[RewardResult]:
             asked[experience.id] = super().submit(experience)
             return asked[experience.id]
 
-        async def _score(self, experience: Experience, slowness: int) -> RewardResult:
+        async def _score(self, experience: Sample, slowness: int) -> RewardResult:
             if "#0/" not in experience.id:
                 await asyncio.Event().wait()
             return await super()._score(experience, slowness)
 
-    async def first_group() -> list[Experience]:
+    async def first_group() -> list[Sample]:
         rollout = rollout_of(Engine(), frozen_models([]), Slow())
         found = await fill_batch(make_source(), 1, rollout, extra=19, passes=lambda group: True)
         await asyncio.sleep(0)
@@ -173,7 +173,7 @@ class Chunks(Watcher):
         super().__init__(TeacherPlan("t", Watcher.worker, 1.0), [])
         self.seen: list[list[str]] = []
 
-    async def score(self, experiences: Sequence[Experience], temperature: float, wanted: Wanted) -> list[TeacherAnswer]:
+    async def score(self, experiences: Sequence[Sample], temperature: float, wanted: Wanted) -> list[TeacherAnswer]:
         self.seen.append([e.id for e in experiences])
         return await super().score(experiences, temperature, wanted)
 
@@ -221,12 +221,12 @@ def test_a_filter_that_nothing_passes_is_told(make_source) -> None:
 class Talk:
     """Asks once more for each token of the first answer: a conversation of one to five turns, or none."""
 
-    async def run(self, task: Task, model: Model) -> list[Experience]:
+    async def run(self, task: Task, model: Model) -> list[Sample]:
         first = await model.generate(task.prompt.tokens)
-        made = [experience_of(task.prompt, task.draw, task.run, first)]
+        made = [sample_of(task.prompt, task.draw, task.run, first)]
         for step, token in enumerate(first.tokens, 1):
             heard = replace(task.prompt, tokens=np.append(made[-1].tokens, token))
-            turn = experience_of(heard, task.draw, task.run, await model.generate(heard.tokens))
+            turn = sample_of(heard, task.draw, task.run, await model.generate(heard.tokens))
             made.append(replace(turn, id=f"{turn.id}.{step}", step=step, reward=float(step)))
         return [] if first.tokens[0] % 3 == 0 else made
 
@@ -258,9 +258,9 @@ def test_a_run_may_make_none_or_many_and_may_bring_its_rewards(make_source) -> N
 
 def test_prompts_at_which_no_run_makes_anything_are_replaced(make_source) -> None:
     class Picky:
-        async def run(self, task: Task, model: Model) -> list[Experience]:
+        async def run(self, task: Task, model: Model) -> list[Sample]:
             answer = await model.generate(task.prompt.tokens)
-            return [experience_of(task.prompt, task.draw, task.run, answer)] if task.draw % 2 else []
+            return [sample_of(task.prompt, task.draw, task.run, answer)] if task.draw % 2 else []
 
     source = make_source()
     found = asyncio.run(fill_batch(source, 4, replace(rollout_of(Engine(), frozen_models([])), workflow=Picky())))
@@ -270,7 +270,7 @@ def test_prompts_at_which_no_run_makes_anything_are_replaced(make_source) -> Non
 
 def test_runs_of_which_none_makes_anything_are_told(make_source) -> None:
     class Silent:
-        async def run(self, task: Task, model: Model) -> list[Experience]:
+        async def run(self, task: Task, model: Model) -> list[Sample]:
             return []
 
     rollout = replace(rollout_of(Engine(), frozen_models([])), workflow=Silent())

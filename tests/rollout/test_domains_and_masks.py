@@ -11,9 +11,10 @@ from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import ObjectivePlan, SamplingPlan
 from roll_opd.objective.advantages import external_advantages
 from roll_opd.objective.columns import loss_columns, value_columns
-from roll_opd.objective.masks import mask_metrics, masked
+from roll_opd.objective.filters import mask_metrics, masked
 from roll_opd.objective.reference_kl import kl_coefs
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns
 
 BATCH = ObjectivePlan(
     adv_estimator="reinforce",
@@ -24,37 +25,39 @@ BATCH = ObjectivePlan(
 )
 
 
-def sample(number: int, domain: str, reward: float, length: int = 3, group: str = "", **fields: object) -> Experience:
+def sample(number: int, domain: str, reward: float, length: int = 3, group: str = "", **fields: object) -> Sample:
     rng = np.random.default_rng(number)
 
     def logprobs() -> np.ndarray:
         return -rng.exponential(size=length).astype(np.float32)
 
-    made = Experience(
+    made = Sample(
         id=str(number),
         group_id=group or str(number),
         tag="t",
         domain=domain,
         tokens=np.arange(2 + length),
         prompt_length=2,
-        action_mask=np.ones(length, dtype=bool),
-        rollout_logprobs=logprobs(),
         finish_reason="stop",
-        old_logprobs=logprobs(),
-        ref_logprobs=logprobs(),
         reward=reward,
+        columns=as_columns(
+            action_mask=np.ones(length, dtype=bool),
+            rollout_logprobs=logprobs(),
+            old_logprobs=logprobs(),
+            ref_logprobs=logprobs(),
+        ),
     )
     return replace(made, **fields)
 
 
-def two_domains() -> list[Experience]:
+def two_domains() -> list[Sample]:
     """Drawn in turn, as a step draws them."""
     pairs = zip([0, 1, 1, 1], [3, 5, 4, 8], strict=True)
     both = [one for math, code in pairs for one in (("math", math), ("code", code))]
     return [sample(n, domain, reward, length=2 + n % 3) for n, (domain, reward) in enumerate(both)]
 
 
-def of(domain: str, experiences: Sequence[Experience]) -> list[Experience]:
+def of(domain: str, experiences: Sequence[Sample]) -> list[Sample]:
     return [one for one in experiences if one.domain == domain]
 
 
@@ -117,7 +120,9 @@ def test_what_is_masked_counts_in_its_groups_mean_and_in_no_whitening() -> None:
     assert not any(one.advantages.any() for one in found if not one.is_learned_from)
     for one, train in zip(found, loss_columns(found, (), objective), strict=True):
         assert train.columns["mask"].any() == one.is_learned_from
-    valued = [replace(one, values=np.zeros(one.response_length, np.float32), returns=one.advantages) for one in found]
+    valued = [
+        one.with_columns(values=np.zeros(one.response_length, np.float32), returns=one.advantages) for one in found
+    ]
     assert [one.columns["mask"].any() for one in value_columns(valued)] == [one.is_learned_from for one in found]
 
 
@@ -131,7 +136,7 @@ def test_without_masks_nothing_is_touched() -> None:
 def test_weights_of_samples_multiply_those_of_a_correction() -> None:
     rows = FrozenDict({"difficulty": 1.0, "test_cases": "long"}), FrozenDict({"difficulty": 0}), FrozenDict()
     made = [sample(n, "d", 1.0, extra=extra) for n, extra in enumerate(rows)]
-    made[0] = replace(made[0], importance_weights=np.float32([1.0, 0.5, 2.0]))
+    made[0] = made[0].with_columns(importance_weights=np.float32([1.0, 0.5, 2.0]))
     made.append(sample(9, "", 0.0, length=9, demonstration=True))
     objective = ObjectivePlan(difficulty_loss_weight=True, length_loss_weight=True)
     weights = [one.columns["importance_weights"] for one in loss_columns(made, (), objective)]

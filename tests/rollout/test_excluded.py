@@ -9,16 +9,17 @@ from roll_opd.algorithms.registry import ADVANTAGES
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import CorrectionPlan, ObjectivePlan
 from roll_opd.objective.advantages import external_advantages
-from roll_opd.objective.audit import advantage_metrics
+from roll_opd.objective.audit import advantage_metrics, audited
 from roll_opd.objective.columns import loss_columns, value_columns
 from roll_opd.objective.mismatch import corrected
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns
 
 REWARDS = {"g0": (3.0, 0.0, 5.0, 1.0), "g1": (7.0, 2.0, 2.0, 4.0), "g2": (9.0,)}
 FAILED = {"g0": {1}, "g1": {0, 1, 3}, "g2": set()}  # of g1 one sample is left
 
 
-def samples() -> list[Experience]:
+def samples() -> list[Sample]:
     rng = np.random.default_rng(3)
     found = []
     for group, rewards in REWARDS.items():
@@ -26,20 +27,22 @@ def samples() -> list[Experience]:
             length = int(rng.integers(2, 6))
             failed = number in FAILED[group]
             found.append(
-                Experience(
+                Sample(
                     id=f"{group}/{number}",
                     group_id=group,
                     tag="t",
                     domain="d",
                     tokens=rng.integers(1, 9, 2 + length),
                     prompt_length=2,
-                    action_mask=np.ones(length, bool),
-                    rollout_logprobs=rng.normal(-1, 0.1, length).astype(np.float32),
-                    old_logprobs=rng.normal(-1, 0.1, length).astype(np.float32),
-                    values=rng.normal(0, 1, length).astype(np.float32),
                     finish_reason="stop",
                     reward=None if failed else reward,
                     excluded=failed,
+                    columns=as_columns(
+                        action_mask=np.ones(length, bool),
+                        rollout_logprobs=rng.normal(-1, 0.1, length).astype(np.float32),
+                        old_logprobs=rng.normal(-1, 0.1, length).astype(np.float32),
+                        values=rng.normal(0, 1, length).astype(np.float32),
+                    ),
                 )
             )
     return found
@@ -86,7 +89,8 @@ def test_it_counts_in_no_metric() -> None:
     )
     found = external_advantages(samples(), objective)
     counted = [sample for sample in found if not sample.excluded]
-    assert advantage_metrics(found, (), objective) == advantage_metrics(counted, (), objective) != {}
+    of_all, of_counted = (advantage_metrics(audited(each, (), objective), objective) for each in (found, counted))
+    assert of_all == of_counted != {}
 
 
 def test_all_may_be_left_out() -> None:

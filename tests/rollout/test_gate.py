@@ -13,8 +13,8 @@ from sampling_assets import SAMPLING, Engine, frozen_models, rollout_of, written
 from roll_opd.base.failures import RunError
 from roll_opd.inference.completion import Completion
 from roll_opd.rollout.producer import Batch, Gate, Rollouts
-from roll_opd.rollout.workflow import Model, Task, experience_of
-from roll_opd.samples.experience import Experience
+from roll_opd.rollout.workflow import Model, Task, sample_of
+from roll_opd.samples.sample import Sample
 
 BATCHES, GROUPS = 5, 3
 
@@ -77,7 +77,7 @@ def contents(batches: list[Batch]) -> list[tuple]:
     ]
 
 
-def differ(group: list[Experience]) -> bool:
+def differ(group: list[Sample]) -> bool:
     return 0 < sum(sample.reward for sample in group) < len(group)
 
 
@@ -154,10 +154,10 @@ class Unlabelled:
     def __init__(self, learner: Learner, updates: bool) -> None:
         self._learner, self._updates = learner, updates
 
-    async def run(self, task: Task, model: Model) -> list[Experience]:
+    async def run(self, task: Task, model: Model) -> list[Sample]:
         if self._updates:
             self._learner.publish(4)
-        made = experience_of(task.prompt, task.draw, task.run, await model.generate(task.prompt.tokens))
+        made = sample_of(task.prompt, task.draw, task.run, await model.generate(task.prompt.tokens))
         return [replace(made, versions=())]
 
 

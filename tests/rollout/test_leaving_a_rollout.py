@@ -14,21 +14,20 @@ from roll_opd.config.plan import SamplingPlan, WorkflowPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.roles.workflow_pool import WorkflowPool
 from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns
 from roll_opd.tracking.clock import PhaseClock
 
 BAD = JobOutcome(failure=("raised", "no idea"))
-MADE = Experience(
+MADE = Sample(
     id="1",
     group_id="1",
     tag="t",
-    domain="",
     tokens=np.arange(2),
     prompt_length=1,
-    action_mask=np.ones(1, bool),
-    rollout_logprobs=np.zeros(1, np.float32),
     finish_reason="stop",
     reward=1.0,
+    columns=as_columns(action_mask=np.ones(1, bool), rollout_logprobs=np.zeros(1, np.float32)),
 )
 GOOD = JobOutcome(made={run: [MADE] for run in range(4)})
 

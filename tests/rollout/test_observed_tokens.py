@@ -29,9 +29,9 @@ from roll_opd.config.plan import (
 )
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.objective.advantages import external_advantages
-from roll_opd.objective.audit import advantage_metrics
+from roll_opd.objective.audit import advantage_metrics, audited
 from roll_opd.objective.columns import loss_columns
-from roll_opd.objective.masks import mask_metrics, masked
+from roll_opd.objective.filters import mask_metrics, masked
 from roll_opd.objective.mismatch import corrected, train_infer_metrics
 from roll_opd.objective.reference_kl import kl_coefs
 from roll_opd.pipelines.run_logger import RunLogger
@@ -39,9 +39,9 @@ from roll_opd.report.games import before_and_after
 from roll_opd.report.page import contents
 from roll_opd.report.run_files import read_run
 from roll_opd.roles.critic_role import value_metrics
-from roll_opd.samples.dp_shards import Packing, ShardedBatch
-from roll_opd.samples.experience import Experience
-from roll_opd.samples.training import TargetRef
+from roll_opd.samples.packing import Packing, ShardedBatch
+from roll_opd.samples.sample import Sample, TargetRef
+from roll_opd.samples.sample_columns import as_columns, teacher_columns
 from roll_opd.teachers.teacher_checks import Check
 from roll_opd.teachers.teacher_preflight import TeacherPreflight
 from roll_opd.tracking.console import progress_line
@@ -66,7 +66,7 @@ OBJECTIVES = {
 }
 
 
-def conversations(seed: int) -> list[Experience]:
+def conversations(seed: int) -> list[Sample]:
     """Two prompts, three runs each, of one or two conversations with something observed in the middle of each."""
     rng = np.random.default_rng(seed)
     found = []
@@ -81,31 +81,33 @@ def conversations(seed: int) -> list[Experience]:
                     return -rng.random(length).astype(np.float32)
 
                 found.append(
-                    Experience(
+                    Sample(
                         id=f"{group}/{run}.{step}",
                         group_id=group,
                         run=run,
                         step=step,
                         tag="t",
                         domain="math",
-                        tokens=np.array([len(found), 7, *rng.integers(97, 123, length)]),  # the first tells them apart
+                        tokens=np.array([len(found), 7, *rng.integers(97, 123, length)]),
                         prompt_length=2,
-                        action_mask=mask,
-                        rollout_logprobs=draw(),
-                        old_logprobs=draw(),
-                        teacher_logprobs={"one": draw(), "other": draw()},
-                        ref_logprobs=draw(),
                         finish_reason="stop",
                         reward=float(rng.random()),
-                        values=draw(),
-                        returns=draw(),
                         teacher_targets={"one": TargetRef(None, 0, {}, hits=rng.random(length) < 0.5)},
+                        columns=as_columns(
+                            action_mask=mask,
+                            rollout_logprobs=draw(),
+                            old_logprobs=draw(),
+                            ref_logprobs=draw(),
+                            values=draw(),
+                            returns=draw(),
+                            **teacher_columns({"one": draw(), "other": draw()}),
+                        ),
                     )
                 )
     return found
 
 
-def disturbed(experience: Experience, rng: np.random.Generator) -> Experience:
+def disturbed(experience: Sample, rng: np.random.Generator) -> Sample:
     """Add 100 to the log-probs of every observed token, or take it away."""
 
     def other(logprobs: np.ndarray) -> np.ndarray:
@@ -114,21 +116,19 @@ def disturbed(experience: Experience, rng: np.random.Generator) -> Experience:
 
     (name, held) = next(iter(experience.teacher_targets.items()))
     hits = np.where(experience.action_mask, held.hits, rng.random(len(held.hits)) < 0.5)
-    return replace(
-        experience,
+    return replace(experience, teacher_targets={name: replace(held, hits=hits)}).with_columns(
         values=other(experience.values),
         returns=other(experience.returns),
-        teacher_targets={name: replace(held, hits=hits)},
         rollout_logprobs=other(experience.rollout_logprobs),
         old_logprobs=other(experience.old_logprobs),
         ref_logprobs=other(experience.ref_logprobs),
-        teacher_logprobs={name: other(logprobs) for name, logprobs in experience.teacher_logprobs.items()},
+        **teacher_columns({name: other(logprobs) for name, logprobs in experience.teacher_logprobs.items()}),
     )
 
 
 def worked_on(
-    experiences: list[Experience], objective: ObjectivePlan, teachers: list[TeacherPlan]
-) -> tuple[list[Experience], dict[str, float]]:
+    experiences: list[Sample], objective: ObjectivePlan, teachers: list[TeacherPlan]
+) -> tuple[list[Sample], dict[str, float]]:
     """Return what the driver of a run makes of a step's experiences, and what it reports."""
     experiences = masked(experiences, objective, SamplingPlan(max_new_tokens=8))
     experiences = external_advantages(experiences, objective, 0.1, taught=bool(teachers))
@@ -136,7 +136,7 @@ def worked_on(
     if objective.correction:
         experiences = corrected(experiences, teachers, objective)
     metrics = train_infer_metrics(experiences) | opd_metrics(experiences) | reward_metrics(experiences)
-    metrics |= mask_metrics(experiences) | advantage_metrics(experiences, teachers, objective)
+    metrics |= mask_metrics(experiences) | advantage_metrics(audited(experiences, teachers, objective), objective)
     return experiences, metrics | {"kl_coef": kl_coef}
 
 
@@ -164,7 +164,7 @@ class Ranks:
 
     packing, plan = Packing(ranks=1), megatron(DEMO / "student")
 
-    def __init__(self, seed: int, experiences: list[Experience], wild: bool) -> None:
+    def __init__(self, seed: int, experiences: list[Sample], wild: bool) -> None:
         self._seed, self._wild = seed, wild
         self._by_token = {int(e.tokens[0]): e for e in experiences}
 
@@ -174,9 +174,10 @@ class Ranks:
         assert method == "compute_targets"
         (shard,) = sharded.shards
         samples: Any = shard.samples
-        return [(0, {n: self._answer(*samples._value[n][:2], wanted) for part in shard.micro_batches for n in part})]
+        return [(0, {n: self._answer(samples._value[n], wanted) for part in shard.micro_batches for n in part})]
 
-    def _answer(self, tokens: np.ndarray, scored_from: int, wanted: dict[str, Any]) -> dict[str, np.ndarray]:
+    def _answer(self, sample: Sample, wanted: dict[str, Any]) -> dict[str, np.ndarray]:
+        tokens, scored_from = sample.tokens, sample.prompt_length
         of = self._by_token[int(tokens[0])]
         rng = np.random.default_rng([self._seed, int(tokens[0])])
         length = len(of.tokens) - 1
@@ -191,7 +192,7 @@ class Ranks:
         return {"logprobs": sampled, "topk_ids": ids, "topk_logprobs": top, "plain_logprobs": top}
 
 
-def preflight_of(experiences: list[Experience], wild: bool) -> list[dict[str, Any]]:
+def preflight_of(experiences: list[Sample], wild: bool) -> list[dict[str, Any]]:
     rows: list[Check] = []
     student, ranks = (Ranks(seed, experiences, wild) for seed in (1, 2))
     teacher_plan = replace(TEACHERS[0], source=megatron(DEMO / "teacher"))
@@ -204,7 +205,7 @@ def preflight_of(experiences: list[Experience], wild: bool) -> list[dict[str, An
 
 
 def recorded(
-    experiences: list[Experience], metrics: dict[str, float], objective: ObjectivePlan, teachers: Any, path: Path
+    experiences: list[Sample], metrics: dict[str, float], objective: ObjectivePlan, teachers: Any, path: Path
 ) -> dict[str, Any]:
     """Return what a run of two steps with these samples leaves behind: its files, its report, its lines."""
     path.mkdir(parents=True)
@@ -238,7 +239,7 @@ def test_no_number_on_record_is_of_an_observed_token(name: str, tmp_path: Path) 
     objective, teachers = OBJECTIVES[name]
     experiences, rng = conversations(3), np.random.default_rng(3)
     if not teachers:
-        experiences = [replace(one, teacher_logprobs={}) for one in experiences]
+        experiences = [one.with_columns(**dict.fromkeys(teacher_columns(one.teacher_logprobs))) for one in experiences]
     outputs = []
     for wild in (False, True):
         given = [disturbed(one, rng) for one in experiences] if wild else experiences
@@ -272,7 +273,7 @@ def test_learned_tokens_are_the_action_tokens_in_the_loss(seed: int) -> None:
     rng = np.random.default_rng(seed)
     for one in conversations(seed):
         loss_mask = rng.random(len(one.action_mask)) < 0.5
-        masked_one = replace(one, loss_mask=loss_mask)
+        masked_one = one.with_columns(loss_mask=loss_mask)
         count = sum(bool(a) and bool(m) for a, m in zip(one.action_mask, loss_mask, strict=True))
         assert one.learned_tokens == sum(map(bool, one.action_mask)) < one.response_length
         assert masked_one.learned_tokens == count and replace(masked_one, excluded=True).learned_tokens == 0

@@ -8,26 +8,26 @@ import pytest
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import FilterPlan, RewardPlan
-from roll_opd.objective.group_filters import group_filter, without_rejected
+from roll_opd.objective.filters import group_filter, without_rejected
 from roll_opd.rollout.producer import Selection
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns
 
 MEAN = FilterPlan("mean_filter", FrozenDict({"threshold_down": 0.1, "threshold_up": 0.95}))
 STD = FilterPlan("std_filter", FrozenDict({"std_threshold": 0.0}))
 
 
-def sample(group: int, number: int, reward: float | None, domain: str = "math") -> Experience:
-    return Experience(
+def sample(group: int, number: int, reward: float | None, domain: str = "math") -> Sample:
+    return Sample(
         id=f"{group}/{number}",
         group_id=str(group),
         tag="t",
         domain=domain,
         tokens=np.arange(3),
         prompt_length=2,
-        action_mask=np.ones(1, bool),
-        rollout_logprobs=np.zeros(1, np.float32),
         finish_reason="stop",
         reward=reward,
+        columns=as_columns(action_mask=np.ones(1, bool), rollout_logprobs=np.zeros(1, np.float32)),
     )
 
 

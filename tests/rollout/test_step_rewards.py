@@ -10,10 +10,11 @@ import pytest
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.objective.advantages import external_advantages
-from roll_opd.objective.audit import advantages
-from roll_opd.samples.experience import Experience
+from roll_opd.objective.audit import audited
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns, teacher_columns
 
-Trajectory = list[Experience]  # its steps, in order
+Trajectory = list[Sample]  # its steps, in order
 LEVELS: dict[str, dict[str, str | None]] = {
     "nothing": {"mean_cal_level": None, "std_cal_level": None},
     "mean": {"mean_cal_level": "group", "std_cal_level": None},
@@ -22,22 +23,20 @@ LEVELS: dict[str, dict[str, str | None]] = {
 }
 
 
-def step(group: str, run: int, number: int, reward: float | None, state: str | None, tag: str = "lake") -> Experience:
+def step(group: str, run: int, number: int, reward: float | None, state: str | None, tag: str = "lake") -> Sample:
     tokens = 1 + (run + number) % 3
-    return Experience(
+    return Sample(
         id=f"{group}/{run}.{number}",
         group_id=group,
         run=run,
         step=number,
         state=state,
         tag=tag,
-        domain="",
         tokens=np.arange(tokens + 1),
         prompt_length=1,
-        action_mask=np.ones(tokens, bool),
-        rollout_logprobs=np.full(tokens, -0.1, np.float32),
         finish_reason="stop",
         reward=reward,
+        columns=as_columns(action_mask=np.ones(tokens, bool), rollout_logprobs=np.full(tokens, -0.1, np.float32)),
     )
 
 
@@ -80,8 +79,8 @@ def normalised(value: float, peers: list[float], levels: dict[str, str | None]) 
     return value
 
 
-def together(one: Experience, levels: dict[str, str | None], by_tag: bool) -> Callable[[Experience], bool]:
-    def is_peer(other: Experience) -> bool:
+def together(one: Sample, levels: dict[str, str | None], by_tag: bool) -> Callable[[Sample], bool]:
+    def is_peer(other: Sample) -> bool:
         if "batch" in levels.values():
             return True
         return other.tag == one.tag if by_tag else other.group_id == one.group_id
@@ -224,16 +223,15 @@ def test_teachers_are_added_to_it(name: str) -> None:
     """A = A_external - opd_kl_coef · (student - teacher), token by token."""
     rng = np.random.default_rng(1)
     made = [
-        replace(e, teacher_logprobs={"big": -rng.exponential(size=e.response_length).astype(np.float32)})
+        e.with_columns(**teacher_columns({"big": -rng.exponential(size=e.response_length).astype(np.float32)}))
         for steps in games(1)
         for e in steps
     ]
     worker = MegatronPlan("big", ModelPlan("model"), (0,), Layout(), MicroBatchLimits())
     alone = found([made], name)
     plan = ObjectivePlan(adv_estimator=name)
-    for e, total in zip(
-        made, advantages(external_advantages(made, plan), [TeacherPlan("big", worker, 0.5)], 0.0), strict=True
-    ):
+    for e in audited(external_advantages(made, plan), [TeacherPlan("big", worker, 0.5)], plan):
+        total = e.columns["total_advantages"]
         kl = e.rollout_logprobs.astype(np.float64) - e.teacher_logprobs["big"]
         assert total == pytest.approx(alone[e.id] - 0.5 * kl)
 
@@ -242,8 +240,9 @@ def test_teachers_are_added_to_it(name: str) -> None:
 def test_agentic_reinforce_discounts_turns(gamma: float) -> None:
     """Three turns, a tool's words between and behind them: the last one has the reward, each before it gamma more."""
     mask = np.array([1, 1, 0, 0, 1, 0, 1, 1, 1, 0], bool)
-    sampled = {"tokens": np.arange(11), "rollout_logprobs": np.zeros(10, np.float32)}
-    whole = replace(step("a", 0, 0, 2.0, None), action_mask=mask, **sampled)
+    whole = replace(step("a", 0, 0, 2.0, None), tokens=np.arange(11)).with_columns(
+        action_mask=mask, rollout_logprobs=np.zeros(10, np.float32)
+    )
     (made,) = external_advantages([whole], ObjectivePlan(adv_estimator="agentic_reinforce", gamma=gamma))
     first, second, last = 2.0 * gamma**2, 2.0 * gamma, 2.0
     assert made.advantages == pytest.approx([first, first, 0, 0, second, 0, last, last, last, 0])
@@ -253,8 +252,8 @@ def test_a_token_penalty_is_one_of_its_turn() -> None:
     """With agentic_reinforce a turn is one action, and what it costs is the sum of its tokens'; ROLL reads the last."""
     mask = np.array([1, 1, 0, 1], bool)
     old, ref = np.array([-1.0, -2.0, 0.0, -3.0], np.float32), np.array([-1.5, -2.0, 0.0, -3.25], np.float32)
-    whole = replace(
-        step("a", 0, 0, 1.0, None), tokens=np.arange(5), action_mask=mask, old_logprobs=old, ref_logprobs=ref
+    whole = replace(step("a", 0, 0, 1.0, None), tokens=np.arange(5)).with_columns(
+        action_mask=mask, old_logprobs=old, ref_logprobs=ref
     )
     plan = ObjectivePlan(adv_estimator="agentic_reinforce", gamma=0.5, init_kl_coef=0.1, kl_penalty="kl")
     (made,) = external_advantages([whole], plan)

@@ -9,13 +9,14 @@ import torch
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import ObjectivePlan
 from roll_opd.objective.advantages import external_advantages
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns
 from roll_opd.tracking.metrics import opd_metrics, validation_metrics
 from roll_opd.tracking.reward_metrics import reward_metrics
 
 
-def step(group: str, run: int | None, number: int, reward: float, tokens: int = 2) -> Experience:
-    return Experience(
+def step(group: str, run: int | None, number: int, reward: float, tokens: int = 2) -> Sample:
+    return Sample(
         id=f"{group}/{run}.{number}",
         group_id=group,
         run=run,
@@ -24,14 +25,15 @@ def step(group: str, run: int | None, number: int, reward: float, tokens: int = 
         domain="math",
         tokens=np.arange(tokens + 1),
         prompt_length=1,
-        action_mask=np.ones(tokens, bool),
-        rollout_logprobs=np.full(tokens, -0.1 * (number + 1), np.float32),
         finish_reason="stop",
         reward=reward,
+        columns=as_columns(
+            action_mask=np.ones(tokens, bool), rollout_logprobs=np.full(tokens, -0.1 * (number + 1), np.float32)
+        ),
     )
 
 
-def advantages(experiences: list[Experience], name: str, **arguments) -> list[float]:
+def advantages(experiences: list[Sample], name: str, **arguments) -> list[float]:
     objective = ObjectivePlan(adv_estimator=name, advantage_args=arguments, init_kl_coef=0.0)
     return [float(e.advantages[0]) for e in external_advantages(experiences, objective)]
 

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from roll_opd.base.paths import REPOSITORY
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.environments import make
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns, teacher_columns
 from roll_opd.teachers.teacher_checks import FEW, Check
 from roll_opd.teachers.teacher_preflight import (
     ENOUGH,
@@ -41,7 +42,7 @@ MOST_TURNS, NEW_TOKENS = 6, 8
 
 
 @torch.no_grad()
-def played(name: str, student: PreTrainedModel, path: Any, games: int = 10) -> list[Experience]:
+def played(name: str, student: PreTrainedModel, path: Any, games: int = 10) -> list[Sample]:
     """Return games as they are in a run: one sequence each, what the environment said masked."""
     tokenizer = load_tokenizer(str(path))
     found = []
@@ -70,17 +71,15 @@ def played(name: str, student: PreTrainedModel, path: Any, games: int = 10) -> l
             tokens, mask = tokens + said, mask + [False] * len(said)
         stopped = tokens[-1] == tokenizer.eos_token_id
         found.append(
-            Experience(
+            Sample(
                 id=f"{name}/{seed}",
                 group_id=str(seed),
                 tag=name,
-                domain="",
                 tokens=np.array(tokens),
                 prompt_length=prompt,
-                action_mask=np.array(mask),
-                rollout_logprobs=None,
                 finish_reason="stop" if stopped else "length",
                 reward=total,
+                columns=as_columns(action_mask=np.array(mask)),
             )
         )
     return found
@@ -134,7 +133,7 @@ CUTS = {
 class Played:
     student: PreTrainedModel
     teacher: PreTrainedModel
-    samples: list[Experience]
+    samples: list[Sample]
     paths: tuple[Any, Any]
 
     def check(self, change: Callable[[PreTrainedModel], None] | None = None) -> dict[str, Check]:
@@ -145,12 +144,12 @@ class Played:
         rows: dict[str, Check] = {}
         roles = student_of(self.student, self.paths[0]), teacher_of(teacher, self.paths[1])
         preflight = preflight_of(*roles, lambda _, found: rows.update({row.check: row for row in found}))
-        scored = [replace(e, teacher_logprobs={"teacher": read(teacher, e)}) for e in self.samples]
+        scored = [e.with_columns(**teacher_columns({"teacher": read(teacher, e)})) for e in self.samples]
         asyncio.run(preflight.check(scored, 1.0))
         return rows
 
 
-def read(model: PreTrainedModel, sample: Experience) -> np.ndarray:
+def read(model: PreTrainedModel, sample: Sample) -> np.ndarray:
     logprobs = logits_of(model, sample.tokens)[sample.prompt_length - 1 :].log_softmax(-1)
     return logprobs.gather(1, torch.from_numpy(sample.response_tokens)[:, None])[:, 0].numpy()
 
@@ -161,7 +160,7 @@ def game(request: pytest.FixtureRequest) -> Played:
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (student_path, teacher_path)
     )
-    samples = [replace(e, rollout_logprobs=read(student, e)) for e in played(request.param, student, student_path)]
+    samples = [e.with_columns(rollout_logprobs=read(student, e)) for e in played(request.param, student, student_path)]
     return Played(student, teacher, samples, (student_path, teacher_path))
 
 
@@ -214,17 +213,15 @@ def test_short_turns_take_more_samples(game: Played) -> None:
     (one, *_) = game.samples
     length = 60
     mask = np.arange(length) % 30 == 0
-    brief = replace(
-        one,
-        tokens=np.resize(one.tokens, 10 + length),
-        prompt_length=10,
-        action_mask=mask,
-        rollout_logprobs=np.full(length, -1, np.float32),
+    brief = replace(one, tokens=np.resize(one.tokens, 10 + length), prompt_length=10).with_columns(
+        action_mask=mask, rollout_logprobs=np.full(length, -1, np.float32)
     )
     many = _chosen([replace(brief, id=str(number)) for number in range(500)])
     assert len(many) > PREFLIGHT_SAMPLES and sum(e.action_tokens for e in many) >= ENOUGH
     assert len({e.id for e in many}) == len(many) and all(e.action_mask[-1] for e in many)
-    silent = replace(brief, action_mask=np.arange(length) == 0, tokens=np.resize(one.tokens, 3000), prompt_length=2940)
+    silent = replace(brief, tokens=np.resize(one.tokens, 3000), prompt_length=2940).with_columns(
+        action_mask=np.arange(length) == 0
+    )
     few = _chosen([silent] * 500)
     assert FEWEST <= len(few) < 10 and sum(len(e.tokens) for e in few) <= MOST_TOKENS
     rows = replace(game, samples=[replace(brief, id=str(n)) for n in range(FEW // 2 - 1)]).check()

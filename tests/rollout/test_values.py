@@ -8,10 +8,11 @@ import pytest
 
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.objective.advantages import external_advantages
-from roll_opd.objective.audit import advantages
+from roll_opd.objective.audit import audited
 from roll_opd.objective.columns import value_columns
 from roll_opd.roles.critic_role import value_metrics
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns, teacher_columns
 
 COEFFICIENT = 0.7
 TEACHER = TeacherPlan(
@@ -19,7 +20,7 @@ TEACHER = TeacherPlan(
 )
 
 
-def samples() -> list[Experience]:
+def samples() -> list[Sample]:
     """With tokens of others between the actions, and one sample without any action."""
     rng = np.random.default_rng(5)
     made = []
@@ -32,21 +33,23 @@ def samples() -> list[Experience]:
             return -rng.exponential(size=length).astype(np.float32)
 
         made.append(
-            Experience(
+            Sample(
                 id=str(number),
                 group_id=str(number),
                 tag="t",
                 domain="d",
                 tokens=np.arange(3 + length),
                 prompt_length=3,
-                action_mask=mask,
-                rollout_logprobs=logprobs(),
                 finish_reason="stop",
-                old_logprobs=logprobs(),
-                ref_logprobs=logprobs(),
-                teacher_logprobs={"t": logprobs()},
-                values=rng.normal(size=length).astype(np.float32),
                 reward=float(rng.normal()),
+                columns=as_columns(
+                    action_mask=mask,
+                    rollout_logprobs=logprobs(),
+                    old_logprobs=logprobs(),
+                    ref_logprobs=logprobs(),
+                    values=rng.normal(size=length).astype(np.float32),
+                    **teacher_columns({"t": logprobs()}),
+                ),
             )
         )
     return made
@@ -87,8 +90,8 @@ def test_advantages_and_returns(whiten: bool) -> None:
             gap = float(e.old_logprobs[t]) - float(e.teacher_logprobs["t"][t])
             wanted[t] = min(max((value - mean) / scale - COEFFICIENT * gap, -1.5), 1.5)
             returns[t] = value + float(e.values[t])
-        (weights,) = advantages([e], [TEACHER], 0.0, objective.advantage_clip)
-        assert weights == pytest.approx(wanted, abs=1e-9)
+        (audit,) = audited([e], [TEACHER], replace(objective, opd_kl_discount=0.0))
+        assert audit.columns["total_advantages"] == pytest.approx(wanted, abs=1e-9)
         assert e.returns == pytest.approx(returns, abs=1e-9)
     for sample, e in zip(value_columns(found), found, strict=True):
         assert sample.columns["returns"].dtype == sample.columns["old_values"].dtype == np.float32
@@ -108,6 +111,6 @@ def test_value_metrics_equal_their_formulas() -> None:
     left = variance([r - v for r, v in zip(returns, values, strict=True)])
     assert metrics["critic/explained_variance"] == pytest.approx(1 - left / variance(returns))
     assert metrics["critic/values/max"] == max(values) and metrics["critic/returns/min"] == min(returns)
-    failed = replace(found[0], excluded=True, returns=found[0].returns + 100.0)
+    failed = replace(found[0], excluded=True).with_columns(returns=found[0].returns + 100.0)
     assert value_metrics([*found, failed]) == metrics
     assert value_metrics([found[2]]) == value_metrics([]) == {}  # no action, no number

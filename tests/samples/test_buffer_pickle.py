@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.samples.buffer_pickle import Compact
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns, teacher_columns
+from roll_opd.samples.transport import Compact
 
 
 def sent(value):
@@ -22,19 +23,20 @@ def experiences(count):
     rng = np.random.default_rng(0)
     for number in range(count):
         response = int(rng.integers(0, 40))  # also none at all
-        yield Experience(
+        yield Sample(
             id=f"row-{number}#0/0",
             group_id=f"row-{number}#0",
             tag="math",
-            domain="",
             tokens=rng.integers(0, 100, 7 + response),
             prompt_length=7,
-            action_mask=rng.random(response) < 0.5,
-            rollout_logprobs=-rng.random(response, dtype=np.float32),
             finish_reason="stop",
             versions=((3, response),),
-            teacher_logprobs={name: -rng.random(response, dtype=np.float32) for name in ("a", "b")},
             reward=0.5,
+            columns=as_columns(
+                action_mask=rng.random(response) < 0.5,
+                rollout_logprobs=-rng.random(response, dtype=np.float32),
+                **teacher_columns({name: -rng.random(response, dtype=np.float32) for name in ("a", "b")}),
+            ),
         )
 
 
@@ -51,20 +53,22 @@ def test_experiences_arrive_as_they_were_in_one_buffer():
 
 def test_samples_of_many_kinds_arrive_as_they_were():
     """Fields that some samples have, arrays of two dtypes, dicts of other keys, and an array that two samples share."""
-    samples = list(experiences(20))
+    samples = [replace(sample, metrics={}) for sample in experiences(20)]
     shared, strange = np.arange(5.0), FrozenDict({"answers": ("a", 1)})
-    samples[3] = replace(samples[3], old_logprobs=shared, extra=strange, reward=None)
-    samples[4] = replace(samples[4], old_logprobs=shared, teacher_logprobs={"b": shared})
-    samples[5] = replace(samples[5], advantages=shared.astype(np.float32), teacher_prompts={"a": np.arange(3)})
-    samples[6] = replace(samples[6], advantages=shared, routes=np.zeros((4, 2, 3), np.int16))
+    samples[3] = replace(samples[3], extra=strange, reward=None).with_columns(old_logprobs=shared)
+    samples[4] = samples[4].with_columns(old_logprobs=shared, **teacher_columns({"b": shared}))
+    samples[5] = replace(samples[5], teacher_prompts={"a": np.arange(3)}).with_columns(
+        advantages=shared.astype(np.float32)
+    )
+    samples[6] = replace(samples[6], routes=np.zeros((4, 2, 3), np.int16)).with_columns(advantages=shared)
     arrived, buffers = sent(samples)
-    assert buffers == 1 and [type(one) for one in arrived] == [Experience] * 20
+    assert buffers == 1 and [type(one) for one in arrived] == [Sample] * 20
     for expected, found in zip(samples, arrived, strict=True):
         for one, other in zip(astuple(expected), astuple(found), strict=True):
             np.testing.assert_equal(other, one)
             assert getattr(other, "dtype", None) == getattr(one, "dtype", None) and type(one) is type(other)
         assert list(found.teacher_logprobs) == list(expected.teacher_logprobs)
-    assert arrived[7].metrics is not arrived[8].metrics  # as before
+    assert arrived[7].metrics is not arrived[8].metrics  # two dicts stay two
 
 
 def test_what_arrives_cannot_be_written_to():

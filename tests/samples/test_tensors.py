@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from roll_opd.samples.tensors import as_array, as_tensor
+from roll_opd.samples.transport import as_array, as_tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int32])

@@ -18,7 +18,8 @@ from roll_opd.config.plan import (
     ObjectivePlan,
     TeacherPlan,
 )
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns, teacher_columns
 from roll_opd.teachers.frozen_models import FrozenModels, Teacher, check_targets, wanted_for
 from roll_opd.teachers.scorer import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
 from roll_opd.teachers.views import SameTokens
@@ -47,23 +48,20 @@ def slow(name: str, seconds: float, context: ContextPlan | None = None) -> Teach
     return Teacher(TeacherPlan(name, source, 1.0, context=context), Slow(name, seconds), SameTokens(name))
 
 
+def sample_of(tag: str = "", **fields: Any) -> Sample:
+    columns = as_columns(action_mask=np.ones(3, bool), rollout_logprobs=np.zeros(3, np.float32))
+    return Sample(np.arange(5), 2, columns, id="0", group_id="0", tag=tag, **fields)
+
+
 def test_the_order_of_teachers_is_not_that_of_their_answers() -> None:
     tokens, logprobs = np.arange(5), np.zeros(3, np.float32)
-    sample = Experience(
-        "0", "0", "", "", tokens, 2, np.ones(3, bool), logprobs, "stop", 0,
-        teacher_prompts={"b": np.arange(9)}, teacher_logprobs={"d": logprobs},
-    )  # fmt: skip
+    sample = sample_of(teacher_prompts={"b": np.arange(9)}).with_columns(**teacher_columns({"d": logprobs}))
     teachers = [slow("a", 0.03), slow("b", 0.0, ContextPlan(name="b", key="", prompt_length=9)), slow("c", 0.01)]
     models = FrozenModels((*teachers, slow("d", 0.0)))
     (read,) = asyncio.run(models.compute_logprobs([sample], 1.0))
     assert list(read.teacher_logprobs) == ["a", "b", "c", "d"]
     assert [values.tolist() for values in read.teacher_logprobs.values()] == [[-5] * 3, [-12] * 3, [-5] * 3, [0] * 3]
     assert np.array_equal(read.tokens, tokens) and read.prompt_length == 2  # the student's own are what they were
-
-
-def sample_of(tag: str = "", **fields: Any) -> Experience:
-    tokens, logprobs = np.arange(5), np.zeros(3, np.float32)
-    return Experience("0", "0", tag, "", tokens, 2, np.ones(3, bool), logprobs, "stop", 0, **fields)
 
 
 def test_a_view_puts_the_response_after_the_prompt_of_the_teacher() -> None:

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from roll_opd.base.failures import RunError
 from roll_opd.base.paths import REPOSITORY
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import teacher_columns
 from roll_opd.teachers.teacher_checks import WIDTH, Check, table
 
 DEMO = REPOSITORY / "examples/demo"
@@ -39,7 +40,7 @@ class Logger:
 class Demo:
     student: PreTrainedModel
     teacher: PreTrainedModel
-    samples: list[Experience]
+    samples: list[Sample]
 
     def check(self, model: PreTrainedModel, *, mode: Any = "warn", **faults: Any) -> dict[str, Check]:
         """The rows of the preflight of `model`, whose log-probs in the run have the same faults."""
@@ -47,12 +48,14 @@ class Demo:
         logger = Logger()
         preflight = preflight_of(student_of(self.student, STUDENT), group, logger.teacher_preflight, mode)
         change = faults.get("change", lambda temperature: temperature)
-        scored = [replace(e, teacher_logprobs={"teacher": in_run(model, e, change(TEMPERATURE))}) for e in self.samples]
+        scored = [
+            e.with_columns(**teacher_columns({"teacher": in_run(model, e, change(TEMPERATURE))})) for e in self.samples
+        ]
         asyncio.run(preflight.check(scored, TEMPERATURE))
         return logger.rows
 
 
-def in_run(model: PreTrainedModel, sample: Experience, temperature: float) -> np.ndarray:
+def in_run(model: PreTrainedModel, sample: Sample, temperature: float) -> np.ndarray:
     logits = logits_of(model, sample.tokens)[sample.prompt_length - 1 :]
     return (
         (logits / temperature)

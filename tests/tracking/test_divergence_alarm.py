@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns, teacher_columns
 from roll_opd.tracking.divergence_alarm import (
     AGREEMENT,
     ENTROPY,
@@ -188,10 +189,16 @@ def test_agreement_estimates_what_two_distributions_share() -> None:
     s, t = rng.dirichlet(np.ones(6)), rng.dirichlet(np.ones(6))
     tokens = rng.choice(6, size=100_000, p=s)
     logprobs = [np.log(p)[tokens].astype(np.float32) for p in (s, t)]
-    made = Experience(
-        "0", "0", "", "", np.concatenate([[0], tokens]), 1, np.ones(len(tokens), bool), logprobs[0], "stop", 0,
-        teacher_logprobs={"t": logprobs[1]},
-    )  # fmt: skip
+    made = Sample(
+        id="0",
+        group_id="0",
+        tokens=np.concatenate([[0], tokens]),
+        prompt_length=1,
+        finish_reason="stop",
+        columns=as_columns(
+            action_mask=np.ones(len(tokens), bool), rollout_logprobs=logprobs[0], **teacher_columns({"t": logprobs[1]})
+        ),
+    )
     found = opd_metrics([made])
     assert found[AGREEMENT] == pytest.approx(np.minimum(s, t).sum(), abs=5e-3)
     assert found[ENTROPY] == pytest.approx(-(s * np.log(s)).sum(), abs=1e-2)

@@ -6,11 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample, present
+from roll_opd.samples.sample_columns import as_columns, teacher_columns
 from roll_opd.tracking.metrics import LOG_RATIO_LIMIT, Metrics, mean_stderr, opd_metrics
 
 
-def experience(rng: np.random.Generator, number: int, teachers: tuple[str, ...], tag: str) -> Experience:
+def experience(rng: np.random.Generator, number: int, teachers: tuple[str, ...], tag: str) -> Sample:
     prompt, response = int(rng.integers(1, 5)), int(rng.integers(1, 9))
 
     def logprobs() -> np.ndarray:
@@ -18,30 +19,32 @@ def experience(rng: np.random.Generator, number: int, teachers: tuple[str, ...],
 
     mask = rng.random(response) < 0.7
     mask[-1] = True
-    return Experience(
+    return Sample(
         id=f"e{number}",
         group_id="g",
         tag=tag,
         domain="d",
         tokens=np.arange(prompt + response),
         prompt_length=prompt,
-        action_mask=mask,
-        rollout_logprobs=logprobs(),
         finish_reason="length" if number % 3 == 0 else "stop",
-        old_logprobs=logprobs(),
-        teacher_logprobs={name: logprobs() for name in teachers},
         reward=float(number % 2) if number != 4 else None,
+        columns=as_columns(
+            action_mask=mask,
+            rollout_logprobs=logprobs(),
+            old_logprobs=logprobs(),
+            **teacher_columns({name: logprobs() for name in teachers}),
+        ),
     )
 
 
 @pytest.fixture
-def batch() -> list[Experience]:
+def batch() -> list[Sample]:
     rng = np.random.default_rng(0)
     routes = [("a",), ("b",), ("a", "b"), (), ("a",), (), ("b",)]
     return [experience(rng, n, teachers, f"tag{n % 2}") for n, teachers in enumerate(routes)]
 
 
-def naive_pairs(batch: list[Experience]) -> list[tuple[str, str, float, float]]:
+def naive_pairs(batch: list[Sample]) -> list[tuple[str, str, float, float]]:
     """(teacher, tag, student log-prob, teacher log-prob) of every action token that a teacher scored."""
     found = []
     for item in batch:
@@ -53,7 +56,7 @@ def naive_pairs(batch: list[Experience]) -> list[tuple[str, str, float, float]]:
     return found
 
 
-def test_distillation_metrics_equal_a_loop_over_tokens(batch: list[Experience]) -> None:
+def test_distillation_metrics_equal_a_loop_over_tokens(batch: list[Sample]) -> None:
     metrics = opd_metrics(batch)
     pairs = naive_pairs(batch)
     kls = sorted(student - teacher for _, _, student, teacher in pairs)
@@ -84,35 +87,36 @@ def test_distillation_metrics_equal_a_loop_over_tokens(batch: list[Experience]) 
     assert 0.9 <= below <= 1.0
 
 
-def test_samples_without_a_teacher_or_outside_the_mask_change_nothing(batch: list[Experience]) -> None:
+def test_samples_without_a_teacher_or_outside_the_mask_change_nothing(batch: list[Sample]) -> None:
     scored = [item for item in batch if item.teacher_logprobs]
 
-    def teacher_part(items: list[Experience]) -> dict[str, float]:
+    def teacher_part(items: list[Sample]) -> dict[str, float]:
         metrics = opd_metrics(items)
         return {name: metrics[name] for name in metrics if name.startswith("opd/") and "length" not in name}
 
     assert teacher_part(batch) == teacher_part(scored)
-    noise = [replace(item, old_logprobs=np.where(item.action_mask, item.old_logprobs, -99.0)) for item in scored]
+    noise = [item.with_columns(old_logprobs=np.where(item.action_mask, item.old_logprobs, -99.0)) for item in scored]
     assert teacher_part(noise) == teacher_part(scored)
     assert teacher_part(scored[::-1]) == pytest.approx(teacher_part(scored))
 
 
-def test_a_teacher_equal_to_the_student_has_no_reverse_kl(batch: list[Experience]) -> None:
-    same = [replace(item, teacher_logprobs={"t": item.old_logprobs}) for item in batch]
+def test_a_teacher_equal_to_the_student_has_no_reverse_kl(batch: list[Sample]) -> None:
+    others = [item.with_columns(**dict.fromkeys(teacher_columns(item.teacher_logprobs))) for item in batch]
+    same = [item.with_columns(**teacher_columns({"t": present(item.old_logprobs)})) for item in others]
     metrics = opd_metrics(same)
     assert metrics["opd/reverse_kl/mean"] == metrics["opd/abs_gap"] == 0.0
     assert metrics["opd/prob_ratio"] == 1.0
 
 
-def test_without_recomputed_logprobs_the_rollouts_count(batch: list[Experience]) -> None:
-    off = [replace(item, old_logprobs=None) for item in batch]
-    as_old = [replace(item, old_logprobs=item.rollout_logprobs) for item in batch]
+def test_without_recomputed_logprobs_the_rollouts_count(batch: list[Sample]) -> None:
+    off = [item.with_columns(old_logprobs=None) for item in batch]
+    as_old = [item.with_columns(old_logprobs=item.rollout_logprobs) for item in batch]
     assert opd_metrics(off)["critic/kl"] == opd_metrics(as_old)["critic/kl"] != 0.0
     assert "rollout/train_logprob_gap/mean" not in opd_metrics(off)
     assert opd_metrics(as_old)["rollout/train_logprob_gap/max"] == 0.0
 
 
-def test_rewards_and_lengths(batch: list[Experience]) -> None:
+def test_rewards_and_lengths(batch: list[Sample]) -> None:
     metrics = opd_metrics(batch)
     rewards = [item.reward for item in batch if item.reward is not None]
     assert len(rewards) == len(batch) - 1
@@ -136,16 +140,16 @@ def test_rewards_and_lengths(batch: list[Experience]) -> None:
     assert metrics["rollout/train_logprob_gap/max"] == pytest.approx(max(gaps))
 
 
-def test_no_samples_give_no_metrics(batch: list[Experience]) -> None:
+def test_no_samples_give_no_metrics(batch: list[Sample]) -> None:
     assert opd_metrics([]) == {}
-    masked = [replace(item, action_mask=np.zeros_like(item.action_mask), reward=None) for item in batch]
+    masked = [replace(item, reward=None).with_columns(action_mask=np.zeros_like(item.action_mask)) for item in batch]
     metrics = opd_metrics(masked)
     assert not [name for name in metrics if "reverse_kl" in name or "reward" in name]
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-def test_logprobs_of_another_length_are_named(batch: list[Experience]) -> None:
-    wrong = replace(batch[0], teacher_logprobs={"a": batch[0].old_logprobs[:-1]})
+def test_logprobs_of_another_length_are_named(batch: list[Sample]) -> None:
+    wrong = batch[0].with_columns(**teacher_columns({"a": batch[0].old_logprobs[:-1]}))
     with pytest.raises(ValueError, match=r"sample e0: .*teacher 'a'"):
         opd_metrics([wrong])
 

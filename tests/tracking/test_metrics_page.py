@@ -12,10 +12,11 @@ import pytest
 from tracking_assets import experience
 
 from roll_opd.config.plan import ObjectivePlan, SamplingPlan
-from roll_opd.objective.audit import advantage_metrics
-from roll_opd.objective.masks import mask_metrics, masked
+from roll_opd.objective.audit import advantage_metrics, audited
+from roll_opd.objective.filters import mask_metrics, masked
 from roll_opd.objective.mismatch import train_infer_metrics
 from roll_opd.roles.critic_role import value_metrics
+from roll_opd.samples.sample import Sample, changed
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.metrics import opd_metrics, validation_metrics
 from roll_opd.tracking.reward_metrics import reward_metrics, scoring_metrics
@@ -47,17 +48,22 @@ def page() -> dict[str, re.Pattern[str]]:
     return patterns
 
 
+def unscored(sample: Sample) -> dict[str, np.ndarray]:
+    """Return the columns of a sample that the inference engine alone has filled."""
+    return {name: sample.columns[name] for name in ("action_mask", "rollout_logprobs")}
+
+
 def emitted() -> set[str]:
     """The names of real rows: all there is to measure, and as little as possible."""
     batch = [experience(number) for number in range(8)]
-    bare = [replace(item, old_logprobs=None, teacher_logprobs={}, reward=None) for item in batch]
-    advantages = advantage_metrics(bare, [], ObjectivePlan())
-    valued = [replace(item, values=item.old_logprobs, returns=item.old_logprobs * 2.0) for item in batch]
+    bare = [changed(item, columns=unscored(item), reward=None) for item in batch]
+    advantages = advantage_metrics(audited(bare, [], ObjectivePlan()), ObjectivePlan())
+    valued = [item.with_columns(values=item.old_logprobs, returns=item.old_logprobs * 2.0) for item in batch]
     rows = [
         value_metrics(valued),
         opd_metrics(batch),
         opd_metrics(bare),
-        opd_metrics([replace(e, action_mask=np.arange(len(e.action_mask)) > 0) for e in batch]),
+        opd_metrics([e.with_columns(action_mask=np.arange(len(e.action_mask)) > 0) for e in batch]),
         reward_metrics([replace(e, reward_parts={"format": 1.0}, reward_reason="wrong answer") for e in batch]),
         reward_metrics([replace(e, reward=None, excluded=True) for e in batch]),
         scoring_metrics("math", {"http_500": 2}, [0.1], [0, 3], 1),

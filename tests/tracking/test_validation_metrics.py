@@ -6,22 +6,24 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from roll_opd.samples.experience import Experience
+from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample_columns import as_columns
 from roll_opd.tracking.metrics import pass_at, validation_metrics
 
 
-def answer(group: str, tag: str, reward: float | None, length: int = 2) -> Experience:
-    return Experience(
+def answer(group: str, tag: str, reward: float | None, length: int = 2) -> Sample:
+    return Sample(
         id=f"{group}/{reward}",
         group_id=group,
         tag=tag,
         domain="d",
         tokens=np.arange(1 + length),
         prompt_length=1,
-        action_mask=np.ones(length, dtype=bool),
-        rollout_logprobs=np.zeros(length, dtype=np.float32),
         finish_reason="stop",
         reward=reward,
+        columns=as_columns(
+            action_mask=np.ones(length, dtype=bool), rollout_logprobs=np.zeros(length, dtype=np.float32)
+        ),
     )
 
 
@@ -85,7 +87,7 @@ def test_a_prompt_that_lacks_a_reward_is_left_out_of_pass_at_k() -> None:
 
 
 def test_a_run_of_steps_is_worth_their_sum_where_each_has_its_own_reward() -> None:
-    def steps(run: int, state: str | None, *rewards: float) -> list[Experience]:
+    def steps(run: int, state: str | None, *rewards: float) -> list[Sample]:
         made = [replace(answer("a", "x", reward), run=run, step=step) for step, reward in enumerate(rewards)]
         return [replace(one, state=state and f"{state}{one.step}") for one in made]
 

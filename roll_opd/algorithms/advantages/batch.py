@@ -55,7 +55,7 @@ class Normalised:
 
 
 def normalised_rewards(rewards_B: Tensor, groups: Sequence[str], mean_over: Level, std_over: Level) -> Normalised:
-    """Normalise rewards over their `group`, the whole `batch`, or not at all (None).
+    """Normalise rewards over their `group`, the whole `batch`, or nothing (None).
 
     With std normalisation, equal rewards become 0 whatever mean is subtracted; dividing by the floor would make them
     the largest.

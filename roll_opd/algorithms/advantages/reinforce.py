@@ -1,8 +1,8 @@
-"""REINFORCE advantages without baseline (also for gae and REINFORCE++), and pure distillation. Legend: see `batch`."""
+"""REINFORCE advantages without baseline, also for gae, REINFORCE++, steps and distillation. Legend: see `batch`."""
 
 import torch
 
-from roll_opd.algorithms.advantages.batch import Level, Normalised, RewardBatch, normalised_rewards
+from roll_opd.algorithms.advantages.batch import Level, Normalised, RewardBatch, normalised_rewards, step_returns
 from roll_opd.algorithms.registry import register_advantage
 
 
@@ -21,3 +21,19 @@ def on_policy_distill(batch: RewardBatch) -> Normalised:
     """Return 0: the reward is ignored. The teachers' term is added per token (see `opd`)."""
     rewards_B = batch.rewards_B.double()
     return Normalised.given(torch.zeros_like(rewards_B), rewards_B)
+
+
+@register_advantage("step_reinforce", reads_runs=True, adds_steps=True)
+def step_reinforce(
+    batch: RewardBatch,
+    *,
+    mean_cal_level: Level = None,
+    std_cal_level: Level = None,
+    step_reward_gamma: float = 0.95,
+) -> Normalised:
+    """Return the discounted return of each step, Σ_k step_reward_gamma^k · R_{t+k}, as in ROLL.
+
+    `mean_cal_level` and `std_cal_level` normalise over steps, so a trajectory counts once per step.
+    """
+    found = normalised_rewards(step_returns(batch, step_reward_gamma), batch.groups, mean_cal_level, std_cal_level)
+    return Normalised.given(found.rewards, batch.rewards_B.double())

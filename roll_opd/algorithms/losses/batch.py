@@ -7,12 +7,11 @@ log-probs on the mask are. It is independent of weights, ranks and packs: the su
 Legend: M scored tokens of a pack, B sequences.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from roll_opd.algorithms.sequences import on_tokens, sequence_means
 
 MAX_LOG_RATIO = 20.0  # without the clamp one outlier token overflows
 
@@ -69,3 +68,24 @@ def probability_ratio(logprobs_M: Tensor, old_logprobs_M: Tensor) -> Tensor:
 
 def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def sequence_sums(values_M: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the sum over each sequence, [B]; 0 for an empty one."""
+    return values_M.new_zeros(len(lengths)).index_add(0, sequence_numbers(lengths, values_M.device), values_M)
+
+
+def sequence_means(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the mean over the masked tokens of each sequence, [B]; 0 without any."""
+    sums_B = sequence_sums(torch.where(mask_M, values_M, 0), lengths)
+    return sums_B / sequence_sums(mask_M.to(values_M.dtype), lengths).clamp(min=1)
+
+
+def on_tokens(values_B: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the value of each token's sequence, [M]."""
+    return values_B[sequence_numbers(lengths, values_B.device)]
+
+
+def sequence_numbers(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Return the sequence number of each token, int64 [M]."""
+    return torch.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(device)

@@ -1,9 +1,8 @@
-"""`Compact`, an envelope for values made of many small arrays on their way to another process.
+"""Samples and tensors in messages between processes.
 
-A step's samples hold thousands of arrays of a few dozen numbers. Ray gives each of them a place of its own in the
-object store, which takes longer than the work some stages do on them; in one buffer they travel as one. To pickle each
-of them takes long as well: of many instances of one dataclass each field is one value, and its arrays are one, end to
-end.
+`Compact` pickles many small arrays as one buffer. A step's samples have thousands of arrays of a few dozen numbers, and
+Ray stores each array separately, which takes longer than the work of some stages. Of many instances of one dataclass,
+each field is pickled as one value, its arrays end to end. Many weights travel in a bucket (`samples.weight_bucket`).
 """
 
 import itertools
@@ -13,12 +12,14 @@ from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 _ALIGNMENT = 16  # bytes, enough for every dtype
 
 
 class Compact:
-    """Wraps a value; what arrives is the value itself, its arrays read-only views of one buffer."""
+    """Wrapper of a value. Unpickling returns the value itself, its arrays as read-only views of one buffer."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -44,7 +45,7 @@ def _opened(data: bytes, buffer: np.ndarray, spans: list[tuple[int, int]]) -> An
 
 
 class _Rows:
-    """Instances of one dataclass, by fields."""
+    """Instances of one dataclass, as one list for each field."""
 
     def __init__(self, kind: type, values: Sequence[Any]) -> None:
         self._kind = kind
@@ -71,7 +72,7 @@ def _by_fields(value: Any) -> Any:
 
 
 def _column(values: list[Any]) -> tuple[Callable[..., Sequence[Any]], Any, Any]:
-    """Return a function, and what it makes these values of again."""
+    """Return a function and its arguments, from which it makes these values again."""
     first, kinds = values[0], {type(value) for value in values}
     if all(value is first for value in values):
         return _repeated, first, len(values)
@@ -99,3 +100,18 @@ def _dicts(keys: list[Any], columns: Any) -> list[dict[Any, Any]]:
 
 def _listed(values: list[Any], _: None) -> list[Any]:
     return values
+
+
+def as_array(tensor: Tensor) -> np.ndarray:
+    """Return `tensor`, from any device and without its gradient, as an array of the same shape.
+
+    numpy has no bf16: a bf16 tensor becomes int16, a dtype without another use here.
+    """
+    tensor = tensor.detach().cpu()
+    return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+def as_tensor(array: np.ndarray) -> Tensor:
+    """Return the tensor of an array from `as_array`, on the CPU."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if tensor.dtype is torch.int16 else tensor

@@ -1,0 +1,95 @@
+"""Samples and groups that a step's update leaves out: filters by reward, rejection sampling, masks of whole samples."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from roll_opd.algorithms.sample_masks import FILTERS, below_longest, between_difficulties, right_or_short
+from roll_opd.config.plan import FilterPlan, ObjectivePlan, RewardPlan, SamplingPlan
+from roll_opd.samples.sample import Sample, changed
+
+GroupFilter = Callable[[Sequence[Sample]], bool]  # whether a group of samples with rewards passes
+MASKED = "masked_by"  # prefix of the `metrics` of a sample that name the masks which leave it out
+
+
+def group_filter(rewards: Sequence[RewardPlan], *, compared: bool = True) -> GroupFilter | None:
+    """Return the filter of groups; None if no reward domain has a filter.
+
+    A domain's `query_filter` reads the rewards of the whole group, its `response_filter` each reward. If the samples of
+    a group are `compared`, one rejected sample rejects the group; otherwise one accepted sample accepts it, and
+    `without_rejected` masks the others. A group without rewards passes. If a workflow makes several kinds of samples,
+    each with a `group_id`, one kind that passes is enough.
+    """
+    filters = {reward.domain: (reward.query_filter, reward.response_filter) for reward in rewards}
+    if not any(one for both in filters.values() for one in both):
+        return None
+    enough = all if compared else any
+
+    def passes(samples: Sequence[Sample]) -> bool:
+        kinds: dict[str, list[Sample]] = {}
+        for sample in samples:
+            if sample.reward is not None:
+                kinds.setdefault(sample.group_id, []).append(sample)
+        return not kinds or any(kind_passes(kind) for kind in kinds.values())
+
+    def kind_passes(group: Sequence[Sample]) -> bool:
+        scores = [sample.reward for sample in group if sample.reward is not None]
+        query, response = filters.get(group[0].domain, (None, None))
+        return _passes(query, scores) and enough(_passes(response, [score]) for score in scores)
+
+    return passes
+
+
+def without_rejected(samples: Sequence[Sample], rewards: Sequence[RewardPlan]) -> list[Sample]:
+    """Empty the `loss_mask` of samples that their domain's `response_filter` rejects: rejection sampling."""
+    filters = {reward.domain: reward.response_filter for reward in rewards}
+    return [
+        sample
+        if sample.reward is None or _passes(filters.get(sample.domain), [sample.reward])
+        else sample.with_columns(loss_mask=np.zeros(sample.response_length, dtype=bool))
+        for sample in samples
+    ]
+
+
+def _passes(filter_: FilterPlan | None, rewards: Sequence[float]) -> bool:
+    return filter_ is None or FILTERS[filter_.type](rewards, **filter_.args)
+
+
+def masked(samples: Sequence[Sample], objective: ObjectivePlan, sampling: SamplingPlan) -> list[Sample]:
+    """Empty the `loss_mask` of samples that a mask leaves out; their rewards stay in the means of their group.
+
+    Masks treat a sample whose reward failed as one without a reward. The mask by difficulty needs several responses to
+    a prompt.
+    """
+    lengths = [sample.action_tokens for sample in samples]
+    rewards = [None if sample.excluded else sample.reward for sample in samples]
+    kept: dict[str, list[bool]] = {}
+    if objective.max_len_mask:
+        kept["max_len"] = below_longest(lengths, sampling.max_new_tokens)
+    if objective.difficulty_mask and sampling.n > 1:
+        low, high = objective.difficulty_low_threshold, objective.difficulty_high_threshold
+        kept["difficulty"] = between_difficulties(rewards, [sample.group_id for sample in samples], low=low, high=high)
+    if objective.error_max_len_clip:
+        kept["error_max_len"] = right_or_short(rewards, lengths, threshold=objective.error_max_len_threshold)
+    if not kept:
+        return list(samples)
+    return [
+        _masked_by(sample, {name: not found[number] for name, found in kept.items()})
+        for number, sample in enumerate(samples)
+    ]
+
+
+def _masked_by(sample: Sample, masks: dict[str, bool]) -> Sample:
+    metrics = {**sample.metrics, **{f"{MASKED}_{name}": float(value) for name, value in masks.items()}}
+    noted = changed(sample, metrics=metrics)
+    return noted.with_columns(loss_mask=np.zeros(sample.response_length, dtype=bool)) if any(masks.values()) else noted
+
+
+def mask_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return `rollout/masked/*`: the share of the samples that each mask leaves out, and `any` mask."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        of_sample = {name: value for name, value in sample.metrics.items() if name.startswith(MASKED)}
+        for name, value in (of_sample | ({"any": max(of_sample.values())} if of_sample else {})).items():
+            found.setdefault(name.removeprefix(f"{MASKED}_"), []).append(value)
+    return {f"rollout/masked/{name}": float(np.mean(values)) for name, values in found.items()}

@@ -1,0 +1,149 @@
+"""The columns of a sample: arrays over its response, in one table.
+
+Entry t of every column belongs to token `tokens[P+t]`. A stage fills a column for a whole batch with
+`samples.sample.with_columns`. A shard for a rank carries the columns that have a `shard` dtype, as
+`objective.columns` computes them, and no other.
+
+Legend: T tokens of a sample, P prompt tokens, K tokens of a top-k, F hidden size, M tokens of a batch end to end.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+TEACHER = "TEACHER"  # in a name of the table: any teacher's name
+_LOGPROBS = "/logprobs"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One row of the table. An empty dtype: the column does not exist there."""
+
+    meaning: str
+    filled_by: str
+    read_by: str
+    dtype: str = ""  # on the driver
+    shard: str = ""  # dtype in a shard
+    shape: str = "[T-P]"
+
+
+COLUMNS = {
+    "action_mask": Column(
+        "tokens that the student sampled, or of a demonstration's answer", "workflows", "all stages", "bool"
+    ),
+    "rollout_logprobs": Column(
+        "log-probs of the sampling distribution; absent if nothing was sampled", "inference engine", "mismatch", "f32"
+    ),
+    "old_logprobs": Column(
+        "log-probs by the training engine before the update, at the sampling temperature",
+        "Student.compute_old_logprobs, or Student.learn",
+        "policy loss, mismatch, audit, metrics",
+        "f32",
+        "f32",
+    ),
+    "ref_logprobs": Column(
+        "log-probs by the frozen reference policy", "FrozenModels", "KL loss, token-level KL", "f32", "f32"
+    ),
+    "TEACHER/logprobs": Column(
+        "log-probs by a teacher, of the samples of its tags",
+        "FrozenModels, or a workflow",
+        "objective.columns, audit, metrics",
+        "f32",
+    ),
+    "values": Column(
+        "value of the state before each token", "Critic.compute_values", "external_advantages, value_columns", "f32"
+    ),
+    "old_values": Column("`values`, in a shard", "value_columns", "value loss", shard="f32"),
+    "returns": Column(
+        "targets of the values; 0 off the action mask", "external_advantages", "value loss, metrics", "f64", "f32"
+    ),
+    "advantages": Column(
+        "advantages of the external reward, without teachers; 0 off the action mask",
+        "external_advantages",
+        "policy loss, audit, critic",
+        "f64",
+        "f32",
+    ),
+    "loss_mask": Column(
+        "action tokens in the loss; absent: all",
+        "objective.filters, objective.mismatch",
+        "objective.columns, objective.advantages",
+        "bool",
+    ),
+    "importance_weights": Column(
+        "token weights of the policy loss; absent: 1", "objective.mismatch", "policy loss", "f32", "f32"
+    ),
+    "token_level_rewards": Column(
+        "reward, penalty by teachers and by the reference policy", "objective.audit", "metrics, records", "f64"
+    ),
+    "total_advantages": Column(
+        "advantages with the teachers' part, after the clip", "objective.audit", "mismatch, metrics, records", "f64"
+    ),
+    "mask": Column("tokens in the loss", "objective.columns", "losses", shard="bool"),
+    "weight": Column("a token's part of the mini-batch's mean", "objective.columns", "losses", shard="f32"),
+    "opd_coefficients": Column(
+        "Σ opd_kl_coef of the sample's teachers", "objective.columns", "policy loss", shard="f32"
+    ),
+    "opd_teacher": Column(
+        "Σ opd_kl_coef · log-probs of the sample's teachers", "objective.columns", "policy loss", shard="f32"
+    ),
+    "actions": Column(
+        "`action_mask`, where opd_kl_discount reads it", "objective.columns", "policy loss", shard="bool"
+    ),
+    "demonstration": Column("tokens of demonstrations", "objective.columns", "policy loss", shard="bool"),
+    "rewards": Column("reward of the sample at each token", "objective.columns", "policy loss", shard="f32"),
+    "TEACHER/share": Column(
+        "a teacher's opd_kl_coef; 0 off its samples", "objective.columns", "distillation loss", shard="f32"
+    ),
+    "TEACHER/topk_ids": Column("a teacher's top-k", "target_refs", "distillation loss", shard="i32", shape="[T-P, K]"),
+    "TEACHER/topk_logprobs": Column(
+        "log-probs of a teacher's top-k", "target_refs", "distillation loss", shard="f32", shape="[T-P, K]"
+    ),
+    "TEACHER/topk_rest": Column(
+        "log-prob of all other tokens together", "target_refs", "distillation loss", shard="f32"
+    ),
+    "TEACHER/hidden": Column(
+        "a teacher's final hidden states", "target_refs", "distillation loss", shard="model", shape="[T-P, F]"
+    ),
+    "topk_ids": Column(
+        "tokens to score", "MegatronEngine.compute_targets", "log-probs of given tokens", shard="i32", shape="[T-P, K]"
+    ),
+}
+
+
+def as_columns(**arrays: np.ndarray | None) -> dict[str, np.ndarray]:
+    """Return the given arrays by column name; None: the sample has no such column."""
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def logprobs_column(teacher: str) -> str:
+    """Return the name of the column with a teacher's log-probs."""
+    return teacher + _LOGPROBS
+
+
+def teacher_columns(logprobs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the columns of log-probs by teacher."""
+    return {logprobs_column(name): array for name, array in logprobs.items()}
+
+
+def teacher_logprobs(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return log-probs by teacher, from the columns `TEACHER/logprobs`; in their order."""
+    return {name.removesuffix(_LOGPROBS): array for name, array in columns.items() if name.endswith(_LOGPROBS)}
+
+
+def end_to_end(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    """Return one array [M] from an array [T-P] of each sample; of no sample an empty one."""
+    return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
+
+
+def split_by_length(values_M: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+    """Return each sample's part of an array [M], as a view [T-P]."""
+    ends = itertools.accumulate(lengths)
+    return [values_M[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def picked(values_M: np.ndarray, mask_M: np.ndarray) -> np.ndarray:
+    """Return the values under the mask; without a copy if the mask is True everywhere."""
+    return values_M if mask_M.all() else values_M[mask_M]
