@@ -35,24 +35,13 @@ from roll_opd.tracking.summary import LEARNED_TOKENS
 
 async def train(run: Run, workers: RunWorkers) -> None:
     """Train from the first step, or from the one after a checkpoint, to `plan.max_steps`."""
-    plan, objective, clock = run.plan, run.plan.objective, run.clock
+    plan, clock = run.plan, run.clock
     await run.restore(workers.load)
     await workers.send_weights(version=run.steps_done, updated=False)
     workflow_pool = await start_workflow(plan, workers.sampler, run.placement)
     workflow = workflow_pool or SingleTurn()
     rollouts = rollouts_of(run, workers, workflow)
-
-    async def validate(step: int) -> dict[str, float]:
-        await workers.begin_generation(step)
-        return await validation_runs.measure(
-            run,
-            workers.reward_pools,
-            workers.sampler,
-            step,
-            readers=workers.frozen_models,
-            workflow=workflow,
-            turns=workers.turns,
-        )
+    validate = partial(_validate, run, workers, workflow)
 
     async def validate_first() -> dict[str, float]:
         assert workers.teachers_measured is not None
@@ -66,7 +55,7 @@ async def train(run: Run, workers: RunWorkers) -> None:
 
     await run.log_start(validate_first)
     adapted = run.resumed.kl_coef if run.resumed and "init_kl_coef" not in run.history.changes else None
-    kl_coef = first_kl_coef(objective, adapted)
+    kl_coef = first_kl_coef(plan.objective, adapted)
     preflight = _preflight(run, workers)
     await publish(run.steps_done)
     async with aclosing(rollouts.batches()) as batches:
@@ -123,6 +112,20 @@ def rollouts_of(run: Run, workers: RunWorkers, workflow: Workflow) -> Rollouts:
         plan.extra_prompts,
         group_filter(plan.rewards, compared=loss_facts(plan.objective.policy_loss).reads_advantages),
         plan.demonstrations.rows_per_step if plan.demonstrations else 0,
+    )
+
+
+async def _validate(run: Run, workers: RunWorkers, workflow: Workflow, step: int) -> dict[str, float]:
+    """Return the validation metrics of the student after `step`."""
+    await workers.begin_generation(step)
+    return await validation_runs.measure(
+        run,
+        workers.reward_pools,
+        workers.sampler,
+        step,
+        readers=workers.frozen_models,
+        workflow=workflow,
+        turns=workers.turns,
     )
 
 
