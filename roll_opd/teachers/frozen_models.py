@@ -15,7 +15,7 @@ from roll_opd.teachers.views import TeacherView
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model that the student learns from: its plan, the source of its log-probs, and its view of samples."""
+    """A teacher model: its plan, the scorer of its log-probs, and its view of samples."""
 
     plan: TeacherPlan
     scorer: TeacherScorer

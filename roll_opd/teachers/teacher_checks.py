@@ -132,7 +132,7 @@ def preference_check(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str
             PREFERENCE,
             value,
             "warning",
-            "measured against the student, the teacher prefers the samples with the lower reward: it is no better than"
+            "relative to the student, the teacher prefers the samples with the lower reward: it is no better than"
             " the student at this task, has lost layers, or reads something else; measure how well it does"
             " (validation.evaluate_teacher)",
         )
@@ -141,7 +141,7 @@ def preference_check(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str
 
 
 def table(name: str, rows: Sequence[Check]) -> str:
-    """Return the rows as text of `WIDTH` columns, with the meaning of those that are not ok."""
+    """Return the rows as text of `WIDTH` columns, and the meanings of warnings and failures."""
     lines = [f"Teacher preflight: {name}", "-" * WIDTH]
     for row in rows:
         value = textwrap.wrap(row.value, WIDTH - 36) or [""]
@@ -191,13 +191,13 @@ def _temperature(readings: Readings, settings: Settings) -> Check:
     in_step = float(apart.mean(dtype=np.float64)) if chosen.any() else 0.0
     wrong = abs(measured / wanted - 1) > TEMPERATURE_ERROR
     verdict: Verdict = "failed" if wrong or in_step > settings.tolerance else "ok"
-    meaning = "measured against log-probs at temperature 1; and how far those are that the step learns from, in nats"
+    meaning = "from the log-probs at temperature 1; and the difference to the log-probs of the step, in nats"
     if wrong:
         meaning = (
             "the teacher scores at another temperature than the student samples at; their log-probs do not compare"
         )
     elif verdict == "failed":
-        meaning = "the log-probs that the step is to learn from are not the teacher's at the sampling temperature"
+        meaning = "the log-probs of the step are not the teacher's at the sampling temperature"
     return Check("sampling temperature", f"{measured:.3f}, wanted {wanted:g}; step {in_step:.1e}", verdict, meaning)
 
 
@@ -244,7 +244,7 @@ def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarra
     guess, margin = -math.log(settings.vocab_size), MARGIN / min(1.0, settings.temperature)
     verdict: Verdict = "ok"
     meaning = f"nats a token; a sound teacher is at most {margin:.2g} below the student"
-    # text that the student cannot predict either says nothing: prompts, to a model that has only learned answers
+    # text that the student cannot predict either proves nothing: prompts, of a model that was trained on answers
     if teacher < student - margin and student > guess + margin:
         verdict, rest = "warning", ""
         if teacher < guess:
@@ -253,11 +253,7 @@ def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarra
             rest = f" and below a guess (-ln V), and they share {common:.0%} of their probability"
         meaning = (
             f"the teacher's mean log-prob of the {name} is more than {margin:.2g} nats below the student's{rest}:"
-            + (
-                " what it reads beside the prompt makes it expect other answers, or it is"
-                if settings.reads_more
-                else ""
-            )
+            + (" its own prompt makes it expect other answers, or it is" if settings.reads_more else "")
             + " another model's weights, lost layers, coarse quantisation, or ids or a template that it does not know"
         )
     elif name == "samples" and teacher < min(guess, student - margin):

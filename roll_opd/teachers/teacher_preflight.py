@@ -28,7 +28,7 @@ from roll_opd.teachers.teacher_reach import changes, difference, reach, reach_ch
 
 PREFLIGHT_SAMPLES = 64  # read by student and teacher; and of the rows' own answers, as many
 RESPONSE_TOKENS, ALL_TOKENS = 256, 4096  # action tokens of each response, and tokens of all samples together
-ENOUGH, MOST_TOKENS = 256, 16_384  # samples are added up to so many action tokens, or so many tokens in all
+MIN_ACTIONS, MAX_TOKENS = 256, 16_384  # samples are added up to these action tokens, or these tokens in all
 FEWEST = 4  # samples, however long
 REPEATED = 8  # texts that the teacher reads a second time: what changes from call to call does so in any
 TOPK = 16
@@ -126,9 +126,9 @@ def _chosen(experiences: Sequence[Sample]) -> list[Sample]:
     chosen: list[Sample] = []
     tokens = actions = 0
     for experience in (one for first in range(stride) for one in written[first::stride]):
-        enough = actions >= ENOUGH
+        enough = actions >= MIN_ACTIONS
         tokens += len(experience.tokens)
-        over = tokens > (ALL_TOKENS if enough else MOST_TOKENS)
+        over = tokens > (ALL_TOKENS if enough else MAX_TOKENS)
         if len(chosen) >= FEWEST and (over or (enough and len(chosen) >= PREFLIGHT_SAMPLES)):
             break
         chosen.append(experience)
@@ -269,7 +269,7 @@ def _tokens(student: ModelInfo, teacher: ModelInfo) -> list[Check]:
             "templates, special tokens",
             f"{len(found.differences)} of them differ" if differences else "the same",
             "warning" if differences else "ok",
-            f"{differences}; the student's count, and the teacher reads what it may not be used to"
+            f"{differences}; the run uses the student's, which the teacher may not know"
             if differences
             else "chat template, special tokens and end of answers",
         ),

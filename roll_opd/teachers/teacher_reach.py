@@ -15,7 +15,7 @@ import numpy as np
 from roll_opd.teachers.teacher_checks import Check, Verdict
 
 PARTS = 8  # of a text; one is changed
-SMALLEST = 1e-6  # nats: a smaller difference is no difference
+SMALLEST = 1e-6  # nats; smaller differences count as equal
 SHORT = 16  # tokens: texts that go on for fewer after the change say nothing about a context
 FAR = 0.8  # share of the tested distance over which a change must show
 
@@ -70,7 +70,7 @@ def reach(differences: np.ndarray, first: int, end: int) -> Reach:
 
 
 def reach_check(found: Sequence[Reach]) -> Check:
-    """Return the verdict on the changes of several texts; failed if two of them fall short, or the farthest does."""
+    """Return the verdict on the changes of several texts: failed if two fall short, or the farthest."""
     farthest = max(found, key=lambda one: one.tested)
     short = [one for one in found if one.falls_short]
     verdict: Verdict = "warning" if short else "ok"

@@ -23,9 +23,9 @@ from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns, teacher_columns
 from roll_opd.teachers.teacher_checks import FEW, Check
 from roll_opd.teachers.teacher_preflight import (
-    ENOUGH,
     FEWEST,
-    MOST_TOKENS,
+    MAX_TOKENS,
+    MIN_ACTIONS,
     PREFLIGHT_SAMPLES,
     _chosen,
 )
@@ -217,12 +217,12 @@ def test_short_turns_take_more_samples(game: Played) -> None:
         action_mask=mask, rollout_logprobs=np.full(length, -1, np.float32)
     )
     many = _chosen([replace(brief, id=str(number)) for number in range(500)])
-    assert len(many) > PREFLIGHT_SAMPLES and sum(e.action_tokens for e in many) >= ENOUGH
+    assert len(many) > PREFLIGHT_SAMPLES and sum(e.action_tokens for e in many) >= MIN_ACTIONS
     assert len({e.id for e in many}) == len(many) and all(e.action_mask[-1] for e in many)
     silent = replace(brief, tokens=np.resize(one.tokens, 3000), prompt_length=2940).with_columns(
         action_mask=np.arange(length) == 0
     )
     few = _chosen([silent] * 500)
-    assert FEWEST <= len(few) < 10 and sum(len(e.tokens) for e in few) <= MOST_TOKENS
+    assert FEWEST <= len(few) < 10 and sum(len(e.tokens) for e in few) <= MAX_TOKENS
     rows = replace(game, samples=[replace(brief, id=str(n)) for n in range(FEW // 2 - 1)]).check()
     assert rows["action tokens"].verdict == "warning"
