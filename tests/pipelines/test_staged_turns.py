@@ -18,6 +18,7 @@ from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.models.device_phases import ALL, members_of
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.roles.colocation import DeviceScheduler
+from roll_opd.samples.sample import Sample
 from roll_opd.weight_sync.transports import make_weight_sync
 
 SHORT = (
@@ -88,7 +89,7 @@ class Taking:
         )
 
     async def asked(self, name: str) -> None:
-        await gathered(self.groups[name], "compute_logprobs", [(np.arange(8), 2, None)], 1.0)
+        await gathered(self.groups[name], "compute_logprobs", [Sample(np.arange(8), 2)], 1.0)
 
     async def back(self) -> None:
         """Have everything where other runs of the stage look for it."""
