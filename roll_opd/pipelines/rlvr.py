@@ -73,7 +73,7 @@ async def train(run: Run, workers: RunWorkers) -> None:
                 await workers.send_weights(version=step)
             with clock.phase("reward"):  # rewards that only monitor
                 samples = await batch.with_rewards(samples)
-            samples = audited(samples, plan.advantage_teachers, objective)
+            samples = audited(samples, plan.advantage_teachers, plan.objective)
             metrics |= _sample_metrics(samples, plan)
             metrics |= await run.validation(step, partial(validate, step))
             metrics |= rollouts.drain_metrics()
