@@ -9,9 +9,10 @@ Importing this package imports neither torch nor any engine and patches nothing.
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["RunFailed", "__version__", "run"]
+__all__ = ["RunFailed", "__version__", "open", "run"]
 
 if TYPE_CHECKING:
+    from roll_opd.api import open_session as open
     from roll_opd.commands.python_api import RunFailed, run
 else:
 
@@ -19,6 +20,10 @@ else:
         """Import the API on first use: every process of a run imports this package."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name == "open":
+            from roll_opd.api import open_session
+
+            return open_session
         from roll_opd.commands import python_api
 
         return getattr(python_api, name)

@@ -16,7 +16,8 @@ PACKAGE = Path(__file__).parent.parent / "roll_opd"
 
 # prefix of a module -> (floor, room); the longest prefix that fits counts. Rooms on one floor do not know each other.
 FLOORS = {
-    "roll_opd": (12, "front"),  # imports only when `roll_opd.run` is asked for; anybody may read the version from it
+    "roll_opd": (13, "front"),  # imports on first use; any floor may read the version
+    "roll_opd.api": (12, "api"),
     "roll_opd.__main__": (11, "commands"),
     "roll_opd.commands": (11, "commands"),
     "roll_opd.pipelines": (10, "pipelines"),
@@ -68,6 +69,7 @@ SHARED_NAMES = {
     "Experience",  # Trinity-RFT's class, which user workflows construct
     "Task",  # Trinity-RFT's class, which user workflows receive
     "Workflow",  # Trinity-RFT's class, which user workflows derive from
+    *("Batch", "Sampler", "Student", "Teacher"),  # roll_opd.api's own, by the names that Tinker's and TRL's users know
     # left until their rooms are merged
     *("batch.py", "demonstrations.py", "registry.py"),
     *("Run", "Worker"),

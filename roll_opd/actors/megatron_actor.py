@@ -218,21 +218,26 @@ class TrainWorker(_TrainableRank, BucketWriter):
         assert isinstance(plan, TrainPlan)
         return MegatronTrainer(plan, seed=seed, deterministic=deterministic)
 
-    def update(
-        self,
-        shard: DPShard,
-        objective: ObjectivePlan,
-        temperature: float,
-        step: int,
-    ) -> Compact:
+    def update(self, shard: DPShard, objective: ObjectivePlan, temperature: float, step: int) -> Compact:
         """Make one optimizer update from a mini-batch; see `MegatronTrainer.update`.
 
         The result has log-probs only for samples without old log-probs, and for demonstrations.
         """
+        return self._with_gradient(self._engine.update, shard, objective, temperature, step)
+
+    def forward_backward(self, shard: DPShard, objective: ObjectivePlan, temperature: float, step: int) -> Compact:
+        """Add the gradient of a mini-batch; see `MegatronTrainer.forward_backward`. The result is that of `update`."""
+        return self._with_gradient(self._engine.forward_backward, shard, objective, temperature, step)
+
+    def _with_gradient(self, method: Callable[..., Any], shard: DPShard, *args: Any) -> Compact:
         samples = with_targets(shard.samples, self._opened(shard)) if shard.held else shard.samples
-        result = self._engine.update(samples, objective, temperature, step, assigned=shard.micro_batches)
+        result = method(samples, *args, assigned=shard.micro_batches)
         new_logprobs = {number: values for number, values in result.logprobs.items() if _lacks_old(samples[number])}
         return Compact(replace(result, logprobs=new_logprobs))
+
+    def optim_step(self, learning_rate: float | None) -> Any:
+        """Make one optimizer update from the added gradients; see `MegatronTrainer.optim_step`."""
+        return self._engine.optim_step(learning_rate)
 
     def load_teacher_head(self, name: str, head: Sequence[ray.ObjectRef]) -> None:
         """Load the output embedding returned by a teacher's `output_head`."""

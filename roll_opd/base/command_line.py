@@ -23,6 +23,8 @@ ENTRIES: dict[str, dict[str, Any]] = {
 SIZES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}  # parallel sizes of `score`
 # file to which a run writes its directory, for `roll_opd.run`, which starts it
 RUN_DIRECTORY_FILE = "ROLL_OPD_RUN_DIRECTORY_FILE"
+# socket of the session (`roll_opd.open`) that starts a run and makes its steps
+SESSION_SOCKET = "ROLL_OPD_SESSION_SOCKET"
 
 
 def safe_output() -> None:

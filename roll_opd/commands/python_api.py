@@ -16,7 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -44,13 +44,20 @@ class RunFailed(RuntimeError):
         self.run_directory = run_directory
 
 
-def run(config: Config, overrides: Overrides = (), *, pipeline: str | None = None) -> dict[str, Any]:
+def run(
+    config: Config,
+    overrides: Overrides = (),
+    *,
+    pipeline: str | None = None,
+    rewards: Mapping[str, Callable[..., Any]] | None = None,
+) -> dict[str, Any]:
     """Train to the end and return `summary.json`, with `run_directory` and `model` added.
 
     `config` is the path of a YAML file, or its content as a mapping (`defaults` included). `overrides` are written as
     on the command line (`["max_steps=20"]`), or as a mapping of dotted keys to values. `pipeline`: distill, rlvr,
     agentic, sft, dpo or the dotted path of a module; without it the configuration decides. Relative paths are
-    searched from the current directory, then from the file's. `model` is the newest checkpoint's model directory in
+    searched from the current directory, then from the file's. `rewards`: domain -> reward function, which may be
+    defined in the script or notebook; see `reward_overrides`. `model` is the newest checkpoint's model directory in
     Hugging Face's format; None without a checkpoint.
 
     Blocks until the run has ended, also in a running event loop. An interrupt (Ctrl-C, the notebook's stop
@@ -58,20 +65,73 @@ def run(config: Config, overrides: Overrides = (), *, pipeline: str | None = Non
     """
     with tempfile.TemporaryDirectory(prefix="roll_opd-") as scratch:
         announced = Path(scratch, "run_directory")
-        # -P: do not prepend the current directory; `_search_path` has all directories
-        command = [sys.executable, "-P", "-m", "roll_opd", "run", *([pipeline] if pipeline else [])]
-        command += [*_configuration(config, Path(scratch)), *_overrides(overrides)]
-        environment = os.environ | {RUN_DIRECTORY_FILE: str(announced), "PYTHONPATH": os.pathsep.join(_search_path())}
-        code, output = _run_and_show(command, environment)
+        command = run_command(pipeline, config, overrides, rewards or {}, Path(scratch))
+        code, output = _run_and_show(command, run_environment(announced))
         directory = Path(announced.read_text(encoding="utf-8")) if announced.exists() else None
     if code or directory is None:
-        raise RunFailed(_sentence(code, output), code, directory)
+        raise RunFailed(end_message(code, output), code, directory)
     from roll_opd.pipelines.checkpoints import complete
 
     file = directory / "summary.json"
     summary = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     newest = [str(checkpoint / "hf") for checkpoint in complete(directory)[:1]]
     return {**summary, "run_directory": str(directory), "model": newest[0] if newest else None}
+
+
+def run_command(
+    pipeline: str | None,
+    config: Config,
+    overrides: Overrides,
+    rewards: Mapping[str, Callable[..., Any]],
+    scratch: Path,
+) -> list[str]:
+    """Return the command that starts a run; files that it reads are written to the directory `scratch`."""
+    # -P: do not prepend the current directory; `_search_path` has all directories
+    command = [sys.executable, "-P", "-m", "roll_opd", "run", *([pipeline] if pipeline else [])]
+    return [*command, *_configuration(config, scratch), *reward_overrides(rewards, scratch), *_overrides(overrides)]
+
+
+def run_environment(announced: Path) -> dict[str, str]:
+    """Return the environment of a run, which ends with this process; it writes its directory to `announced`."""
+    return os.environ | {RUN_DIRECTORY_FILE: str(announced), "PYTHONPATH": os.pathsep.join(_search_path())}
+
+
+REWARD_MODULE = """\
+from pathlib import Path
+
+from ray import cloudpickle
+
+globals().update(cloudpickle.loads(Path(__file__).with_suffix(".pickle").read_bytes()))
+"""
+
+
+def reward_overrides(rewards: Mapping[str, Callable[..., Any]], scratch: Path) -> list[str]:
+    """Write reward functions to `scratch`; return the overrides that make them the rewards of their domains.
+
+    A function is sent by value with what it refers to, so it may be defined in a script or in a notebook cell.
+    TypeError for one that refers to something that cannot be sent.
+    """
+    if not rewards:
+        return []
+    from ray import cloudpickle
+
+    sent: dict[str, Callable[..., Any]] = {}
+    for domain, reward in rewards.items():
+        if not callable(reward):
+            raise TypeError(f"rewards: {domain} is {reward!r}; give a function score(samples) -> numbers")
+        try:
+            cloudpickle.dumps(reward)
+        except Exception as error:
+            raise TypeError(
+                f"rewards: {domain} refers to something that cannot be sent to another process ({error}); create it"
+                " inside the function, or write the function in a module"
+            ) from error
+        sent[f"reward_{len(sent)}"] = reward
+    file = scratch / "script_rewards.py"
+    file.write_text(REWARD_MODULE, encoding="utf-8")
+    file.with_suffix(".pickle").write_bytes(cloudpickle.dumps(sent))
+    workers = {domain: f"{file}:{name}" for name, domain in zip(sent, rewards, strict=True)}
+    return [f"++rewards.{domain}.worker_cls={_hydra_literal(worker)}" for domain, worker in workers.items()]
 
 
 def _configuration(config: Config, scratch: Path) -> list[str]:
@@ -145,11 +205,11 @@ def _run_and_show(command: Sequence[str], environment: Mapping[str, str]) -> tup
         start_new_session=True,  # an interrupt reaches it only from here, once
     ) as process:
         try:
-            output = _show(process)
+            output = show(process)
         except BaseException:
             process.send_signal(signal.SIGINT)
             try:
-                _show(process)  # its clean-up and last message
+                show(process)  # its clean-up and last message
             except BaseException:  # a second interrupt: kill it immediately
                 process.kill()
                 raise
@@ -157,7 +217,7 @@ def _run_and_show(command: Sequence[str], environment: Mapping[str, str]) -> tup
         return process.wait(), output
 
 
-def _show(process: subprocess.Popen[bytes]) -> str:
+def show(process: subprocess.Popen[bytes]) -> str:
     """Print the output of a process until it has ended, and return the end of the output."""
     assert process.stdout is not None
     output, tail = process.stdout.fileno(), ""
@@ -178,7 +238,7 @@ def _show(process: subprocess.Popen[bytes]) -> str:
             return tail
 
 
-def _sentence(code: int, output: str) -> str:
+def end_message(code: int, output: str) -> str:
     """Return the message in the output about the end of a run."""
     _, found, message = f"\n{output}".rpartition(f"\n{PREFIX}")
     if found:

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from roll_opd.algorithms.registry import AlgorithmError
@@ -20,6 +21,7 @@ from roll_opd.base.command_line import (
     FAILED,
     INTERRUPTED,
     RUN_DIRECTORY_FILE,
+    SESSION_SOCKET,
     TERMINATED,
     USER_ERROR,
     add_config_arguments,
@@ -133,6 +135,8 @@ def _launch(
     with fork_server() if is_here and backend is None else nullcontext(ForkServer()) as server:
         try:
             plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline, say=echo)
+            if SESSION_SOCKET in os.environ:
+                plan = _for_session(plan)
             _check_number(plan, host)
         except (Exception, KeyboardInterrupt) as error:
             code = exit_code(error, is_started=False)
@@ -179,6 +183,13 @@ def _served(plan: RunPlan, server: ForkServer, hosts: Hosts | None, backend: "Ba
 
 def _terminated(*_: object) -> None:
     raise Terminated("ended by SIGTERM before the start of the run")
+
+
+def _for_session(plan: RunPlan) -> RunPlan:
+    """Return the plan of a run whose steps are calls of a session; ConfigError if its student does not sample."""
+    if plan.rollout is None:
+        raise ConfigError([f"a session samples from the student, and {plan.pipeline} trains on given answers"])
+    return replace(plan, pipeline="roll_opd.pipelines.session", max_restarts=0)
 
 
 def _check_number(plan: RunPlan, host: LaunchedHost | None) -> None:

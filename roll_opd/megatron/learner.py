@@ -4,7 +4,7 @@ An update with a non-finite loss or gradient is skipped on all ranks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,9 +41,9 @@ class Update:
     reports: list[
         dict[str, Any]
     ]  # of the loss function, one per micro-batch; empty on ranks that do not return results
-    grad_norm: float
-    learning_rate: float
-    applied: bool  # False: skipped because of a non-finite loss or gradient
+    grad_norm: float = float("nan")
+    learning_rate: float = float("nan")
+    applied: bool = False  # or skipped because of a non-finite loss or gradient
     router_sums: dict[str, float] = field(default_factory=dict)  # of a mixture of experts, over the model replica
 
     @property
@@ -90,8 +90,8 @@ class MegatronLearner(MegatronEngine):
         config.routing_replay.replays = plan.router_replay == "R3"  # type: ignore[attr-defined]
         self._router_sums: dict[str, float] = {}
         config.grad_scale_func = self.optimizer.scale_loss
-        # without the schedule's token count: losses are divided already
-        config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(chunks)
+        self._has_gradient = False  # added since the last update
+        self._losses: list[Tensor] = []  # of the micro-batches whose gradients are added up
 
     def _update(
         self,
@@ -101,7 +101,19 @@ class MegatronLearner(MegatronEngine):
         group_size: int = 1,
         assigned: list[list[int]] | None = None,
     ) -> Update:
-        """Make one optimizer update from a mini-batch. Collective.
+        """Make one optimizer update from a mini-batch. Collective; see `_add_gradient`."""
+        self._has_gradient = False
+        return self._apply(self._add_gradient(samples, loss, temperature, group_size, assigned))
+
+    def _add_gradient(
+        self,
+        samples: Sequence[Sample],
+        loss: LossFunction,
+        temperature: float,
+        group_size: int = 1,
+        assigned: list[list[int]] | None = None,
+    ) -> Update:
+        """Add the gradient of a mini-batch's loss to those since the last update. Collective.
 
         `loss` returns a micro-batch's part of the loss, already divided by the global count, and a report: `sums` of
         tensors, including the loss as `weighted_loss`, and lists with an entry per sequence. `group_size` consecutive
@@ -109,33 +121,38 @@ class MegatronLearner(MegatronEngine):
         rank's shard.
         """
         self.memory.check("update", *Part)
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        reset_expert_counts(self.chunks)
+        if not self._has_gradient:
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            reset_expert_counts(self.chunks)
+            self._losses.clear()
+        elif self.plan.optimizer.overlap_grad_reduce:
+            raise ValueError("overlap_grad_reduce reduces each gradient immediately: make one forward_backward a step")
         if assigned is None:
             assigned = self._assigned(samples, self.plan.train_limits, group_size)
         reports = self._run(samples, assigned, temperature, loss, forward_only=False)
-        if not assigned:  # no samples on this rank, but the other ranks wait for its (zero) gradient
-            finalize_model_grads(list(self.chunks))
+        self._has_gradient = True
+        self._losses += [report["sums"]["weighted_loss"] for report in reports]
+        return Update(assigned, reports if parallel.returns_results() else [], router_sums=self._router_sums)
 
-        finite = self._all_finite(reports)
+    def _apply(self, added: Update, learning_rate: float | None = None) -> Update:
+        """Make one optimizer update from the added gradients; return `added` with its result. Collective."""
+        finalize_model_grads(list(self.chunks))
+        finite = self._all_finite()
         self.scheduler.step(1)
+        for group in self.optimizer.param_groups if learning_rate is not None else ():
+            group["lr"] = learning_rate
         grad_norm = float("nan")
         applied = False
+        self._has_gradient = False
         if finite:
             applied, norm, _ = self.optimizer.step()
             grad_norm = float(norm) if norm is not None else float("nan")
         if applied:
             update_biases(self.chunks, self.weights.config.moe_router_bias_update_rate)
-        return Update(
-            assigned=assigned,
-            reports=reports if parallel.returns_results() else [],
-            grad_norm=grad_norm,
-            learning_rate=float(self.optimizer.param_groups[0]["lr"]),
-            applied=bool(applied),
-            router_sums=self._router_sums,
-        )
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        return replace(added, grad_norm=grad_norm, learning_rate=rate, applied=bool(applied))
 
     def _tensors(self) -> dict[Part, list[Tensor]]:
         """Return weights, gradients and optimizer state, buffers with their padding."""
@@ -190,9 +207,10 @@ class MegatronLearner(MegatronEngine):
         if packs[0].routes_n is not None:
             self._router_sums |= disagreement(packs, expert_layers(config))
 
-    def _all_finite(self, reports: Sequence[dict[str, dict[str, Tensor]]]) -> bool:
+    def _all_finite(self) -> bool:
         """Whether all losses and gradients of all ranks are finite, since all ranks must skip an update or none."""
-        finite = [report["sums"]["weighted_loss"].isfinite() for report in reports]
+        finite = [loss.isfinite() for loss in self._losses]
+        self._losses.clear()
         for chunk in self.chunks:
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
                 # min and max: isfinite of all elements would take some bytes per parameter

@@ -15,8 +15,9 @@ from roll_opd.algorithms.divergences import ColumnSum, divergence, topk_divergen
 from roll_opd.algorithms.registry import POLICY_LOSSES, policy_loss
 from roll_opd.config.plan import ObjectivePlan, TrainPlan
 from roll_opd.megatron.batches import PackedBatch
+from roll_opd.megatron.engine import LossFunction
 from roll_opd.megatron.head import OutputHead, TeacherHead, teacher_head
-from roll_opd.megatron.learner import MegatronLearner
+from roll_opd.megatron.learner import MegatronLearner, Update
 from roll_opd.megatron.model_builder import HeadModel, unwrapped
 from roll_opd.models.device_phases import Part
 from roll_opd.objective.loss import opd_loss, sampled_mask
@@ -53,7 +54,30 @@ class MegatronTrainer(MegatronLearner):
         (without its coefficient). Losses are weighted by the token weights. Demonstrations count only in the loss;
         `demonstration_tokens` is their number, and `demonstration_loss` their weighted -logprobs, for any policy loss.
         """
-        policy_loss(objective.policy_loss, objective.policy_loss_args)  # raises for invalid arguments
+        loss = self._loss(objective, step)
+        done = self._update(samples, loss, temperature, 2 if objective.paired else 1, assigned)
+        return _result(done)
+
+    def forward_backward(
+        self,
+        samples: Sequence[Sample],
+        objective: ObjectivePlan,
+        temperature: float,
+        step: int = 1,
+        *,
+        assigned: list[list[int]] | None = None,
+    ) -> TrainResult:
+        """Add the gradient of a mini-batch's loss to those since the last update; see `update`."""
+        loss = self._loss(objective, step)
+        return _result(self._add_gradient(samples, loss, temperature, 2 if objective.paired else 1, assigned))
+
+    def optim_step(self, learning_rate: float | None = None) -> TrainResult:
+        """Make one optimizer update from the added gradients; default: the schedule's learning rate."""
+        return _result(self._apply(Update([], []), learning_rate))
+
+    def _loss(self, objective: ObjectivePlan, step: int) -> LossFunction:
+        """Return the loss of a micro-batch in step `step`. Raises for invalid arguments of the policy loss."""
+        policy_loss(objective.policy_loss, objective.policy_loss_args)
         arguments = {**POLICY_LOSSES.defaults(objective.policy_loss), **objective.policy_loss_args}
 
         def loss(head: OutputHead, batch: PackedBatch) -> tuple[Tensor, dict]:
@@ -72,8 +96,7 @@ class MegatronTrainer(MegatronLearner):
             sums["weighted_loss"] = value.detach()
             return value, {"sums": sums, "logprobs": _by_sequence(logprobs_M, batch.lengths)}
 
-        done = self._update(samples, loss, temperature, 2 if objective.paired else 1, assigned)
-        return TrainResult(done.sums, done.by_sample("logprobs"), done.grad_norm, done.learning_rate, done.applied)
+        return loss
 
     def _tensors(self) -> dict[Part, list[Tensor]]:
         tensors = super()._tensors()
@@ -90,6 +113,10 @@ class MegatronTrainer(MegatronLearner):
         assert isinstance(model, HeadModel)
         columns = model.output_weight().size(0)
         self.teacher_heads[name] = teacher_head(as_tensor(head), columns, group, self.device)
+
+
+def _result(done: Update) -> TrainResult:
+    return TrainResult(done.sums, done.by_sample("logprobs"), done.grad_norm, done.learning_rate, done.applied)
 
 
 def _by_sequence(logprobs_M: Tensor, lengths: Sequence[int]) -> list[np.ndarray]:

@@ -65,7 +65,7 @@ async def train(run: Run, workers: RunWorkers) -> None:
             if plan.update_reads_rewards:
                 with clock.phase("reward"):
                     samples = await batch.with_rewards(samples)
-            samples, kl_coef = _with_advantages(samples, plan, kl_coef)
+            samples, kl_coef = with_advantages(samples, plan, kl_coef, rewarded=not plan.rewards_are_monitored)
             if plan.demonstrations:
                 samples = mixed(samples, batch.demonstration_samples, plan.demonstrations.updates)
             samples, metrics = await _learn(samples, run, workers, step)
@@ -74,7 +74,7 @@ async def train(run: Run, workers: RunWorkers) -> None:
             with clock.phase("reward"):  # rewards that only monitor
                 samples = await batch.with_rewards(samples)
             samples = audited(samples, plan.advantage_teachers, plan.objective)
-            metrics |= _sample_metrics(samples, plan)
+            metrics |= sample_metrics(samples, plan)
             metrics |= await run.validation(step, partial(validate, step))
             metrics |= rollouts.drain_metrics()
             async with run.checkpoint(step, workers.save, kl_coef, batch.source_state):
@@ -162,12 +162,17 @@ async def _with_model_values(
     return samples
 
 
-def _with_advantages(samples: list[Sample], plan: RunPlan, kl_coef: float) -> tuple[list[Sample], float]:
-    """Return samples with masks, advantages and importance weights, and the KL coefficient of the next step."""
+def with_advantages(
+    samples: list[Sample], plan: RunPlan, kl_coef: float, *, rewarded: bool
+) -> tuple[list[Sample], float]:
+    """Return samples with masks, advantages and importance weights, and the KL coefficient of the next step.
+
+    If `rewarded`, rewards and the token-level KL to the reference policy become advantages.
+    """
     assert plan.rollout is not None
     objective, sampling = plan.objective, plan.rollout.sampling
     samples = masked(samples, objective, sampling)
-    if not plan.rewards_are_monitored:
+    if rewarded:
         samples = external_advantages(
             samples,
             objective,
@@ -199,7 +204,8 @@ async def _learn(
     return samples, metrics | {LEARNED_TOKENS: float(learned)}
 
 
-def _sample_metrics(samples: Sequence[Sample], plan: RunPlan) -> dict[str, float]:
+def sample_metrics(samples: Sequence[Sample], plan: RunPlan) -> dict[str, float]:
+    """Return metrics of the samples of a step, without its demonstrations."""
     sampled = [sample for sample in samples if not sample.demonstration]
     return {
         **train_infer_metrics(sampled),

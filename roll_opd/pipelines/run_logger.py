@@ -88,7 +88,7 @@ class RunLogger:
         self.clock = PhaseClock(began=tee.began)
         self.progress = Progress()
         self._done = done
-        self._plan, self._run, self._trackers, self._tokenizer = plan, run, trackers, tokenizer
+        self._plan, self._run, self._trackers, self.tokenizer = plan, run, trackers, tokenizer
         self._source, self._tee, self._history = source, tee, history
         self._console = Console(plan.max_steps, frozen=_word_for_frozen_models(plan))
         self._teachers: dict[str, Mapping[str, float]] = {}
@@ -166,7 +166,7 @@ class RunLogger:
     def answers(self, step: int, by: str, answers: Sequence[Sample]) -> None:
         """Write answers to held-out prompts: `by` the student after `step` steps, or a teacher."""
         rows = [
-            {"step": step, "by": by, **text_of(answer, self._tokenizer), **logprobs_of(answer)} for answer in answers
+            {"step": step, "by": by, **text_of(answer, self.tokenizer), **logprobs_of(answer)} for answer in answers
         ]
         self._run.append_jsonl(VALIDATION_SAMPLES, rows)
 
@@ -245,8 +245,8 @@ class RunLogger:
     def _supervised_sample(self, step: int, sample: Sample) -> dict:
         return {
             "step": step,
-            "prompt": self._tokenizer.decode(sample.tokens[: sample.prompt_length]),
-            "response": self._tokenizer.decode(sample.tokens[sample.prompt_length :]),
+            "prompt": self.tokenizer.decode(sample.tokens[: sample.prompt_length]),
+            "response": self.tokenizer.decode(sample.tokens[sample.prompt_length :]),
             "tokens": sample.tokens,
             "prompt_length": sample.prompt_length,
             "action_mask": sample.action_mask,
@@ -263,10 +263,10 @@ class RunLogger:
         teachers, objective = self._plan.teachers, self._plan.objective
         return {
             "step": step,
-            **text_of(experience, self._tokenizer),
+            **text_of(experience, self.tokenizer),
             "group_id": experience.group_id,
             "demonstration": experience.demonstration,
-            **teacher_prompts_of(experience, self._tokenizer),
+            **teacher_prompts_of(experience, self.tokenizer),
             **logprobs_of(experience),
             "student_logprobs": of_actions(experience, experience.old_logprobs),
             "opd_kl_coef": {t.name: t.opd_kl_coef for t in teachers if t.name in experience.teacher_logprobs},

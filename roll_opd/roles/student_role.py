@@ -1,6 +1,6 @@
 """The driver's side of the student: log-probs, most likely tokens, and the updates of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,11 +62,32 @@ class Student(Learner):
                 shards = self._shards(batch, teachers, objective)
                 update, logprobs = await self._update("update", shards, objective, temperature, step)
                 updates.append(update)
-                for number, values in logprobs.items():
-                    if batch[number].old_logprobs is None:
-                        learned[start + number] = batch[number].with_columns(old_logprobs=values)
+                learned[start : start + size] = _with_old_logprobs(batch, logprobs)
                 self._check_applied(update, learned[start : start + size])
-        return learned, _actor_metrics(updates)
+        return learned, _loss_metrics(updates) | optimizer_metrics(updates)
+
+    async def forward_backward(
+        self,
+        samples: Sequence[Sample],
+        teachers: Sequence[TeacherPlan],
+        objective: ObjectivePlan,
+        temperature: float,
+        step: int,
+    ) -> tuple[list[Sample], dict[str, float]]:
+        """Add the gradient of the loss of one mini-batch to those since the last update.
+
+        Returns what `learn` does, without the optimizer's metrics.
+        """
+        check_current(samples, version=step - 1, updates=0)
+        shards = self._shards(samples, teachers, objective)
+        update, logprobs = await self._update("forward_backward", shards, objective, temperature, step)
+        return _with_old_logprobs(samples, logprobs), _loss_metrics([update])
+
+    async def optim_step(self, samples: Sequence[Sample], learning_rate: float | None) -> dict[str, float]:
+        """Make one update from the added gradients of `samples`; default: the schedule's learning rate."""
+        update: Update = await self.group.call("optim_step", learning_rate)
+        self._check_applied(update, samples)
+        return optimizer_metrics([update])
 
     def _shards(
         self, experiences: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
@@ -89,7 +110,17 @@ def _held(sample: Sample) -> dict[str, TargetRef]:
     return {name: target.for_ranks() for name, target in sample.teacher_targets.items()}
 
 
-def _actor_metrics(updates: Sequence[Update]) -> dict[str, float]:
+def _with_old_logprobs(samples: Sequence[Sample], logprobs: Mapping[int, np.ndarray]) -> list[Sample]:
+    """Return the samples; those without `old_logprobs` get them from `logprobs`, by number."""
+    return [
+        sample.with_columns(old_logprobs=logprobs[number])
+        if sample.old_logprobs is None and number in logprobs
+        else sample
+        for number, sample in enumerate(samples)
+    ]
+
+
+def _loss_metrics(updates: Sequence[Update]) -> dict[str, float]:
     """Return metrics of a step's updates: means over tokens or updates."""
     tokens = total(updates, "tokens") or 1.0
     reported = {name for update in updates for rank in update for name in rank.sums}
@@ -108,7 +139,6 @@ def _actor_metrics(updates: Sequence[Update]) -> dict[str, float]:
         "actor/clipfrac": total(updates, "clipped") / tokens,
         "actor/approx_kl": total(updates, "approx_kl") / tokens,
         "actor/kl_loss": total(updates, "kl_loss") / len(updates),
-        **optimizer_metrics(updates),
     }
 
 

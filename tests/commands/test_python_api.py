@@ -61,8 +61,8 @@ def test_modules_are_found_where_the_caller_finds_them(tmp_path: Path, monkeypat
     ],
 )
 def test_the_sentence_of_an_end(code: int, output: str, sentence: str) -> None:
-    assert sentence in python_api._sentence(code, output)
-    assert "first" not in python_api._sentence(code, output)
+    assert sentence in python_api.end_message(code, output)
+    assert "first" not in python_api.end_message(code, output)
 
 
 @pytest.mark.slow

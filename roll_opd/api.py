@@ -1,0 +1,267 @@
+"""Training as a library: a session with a student, its teachers and a sampler, driven call by call from Python.
+
+    with roll_opd.open("examples/demo/onpolicy_distill.yaml") as session:
+        for _ in range(20):
+            batch = session.sampler.sample(session.prompts(32), n=1)
+            batch = session.teacher.score(batch)
+            session.student.forward_backward(batch)
+            session.student.optim_step()
+            session.sampler.update()
+        session.student.save("out")
+
+The models run in the processes of an ordinary run with the same configuration (`roll_opd.pipelines.session`), so this
+process imports neither torch nor Ray, and a session ends with it. Calls block. docs/python.md has complete examples.
+"""
+
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from roll_opd.base.command_line import SESSION_SOCKET
+from roll_opd.commands.python_api import (
+    Config,
+    Overrides,
+    RunFailed,
+    end_message,
+    run_command,
+    run_environment,
+    show,
+)
+from roll_opd.data.dataset import Prompt
+from roll_opd.samples.sample import Sample, changed
+
+CLOSE_TIMEOUT_S = 60.0
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+Reward = Callable[..., Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples in the order of their prompts; each call returns a new batch. `samples` have all arrays."""
+
+    samples: tuple[Sample, ...]
+    texts: tuple[str, ...]  # of the responses, without special tokens
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def rewards(self) -> list[float | None]:
+        """Reward of each sample."""
+        return [sample.reward for sample in self.samples]
+
+    def with_rewards(self, rewards: Iterable[float]) -> "Batch":
+        """Return the batch with one reward for each sample."""
+        values = list(map(float, rewards))
+        if len(values) != len(self.samples):
+            raise ValueError(f"{len(values)} rewards for {len(self.samples)} samples; give one for each")
+        samples = (changed(sample, reward=value) for sample, value in zip(self.samples, values, strict=True))
+        return replace(self, samples=tuple(samples))
+
+    def reverse_kl(self) -> float:
+        """Return the mean of student minus teacher log-prob over all tokens that the student sampled.
+
+        With several teachers, of each sample's first. ValueError without `teacher.score`.
+        """
+        parts = []
+        for sample in self.samples:
+            if not sample.teacher_logprobs:
+                raise ValueError(f"sample {sample.id} has no teacher log-probs; call teacher.score first")
+            teacher = next(iter(sample.teacher_logprobs.values()))
+            parts.append(sample.acted(sample.student_logprobs - teacher))
+        return float(np.concatenate(parts).mean())
+
+
+class Sampler:
+    """The inference engines with the student's weights of the last `update`."""
+
+    def __init__(self, session: "Session") -> None:
+        self._session = session
+
+    def sample(
+        self, prompts: Sequence[Prompt | str | Sequence[Message]], n: int | None = None, **sampling: Any
+    ) -> Batch:
+        """Return `n` samples of each prompt (default: the configuration's number).
+
+        A prompt is a text, a list of messages or one of `Session.prompts`. `sampling` replaces settings of the
+        configuration: `temperature`, `top_p`, `top_k`, `max_new_tokens`.
+        """
+        samples, texts = self._session.call("sample", prompts=list(prompts), n=n, sampling=sampling)
+        return Batch(tuple(samples), tuple(texts))
+
+    def update(self) -> None:
+        """Send the student's weights to the engines, and to teachers that follow it."""
+        self._session.call("sync")
+
+
+class Teacher:
+    """The teachers of the configuration, and the reference policy if there is one."""
+
+    def __init__(self, session: "Session") -> None:
+        self._session = session
+
+    def score(self, batch: Batch) -> Batch:
+        """Return the batch with the log-probs of each sample's teachers."""
+        return replace(batch, samples=tuple(self._session.call("score", samples=batch.samples)))
+
+
+class Student:
+    """The model that learns."""
+
+    def __init__(self, session: "Session") -> None:
+        self._session = session
+
+    def logprobs(self, batch: Batch) -> Batch:
+        """Return the batch with the training engine's log-probs as `old_logprobs`."""
+        return replace(batch, samples=tuple(self._session.call("logprobs", samples=batch.samples)))
+
+    def forward_backward(
+        self, batch: Batch, loss: str | None = None, *, opd_kl_coef: float | None = None, **objective: Any
+    ) -> dict[str, float]:
+        """Add the gradient of the mean loss over the batch; return metrics.
+
+        `loss` is one of `losses()`; default: the configuration's. `opd_kl_coef` and `objective` replace keys of the
+        configuration for this call. Rewards of the batch become advantages by the configured estimator; without rewards
+        the teachers are the only signal.
+        """
+        keys = {**objective, **({"policy_loss": loss} if loss else {})}
+        return self._session.call("forward_backward", samples=batch.samples, objective=keys, opd_kl_coef=opd_kl_coef)
+
+    def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:
+        """Make one optimizer step with the added gradients; return metrics. Default: the schedule's learning rate."""
+        return self._session.call("optim_step", learning_rate=learning_rate)
+
+    def save(self, directory: str | os.PathLike[str]) -> Path:
+        """Write training state and a Hugging Face model into `directory`; return the model's directory."""
+        return Path(self._session.call("save", directory=os.path.abspath(directory)))
+
+    def load(self, directory: str | os.PathLike[str]) -> None:
+        """Restore the training state of `save`; the engines get its weights."""
+        self._session.call("load", directory=os.path.abspath(directory))
+
+
+class Session:
+    """A running student, teacher and sampler; use `roll_opd.open`, in a `with` statement.
+
+    RunFailed if the run behind it fails. A failed call (ValueError, TypeError, RuntimeError) leaves the session usable.
+    """
+
+    def __init__(self, config: Config, overrides: Overrides, rewards: Mapping[str, Reward]) -> None:
+        self.student, self.teacher, self.sampler = Student(self), Teacher(self), Sampler(self)
+        self._scratch = tempfile.TemporaryDirectory(prefix="roll_opd-")
+        scratch = Path(self._scratch.name)
+        self._announced, self._output = scratch / "run_directory", ""
+        command = run_command(None, config, overrides, rewards, scratch)
+        self._listener = Listener(str(scratch / "socket"), "AF_UNIX")
+        self._process = subprocess.Popen(
+            command,
+            env=run_environment(self._announced) | {SESSION_SOCKET: str(scratch / "socket")},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # an interrupt reaches it only from here
+        )
+        self._shown = threading.Thread(target=self._show, name="roll_opd session output", daemon=True)
+        self._shown.start()
+        self._connection: Connection | None = None
+        try:
+            self._connection = self._listener.accept()
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def prompts(self, n: int) -> list[Prompt]:
+        """Return the next `n` prompts of the configuration's files."""
+        return self.call("prompts", n=n)
+
+    def reward(self, batch: Batch) -> Batch:
+        """Return the batch with the rewards of the configuration, or of the functions given to `open`."""
+        return replace(batch, samples=tuple(self.call("reward", samples=batch.samples)))
+
+    @property
+    def directory(self) -> Path | None:
+        """The run directory, with logs, metrics and samples."""
+        return Path(self._announced.read_text(encoding="utf-8")) if self._announced.exists() else None
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Execute a call of `pipelines.session.SessionCalls` and return its answer."""
+        if self._connection is None:
+            raise ValueError("the session is closed; open another one")
+        try:
+            self._connection.send((name, arguments))
+            return self._answer()
+        except KeyboardInterrupt:
+            self.close()  # the answer may come later, and would be taken for that of another call
+            raise
+
+    def _answer(self) -> Any:
+        assert self._connection is not None
+        try:
+            answer = self._connection.recv()
+        except (EOFError, OSError):
+            self._failed()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _failed(self) -> NoReturn:
+        """Raise RunFailed with the message of the ended run."""
+        self._connection = None
+        code = self._process.wait()
+        self._shown.join()
+        raise RunFailed(end_message(code, self._output), code, self.directory)
+
+    def _show(self) -> None:
+        """Print the run's output until it ends; then end the wait for its connection."""
+        self._output = show(self._process)
+        if self._connection is None:
+            with suppress(OSError):
+                Client(self._listener.address).close()
+
+    def close(self) -> None:
+        """End the session and its processes; may be called again."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        try:
+            self._process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGINT)
+            self._process.wait()
+        self._shown.join()
+        self._listener.close()
+        self._scratch.cleanup()
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_session(config: Config, overrides: Overrides = (), *, rewards: Mapping[str, Reward] | None = None) -> Session:
+    """Start the models of a configuration and return them as a session; also called `roll_opd.open`.
+
+    `config`, `overrides` and `rewards` are those of `roll_opd.run`. Prompts, rewards, objective, layouts and the
+    learning-rate schedule come from the configuration; steps are made by the caller.
+    """
+    return Session(config, overrides, rewards or {})
+
+
+def losses() -> str:
+    """Return the names of the policy losses, separated by commas."""
+    from roll_opd.algorithms.registry import POLICY_LOSSES
+
+    return POLICY_LOSSES.known
