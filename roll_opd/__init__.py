@@ -8,7 +8,7 @@ Importing this package imports neither torch nor any engine and patches nothing.
 
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["RunFailed", "__version__", "open", "run"]
 
 if TYPE_CHECKING:
