@@ -11,9 +11,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # (group, its files), in the order in which groups start
 GROUPS = (
@@ -109,7 +113,7 @@ class EndOfGroups:
 
 
 class Environment:
-    """The variables, the module path and the temporary directory of this process."""
+    """The variables, the module path, the user modules and the temporary directory of this process."""
 
     def __init__(self) -> None:
         self.variables, self.path, self.temporary = dict(os.environ), list(sys.path), tempfile.tempdir
@@ -120,3 +124,11 @@ class Environment:
                 del os.environ[name]
         os.environ.update(self.variables)
         sys.path[:], tempfile.tempdir = self.path, self.temporary
+        for name in [name for name, module in sys.modules.items() if _is_temporary(module)]:
+            del sys.modules[name]
+
+
+def _is_temporary(module: ModuleType) -> bool:
+    """Whether a module was imported from a test's directory; the next group may have another one of its name."""
+    file = Path(getattr(module, "__file__", None) or os.devnull)
+    return file.is_relative_to(tempfile.gettempdir()) and not file.is_relative_to(ROOT)

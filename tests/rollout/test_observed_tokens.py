@@ -213,7 +213,7 @@ def recorded(
     run.write_config("exp_name: game\nmax_steps: 2\n")
     logger = RunLogger.__new__(RunLogger)
     plan: Any = SimpleNamespace(teachers=teachers, advantage_teachers=teachers, objective=objective)
-    logger._plan, logger._run, logger._tokenizer = plan, run, load_tokenizer(str(DEMO / "student"))
+    logger._plan, logger._run, logger.tokenizer = plan, run, load_tokenizer(str(DEMO / "student"))
     taught = replace(objective, opd_topk_source="teacher")
     logger._plan.objective = taught
     for step in (1, 2):
