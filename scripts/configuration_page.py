@@ -17,18 +17,18 @@ HEAD = """# Configuration: every key
 Written by `make docs` from [roll_opd/config/schema/](../roll_opd/config/schema/__init__.py); a test holds it to that.
 
 A configuration is a YAML file, read by Hydra: it may compose from others, and `key=value` on the command line
-overrides it. A misspelt key is an error that names its nearest neighbour. ROLL's keys that mean nothing here are
-accepted and listed in one warning; a key at the top that resembles no other is a variable of the file.
-[Coming from ROLL](coming-from-roll.md) goes through them. What an engine itself takes is written under
-`strategy_config` and passes through to it: Megatron-core's `TransformerConfig`, vLLM's engine arguments. Names and
-values are checked against the classes of the installed version before anything starts; the first plan after an
-installation imports them, which takes up to 30 s, and keeps the answer in `~/.cache/roll_opd/`. *Origin* is whose key
-it is: ROLL's, Trinity-RFT's or ours.
+overrides it. A misspelt key is an error that names the nearest known key. ROLL's keys without effect are accepted and
+listed in one warning; a key at the top that resembles no other is a variable of the file. [Coming from
+ROLL](coming-from-roll.md) goes through them. Options of an engine are written under `strategy_config` and are passed
+to it unchanged: Megatron-core's `TransformerConfig`, vLLM's engine arguments. Names and values are checked against the
+classes of the installed version before anything starts; the first plan after an installation imports them, which takes
+up to 30 s, and caches the result in `~/.cache/roll_opd/`. *Origin* is the source of the key: ROLL, Trinity-RFT or this
+package (ours).
 
 The roles are sections with the keys of [a role](#a-role): in pure distillation `student_train`, `student_infer` and
 `teacher` ([one](#a-teacher), or a mapping of names to teachers); else `actor_train`, `actor_infer`, and if
 needed `teacher`, `reference` and `critic`. `rewards` maps domains to [rewards](#a-reward), `auxiliary_models` names to
-the models that a workflow asks: roles, or [addresses](#an-auxiliary-model-that-runs-elsewhere).
+the models that a workflow calls: roles, or [addresses](#an-auxiliary-model-that-runs-elsewhere).
 """
 SANITY = (2**31 - 1, 10**6)  # bounds against slips, not shown
 TITLES = {
@@ -50,7 +50,7 @@ BASES = {schema.TeacherWorker: schema.Worker}  # section -> base class, whose ke
 
 
 def sections() -> list[type[Section]]:
-    """Return the sections in the order of the page: what others are made of comes after them."""
+    """Return the sections in the order of the page: a section comes before the sections inside it."""
     found: list[type[Section]] = []
 
     def visit(section: type[Section]) -> None:

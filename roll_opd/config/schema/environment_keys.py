@@ -19,19 +19,21 @@ class EnvironmentKeys(Section):
     env_manager_cls: str | None = key(
         None, "ROLL's: with a StepEnvManager each action is a separate sample, and its prompt has the history as text"
     )
-    max_steps: Many = key(10, "most actions of a trajectory")
-    max_tokens_per_step: Positive | None = key(None, "most tokens of an action's response")
+    max_steps: Many = key(10, "maximum actions of a trajectory")
+    max_tokens_per_step: Positive | None = key(None, "maximum tokens of the response to a turn")
     agent_system_template: str | None = key(None, "the system message")
     agent_template: str = key(
         "{observation}",
-        "a user's turn, of {observation}, {turn_idx}, {actions_left}, {max_response_length}, {suffix}; with a"
-        " StepEnvManager of {env_instruction}, {history}, {history_length}, {step_count}, {current_step},"
+        "template of a user's turn, with the fields {observation}, {turn_idx}, {actions_left}, {max_response_length},"
+        " {suffix}; with a StepEnvManager {env_instruction}, {history}, {history_length}, {step_count}, {current_step},"
         " {current_observation}, {max_response_length}",
     )
     pre_step_template: str | None = key(None, "text before each observation, in place of agent_template")
     next_step_template: str | None = key(None, "text after each observation")
     history_length: Positive | None = key(None, "with a StepEnvManager: past turns in the prompt")
-    tool_wrapper: dict[str, Any] | None = key(None, "of games with a Python tool: ROLL's tool_configs and wrapper_args")
+    tool_wrapper: dict[str, Any] | None = key(
+        None, "ROLL's tool_configs and wrapper_args, for games with a Python tool"
+    )
     max_env_step_concurrent: Count = key(0, "concurrent steps of these games in a process; 0: no limit")
     step_timeout: AboveZero = key(60.0, "seconds that a step of the game may take", OURS)
 
@@ -41,17 +43,17 @@ class EnvironmentsPlayed(Section):
     """`train_env_manager`, `val_env_manager`: which games are played, and how often."""
 
     ignored = roll.IGNORED_WORKER | roll.IGNORED_ENV_MANAGER | keys_of(Worker).keys() - {"generating_args"}
-    tags: Texts = key((), "which of custom_envs")
+    tags: Texts = key((), "the environments of custom_envs to play")
     num_env_groups: Many = key(128, "groups of trajectories over all tags")
     num_groups_partition: Several[Count] | None = key(None, "groups of each tag; without it equal shares")
     group_size: Many = key(1, "trajectories of a group, with one initial state")
     max_env_num_per_worker: Count = key(0, "accepted: processes hold workflow_concurrency trajectories each")
     max_traj_per_env: int = key(-1, "accepted: a step has rollout_batch_size trajectories")
-    format_penalty: Number = key(0.0, "for an action that cannot be parsed, of a game whose env_config has none")
+    format_penalty: Number = key(0.0, "reward for an action that cannot be parsed, if env_config sets none")
     generating_args: GeneratingArgs = key(
         GeneratingArgs(),
-        "how actions are sampled: of train_env_manager where the rollout has no generating_args, of val_env_manager key"
-        " by key in their place",
+        "sampling of actions; train_env_manager: used if the rollout has no generating_args; val_env_manager: each key"
+        " overrides the rollout's",
     )
 
 
@@ -62,16 +64,19 @@ class RewardNormalization(Section):
     ignored = frozenset({"global_scale_factor", "global_shift_value"})
     grouping: Literal["state", "batch", "inductive", "traj_group_id", "tags"] = key(
         "batch",
-        "the trajectories that are compared: of a group (traj_group_id, or state), of a tag (tags, or inductive), or of"
-        " a step (batch)",
+        "trajectories to compare with: those of the group (traj_group_id or state), the tag (tags or inductive) or the"
+        " step (batch)",
     )
     method: Literal["identity", "mean", "mean_std", "asym_clip"] = key(
         "identity",
-        "subtract nothing, their mean, or divide by their deviation too; asym_clip then holds it within -1 and 3",
+        "identity: none; mean: subtract the mean; mean_std: also divide by the deviation; asym_clip: mean_std, clipped"
+        " to [-1, 3]",
     )
     # in this order as everywhere: typing takes two orders for one type, and the page has that of the first
-    norm_mean_type: Literal["group", "batch"] | None = key(None, "whose mean is subtracted, in place of method's")
-    norm_std_type: Literal["group", "batch"] | None = key(None, "whose deviation divides, in place of method's")
+    norm_mean_type: Literal["group", "batch"] | None = key(None, "samples whose mean is subtracted; overrides method")
+    norm_std_type: Literal["group", "batch"] | None = key(
+        None, "samples whose deviation is the divisor; overrides method"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +86,8 @@ class AgenticKeys(Section):
     custom_envs: dict[str, EnvironmentKeys] | None = key(None, "environments by tag")
     train_env_manager: EnvironmentsPlayed | None = key(None, "which environments are played, and how often")
     val_env_manager: EnvironmentsPlayed | None = key(None, "environments of validation, always from the same seeds")
-    val_batch_size: int = key(-1, "trajectories of a validation; -1: one for each place of val_env_manager")
-    reward_normalization: RewardNormalization = key(RewardNormalization(), "of a trajectory's reward")
-    step_reward_gamma: Fraction = key(0.95, "of gigpo and step_reinforce: discount of the rewards of later steps")
-    episode_reward_weight: Number = key(1.0, "of gigpo: weight of the advantage over trajectories")
-    step_reward_weight: Number = key(1.0, "of gigpo: weight of the advantage over steps from one state")
+    val_batch_size: int = key(-1, "trajectories of a validation; -1: one for each trajectory of val_env_manager")
+    reward_normalization: RewardNormalization = key(RewardNormalization(), "baseline of a trajectory's reward")
+    step_reward_gamma: Fraction = key(0.95, "discount of the rewards of later steps (gigpo, step_reinforce)")
+    episode_reward_weight: Number = key(1.0, "weight of the advantage over trajectories (gigpo)")
+    step_reward_weight: Number = key(1.0, "weight of the advantage over steps from one state (gigpo)")

@@ -22,8 +22,10 @@ class Filter(Section):
 class Term(Section):
     """`rewards.<domain>.terms.<name>`: a term of a reward. Keys that are not listed are its arguments."""
 
-    worker_cls: str | None = key(None, "a built-in reward, ROLL's class path, or a dotted path; else the domain's name")
-    weight: Number = key(1.0, "in the sum of the domain's terms", OURS)
+    worker_cls: str | None = key(
+        None, "a built-in reward, ROLL's class path, or a dotted path; default: the domain's name"
+    )
+    weight: Number = key(1.0, "weight in the sum of the domain's terms", OURS)
     timeout: AboveZero | None = key(None, "seconds a sample may take", OURS)
     args: dict[str, Any] = key({}, "further arguments", OURS)
 
@@ -43,11 +45,11 @@ class Reward(Term, RewardKeys):
     """`rewards.<domain>`."""
 
     ignored = roll.IGNORED_REWARD
-    tag_included: Texts | None = key(None, "tags of the rows it scores; without it all")
-    infer_batch_size: Many = key(16, "most samples in a call of the reward")
+    tag_included: Texts | None = key(None, "tags of the rows to score; default: all")
+    infer_batch_size: Many = key(16, "maximum samples in a call of the reward")
     max_concurrency: Many | None = key(None, "concurrent calls in a process")
     terms: dict[Name, Term] = key({}, "rewards that are added, by name", OURS)
-    query_filter_config: Filter = key(Filter(), "which groups of samples count")
+    query_filter_config: Filter = key(Filter(), "filter of groups of samples")
     response_filter_config: Filter = key(
-        Filter(), "which single samples count; a rejected sample also removes the samples of its baseline"
+        Filter(), "filter of single samples; a rejected sample also removes the samples of its baseline"
     )

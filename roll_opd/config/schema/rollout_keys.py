@@ -1,4 +1,4 @@
-"""Keys of a run that rolls out: batches, validation, demonstrations, workflows; and `Top`, all of its top level."""
+"""Keys of runs with a rollout: batches, validation, demonstrations, workflows; and `Top`, the top level of a file."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -20,16 +20,18 @@ class RolloutKeys(Section):
 
     rollout_batch_size: Many = key(128, "prompts a step")
     logged_samples_per_step: Annotated[int, Field(ge=0, le=10**6)] = key(
-        4, "samples of a step that are written to samples.jsonl", OURS, formerly="samples_per_step"
+        4, "samples per step written to samples.jsonl", OURS, formerly="samples_per_step"
     )
-    async_generation_ratio: NotNegative = key(
-        0.0, "accepted: steps that generation may run ahead of training, which it never does"
-    )
+    async_generation_ratio: NotNegative = key(0.0, "accepted without effect: generation never runs ahead of training")
     weight_sync: Literal["auto", "shared_memory"] = key(
-        "auto", "how new weights reach the engines: as the devices allow, or through the hosts' memory", OURS
+        "auto",
+        "transport of new weights to the engines; auto: depends on the devices; shared_memory: the hosts' memory",
+        OURS,
     )
     teacher_preflight: bool | Literal["warn"] = key(
-        True, "check every teacher on the first samples, before anything is learned; warn: never stop", OURS
+        True,
+        "check every teacher on the first samples, before the first update; warn: report problems and continue",
+        OURS,
     )
 
 
@@ -40,7 +42,7 @@ class Validation(Section):
     # in ROLL it is a role
     ignored = (roll.IGNORED_WORKER | keys_of(Worker).keys() | {"eval_steps"}) - {"data_args", "generating_args"}
     data_args: DataArgs = key(DataArgs(), "held-out rows")
-    generating_args: GeneratingArgs = key(GeneratingArgs(), "how they are answered")
+    generating_args: GeneratingArgs = key(GeneratingArgs(), "sampling of the answers")
     evaluate_teacher: bool = key(
         False, "score the teacher's own answers once, for comparison", OURS, formerly="measure_teacher"
     )
@@ -57,85 +59,94 @@ class Demonstrations(PromptColumns):
 class WorkflowKeys(Section):
     """The workflow of a row, if it is more than one answer."""
 
-    workflow: Name | None = key(None, "the workflow: a name or a dotted path; without it one answer", OURS)
+    workflow: Name | None = key(None, "the workflow: a name or a dotted path; default: one answer per prompt", OURS)
     workflow_args: dict[str, Any] = key({}, "its task.workflow_args", OURS)
     workflow_reward: Name | None = key(None, "its task.reward_fn: a registered name or a dotted path", OURS)
     workflow_reward_args: dict[str, Any] = key({}, "arguments of that function", OURS)
     plugin_dir: Name | None = key(None, "a directory whose modules are imported, to register workflows", OURS)
-    prompt_key: Name = key("prompt", "column of a row that is task.task_desc", OURS)
-    response_key: Name = key("ground_truth", "column of a row that is task.truth, and its ground truth", OURS)
+    prompt_key: Name = key("prompt", "column for task.task_desc", OURS)
+    response_key: Name = key("ground_truth", "column for task.truth and the ground truth", OURS)
     system_prompt: str | None = key(None, "task.format_args.system_prompt", OURS)
-    reply_prefix: str | None = key(None, "task.format_args.reply_prefix: how every answer begins", OURS)
+    reply_prefix: str | None = key(None, "task.format_args.reply_prefix: first words of every answer", OURS)
     workflow_workers: Annotated[int, Field(ge=1, le=4096)] = key(2, "processes that run it", OURS)
     workflow_concurrency: Many = key(128, "concurrent runs in each process", OURS)
-    workflow_timeout: AboveZero = key(600.0, "seconds that a call of the workflow may take", OURS)
-    workflow_memory_gb: AboveZero = key(16.0, "GiB of memory that each process may need", OURS)
-    endpoint_host: Name = key("127.0.0.1", "where OpenAI clients reach the policy: an address of this machine", OURS)
+    workflow_timeout: AboveZero = key(600.0, "time limit of a workflow call, s", OURS)
+    workflow_memory_gb: AboveZero = key(16.0, "memory limit of each process, GiB", OURS)
+    endpoint_host: Name = key("127.0.0.1", "address of this machine for OpenAI clients of the policy", OURS)
     endpoint_port: Annotated[int, Field(ge=0, le=65000)] = key(
-        0, "its port in the first process, the next in the second, and so on; 0: any, started when a run asks", OURS
+        0,
+        "port of the endpoint in the first process, port + 1 in the second, and so on; 0: any free port, opened on"
+        " demand",
+        OURS,
     )
-    endpoint_api_key: Name | None = key(None, "an API key for all runs, which the URL or a header identifies", OURS)
+    endpoint_api_key: Name | None = key(None, "an API key for all runs; the URL or a header then selects the run", OURS)
     tool_call_parser: Name = key("hermes", "format of tool calls; a name of --tool-call-parser in vLLM", OURS)
-    on_workflow_error: Literal["drop", "stop"] = key("drop", "a run that fails: leave it out, or end", OURS)
+    on_workflow_error: Literal["drop", "stop"] = key("drop", "drop a failed run, or stop the training", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteModelKeys(Section):
     """An auxiliary model that runs elsewhere, behind an OpenAI-compatible address."""
 
-    base_url: Name = key("", "its address, with the /v1", OURS)
+    base_url: Name = key("", "its address, including /v1", OURS)
     api_key: Name = key("EMPTY", "its key", OURS)
-    model_name: Name = key("", "its name there", OURS)
+    model_name: Name = key("", "its name on that server", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys, WorkflowKeys, AgenticKeys):
-    """Every key outside the roles, of a run that rolls out."""
+    """All keys outside the roles, for a run with a rollout."""
 
     max_steps: Positive = key(500, "steps of the run")
-    prompt_length: Positive = key(1024, "most tokens of a prompt")
-    response_length: Positive | None = key(None, "most tokens of a response")
-    sequence_length: Positive | None = key(None, "most tokens of both; replaces response_length")
-    val_prompt_length: Positive | None = key(None, "most tokens of a prompt of validation")
-    val_sequence_length: Positive | None = key(None, "most tokens of a prompt of validation and its answer")
+    prompt_length: Positive = key(1024, "maximum tokens of a prompt")
+    response_length: Positive | None = key(None, "maximum tokens of a response")
+    sequence_length: Positive | None = key(None, "maximum tokens of prompt and response; replaces response_length")
+    val_prompt_length: Positive | None = key(None, "maximum tokens of a validation prompt")
+    val_sequence_length: Positive | None = key(None, "maximum tokens of a validation prompt and its answer")
     num_return_sequences_in_group: Many | None = key(None, "responses a prompt")
-    validation: Validation | None = key(None, "held-out prompts, answered now and then")
-    demonstrations: Demonstrations | None = key(None, "rows with answers that join the student's samples", OURS)
-    expert_data_ratio: Fraction | None = key(None, "their share of an update; without it the algorithm's", TRINITY)
+    validation: Validation | None = key(None, "held-out prompts, answered every eval_steps steps")
+    demonstrations: Demonstrations | None = key(
+        None, "rows with answers, trained on together with the student's samples", OURS
+    )
+    expert_data_ratio: Fraction | None = key(
+        None, "share of demonstrations in an update; default: the algorithm's", TRINITY
+    )
     is_pure_opd: bool = key(False, "train on the teachers' log-probs only")
     use_opd: bool = key(False, "train on the teachers' log-probs and on rewards")
-    pure_opd_pipeline_type: Literal["rlvr", "agentic"] = key("rlvr", "from prompts or in environments")
+    pure_opd_pipeline_type: Literal["rlvr", "agentic"] = key("rlvr", "rlvr: prompts; agentic: environments")
     opd_kl_coef: NotNegative = key(1.0, "weight of the teachers' reverse KL")
     opd_use_policy_gradient: bool | None = key(None, "accepted if it agrees with opd_objective", OURS)
     allow_self_teacher: bool = key(False, "accept a teacher with the student's weights", OURS)
     teacher_tokenizer_check: Literal["strict", "warn"] = key(
-        "strict", "what a token id of the student that is another token to a teacher does: refuse, or warn", OURS
+        "strict", "refuse or warn if a token id means different tokens to student and teacher", OURS
     )
-    adv_estimator: str | None = key(None, "how rewards become advantages; without it gae")
+    adv_estimator: str | None = key(None, "estimator of advantages; default gae")
     advantage_fn: str | None = key(None, "adv_estimator: a built-in or registered name, or a dotted path", TRINITY)
     advantage_fn_args: dict[str, Any] = key({}, "arguments of the advantage", TRINITY)
-    policy_loss: str | None = key(None, "the policy loss; without it ppo, pure: importance_sampling", OURS)
+    policy_loss: str | None = key(None, "the policy loss; default ppo, in pure distillation importance_sampling", OURS)
     policy_loss_fn: str | None = key(None, "policy_loss: a built-in or registered name, or a dotted path", TRINITY)
     policy_loss_fn_args: dict[str, Any] = key({}, "arguments of the loss", TRINITY)
     use_pg_clip_range: bool | None = key(
         None,
-        "whether pg_clip_low and pg_clip_high count; not written: no as in ROLL, yes where another key names the loss",
+        "use pg_clip_low and pg_clip_high; default: false as in ROLL, true if another key selects the loss",
     )
     dual_clip_loss: bool | Annotated[float, Field(gt=1)] = key(
-        False, "bound a negative advantage's loss: true is 1 + 2 pg_clip, a number is itself"
+        False, "bound of the loss at negative advantages: a number, or true for 1 + 2 pg_clip"
     )
     enable_old_logprobs_recompute: bool = key(False, "compute log-probs before the update even if they are not needed")
     train_infer_correction: TrainInferCorrection = key(TrainInferCorrection(), "correction of log-probs")
     use_kl_loss: bool | None = key(None, "add a KL to the reference policy to the loss")
     kl_loss_fn: str | None = key(
-        None, "of the KL loss: none, or a name of algorithms.kl; without it low_var_kl", TRINITY
+        None, "estimator of the KL loss: none, or a name of algorithms.kl; default low_var_kl", TRINITY
     )
     add_token_level_kl: bool = key(False, "subtract a KL to the reference policy from each token's reward")
     init_kl_coef: NotNegative = key(0.2, "coefficient of the token-level KL")
     max_running_requests: Positive | None = key(None, "concurrent requests, over all engines")
     is_use_additional_prompts: bool = key(False, "answer more prompts than needed, in case filters reject some")
-    max_additional_running_prompts: Annotated[int, Field(ge=0, le=10**6)] = key(16, "most additional prompts at a time")
-    pg_variant: str | None = key(
-        None, "policy loss, where the student's role writes neither pg_variant nor worker_cls; ROLL reads those alone"
+    max_additional_running_prompts: Annotated[int, Field(ge=0, le=10**6)] = key(
+        16, "maximum concurrent additional prompts"
     )
-    importance_sampling: str | None = key(None, "token, or seq: ratios of whole sequences")
+    pg_variant: str | None = key(
+        None, "policy loss if the student's role sets neither pg_variant nor worker_cls (ROLL reads only those)"
+    )
+    importance_sampling: str | None = key(None, "token: ratios of tokens; seq: ratios of whole sequences")

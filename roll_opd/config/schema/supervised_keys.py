@@ -16,10 +16,10 @@ from roll_opd.config.schema.worker_keys import DataArgs, TrainingArgs, Worker
 
 @dataclass(frozen=True, kw_only=True)
 class EpochArgs(TrainingArgs):
-    """`training_args` of a run over rows that bring their answers. Batch sizes count rows."""
+    """`training_args` of a run on rows with answers. Batch sizes count rows."""
 
     ignored = roll.IGNORED_TRAINING_ARGS - {"num_train_epochs"}
-    num_train_epochs: AboveZero | None = key(None, "passes over the rows, where max_steps is not written or -1")
+    num_train_epochs: AboveZero | None = key(None, "passes over the rows, if max_steps is not set or -1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +56,9 @@ class Supervised(Run):
     loss_arguments: ClassVar[tuple[str, ...]] = ()  # keys that are arguments of the policy loss
 
     max_steps: Annotated[int, Field(ge=-1)] | None = key(None, "steps of the run; -1: from num_train_epochs")
-    sequence_length: Positive = key(1024, "most tokens of a prompt and its answer")
-    train_batch_size: Many | None = key(None, "rows a step; without it the rows of one update", OURS)
-    validation: HeldOut | None = key(None, "rows on which the loss is measured")
+    sequence_length: Positive = key(1024, "maximum tokens of a prompt and its answer")
+    train_batch_size: Many | None = key(None, "rows per step; default: those of one update", OURS)
+    validation: HeldOut | None = key(None, "held-out rows for measuring the loss")
 
     def __init_subclass__(cls) -> None:
         if "pipeline" in vars(cls):
@@ -98,10 +98,10 @@ class Dpo(Supervised):
 
     chosen_key: Name | None = key(None, "column of the better answer")
     rejected_key: Name | None = key(None, "column of the worse answer")
-    beta: AboveZero | None = key(None, "how much log-prob a preference is worth; without it 0.1")
-    label_smoothing: Annotated[NotNegative, Field(lt=0.5)] | None = key(None, "share of preferences taken to be wrong")
+    beta: AboveZero | None = key(None, "scale of the implicit reward; default 0.1")
+    label_smoothing: Annotated[NotNegative, Field(lt=0.5)] | None = key(None, "assumed share of wrong preferences")
     kl_loss_coef: NotNegative | None = key(
-        None, "weight of a KL loss (k2) to the reference; without it 0.001 with algorithm_type: dpo, else 0", TRINITY
+        None, "weight of a KL loss (k2) to the reference; default 0.001 with algorithm_type: dpo, else 0", TRINITY
     )
     ipo: bool = key(False, "not available yet: the loss of IPO")
     use_reference_model: bool = key(True, "false is not available")

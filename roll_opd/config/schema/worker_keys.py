@@ -26,7 +26,7 @@ from roll_opd.config.schema.key_types import (
 )
 from roll_opd.config.schema.section import OURS, Section, key
 
-PURE_ROLES = ("student_train", "student_infer")  # the student: who learns, who samples
+PURE_ROLES = ("student_train", "student_infer")  # the student: training and sampling
 MIXED_ROLES = ("actor_train", "actor_infer")  # and its names in mixed mode
 
 
@@ -36,15 +36,15 @@ class ModelArgs(Section):
 
     ignored = roll.IGNORED_MODEL_ARGS
     model_name_or_path: str | None = key(None, "directory of a Hugging Face model, or the name of a downloaded one")
-    dtype: Dtype | None = key(None, "precision; without it bf16, a rollout's as its student's")
+    dtype: Dtype | None = key(None, "precision; default bf16, for a rollout the student's")
     lora_target: Several[str] | str | None = key(
         None, "LoRA: linear layers with an adapter, as names or separated by commas; all-linear: all of them"
     )
-    lora_rank: Annotated[int, Field(ge=0)] | None = key(None, "rank of the adapters; without it 8; 0: no LoRA")
-    lora_alpha: AboveZero | None = key(None, "adapters count lora_alpha / lora_rank; without it twice the rank")
+    lora_rank: Annotated[int, Field(ge=0)] | None = key(None, "rank of the adapters; default 8; 0: no LoRA")
+    lora_alpha: AboveZero | None = key(None, "adapters are scaled by lora_alpha / lora_rank; default: twice the rank")
     lora_dropout: NotNegative = key(0.0, "only 0: log-probs of a model under dropout are not defined")
     additional_target: Any = key(None, "not available yet: modules that are trained in addition to the adapters")
-    ulysses_size: Positive | None = key(None, "of fsdp2: devices that share a sequence; here its tensor-parallel size")
+    ulysses_size: Positive | None = key(None, "devices that share a sequence (fsdp2); used as tensor-parallel size")
     adapter_name_or_path: str | None = key(None, "directory of an initial LoRA adapter, in peft's format")
     freeze_module_prefix: Any = key(None, "not available yet: modules that are not trained")
 
@@ -53,13 +53,13 @@ class ModelArgs(Section):
 class SchedulerArgs(Section):
     """`lr_scheduler_kwargs`."""
 
-    min_lr: NotNegative = key(0.0, "learning rate at which a schedule ends")
+    min_lr: NotNegative = key(0.0, "final learning rate of a schedule")
     max_lr: AboveZero | None = key(None, "learning rate after the warm-up, instead of learning_rate")
-    init_lr: NotNegative = key(0.0, "learning rate at which the warm-up begins")
-    lr_decay_steps: Positive | None = key(None, "updates until the learning rate is min_lr; without it all")
-    wsd_decay_steps: Positive | None = key(None, "of warmup_stable_decay: updates of the decay")
+    init_lr: NotNegative = key(0.0, "initial learning rate of the warm-up")
+    lr_decay_steps: Positive | None = key(None, "updates until the learning rate is min_lr; default: all")
+    wsd_decay_steps: Positive | None = key(None, "updates of the decay (warmup_stable_decay)")
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = key(
-        None, "of warmup_stable_decay: the form of the decay; without it exponential"
+        None, "form of the decay (warmup_stable_decay); default exponential"
     )
 
 
@@ -67,8 +67,8 @@ class SchedulerArgs(Section):
 class OptimizerKeys(Section):
     """AdamW."""
 
-    learning_rate: NotNegative = key(5e-5, "after the warm-up")
-    weight_decay: NotNegative = key(0.0, "decoupled")
+    learning_rate: NotNegative = key(5e-5, "learning rate after the warm-up")
+    weight_decay: NotNegative = key(0.0, "decoupled weight decay")
     adam_beta1: Fraction = key(0.9, "decay of the mean of gradients")
     adam_beta2: Fraction = key(0.999, "decay of the mean of squared gradients")
     adam_epsilon: NotNegative = key(1e-8, "added to the square root of the mean of squared gradients")
@@ -80,9 +80,9 @@ class TrainingArgs(OptimizerKeys):
 
     ignored = roll.IGNORED_TRAINING_ARGS
     per_device_train_batch_size: Many = key(8, "sequences in a micro-batch, unless it is limited by tokens")
-    gradient_accumulation_steps: Many = key(1, "such micro-batches in an update")
+    gradient_accumulation_steps: Many = key(1, "micro-batches in an update")
     warmup_steps: Count = key(0, "updates in which the learning rate rises from 0")
-    warmup_ratio: Fraction = key(0.0, "warm-up as a share of all updates, where warmup_steps is 0")
+    warmup_ratio: Fraction = key(0.0, "warm-up as a share of all updates, if warmup_steps is 0")
     lr_scheduler_type: Literal[
         "linear",
         "constant",
@@ -94,7 +94,7 @@ class TrainingArgs(OptimizerKeys):
         "warmup_stable_decay",
     ] = key("linear", "learning rate after the warm-up; linear: down to min_lr at the last update")
     lr_scheduler_kwargs: SchedulerArgs = key(SchedulerArgs(), "arguments of the schedule")
-    max_grad_norm: NotNegative | None = key(None, "norm of clipping, instead of the top-level key; 0: none")
+    max_grad_norm: NotNegative | None = key(None, "maximum gradient norm, overrides the top-level key; 0: no clipping")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,27 +103,29 @@ class DataArgs(Section):
 
     ignored = roll.IGNORED_DATA_ARGS
     file_name: Texts = key((), "files (JSONL, Parquet), directories or patterns")
-    dataset_dir: str | None = key(None, "a further directory in which to look for them")
+    dataset_dir: str | None = key(None, "a further directory to search for the files")
     domain_interleave_probs: dict[str, NotNegative] = key({}, "share of the draws by domain or tag; sum 1")
     interleave_probs: Probabilities = key((), "share of the draws of each entry of file_name; the sum is 1")
-    template: str | None = key(None, "template of a prompt's text; without it the tokenizer's chat template")
+    template: str | None = key(None, "template of a prompt's text; default: the tokenizer's chat template")
     messages: Name | None = key(
-        None, "column of the prompt, as a list of messages or a JSON text of one; of a plain text: write prompt"
+        None, "column of the prompt, as a list of messages or its JSON text; for a plain text use prompt"
     )
-    prompt: Name | None = key(None, "column of the prompt, whatever else the rows have")
-    tag: Name | None = key(None, "column of the tag by which teachers and rewards are chosen")
+    prompt: Name | None = key(None, "column of the prompt; takes precedence over messages")
+    tag: Name | None = key(None, "column of the tag that selects teachers and rewards")
     id: Name | None = key(None, "column of the row's id")
-    limit: Positive | None = key(None, "use only the first so many rows", OURS)
+    limit: Positive | None = key(None, "use only the first N rows", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingKeys(Section):
     """Sampling distribution of tokens."""
 
-    top_p: Annotated[Number, Field(gt=0, le=1)] = key(1.0, "share of the mass")
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = key(-1, "sample from so many tokens; 0 or -1: from all")
-    temperature: Temperature = key(1.0, "divides the logits; 0: greedy; else from 0.01")
-    repetition_penalty: AboveZero = key(1.0, "vLLM's; 1: none")
+    top_p: Annotated[Number, Field(gt=0, le=1)] = key(1.0, "nucleus sampling: share of the probability mass")
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = key(
+        -1, "sample from the k most likely tokens; 0 or -1: from all"
+    )
+    temperature: Temperature = key(1.0, "divisor of the logits; 0: greedy; otherwise at least 0.01")
+    repetition_penalty: AboveZero = key(1.0, "repetition penalty of vLLM; 1: none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +133,8 @@ class GeneratingArgs(SamplingKeys):
     """`generating_args`."""
 
     ignored = roll.IGNORED_GENERATING_ARGS
-    max_new_tokens: Positive | None = key(None, "most tokens of a response; without it response_length")
-    num_return_sequences: Many | None = key(None, "responses a prompt; without it num_return_sequences_in_group")
+    max_new_tokens: Positive | None = key(None, "maximum tokens of a response; default response_length")
+    num_return_sequences: Many | None = key(None, "responses per prompt; default num_return_sequences_in_group")
     stop_strings: Names | None = key(None, "texts that end a response")
 
 
@@ -140,7 +142,7 @@ class GeneratingArgs(SamplingKeys):
 class StrategyArgs(Section):
     """`strategy_args`."""
 
-    strategy_name: str = key("", "megatron_train, megatron_infer or vllm; others of ROLL's become the nearest of these")
+    strategy_name: str = key("", "megatron_train, megatron_infer or vllm; ROLL's others are mapped to the nearest")
     strategy_config: dict[str, Any] | None = key(
         None, "options of the engine: Megatron-core's TransformerConfig and sizes, or vLLM's engine arguments"
     )
@@ -151,8 +153,8 @@ class SequencePackingArgs(Section):
     """`sequence_packing_args`."""
 
     ignored = roll.IGNORED_SEQUENCE_PACKING
-    max_packed_sequence_length_forward: Positive | None = key(None, "tokens in a micro-batch of log-probs")
-    max_packed_sequence_length_train: Positive | None = key(None, "tokens in a micro-batch of training")
+    max_packed_sequence_length_forward: Positive | None = key(None, "maximum tokens in a micro-batch of log-probs")
+    max_packed_sequence_length_train: Positive | None = key(None, "maximum tokens in a micro-batch of training")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +163,8 @@ class RouterReplay(Section):
 
     mode: RoutingMode = key(
         "disable",
-        "R3: training sends tokens to the experts that the inference engine sent them to; measure (ours): it only"
-        " counts where its own choice is another one",
+        "R3: training sends tokens to the experts that the inference engine sent them to; measure (ours): only count"
+        " the tokens whose experts differ",
     )
 
 
@@ -172,30 +174,30 @@ class Worker(Section):
 
     ignored = roll.IGNORED_WORKER
     model_args: ModelArgs = key(ModelArgs(), "the model")
-    training_args: TrainingArgs = key(TrainingArgs(), "of trained roles")
-    data_args: DataArgs = key(DataArgs(), "rows; of the trained role")
-    generating_args: GeneratingArgs = key(GeneratingArgs(), "of roles that generate")
+    training_args: TrainingArgs = key(TrainingArgs(), "optimizer and schedule, for trained roles")
+    data_args: DataArgs = key(DataArgs(), "rows, for the trained role")
+    generating_args: GeneratingArgs = key(GeneratingArgs(), "sampling, for roles that generate")
     strategy_args: StrategyArgs | None = key(None, "the engine, and the model's layout on devices")
     device_mapping: str | int | Several[int] | None = key(
         None,
-        'devices, such as "list(range(0,8))"; without GPUs devices are slots that share the cores. Without it the'
-        " student has all devices, and the other roles the student's",
+        'devices, such as "list(range(0,8))"; without GPUs devices are slots that share the cores. Default: all'
+        " devices for the student, the student's devices for the other roles",
     )
-    num_gpus_per_worker: Count | None = key(None, "of sglang and hf_infer: devices of an engine")
-    worker_cls: str | None = key(None, "ROLL's class of the role: an ActorPGWorker of the student reads pg_variant")
+    num_gpus_per_worker: Count | None = key(None, "devices of an engine (sglang, hf_infer)")
+    worker_cls: str | None = key(None, "ROLL's class of the role; the student's ActorPGWorker reads pg_variant")
     pg_variant: str | None = key(None, "policy loss of the student, with ROLL's ActorPGWorker")
-    topr_positive_weight: NotNegative = key(1.0, "of pg_variant topr: weight of rewards above 0")
-    topr_negative_weight: NotNegative = key(1.0, "of pg_variant topr: weight of the others")
+    topr_positive_weight: NotNegative = key(1.0, "weight of samples with a reward above 0 (pg_variant topr)")
+    topr_negative_weight: NotNegative = key(1.0, "weight of the other samples (pg_variant topr)")
     infer_batch_size: Many = key(16, "sequences in a micro-batch of log-probs, unless it is limited by tokens")
     use_sequence_packing: bool = key(False, "limit micro-batches by the tokens of sequence_packing_args")
     sequence_packing_args: SequencePackingArgs = key(SequencePackingArgs(), "limits by tokens")
-    router_replay: RouterReplay = key(RouterReplay(), "expert routes, of a mixture-of-experts student")
+    router_replay: RouterReplay = key(RouterReplay(), "replay of expert routes, for a mixture-of-experts student")
     use_dynamic_batching_in_train: bool = key(False, "limit micro-batches of training by tokens")
     use_dynamic_batching_in_infer: bool = key(False, "limit micro-batches of log-probs by tokens")
     max_tokens_per_microbatch_in_train: Count | None = key(None, "limit of a training micro-batch")
     max_tokens_per_microbatch_in_infer: Count | None = key(None, "limit of a log-prob micro-batch")
-    opd_kl_coef: NotNegative | None = key(None, "of a teacher: its weight, instead of the top-level key")
-    tag_included: Texts | None = key(None, "of a teacher: tags of the rows it teaches; without it all")
+    opd_kl_coef: NotNegative | None = key(None, "weight of this teacher; overrides the top-level key")
+    tag_included: Texts | None = key(None, "tags of the rows that this teacher scores; default: all")
     system_envs: Environment = key({}, "environment variables of the role's processes")
 
 
@@ -203,11 +205,11 @@ class Worker(Section):
 class ContextKeys(Section):
     """The teacher's context, which replaces the student's prompt."""
 
-    system_prompt: str | None = key(None, "the teacher's system message, in place of the row's", OURS)
+    system_prompt: str | None = key(None, "system message for the teacher, replaces the row's", OURS)
     hint: str | None = key(
         None,
-        "a text for the teacher only, after the user's last message or around {prompt}; {ground_truth} and {NAME}"
-        " are the row's columns",
+        "text for the teacher only, appended to the user's last message or, with {prompt}, around it; {ground_truth}"
+        " and {NAME} are columns of the row",
         OURS,
     )
     template: str | None = key(None, "the teacher's template; native: the chat template of its tokenizer", OURS)
@@ -215,7 +217,7 @@ class ContextKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class FollowKeys(Section):
-    """`follows_student`: a teacher with the student's initial weights, updated from the student's as it trains."""
+    """`follows_student`: a teacher with the student's initial weights, updated from the student's during training."""
 
     update_interval: Positive = key(1, "steps between two updates of its weights", OURS, formerly="every")
     ema_decay: Annotated[NotNegative, Field(lt=1)] = key(
@@ -228,11 +230,11 @@ class FollowKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherWorker(Worker, ContextKeys):
-    """A teacher has all keys of a role, and these."""
+    """Keys of a teacher: those of a role, and its context."""
 
     prompt_length: Positive | None = key(
-        None, "most tokens of the teacher's prompt; without it prompt_length + response_length", OURS
+        None, "maximum tokens of the teacher's prompt; default prompt_length + response_length", OURS
     )
     follows_student: FollowKeys | None = key(
-        None, "update the teacher from the student's weights; without it the teacher is frozen", OURS
+        None, "update the teacher from the student's weights; default: the teacher is frozen", OURS
     )
