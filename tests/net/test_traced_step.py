@@ -5,7 +5,7 @@ import json
 import pytest
 from traced_step import COMMITTED, all_files, traced
 
-# 114 in traced_step.json; a slow machine may execute one more, which reports that it is slow
+# 117 in traced_step.json; a slow machine may execute one more, which reports that it is slow
 MOST_FILES = 118
 
 
