@@ -18,8 +18,8 @@ from roll_opd.cluster.worker_progress import MicroBatches
 from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, ObjectivePlan, TrainPlan
 from roll_opd.inference.engine_arguments import DTYPE_NAMES
 from roll_opd.models.device_phases import Part, Phase
-from roll_opd.samples.packing import DPShard, Packing
 from roll_opd.samples.sample import Sample, TargetRef
+from roll_opd.samples.sharding import DPShard, Packing
 from roll_opd.samples.transport import Compact
 from roll_opd.samples.weight_bucket import DTYPES, BucketMemory, Description, map_bucket
 from roll_opd.teachers.target_refs import hold, opened, with_targets

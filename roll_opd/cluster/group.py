@@ -22,8 +22,8 @@ from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.runtime import ended_processes
 from roll_opd.cluster.startup_progress import ProcessDied, exit_detail
 from roll_opd.config.plan import MegatronPlan
-from roll_opd.samples.packing import Packing, ShardedBatch, shard_batch
 from roll_opd.samples.sample import Sample, TargetRef
+from roll_opd.samples.sharding import Packing, ShardedBatch, shard_batch
 from roll_opd.samples.transport import Compact
 
 _GROUPS: "weakref.WeakSet[ActorGroup]" = weakref.WeakSet()  # running groups with names

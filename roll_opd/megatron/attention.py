@@ -20,8 +20,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from roll_opd.megatron.batches import PackedSequences
 from roll_opd.megatron.deterministic_ops import VECTOR
+from roll_opd.megatron.packing import PackedSequences
 
 
 class PackedAttention(torch.nn.Module):

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from roll_opd.algorithms.returns import clipped_values, value_loss
 from roll_opd.config.plan import CriticPlan
-from roll_opd.megatron.batches import PackedBatch
 from roll_opd.megatron.export import Written, save_hf
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.model_builder import BuiltModel, PackedModel, build_model, unwrapped
+from roll_opd.megatron.packing import PackedBatch
 from roll_opd.megatron.weights.source import FileSource
 from roll_opd.models.weight_files import VALUE_HEAD
-from roll_opd.samples.packing import TrainResult
 from roll_opd.samples.sample import Sample
+from roll_opd.samples.sharding import TrainResult
 
 
 class ValueHead(torch.nn.Module):
@@ -108,7 +108,7 @@ class MegatronCritic(MegatronLearner):
 
         `sums` of the result has `weighted_loss` (its sum over all ranks is the loss), and over this rank's action
         tokens: `tokens`, `values`, `squared_error` and `clipped` (tokens whose clipped error is larger). With
-        `assigned`, `samples` are only this data-parallel rank's shard: see `samples.packing`.
+        `assigned`, `samples` are only this data-parallel rank's shard: see `samples.sharding`.
         """
         loss = partial(_loss, clip=self.plan.value_clip)
         done = self._update(samples, loss, 1.0, assigned=assigned)

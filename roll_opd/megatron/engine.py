@@ -1,7 +1,7 @@
 """Megatron engine of one rank: builds a model in a layout and computes token log-probs and distillation targets.
 
 Runs under plain `torchrun` or in a Ray worker. Every method is collective: all ranks of the role call it with the same
-arguments, or each data-parallel rank with its shard, `assigned` to micro-batches (see `packing`).
+arguments, or each data-parallel rank with its shard, `assigned` to micro-batches (see `samples.sharding`).
 """
 
 import math
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from roll_opd.config.plan import MegatronPlan, MicroBatchLimits
 from roll_opd.megatron import parallel
-from roll_opd.megatron.batches import PackedBatch, columns_of, pack
 from roll_opd.megatron.deterministic_ops import VECTOR
 from roll_opd.megatron.head import OutputHead, whole_head
 from roll_opd.megatron.layers import uses_transformer_engine
 from roll_opd.megatron.model_builder import BuiltModel, HeadModel, build_model, unwrapped
 from roll_opd.megatron.offload import DeviceMemory
+from roll_opd.megatron.packing import PackedBatch, columns_of, pack
 from roll_opd.models.device_phases import Part, Phase
-from roll_opd.samples.packing import Packing
 from roll_opd.samples.sample import Sample
+from roll_opd.samples.sharding import Packing
 from roll_opd.samples.transport import as_array
 
 # functions of a micro-batch on the last pipeline stage: (output of the model, batch) -> ...
@@ -207,7 +207,7 @@ class MegatronEngine:
         }
 
     def _assigned(self, samples: Sequence[Sample], limits: MicroBatchLimits, group_size: int = 1) -> list[list[int]]:
-        """Return this data-parallel rank's micro-batches as sample indices; see `samples.packing`."""
+        """Return this data-parallel rank's micro-batches as sample indices; see `samples.sharding`."""
         sequences = [(sample.tokens, sample.prompt_length) for sample in samples]
         return self.packing.assign(sequences, limits, group_size)[self.data_parallel_rank]
 

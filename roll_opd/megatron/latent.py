@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from roll_opd.megatron.attention import PackedAttention
-from roll_opd.megatron.batches import PackedSequences
 from roll_opd.megatron.local_layers import LocalRMSNorm
+from roll_opd.megatron.packing import PackedSequences
 from roll_opd.megatron.rotary import latent_scaling, rotate
 
 NORM_EPSILON = 1e-6  # of the norms of latent vectors, as in transformers, independent of rms_norm_eps

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from roll_opd.config.plan import OptimizerPlan, TrainPlan
 from roll_opd.megatron import parallel
-from roll_opd.megatron.batches import PackedBatch
 from roll_opd.megatron.engine import LossFunction, MegatronEngine
 from roll_opd.megatron.fused_updates import fuse_adamw
 from roll_opd.megatron.model_builder import DTYPES, unwrapped
+from roll_opd.megatron.packing import PackedBatch
 from roll_opd.megatron.router import (
     RouterLosses,
     disagreement,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from roll_opd.megatron.batches import PackedSequences
+from roll_opd.megatron.packing import PackedSequences
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):

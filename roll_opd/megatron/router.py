@@ -23,9 +23,9 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from roll_opd.megatron.batches import PackedSequences
+from roll_opd.megatron.packing import PackedSequences
 from roll_opd.megatron.weights.stream import tensor_rank
-from roll_opd.samples.packing import ROUTER_LOSSES
+from roll_opd.samples.sharding import ROUTER_LOSSES
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

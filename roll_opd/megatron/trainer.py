@@ -14,15 +14,15 @@ from torch import Tensor
 from roll_opd.algorithms.divergences import ColumnSum, divergence, topk_divergence
 from roll_opd.algorithms.registry import POLICY_LOSSES, policy_loss
 from roll_opd.config.plan import ObjectivePlan, TrainPlan
-from roll_opd.megatron.batches import PackedBatch
 from roll_opd.megatron.engine import LossFunction
 from roll_opd.megatron.head import OutputHead, TeacherHead, teacher_head
 from roll_opd.megatron.learner import MegatronLearner, Update
 from roll_opd.megatron.model_builder import HeadModel, unwrapped
+from roll_opd.megatron.packing import PackedBatch
 from roll_opd.models.device_phases import Part
 from roll_opd.objective.loss import opd_loss, sampled_mask
-from roll_opd.samples.packing import TrainResult
 from roll_opd.samples.sample import Sample
+from roll_opd.samples.sharding import TrainResult
 from roll_opd.samples.transport import as_tensor
 
 
@@ -45,7 +45,7 @@ class MegatronTrainer(MegatronLearner):
         """Make one optimizer update from a mini-batch in step `step` of the run (from 1).
 
         `samples` have the columns of `objective.columns.loss_columns`. With `assigned`, they are only this
-        data-parallel rank's shard: see `samples.packing`.
+        data-parallel rank's shard: see `samples.sharding`.
 
         `sums` of the result are over this rank's action tokens: `tokens`, `weighted_loss` (its sum over all ranks is
         the loss), `policy_loss` (without the KL loss), `kl_loss` (KL to the reference policy without its coefficient),

@@ -11,7 +11,7 @@ from roll_opd.base.failures import SkippedUpdates
 from roll_opd.cluster.group import WorkerGroup
 from roll_opd.cluster.worker_progress import Writing
 from roll_opd.config.plan import TrainPlan
-from roll_opd.samples.packing import Assignment, ShardedBatch, TrainResult
+from roll_opd.samples.sharding import Assignment, ShardedBatch, TrainResult
 from roll_opd.tracking.console import Count
 
 SKIPS_ALLOWED = 3  # updates in a row without a finite loss and gradient

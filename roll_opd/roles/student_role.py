@@ -10,8 +10,8 @@ from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.objective.columns import loss_columns
 from roll_opd.objective.mismatch import check_current
 from roll_opd.roles.learner_role import Learner, Update, optimizer_metrics, total
-from roll_opd.samples.packing import ROUTER_LOSSES, ShardedBatch, shard_batch
 from roll_opd.samples.sample import Sample, TargetRef, shard_sample, with_columns
+from roll_opd.samples.sharding import ROUTER_LOSSES, ShardedBatch, shard_batch
 
 
 class Student(Learner):

@@ -28,7 +28,7 @@ from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.trainer import MegatronTrainer
 from roll_opd.models.memory import shard_of, train_memory
 from roll_opd.models.model_info import read_model
-from roll_opd.samples.packing import TrainResult
+from roll_opd.samples.sharding import TrainResult
 
 # jobs whose gradients are reduced, and parameters gathered, while something else is computed, in small buckets
 OVERLAPPED = (

@@ -11,8 +11,8 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from roll_opd.megatron.attention import PackedAttention, with_expanded_packs
 from roll_opd.config.plan import MicroBatchLimits
-from roll_opd.samples.packing import relatives
-from roll_opd.megatron.batches import pack
+from roll_opd.samples.sharding import relatives
+from roll_opd.megatron.packing import pack
 from roll_opd.samples.sample import Sample
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from roll_opd.megatron.batches import PackedBatch, pack
 from roll_opd.megatron.context import ContextRank, zigzag
+from roll_opd.megatron.packing import PackedBatch, pack
 from roll_opd.samples.sample import Sample
 
 MULTIPLE = 8

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from roll_opd.config.plan import MicroBatchLimits
 from roll_opd.megatron import attention
-from roll_opd.megatron.batches import Sample, pack
-from roll_opd.samples.packing import relatives
+from roll_opd.megatron.packing import Sample, pack
+from roll_opd.samples.sharding import relatives
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 SCALE = 1 / math.sqrt(WIDTH)

@@ -15,8 +15,8 @@ from megatron_samples import TeacherTargets, TrainSample, columns_of
 from torch import Tensor
 
 from roll_opd.config.plan import ObjectivePlan
-from roll_opd.megatron.batches import PackedBatch, pack
 from roll_opd.megatron.head import OutputHead, TeacherHead
+from roll_opd.megatron.packing import PackedBatch, pack
 from roll_opd.megatron.trainer import distillation_loss
 from roll_opd.megatron.vocabulary import VocabShard
 from roll_opd.objective.loss import opd_loss

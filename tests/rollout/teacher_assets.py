@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
 from roll_opd.roles.student_role import Student
-from roll_opd.samples.packing import Packing, ShardedBatch
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns
+from roll_opd.samples.sharding import Packing, ShardedBatch
 from roll_opd.teachers.frozen_models import Teacher
 from roll_opd.teachers.megatron_teacher import MegatronScorer
 from roll_opd.teachers.teacher_checks import Check

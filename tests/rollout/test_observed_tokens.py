@@ -39,9 +39,9 @@ from roll_opd.report.games import before_and_after
 from roll_opd.report.page import contents
 from roll_opd.report.run_files import read_run
 from roll_opd.roles.critic_role import value_metrics
-from roll_opd.samples.packing import Packing, ShardedBatch
 from roll_opd.samples.sample import Sample, TargetRef
 from roll_opd.samples.sample_columns import as_columns, teacher_columns
+from roll_opd.samples.sharding import Packing, ShardedBatch
 from roll_opd.teachers.teacher_checks import Check
 from roll_opd.teachers.teacher_preflight import TeacherPreflight
 from roll_opd.tracking.console import progress_line

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from roll_opd.config.plan import MicroBatchLimits
-from roll_opd.samples.packing import (
+from roll_opd.samples.sharding import (
     Unit,
     assign,
     micro_batches,

@@ -26,7 +26,7 @@ from roll_opd.config.plan import CriticPlan, MicroBatchLimits, ModelPlan, Object
 from roll_opd.megatron.critic import MegatronCritic
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.trainer import MegatronTrainer
-from roll_opd.samples.packing import TrainResult
+from roll_opd.samples.sharding import TrainResult
 from tests.cover import cover
 
 INVARIANT = (*POLICY_LOSSES.builtin, "topk", "full")  # losses of a policy

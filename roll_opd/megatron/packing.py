@@ -17,8 +17,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from roll_opd.megatron.context import ALONE, ContextRank, TokenOwners, zigzag
-from roll_opd.samples.packing import shared_prefix
 from roll_opd.samples.sample import Sample
+from roll_opd.samples.sharding import shared_prefix
 from roll_opd.samples.transport import as_tensor
 
 
@@ -99,7 +99,7 @@ def pack(
     """Concatenate `samples` to a pack, padded with unscored tokens so that each rank has a multiple of `multiple`.
 
     With `share_prefixes`, a prompt prefix equal to the previous sample's is stored once where that saves work (see
-    `samples.packing`). Without samples, the batch has empty columns of the names and dtypes in `like`. With `routes`,
+    `samples.sharding`). Without samples, the batch has empty columns of the names and dtypes in `like`. With `routes`,
     (L, K), the pack has the samples' routes.
     """
     rows = _rows(samples, multiple * context.ranks, context.multiple, share_prefixes)
