@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll_opd.algorithms.divergences import ColumnSum
-from roll_opd.megatron.context import TokenOwners
+from roll_opd.megatron.context_parallel import TokenOwners
 from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
 from roll_opd.megatron.vocabulary import VocabShard

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from roll_opd.megatron.attention import PackedAttention, with_expanded_packs
 from roll_opd.megatron.deterministic_ops import ExactRowParallelLinear
-from roll_opd.megatron.latent import latent_attention
+from roll_opd.megatron.latent_attention import latent_attention
 from roll_opd.megatron.local_layers import DenseLayer, LocalRMSNorm, PackedSelfAttention, fits
 from roll_opd.megatron.router import PackedRouter
 

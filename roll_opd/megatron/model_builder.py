@@ -27,7 +27,7 @@ from roll_opd.base.frozen import thaw
 from roll_opd.config.plan import Layout, LoraPlan, MegatronPlan, TrainPlan
 from roll_opd.megatron.deterministic_ops import VECTOR, exact_silu
 from roll_opd.megatron.head import OutputHead, gradient_buffer
-from roll_opd.megatron.latent import latent_sizes
+from roll_opd.megatron.latent_attention import latent_sizes
 from roll_opd.megatron.layers import layer_spec, uses_transformer_engine
 from roll_opd.megatron.lora import Adapters
 from roll_opd.megatron.packing import PackedBatch

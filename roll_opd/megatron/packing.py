@@ -1,7 +1,7 @@
 """Packed micro-batches: sequences concatenated without padding, and the arrays of their scored tokens.
 
 Sequences with a common prefix may store it once; the layers then compute its tokens once for all of them. With context
-parallelism a pack is split over ranks (see `context`), and positions in the pack number the tokens of all ranks.
+parallelism a pack is split over ranks (see `context_parallel`), and positions in the pack number the tokens of all ranks.
 
 Legend: N packed tokens, n of them on this rank, X tokens of the expanded sequences (each with its prefix), M scored
 tokens (all tokens after a prompt), m of them predicted by this rank, B sequences.
@@ -16,7 +16,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from roll_opd.megatron.context import ALONE, ContextRank, TokenOwners, zigzag
+from roll_opd.megatron.context_parallel import ALONE, ContextRank, TokenOwners, zigzag
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sharding import shared_prefix
 from roll_opd.samples.transport import as_tensor
