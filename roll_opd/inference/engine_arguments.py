@@ -113,7 +113,7 @@ def resolve_engine_args(
 ) -> dict[str, Any]:
     """Return vLLM's engine arguments: our defaults, overridden by the user's, overridden by the plan's.
 
-    With `routes`, the engine returns the experts of each token; on a CPU through `routes.record_routes`.
+    With `routes`, the engine returns the experts of each token; on a CPU through `router_replay.record_routes`.
     """
     defaults: dict[str, Any] = {"disable_log_stats": True}
     if tensor_parallel_size > 1:
@@ -180,7 +180,7 @@ def vllm_arguments(
     """Prepare this process for an engine; return vLLM's arguments for it (see `resolve_engine_args`)."""
     import torch
 
-    from roll_opd.inference.routes import RECORDS_ROUTES
+    from roll_opd.inference.router_replay import RECORDS_ROUTES
 
     # not is_available(), which initialises CUDA in this process, and vLLM may fork it
     on_cpu = torch.cuda.device_count() == 0

@@ -74,7 +74,7 @@ def _skip_cleanup() -> None:
 
 
 def _record_routes() -> None:
-    from roll_opd.inference.routes import RECORDS_ROUTES, record_routes
+    from roll_opd.inference.router_replay import RECORDS_ROUTES, record_routes
 
     if os.environ.get(RECORDS_ROUTES) == "1" and multiprocessing.parent_process() is not None:
         record_routes()

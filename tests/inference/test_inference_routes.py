@@ -10,7 +10,7 @@ from inference_models import Running, buckets_of, hf_logprobs, make_mixture, sav
 from transformers import Qwen3MoeForCausalLM
 
 from roll_opd.config.plan import SamplingPlan
-from roll_opd.inference.routes import RouteTable
+from roll_opd.inference.router_replay import RouteTable
 
 SAMPLING = SamplingPlan(max_new_tokens=12)
 
