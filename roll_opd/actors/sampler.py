@@ -15,7 +15,7 @@ from roll_opd.cluster.group import ActorGroup
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.completion import Completion
 from roll_opd.samples.transport import Compact
-from roll_opd.weight_sync.transports import WeightSync
+from roll_opd.weight_sync.send_weights import WeightSync
 
 
 @dataclass(frozen=True)

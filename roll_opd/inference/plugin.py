@@ -18,9 +18,9 @@ PLUGIN_NAME = "roll_opd"
 # weight-transfer backends; `checked_*` are vLLM's, with a check that all weights arrived
 SHARED_MEMORY, CUDA_IPC, NCCL = "shared_memory", "checked_ipc", "checked_nccl"
 BACKENDS = {
-    SHARED_MEMORY: ("roll_opd.weight_sync.shared_memory", "SharedMemoryWeightTransferEngine"),
-    CUDA_IPC: ("roll_opd.weight_sync.cuda_transfer", "CheckedIpcEngine"),
-    NCCL: ("roll_opd.weight_sync.cuda_transfer", "CheckedNcclEngine"),
+    SHARED_MEMORY: ("roll_opd.weight_sync.shared_memory_receiver", "SharedMemoryWeightTransferEngine"),
+    CUDA_IPC: ("roll_opd.weight_sync.cuda_receiver", "CheckedIpcEngine"),
+    NCCL: ("roll_opd.weight_sync.cuda_receiver", "CheckedNcclEngine"),
 }
 DIE_WITH_PARENT = "ROLL_OPD_DIE_WITH_PARENT"
 _THREAD_NAME = "roll_opd-follow-parent"

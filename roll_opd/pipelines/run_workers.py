@@ -21,7 +21,7 @@ from roll_opd.samples.sample import Sample, present
 from roll_opd.teachers.frozen_models import FrozenModels, Teacher, check_targets
 from roll_opd.teachers.megatron_teacher import Follower, MegatronScorer
 from roll_opd.tracking.console import Count
-from roll_opd.weight_sync.transports import stream
+from roll_opd.weight_sync.send_weights import stream
 
 
 @dataclass(frozen=True)

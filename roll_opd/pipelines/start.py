@@ -40,7 +40,7 @@ from roll_opd.roles.workflow_pool import WorkflowPool
 from roll_opd.teachers.frozen_models import FrozenModels, Teacher
 from roll_opd.teachers.megatron_teacher import Follower, MegatronScorer
 from roll_opd.teachers.views import SameTokens
-from roll_opd.weight_sync.transports import choose_backend, make_weight_sync
+from roll_opd.weight_sync.send_weights import choose_backend, make_weight_sync
 from roll_opd.workflows.plugins import find_workflow
 from roll_opd.workflows.workflow_interface import flag
 

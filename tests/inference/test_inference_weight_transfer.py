@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from roll_opd.inference.plugin import BACKENDS, register
 from roll_opd.samples.weight_bucket import entry_of
-from roll_opd.weight_sync.cuda_transfer import CheckedIpcUpdateInfo, CheckedNcclUpdateInfo
+from roll_opd.weight_sync.cuda_receiver import CheckedIpcUpdateInfo, CheckedNcclUpdateInfo
 
 CALLED = (  # by vLLM's worker, on our engines
     "__init__",

@@ -19,7 +19,7 @@ from roll_opd.models.device_phases import ALL, members_of
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.roles.colocation import DeviceScheduler
 from roll_opd.samples.sample import Sample
-from roll_opd.weight_sync.transports import make_weight_sync
+from roll_opd.weight_sync.send_weights import make_weight_sync
 
 SHORT = (
     "deterministic=true",
