@@ -32,7 +32,7 @@ from roll_opd.cluster.runtime import ray_cluster
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.pipelines import start
+from roll_opd.pipelines import start_roles
 from roll_opd.planner.build import load_plan
 from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
 from roll_opd.rollout.workflow import SingleTurn, Workflow
@@ -98,7 +98,7 @@ def main() -> int:
             *("workflow=conversation", f"plugin_dir={REPOSITORY}/benchmarks/workflows"),
         ],
     )
-    start.RolloutWorker = WatchedEngine  # type: ignore[misc]
+    start_roles.RolloutWorker = WatchedEngine  # type: ignore[misc]
     with fork_server() as server:
         server.serve(plan)
         with ray_cluster(plan.devices_per_node):
@@ -125,8 +125,8 @@ async def measured(plan: RunPlan, options: argparse.Namespace) -> list[dict[str,
     """Return what each round has shown; one more before them is not counted."""
     assert plan.rollout
     placement = Placement(plan.num_nodes, plan.devices_per_node)
-    sampler = await start.start_sampler(plan, plan.rollout, placement)
-    pool = await start.start_workflow(plan, sampler, placement)
+    sampler = await start_roles.start_sampler(plan, plan.rollout, placement)
+    pool = await start_roles.start_workflow(plan, sampler, placement)
     assert pool
     rng, tokenizer = random.Random(0), load_tokenizer(plan.rollout.model.path)
 

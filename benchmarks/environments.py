@@ -22,7 +22,7 @@ from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.runtime import ray_cluster
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompt_source import EnvironmentSource
-from roll_opd.pipelines import start
+from roll_opd.pipelines import start_roles
 from roll_opd.planner.build import load_plan
 
 
@@ -47,7 +47,7 @@ def main() -> int:
             f"workflow_concurrency={-(-options.environments // 2)}",
         ],
     )
-    start.RolloutWorker = WatchedEngine  # type: ignore[misc]
+    start_roles.RolloutWorker = WatchedEngine  # type: ignore[misc]
     with fork_server() as server:
         server.serve(plan)
         with ray_cluster(plan.devices_per_node):
@@ -69,8 +69,8 @@ async def measured(plan: RunPlan, options: argparse.Namespace) -> list[dict[str,
     """Return what each round has shown; one more before them is not counted."""
     assert plan.rollout and plan.data
     placement = Placement(plan.num_nodes, plan.devices_per_node)
-    sampler = await start.start_sampler(plan, plan.rollout, placement)
-    pool = await start.start_workflow(plan, sampler, placement)
+    sampler = await start_roles.start_sampler(plan, plan.rollout, placement)
+    pool = await start_roles.start_workflow(plan, sampler, placement)
     assert pool
     tasks = EnvironmentSource(plan.data.environments, plan.seed)
     rounds = []

@@ -19,7 +19,7 @@ from roll_opd.actors.sampler import Request
 from roll_opd.cluster.batched_calls import Answers
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.completion import Completion
-from roll_opd.pipelines import start
+from roll_opd.pipelines import start_roles
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.rewards.reward_interface import Score, Scored
 from roll_opd.samples import transport
@@ -151,7 +151,7 @@ def put_in_place(lengths: str, cost: DriverCost) -> None:
     os.environ |= {LENGTHS: lengths, "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])}
     replaced = {"RolloutWorker": Engine, "TrainWorker": Student, "LogprobWorker": Teacher, "RewardWorker": Scorer}
     for name, role in replaced.items():
-        setattr(start, name, ray.remote(role))
+        setattr(start_roles, name, ray.remote(role))
 
     def counted(function: Callable, after: Callable[[Any, Any], None]) -> Callable:
         @functools.wraps(function)

@@ -221,7 +221,7 @@ def _run(plan: RunPlan, hosts: Hosts | None, backend: "Backend | None") -> int:
     except (Exception, KeyboardInterrupt) as error:
         return exit_code(error, is_started=False)
     try:
-        from roll_opd.pipelines.loop import run  # imports Ray
+        from roll_opd.pipelines.run_pipeline import run  # imports Ray
 
         run(plan, inputs, hosts, backend)
     except (Exception, KeyboardInterrupt) as error:

@@ -19,7 +19,7 @@ from roll_opd.objective.reference_kl import first_kl_coef, kl_coefs
 from roll_opd.pipelines import validation_runs
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
-from roll_opd.pipelines.start import chunk_samples, reads_beside_generation, start_workflow
+from roll_opd.pipelines.start_roles import chunk_samples, reads_beside_generation, start_workflow
 from roll_opd.rollout.producer import Gate, Rollouts
 from roll_opd.rollout.runs import RolloutContext
 from roll_opd.rollout.workflow import SingleTurn, Workflow

@@ -25,7 +25,7 @@ from roll_opd.objective.reference_kl import first_kl_coef
 from roll_opd.pipelines.rlvr import rollouts_of, sample_metrics, with_advantages
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
-from roll_opd.pipelines.start import start_workflow
+from roll_opd.pipelines.start_roles import start_workflow
 from roll_opd.rollout.producer import Batch
 from roll_opd.rollout.runs import PendingRewards, roll_out
 from roll_opd.rollout.workflow import SingleTurn

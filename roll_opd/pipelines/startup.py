@@ -16,10 +16,10 @@ from roll_opd.cluster.startup_progress import StartupProgress
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.data.prompt_source import TaskSource
-from roll_opd.pipelines import start
+from roll_opd.pipelines import start_roles
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
-from roll_opd.pipelines.start import starts_beside_measurement
+from roll_opd.pipelines.start_roles import starts_beside_measurement
 from roll_opd.pipelines.validation_runs import measure_teachers
 from roll_opd.rewards.reward_registry import REWARDS
 from roll_opd.roles.reward_pool import RewardPool
@@ -53,11 +53,11 @@ class Backend:
 
     async def reward_pools(self, plan: RunPlan, placement: Placement) -> tuple[RewardPool, ...]:
         """Start the reward workers."""
-        return await start.start_reward_pools(plan, placement)
+        return await start_roles.start_reward_pools(plan, placement)
 
     async def workers(self, plan: RunPlan, placement: Placement) -> RunWorkers:
         """Start the roles."""
-        return await start.start_workers(plan, placement)
+        return await start_roles.start_workers(plan, placement)
 
     async def end(self, workers: RunWorkers) -> None:
         """End the roles and reward workers of a run that has made its last step."""

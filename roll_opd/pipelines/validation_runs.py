@@ -6,7 +6,7 @@ from roll_opd.actors.sampler import Sampler
 from roll_opd.models.device_phases import Phase
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_logger import STUDENT
-from roll_opd.pipelines.start import chunk_samples, teacher_as_student
+from roll_opd.pipelines.start_roles import chunk_samples, teacher_as_student
 from roll_opd.roles.colocation import DeviceScheduler
 from roll_opd.roles.reward_pool import RewardPool
 from roll_opd.rollout.runs import RolloutContext

@@ -20,7 +20,7 @@ from roll_opd.cluster.forkserver.forkserver_start import fork_server
 from roll_opd.cluster.placement import Placement
 from roll_opd.commands import run as launch
 from roll_opd.config.plan import RunPlan, TeacherPlan
-from roll_opd.pipelines import start
+from roll_opd.pipelines import start_roles
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.startup import Backend
 from roll_opd.planner.build import load_plan
@@ -72,7 +72,7 @@ class Stage(Backend):
         self.placement = Placement(plan.num_nodes, plan.devices_per_node)
         self.started: dict[str, tuple[RewardPool, ...]] = {}
         events.run_until_complete(self.reward_pools(plan, self.placement))
-        self._workers = events.run_until_complete(start.start_workers(plan, self.placement))
+        self._workers = events.run_until_complete(start_roles.start_workers(plan, self.placement))
         events.run_until_complete(self._workers.save(place / "start"))
 
     def run(
@@ -98,7 +98,7 @@ class Stage(Backend):
         """Those that play this plan's rewards already, or new ones."""
         settings = str([(reward.domain, reward.terms, reward.world_size) for reward in plan.rewards])
         if settings not in self.started:
-            self.started[settings] = await start.start_reward_pools(plan, self.placement)
+            self.started[settings] = await start_roles.start_reward_pools(plan, self.placement)
         for pool, reward in zip(self.started[settings], plan.rewards, strict=True):
             pool.plan = reward
             pool.drain_metrics()

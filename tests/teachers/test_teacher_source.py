@@ -18,7 +18,7 @@ from roll_opd.pipelines.model_card import model_card
 from roll_opd.pipelines.plan_settings import settings_of
 from roll_opd.pipelines.remedies import remedies
 from roll_opd.pipelines.run_facts import run_facts
-from roll_opd.pipelines.start import chunk_samples, reads_beside_generation
+from roll_opd.pipelines.start_roles import chunk_samples, reads_beside_generation
 from roll_opd.pipelines.startup import started
 from roll_opd.planner.build import load_plan
 from roll_opd.planner.check_machine import warnings_here
