@@ -18,8 +18,8 @@ from roll_opd.data.files import open_file
 from roll_opd.data.rows import BadRow, DataError
 from roll_opd.data.templates import TEMPLATES
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, same_weights
+from roll_opd.models.stop_tokens import StopTokens, TurnEnd, stop_tokens, turn_end
 from roll_opd.models.tokenizer_files import compare_tokenizers, has_tokenizer, largest_token_id
-from roll_opd.models.turn_end import StopTokens, TurnEnd, stop_tokens, turn_end
 from roll_opd.planner.role_reader import MODEL, Role, Roles
 from roll_opd.planner.teacher_context import follows, has_context
 

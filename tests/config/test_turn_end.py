@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from roll_opd.config.plan import RunPlan
-from roll_opd.models.turn_end import stop_tokens, turn_end
+from roll_opd.models.stop_tokens import stop_tokens, turn_end
 from roll_opd.planner.build import load_plan
 
 CHATML = (
