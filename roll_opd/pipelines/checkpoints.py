@@ -79,7 +79,7 @@ class _Pending:
     step: int
     writing: Writing | None
     is_on_disk: bool = False
-    is_on_record: bool = False  # the run has all its steps on record
+    is_logged: bool = False  # the logs of the run have its step
     model_card: str | None = None
 
 
@@ -114,9 +114,9 @@ class Checkpoints:
     async def write(self, step: int, save: Save, source_state: dict[str, Any], kl_coef: float | None = None) -> None:
         """Write a partial checkpoint, in the background with `async_save`; first complete an earlier one.
 
-        CheckpointError on a disk error, here or in `settle`.
+        CheckpointError on a disk error, here or in `commit`.
         """
-        await self.settle(wait=True)
+        await self.commit(wait=True)
         partial = self._partial(step)
         with self._failing(step):
             shutil.rmtree(partial, ignore_errors=True)
@@ -132,18 +132,18 @@ class Checkpoints:
         if not self._plan.async_save:
             await self._end(self._pending, wait=True)
 
-    def put_on_record(self, model_card: str | None = None) -> None:
-        """Permit the partial checkpoint to become valid, because its step is in the logs; see `settle`."""
+    def mark_logged(self, model_card: str | None = None) -> None:
+        """Permit the partial checkpoint to become valid, because its step is in the logs; see `commit`."""
         if self._pending:
-            self._pending.is_on_record, self._pending.model_card = True, model_card
+            self._pending.is_logged, self._pending.model_card = True, model_card
 
-    async def settle(self, *, wait: bool) -> None:
+    async def commit(self, *, wait: bool) -> None:
         """Make the partial checkpoint valid if its step is logged and its files are on the disk.
 
         `wait`: wait for the files. Checkpoints beyond `max_ckpt_to_keep` are then removed.
         """
         pending = self._pending
-        if pending is None or not pending.is_on_record:
+        if pending is None or not pending.is_logged:
             return
         if not pending.is_on_disk:
             await self._end(pending, wait=wait)

@@ -109,8 +109,8 @@ class Run:
             await write()
             is_written = True
         if is_written:
-            self.checkpoints.put_on_record(self.logger.model_card(step))
+            self.checkpoints.mark_logged(self.logger.model_card(step))
         ends = self.ending.is_asked_for or step == self.plan.max_steps
-        await self.checkpoints.settle(wait=ends or not self.plan.checkpoint.async_save)
+        await self.checkpoints.commit(wait=ends or not self.plan.checkpoint.async_save)
         if self.ending.is_asked_for and step < self.plan.max_steps:
             raise self.ending.saved(step)

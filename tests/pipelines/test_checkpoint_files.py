@@ -43,8 +43,8 @@ def test_what_another_host_has_written_elsewhere_is_missed(tmp_path: Path, share
 
     async def write() -> None:
         await checkpoints.write(1, save, {})
-        checkpoints.put_on_record()
-        await checkpoints.settle(wait=True)
+        checkpoints.mark_logged()
+        await checkpoints.commit(wait=True)
 
     if shared:
         asyncio.run(write())

@@ -47,12 +47,12 @@ def test_a_file_that_a_rank_has_written_and_nobody_sees(tmp_path: Path, lost: st
 
     async def steps() -> None:
         await checkpoints.write(1, save, {})
-        checkpoints.put_on_record()
-        await checkpoints.settle(wait=True)
+        checkpoints.mark_logged()
+        await checkpoints.commit(wait=True)
         assert [path.name for path in complete(run.path)] == ["step_1"]
         await checkpoints.write(2, lambda directory: save(directory, lost), {})
-        checkpoints.put_on_record()
-        await checkpoints.settle(wait=True)
+        checkpoints.mark_logged()
+        await checkpoints.commit(wait=True)
 
     with pytest.raises(CheckpointError, match=f"step 2 .*{Path(lost).name} and 0 more files .* another node"):
         asyncio.run(steps())
@@ -131,8 +131,8 @@ def test_a_checkpoint_keeps_the_date_of_its_run(tmp_path: Path, kept: bool) -> N
     async def step() -> None:
         checkpoints = Checkpoints(run, CheckpointPlan(save_steps=1), last_step=1, began=began if kept else None)
         await checkpoints.write(1, save, {})
-        checkpoints.put_on_record()
-        await checkpoints.settle(wait=True)
+        checkpoints.mark_logged()
+        await checkpoints.commit(wait=True)
 
     asyncio.run(step())
     (path,) = complete(run.path)
