@@ -1,1 +1,5 @@
-"""Configurations of ROLL and Trinity-RFT in the terms of this package; imported only for files that need it."""
+"""Translation of Trinity-RFT's configurations and of ROLL's `pg_variant`; imported only for files that need it.
+
+ROLL's other keys need no translation: `config.schema` declares them under ROLL's names, and `config.roll_keys` lists
+those without effect, the refused ones and ROLL's names for parts.
+"""

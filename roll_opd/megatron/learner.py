@@ -83,7 +83,7 @@ class MegatronLearner(MegatronEngine):
         self.optimizer = get_megatron_optimizer(_optimizer_config(plan), list(self.chunks))
         for each in optimizers_of(self.optimizer):
             fuse_adamw(each.optimizer)
-        self.scheduler = _scheduler(self.optimizer, plan.optimizer)
+        self.scheduler = _learning_rate_schedule(self.optimizer, plan.optimizer)
         if plan.optimizer.overlap_grad_reduce:
             self._overlap(config)
         self.router_losses: RouterLosses = config.router_losses  # type: ignore[attr-defined]
@@ -244,7 +244,7 @@ def _optimizer_config(plan: TrainPlan) -> OptimizerConfig:
     )
 
 
-def _scheduler(optimizer: MegatronOptimizer, plan: OptimizerPlan) -> OptimizerParamScheduler:
+def _learning_rate_schedule(optimizer: MegatronOptimizer, plan: OptimizerPlan) -> OptimizerParamScheduler:
     """Return Megatron's schedule; stepped before each update, so that the first one has a positive learning rate."""
     return OptimizerParamScheduler(
         optimizer,

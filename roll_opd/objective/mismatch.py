@@ -1,4 +1,4 @@
-"""Mismatch of training and inference log-probs over a step's samples: metrics, and its correction."""
+"""Mismatch of training and inference log-probs over a step's samples: metrics, correction, refusal of stale samples."""
 
 from collections.abc import Callable, Sequence
 
@@ -62,7 +62,7 @@ def corrected(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], object
     )
 
 
-def check_current(samples: Sequence[Sample], version: int, updates: int) -> None:
+def check_staleness(samples: Sequence[Sample], version: int, updates: int) -> None:
     """Raise RunError for samples whose ratio to the weights that sampled them would silently be taken for 1.
 
     Without old log-probs the loss takes the current ones, and old log-probs are those of the step's first weights. So

@@ -8,7 +8,7 @@ import numpy as np
 from roll_opd.cluster.group import Reference, gathered, gathered_and_held
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.objective.columns import loss_columns
-from roll_opd.objective.mismatch import check_current
+from roll_opd.objective.mismatch import check_staleness
 from roll_opd.roles.learner_role import Learner, Update, optimizer_metrics, total
 from roll_opd.samples.sample import Sample, TargetRef, shard_sample, with_columns
 from roll_opd.samples.sharding import ROUTER_LOSSES, ShardedBatch, shard_batch
@@ -58,7 +58,7 @@ class Student(Learner):
         for _ in range(objective.ppo_epochs):
             for start in range(0, len(learned), size):
                 batch = learned[start : start + size]
-                check_current(batch, version=step - 1, updates=len(updates))
+                check_staleness(batch, version=step - 1, updates=len(updates))
                 shards = self._shards(batch, teachers, objective)
                 update, logprobs = await self._update("update", shards, objective, temperature, step)
                 updates.append(update)
@@ -78,7 +78,7 @@ class Student(Learner):
 
         Returns what `learn` does, without the optimizer's metrics.
         """
-        check_current(samples, version=step - 1, updates=0)
+        check_staleness(samples, version=step - 1, updates=0)
         shards = self._shards(samples, teachers, objective)
         update, logprobs = await self._update("forward_backward", shards, objective, temperature, step)
         return _with_old_logprobs(samples, logprobs), _loss_metrics([update])

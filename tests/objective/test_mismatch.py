@@ -20,7 +20,7 @@ from roll_opd.config.plan import (
     TokenFilterPlan,
 )
 from roll_opd.objective.columns import loss_columns
-from roll_opd.objective.mismatch import check_current, corrected, train_infer_metrics
+from roll_opd.objective.mismatch import check_staleness, corrected, train_infer_metrics
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.sample_columns import as_columns, teacher_columns
 
@@ -194,18 +194,18 @@ CURRENT, STALE, MIXED = ((4, 2),), ((3, 2),), ((3, 1), (4, 1))
 def test_samples_of_other_weights_are_refused_without_importance_weights(versions: tuple, old: list | None) -> None:
     sample = changed(experience([-1, -2], old, [True, True]), versions=versions)
     current = changed(sample, versions=CURRENT)
-    check_current([current, changed(current, versions=((4, 1), (None, 1)))], version=4, updates=0)
+    check_staleness([current, changed(current, versions=((4, 1), (None, 1)))], version=4, updates=0)
     with pytest.raises(RunError, match=r"1 of 2 samples .* student is at version 4.*Set train_infer_correction"):
-        check_current([current, sample], version=4, updates=0)
+        check_staleness([current, sample], version=4, updates=0)
     not_learned = sample.with_columns(loss_mask=np.zeros(2, bool))
     given = changed(sample, demonstration=True).with_columns(rollout_logprobs=None)
     weighted = sample.with_columns(importance_weights=np.ones(2, np.float32))
-    check_current([not_learned, given, weighted], version=4, updates=0)
+    check_staleness([not_learned, given, weighted], version=4, updates=0)
 
 
 def test_a_second_update_needs_old_logprobs() -> None:
     first = changed(experience([-1, -2], None, [True, True]), versions=CURRENT)
-    check_current([first], version=4, updates=0)
+    check_staleness([first], version=4, updates=0)
     with pytest.raises(RunError, match="update 2 of a step have no old log-probs"):
-        check_current([first], version=4, updates=1)
-    check_current([first.with_columns(old_logprobs=np.zeros(2, np.float32))], version=4, updates=1)
+        check_staleness([first], version=4, updates=1)
+    check_staleness([first.with_columns(old_logprobs=np.zeros(2, np.float32))], version=4, updates=1)
