@@ -154,7 +154,7 @@ class LogprobWorker(_Rank):
 
 @ray.remote
 class FollowingWorker(_Rank):
-    """Rank of a teacher whose weights are updated from the student's."""
+    """Rank of a teacher that is an EMA or a copy of the student (`follows_student`)."""
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
         from roll_opd.megatron.follower import MegatronFollower

@@ -1,4 +1,4 @@
-"""Engine of a self-distillation teacher: a copy or an exponential moving average of the student's weights.
+"""Engine of a self-distillation teacher: an exponential moving average (EMA) of the student's weights, or a copy.
 
 The average is kept in f32 for every model dtype, and computed elementwise, so that its bits do not depend on the
 layout.
@@ -21,7 +21,7 @@ from roll_opd.models.device_phases import Part
 
 
 class MegatronFollower(MegatronEngine):
-    """Frozen model whose weights are updated from the student's."""
+    """Teacher model whose weights are the EMA of the student's, or a copy of them; no optimizer."""
 
     plan: FollowingPlan
 
@@ -41,13 +41,13 @@ class MegatronFollower(MegatronEngine):
         The weights arrive in parts, up to the `last` one. A model equal to `weights` does not change, to the bit.
         """
         self.memory.check("update its weights", Part.WEIGHTS)
-        self._load = self._load or StreamedLoad(self.weights, self._models, self._average)
+        self._load = self._load or StreamedLoad(self.weights, self._models, self._update_average)
         self._load.add(weights)
         if last:
             self._load.finish()
             self._load = None
 
-    def _average(self, parameter: Tensor, theirs: Tensor) -> None:
+    def _update_average(self, parameter: Tensor, theirs: Tensor) -> None:
         average = self._average_of.get(parameter)
         own = parameter.data if average is None else average
         theirs = theirs.to(own)

@@ -1,7 +1,8 @@
 """Packed micro-batches: sequences concatenated without padding, and the arrays of their scored tokens.
 
 Sequences with a common prefix may store it once; the layers then compute its tokens once for all of them. With context
-parallelism a pack is split over ranks (see `context_parallel`), and positions in the pack number the tokens of all ranks.
+parallelism a pack is split over ranks (see `context_parallel`), and positions in the pack number the tokens of all
+ranks.
 
 Legend: N packed tokens, n of them on this rank, X tokens of the expanded sequences (each with its prefix), M scored
 tokens (all tokens after a prompt), m of them predicted by this rank, B sequences.

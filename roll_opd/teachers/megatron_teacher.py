@@ -1,4 +1,4 @@
-"""Teachers that are Megatron roles of the run: frozen models, and models whose weights follow the student's."""
+"""Teachers that are Megatron roles of the run: frozen models, and EMAs or copies of the student."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class MegatronScorer:
 
 @dataclass(frozen=True)
 class Follower:
-    """The processes of teachers whose weights follow the student's."""
+    """The processes of a teacher that is an EMA or a copy of the student (`follows_student`)."""
 
     plan: FollowingPlan
     group: WorkerGroup
