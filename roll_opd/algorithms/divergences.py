@@ -61,8 +61,8 @@ def divergence(name: str, *, beta: float = 0.5, alpha: float = 0.1) -> ColumnSum
     """Return divergence `name`, a key of `DIVERGENCES`.
 
     Args:
-        beta: of jsd, 0 to 1: the teacher's weight in the mixture.
-        alpha: of the skewed ones, from 0 to below 1: how much of the first argument is mixed into the second.
+        beta: the teacher's weight in the mixture of jsd, 0 to 1.
+        alpha: share of the first argument in the mixture of skewed divergences, from 0 to below 1.
 
     Raises:
         ValueError: for an unknown name or a parameter out of its range.

@@ -2,8 +2,8 @@
 
     δ_k = r_k + γ V_{k+1} - V_k        A_k = Σ_{i≥0} (γλ)^i δ_{k+i}        returns_k = A_k + V_k
 
-k counts the action tokens of one sequence, as every discount does. V_k is the value of the state before token k, and 0
-after the last: a truncated sequence counts as terminated. arXiv 1506.02438, 1707.06347.
+k is the index of an action token in its sequence; all discounts are per action token. V_k is the value of the state
+before token k, and 0 after the last: a truncated sequence counts as terminated. arXiv 1506.02438, 1707.06347.
 
 Legend: M tokens of all sequences, concatenated, K action tokens among them.
 """

@@ -60,7 +60,7 @@ def sample_weights(
 
     Args:
         lengths: response tokens.
-        difficulties: of the rows; None: not used.
+        difficulties: values of the rows; None: not used.
         by_length: whether lengths are used.
     """
     weights = [1.0] * len(lengths)

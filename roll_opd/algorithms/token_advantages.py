@@ -4,7 +4,7 @@
     r = whiten(R' on the last action token, 0 elsewhere, minus a penalty per token)
 
 R' is the normalised reward of an advantage function (see `advantages`). Every part is optional. The teachers' term is
-added afterwards (see `opd`), because normalising the sum would erase it; then the sum is clipped.
+added afterwards (see `opd`), because normalising the sum would remove its signal; then the sum is clipped.
 
 Legend: B samples, M scored tokens of all samples, concatenated. Everything is float64: arrays are small, and tests
 compare six digits of long sums.

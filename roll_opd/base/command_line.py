@@ -99,7 +99,7 @@ def configuration(parsed: argparse.Namespace) -> tuple[str, str, list[str]]:
 
 
 def _advice(word: str | None) -> str:
-    """Return the remedy for a missing configuration; `word` may be meant as its name."""
+    """Return the remedy for a missing configuration; `word` may be a file name without .yaml."""
     if word is None:
         return f"; {HOW_TO_NAME}"
     near = _named_yaml(word)

@@ -31,7 +31,7 @@ def search_modules_in(*directories: Path) -> None:
 
 @contextmanager
 def same_modules() -> Iterator[None]:
-    """Context manager: restore the module directories afterwards, whatever was planned inside."""
+    """Context manager: restore the module directories afterwards."""
     before = _directories()
     try:
         yield

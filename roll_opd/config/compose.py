@@ -67,7 +67,7 @@ class LoadedConfig:
 
 
 def load_config(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
-    """Compose `config_name` (with or without .yaml) in the directory `config_path`, looked for in `config_places`.
+    """Compose `config_name` (with or without .yaml) in the directory `config_path`, searched in `config_places`.
 
     An override is `key=value`, `+key=value`, `++key=value`, `~key` or `group=option`. Raises ConfigError.
     """
@@ -89,9 +89,9 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
     places: SearchPath | None = None
     try:
         with warnings.catch_warnings(), initialize_config_dir(str(directory), version_base="1.3", job_name="roll_opd"):
-            # a file without `_self_` in its defaults overrides them, which is what everybody expects
+            # a file without `_self_` in its defaults overrides them, as users expect
             warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
-            warnings.filterwarnings("ignore", message=".*is not available")  # of the search path: reported below
+            warnings.filterwarnings("ignore", message=".*is not available")  # a missing search path is reported below
             places = search_path(parsed, file)
             arguments = hydra_arguments(parsed, file, places, _chosen_groups(name, parsed, places))
             loader = _Loader.in_place_of_hydras()
@@ -195,7 +195,7 @@ def _quoted(text: str) -> str:
 
 
 def _chosen_groups(name: str, overrides: list[Override], places: SearchPath) -> frozenset[str]:
-    """Return the groups of the defaults lists; only where an override asks for one, since reading them takes time."""
+    """Return the groups of the defaults lists; read only if an override uses one, since this takes time."""
     if not any(is_group(override, places) for override in overrides):
         return frozenset()
     arguments = [places.argument] if places.argument else []
@@ -204,7 +204,7 @@ def _chosen_groups(name: str, overrides: list[Override], places: SearchPath) -> 
 
 
 class _Loader(ConfigLoaderImpl):
-    """Hydra's loader without Hydra's own configuration, which takes most of the time and which no plan reads.
+    """Hydra's loader without Hydra's own configuration, which takes most of the time and is not used.
 
     A choice of a file of Hydra's own (`hydra/launcher=basic`) and an override of its keys still compose all of it.
     `defaults` is the defaults list of the composed configuration.
@@ -252,7 +252,7 @@ def _check_section_of_hydra(written: Any) -> None:
         _CHECKED.add(text)
 
 
-_CHECKED: set[str] = set()  # right sections; making Hydra's schema takes a fifth of a plan
+_CHECKED: set[str] = set()  # valid sections; building Hydra's schema takes a fifth of the planning time
 
 
 def _chooses_files_of_hydras(primary: ConfigResult | None) -> bool:
@@ -263,7 +263,7 @@ def _chooses_files_of_hydras(primary: ConfigResult | None) -> bool:
 
 
 def _origins(defaults: Sequence[ResultDefault], places: SearchPath) -> dict[str, str]:
-    """Map each dotted key to "file:line"; a later file of the defaults list wins, as its value does."""
+    """Map each dotted key to "file:line"; a later file of the defaults list takes precedence, as for values."""
     origins: dict[str, str] = {}
     for default in defaults:
         if default.config_path is None or default.config_path.startswith("hydra/"):
@@ -294,7 +294,7 @@ def key_lines(file: Path, shown: str, package: str) -> dict[str, str]:
 
 
 def keys_below(key: str, value: Any) -> Iterator[str]:
-    """Yield a dotted key and, where its value is a mapping, those in it."""
+    """Yield a dotted key and, if its value is a mapping, the keys in it."""
     yield key
     for name, item in value.items() if isinstance(value, dict) else ():
         yield from keys_below(f"{key}.{name}", item)

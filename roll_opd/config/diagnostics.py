@@ -1,6 +1,6 @@
 """Diagnostics of planning: problems (no plan), blockers (a plan, but no run) and warnings (a plan and a run).
 
-Every check writes into one `Diagnostics`, so that a user sees all problems of a configuration together.
+All checks add to one `Diagnostics`, so that all problems of a configuration are reported together.
 """
 
 import json
@@ -24,8 +24,8 @@ class Diagnostics:
     blockers: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)  # ROLL's keys that are accepted and have no effect
-    dropped: set[str] = field(default_factory=set)  # top-level keys that no part of a run reads: probably variables
-    renamed: dict[str, str] = field(default_factory=dict)  # path of a key -> the path with the name that is written
+    dropped: set[str] = field(default_factory=set)  # unread top-level keys: probably variables
+    renamed: dict[str, str] = field(default_factory=dict)  # path of a key -> its path in the file
     path: str = ""
 
     def below(self, path: str) -> "Diagnostics":
@@ -41,7 +41,7 @@ class Diagnostics:
         self._add(self.problems, key, text)
 
     def unsupported(self, key: str, text: str) -> None:
-        """Add a sentence about `key` that leaves planning possible and refuses the run, once."""
+        """Add a blocker about `key`, once: planning continues, a run is refused."""
         self._add(self.blockers, key, text)
 
     @contextmanager
@@ -113,7 +113,7 @@ class Diagnostics:
 
 
 def as_yaml(value: object) -> str:
-    """Return a value as YAML has it."""
+    """Return a value as YAML text."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

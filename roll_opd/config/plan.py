@@ -1,8 +1,8 @@
-"""The run plan: what a run is, once everything a user wrote has been parsed and checked.
+"""The run plan: the parsed and checked configuration of a run.
 
-Every other package reads this and nothing else; nothing reads raw configuration after the plan exists. All of it is
-immutable, picklable and free of torch. Where a type inherits a class of `schema`, those fields are the user's keys.
-Lengths are in tokens, counts of prompts and sequences are global (over all ranks) if their name has no other unit.
+All code after planning reads the plan, never raw configuration. It is immutable, picklable and free of torch. Fields
+that a type inherits from a class of `schema` are the user's keys. Lengths are in tokens, counts of prompts and
+sequences are global (over all ranks) if their name has no other unit.
 """
 
 from dataclasses import dataclass, field, replace
@@ -38,17 +38,17 @@ from roll_opd.config.schema import (
 
 @dataclass(frozen=True)
 class FilterPlan:
-    """Which groups (`query_filter`) or single responses (`response_filter`) are filtered out of a step."""
+    """Filter of groups (`query_filter`) or single responses (`response_filter`) of a step."""
 
-    type: str  # of `algorithms.sample_masks.FILTERS`
+    type: str  # a name of `algorithms.sample_masks.FILTERS`
     args: FrozenDict = field(default_factory=FrozenDict)  # its arguments, under ROLL's names
 
 
 @dataclass(frozen=True)
 class RewardTerm:
-    """One of the rewards whose weighted sum a domain's reward is. `worker` is a built-in name or a dotted path."""
+    """Weighted term of a domain's reward. `worker` is a built-in name or a dotted path."""
 
-    name: str  # of its part in metrics and samples
+    name: str  # name of the term in metrics and samples
     worker: str
     args: FrozenDict = field(default_factory=FrozenDict)
     weight: float = 1.0
@@ -63,10 +63,10 @@ class RewardPlan(RewardKeys):
     terms: tuple[RewardTerm, ...]
     tags: tuple[str, ...] | None = None  # None: every tag
     max_concurrency: int = 256  # concurrent calls of the reward in a worker
-    batch_size: int = 16  # most samples in a call
-    query_filter: FilterPlan | None = None  # of a prompt's rewards together
-    response_filter: FilterPlan | None = None  # of each reward alone
-    engine: RolloutPlan | None = None  # of a judge that runs here
+    batch_size: int = 16  # maximum samples in a call
+    query_filter: FilterPlan | None = None  # filter of prompts by all of their rewards
+    response_filter: FilterPlan | None = None  # filter of single responses
+    engine: RolloutPlan | None = None  # engines of a local judge
 
     @property
     def is_weighted(self) -> bool:
@@ -89,22 +89,24 @@ class StreamPlan:
 
 @dataclass(frozen=True)
 class DataPlan(RowKeys):
-    """Row files and what to do with rows that cannot be used."""
+    """Row files, and the handling of unusable rows."""
 
     files: tuple[str, ...]
-    prompt_length: int  # rows with answers: of the prompt and the longest answer together
+    prompt_length: int  # limit; for rows with answers, of the prompt and the longest answer together
     template: str = "native"  # "native": the tokenizer's own chat template
-    limit: int | None = None  # use only the first so many rows
-    tag_templates: FrozenDict = field(default_factory=FrozenDict)  # tag -> template, if other than `template`
-    columns: FrozenDict = field(default_factory=FrozenDict)  # messages, prompt, tag, id -> the file's name, if another
+    limit: int | None = None  # use only the first N rows
+    tag_templates: FrozenDict = field(default_factory=FrozenDict)  # tag -> template other than `template`
+    columns: FrozenDict = field(
+        default_factory=FrozenDict
+    )  # messages, prompt, tag, id -> column of the file, if different
     streams: tuple[StreamPlan, ...] = ()  # no stream: every row is drawn once an epoch
     schema: str = "experience"  # content of a row: `experience`, `task`, `sft` or `dpo`
     length_key: str = "prompt_length"  # the user's key that limits the length of rows
-    contexts: tuple[ContextPlan, ...] = ()  # of teachers that read something else
-    environments: FrozenDict = field(default_factory=FrozenDict)  # tag -> its share, where games are played; no files
+    contexts: tuple[ContextPlan, ...] = ()  # contexts of teachers with different prompts
+    environments: FrozenDict = field(default_factory=FrozenDict)  # tag -> share, for games; no files
 
     def draws(self, tag: str) -> bool:
-        """Whether rows with `tag` are drawn at all."""
+        """Whether rows with `tag` are drawn."""
         drawn = [stream.tags for stream in self.streams if stream.weight]
         return not drawn or any(tags is None or tag in tags for tags in drawn)
 
@@ -122,7 +124,7 @@ class ValidationPlan:
 class TokenFilterPlan:
     """Tokens outside low <= measure <= high are masked; None: no bound."""
 
-    measure: Literal["ratio", "difference"]  # of train and infer probabilities
+    measure: Literal["ratio", "difference"]  # ratio or difference of train and infer probabilities
     level: Level
     low: float | None
     high: float | None
@@ -132,50 +134,50 @@ class TokenFilterPlan:
 class CorrectionPlan:
     """Correction for different log-probs of training and inference engine: `algorithms.corrections`."""
 
-    weight: Literal["tis", "icepop"] | None = None  # of the policy loss; None: no weights
-    level: Level = "token"  # of the weights
-    low: float | None = None  # of icepop
+    weight: Literal["tis", "icepop"] | None = None  # weights of the policy loss; None: no weights
+    level: Level = "token"  # level of the weights
+    low: float | None = None  # lower bound of icepop
     high: float | None = None
     filters: tuple[TokenFilterPlan, ...] = ()
-    negatives_delta: float | None = None  # of `negatives_near`; None: off
+    negatives_delta: float | None = None  # argument of `negatives_near`; None: off
 
 
 @dataclass(frozen=True)
 class ObjectivePlan(ObjectiveKeys):
     """The objective: the keys' values in the run's mode, and values derived from them."""
 
-    adv_estimator: str = "on_policy_distill"  # of `algorithms.registry.ADVANTAGES`, or a dotted path
+    adv_estimator: str = "on_policy_distill"  # a name of `algorithms.registry.ADVANTAGES`, or a dotted path
     advantage_args: FrozenDict = field(default_factory=FrozenDict)  # its arguments
     reward_groups: Literal["prompt", "tag"] = "prompt"  # the group of rewards at level `group`
-    reward_bounds: tuple[float, float] | None = None  # of rewards after their normalisation, before reward_clip
-    policy_loss: str = "importance_sampling"  # of `algorithms.registry.POLICY_LOSSES`, or a dotted path
+    reward_bounds: tuple[float, float] | None = None  # bounds of normalised rewards, before reward_clip
+    policy_loss: str = "importance_sampling"  # a name of `algorithms.registry.POLICY_LOSSES`, or a dotted path
     policy_loss_args: FrozenDict = field(default_factory=FrozenDict)  # its arguments
-    dual_clip: float | None = 3.0  # of losses that read pg_clip; None: no bound
+    dual_clip: float | None = 3.0  # for losses that read pg_clip; None: no bound
     paired: bool = False  # the loss reads sequences 2i and 2i+1 together
     loss_agg_mode: str = "token-mean"
-    loss_normaliser: float | None = None  # of seq-mean-token-sum-norm: the response length
+    loss_normaliser: float | None = None  # response length, for seq-mean-token-sum-norm
     kl_loss: str = "low_var_kl"  # estimator of the KL loss; ROLL calls it k3
-    init_kl_coef: float = 0.0  # of the token-level KL; 0 unless switched on
-    opd_vocab_size: int | None = None  # token ids that student and teachers all have, of topk and full
+    init_kl_coef: float = 0.0  # coefficient of the token-level KL; 0: off
+    opd_vocab_size: int | None = None  # number of token ids shared by student and teachers, for topk and full
     correction: CorrectionPlan | None = None
-    # False only where one update follows one rollout: log-probs before and during the update are the same
+    # False only with one update per step: log-probs before and during the update are the same
     recompute_old_logprobs: bool = False
 
 
 @dataclass(frozen=True)
 class CheckpointPlan(CheckpointKeys):
-    """When state is saved, how many checkpoints stay, and where a run resumes from."""
+    """Interval and number of checkpoints, and the source of a resume."""
 
     resume: bool | str = False  # True: the newest of this experiment; a path: that run or checkpoint
 
 
 @dataclass(frozen=True)
 class DemonstrationPlan:
-    """Prompts with answers that join the student's samples, a share of each update."""
+    """Prompts with answers, a share of each update in addition to the student's samples."""
 
     data: DataPlan
     rows_per_update: int
-    updates: int  # of one pass over a step's samples
+    updates: int  # updates in one pass over a step's samples
 
     @property
     def rows_per_step(self) -> int:
@@ -184,7 +186,7 @@ class DemonstrationPlan:
 
 @dataclass(frozen=True)
 class AuxiliaryPlan:
-    """A model that workflows may ask, and that is never trained: engines of the run's own, or an address."""
+    """A model for calls of workflows, never trained: engines of the run, or an address."""
 
     name: str
     engine: RolloutPlan | None = None
@@ -203,35 +205,37 @@ class WorkflowPlan(WorkflowKeys):
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(RunKeys, RolloutKeys):
-    """A whole run. `rollout_batch_size` are prompts, or rows with answers, a step; `eval_steps` 0 is never."""
+    """A whole run. `rollout_batch_size`: prompts, or rows with answers, per step; `eval_steps` 0: never."""
 
-    mode: str  # pure, mixed or rl; of supervised pipelines, their name
+    mode: str  # pure, mixed or rl; for a supervised pipeline its name
     pipeline: str  # a module of `roll_opd.pipelines`, or a dotted path
-    pipeline_args: FrozenDict = field(default_factory=FrozenDict)  # the keys that a supervised pipeline has alone
-    title: str  # of the mode, for people
+    pipeline_args: FrozenDict = field(default_factory=FrozenDict)  # specific keys of a supervised pipeline
+    title: str  # display name of the mode
     exp_name: str
     max_steps: int
     num_nodes: int
     devices_per_node: int
     student: TrainPlan
-    rollout: RolloutPlan | None = None  # None: the rows bring their answers
+    rollout: RolloutPlan | None = None  # None: the rows have answers
     teachers: tuple[TeacherPlan, ...] = ()
     rewards: tuple[RewardPlan, ...] = ()
     data: DataPlan
     objective: ObjectivePlan
     checkpoint: CheckpointPlan
     reference: MegatronPlan | None = None  # frozen policy of the KL loss, the token-level KL, or the supervised loss
-    critic: CriticPlan | None = None  # of adv_estimator gae
-    demonstrations: DemonstrationPlan | None = None  # of policy losses mix and mix_chord
-    epochs: float | None = None  # over all rows of the files, where max_steps was counted from them
+    critic: CriticPlan | None = None  # for adv_estimator gae
+    demonstrations: DemonstrationPlan | None = None  # for policy losses mix and mix_chord
+    epochs: float | None = None  # epochs over all rows of the files, if max_steps was derived from them
     extra_prompts: int = 0  # prompts answered beyond rollout_batch_size, in case filters reject some
-    workflow: WorkflowPlan | None = None  # None: a row is answered once
+    workflow: WorkflowPlan | None = None  # None: one response per sample
     validation: ValidationPlan | None = None
     trackers: tuple[str, ...] = ("tensorboard",)
     tracker_args: FrozenDict = field(default_factory=FrozenDict)  # tracker -> its keyword arguments
     env: FrozenDict = field(default_factory=FrozenDict)  # system_envs
     warnings: tuple[str, ...] = ()
-    memory: FrozenDict = field(default_factory=FrozenDict)  # role name -> of each stage {part: estimated bytes a rank}
+    memory: FrozenDict = field(
+        default_factory=FrozenDict
+    )  # role name -> for each stage {part: estimated bytes per rank}
     config_yaml: str = ""  # the composed configuration, for the run directory
 
     @property
@@ -241,7 +245,7 @@ class RunPlan(RunKeys, RolloutKeys):
 
     @property
     def is_agentic(self) -> bool:
-        """Whether its prompts are games' beginnings."""
+        """Whether the prompts are initial states of games."""
         return bool(self.data.environments)
 
     @property
@@ -256,12 +260,12 @@ class RunPlan(RunKeys, RolloutKeys):
 
     @property
     def advantage_teachers(self) -> tuple[TeacherPlan, ...]:
-        """The teachers whose part is an advantage; with a live gradient it is a part of the loss."""
+        """The teachers with an advantage term; with `topk` and `full` their term is in the loss."""
         return self.teachers if self.objective.opd_objective == "sampled" else ()
 
     @property
     def answers_per_prompt(self) -> int:
-        """Sequences a prompt: the sampled ones, or the answers that a row brings."""
+        """Sequences per prompt: sampled responses, or the answers of a row."""
         if self.rollout:
             return self.rollout.sampling.n
         return 2 if self.objective.paired else 1
@@ -278,9 +282,8 @@ class RunPlan(RunKeys, RolloutKeys):
     def serving(self, role: MegatronPlan) -> MegatronPlan:
         """Return the role whose processes compute for the frozen `role`.
 
-        Teachers with the same weights, on the same devices, in the same layout are loaded once: that is the first
-        that differs only by name. A role with the initial weights of a LoRA student, on its devices, is that student
-        without its adapter.
+        Teachers with the same weights, devices and layout are loaded once, as the first of them. A role with the
+        initial weights of a LoRA student, on its devices, is that student without its adapter.
         """
         if self.is_base(role):
             return self.student

@@ -12,20 +12,20 @@ from roll_opd.config.schema import ContextKeys, CriticKeys, Dtype, FollowKeys, O
 
 @dataclass(frozen=True)
 class Layout:
-    """How one Megatron role is spread over its devices."""
+    """Layout of a Megatron role on its devices."""
 
     tp: int = 1
     pp: int = 1
     cp: int = 1
     ep: int = 1
     dp: int = 1
-    sequence_parallel: bool = False  # with experts always on if tp > 1
+    sequence_parallel: bool = False  # always True for experts with tp > 1
     vpp: int | None = None
     etp: int | None = None  # ranks that share an expert; None: as many as tp
 
     @property
     def expert_tp(self) -> int:
-        """Over how many ranks one expert is split."""
+        """Number of ranks that share one expert."""
         return self.etp or self.tp
 
     @property
@@ -35,7 +35,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A Hugging Face model directory and the precision it runs in."""
+    """A Hugging Face model directory, and the precision of the role."""
 
     path: str
     dtype: Dtype = "fp32"
@@ -47,8 +47,8 @@ class LoraPlan:
 
     targets: tuple[str, ...]  # Hugging Face's names, such as q_proj
     rank: int
-    alpha: float  # their product counts alpha / rank
-    path: str | None = None  # of an adapter to begin with, as peft saves it; None: one whose product is zero
+    alpha: float  # their product is scaled by alpha / rank
+    path: str | None = None  # initial adapter in peft's format; None: product zero
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class MegatronPlan:
     forward_limits: MicroBatchLimits
     megatron_args: FrozenDict = field(default_factory=FrozenDict)  # extra TransformerConfig fields
     env: FrozenDict = field(default_factory=FrozenDict)  # environment of the worker processes
-    vocab_size: int | None = None  # token ids that its log-probs are normalised over; None: all that it has
+    vocab_size: int | None = None  # number of token ids in the normalisation of log-probs; None: all
 
     @property
     def location(self) -> str:
@@ -86,10 +86,10 @@ class OptimizerPlan(OptimizerKeys):
     lr_scheduler_type: Schedule = "constant"
     warmup_steps: int = 0
     total_steps: int = 1
-    decay_steps: int | None = None  # until min_learning_rate; None: all
-    initial_learning_rate: float = 0.0  # where the warm-up begins
+    decay_steps: int | None = None  # updates until min_learning_rate; None: all
+    initial_learning_rate: float = 0.0  # start of the warm-up
     min_learning_rate: float = 0.0
-    wsd_decay_steps: int | None = None  # of schedule WSD
+    wsd_decay_steps: int | None = None  # updates of the decay, for schedule WSD
     wsd_decay_style: str | None = None
     use_distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False  # overlap with the backward pass of the last micro-batch
@@ -101,9 +101,9 @@ class TrainPlan(MegatronPlan):
     """The student's training role."""
 
     train_limits: MicroBatchLimits = field(default_factory=MicroBatchLimits)
-    mini_batch_sequences: int = 1  # sequences behind one optimizer update, over all data-parallel ranks
+    mini_batch_sequences: int = 1  # sequences per optimizer update, over all data-parallel ranks
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
-    lora: LoraPlan | None = None  # None: all weights learn
+    lora: LoraPlan | None = None  # None: all weights are trained
     router_replay: RoutingMode = "disable"
 
 
@@ -129,10 +129,10 @@ class FollowingPlan(MegatronPlan, FollowKeys):
 class ContextPlan(ContextKeys):
     """The teacher's context, which replaces the student's prompt."""
 
-    name: str  # of the teacher
-    key: str  # its section
-    prompt_length: int  # most tokens of it
-    tokenizer: str | None = None  # the directory of the teacher's own; None: the student's
+    name: str  # name of the teacher
+    key: str  # section of the teacher
+    prompt_length: int  # maximum tokens of the prompt
+    tokenizer: str | None = None  # directory of the teacher's tokenizer; None: the student's
     tags: tuple[str, ...] | None = None  # None: every tag
 
 
@@ -149,7 +149,7 @@ class TeacherPlan:
     source: TeacherSource
     opd_kl_coef: float
     tags: tuple[str, ...] | None = None  # None: every tag
-    context: ContextPlan | None = None  # None: it reads what the student reads
+    context: ContextPlan | None = None  # None: the student's prompt
 
     def accepts(self, tag: str) -> bool:
         return self.tags is None or tag in self.tags
@@ -161,7 +161,7 @@ class TeacherPlan:
 
     @property
     def following(self) -> FollowingPlan | None:
-        """The role, if its weights follow the student's."""
+        """The role of a teacher that is updated from the student; else None."""
         return self.source if isinstance(self.source, FollowingPlan) else None
 
     @property
@@ -172,7 +172,7 @@ class TeacherPlan:
 
 @dataclass(frozen=True)
 class SamplingPlan(SamplingKeys):
-    """How the student samples. `n` responses a prompt; `top_k` -1 is off."""
+    """Sampling settings. `n`: responses per prompt; `top_k` -1: off."""
 
     n: int = 1
     max_new_tokens: int = 16
@@ -190,10 +190,10 @@ class RolloutPlan:
     engines: int
     sampling: SamplingPlan
     max_model_len: int
-    engine_args: FrozenDict = field(default_factory=FrozenDict)  # passed to vLLM untouched
+    engine_args: FrozenDict = field(default_factory=FrozenDict)  # passed to vLLM unchanged
     max_running_requests: int | None = None  # concurrent requests, over all engines; None: no limit
     returns_routes: bool = False  # whether it returns the experts of each token
-    sleep_level: int = 2  # while other roles use its devices; 2: discard its weights, and load them again
+    sleep_level: int = 2  # vLLM's level while other roles use the devices; 2: discard the weights and reload them
     env: FrozenDict = field(default_factory=FrozenDict)
 
     @property

@@ -36,7 +36,7 @@ IGNORED_TOP = _names("""
     env_monitor dirty_data_mask open_feedback_turn use_token_reward exp_mode partial_gpu_mode
 """)
 
-# of ROLL's BaseConfig, which its SFT and DPO inherit: they speak of rollouts
+# of ROLL's BaseConfig, which its SFT and DPO inherit: keys about rollouts
 IGNORED_SUPERVISED = _names("""
     rollout_batch_size prompt_length response_length max_running_requests is_use_additional_prompts
     max_additional_running_prompts

@@ -213,7 +213,8 @@ SCHEMAS = {
 def _answer(value: dict[str, Any], name: str) -> tuple[tuple[Message, ...], Message]:
     """Return the messages before the answer in `value[name]`, and the answer as a message.
 
-    A text or a single message is the answer. Of several messages, the last is the answer and the others the prompt.
+    A text or a single message is taken as the answer. Of several messages, the last is the answer and the others the
+    prompt.
     """
     item = value[name]
     if isinstance(item, str):

@@ -1,6 +1,6 @@
 """Parse messages of files and of client requests, in OpenAI's and similar forms, for chat templates.
 
-Contents become texts, arguments of tool calls objects, and roles the names that templates know. Loss weights of rows
+Contents become texts, arguments of tool calls objects, and roles the names used by templates. Loss weights of rows
 and turns (0: excluded) are read in the spellings of OpenAI, axolotl, ms-swift, verl and slime.
 """
 

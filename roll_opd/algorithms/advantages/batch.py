@@ -57,7 +57,7 @@ class Normalised:
 def normalised_rewards(rewards_B: Tensor, groups: Sequence[str], mean_over: Level, std_over: Level) -> Normalised:
     """Normalise rewards over their `group`, the whole `batch`, or nothing (None).
 
-    With std normalisation, equal rewards become 0 whatever mean is subtracted; dividing by the floor would make them
+    With std normalisation, equal rewards become 0 for every mean; dividing by the floor would make them
     the largest.
     """
     rewards_B = rewards_B.double()

@@ -32,7 +32,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _temperature(value: float) -> float:
-    """Refuse what vLLM samples at another temperature than the one that training divides by."""
+    """Refuse temperatures that vLLM would replace by another value."""
     if 0 < value < COLDEST:
         raise ValueError(f"0 (greedy) or from {COLDEST}, which vLLM takes for everything between them")
     return value

@@ -24,7 +24,7 @@ OURS, TRINITY = "ours", "Trinity-RFT"  # origins of a key that is not ROLL's
 def key(default: T, meaning: str, origin: str = "ROLL", *, also: str = "", formerly: str = "") -> T:
     """Declare a key: its default, meaning and origin; a second name, or a former one that is read with a warning."""
     metadata = {"meaning": meaning, "origin": origin, "also": also, "formerly": formerly}
-    if isinstance(default, dict | Section):  # a copy for each section, as it knows its place
+    if isinstance(default, dict | Section):  # a copy for each section, which stores its path
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
@@ -33,7 +33,7 @@ def key(default: T, meaning: str, origin: str = "ROLL", *, also: str = "", forme
 class Reading:
     """Context of a validation."""
 
-    diag: Diagnostics  # of the outermost section
+    diag: Diagnostics  # diagnostics of the outermost section
     paths: Mapping[int, str]  # id of a mapping -> its dotted path in that section
     unknown: Callable[[type["Section"], str, Any, Diagnostics], None]  # reports an unknown key
 
@@ -44,7 +44,7 @@ class Section:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
-    # of a section that was read: the diagnostics of its keys, and the keys that the user wrote, null included
+    # set for a parsed section: the diagnostics of its keys, and the written keys, null included
     diag: ClassVar[Diagnostics] = Diagnostics()
     written: ClassVar[frozenset[str]] = frozenset()
 
@@ -97,7 +97,7 @@ def _known_keys(section: type[Section], data: dict[str, Any], diag: Diagnostics,
     keys = keys_of(section)
     for name, value in data.items():
         if name in keys:
-            value = None if value == "None" else value  # Python's null, as ROLL's own YAML files write it
+            value = None if value == "None" else value  # Python's null, as in ROLL's YAML files
             if value is not None or _takes_null(keys[name]):
                 kept[name] = value
         elif name in section.ignored:
