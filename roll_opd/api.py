@@ -51,7 +51,7 @@ class Batch:
     """Samples in the order of their prompts; each call returns a new batch. `samples` have all arrays."""
 
     samples: tuple[Sample, ...]
-    texts: tuple[str, ...]  # of the responses, without special tokens
+    texts: tuple[str, ...]  # text of the responses, without special tokens
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -203,7 +203,7 @@ class Session:
             self._connection.send((name, arguments))
             return self._answer()
         except KeyboardInterrupt:
-            self.close()  # the answer may come later, and would be taken for that of another call
+            self.close()  # the answer may arrive later, and would be mistaken for that of another call
             raise
 
     def _answer(self) -> Any:

@@ -11,8 +11,8 @@ from torch import Tensor
 from roll_opd.algorithms.losses.batch import MAX_LOG_RATIO, probability_ratio
 
 MAX_LOW_VARIANCE = 10.0
-MAX_CORRECTION = 2.0  # of the ratio in corrected_k3
-MAX_KL_ERROR = 0.2  # relative, of one step of the adaptive coefficient
+MAX_CORRECTION = 2.0  # bound of the ratio in corrected_k3
+MAX_KL_ERROR = 0.2  # bound of the relative change of the adaptive coefficient in a step
 
 
 def k1(logprobs: Tensor, other: Tensor) -> Tensor:

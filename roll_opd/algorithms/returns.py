@@ -38,7 +38,7 @@ def discounted_to_go(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int], d
 def turns_to_go(values_M: Tensor, mask_M: Tensor, acted_M: Tensor, lengths: Sequence[int], discount: float) -> Tensor:
     """Return Σ_{k≥0} discount^k · sum of the values of the k-th following turn, [M]; 0 off the mask.
 
-    A turn is an unbroken stretch of action tokens with one common return, that of `discounted_to_go` if a turn were one
+    A turn is a contiguous span of action tokens with one common return, that of `discounted_to_go` if a turn were one
     token. Masked tokens of a turn add no value and do not split it.
 
     Args:

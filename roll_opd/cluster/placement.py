@@ -21,7 +21,7 @@ from roll_opd.cluster.ray_environment import torch_variables
 from roll_opd.cluster.runtime import SLOT
 from roll_opd.cluster.startup_progress import ClusterError, StartupProgress
 
-SHARE = 1 / 64  # of a device that one worker requests from Ray; the plan limits the workers of a device
+SHARE = 1 / 64  # share of a device that one worker requests from Ray; the plan limits the workers per device
 PLACEMENT_TIMEOUT_S = 120
 
 

@@ -108,8 +108,8 @@ globals().update(cloudpickle.loads(Path(__file__).with_suffix(".pickle").read_by
 def reward_overrides(rewards: Mapping[str, Callable[..., Any]], scratch: Path) -> list[str]:
     """Write reward functions to `scratch`; return the overrides that make them the rewards of their domains.
 
-    A function is sent by value with what it refers to, so it may be defined in a script or in a notebook cell.
-    TypeError for one that refers to something that cannot be sent.
+    A function is pickled by value, so it may be defined in a script or in a notebook cell.
+    Raises TypeError for a function that cannot be pickled.
     """
     if not rewards:
         return []
@@ -202,7 +202,7 @@ def _run_and_show(command: Sequence[str], environment: Mapping[str, str]) -> tup
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # an interrupt reaches it only from here, once
+        start_new_session=True,  # only this process forwards an interrupt, once
     ) as process:
         try:
             output = show(process)

@@ -77,7 +77,7 @@ class _Attempts:
         self._process = subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:], *self._resumed()],
             env=environment,
-            start_new_session=True,  # signals of the terminal reach it only through this process
+            start_new_session=True,  # only this process forwards signals of the terminal
         )
         if self.end_requested:
             self._process.terminate()

@@ -29,7 +29,7 @@ class FileReport:
     unread: Counter = field(default_factory=Counter)  # ignored column -> rows with a value in it, see `Row.unread`
 
     def add_bad(self, kind: str, line: int, detail: str = "") -> None:
-        """Count a bad row; keep its place if it is one of the first of its kind."""
+        """Count a bad row; store the position of the first few of each kind."""
         self.bad_counts[kind] += 1
         if self.bad_counts[kind] <= EXAMPLES_PER_KIND:
             named = f"{self.path}:{line}" + (f" ({detail})" if detail else "")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-DEFAULT_STREAM = StreamPlan("all", 1.0)  # of a data set without configured streams
+DEFAULT_STREAM = StreamPlan("all", 1.0)  # name of the stream of a data set without configured streams
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def sampling_params(sampling: SamplingPlan, seed: int, stop_ids: Sequence[int] =
         repetition_penalty=sampling.repetition_penalty,
         stop=list(sampling.stop),
         stop_token_ids=list(stop_ids),
-        logprobs=0,  # of the sampled token only
+        logprobs=0,  # log-prob of the sampled token only
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
