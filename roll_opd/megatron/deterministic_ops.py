@@ -2,7 +2,7 @@
 
 The same weights under two layouts should give the same log-probs: a difference would look like a KL. Two effects make
 the last bits depend on the layout: the order of sums over a sharded dimension, and the remainder of a vectorised loop,
-for which a scalar routine computes exp. Both are avoided in f32, in which numerics are proven. Other dtypes are for
+for which a scalar routine computes exp. Both are avoided in f32, the dtype of the numerical tests. Other dtypes are for
 speed and use the usual kernels.
 
 Legend: N packed tokens, P pieces of an inner dimension, each K wide, O output features.

@@ -1,6 +1,6 @@
 """Layer specs: Transformer Engine's layers for bf16 and fp16 on a GPU if it is installed, otherwise local layers.
 
-f32 layers are always local: their numerics are proven, and Transformer Engine multiplies f32 matrices in TF32.
+f32 layers are always local: the numerical tests use them, and Transformer Engine multiplies f32 matrices in TF32.
 megatron-core's local spec supports neither sequence parallelism (its norm) nor packed sequences (its attention);
 `LocalRMSNorm` and `PackedAttention` do, on every device.
 """

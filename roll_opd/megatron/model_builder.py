@@ -92,7 +92,7 @@ class HeadModel(PackedModel):
 
     # whether the output embedding's gradient is added to Megatron's buffer; False: autograd, for hooks that communicate
     fills_buffer = True
-    # called before the output embedding is read, since no module's forward hook does
+    # called before the output embedding is read, because no forward hook of a module runs then
     before_head: Callable[[Tensor], None] = staticmethod(lambda weight: None)
 
     def forward(self, batch: PackedBatch, temperature: float) -> Tensor | OutputHead:  # type: ignore[override]

@@ -4,7 +4,7 @@ Megatron's router needs Transformer Engine, counts padding, and divides its loss
 
 Routing replay (R3, arXiv 2510.11370) sends tokens to the experts chosen by the inference engine. A router that reads
 the same states with other kernels may choose another expert if two scores are close, which changes the token's
-log-prob. Expert outputs and gate weights stay the model's.
+log-prob. Expert outputs and gate weights are still computed by the model.
 
 Legend: n tokens of a micro-batch on this rank, L layers, K experts of a token, E experts.
 """

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from roll_opd.models.memory import CHUNK_BYTES
 
-# rows of a tile in backward: enough to be compute bound, and on a GPU for few additions to the gradients
+# rows of a tile in backward: large enough to be compute-bound, and on a GPU to accumulate gradients rarely
 TILE_ROWS = {"cpu": 1024, "cuda": 4096}
 LogitsGradient = Callable[[Tensor, slice, slice], Tensor]  # see `backward_through_logits`
 

@@ -16,7 +16,7 @@ from typing import Any
 from roll_opd.base.paths import PathError, content
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
-PIECES, PIECE_BYTES = 16, 4096  # of a tensor, to compare
+PIECES, PIECE_BYTES = 16, 4096  # compared pieces of a tensor
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ _QUESTION, _ANSWER = "roll-opd-question", "roll-opd-answer"
 class TurnEnd:
     """Text and special tokens after an answer in a conversation."""
 
-    text: str  # without blanks at both ends; "" for nothing
-    ids: tuple[int, ...]  # of its special tokens, in order; or of the single ordinary token
+    text: str  # without blanks at both ends; may be ""
+    ids: tuple[int, ...]  # ids of its special tokens, in order, or of the single ordinary token
     names: tuple[str, ...]  # of these
 
 

@@ -133,7 +133,7 @@ def _layer_problems(info: ModelInfo, found: Mapping[str, StoredTensor]) -> Itera
 def _missing(wanted: Mapping[str, Shape], found: Mapping[str, StoredTensor]) -> Iterator[str]:
     names = [name for name in wanted if name not in found]
     if names == [HEAD]:
-        yield f"they have no {HEAD}, and tie_word_embeddings is not true there; set it, or download the complete model"
+        yield f"they have no {HEAD}, and tie_word_embeddings is not set; set it to true, or download the complete model"
     elif names:
         yield f"they have no {_named(names)}; download the complete model, or its config.json"
 

@@ -21,7 +21,7 @@ from roll_opd.tracking.metrics import statistics
 
 
 def audited(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> list[Sample]:
-    """Fill the columns `token_level_rewards` and `total_advantages`; samples that all have them are returned as given.
+    """Fill the columns `token_level_rewards` and `total_advantages`; samples are returned unchanged if all have them.
 
     Both are 0 off the action mask. The advantages are the weights of the tokens in the update.
     """

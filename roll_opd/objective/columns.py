@@ -1,6 +1,6 @@
 """The columns that losses read, computed on the driver before a mini-batch is cut into shards.
 
-`samples.sample_columns` has the table of their names. A rank packs and computes the loss from these columns: it knows
+`samples.sample_columns` has the table of their names. A rank packs and computes the loss from these columns: it has
 neither teachers nor rewards. Legend: T tokens of a sample, P prompt tokens.
 """
 
@@ -19,8 +19,8 @@ def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], obj
     """Return the samples of one mini-batch for shards, with every column of the policy loss except teacher targets.
 
     If the teachers are a part of the advantage (`opd_objective: sampled`), their log-probs are merged into
-    `opd_coefficients` and `opd_teacher`. If they are a part of the loss, these are 0 and each teacher has a `share`
-    column. ValueError if only some of the sampled ones have a column that the loss reads.
+    `opd_coefficients` and `opd_teacher`. If the teachers are a part of the loss instead, both columns are 0 and each
+    teacher has a `share` column. ValueError if only some of the sampled ones have a column that the loss reads.
     """
     masks = [sample.in_loss for sample in samples]
     demonstrations = [sample.demonstration for sample in samples]
@@ -30,7 +30,7 @@ def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], obj
     optional = [_optional(s, weight, is_scored=is_scored) for s, weight in zip(samples, weights, strict=True)]
     names = _common_names(samples, optional)
     is_sampled = objective.opd_objective == "sampled"
-    # a coefficient of 0 takes part: a value that is not finite shows, because 0 times it is NaN
+    # also with a coefficient of 0, so that a non-finite value becomes visible: 0 times it is NaN
     coefficients = {t.name: np.float32(t.opd_kl_coef if is_sampled else 0) for t in teachers}
     shares = {t.name: np.float32(t.opd_kl_coef) for t in teachers}
     targeted = () if is_sampled else tuple(dict.fromkeys(name for s in samples for name in s.teacher_targets))
@@ -114,8 +114,8 @@ def _common_names(samples: Sequence[Sample], optional: Sequence[dict[str, np.nda
         missing = sum(name not in arrays for arrays in sampled)
         if missing:
             raise ValueError(
-                f"{missing} of {len(sampled)} samples of an update have no {name}, the others have; the loss reads it"
-                " of all or of none"
+                f"{missing} of {len(sampled)} samples of an update have no {name}, the others have; all or none must "
+                "have it"
             )
     return names
 

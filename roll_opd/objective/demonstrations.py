@@ -38,7 +38,7 @@ def _answered(prompt: np.ndarray, answer: np.ndarray, **fields: Any) -> Sample:
 
 
 def mixed(sampled: Sequence[Sample], demonstrations: Sequence[Sample], updates: int) -> list[Sample]:
-    """Return both in one list of `updates` equal parts, each with equal shares of sampled ones and demonstrations."""
+    """Return sampled samples and demonstrations in one list, in `updates` equal parts with equal numbers of each."""
     both: list[Sample] = []
     for update in range(updates):
         for samples in (sampled, demonstrations):

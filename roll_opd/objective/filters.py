@@ -9,7 +9,7 @@ from roll_opd.config.plan import FilterPlan, ObjectivePlan, RewardPlan, Sampling
 from roll_opd.samples.sample import Sample, changed
 
 GroupFilter = Callable[[Sequence[Sample]], bool]  # whether a group of samples with rewards passes
-MASKED = "masked_by"  # prefix of the `metrics` of a sample that name the masks which leave it out
+MASKED = "masked_by"  # prefix of a sample's `metrics` for the masks that exclude it
 
 
 def group_filter(rewards: Sequence[RewardPlan], *, compared: bool = True) -> GroupFilter | None:

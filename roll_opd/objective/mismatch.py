@@ -63,10 +63,10 @@ def corrected(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], object
 
 
 def check_staleness(samples: Sequence[Sample], version: int, updates: int) -> None:
-    """Raise RunError for samples whose ratio to the weights that sampled them would silently be taken for 1.
+    """Raise RunError for samples whose importance ratio would silently be 1, because other weights sampled them.
 
     Without old log-probs the loss takes the current ones, and old log-probs are those of the step's first weights. So
-    other weights may have sampled only where a correction's importance weights account for them.
+    samples of other weights are allowed only with importance weights of a correction.
 
     Args:
         samples: of a mini-batch.

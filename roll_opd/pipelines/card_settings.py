@@ -79,7 +79,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def public(value: Any) -> str:
-    """Return the publishable text of a value: of a path its hub name or last part, of an address only a placeholder."""
+    """Return the publishable text of a value: for a path its hub name or last part, for an address a placeholder."""
     if isinstance(value, str):
         if "://" in value:
             return "an address"

@@ -29,7 +29,7 @@ _PARTIAL = ".partial_"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or found; the message names the newest one left and the remedy."""
+    """A checkpoint could not be written or found; the message names the newest valid one and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Checkpoint:
         return cls(path.resolve(), state["step"], state["source"], state.get("kl_coef"), began, state.get("parts"))
 
 
-Save = Callable[[Path], Awaitable[Writing | None]]  # None: all is written already
+Save = Callable[[Path], Awaitable[Writing | None]]  # None: all files are written
 
 
 @dataclass
@@ -182,13 +182,13 @@ class Checkpoints:
             why = full_disk(error, self._run.path) or f"{_first_line(error)} ({free / 2**20:.0f} MiB free)"
             shutil.rmtree(self._partial(step), ignore_errors=True)
             if isinstance(error, (TypeError, AttributeError, NameError)):
-                raise  # an error in a pipeline, and not the disk's
+                raise  # an error of the pipeline, not of the disk
             raise CheckpointError(self._write_failed(step, why)) from error
 
     def _remove(self, checkpoint: Path) -> None:
         """Remove a checkpoint; a kill in between leaves no incomplete one under its name."""
         if checkpoint.exists():
-            doomed = checkpoint.with_name(f"{_PARTIAL}old_{checkpoint.name}")  # a new one may be written already
+            doomed = checkpoint.with_name(f"{_PARTIAL}old_{checkpoint.name}")  # the next one may be in progress
             os.replace(checkpoint, doomed)
             shutil.rmtree(doomed)
 
@@ -224,7 +224,7 @@ def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | N
     """Return the checkpoint to resume from, or None for a new run.
 
     `resume` True takes the newest checkpoint of the experiment's newest run that has one; a path names another
-    experiment's directory, a run or one of its checkpoints. CheckpointError if a named one does not exist or is
+    experiment's directory, a run or one of its checkpoints. CheckpointError if a named checkpoint does not exist or is
     superseded.
     """
     if plan.resume is False:

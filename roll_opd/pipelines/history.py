@@ -23,10 +23,10 @@ DISTRIBUTED_OPTIMIZER = (
 )
 SHOWN = 12  # changes in the line of a resumed run
 FEW = 4  # keys: larger sections that are added or removed are one change
-LONGEST = 60  # characters of a value in that line, before it is cut
+LONGEST = 60  # maximum characters of a value in that line
 STUDENTS = (PURE_ROLES[0], MIXED_ROLES[0], *(keys.role for keys in SUPERVISED.values()))  # sections of the student
 SAMPLERS = (PURE_ROLES[1], MIXED_ROLES[1])
-# derived key -> its source keys; its change is not listed if a source key changed
+# derived key -> its source keys; its change is not listed if a source key has changed
 FOLLOWS = {
     r".+\.max_model_len": ("prompt_length", "response_length", "sequence_length"),
     "enable_old_logprobs_recompute": (

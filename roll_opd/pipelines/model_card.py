@@ -29,7 +29,7 @@ from roll_opd.tracking.summary import versions
 def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequence[RunPart] = ()) -> str:
     """Return the card of the student of `plan` after `step`, with the figures of a `summary.json`.
 
-    `parts` are the parts of its run with their settings. Paths, hosts and variables of the machine are left out.
+    `parts` are the parts of its run with their settings. Paths, hosts and variables of the machine are omitted.
     """
     head = yaml.safe_dump(_metadata(plan), sort_keys=False, allow_unicode=True)
     last = f" of {steps_text(parts[-1].first, step)}" if len(parts) > 1 else ""
@@ -98,7 +98,7 @@ def _made_from(plan: RunPlan) -> dict[str, str]:
 
 
 def _rewards(plan: RunPlan) -> dict[str, str]:
-    """Return the workflow, if any, and the rewards: of the environment, of the workflow, or of the configuration."""
+    """Return the workflow, if any, and the rewards: from the environment, the workflow, or the configuration."""
     purpose = " (measured, not trained on)" if plan.rewards_are_monitored else ""
     if plan.is_agentic:
         return {"reward": f"of the environment{purpose}"}
@@ -120,7 +120,7 @@ def _rewards(plan: RunPlan) -> dict[str, str]:
 
 
 def _environment(plan: RunPlan, tag: str) -> str:
-    """Return the type of an environment, and how long an episode may be."""
+    """Return the type of an environment, and the limits of an episode."""
     played = plan.workflow.workflow_args["environments"][tag] if plan.workflow else {}
     return f"`{public(played['env_type'])}`, at most {played['max_steps']} turns"
 

@@ -22,8 +22,8 @@ Settings = dict[str, Any]  # key of the configuration -> value, in the types of 
 
 CONTENT = " (content)"  # suffix of the key of a model or of data files: a hash of their contents
 GROUP = "num_return_sequences_in_group"
-WHOLE_BYTES = 16 * 2**20  # files up to this size are hashed whole, of larger ones pieces
-MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model")  # files that decide what a model computes
+WHOLE_BYTES = 16 * 2**20  # files up to this size are hashed completely, larger ones in pieces
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model")  # files that determine a model's outputs
 # fields of the plan without influence on results, or derived from others
 NO_SETTINGS = {
     *("output_dir", "exp_name", "title", "warnings", "memory", "config_yaml", "checkpoint", "trackers", "tracker_args"),

@@ -51,9 +51,9 @@ from roll_opd.pipelines.reward_source import uncalled_rewards
 from roll_opd.planner.check_machine import machine_problems, other_blocks
 from roll_opd.rewards import reward_registry as rewards
 
-NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # of torch.cpu.get_capabilities: on x86, on x86, on ARM
+NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # names in torch.cpu.get_capabilities: two for x86, one for ARM
 CLUSTER_SECONDS = 5.0  # for a cluster to answer
-# facts that decide the shapes of a model's weights
+# facts that determine the shapes of a model's weights
 SHAPES = ("model_type", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "experts")
 
 
@@ -136,7 +136,7 @@ def cluster_problems(address: str) -> list[str]:
     """Return why the Ray cluster at host:port cannot be reached, if so; Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal() and int(port) < 2**16):
-        return []  # "auto" and other words of Ray, which reports their errors
+        return []  # "auto" and other special values; Ray reports their errors
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CLUSTER_SECONDS).close()
     except OSError as error:
@@ -179,7 +179,7 @@ def _lost_weights(plan: RunPlan) -> list[str]:
 
 
 def checkpoint_problems(plan: RunPlan, checkpoint: Checkpoint) -> list[str]:
-    """Return how student and critic differ from the saved ones, apart from their layouts."""
+    """Return the differences of student and critic from the saved ones, apart from their layouts."""
     problems = _shape_problems(plan.student, checkpoint.path / "hf", checkpoint)
     problems += _adapter_problems(plan.student.lora, checkpoint.path / ADAPTER, checkpoint)
     if plan.critic and not (checkpoint.path / CRITIC).is_dir():
@@ -271,7 +271,7 @@ def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[TaskS
 
 
 def _tagged(plan: RunPlan) -> dict[str, tuple[str, ...] | None]:
-    """Return the parts of a run that are for some tags only -> their tags."""
+    """Return the parts of a run with a tag list -> their tags."""
     return {
         **{f"tag_to_template.{tag}": (tag,) for tag in plan.data.tag_templates},
         **{f"teacher {teacher.name}": teacher.tags for teacher in plan.teachers},

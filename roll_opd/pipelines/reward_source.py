@@ -14,7 +14,7 @@ from roll_opd.workflows.hooks import PACKAGE, codes_of, names_in
 from roll_opd.workflows.plugins import find_workflow
 from roll_opd.workflows.workflow_bases import RewardPropagationWorkflow, StepWiseRewardWorkflow
 
-# workflow: its code sets every reward; function: workflow_reward does; either: known only for each sample
+# workflow: its code sets every reward; function: workflow_reward sets it; either: known only per sample
 Source = Literal["workflow", "function", "configuration", "either"]
 RUN = ("run", "run_async")
 REWARD_NAMES = {"reward", "rewards", "reward_fn", "take_reward", "update_reward", "score", "scored"}
@@ -54,13 +54,13 @@ def _written_by(kind: type, name: str) -> type | None:
 
 
 def _are_ours(kind: type, *names: str) -> bool:
-    """Whether the package's own methods have these names in a class."""
+    """Whether a class inherits these methods from the package."""
     found = [_written_by(kind, name) for name in names]
     return all(base is None or base.__module__.startswith(PACKAGE) for base in found)
 
 
 def _may_be_none(kind: type, name: str) -> bool:
-    """Whether a method has a way to return None, also without a return."""
+    """Whether a method can return None, explicitly or at its end."""
     base = _written_by(kind, name)
     for code in codes_of(vars(base)[name] if base else None):
         instructions = list(dis.get_instructions(code))

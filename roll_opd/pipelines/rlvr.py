@@ -1,4 +1,4 @@
-"""On-policy distillation and RL: the student samples, teachers read every token, rewards score, the student learns."""
+"""On-policy distillation and RL: sampling, teacher log-probs, rewards, and updates of the student."""
 
 import asyncio
 import gc
@@ -143,7 +143,7 @@ def _preflight(run: Run, workers: RunWorkers) -> TeacherPreflight:
 async def _with_model_values(
     samples: list[Sample], plan: RunPlan, workers: RunWorkers, clock: PhaseClock, preflight: TeacherPreflight
 ) -> list[Sample]:
-    """Return samples with the log-probs of frozen models and of the student, and the critic's values, where needed."""
+    """Return samples with the needed log-probs of frozen models and of the student, and the critic's values."""
     assert plan.rollout is not None
     temperature, turns = plan.rollout.sampling.temperature, workers.turns
     await turns.enter(Phase.READ)
@@ -198,7 +198,7 @@ async def _learn(
     learned = sum(sample.learned_tokens for sample in samples) if student_learns else 0
     metrics: dict[str, float] = {}
     with run.clock.phase("train"), run.progress.showing(*workers.updates):
-        if any(sample.is_learned_from for sample in samples):  # else the update is left out, as in ROLL
+        if any(sample.is_learned_from for sample in samples):  # otherwise the update is skipped, as in ROLL
             samples, metrics = await workers.learn(plan, samples, step, student_learns=student_learns)
         release(samples)
     return samples, metrics | {LEARNED_TOKENS: float(learned)}

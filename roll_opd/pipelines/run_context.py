@@ -72,10 +72,10 @@ class Run:
                 metrics = await validate() if self.held_out else {}
             self.logger.start(metrics)
         self.logger.startup_parts |= self.placement.starting.parts
-        self.ending.is_training = True  # from now on a checkpoint makes sense
+        self.ending.is_training = True  # from here on a checkpoint is useful
 
     async def validation(self, step: int, validate: Validate) -> dict[str, float]:
-        """Return the metrics of `validate` every `eval_steps` steps and after the last one, else none."""
+        """Return the metrics of `validate` every `eval_steps` steps and after the last one; otherwise empty."""
         every, is_last = self.plan.eval_steps, step == self.plan.max_steps
         if not (self.held_out and every and (step % every == 0 or is_last)):
             return {}
@@ -88,12 +88,11 @@ class Run:
     ) -> AsyncIterator[None]:
         """Write a checkpoint, if due, before the block, which logs the step; make it valid after the block.
 
-        So the logs of a checkpoint's run are complete. With `async_save` it becomes valid after a later step, that of
-        the last step immediately. Raises Terminated, after a checkpoint, if SIGTERM has arrived.
+        So the logs up to a checkpoint are complete. With `async_save` the checkpoint becomes valid after a later
+        step; after the last step, immediately. Raises Terminated, after a checkpoint, if SIGTERM has arrived.
 
-        Args:
-            kl_coef: of the next step.
-            source_state: of the prompt source after the step's batch; default: its present state.
+        Args: kl_coef: coefficient of the next step. source_state: state of the prompt source after the step's batch;
+        default: its current state.
         """
         source_state = self.source.state_dict() if source_state is None else source_state
 

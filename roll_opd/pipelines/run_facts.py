@@ -15,10 +15,10 @@ from roll_opd.pipelines.history import History
 from roll_opd.tracking.run_directory import RUN_FACTS, RunDirectory, write_atomic
 from roll_opd.tracking.summary import versions
 
-GPUS = Path("/proc/driver/nvidia/gpus")  # asking CUDA would take memory of a device
+GPUS = Path("/proc/driver/nvidia/gpus")  # a query through CUDA would allocate device memory
 MEMORY = Path("/proc/meminfo")
 MAX_ERROR_LENGTH = 2000  # characters of an error
-SENTENCES = (RunError, CheckpointError, ConfigError, DiskFull)  # errors whose text is one for users
+SENTENCES = (RunError, CheckpointError, ConfigError, DiskFull)  # errors with a message for users
 
 
 def run_facts(plan: RunPlan, history: History) -> dict[str, Any]:

@@ -66,8 +66,8 @@ OBJECTIVE_FIELDS = (
     "kl_penalty",
 )
 EPOCH = "data/epoch"
-PLAN_AND_DATA = "plan and data"  # the time before any process is started
-STUDENT = "student"  # the model that answered held-out prompts; a teacher is `teacher/NAME`
+PLAN_AND_DATA = "plan and data"  # the time before the first process starts
+STUDENT = "student"  # the model that answered held-out prompts; teachers are `teacher/NAME`
 
 
 class RunLogger:
@@ -185,7 +185,7 @@ class RunLogger:
             self._console.count(row)
 
     def skipped(self, samples: Sequence[Sample]) -> Path:
-        """Write the whole mini-batch of an update that was skipped; return the file."""
+        """Write the mini-batch of a skipped update; return the file."""
         step = self._done + 1
         is_sampled = self._plan.rollout is not None
         rows = self._samples(step, samples) if is_sampled else [self._supervised_sample(step, one) for one in samples]
@@ -195,7 +195,7 @@ class RunLogger:
     def unfinished_step(self) -> tuple[float, str] | None:
         """Return the seconds of the running step, and a status line.
 
-        None after the last step, and before the first one if no phase is open.
+        None after the last step, and before the first step without an open phase.
         """
         moment = self.clock.moment()
         is_before = not moment.laps
@@ -207,7 +207,7 @@ class RunLogger:
         return seconds, self._console.unfinished(step, seconds, moment.phase, counts)
 
     def model_card(self, step: int) -> str:
-        """Return the README.md of the model after `step`, which has been logged."""
+        """Return the README.md of the model after the logged step `step`."""
         summary = summarize(read_jsonl(self._run.metrics_file)) | {"parts": self._history.as_facts(step)}
         return model_card(self._plan, summary, step, self._history.up_to(step))
 
@@ -238,7 +238,7 @@ class RunLogger:
             if ended_by:
                 note_end(self._run, ended_by)
             self.note(f"Report: {self._run.path / write_report(self._run.path).name}")
-        except Exception as error:  # the run is what counts
+        except Exception as error:  # a failed report must not fail the run
             why = full_disk(error, self._run.path) or f"{type(error).__name__}: {error}"
             self.note(f"The report could not be written ({why}).")
 
@@ -294,7 +294,7 @@ def _micro_batches() -> list[str]:
 
 
 def not_finite(row: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return, by array, where on the action mask it is NaN or infinite, which JSON has no numbers for."""
+    """Return array name -> indices of NaN and infinite values on the action mask, which JSON cannot represent."""
     arrays = {name: value for name, value in row.items() if isinstance(value, np.ndarray)}
     for name, value in row.get("teacher_logprobs", {}).items():
         arrays[f"teacher_logprobs.{name}"] = value

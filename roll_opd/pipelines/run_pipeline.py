@@ -40,7 +40,7 @@ from roll_opd.tracking.trackers import Trackers
 def run(plan: RunPlan, inputs: Inputs, hosts: Hosts | None = None, backend: Backend | None = None) -> None:
     """Create the run directory, start Ray and train to the last step; RunError if the run cannot continue.
 
-    `hosts`: the launched hosts of a run on several. A run that fails during start-up leaves no directory.
+    `hosts`: the launched hosts of a multi-host run. A run that fails during start-up leaves no directory.
     """
     with tee_output() as tee, own_directory(plan, inputs.resumed, inputs.history) as directory:
         _run(plan, inputs, directory, tee, hosts, backend or Backend())
@@ -68,8 +68,8 @@ def _run(
         logger.note(inputs.history.line)
     if directory.set_aside:
         logger.note(f"Superseded, because they are of later steps: {', '.join(map(str, directory.set_aside))}")
-    # imported modules are permanent; a full garbage collection over them would stall a step for 0.3 s. None here
-    # either: a Ctrl-C inside a destructor would be ignored
+    # imported modules are permanent; a full garbage collection over them would stall a step for 0.3 s. no collection
+    # here either: a Ctrl-C inside a destructor would be ignored
     gc.freeze()
     starting = StartupProgress(plan.startup_timeout_s, logger.note)
     ending = Ending(checkpoints, plan.shutdown_timeout_s, logger.note)
@@ -107,8 +107,8 @@ def _run(
             raise full from error
         raise
     finally:
-        trackers.close()  # a run that fails or is interrupted keeps its metrics, too
-        gc.unfreeze()  # else some libraries warn of uncollected objects at exit
+        trackers.close()  # a failed or interrupted run also keeps its metrics
+        gc.unfreeze()  # otherwise some libraries warn of uncollected objects at exit
         if directory.has_begun and (ended_by := sys.exception()):
             logger.report(ended_by)
     logger.finish()
@@ -134,16 +134,17 @@ async def _trained(train: Callable[[Run, RunWorkers], Awaitable[None]], run: Run
 
 @contextmanager
 def own_directory(plan: RunPlan, resumed: Checkpoint | None, history: History) -> Iterator[RunDirectory]:
-    """Lock and yield the run directory: that of the resumed run if it belongs to this experiment, else a new one.
+    """Lock and yield the run directory: the resumed run's if it belongs to this experiment, else a new one.
 
-    A new one without a record is removed. RunError if the resumed run has saved a later checkpoint meanwhile.
+    A new directory without metrics or checkpoint is removed. RunError if the resumed run has saved a later checkpoint
+    meanwhile.
     """
     experiment = os.path.realpath(os.path.join(plan.output_dir, plan.exp_name))
     with ExitStack() as ends:
         try:
             if resumed and str(resumed.run.parent) == experiment:
                 ends.enter_context(lock_run(resumed.run))
-                if find(plan.checkpoint, plan.output_dir, plan.exp_name) != resumed:  # its last driver was still saving
+                if find(plan.checkpoint, plan.output_dir, plan.exp_name) != resumed:  # its driver has saved since
                     raise RunError(
                         f"{resumed.run} has saved a later checkpoint since {resumed.path} was read; start again"
                     )
@@ -151,7 +152,7 @@ def own_directory(plan: RunPlan, resumed: Checkpoint | None, history: History) -
             else:
                 directory = RunDirectory.create(plan.output_dir, plan.exp_name)
                 ends.callback(_discard_unbegun, directory)
-                ends.enter_context(lock_run(directory.path))  # ends first: NFS keeps a directory with an open file
+                ends.enter_context(lock_run(directory.path))  # closed first: NFS keeps a directory with an open file
             directory.checkpoints.mkdir(exist_ok=True)
             directory.write_config(plan.config_yaml)
             write_facts(directory, run_facts(plan, history))

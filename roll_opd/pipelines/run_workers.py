@@ -29,7 +29,7 @@ class RunWorkers:
     """The roles of a run. Await `teachers_measured` for the result of teacher validation."""
 
     student: Student
-    sampler: Sampler  # without engines where the rows have answers
+    sampler: Sampler  # no engines in supervised runs
     frozen_models: FrozenModels
     critic: Critic | None
     followers: Sequence[Follower] = ()
@@ -52,7 +52,7 @@ class RunWorkers:
         student = self.student.learn(experiences, plan.teachers, plan.objective, temperature, step)
         if self.critic is None:
             return await student
-        if self.turns.share(self.student.plan.name, self.critic.plan.name):  # or each update would move both
+        if self.turns.share(self.student.plan.name, self.critic.plan.name):  # otherwise each update would change both
             learned, metrics = await student
             return learned, metrics | await self.critic.learn(experiences)
         (learned, metrics), of_critic = await asyncio.gather(student, self.critic.learn(experiences))
@@ -72,13 +72,13 @@ class RunWorkers:
 
     @property
     def updates(self) -> list[Count]:
-        """Counters of the step's updates, one for each role that learns."""
+        """Counters of the step's updates, one for each trained role."""
         return [learner.updates for learner in (self.student, self.critic) if learner]
 
     async def send_weights(self, version: int, *, updated: bool = True) -> None:
         """Send the student's weights to the inference engines, as `version`, and to teachers that follow it.
 
-        Without `updated` not to teachers, which have them when a run begins.
+        Without `updated`, not to teachers, which start with these weights.
         """
         await self.turns.enter(Phase.WEIGHT_SYNC)
         due = [follower for follower in self.followers if updated and follower.is_due(version)]

@@ -1,4 +1,4 @@
-"""Records of samples, of training and of validation, for the files of a run."""
+"""Records of training and validation samples for the files of a run."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roll_opd.samples.sample import Sample
 
-PIECES_OF_A_CHARACTER = 4  # bytes of the longest character in UTF-8, so at most as many tokens
+PIECES_OF_A_CHARACTER = 4  # bytes of the longest UTF-8 character, and so a bound on its tokens
 
 
 def text_of(experience: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -73,9 +73,9 @@ def as_f32(array: np.ndarray | None) -> np.ndarray | None:
 def token_ends(decode: Callable[[Sequence[int]], str], tokens: Sequence[int], text: str) -> list[int]:
     """Return for each token the number of characters of `text`, which is `decode(tokens)`, up to its end.
 
-    A token with the first bytes of a character ends before that character. Decoding uses short windows, because tokens
-    decode differently at the start of a sequence and inside it. The ends never decrease, and the last one is the length
-    of the text.
+    The end of a token with only the first bytes of a character is before that character. Decoding uses short windows,
+    because tokens decode differently at the start of a sequence and inside it. The ends never decrease, and the last
+    one is the length of the text.
     """
     ends: list[int] = []
     window = settled = done = 0  # tokens from `window` give the context, those before `settled` are `done` characters

@@ -34,7 +34,7 @@ from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.teachers.target_refs import release
 
 PURE = "on_policy_distill"  # the advantage estimator without an external part
-# errors of a call that leave the session usable
+# errors after which the session can continue
 CALL_ERRORS = (RunError, DataError, BadRow, AlgorithmError, ValueError, TypeError, OSError)
 
 

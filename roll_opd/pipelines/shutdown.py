@@ -15,23 +15,23 @@ from roll_opd.base.failures import Interrupted, RunError, Terminated
 from roll_opd.base.terminal import echo
 from roll_opd.pipelines.checkpoints import Checkpoints
 
-LOST_SECONDS = 15.0  # for a run to end that has lost a part of its cluster
+LOST_SECONDS = 15.0  # limit for the end of a run that has lost a part of its cluster
 START_UP_SECONDS = (
-    5.0  # for a start-up to end after SIGTERM: Ray's C code may wait longer for processes that have ended
+    5.0  # limit for the end of a start-up after SIGTERM: Ray's C code may wait longer for ended processes
 )
-SIGTERM_DEDUP_S = 10.0  # in which the same SIGTERM comes from every host of a run
+SIGTERM_DEDUP_S = 10.0  # interval in which the hosts of a run send the same SIGTERM
 
 
 class Ending:
     """Ends a run at SIGTERM: after its step and a checkpoint, or after a grace period."""
 
     def __init__(self, checkpoints: Checkpoints, shutdown_timeout_s: float, say: Callable[[str], None]) -> None:
-        """`shutdown_timeout_s`: how long the step may still take; `say` prints a line."""
+        """`shutdown_timeout_s`: grace period of the step; `say` prints a line."""
         self._checkpoints, self._grace, self._say = checkpoints, shutdown_timeout_s, say
         self.is_asked_for = False
         self._asked_at = 0.0
-        self._comes_from_all = False  # SIGTERM, from each host that has got it
-        self.is_training = False  # there are steps, which are worth to be finished
+        self._comes_from_all = False  # SIGTERM, from each host that received it
+        self.is_training = False  # training has started, so the current step is finished
         self._lost: str | None = None  # why the run cannot continue, although no call has failed yet
         self._is_over = False
         self._is_interrupted = False
@@ -40,11 +40,11 @@ class Ending:
     @contextmanager
     def before_the_loop(self) -> Iterator[None]:
         """Handle SIGTERM inside the block, apart from the time of `of_the_loop`; Ctrl-C until `start_up_is_over`."""
-        if threading.current_thread() is not threading.main_thread():  # Python leaves signals to that
+        if threading.current_thread() is not threading.main_thread():  # Python handles signals only there
             yield
             return
         before = signal.getsignal(signal.SIGTERM)
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as in the background
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # ignored in background processes
             signal.signal(signal.SIGINT, self._interrupt)
         self.listen()
         self._is_starting = True
@@ -55,7 +55,7 @@ class Ending:
             if isinstance(error, SystemError) and error.__cause__ is not None:
                 raise error.__cause__ from None  # the handler has raised it inside Ray's C code
             if self._is_starting and self.is_asked_for and not isinstance(error, RunError):
-                raise self._terminated() from error  # a part of Ray has got the signal, too
+                raise self._terminated() from error  # a part of Ray has also received the signal
             raise
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -72,7 +72,7 @@ class Ending:
             raise self._terminated()
 
     def hear_all_hosts(self) -> None:
-        """Treat a SIGTERM that follows another immediately as the same one, sent by another host."""
+        """Ignore a SIGTERM immediately after another one: another host has sent the same signal."""
         self._comes_from_all = True
 
     def listen(self) -> None:
@@ -94,7 +94,7 @@ class Ending:
                 raise self._without_a_part() from None
             if not self.is_asked_for:
                 raise
-            late = f", which the step did not end within {self._grace:g} s of" if self.is_training else ""
+            late = f", and the step did not end within {self._grace:g} s of" if self.is_training else ""
             raise Terminated(f"ended by SIGTERM{late}{self.how_to_go_on()}") from None
         finally:
             self._is_over = True
@@ -118,11 +118,11 @@ class Ending:
         return Interrupted(f"interrupted{self.how_to_go_on()}")
 
     def how_to_go_on(self) -> str:
-        """Return the advice how to resume the run, after a semicolon."""
+        """Return a clause with the key to resume the run, after a semicolon."""
         newest = self._checkpoints.newest()
         if newest is None:
-            return "; no checkpoint was written, so there is nothing to go on from"
-        return f"; go on after step {newest[0]} with resume_from_checkpoint=true ({newest[1]})"
+            return "; no checkpoint was written, so there is nothing to resume from"
+        return f"; resume after step {newest[0]} with resume_from_checkpoint=true ({newest[1]})"
 
     def _without_a_part(self) -> RunError:
         return RunError(f"{self._lost}{self.how_to_go_on()}")
@@ -180,7 +180,7 @@ class Ending:
 
     def _stop(self, *_: object) -> None:
         if self.is_asked_for:
-            return  # the run is ending already
+            return  # the run is already ending
         if self._lost:
             if self._is_over:
                 return

@@ -45,7 +45,7 @@ from roll_opd.workflows.plugins import find_workflow
 from roll_opd.workflows.workflow_interface import flag
 
 MAX_RUNNING_REQUESTS = 256  # of an engine without max_num_seqs
-SMALL = 100_000_000  # parameters of a model that may be on a host twice
+SMALL = 100_000_000  # parameters up to which a model may be on a host twice
 
 
 async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
@@ -62,7 +62,7 @@ async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
     def scorer(role: MegatronPlan) -> MegatronScorer:
         return MegatronScorer(role.name, groups[plan.serving(role).name], read_model(Path(role.model.path)).vocab)
 
-    # a teacher whose source is of another kind gets the scorer of that kind
+    # other kinds of teacher sources have other scorers
     teachers = tuple(Teacher(one, scorer(one.source), SameTokens(one.name)) for one in plan.teachers)
     reference = scorer(plan.reference) if plan.reference else None
     critic = None
@@ -114,7 +114,7 @@ async def start_sampler(
 async def teacher_as_student(
     plan: RunPlan, teacher: TeacherPlan, placement: Placement, requests: int
 ) -> AsyncIterator[tuple[Sampler, WorkflowPool | None]]:
-    """Serve a teacher in the student's place inside the block, for its validation.
+    """Serve a teacher on the student's inference engines inside the block, for its validation.
 
     Yields its engines, on the student's inference devices, and the run's workflow with the teacher as its model. On
     CPUs, where starting an engine takes longer than the answers, only as many engines start as `requests` occupy.
@@ -205,7 +205,7 @@ def chunk_samples(plan: RunPlan) -> int:
     """Return the number of finished samples that an inference engine sends together.
 
     It fills a micro-batch on every rank of the first teacher, but is at most half of an engine's share of the step, so
-    that log-probs are computed while the other half is still being generated. Smaller chunks cost more if teacher and
+    that log-probs are computed while the other half is still being generated. Smaller chunks are slower if teacher and
     engine share a device, because the samples of a step end close together.
     """
     assert plan.rollout is not None
@@ -221,7 +221,7 @@ def chunk_samples(plan: RunPlan) -> int:
 def starts_beside_measurement(plan: RunPlan, placement: Placement) -> bool:
     """Return whether the roles may start while teachers are validated on other engines.
 
-    Only on CPUs and with small models, because the engines exist twice; in deterministic runs never.
+    True only on CPUs, for small models and non-deterministic runs, because both sets of engines are in memory.
     """
     assert plan.rollout is not None
     alone = plan.deterministic or placement.on_gpu or _members(plan, placement)

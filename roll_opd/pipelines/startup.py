@@ -77,14 +77,14 @@ async def begin(run: Run, backend: Backend) -> RunWorkers:
 
     async def start_models() -> RunWorkers:
         if any(reward.engine for reward in plan.rewards):
-            await starting_rewards  # judges run on engines, which start one after another on a shared device
+            await starting_rewards  # judges have engines, and engines on a shared device start one after another
         if not (plan.rollout and starts_beside_measurement(plan, run.placement)):
             await teachers_measured
         run.logger.note(f"Starting {started(plan)} ...")
         starting = background_task(backend.workers(plan, run.placement))
         await asyncio.wait({starting, teachers_measured}, return_when=asyncio.FIRST_COMPLETED)
         if teachers_measured.done():
-            await teachers_measured  # else its failure would be raised only after all have started
+            await teachers_measured  # otherwise its failure would be raised only after all have started
         return await starting
 
     reward_pools, workers = await asyncio.gather(starting_rewards, start_models())
@@ -118,14 +118,14 @@ def background_task(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
     return task
 
 
-TRIAL_PROMPTS = 64  # the first prompts, which are searched for one of each domain
-TRIAL_SECONDS = 10.0  # limit of a reward in its trial
+TRIAL_PROMPTS = 64  # number of first prompts, searched for one prompt of each domain
+TRIAL_SECONDS = 10.0  # time limit of a reward in its trial
 
 
 async def try_rewards(pools: Sequence[RewardPool], source: TaskSource) -> None:
     """Let each pool score the first prompt of its domain, with the prompt itself as the response.
 
-    RunError if that fails and a failed sample ends the run. Rewards that call a service are not tried, because of cost.
+    RunError if that fails and `on_error` is `stop`. Rewards that call a service are not tried, because of cost.
     """
     prompts = source.peek(TRIAL_PROMPTS)
     chosen = ((pool, next((p for p in prompts if pool.plan.accepts(p.tag)), None)) for pool in pools)

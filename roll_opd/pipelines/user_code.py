@@ -1,4 +1,4 @@
-"""Decide whether a plan names code of the user, which planning has to import."""
+"""Whether a plan names code of the user, which planning must import."""
 
 from roll_opd.base.registry import declarations
 from roll_opd.config.plan import RunPlan

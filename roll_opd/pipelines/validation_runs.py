@@ -57,7 +57,7 @@ async def measure_teachers(run: Run, starting_rewards: Awaitable[Sequence[Reward
     if run.resumed or not (validation and run.held_out and plan.teachers):
         return
     if any(reward.engine for reward in plan.rewards):
-        await starting_rewards  # judges on engines, which may share a device with the teachers
+        await starting_rewards  # judges have engines, which may share a device with the teachers
     run.logger.note("Measuring the teacher in validation ...")
     requests = len(run.held_out) * validation.sampling.n
     for teacher in plan.teachers:

@@ -1,7 +1,7 @@
 """From a user's configuration to a `RunPlan`: compose, validate, check everything, then freeze.
 
 `load_plan` is the one entry. It starts nothing, writes nothing, and reports all problems of a configuration together.
-`rollout_parts` and `supervised_parts` have the checks and fields that only runs with, or without, rollouts have.
+`rollout_parts` has the checks and fields of runs with rollouts, `supervised_parts` those of the others.
 """
 
 import os
@@ -76,7 +76,7 @@ def _loaded(config_path: str, config_name: str, overrides: list[str]) -> LoadedC
         is_foreign = False  # `load_config` reports a file that is not found
     if not is_foreign:
         return load_config(config_path, config_name, overrides)
-    from roll_opd.compat.trinity.load import load_trinity  # its tables are for such files only
+    from roll_opd.compat.trinity.load import load_trinity  # its tables are only for such files
 
     return load_trinity(file, overrides)
 
@@ -102,7 +102,7 @@ def plan_config(
 def _planned(
     loaded: LoadedConfig, keys: type[Supervised] | None, pure: bool | None, diag: Diagnostics
 ) -> RunPlan | None:
-    """Return the plan of a run; None after problems that leave no plan.
+    """Return the plan of a run; None after problems that prevent a plan.
 
     `keys` are the keys of a supervised pipeline; None: the student samples.
     """
@@ -147,14 +147,14 @@ def _common(loaded: LoadedConfig, top: Run, roles: Roles, validates: bool) -> di
 def _check_engines(plan: RunPlan, roles: Roles) -> None:
     """Check the options of each engine together, as vLLM does at its start."""
     diags = {role.path: role.diag for role in roles.placed()}
-    # engines of a cluster that is joined are on other machines
+    # engines of a joined cluster are on other machines
     on_cpu = not (hardware.has_gpu_driver() or os.environ.get("RAY_ADDRESS"))
     for engine in plan.inference_roles().values():
         check_values.check_batched_tokens(engine, diags[engine.name], on_cpu)
 
 
 def _finished(plan: RunPlan, loaded: LoadedConfig, top: Run, roles: Roles, longest: int) -> RunPlan:
-    """Return `plan` with its memory estimate and YAML text; `longest` are the tokens of the longest sequence."""
+    """Return `plan` with its memory estimate and YAML text; `longest` is the token count of the longest sequence."""
     models = {role.path: role.info for role in roles.placed() if role.info}
     on_devices = replace(plan, device_memory_gb=top.device_memory_gb or hardware.gpu_memory_gb())
     finished = replace(

@@ -1,4 +1,4 @@
-"""Checks of devices: whether they exist, who shares them, and their memory."""
+"""Checks of devices: existence, sharing, and memory."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -14,13 +14,13 @@ from roll_opd.planner.strategies import OPTIONS
 
 
 def nodes(roles: list[Role], top: Run) -> int:
-    """Return num_nodes, or the nodes that the device mappings reach over where those are more, as ROLL does."""
+    """Return num_nodes, or the number of nodes in the device mappings if that is larger, as ROLL does."""
     last = max((max(role.strategy.devices) for role in roles if role.strategy.devices), default=0)
     return max(top.num_nodes or 1, last // top.num_gpus_per_node + 1)
 
 
 def check_devices(roles: list[Role], top: Run) -> None:
-    """Check that devices exist, and that two roles share all, none, or one's all inside the other's."""
+    """Check that devices exist, and that the devices of two roles are equal, disjoint or nested."""
     total = (top.num_nodes or nodes(roles, top)) * top.num_gpus_per_node
     known = [(role, set(role.strategy.devices)) for role in roles if role.strategy.devices]
     for role, devices in known:
@@ -41,11 +41,12 @@ def check_devices(roles: list[Role], top: Run) -> None:
         elif layout and (apart := _apart(role.strategy.devices or (), layout.tp, top.num_gpus_per_node)):
             where = f"devices {short_devices(apart)} are on several nodes of {top.num_gpus_per_node}"
             if role.job == "rollout":
-                role.diag.error("device_mapping", f"an engine's {where}; an engine has to be inside one: change it")
+                role.diag.error("device_mapping", f"an engine's {where}; an engine must be inside one: change it")
             else:
                 role.diag.note(
                     "device_mapping",
-                    f"{where}, and are one tensor-parallel group, which talks in every layer: slow over a network",
+                    f"{where}, and are one tensor-parallel group, which communicates in every layer: slow over a "
+                    "network",
                 )
     for (one, mine), (other, theirs) in combinations(known, 2):
         shared = mine & theirs
@@ -59,13 +60,13 @@ def check_devices(roles: list[Role], top: Run) -> None:
 
 
 def _apart(devices: Sequence[int], tp: int, per_node: int) -> Sequence[int]:
-    """Return the first group of `tp` devices one after another that is not inside a node; empty where all are."""
+    """Return the first group of `tp` consecutive devices that is not inside a node; empty without one."""
     groups = (devices[start : start + tp] for start in range(0, len(devices), tp))
     return next((group for group in groups if len({device // per_node for device in group}) > 1), ())
 
 
 def check_memory(plan: RunPlan, diag: Diagnostics) -> None:
-    """Refuse devices that cannot hold what stays in their memory; warn of devices that activations would fill."""
+    """Refuse devices too small for the resident memory; warn of devices that activations would fill."""
     if plan.device_memory_gb is None:
         return
     limit = int(plan.device_memory_gb * 2**30)

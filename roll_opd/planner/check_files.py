@@ -1,4 +1,4 @@
-"""Checks that read files: models and tokenizers next to each other, ends of turns, the run's directory.
+"""Checks that read files: models and tokenizers against each other, ends of turns, the run's directory.
 
 Reads a little of the disk, writes nothing, and reports problems to the sections.
 """
@@ -29,7 +29,7 @@ ROWS_SEEN = 64  # of each file, to find the templates in use
 
 
 def compare_models(roles: Roles, top: Run | None) -> None:
-    """Check that the rollout runs the trained model, teachers differ from it and token ids mean the same to all."""
+    """Check that the rollout runs the trained model, teachers differ from it and all models have the same token ids."""
     train, infer = roles.train, roles.infer
     if train is None or train.info is None:
         return
@@ -54,7 +54,7 @@ def compare_models(roles: Roles, top: Run | None) -> None:
                     role.diag.error(
                         MODEL,
                         f"the teacher has the student's {same} ({role.info.path}), so it teaches nothing"
-                        "; give another model, let it see more (hint, system_prompt), or set"
+                        "; give another model, more context (hint, system_prompt), or set"
                         " allow_self_teacher: true",
                     )
         if not _compare_tokenizers(train, role, "teacher", refuses):
@@ -64,15 +64,15 @@ def compare_models(roles: Roles, top: Run | None) -> None:
             role.diag.note(
                 "",
                 f"the teacher has {role.info.vocab} token ids, the student {train.info.vocab}; the ids between are"
-                " padding that the student must not sample; opd_objective: sampled compares log-probs that count what"
-                " it gives them",
+                " padding that the student must not sample; opd_objective: sampled compares log-probs that include its "
+                "probability on them",
             )
 
 
 def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True) -> bool:
-    """Check that every token id of the student's is the same token to `role`; False if its files cannot be read.
+    """Check that every token id of the student is the same token in `role`; False if its files cannot be read.
 
-    Whatever else differs is a warning, and so is another token where it `refuses` none.
+    All other differences are warnings, and so is another token without `refuses`.
     """
     if role.info is None or train.info is None:
         return False
@@ -82,7 +82,7 @@ def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True
         found = compare_tokenizers(train.info.path, role.info.path, what)
         sentence = f"the tokenizers of student and {what} differ: {found.conflict}"
         if found.conflict and refuses:
-            way_out = ", or set teacher_tokenizer_check: warn to go on" if what == "teacher" else ""
+            way_out = ", or set teacher_tokenizer_check: warn to continue" if what == "teacher" else ""
             role.diag.error(
                 MODEL, f"{sentence}; a {what} can only score tokens that it has, so give a model of one family{way_out}"
             )
@@ -123,7 +123,7 @@ def turn_end_warnings(plan: RunPlan) -> list[str]:
             name: turn_end(path, TEMPLATES[name].source) for name in sorted(_templates(plan)) if TEMPLATES[name].whole
         }
     except (ModelFilesError, OSError, KeyError, TypeError, ValueError):
-        return []  # files that cannot be read are reported where they are needed
+        return []  # unreadable files are reported by the part that needs them
     own = {name: _sentence(end, tokens, stops, path, learns=rollout is None) for name, end in ends.items() if end}
     key = f"{plan.student.name}.model_args.model_name_or_path"
     return list(dict.fromkeys(f"{key}: template {name} {warning}" for name, warning in own.items() if warning))
@@ -147,11 +147,11 @@ def _sentence(end: TurnEnd, tokens: StopTokens, stops: tuple[str, ...], path: Pa
         remedy = "use a template that ends turns with a stop token"
         remedy += "" if learns else f", or write generating_args.stop_strings: [{end.text!r}]"
     elif learns:
-        what = f"writes nothing after an answer, so no end of answers is learned; generation stops at {tokens.words}"
+        what = f"writes nothing after an answer, so answers have no end to train on; generation stops at {tokens.words}"
         return f"{what}. Use a template that ends turns with a stop token"
     else:
         return None
-    result = "a model trained on it does not stop" if learns else "an answer runs on to response_length"
+    result = "a model trained on it does not stop" if learns else "an answer continues to response_length"
     return f"{what}, so {result}; {remedy}"
 
 
@@ -175,7 +175,7 @@ def _of_rows(data: DataPlan) -> set[str]:
 
 
 def check_output(top: Run, exp_name: str, student: ModelInfo | None) -> str:
-    """Return `output_dir`, `~` replaced; check that the run directory can be made and that a checkpoint fits on it."""
+    """Return `output_dir` with `~` expanded; check that the run directory can be made and has room for a checkpoint."""
     if not exp_name or "/" in exp_name or exp_name in (".", ".."):
         top.diag.error("exp_name", f"{exp_name!r} cannot name a directory; use letters, digits, - and _")
     elif len(os.fsencode(exp_name)) > MAX_NAME_BYTES:
@@ -204,7 +204,7 @@ def _check_place(top: Run, wanted: Path, student: ModelInfo | None) -> None:
 
 
 def read_resume(top: Run) -> bool | str:
-    """Return what to resume from: False, True (the newest of this experiment) or an existing directory."""
+    """Return the source to resume from: False, True (the newest of this experiment) or an existing directory."""
     if isinstance(top.resume_from_checkpoint, bool):
         return top.resume_from_checkpoint
     with top.diag.catching("resume_from_checkpoint"):

@@ -1,6 +1,6 @@
 """Checks of the objective: its keys against the mode and against each other.
 
-An objective that would teach nothing, or something else than its keys mean, is refused; keys without effect are named.
+Objectives without a training signal, or with another one than configured, are refused; keys without effect are named.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ def check_objective(top: Top, mode: str, agentic: bool) -> None:
     if top.importance_sampling not in (None, "token", "seq"):
         top.diag.unsupported("importance_sampling", f"{top.importance_sampling} is not available yet; remove the key")
     if top.async_generation_ratio:
-        allowed = f"{top.async_generation_ratio:g} lets generation run ahead of training; here it never does"
+        allowed = f"{top.async_generation_ratio:g} lets generation run ahead of training, which is not available here"
         top.diag.note("async_generation_ratio", f"{allowed}, every sample is of the newest weights")
     if top.kl_loss_fn is not None:
         top.diag.is_one_of("kl_loss_fn", top.kl_loss_fn, ("none", "k1", *KL_LOSSES))
@@ -66,7 +66,7 @@ def check_objective(top: Top, mode: str, agentic: bool) -> None:
 
 
 def _unread(top: Top, mode: str, agentic: bool) -> Iterator[str]:
-    """Yield the keys that nothing reads in this mode and with these other keys."""
+    """Yield the keys that have no effect in this mode and with these other keys."""
     sampled = top.opd_objective == "sampled"
     if mode == "rl":
         yield from ("opd_kl_coef", "opd_kl_discount", "opd_use_policy_gradient", *keys_of(DistillationKeys))
@@ -91,7 +91,7 @@ def _unread(top: Top, mode: str, agentic: bool) -> Iterator[str]:
     if not top.opd_divergence.startswith("skewed"):
         yield "opd_skew_alpha"
     of_steps = set() if mode == "pure" else keys_of_steps(top.adv_estimator or "")
-    if agentic:  # ROLL's environments know none of the first
+    if agentic:  # ROLL's environments read none of the first
         yield from {*keys_of(SampleKeys), *(STEP_KEYS - of_steps)}
     else:
         yield from (keys_of(AgenticKeys).keys() & top.written) - of_steps
@@ -140,11 +140,11 @@ def _check_reward_part(top: Top, agentic: bool) -> None:
 
 
 def check_samples(top: Top, responses: int, has_rewards: bool) -> None:
-    """Report masks that leave no sample, or have no rewards to decide by; `responses` are the responses of a prompt."""
+    """Report masks that leave no sample, or that need rewards and have none; `responses` is the number per prompt."""
     if not has_rewards:
         for key in ("difficulty_mask", "error_max_len_clip"):
             if getattr(top, key):
-                top.diag.error(key, "true decides by rewards, and there are none; remove it, or write rewards")
+                top.diag.error(key, "true needs rewards, and there are none; remove it, or write rewards")
     if top.difficulty_mask and responses == 1:
         top.diag.warn("difficulty_mask", "true has no effect with one response a prompt, as in ROLL")
     if top.difficulty_mask and top.difficulty_low_threshold >= top.difficulty_high_threshold:
@@ -154,24 +154,24 @@ def check_samples(top: Top, responses: int, has_rewards: bool) -> None:
             f" {top.difficulty_high_threshold:g}, so that no prompt is left; lower it",
         )
     if top.rl_loss_coef == 0:
-        top.diag.warn("rl_loss_coef", "0 takes the policy loss away, and with it all that rewards and advantages teach")
+        top.diag.warn("rl_loss_coef", "0 removes the policy loss, so rewards and advantages have no effect")
 
 
 def _check_beside_teachers(top: Top, mode: str) -> None:
     """Warn of keys that ROLL applies to the teachers' part of an advantage, and this package does not."""
     if top.whiten_advantages:
         pure = mode == "pure"
-        instead = "has no effect in pure distillation" if pure else "whitens the reward's part of an advantage alone"
+        instead = "has no effect in pure distillation" if pure else "whitens only the reward's part of an advantage"
         top.diag.warn(
             "whiten_advantages",
-            f"true {instead}; ROLL whitens the teachers' too, after which half of all tokens are learned as if the"
-            " student were likelier than the teacher there",
+            f"true {instead}; ROLL whitens the teachers' part too, which reverses the sign of its tokens below the "
+            "mean",
         )
     if KL_PENALTIES.get(top.kl_penalty) != "kl":
         top.diag.warn(
             "kl_penalty",
-            f"{top.kl_penalty} is not taken of the teachers here (ROLL does): their part stays student - teacher"
-            " log-prob, whose expected gradient is that of the reverse KL",
+            f"{top.kl_penalty} is not applied to the teachers here, unlike in ROLL: their part remains student - "
+            "teacher log-prob, whose expected gradient is that of the reverse KL",
         )
 
 
@@ -184,7 +184,7 @@ def check_steps(top: Top, agentic: bool, whole: Sequence[str]) -> None:
     if facts.adds_steps and whole:
         top.diag.error(
             "adv_estimator",
-            f"{name} reads the reward of each action, and {', '.join(whole)} makes one sample of a trajectory; write"
+            f"{name} reads the reward of each action, and {', '.join(whole)} makes one sample per trajectory; write"
             " env_manager_cls: roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager there, or use"
             " agentic_reinforce or grpo",
         )
@@ -229,10 +229,10 @@ def _check_functions(top: Top, mode: str) -> None:
 
 
 def check_groups(top: Top, responses: int, *, agentic: bool, by_tag: bool) -> None:
-    """Check what the number of responses a prompt decides: baselines, and the horizon of the adaptive KL.
+    """Check the keys that depend on the responses per prompt: baselines, and the horizon of the adaptive KL.
 
-    A group of one response has no mean that its reward could be compared with, unless groups are tags. In a horizon
-    that is too short a step's samples could take the whole coefficient away, or more.
+    A group of one response has no baseline, unless groups are tags. With a too short horizon the samples of a step
+    could reduce the coefficient to 0 or below.
     """
     compares = advantage_facts(top.adv_estimator).baseline and not by_tag
     key = "train_env_manager.group_size" if agentic else "num_return_sequences_in_group"
@@ -268,7 +268,7 @@ def check_rewards(top: Top, rewards: Sequence[RewardPlan]) -> None:
 def check_signals(top: Top, roles: Roles, rewards: Sequence[RewardPlan]) -> None:
     """Refuse a run in which every teaching signal has the coefficient 0.
 
-    Missing teachers and rewards are reported elsewhere. A user's functions may need no signal but the samples.
+    Missing teachers and rewards are reported elsewhere. A user's functions may need only the samples.
     """
     facts, teachers = loss_facts(top.policy_loss), roles.teachers.values()
     own_coefs = [teacher.worker.opd_kl_coef for teacher in teachers]
@@ -282,15 +282,15 @@ def check_signals(top: Top, roles: Roles, rewards: Sequence[RewardPlan]) -> None
     if roles.mode == "pure":
         diag = next((role.diag for role in teachers if role.worker.opd_kl_coef is not None), top.diag)
         if teachers:
-            diag.error("opd_kl_coef", f"0 takes away what the teachers teach, {else_nothing}; give one above 0")
+            diag.error("opd_kl_coef", f"0 removes the teachers' part of the loss, {else_nothing}; give one above 0")
         return
     compares = (top.use_kl_loss and top.kl_loss_coef) or (top.add_token_level_kl and top.init_kl_coef)
     rewarded = top.workflow or any(term.weight for reward in rewards for term in reward.terms)
     if rewards and not (rewarded or compares) and top.adv_estimator in ADVANTAGES.builtin:
-        also = " (as opd_kl_coef 0 does what the teachers teach)" if teachers else ""
+        also = " (as opd_kl_coef 0 removes the teachers' part)" if teachers else ""
         top.diag.error(
             f"rewards.{rewards[0].domain}.weight",
-            f"0 takes away what the rewards teach{also}, {else_nothing}; give one another weight",
+            f"0 removes the rewards' part of the loss{also}, {else_nothing}; give one another weight",
         )
 
 
@@ -308,20 +308,20 @@ def _check_pure(top: Top) -> None:
 
 
 def _given(top: Top, key: str) -> object:
-    """Return the value of a key that is written or set by the algorithm; None for a default."""
+    """Return the value of a key that the user or the algorithm has set; None for a default."""
     value = getattr(top, key)
     return value if key in top.written or value != getattr(Top, key) else None
 
 
 def _check_distillation(top: Top) -> None:
-    """Refuse combinations of the teachers' keys that teach nothing or something else than they mean."""
+    """Refuse combinations of the teachers' keys without a training signal, or with another one than configured."""
     objective, policy_gradient = top.opd_objective, top.opd_use_policy_gradient
     if objective == "sampled":
         if policy_gradient is False:
             top.diag.error(
                 "opd_use_policy_gradient",
-                "false makes a direct loss of student - teacher log-prob of the sampled token (k1), whose gradient does"
-                " not know the teacher; leave it out, or use opd_objective: topk or full",
+                "false makes a direct loss of student - teacher log-prob of the sampled token (k1), whose gradient "
+                "does not depend on the teacher; leave it out, or use opd_objective: topk or full",
             )
         if top.opd_divergence != "reverse_kl":
             top.diag.error(
@@ -333,8 +333,8 @@ def _check_distillation(top: Top) -> None:
     if policy_gradient:
         top.diag.error(
             "opd_use_policy_gradient",
-            f"true makes an advantage of the {objective} divergence, which is the same whatever token was sampled,"
-            " so that its expected gradient is 0; leave it out, or use opd_objective: sampled",
+            f"true makes an advantage of the {objective} divergence, which does not depend on the sampled token, so "
+            "that its expected gradient is 0; leave it out, or use opd_objective: sampled",
         )
     if top.opd_kl_discount:
         top.diag.error(

@@ -15,7 +15,7 @@ from roll_opd.planner.strategies import OPTIONS
 
 ROUTER_REPLAY = "router_replay.mode"
 SHARE_TOLERANCE = 0.05  # of a row: thirds may be written as 0.333
-MAX_SEQUENCES = 10**7  # of a step, which the driver's memory holds
+MAX_SEQUENCES = 10**7  # of a step, limited by the driver's memory
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def read_sizes(top: Top, roles: Roles, agentic: bool) -> Sizes:
 
 
 def _responses_per_prompt(top: Top, args: GeneratingArgs) -> int:
-    """Return the group size, or the rollout's num_return_sequences where only that is written."""
+    """Return the group size, or the rollout's num_return_sequences if only that is set."""
     own, group = args.num_return_sequences, top.num_return_sequences_in_group
     if own is not None and group is not None and own != group:
         text = f"{own} contradicts num_return_sequences_in_group {group}; keep only one"
@@ -56,7 +56,7 @@ def _responses_per_prompt(top: Top, args: GeneratingArgs) -> int:
 
 
 def _response_length(top: Top, args: GeneratingArgs) -> int | None:
-    """Return the tokens a response may have: response_length, or sequence_length less the prompt."""
+    """Return the maximum tokens of a response: response_length, or sequence_length minus the prompt."""
     written, length = args.max_new_tokens, top.response_length
     if length is None and top.sequence_length is not None:
         length = top.sequence_length - top.prompt_length
@@ -85,7 +85,7 @@ def _response_length(top: Top, args: GeneratingArgs) -> int | None:
 
 
 def _held_out_length(top: Top) -> int | None:
-    """Return the tokens that an answer in validation may have, as written; None: as many as a response.
+    """Return the configured maximum tokens of an answer in validation; None: as for a response.
 
     val_sequence_length minus val_prompt_length overrides all other keys, as in ROLL.
     """
@@ -125,7 +125,7 @@ def _check_lengths(top: Top, roles: Roles, args: GeneratingArgs, response: int, 
         text = f"{length} leaves no token for the response to a prompt of {top.prompt_length}; leave it out or raise it"
         infer.diag.error(key, text)
     elif length < needed:
-        text = f"cuts sequences of up to {needed} tokens at {length}, as in ROLL: a response has what its prompt leaves"
+        text = f"cuts sequences of up to {needed} tokens at {length}, as in ROLL: the prompt limits its response"
         infer.diag.warn(key, text)
     if infer.info is not None and length > infer.info.max_positions:
         infer.diag.error(key, f"{length} is more than the model's {infer.info.max_positions} positions; lower it")
@@ -168,7 +168,7 @@ def check_positions(top: Run, roles: list[Role], tokens: int, what: str, key: st
 def _check_sampling(args: GeneratingArgs) -> None:
     """Check the rollout's sampling: refuse greedy decoding, warn of a reshaped distribution."""
     if args.temperature == 0:
-        args.diag.error("temperature", "0 does not sample: the student would see one answer only; use 1")
+        args.diag.error("temperature", "0 does not sample: the student would train on a single answer; use 1")
     reshaped = {"top_p": args.top_p != 1, "top_k": args.top_k > 0, "repetition_penalty": args.repetition_penalty != 1}
     names = [f"{name} {getattr(args, name)}" for name in reshaped if reshaped[name]]
     if names:
@@ -180,7 +180,7 @@ def _check_sampling(args: GeneratingArgs) -> None:
 
 
 def demonstration_rows(mini_batch: int, share: float) -> int:
-    """Return how many of the sequences of an update are demonstrations."""
+    """Return the number of demonstrations among the sequences of an update."""
     return round(mini_batch * share)
 
 
@@ -196,7 +196,7 @@ def _per_update(args: TrainingArgs, dp: int) -> tuple[int, str]:
 def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0) -> int | None:
     """Return the sequences of one optimizer update, over all data-parallel ranks.
 
-    A `share` of an update are demonstrations, the step's samples fill the rest. The number of samples of a trajectory
+    A `share` of an update is demonstrations, the rest samples of the step. The number of samples of a trajectory
     is unknown before an agentic run, where a remainder is only a warning.
     """
     if train.strategy.layout is None:
@@ -216,7 +216,7 @@ def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0
         top.diag.error(
             "expert_data_ratio",
             f"{share:g} of a mini-batch of {mini} sequences {arithmetic} is {mini * share:g} demonstrations; change"
-            " one of them, so that whole rows of both demonstrations and samples are in it",
+            " one of them, so that it has a whole number of demonstrations and of samples",
         )
         return None
     if agentic and sequences % mini:
@@ -282,7 +282,7 @@ def _check_micro_batch(worker: Worker, training: bool, longest: int, what: str) 
 
 
 def _token_limit(worker: Worker, training: bool) -> tuple[str, int | None]:
-    """Return the key that limits micro-batches by tokens, and its value; "" where their sequences are counted."""
+    """Return the key that limits micro-batches by tokens, and its value; "" for a limit by sequences."""
     job = "train" if training else "infer"
     if getattr(worker, f"use_dynamic_batching_in_{job}"):
         key = f"max_tokens_per_microbatch_in_{job}"
@@ -321,7 +321,7 @@ def check_replay(workers: Iterable[Worker], train: Role | None, infer: Role | No
     written, returned = train.worker.router_replay.mode, infer.worker.router_replay.mode
     if written != returned:
         both = f"{train.path}.{ROUTER_REPLAY} is {written}, {infer.path}.{ROUTER_REPLAY} {returned}"
-        train.worker.diag.error(ROUTER_REPLAY, f"{both}: what one replays the other records, so write the same in both")
+        train.worker.diag.error(ROUTER_REPLAY, f"{both}: one records what the other replays; use one mode")
     elif written != "disable" and train.info and not train.info.experts:
         train.worker.diag.error(
             ROUTER_REPLAY, f"{train.info.path.name} has no experts to which tokens are sent; use disable"

@@ -10,7 +10,7 @@ from roll_opd.models.memory import device_memory, fullest
 from roll_opd.tracking.secrets import without_secrets
 
 SIZES = ("tp", "pp", "cp", "ep", "dp")
-OTHER_TAGS = "*"  # in `routing`: every tag that no teacher and no reward names
+OTHER_TAGS = "*"  # in `routing`: every tag without a teacher and a reward
 
 
 def to_json(plan: RunPlan) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
 
     A role has `strategy, model, devices, tp, pp, cp, ep, dp, tags, opd_kl_coef, optimizer, lora`, of teachers `context`
     and `follows_student`, and memory in bytes, `memory_bytes_per_rank` (of the stage that needs most) and
-    `memory_bytes_of_stages` (the parts of each); what does not apply to it is null. For the rollout, `dp` is the number
+    `memory_bytes_of_stages` (the parts of each); keys that do not apply are null. For the rollout, `dp` is the number
     of engines. `routing` maps each tag that a teacher or a reward names, and "*" for all others, to its `teachers` and
     `rewards`.
     """

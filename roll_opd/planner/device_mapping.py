@@ -7,7 +7,7 @@ interpreted node by node; it is never evaluated.
 import ast
 from collections.abc import Sequence
 
-MAX_DEVICES = 1_000_000  # a typing error such as range(0, 10**9) should be a message, not a full memory
+MAX_DEVICES = 1_000_000  # a typing error such as range(0, 10**9) must give a message and not fill the memory
 ACCEPTED = 'write it as "list(range(0,8))", "range(0,8)", "[0,1,2]" or a YAML list, joined with + if needed'
 
 
@@ -60,7 +60,7 @@ def _parse_text(text: str) -> list[int]:
 
 
 def _interpret(node: ast.expr, text: str) -> int | list[int]:
-    """Return the value of a node of the small accepted language."""
+    """Return the value of a syntax node; only lists, range() and sums are accepted."""
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             return value

@@ -35,7 +35,7 @@ from roll_opd.workflows.prompt_templates import (
 
 SECTIONS = ("custom_envs", "train_env_manager", "val_env_manager")
 WORKFLOW = "environment_workflow"
-BY_TAG = ("tags", "inductive")  # groupings that compare all of a tag; state is that of the beginning, so a group
+BY_TAG = ("tags", "inductive")  # groupings over a whole tag; `state` is the initial state, which is a group
 ASYM_CLIP = (-1.0, 3.0)  # bounds of the method of that name, in RAGEN and earlier versions of ROLL
 WITH_TOOL = ("roll_math", "math_python")
 _PLAYED = "train_env_manager and custom_envs set it"
@@ -54,12 +54,12 @@ UNREAD = {  # key of a run over prompts -> its replacement in environments
 
 
 def is_agentic(values: Mapping[str, Any]) -> bool:
-    """Whether a configuration plays environments; ROLL decides by the started script."""
+    """Whether a configuration is for environments; ROLL decides by the started script."""
     return values.get("pure_opd_pipeline_type") == "agentic" or any(values.get(key) for key in SECTIONS)
 
 
 def with_sampling(sections: Sections) -> None:
-    """Let train_env_manager set the sampling of a rollout without generating_args, as in older files of ROLL.
+    """Take the sampling of a rollout without generating_args from train_env_manager, as in older files of ROLL.
 
     One response answers a turn, whatever `num_return_sequences` is. Also reports sections without an effect.
     """
@@ -96,7 +96,7 @@ def expanded(top: Top, args: GeneratingArgs | None) -> Top:
     """Return `top` with the keys of a run over prompts: groups, responses, lengths, the workflow, baselines.
 
     `args` are the rollout's. `rollout_batch_size` counts trajectories, as in ROLL; `max_new_tokens` limits one
-    turn, and everything before a turn is its prompt.
+    turn, and all tokens before a turn are its prompt.
     """
     played = top.train_env_manager or EnvironmentsPlayed()
     values: dict[str, Any] = {"num_return_sequences_in_group": played.group_size, "workflow": WORKFLOW}

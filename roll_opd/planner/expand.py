@@ -1,4 +1,4 @@
-"""Values that an `algorithm_type`, Trinity-RFT's keys and the mode imply for keys that are not written."""
+"""Values that an `algorithm_type`, Trinity-RFT's keys and the mode imply for unset keys."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,13 +21,13 @@ from roll_opd.config.schema import Top, Worker, changed
 if TYPE_CHECKING:
     from roll_opd.compat.pg_variants import Variant
 
-RESOLVED = ("policy_loss", "adv_estimator", "policy_loss_fn_args", "advantage_fn_args")  # even where they are written
+RESOLVED = ("policy_loss", "adv_estimator", "policy_loss_fn_args", "advantage_fn_args")  # even if they are set
 
 
 def expand(top: Top, workers: Mapping[str, Worker | None], mode: str) -> Top:
     """Return `top` with the values that its algorithm, its functions' arguments and the mode imply for unwritten keys.
 
-    `policy_loss` is named then, and so is `adv_estimator`, except in pure distillation.
+    The result has `policy_loss` and, except in pure distillation, `adv_estimator`.
     """
     row = None
     if top.algorithm_type is not None:
@@ -95,7 +95,7 @@ def _loss(top: Top, row: Algorithm | None, variant: "Variant | None") -> dict[st
         given = {**row.policy_loss_args, **given}
     if variant is not None:
         given = {**variant.arguments, **given}
-    found = {"loss_agg_mode": given.pop("loss_agg_mode", None)}  # an argument of Trinity-RFT's losses is a key here
+    found = {"loss_agg_mode": given.pop("loss_agg_mode", None)}  # arguments of Trinity-RFT's losses are keys here
     try:
         found["policy_loss"] = POLICY_LOSSES.located(name)
     except AlgorithmError as error:
@@ -107,7 +107,7 @@ def _loss(top: Top, row: Algorithm | None, variant: "Variant | None") -> dict[st
         given = _known(top, "policy_loss_fn_args", POLICY_LOSSES, name, given)
         trinity = key == "policy_loss_fn" or (key == "algorithm_type" and row is not None)
         if facts.reads_pg_clip and trinity and "dual_clip_loss" not in top.written:
-            given = {"dual_clip": defaults["dual_clip"], **given}  # ROLL's keys have ROLL's default, null
+            given = {"dual_clip": defaults["dual_clip"], **given}  # ROLL's default of these keys is null
     found["policy_loss_fn_args"] = given
     return found
 

@@ -38,7 +38,7 @@ READ_BY: dict[str, Collection[str]] = {
     **dict.fromkeys(("use_dynamic_batching_in_infer", "max_tokens_per_microbatch_in_infer"), MEGATRON),
     **dict.fromkeys(("use_dynamic_batching_in_train", "max_tokens_per_microbatch_in_train"), LEARNERS),
 }
-# keys whose readers are checked with their values (roles.py, compat/pg_variants.py)
+# keys whose roles are checked with their values (roles.py, compat/pg_variants.py)
 CHECKED = ("data_args", "training_args", "generating_args", "worker_cls", "pg_variant")
 # options of strategy_args.strategy_config that are often written elsewhere
 MEGATRON_OPTIONS = frozenset({
@@ -50,7 +50,7 @@ VLLM_OPTIONS = frozenset({
     *("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "max_model_len", "max_num_seqs"),
     *("enforce_eager", "block_size", "load_format", "sleep_level", "max_num_batched_tokens"),
 })  # fmt: skip
-NAME = "NAME"  # in a place: a name that the user chooses
+NAME = "NAME"  # in a place: a name chosen by the user
 OPTIONS = ("strategy_args", "strategy_config")
 Place = tuple[str, ...]
 
@@ -81,7 +81,7 @@ def typing_error(
 ) -> str | None:
     """Return the error for an unknown key; None for a key without resemblance, possibly a variable's name.
 
-    `may_be_variable`: the key is at the top of a file, where only keys of a role are no variables.
+    `may_be_variable`: the key is at the top of a file, where all keys except those of a role are variables.
     """
     if not path and may_be_variable and not _is_of_role(key):
         place = None
@@ -122,7 +122,7 @@ def _shared(one: Place, other: Place) -> int:
 
 
 def _named(place: Place, path: Place) -> Place:
-    """Return a place with the names of `path`, as far as that is below the same section."""
+    """Return a place with its chosen names taken from `path`, as far as both are in the same section."""
     found: Place = ()
     for number, part in enumerate(place):
         found += (path[number] if part == NAME and found == path[:number] and len(path) > number else part,)

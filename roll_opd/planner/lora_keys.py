@@ -1,4 +1,4 @@
-"""LoRA: the plan of a student's adapters, from its keys or from the adapter that it starts with."""
+"""LoRA: the plan of a student's adapters, from its keys or from its initial adapter."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from roll_opd.models.model_info import ModelFilesError, find_model
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ATTENTION = LINEAR[:4]
-# name -> the layers that it stands for
+# name of a group -> its layers
 GROUPS = {
     "all-linear": LINEAR,
     "all": LINEAR,

@@ -20,10 +20,10 @@ from roll_opd.config.schema import (
     shared,
 )
 
-NAMES_OF_A_LOSS = frozenset({"algorithm_type", "policy_loss_fn", "policy_loss"})  # of keys that are not ROLL's
+NAMES_OF_A_LOSS = frozenset({"algorithm_type", "policy_loss_fn", "policy_loss"})  # of keys that ROLL does not have
 ROLL_CLIP = 0.2  # ROLL's default of pg_clip_low and pg_clip_high
 STEP_KEYS = frozenset({"step_reward_gamma", "episode_reward_weight", "step_reward_weight"})
-# default (lower, upper): ROLL's bound of tis, and that of verl and rLLM for IcePop
+# default (lower, upper): ROLL's for tis, verl's and rLLM's for IcePop
 BOUNDS = {"tis": (None, 1.2), "icepop": (0.5, 5.0)}
 
 
@@ -58,7 +58,7 @@ def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size:
         loss_normaliser=float(response),
         opd_vocab_size=vocab_size if has_divergence else None,
         correction=read,
-        # a correction is of the weights that sampled, before the update
+        # a correction compares with the sampling weights, before the update
         recompute_old_logprobs=updates > 1 or top.enable_old_logprobs_recompute or read is not None,
     )
     return replace(plan, gamma=0.0) if pure else _with_reward(plan, top)
@@ -68,7 +68,7 @@ def _with_reward(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
     """Return the objective with the reward's part: advantages, and KLs to the reference policy."""
     assert top.adv_estimator
     name, mean, std = top.adv_estimator, top.norm_mean_type, top.norm_std_type
-    if name == "grpo":  # the definition of grpo; a written null removes it
+    if name == "grpo":  # the definition of grpo; an explicit null removes it
         mean = mean if "norm_mean_type" in top.written else "group"
         std = std if "norm_std_type" in top.written else "group"
     levels = {"mean_cal_level": mean, "std_cal_level": std} if has_norm_levels(name) else {}
@@ -91,10 +91,10 @@ def _with_reward(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
 
 
 def _clip_range(top: Top) -> tuple[float, float]:
-    """Return how far a ratio may be below and above 1: pg_clip, or pg_clip_low and pg_clip_high where they count.
+    """Return the clip range of a ratio below and above 1: pg_clip, or pg_clip_low and pg_clip_high if they apply.
 
-    They count with use_pg_clip_range: true, as in ROLL, where their default is 0.2, and where a key that is not ROLL's
-    names the loss.
+    These apply with use_pg_clip_range: true, as in ROLL (default 0.2), and if a key that ROLL does not have selects the
+    loss.
     """
     if not _reads_clip_range(top):
         return top.pg_clip, top.pg_clip
@@ -146,13 +146,13 @@ def check_correction(top: Top, mode: str) -> None:
     for rule in correction.filters:
         filters = _filters(rule)
         if rule.enabled and not filters:
-            rule.diag.note("", "leaves nothing out, as it has no bound that is enabled")
+            rule.diag.note("", "leaves nothing out, as it has no enabled bound")
         for read in filters:
             _check_order(rule, read.low, read.high)
     if mode == "pure" and top.opd_objective != "sampled":
         nothing = f"opd_objective: {top.opd_objective} in pure distillation has no policy loss"
         if weight.enabled:
-            correction.diag.error("is_weight", f"{nothing}, which is what the weights multiply; use filters")
+            correction.diag.error("is_weight", f"{nothing}, and the weights multiply only that; use filters")
         if correction.negatives_delta is not None:
             correction.diag.error("negatives_delta", f"{nothing} and no advantages; use filters")
     elif correction.negatives_delta is not None and not loss_facts(top.policy_loss).reads_advantages:

@@ -32,7 +32,7 @@ from roll_opd.planner.check_values import micro_batch
 from roll_opd.planner.role_reader import Role
 from roll_opd.planner.teacher_context import context_of
 
-JUDGE_TOKENS = 1024  # of a judge's instructions, and of its answer where no max_new_tokens is written
+JUDGE_TOKENS = 1024  # of a judge's instructions, and of its answer without max_new_tokens
 
 
 def environment(*sections: Run | Worker) -> FrozenDict:
@@ -91,7 +91,7 @@ def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
     warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total)
     peak = args.learning_rate if kwargs.max_lr is None else kwargs.max_lr
     if not peak:
-        args.diag.warn("learning_rate", "0 changes no weights: such a run measures and learns nothing")
+        args.diag.warn("learning_rate", "0 changes no weights: such a run only measures")
     if warmup > total:
         args.diag.note("", f"{warmup} warm-up updates are more than the run's {total}")
     for name, rate in (("min_lr", kwargs.min_lr), ("init_lr", kwargs.init_lr)):
@@ -105,12 +105,12 @@ def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
     if style == "WSD" and kwargs.wsd_decay_steps is None:
         kwargs.diag.error(
             "wsd_decay_steps",
-            f"is missing; {args.lr_scheduler_type} needs it, write how many updates its decay takes",
+            f"is missing; {args.lr_scheduler_type} needs it, write the number of updates of its decay",
         )
     elif style in ("linear", "cosine") and total == 1 and not (warmup or kwargs.min_lr or kwargs.lr_decay_steps):
         args.diag.warn(
             "lr_scheduler_type",
-            f"{args.lr_scheduler_type} is 0 in a run's last update, and this one has no other; write constant",
+            f"{args.lr_scheduler_type} is 0 in a run's last update, and this run has only one; write constant",
         )
     return {
         "learning_rate": peak,
@@ -143,7 +143,7 @@ def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> 
     """Return the student's engines: `n` responses a prompt of at most `response` tokens, `held_out` in validation."""
     sampling = sampling_plan(role.worker.generating_args, n, response)
     plan = _engines(role, top, sampling, top.prompt_length + max(response, held_out))
-    if top.max_running_requests:  # an engine queues the others
+    if top.max_running_requests:  # an engine queues further ones
         each = {"max_num_seqs": -(-top.max_running_requests // plan.engines)}
         plan = replace(plan, engine_args=FrozenDict({**each, **plan.engine_args}))
     routes = role.worker.router_replay.mode != "disable"

@@ -1,6 +1,6 @@
 """Pipeline and system that a configuration is written for; one message for pipelines that do not exist here.
 
-Otherwise the checks of keys would report dozens of unknown ones.
+Otherwise the checks would report dozens of unknown keys.
 """
 
 import re
@@ -59,7 +59,7 @@ def is_trinity(file: Path) -> bool:
             return False
         text = file.read_text(encoding="utf-8")
         if not TRINITY_SECTION.search(text):
-            return False  # to parse the file takes ten times as long
+            return False  # parsing the file takes ten times as long
         check_file(file)
         root = yaml.compose(text, Loader=LOADER)
     except (ConfigError, OSError, PathError, UnicodeDecodeError, yaml.YAMLError):
@@ -73,13 +73,13 @@ def pipeline_keys(
 ) -> type[Supervised] | None:
     """Return the keys of the supervised pipeline that is requested or written; None: the student samples.
 
-    `pure` and `pipeline` as for `load_plan`. Raises ConfigError, with one problem, where another pipeline is requested
-    than the configuration is written for, or for a pipeline that does not exist here.
+    `pure` and `pipeline` as for `load_plan`. Raises ConfigError, with one problem, if the requested pipeline is not the
+    configuration's, or if the pipeline does not exist here.
     """
     requested = pipeline or (None if pure is None else "distill" if pure else "rlvr")
     problem = _vision_problem(values) or _off_policy_problem(values)
     if problem is None and requested:
-        problem = _wrong_pipeline(values, requested, diag)  # errors of its keys would be misleading
+        problem = _wrong_pipeline(values, requested, diag)  # errors about its keys would be misleading
     if problem is None:
         if keys := _supervised_keys(values, pure, None if pipeline == "agentic" else pipeline):
             return keys

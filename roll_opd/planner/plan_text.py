@@ -29,13 +29,13 @@ SHOWN = {  # keys of the objective that its formulas show
     *("advantage_clip", "pg_clip", "pg_clip_low", "pg_clip_high", "opd_kl_discount"),
 }
 MORE_OF_BATCH = ("demonstrations_per_step", "extra_prompts", "max_running_requests")
-READ_WITH = {"kl_penalty": "init_kl_coef", "kl_horizon": "target_kl"}  # key -> the key without which nothing reads it
+READ_WITH = {"kl_penalty": "init_kl_coef", "kl_horizon": "target_kl"}  # key -> the key that it needs
 
 
 def to_text(plan: RunPlan, width: int | None = None) -> str:
     """Return the plan as text: roles, devices, batch arithmetic, memory, objective, warnings.
 
-    Lines are broken where they are longer than `width`; None: nowhere.
+    Lines longer than `width` are wrapped; None: no wrapping.
     """
     content = to_json(plan)
     nodes = f"{plan.num_nodes} node(s) x {plan.devices_per_node} devices"
@@ -155,7 +155,7 @@ def _frozen_lines(plan: RunPlan) -> list[str]:
 
 
 def _memory_lines(plan: RunPlan) -> list[str]:
-    """Return the memory of a rank of each role by part; of several stages the size of each and the largest's parts."""
+    """Return each role's memory per rank by part; with several stages their totals and the parts of the largest."""
     lines = []
     for name, stages in plan.memory.items():
         parts = fullest(stages)
@@ -177,7 +177,7 @@ def _device_lines(plan: RunPlan) -> list[str]:
     if members_on_gpus(plan):
         how = "on GPUs roles that share one take turns: the largest phase of a step"
     else:
-        how = "all weights, states and caches stay; activations of one role at a time"
+        how = "all weights, states and caches are resident; activations of one role at a time"
     lines = [f"  {devices}: {readable_bytes(size)}{of}" for size, devices in _alike(needs).items()]
     return [f"a device ({how}):", *lines]
 

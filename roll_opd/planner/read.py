@@ -1,7 +1,7 @@
 """Split a composed configuration into its sections and validate each of them.
 
-A section with a wrong value is None, and later checks run on the others. Unknown keys are reported with the nearest
-known key; ROLL's keys without effect are gathered.
+A section with a wrong value is None; later checks use the others. Unknown keys are reported with the nearest
+known key; ROLL's keys without effect are collected.
 """
 
 import json
@@ -41,9 +41,9 @@ S = TypeVar("S", bound=Section)
 REFERENCE = "reference"
 CRITIC = "critic"
 AUXILIARY = "auxiliary_models"
-LOCAL_JUDGE = "inference"  # `judge_model_type` of a judge that runs here
-SHARED_JUDGE = "cluster"  # ... of one whose engine is the section `reward_model`
-SAME_WORD = 0.85  # similarity of a misspelt key, where names are the user's choice and may be similar by chance
+LOCAL_JUDGE = "inference"  # `judge_model_type` of a judge with local engines
+SHARED_JUDGE = "cluster"  # ... of a judge with the engine in section `reward_model`
+SAME_WORD = 0.85  # similarity of a misspelt key among user-chosen names, which may be similar by chance
 ENGINE_KEYS = (
     *("model_args", "strategy_args", "generating_args", "device_mapping", "system_envs", "training_args"),
     "num_gpus_per_worker",
@@ -60,7 +60,7 @@ class Sections:
     rewards: dict[str, Reward | None] = field(default_factory=dict)
     judges: dict[str, Worker | None] = field(default_factory=dict)  # domain -> the engine that is its judge
     auxiliaries: dict[str, Worker | RemoteModelKeys | None] = field(default_factory=dict)  # models that workflows ask
-    pretrain: str | None = None  # as written; valid even if `top` has a wrong value
+    pretrain: str | None = None  # as configured; present even if `top` has a wrong value
 
 
 def read_sections(
@@ -70,7 +70,7 @@ def read_sections(
 
     `variables` are top-level keys that other values refer to (`${name}`): unknown keys among them are variables of the
     user. Other unknown keys are dropped with a warning (see `_variables`). `pipeline` are the keys of a supervised
-    pipeline; None: a run that rolls out.
+    pipeline; None: a run with rollouts.
     """
     pretrain = values.get("pretrain")
     sections = Sections(pretrain=pretrain if isinstance(pretrain, str) else None)
@@ -101,7 +101,7 @@ def read_sections(
 
 
 def _with_devices(top: Run | None, sections: Sections) -> Run | None:
-    """Set the devices of a node to those of this machine, if neither their number nor a role's devices are written."""
+    """Set the devices of a node to those of this machine, if neither their number nor any role's devices are set."""
     workers = (*sections.workers.values(), *sections.teachers.values(), *sections.judges.values())
     written = any(worker is not None and worker.device_mapping is not None for worker in workers)
     if top is None or written or "num_gpus_per_node" in top.written:
@@ -128,7 +128,7 @@ def _variables(
         if key in variables:
             own.add(key)
         elif key in ignored or diag.origins.get(str(key)) == COMMAND_LINE:
-            continue  # an override that no file refers to is not a variable
+            continue  # an override without a reference in a file is not a variable
         elif not typing_error("", str(key), value, {*known, *ignored}, may_be_variable=True):
             own.add(key)
             diag.dropped.add(str(key))
@@ -136,10 +136,10 @@ def _variables(
 
 
 def _read_teachers(value: Any, sections: Sections, diag: Diagnostics) -> None:
-    """Read the teachers; a section with a worker's keys is the one teacher "teacher"."""
+    """Read the teachers; a section with a worker's keys is the single teacher "teacher"."""
     mapping = _mapping(value, "teacher", diag)
     keys = {*keys_of(TeacherWorker), *other_names(TeacherWorker), *Worker.ignored}
-    # `model_arg:` is a misspelt key of the one teacher, not a teacher of that name
+    # `model_arg:` is a misspelt key of the single teacher, not a teacher of that name
     misspelt = any(nearest(str(key), keys, SAME_WORD) for key, data in mapping.items() if not is_worker(data, keys))
     if keys.intersection(mapping) or misspelt:
         sections.teachers["teacher"] = read_section(TeacherWorker, mapping, diag.below("teacher"))
@@ -149,7 +149,7 @@ def _read_teachers(value: Any, sections: Sections, diag: Diagnostics) -> None:
 
 
 def _read_rewards(value: Any, shared: Any, sections: Sections, diag: Diagnostics) -> None:
-    """Read the rewards, and the engines of judges that run here.
+    """Read the rewards, and the engines of local judges.
 
     The keys of a judge's engine are in the section of the reward; the first shared judge has the section
     `reward_model`, `shared`.
@@ -169,7 +169,7 @@ def _read_rewards(value: Any, shared: Any, sections: Sections, diag: Diagnostics
 
 
 def _read_auxiliaries(value: Any, sections: Sections, diag: Diagnostics) -> None:
-    """Read the models that workflows ask: sections of engines, or of addresses."""
+    """Read the auxiliary models of workflows: sections of engines, or of addresses."""
     for name, data in _mapping(value, AUXILIARY, diag).items():
         place = diag.below(f"{AUXILIARY}.{name}")
         if not (isinstance(data, dict) and keys_of(RemoteModelKeys).keys() & data.keys()):

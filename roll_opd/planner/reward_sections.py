@@ -17,12 +17,12 @@ from roll_opd.rewards.reward_interface import RewardError
 from roll_opd.rewards.reward_registry import REWARDS, RewardFacts, check, reward_arguments
 from roll_opd.tracking.secrets import is_secret
 
-REWARD_SECONDS = 60.0  # a sample may take, of a reward that does not keep time itself
+REWARD_SECONDS = 60.0  # seconds per sample of a reward without its own time limit
 MAX_REWARD_CALLS = 256  # running calls of a worker
 
 
 def read_rewards(rewards: Mapping[str, Reward | None], mode: str, responses: int) -> tuple[RewardPlan, ...]:
-    """Return the reward workers; each tag may belong to one domain only. `responses` are the responses of a prompt.
+    """Return the reward workers; each tag may belong to one domain only. `responses`: per prompt.
 
     In pure distillation rewards are only monitored, so their filters have no effect.
     """
@@ -63,7 +63,7 @@ def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
     if reward.args.get("judge_model_type") == SHARED_JUDGE:
         reward.diag.unsupported(
             "judge_model_type",
-            f"{SHARED_JUDGE!r} has the engine of the section reward_model, which one reward alone can have here;"
+            f"{SHARED_JUDGE!r} has the engine of the section reward_model, which only one reward can have here;"
             f" write {LOCAL_JUDGE}, with model_args, strategy_args and device_mapping in this section",
         )
         args = {key: value for key, value in reward.args.items() if key != "judge_model_type"}
@@ -72,7 +72,7 @@ def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
     if reward.args.get("judge_model_type") == LOCAL_JUDGE:
         reward.diag.unused(*_facts(main.worker).endpoint_arguments & main.args.keys())
         if main.worker in REWARDS.builtin and main.worker != "llm_judge":
-            text = f"{main.worker} asks no judge, and would have engines for nothing; remove it"
+            text = f"{main.worker} uses no judge, so these engines would be idle; remove it"
             reward.diag.error("judge_model_type", text)
     if main.name in reward.terms:
         reward.diag.error(f"terms.{main.name}", f"the reward itself is named {main.name!r}; give it another name")
@@ -82,7 +82,7 @@ def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
         if term.args.get("judge_model_type") == LOCAL_JUDGE:
             section.diag.error(
                 "judge_model_type",
-                "a term has no engines of the run's own; make the judge the domain's reward, and the others its terms",
+                "a term cannot have its own engines; make the judge the domain's reward, and the others its terms",
             )
         found.append((section, term))
     for section, term in found if len(problems) == before else ():
@@ -96,7 +96,7 @@ def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
         try:  # a user's classes are only instantiated in the run
             check(term.worker, dict(term.args))
         except RewardError as error:
-            is_builtin = term.worker in REWARDS.builtin  # whose packages and keys another machine may have
+            is_builtin = term.worker in REWARDS.builtin  # whose packages and keys may exist only on another machine
             (section.diag.unsupported if is_builtin else section.diag.error)("", str(error))
     return tuple(term for _, term in found)
 
@@ -140,7 +140,7 @@ def _worker(section: Term, name: str) -> str:
 
 
 def _arguments(section: Term, worker: str) -> dict[str, object]:
-    """Return what the worker is made with: a key of ROLL's that it does not take has no effect, others are wrong."""
+    """Return the worker's arguments; ROLL keys that it does not take have no effect, other keys are errors."""
     if worker not in REWARDS.builtin:
         return dict(section.args)
     taken, types = reward_arguments(worker), annotations(REWARDS.find(worker))
@@ -162,13 +162,13 @@ def _check_spread(reward: Reward, query: FilterPlan | None, response: FilterPlan
     if response and response.type == "std_filter":
         reward.diag.error(
             "response_filter_config.type",
-            "std_filter sees one reward at a time, whose deviation is 0, and lets nothing pass; use mean_filter, or"
+            "std_filter on single rewards, whose deviation is 0, accepts nothing; use mean_filter, or"
             " std_filter in query_filter_config",
         )
     if query and query.type == "std_filter" and responses == 1:
         reward.diag.error(
             "query_filter_config.type",
-            "std_filter lets nothing pass with one response a prompt; set num_return_sequences_in_group to 2 or more,"
+            "std_filter accepts nothing with one response per prompt; set num_return_sequences_in_group to 2 or more,"
             " or use mean_filter",
         )
 

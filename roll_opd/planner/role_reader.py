@@ -1,7 +1,7 @@
 """Roles of a run: the section, model files, devices and strategy of each.
 
-A role is the student's training, the student's rollout, a teacher, the reference policy, the critic, or a judge that
-runs here. A part that could not be read is None, and the checks that need it are left out.
+A role is the student's training, the student's rollout, a teacher, the reference policy, the critic, or a local judge.
+A part that could not be read is None, and checks that need it are skipped.
 """
 
 from collections.abc import Mapping
@@ -70,7 +70,7 @@ class Roles:
 
     @property
     def shared_vocabulary(self) -> int:
-        """How many token ids the student and all its teachers have; 0 where no model could be read."""
+        """Number of token ids that the student and all teachers share; 0 if no model could be read."""
         models = [role.info for role in (self.train, *self.teachers.values()) if role is not None and role.info]
         return min((known.vocab for known in models), default=0)
 
@@ -90,7 +90,7 @@ def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None
 
 
 def written_workers(sections: Sections) -> list[Worker]:
-    """Return the sections of all roles that are written."""
+    """Return the sections of all configured roles."""
     written = [*sections.workers.values(), *sections.teachers.values()]
     return [worker for worker in written if worker is not None]
 
@@ -104,9 +104,9 @@ class RoleReader:
         self._strict = bool(top and top.strict_strategies)
         self._devices = (
             (top.num_nodes or 1) * top.num_gpus_per_node if top else 1
-        )  # 1: the top has a problem that is reported
+        )  # 1: the top has an already reported problem
         self._models: dict[str, ModelInfo | None] = {}
-        self._checked: set[Path] = set()  # models whose weights were held against config.json
+        self._checked: set[Path] = set()  # models whose weights were compared with config.json
         self._roles = Roles(mode)
         self._student: str | None = None
 
@@ -165,7 +165,7 @@ class RoleReader:
             self._roles.train = replace(student, lora=lora)
 
     def _read_reference_and_critic(self) -> None:
-        """Read the roles that rewards may need; without another model both start as the student."""
+        """Read the reference policy and the critic; by default both have the student's model."""
         top, written = self._sections.top, self._sections.workers
         compares, needs_values = "", False
         if isinstance(top, Top) and self._mode != "pure":
@@ -192,7 +192,7 @@ class RoleReader:
         return self._sections.workers.get(name) if is_used else None
 
     def _student_names(self) -> tuple[str, str]:
-        """Return the names of the student's roles: a file whose mode is changed by a switch keeps its names."""
+        """Return the names of the student's roles, which do not change if a switch changes the mode of a file."""
         written, mode = self._sections.workers.keys(), self._mode
         wrong, right = (MIXED_ROLES, PURE_ROLES) if mode == "pure" else (PURE_ROLES, MIXED_ROLES)
         if not written & set(right):
@@ -268,7 +268,7 @@ class RoleReader:
                     _report_unread(role, key, "is not a teacher", None)
 
     def _kind(self, role: Role) -> str:
-        """Return the kind of a role that is placed."""
+        """Return the kind of a role with devices."""
         if role.job == "rollout":
             return key_hints.ROLLOUT
         if any(role is teacher for teacher in self._roles.teachers.values()):
@@ -277,7 +277,7 @@ class RoleReader:
         return next((kind for kind, one in kinds.items() if role is one), key_hints.FROZEN)
 
     def _check_adapters(self) -> None:
-        """Refuse adapters of frozen models, and keys that would train other weights than requested."""
+        """Refuse adapters of frozen models, and keys with which other weights than requested would be trained."""
         student, infer = self._roles.train, self._roles.infer
         never: dict[str, list[str]] = {}
         for args in [worker.model_args for worker in written_workers(self._sections)]:

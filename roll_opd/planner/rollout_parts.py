@@ -1,4 +1,4 @@
-"""The part of planning that only runs with rollouts have: prompts, environments, teachers, rewards, workflows."""
+"""Planning of runs with rollouts: prompts, environments, teachers, rewards, workflows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -90,7 +90,7 @@ class RolloutParts:
             each = check_values.demonstration_rows(samples, top.expert_data_ratio or 0.0)
             samples -= each
             demonstrations = DemonstrationPlan(self.demonstrations, each, updates=sequences // samples)
-        # agentic runs may leave a remainder, which is one more update
+        # agentic runs may have a remainder, which is another update
         updates = top.ppo_epochs * -(-sequences // samples)
         critic = self._critic(sequences)
         steps = top.max_steps - (critic.critic_warmup if critic else 0)
@@ -211,7 +211,7 @@ def _tasks(top: Top, roles: Roles, sections: Sections) -> tuple[DataPlan, None]:
     """Return (tasks in environments, None); `environment_sections.held_out` returns the tasks of validation."""
     games = environment_sections.data(top)
     held_out = environment_sections.tasks(top, top.val_env_manager) if top.val_env_manager else None
-    if None not in sections.teachers.values():  # rewards are the games' own
+    if None not in sections.teachers.values():  # the games return the rewards
         row_plans.check_tags(roles, (), games, held_out, top.diag)
     return games, None
 
@@ -227,7 +227,7 @@ def _prompts(
         validation = row_plans.read_data(top.validation.data_args, top, top.prompt_length, training)
     elif top.validation and roles.mode == "pure":
         top.diag.note("validation", "is left out, without a reward to score the answers; write rewards.math_rule")
-    if None not in sections.rewards.values():  # else tags would seem to have no reward
+    if None not in sections.rewards.values():  # otherwise tags would seem to have no reward
         if training and data:
             data = replace(data, streams=row_plans.read_streams(training, data, rewards))
         if None not in sections.teachers.values():
@@ -250,15 +250,16 @@ def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
         if share:
             top.diag.error(
                 "demonstrations",
-                f"is missing; policy loss {top.policy_loss} learns a share of each batch (expert_data_ratio {share:g})"
+                f"is missing; policy loss {top.policy_loss} trains on a share of each batch (expert_data_ratio "
+                f"{share:g})"
                 " from demonstrations, rows with answers; write demonstrations.data_args.file_name",
             )
         return None
     if not share:
-        if loss_facts(top.policy_loss).needs != "demonstrations":  # else the share is the problem, reported elsewhere
+        if loss_facts(top.policy_loss).needs != "demonstrations":  # a wrong share is reported elsewhere
             top.diag.error(
                 "demonstrations",
-                f"is written, but policy loss {top.policy_loss} learns nothing from it; use algorithm_type mix or"
+                f"is written, but policy loss {top.policy_loss} does not use it; use algorithm_type mix or"
                 " mix_chord, or remove the section",
             )
         return None
@@ -297,7 +298,7 @@ def _workflow(top: Top) -> WorkflowPlan | None:
             given["agent"] = dotted_path(given["agent"])
     if problem := name_problem(top.workflow, values["plugin_dir"]):
         top.diag.error("workflow", problem)
-    if not top.plugin_dir:  # whose modules may take the name of a built-in one
+    if not top.plugin_dir:  # whose modules may replace the name of a built-in one
         for argument, problem in argument_problems(top.workflow, top.workflow_args, top.workflow_reward):
             top.diag.error(f"workflow_args.{argument}", problem)
     arguments = {"workflow_args": FrozenDict(given), "workflow_reward_args": FrozenDict(top.workflow_reward_args)}

@@ -26,7 +26,7 @@ SHARE_TOLERANCE = 0.01  # thirds written as 0.33 are meant to be thirds
 def read_data(args: DataArgs, top: Run, length: int, training: DataArgs | None = None) -> DataPlan | None:
     """Return the rows' plan with absolute file names, None if a file is missing. Streams: `read_streams`.
 
-    `length` is the most tokens of a row. Columns that held-out data do not name are called as in the `training` data.
+    `length` is the maximum tokens of a row. Unnamed columns of held-out data have the names of the `training` data.
     """
     if not args.file_name:
         args.diag.error("file_name", "is missing; name the JSONL file of prompts")
@@ -60,9 +60,9 @@ def read_data(args: DataArgs, top: Run, length: int, training: DataArgs | None =
 def read_answers(
     args: DataArgs, top: Run, keys: Section, length: int, length_key: str, schema: str, training: DataArgs | None = None
 ) -> DataPlan | None:
-    """Return as `read_data` does rows of `schema`, which bring answers in columns that `keys` may name.
+    """Return the plan of rows with answers in `schema`, as `read_data`; `keys` may name the answer columns.
 
-    `length_key` is what the user limits their length with.
+    `length_key` is the key of that limit, for messages.
     """
     data = read_data(args, top, length, training)
     named = {own: name for own, key in COLUMN_KEYS.items() if (name := getattr(keys, key, None))}
@@ -72,12 +72,12 @@ def read_answers(
 
 
 def _columns(args: DataArgs, training: DataArgs | None) -> FrozenDict:
-    """Return column -> its name in the file, where that differs."""
+    """Return column -> its name in the file, if they differ."""
     columns: dict[str, str] = {}
     for source in (training, args) if training else (args,):
         written = {key: name for key in ("messages", "prompt", "tag", "id") if (name := getattr(source, key))}
         if "prompt" in written:
-            columns["messages"] = ""  # as in ROLL: who names the prompt means it, whatever else the rows have
+            columns["messages"] = ""  # as in ROLL: an explicit prompt column takes precedence over all others
         columns |= written
     return FrozenDict({key: name for key, name in columns.items() if name != key})
 
@@ -100,14 +100,14 @@ def _template(args: DataArgs, top: Run) -> str:
 
 
 def read_streams(args: DataArgs, data: DataPlan, rewards: Sequence[RewardPlan] = ()) -> tuple[StreamPlan, ...]:
-    """Return the streams of rows with weights that sum to 1; none where nothing is mixed.
+    """Return the streams of rows with weights that sum to 1; empty for unmixed data.
 
     As in ROLL, `interleave_probs` has no effect with `domain_interleave_probs`, and one probability of 1 is
     accepted whatever the number of files.
     """
     if args.domain_interleave_probs:
         if not rewards and len(args.domain_interleave_probs) == 1:
-            return ()  # one domain and no rewards that could say what belongs to it: everything
+            return ()  # one domain without rewards to define its tags: all tags
         if len(args.interleave_probs) > 1:
             args.diag.add_warning(f"{args.diag.at('interleave_probs')} has no effect with domain_interleave_probs")
         return _by_domain(args, data, rewards)
@@ -134,7 +134,7 @@ def _by_domain(args: DataArgs, data: DataPlan, rewards: Sequence[RewardPlan]) ->
         stream = StreamPlan(name, weight, domains.get(name, (name,)))
         for other in streams:
             if (both := shared_tags(stream.tags, other.tags)) is not None:
-                args.diag.error(f"{key}.{name}", f"{both} also belongs to {other.name!r}; a row has one domain")
+                args.diag.error(f"{key}.{name}", f"{both} also belongs to {other.name!r}; a row has only one domain")
         if weight and complete and stream.tags is not None and not tags.intersection(stream.tags):
             args.diag.note(
                 f"{key}.{name}",
@@ -173,7 +173,7 @@ def _with_rest(args: DataArgs, shares: Mapping[str, float]) -> list[float]:
     left = 1 - sum(shares[name] for name in others)
     args.diag.note(
         "domain_interleave_probs",
-        f"the shares sum to {total:g}; as in ROLL the last domain gets what the others leave: {last} {left:g} instead"
+        f"the shares sum to {total:g}; as in ROLL the last domain gets the remainder: {last} {left:g} instead"
         f" of {shares[last]:g}",
     )
     return [*(shares[name] for name in others), left]
@@ -211,8 +211,7 @@ def check_tags(
     train_tags = {tag for tag in all_tags if data and data.draws(tag)}
     if never := sorted(all_tags - train_tags):
         diag.add_warning(
-            f"rows with tag {', '.join(never)} are never drawn: no domain of domain_interleave_probs with a share"
-            " has them"
+            f"rows with tag {', '.join(never)} are never drawn: no domain in domain_interleave_probs contains them"
         )
     validation_tags = _tags(validation)
     present = all_tags | validation_tags

@@ -1,4 +1,4 @@
-"""Reads a role's `strategy_args`: which engine, spread how over which devices.
+"""Read a role's `strategy_args`: its engine, devices and layout.
 
 A strategy of ROLL's that does not exist here is replaced by the nearest, with a warning (or refused, with
 `strict_strategies: true`). Options of the engine pass through untouched.
@@ -17,7 +17,7 @@ from roll_opd.models import supported
 from roll_opd.models.engine_options import no_effect, option_problem
 from roll_opd.planner.device_mapping import parse_device_mapping, short_devices
 
-OPTIONS = "strategy_args.strategy_config"  # of a role: what its engine takes
+OPTIONS = "strategy_args.strategy_config"  # of a role: bytes or tokens
 SIZES = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
@@ -44,7 +44,7 @@ class Strategy:
     """Devices and layout of a role, and the options of its engine; None after a problem."""
 
     devices: tuple[int, ...] | None = None
-    layout: Layout | None = None  # None too where devices and sizes do not fit together; vLLM's engines are copies
+    layout: Layout | None = None  # None also if devices and sizes do not match; vLLM engines are copies
     args: dict[str, Any] = field(default_factory=dict)
     dtype: Dtype | None = None  # of Megatron: from bf16/fp16
     use_distributed_optimizer: bool = True
@@ -56,8 +56,8 @@ class Strategy:
 def read_devices(worker: Worker, student: Strategy | None, every: int) -> tuple[int, ...] | None:
     """Return the devices of a role; None after a problem.
 
-    A student without device_mapping has all `every` devices of the run; another role without it takes turns with
-    `student`, as in ROLL's documents.
+    The student's default is all `every` devices of the run; the default of other roles is the student's devices, in
+    turns, as in ROLL's documents.
     """
     if worker.device_mapping is not None:
         with worker.diag.catching("device_mapping", ValueError):
@@ -66,7 +66,7 @@ def read_devices(worker: Worker, student: Strategy | None, every: int) -> tuple[
     if student is None and every:
         return tuple(range(every))
     if student is None:
-        text = 'is missing; say which devices (CPU slots) the role owns, e.g. "list(range(0,8))"'
+        text = 'is missing; write the devices (CPU slots) of the role, e.g. "list(range(0,8))"'
         worker.diag.error("device_mapping", text)
         return None
     if student.devices is not None and len(student.devices) < every:
@@ -105,11 +105,10 @@ def read_strategy(worker: Worker, job: str, strict: bool) -> dict[str, Any] | No
 
 
 def _carried_over(worker: Worker, name: str, job: str) -> dict[str, Any]:
-    """Return the settings of another engine that decide sizes, as options of its replacement.
+    """Return the sizes in the settings of another engine, as options of its replacement.
 
-    Ulysses splits a sequence over devices that hold the rest of the model in shares of it, and so does tensor
-    parallelism with sequence parallelism: both leave devices / size data-parallel ranks. An engine of sglang's, or of
-    Hugging Face's, has num_gpus_per_worker devices.
+    Ulysses splits a sequence over devices with shards of the model, like tensor parallelism with sequence parallelism:
+    both give devices / size data-parallel ranks. An engine of sglang or Hugging Face has num_gpus_per_worker devices.
     """
     assert worker.strategy_args is not None
     config = worker.strategy_args.strategy_config or {}
@@ -127,7 +126,7 @@ def _carried_over(worker: Worker, name: str, job: str) -> dict[str, Any]:
 def read_megatron(
     worker: Worker, job: str, strict: bool, student: Strategy | None = None, *, every: int = 0
 ) -> Strategy:
-    """Return how a Megatron role is spread over its devices; `student` and `every` as for `read_devices`.
+    """Return the placement of a Megatron role; `student` and `every` as for `read_devices`.
 
     A role that takes turns with the student has its layout by default.
     """
@@ -153,7 +152,7 @@ def read_megatron(
 
 
 def _sort_settings(config: dict[str, Any], diag: Diagnostics) -> tuple[dict[str, int], dict[str, bool], dict[str, Any]]:
-    """Split a Megatron strategy_config into parallel sizes, switches and what passes through."""
+    """Split a Megatron strategy_config into parallel sizes, switches and options for the engine."""
     sizes: dict[str, int] = {}
     switches: dict[str, bool] = {}
     args: dict[str, Any] = {}
@@ -178,7 +177,7 @@ def _sort_settings(config: dict[str, Any], diag: Diagnostics) -> tuple[dict[str,
     if args.get("recompute_granularity") == "full" and not RECOMPUTED.keys() & args.keys():
         args |= RECOMPUTED
     if sizes.get("vpp") == 1:
-        del sizes["vpp"]  # one virtual stage a rank means no virtual pipeline
+        del sizes["vpp"]  # one virtual stage per rank means no virtual pipeline
     return sizes, switches, args
 
 
@@ -226,7 +225,7 @@ def _layout(
 
 
 def read_vllm(worker: Worker, strict: bool, student: Strategy | None = None, *, every: int = 0) -> Strategy:
-    """Return how a role's engines are spread over its devices; `student` and `every` as for `read_devices`."""
+    """Return the placement of a role's engines; `student` and `every` as for `read_devices`."""
     devices = read_devices(worker, student, every)
     config = read_strategy(worker, "rollout", strict)
     if config is None:
@@ -237,7 +236,7 @@ def read_vllm(worker: Worker, strict: bool, student: Strategy | None = None, *, 
     tp, length = given.pop("tensor_parallel_size", 1), given.pop("max_model_len", None)
     level = given.pop("sleep_level", 2)
     if level not in SLEEP_LEVELS or isinstance(level, bool):
-        diag.error("sleep_level", f"should be 1 (weights go to the host) or 2 (they are given up), got {level!r}")
+        diag.error("sleep_level", f"should be 1 (move weights to the host) or 2 (discard them), got {level!r}")
         return Strategy()
     for key, size in (("tensor_parallel_size", tp), ("max_model_len", length)):
         if size is not None and not _is_positive(key, size, diag):

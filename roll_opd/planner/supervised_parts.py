@@ -1,4 +1,4 @@
-"""The part of planning that only runs over rows with answers have: their rows, loss and number of steps."""
+"""Planning of runs over rows with answers: their rows, loss and number of steps."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -97,13 +97,13 @@ def _objective(top: Supervised) -> ObjectivePlan:
     arguments = {key: value for key in top.loss_arguments if (value := getattr(top, key)) is not None}
     own = loss_facts(row.policy_loss).loss_agg_mode
     kl_loss_coef = getattr(top, "kl_loss_coef", None)
-    if kl_loss_coef is None:  # an algorithm of Trinity-RFT's has the KL loss of its row; ROLL's DPO has none
+    if kl_loss_coef is None:  # Trinity-RFT's algorithms have the KL loss in their table; ROLL's DPO has none
         kl_loss_coef = KL_LOSS_COEF if top.algorithm_type and row.kl_loss and top.has_reference else 0.0
     if own and top.loss_agg_mode not in (None, own):
         top.diag.error(
             "loss_agg_mode",
-            f"policy loss {row.policy_loss} is one number a pair; {top.loss_agg_mode} would weigh pairs by their"
-            f" length; use {own}",
+            f"policy loss {row.policy_loss} is one number per pair; {top.loss_agg_mode} would weight pairs by their "
+            f"length; use {own}",
         )
     return replace(
         objective,
@@ -116,7 +116,7 @@ def _objective(top: Supervised) -> ObjectivePlan:
 
 
 def _steps(top: Supervised, train: Role, data: DataPlan | None, rows: int) -> tuple[int, float | None]:
-    """Return (steps of the run, epochs that they were counted from; None where max_steps is written)."""
+    """Return (steps of the run, epochs from which they were computed; None with max_steps)."""
     args = train.worker.training_args
     assert isinstance(args, EpochArgs)
     epochs, key = args.num_train_epochs, "num_train_epochs"

@@ -11,7 +11,7 @@ from roll_opd.planner.role_reader import Role, Roles
 def context_of(name: str, role: Role, top: Top, response: int) -> ContextPlan | None:
     """Return the context of teacher `name` before a response of at most `response` tokens; None: the student's prompt.
 
-    Its default length leaves a hint as many tokens as a response, within the limits of model and micro-batches.
+    By default a hint may have as many tokens as a response, within the limits of model and micro-batches.
     """
     worker = role.worker
     if not has_context(role) or not isinstance(worker, TeacherWorker):
@@ -80,7 +80,7 @@ def _check_follower(role: Role, worker: TeacherWorker, roles: Roles, top: Top) -
     if roles.train and roles.train.info and role.info and not same_weights(roles.train.info, role.info):
         role.diag.error(
             "follows_student",
-            f"the teacher begins with the student's weights, and {role.info.path} has others; leave"
+            f"the teacher starts with the student's weights, and {role.info.path} has others; leave"
             " model_args.model_name_or_path of the teacher out",
         )
     if has_context(role):
@@ -88,12 +88,12 @@ def _check_follower(role: Role, worker: TeacherWorker, roles: Roles, top: Top) -
     if follow.update_interval == 1 and not follow.ema_decay:
         role.diag.error(
             "follows_student",
-            "the teacher is the student, and reads what the student reads: every reverse KL is 0; give it a hint or a"
+            "the teacher is the student with the same context: every reverse KL is 0; give it a hint or a"
             " system_prompt, or an ema_decay",
         )
     elif roles.mode == "pure" and not top.allow_self_teacher:
         role.diag.error(
             "follows_student",
-            "a teacher that was the student some steps ago, and reads what the student reads, knows nothing that the"
-            " student does not; give it a hint or a system_prompt, or set allow_self_teacher: true",
+            "the teacher is the student of some steps ago with the same context, and has no further information; give "
+            "it a hint or a system_prompt, or set allow_self_teacher: true",
         )

@@ -52,7 +52,7 @@ def read_trackers(top: Run) -> dict[str, dict[str, Any]]:
 
 
 def _is_name(name: str) -> bool:
-    """Whether a text may name a tracker: one of ours, or a class of the user's own."""
+    """Whether a text may name a tracker: a built-in one, or a class of the user."""
     return name in TRACKERS.builtin or name in TRACKERS.elsewhere or DOTTED.fullmatch(name) is not None
 
 

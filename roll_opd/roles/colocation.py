@@ -1,6 +1,6 @@
-"""Roles that share devices take turns: a called role is loaded onto its devices after the others have left them.
+"""Roles that share devices take turns: a called role is loaded after the others have released the devices.
 
-`roll_opd.models.device_phases` has the rules; here they become calls of the roles' processes. Members are the roles
+`roll_opd.models.device_phases` has the rules; this module applies them to the roles' processes. Members are the roles
 that share devices. Without members every call goes directly to its processes.
 """
 
@@ -45,14 +45,14 @@ class DeviceScheduler:
         return name in members and other in members and members[name].meets(members[other])
 
     def join(self, name: str, group: Any) -> Any:
-        """Return the group for calls of a role: a member's calls wait for its turn, others are unchanged."""
+        """Return the group for calls of a role: a member's calls wait for its turn, other groups are unchanged."""
         if name not in self._machine.members:
             return group
         self._groups[name] = group
         return ScheduledGroup(name, group, self)
 
     async def enter(self, phase: Phase) -> None:
-        """Begin a phase. RunError if it cannot follow the present one."""
+        """Begin a phase. RunError if it cannot follow the current one."""
         if not self._machine.members:
             return
         async with self._changed:
@@ -92,7 +92,7 @@ class DeviceScheduler:
         return any(count and self._machine.take_turns(name, other, phase) for other, count in self._at_work.items())
 
     async def _make(self, moves: Callable[[], tuple[list[Move], State]]) -> None:
-        """Make moves one after another: roles leave before others are loaded."""
+        """Make moves one after another: releases before loads."""
         try:
             wanted, state = moves()
         except PhaseError as error:
@@ -101,7 +101,7 @@ class DeviceScheduler:
         try:
             await asyncio.shield(moving)
         except asyncio.CancelledError:
-            await asyncio.wait([moving])  # a part of the moves would leave the state unknown
+            await asyncio.wait([moving])  # an interrupted series of moves would leave the state unknown
             raise
 
     async def _carry_out(self, moves: Sequence[Move], state: State) -> None:
@@ -129,7 +129,7 @@ class ScheduledGroup:
 
     @property
     def actors(self) -> Any:
-        """The processes, for calls in a phase in which the member is on its devices from the start."""
+        """The processes, without waiting: for phases in which the member is loaded from the start."""
         return self.group.actors
 
     async def hosts(self) -> list[str]:
@@ -142,7 +142,7 @@ class ScheduledGroup:
             return await self.group.ask(actor, method, *args, **kwargs)
 
     async def setup(self, **arguments: Any) -> None:
-        """See `WorkerGroup.setup`; other members leave the devices first."""
+        """See `WorkerGroup.setup`; other members release the devices first."""
         async with self._turns.starting(self.name):
             await self.group.setup(**arguments)
 

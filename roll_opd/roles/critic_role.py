@@ -19,12 +19,12 @@ CRITIC_METRICS = ("critic/grad_norm", "critic/lr", "critic/skipped_updates")
 
 @dataclass
 class Critic(Learner):
-    """The model that estimates the value of each state."""
+    """Model that estimates the value of each state."""
 
     plan: CriticPlan
 
     async def compute_values(self, experiences: Sequence[Sample]) -> list[Sample]:
-        """Fill in `values`. RunError when they cannot be a working model's."""
+        """Fill in `values`. RunError for values that are not finite."""
         values = await gathered(self.group, "values", [shard_sample(e) for e in experiences])
         wrong = sum(int((~np.isfinite(array)).sum()) for array in values)
         if wrong:
@@ -55,8 +55,8 @@ class Critic(Learner):
 def value_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
     """Return `critic/values` and `critic/returns` of action tokens, and `critic/explained_variance`.
 
-    That is 1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one that predicts the mean, below 0 for a
-    worse one. It is missing where all returns are the same.
+    That is 1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a constant mean, below 0 for a worse critic. It is
+    missing if all returns are equal.
     """
     counted = [experience for experience in experiences if experience.is_learned_from]
     values = _of_actions(counted, [present(e.values) for e in counted])

@@ -1,4 +1,4 @@
-"""The driver's side of a model that learns: updates, skipped updates, checkpoints."""
+"""The driver's side of a trained model: updates, skipped updates, checkpoints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ Update = Sequence[TrainResult]  # of one optimizer update, by rank
 
 @dataclass
 class Learner:
-    """A model that learns; a subclass prepares its samples."""
+    """Trained model; a subclass prepares its samples."""
 
     plan: TrainPlan
     group: WorkerGroup
@@ -66,8 +66,8 @@ class Learner:
         if self._skipped >= SKIPS_ALLOWED:
             raise SkippedUpdates(
                 f"{self._skipped} updates in a row of {self.plan.name} had log-probs, a loss or a gradient that were"
-                " not finite, and were skipped; its weights are those before them. Lower its learning_rate, or look"
-                " for what is not finite in the samples of the last one",
+                " not finite, and were skipped; its weights are unchanged by them. Lower its learning_rate, or look "
+                "for values that are not finite in the samples of the last one",
                 samples,
             )
 

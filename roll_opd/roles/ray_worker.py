@@ -1,4 +1,4 @@
-"""A Ray actor as a worker of a `ResilientPool`: finds out that its process has died or is stuck."""
+"""A Ray actor as a worker of a `ResilientPool`, with detection of a dead or stuck process."""
 
 import asyncio
 import math
@@ -25,7 +25,7 @@ class RayWorker:
         """Args:
         name: of the pool, for messages.
         settings: arguments of the actor's `setup`.
-        patience: seconds without an answer after which `alive` is called, which may take as long again.
+        patience: seconds without an answer after which `alive` is called, with the same limit for its answer.
         limit: seconds within which all jobs of a call must be answered.
         """
         self._name, self.actor, self._settings, self._patience, self._limit = name, actor, settings, patience, limit
@@ -70,9 +70,7 @@ async def next_answer(
     patience: float,
     until: float,
 ) -> Answers | None:
-    """Return the result of `receive`. WorkerLost at the time `until`, or if `alive`, called every `patience` seconds,
-    does not return before the next call.
-    """
+    """Return the result of `receive`. WorkerLost at `until`, or if `alive` takes over `patience` seconds."""
     answer = asyncio.ensure_future(receive)
     reply: asyncio.Future[None] | None = None
     try:

@@ -1,8 +1,8 @@
-"""A pool of processes that outlives them: the jobs of a process that died or is stuck run again in another process.
+"""Pool of replaceable processes: the jobs of a dead or stuck process run again in another process.
 
-A process gets no more jobs than it may run together; the others wait in the driver, so they go to the process that has
-room first. A job with which two processes were lost runs alone. If the third is lost too, the job itself ends its
-processes, and its result is that of a `WorkerLost`.
+A process gets only as many jobs as it may run concurrently; further jobs wait in the driver for the first process with
+room. A job that was running in two lost processes then runs without other jobs. If the third is lost too, the job is
+the cause, and its result is that of a `WorkerLost`.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ from roll_opd.base.terminal import warn
 from roll_opd.cluster.batched_calls import Answers
 
 MAX_DEATHS = 3  # of workers that ran a job
-MAX_INITIAL_FAILURES = 32  # jobs that fail before the first success: then the jobs are not the cause
+MAX_INITIAL_FAILURES = 32  # failed jobs before the first success after which the setup is the cause
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-# (waiting items, jobs by number of each worker that accepts more, most jobs of a worker) -> a worker's number for each
+# (waiting items, jobs by number of each worker that accepts more, capacity of a worker) -> a worker's number for each
 # of the first items; the rest wait
 Assign = Callable[[Sequence[Any], Mapping[int, int], int], Iterable[int]]
 
@@ -57,7 +57,7 @@ class _Job(Generic[Item, Result]):
     def fail(self, error: BaseException) -> None:
         if not self.result.done():
             self.result.set_exception(error)
-            self.result.exception()  # marks it as retrieved: asyncio logs one that is never awaited
+            self.result.exception()  # marks it as retrieved: asyncio logs exceptions that are never awaited
 
 
 @dataclass(eq=False)
@@ -98,8 +98,8 @@ class ResilientPool(Generic[Item, Result]):
         name: of the pool in messages.
         spawn: starts the worker with a number from 0 to `size` - 1.
         settle: computes a job's result from its item, its answer or a `WorkerLost`, and the seconds since `submit`.
-            Its exception becomes the future's.
-        capacity: most jobs of a worker.
+            Its exception becomes the future's exception.
+        capacity: maximum concurrent jobs of a worker.
         assign: selects the worker of each job.
         independent: jobs sent together do not depend on each other: a worker gets a new job for each finished one
             (otherwise after the last one), and cancelled futures cancel their jobs.
@@ -214,7 +214,7 @@ class ResilientPool(Generic[Item, Result]):
         if not member.in_hand:
             member.isolated = False
             if member.retiring:
-                self._retire(member, "has calls that ran out of time")
+                self._retire(member, "has calls that exceeded their time limit")
         self._dispatch()
 
     def _settle(self, job: _Job[Item, Result], answer: Any) -> None:
@@ -238,7 +238,7 @@ class ResilientPool(Generic[Item, Result]):
 
     def _retire(self, member: Member, problem: str) -> None:
         if self.members.get(member.number) is not member:
-            return  # replaced already, after another batch of it
+            return  # already replaced after another batch
         del self.members[member.number]
         member.worker.kill()
         self._restarts += 1
@@ -279,12 +279,12 @@ class ResilientPool(Generic[Item, Result]):
 
 @dataclass
 class FailureLog:
-    """Failed jobs of a pool: warns about the first of each kind, and ends the run if it cannot go on.
+    """Failed jobs of a pool: warns of the first of each kind, and ends the run if it cannot continue.
 
     Kinds are counted elsewhere.
     """
 
-    jobs: str  # what the jobs are, for messages
+    jobs: str  # name of the jobs in messages
     consequence: str  # of a failure: "are left out"
     metric: str  # prefix of the counts by kind
     remedy: str | None = None  # of a failure that ends the run; None: failures do not

@@ -17,17 +17,17 @@ from roll_opd.roles.resilient_pool import FailureLog, ResilientPool, WorkerLost
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.tracking.reward_metrics import scoring_metrics
 
-NO_VALUE = "none"  # kind of failure: the reward returned None, which a run that trains on it cannot use
+NO_VALUE = "none"  # kind of failure: the reward returned None in a run that trains on it
 MAX_FAILED_STEPS = 3  # in a row, in which every sample fails
 ALIVE_SECONDS = 60.0  # without an answer, after which a worker is checked; at least the reward's own time limit
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The reward of a sample, or the reason that it has none."""
+    """The reward of a sample, or the reason for a missing one."""
 
     domain: str
-    reward: float | None  # None: the reward cannot judge the sample, or failed and the sample is excluded
+    reward: float | None  # None: the reward does not apply to the sample, or failed and the sample is excluded
     parts: Mapping[str, float] = field(default_factory=FrozenDict)
     reason: str = ""
     excluded: bool = False  # the reward failed, and the sample is left out of training
@@ -58,7 +58,7 @@ class RewardPool:
     ) -> None:
         """`spawn` starts a process; `model_path` has the tokenizer; `sampler` has the engines of `plan.engine`.
 
-        Without `is_learned` rewards are only monitored, and may all fail.
+        Without `is_learned` rewards are only monitored, and all may fail.
         """
         self.plan = plan
         self._spawn, self._model_path, self._sampler = spawn, model_path, sampler
@@ -74,7 +74,7 @@ class RewardPool:
             f"correct it, or let {self._key}.on_error be zero or drop" if plan.on_error == "stop" else None,
             must_succeed=is_learned,
         )
-        self._failed_steps = 0  # calls of `drain_metrics` in a row between which every sample failed
+        self._failed_steps = 0  # consecutive calls of `drain_metrics` since which every sample has failed
         self._reset()
 
     async def start(self) -> None:
@@ -91,7 +91,7 @@ class RewardPool:
     def drain_metrics(self) -> dict[str, float]:
         """Return `scoring_metrics` of all samples scored since the last call, in training and validation.
 
-        RunError if every sample has failed since the call before the last two.
+        RunError if every sample has failed since the third-last call.
         """
         if scored := len(self._latencies):
             self._failed_steps = self._failed_steps + 1 if self._failed == scored else 0
@@ -117,7 +117,7 @@ class RewardPool:
 
     def _start_worker(self, number: int) -> RayWorker:
         engines = self._sampler.engines.actors if self._sampler else ()
-        # a call may block the worker's event loop for as long as its time limit
+        # a call may block the worker's event loop up to its time limit
         patience = max(ALIVE_SECONDS, *(term.timeout or 0.0 for term in self.plan.terms))
         return RayWorker(self._key, self._spawn(), (self.plan, self._model_path, engines), patience)
 

@@ -36,7 +36,7 @@ class Student(Learner):
         return [ids for _, ids in held]
 
     async def load_teacher_head(self, teacher: str, head: list[Reference]) -> None:
-        """Load a teacher's output head, which turns its hidden states into distributions on the student's ranks."""
+        """Load a teacher's output head on the student's ranks, to compute distributions from hidden states."""
         await self.group.call("load_teacher_head", teacher, head)
 
     async def learn(
@@ -49,7 +49,7 @@ class Student(Learner):
     ) -> tuple[list[Sample], dict[str, float]]:
         """Run all updates of step `step` of the run.
 
-        Returns the samples with `old_logprobs` (those without them get them from the update), and `actor/*` metrics.
+        Returns the samples, with `old_logprobs` from the update if they were missing, and `actor/*` metrics.
         """
         learned = list(experiences)
         updates: list[Update] = []
@@ -76,7 +76,7 @@ class Student(Learner):
     ) -> tuple[list[Sample], dict[str, float]]:
         """Add the gradient of the loss of one mini-batch to those since the last update.
 
-        Returns what `learn` does, without the optimizer's metrics.
+        Returns the same as `learn`, without the optimizer's metrics.
         """
         check_staleness(samples, version=step - 1, updates=0)
         shards = self._shards(samples, teachers, objective)
@@ -143,7 +143,7 @@ def _loss_metrics(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def _router_metrics(updates: Sequence[Update], reported: set[str]) -> dict[str, float]:
-    """Return metrics of routers: how often they would choose otherwise than the engine, and their own losses."""
+    """Return metrics of routers: the share of choices that differ from the engine's, and their losses."""
     parts = {"router/rerouted_tokens": "routed_tokens", "router/rerouted_choices": "routed_choices"}
     shards = {
         name: total(updates, name.removeprefix("router/")) / (total(updates, of) or 1.0)

@@ -1,6 +1,6 @@
 """The driver's side of the processes in which workflows run; the pool is the workflow of a rollout.
 
-A process holds several runs. A run that is repeated after the death of its process has the same seeds.
+A process holds several runs. A run that is repeated after a lost process has the same seeds.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from roll_opd.roles.resilient_pool import FailureLog, ResilientPool, WorkerLost
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import logprobs_column
 
-MAX_AHEAD = 8  # runs that the process for an engine may have more than the others
-TIMEOUT_GRACE_S = 60.0  # beyond workflow_timeout, after which a process that does not answer is stuck
+MAX_AHEAD = 8  # runs by which the process for an engine may exceed the others
+TIMEOUT_GRACE_S = 60.0  # seconds beyond workflow_timeout after which a silent process counts as stuck
 
 
 @dataclass(eq=False)
 class SharedCall:
-    """The call that makes all runs at a prompt."""
+    """The call that makes all runs of a prompt."""
 
     outcome: asyncio.Task[JobOutcome]
     waiting: int = 0
@@ -47,7 +47,7 @@ class WorkflowPool:
         chunk: int | None = None,
         deterministic: bool = False,
     ) -> None:
-        """`spawn` starts a process; `repeats`: one call makes all runs at a prompt.
+        """`spawn` starts a process; `repeats`: one call makes all runs of a prompt.
 
         Processes send experiences soon after they are made, and immediately with the last of each `chunk`.
         """
@@ -71,9 +71,9 @@ class WorkflowPool:
         self._reset()
 
     async def start(self, sampler: Sampler, auxiliaries: Sequence[Sampler | None] = ()) -> None:
-        """Start the processes. Their model is in the engines of `sampler`, auxiliary models in other engines.
+        """Start the processes. `sampler` has the engines of the policy; auxiliary models have other engines.
 
-        Auxiliary engines end with the pool; None is a model elsewhere.
+        Auxiliary engines end with the pool; None stands for a model behind an address.
         """
         self._sampler, self._auxiliaries = sampler, auxiliaries
         await self._pool.start()
@@ -128,11 +128,11 @@ class WorkflowPool:
         self._failures: Counter[str] = Counter()
         self._succeeded = self._calls_made = self._branches = self._missing_runs = 0
         self._requests: Counter[str] = Counter()
-        self._own: dict[str, list[float]] = {}  # numbers that workflows gave, by name
+        self._own: dict[str, list[float]] = {}  # numbers from workflows, by name
         self._seconds: list[float] = []
 
     def _job(self, task: Any, model: Any, runs: tuple[int, ...]) -> Job:
-        sampling = replace(model.sampling, n=1)  # the runs are the responses; a call asks for one
+        sampling = replace(model.sampling, n=1)  # the runs are the responses; a call requests one
         calls = task.runs // len(runs)
         return Job(task.prompt, task.draw, runs, model.group, self._seed, sampling, task.is_eval, calls)
 
@@ -171,9 +171,7 @@ class WorkflowPool:
             return made
         name = next((teacher.name for teacher in self._teachers if teacher.accepts(made.tag)), None)
         if name is None:
-            raise RunError(
-                f"a workflow brought teacher_logprobs for tag {made.tag}, which no teacher of the run accepts"
-            )
+            raise RunError(f"a workflow set teacher_logprobs for tag {made.tag}, which no teacher of the run accepts")
         ((brought, logprobs),) = made.teacher_logprobs.items()
         return made.with_columns(**{logprobs_column(brought): None, logprobs_column(name): logprobs})
 
@@ -204,7 +202,7 @@ class WorkflowPool:
 def near_engines(
     jobs: Sequence[Job], loads: Mapping[int, int], capacity: int, engines: int, processes: int
 ) -> Iterator[int]:
-    """Assign each job to the least loaded process, or to that for its engine while this has hardly more.
+    """Assign each job to the least loaded process, or to the one for its engine if that has only a few more.
 
     So an engine's requests come mostly from one process, in few batches.
     """

@@ -1,10 +1,10 @@
 """`Rollouts`, the producer of a run's batches: draws prompts, rolls them out, and selects groups.
 
-A batch belongs to a version of the weights: learning from batch v makes version v + 1. A `Gate` admits its prompts when
-version v - bound is published; with a bound of 0 sampling and training take turns.
+A batch belongs to a version of the weights: the update with batch v makes version v + 1. A `Gate` admits its prompts
+when version v - bound is published; with a bound of 0 sampling and training take turns.
 
-Groups count in the order of their prompts, whatever the order in which they finish: a batch is the first so many that
-pass, so short answers are not preferred.
+Groups are selected in the order of their prompts, independent of the order in which they finish, so that short answers
+are not preferred.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.versions import of_mask, tokens_by_version
 
-MAX_REJECTED = 20  # times the batch, and at least MIN_REJECTED: beyond, no filter will be satisfied
+MAX_REJECTED = 20  # times the batch, and at least MIN_REJECTED: above it, the filters count as unsatisfiable
 MIN_REJECTED = 1000
 
 
 class Gate:
-    """Bounds how many versions sampling may be ahead of the published weights."""
+    """Bound on the versions by which sampling may be ahead of the published weights."""
 
     def __init__(self, version: int, bound: int = 0) -> None:
         """`version` is published already."""
@@ -52,9 +52,9 @@ class Gate:
 
 @dataclass
 class Batch:
-    """Samples of one update step, and the state of the prompt source behind them."""
+    """Samples of one update step, and the state of the prompt source after them."""
 
-    version: int  # of the weights that the batch updates
+    version: int  # of the weights before the batch's update
     rewards: PendingRewards
     prompts: list[Prompt] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)  # of each prompt, in the order of the prompts
@@ -64,7 +64,7 @@ class Batch:
     demonstration_samples: list[Sample] = field(default_factory=list)
     source_state: dict[str, Any] = field(
         default_factory=dict
-    )  # for a checkpoint: the prompts of later batches are free
+    )  # for a checkpoint: prompts of later batches are not yet drawn
     epochs: float = 0.0  # passes over the prompts
 
     @property
@@ -73,20 +73,20 @@ class Batch:
         return tokens_by_version(sample.versions for sample in self.samples)
 
     async def with_rewards(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the batch's samples, in whatever state they are, with the rewards that they lack."""
+        """Return the batch's samples with their missing rewards."""
         return await self.rewards.added_to(samples)
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Producer of batches. The samples of a batch depend on the prompts' order and on no timing."""
+    """Producer of batches. The samples of a batch depend on the order of the prompts, not on timing."""
 
     context: RolloutContext
     source: TaskSource
     gate: Gate
     versions: range  # of the batches to produce
     groups: int  # of a batch
-    extra_groups: int = 0  # sampled with each batch in reserve, where groups may be filtered
+    extra_groups: int = 0  # sampled in reserve with each batch, if groups may be filtered
     passes: GroupFilter | None = None
     demonstrations: int = 0  # rows with answers of a batch
 
@@ -95,7 +95,7 @@ class Rollouts:
 
         Leaving the iterator early (use `aclosing`) aborts running requests.
         """
-        ready: asyncio.Queue[list[Batch]] = asyncio.Queue()  # one batch an entry, which is not kept; empty: the end
+        ready: asyncio.Queue[list[Batch]] = asyncio.Queue()  # one batch per entry, removed when read; empty: the end
 
         async def produce() -> None:
             with self.context.clock.track("rollout"):
@@ -113,7 +113,7 @@ class Rollouts:
             await asyncio.gather(producing, return_exceptions=True)
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return what rewards and workflows counted since the last call, in validation too."""
+        """Return the counts of rewards and workflows since the last call, including validation."""
         pools: list[RewardPool | WorkflowPool] = list(self.context.reward_pools)
         if isinstance(self.context.workflow, WorkflowPool):
             pools.append(self.context.workflow)
@@ -146,7 +146,7 @@ class Rollouts:
                 selection.add(number, [_with_version(sample, sampled_by) for sample in samples] if known else samples)
                 if selection.enough:
                     break
-        if self.passes:  # the chosen groups have their rewards, the others need none
+        if self.passes:  # the chosen groups have their rewards; others need none
             batch.rewards.cancel()
         self.source.skip(selection.used)
         batch.samples += selection.samples()
@@ -162,7 +162,7 @@ class Rollouts:
         if self.passes is None:
             raise RunError(
                 f"the runs at {rejected} prompts made no sample, in one step of {self.groups}; correct the workflow"
-                " (an agent that does not ask the model makes none), or give other prompts"
+                " (an agent without a model call makes none), or give other prompts"
             )
         raise RunError(
             f"the filters rejected the samples of {rejected} prompts and kept {kept}, in one step of"
@@ -172,7 +172,7 @@ class Rollouts:
 
 
 class Selection:
-    """Selects the first `wanted` groups that pass, from runs that end in any order."""
+    """Selects the first `wanted` groups that pass, from runs in any order of completion."""
 
     def __init__(self, groups: int, n: int, wanted: int, group_filter: GroupFilter | None) -> None:
         self._runs: list[dict[int, Sequence[Sample]]] = [{} for _ in range(groups)]  # by number in the group
@@ -226,5 +226,5 @@ class Selection:
 
 
 def _with_version(sample: Sample, version: int) -> Sample:
-    """Return a sample of a workflow that does not state its versions, sampled while `version` was the only one."""
+    """Return a workflow's sample without versions with `version`, the only one during its sampling."""
     return sample if sample.versions else changed(sample, versions=of_mask(sample.action_mask, version))

@@ -1,8 +1,8 @@
-"""Runs of a workflow at several prompts, together: samples, read by frozen models and scored by rewards.
+"""Concurrent runs of a workflow at several prompts: samples with log-probs of frozen models and rewards.
 
-Samples are worked on while others are still being sampled: a reward is requested when its run ends, and is waited for
-only if a filter reads it. Frozen models read samples in chunks, in the order in which the runs of an engine end. That
-order depends on no timing if the engine is deterministic: a deterministic run always packs the same samples together.
+Samples are scored while others are still being sampled: a reward is requested when its run ends, and awaited only if a
+filter reads it. Frozen models read samples in chunks, in the order in which the runs of an engine end. With a
+deterministic engine that order does not depend on timing: a deterministic run always packs the same samples together.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class RolloutContext:
     sampling: SamplingPlan
     reward_pools: Sequence[RewardPool]
     seed: int
-    chunk_samples: int  # that the frozen models read together
+    chunk_samples: int  # samples in a batch of the frozen models
     clock: PhaseClock
     frozen_models: FrozenModels = field(default_factory=FrozenModels)
     workflow: Workflow = field(default_factory=SingleTurn)
@@ -86,7 +86,7 @@ async def roll_out(
     first_draw: int,
     wait_for_rewards: bool = False,
 ) -> AsyncGenerator[tuple[int, list[Sample]], None]:
-    """Run the workflow `sampling.n` times a prompt; yield (number, samples with frozen log-probs) as each run ends.
+    """Run the workflow `sampling.n` times per prompt; yield (number, samples with frozen log-probs) as each run ends.
 
     Run k of prompt p has the number p · n + k. Leaving early (use `aclosing`) aborts running requests.
 
@@ -104,7 +104,7 @@ async def roll_out(
     async with sampler.session(context.chunk_samples) as session:
 
         async def run(number: int) -> tuple[int, list[Sample]]:
-            """Return the number and the samples of one run, read and scored."""
+            """Return the number of one run and its samples, with frozen log-probs and rewards."""
             position, attempt = divmod(number, n)
             task = Task(prompts[position], first_draw + position, attempt, n, context.is_eval)
             model = Model(session, task, position, context.seed, context.sampling)
@@ -139,7 +139,7 @@ class ChunkedLogprobs:
         self._waiting: dict[int, list[tuple[Sample, asyncio.Future[Sample]]]] = defaultdict(list)
 
     async def added_to(self, experiences: Sequence[Sample], engine: int) -> list[Sample]:
-        """Return the samples of a run with their log-probs; called once a run.
+        """Return the samples of a run with their log-probs; called once per run.
 
         The call that completes a chunk, or the last one of an engine, computes the log-probs of all waiting samples.
         """
@@ -159,7 +159,7 @@ class ChunkedLogprobs:
 def _timed(context: RolloutContext) -> Iterator[ExitStack]:
     """Count the time as `generate` until the yielded stack is closed, and the rest as the frozen models'."""
     models = context.frozen_models
-    with ExitStack() as generating:  # the phase that was opened first has the time of both
+    with ExitStack() as generating:  # the phase opened first counts the time of both
         generating.enter_context(context.clock.phase("generate"))
         with context.clock.phase("teacher" if models.teachers or models.reference else "reward"):
             yield generating

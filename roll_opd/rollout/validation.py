@@ -16,7 +16,7 @@ VALIDATION_DRAW = 2**31  # first draw number of validation, beyond all of traini
 
 
 async def validate(context: RolloutContext, prompts: Sequence[Prompt]) -> tuple[dict[str, float], list[Sample]]:
-    """Return `validation_metrics` of `sampling.n` answers a prompt, and the answers."""
+    """Return `validation_metrics` of `sampling.n` answers per prompt, and the answers."""
     rewards = PendingRewards(context)
     async with aclosing(roll_out(context, prompts, rewards, VALIDATION_DRAW)) as samples:
         by_number = {number: made async for number, made in samples}
@@ -30,8 +30,8 @@ async def read_answers(
 ) -> list[Sample]:
     """Return the answers with the log-probs of teachers and reference policy, at the sampling temperature.
 
-    Answers without a teacher, or with more than `most_tokens` tokens, for which the models' batches are not sized, are
-    returned unchanged. Teachers with a context are left out, because held-out rows may lack its columns.
+    Answers without a teacher, or with more than `most_tokens` tokens, the limit of the models' batches, are returned
+    unchanged. Teachers with a context are left out, because held-out rows may lack its columns.
     """
     teachers = [teacher for teacher in models.teachers if teacher.plan.context is None]
     plain = replace(models, teachers=teachers, targets_for=None, student=None)

@@ -16,7 +16,7 @@ from roll_opd.base.frozen import FrozenDict
 from roll_opd.samples.sample_columns import teacher_logprobs
 from roll_opd.samples.versions import Versions
 
-_EMPTY = FrozenDict()  # one object for all samples, which a message then has once
+_EMPTY = FrozenDict()  # one object for all samples, so that a message contains it once
 
 
 def _empty() -> FrozenDict:
@@ -29,7 +29,7 @@ class TargetRef:
 
     The arrays are, for top-k, `topk_ids` int32 [T-P, K], `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the
     log-prob of all other tokens together; for the whole vocabulary the final hidden states `hidden` [T-P, F] (see
-    `samples.transport`), for the teacher's output head on the student's ranks.
+    `samples.transport`), to which the student's ranks apply the teacher's output head.
     """
 
     bundle: Any  # a reference to the arrays of several samples; None: they are released
@@ -38,7 +38,7 @@ class TargetRef:
     hits: np.ndarray | None = None  # bool [T-P], which sampled tokens are in the top-k; for records
 
     def for_ranks(self) -> "TargetRef":
-        """Return the reference without the record of hits, for the ranks that open it."""
+        """Return the reference without the record of hits, for ranks that fetch the arrays."""
         return replace(self, hits=None)
 
     def released(self) -> None:
@@ -59,23 +59,23 @@ class Sample:
     columns: Mapping[str, np.ndarray] = field(default_factory=_empty)  # each [T-P] or [T-P, K]
     routes: np.ndarray | None = None  # integer [T-1, L, K], the experts of each token in each layer, from the engine
     _: KW_ONLY
-    id: str = ""  # source row, draw, run, and step if its run has several
+    id: str = ""  # source row, draw, run, and the step of a multi-step run
     group_id: str = ""  # runs of one prompt, and of one kind if a workflow makes several kinds
     tag: str = ""
     domain: str = ""
     finish_reason: str = "stop"  # stop | length | abort
     versions: Versions = ()  # runs of (version of the weights, tokens) over [T-P]; None: tokens that were not sampled
-    run: int | None = None  # number among the runs of its prompt; None: the sample is a run by itself
+    run: int | None = None  # number among the runs of its prompt; None: the sample is a separate run
     step: int = 0  # number among the samples of its run
-    state: str | None = None  # digest of the state before its step, if the run has one
-    demonstration: bool = False  # its answer is the row's, not sampled
+    state: str | None = None  # digest of the state before its step, if known
+    demonstration: bool = False  # the answer comes from the row instead of sampling
     teacher_prompts: Mapping[str, np.ndarray] = field(default_factory=_empty)  # teacher -> int64 [P], if another prompt
     teacher_targets: Mapping[str, TargetRef] = field(default_factory=_empty)  # teacher -> its targets besides log-probs
     reward: float | None = None  # external reward, on the last action token
     turn_rewards: tuple[float, ...] = ()  # of each turn, from the environment; recorded only
     reward_parts: Mapping[str, float] = field(default_factory=_empty)  # terms of the reward and further values, by name
     reward_reason: str = ""  # reason of the reward, in a word or two
-    excluded: bool = False  # its reward failed, and the update leaves it out (`on_error: drop`)
+    excluded: bool = False  # its reward failed, and it is excluded from the update (`on_error: drop`)
     ground_truth: str | None = None
     extra: FrozenDict = field(default_factory=_empty)  # other keys of the row, such as test_cases; for rewards
     metrics: Mapping[str, float] = field(default_factory=_empty)
@@ -117,7 +117,7 @@ class Sample:
 
     @property
     def advantages(self) -> np.ndarray | None:
-        """f64 [T-P], of the external reward alone."""
+        """f64 [T-P], of the external reward only."""
         return self.columns.get("advantages")
 
     @property
@@ -204,7 +204,7 @@ class Sample:
 def changed(sample: Sample, **fields: Any) -> Sample:
     """Return `sample` with new values of some fields.
 
-    It equals `dataclasses.replace` at a tenth of the cost, which a step pays several times for each of its samples.
+    Same as `dataclasses.replace` at a tenth of the time; a step calls it several times per sample.
     """
     if not fields.keys() <= sample.__dict__.keys():
         unknown = ", ".join(sorted(fields.keys() - sample.__dict__.keys()))
@@ -231,8 +231,8 @@ def shard_sample(sample: Sample, *, routed: bool = False) -> Sample:
 def one_a_run(samples: Sequence[Sample], *, returns: bool = False) -> list[Sample]:
     """Return the first sample of each run with the mean reward of the run's samples.
 
-    With `returns`, a run whose steps all have a state has the sum of their rewards: then each step has a reward of its
-    own, and not a copy of the run's.
+    With `returns`, the reward of a run whose steps all have a state is the sum over steps: these have separate rewards
+    instead of copies of the run's.
     """
     steps: dict[tuple[str, int], list[Sample]] = {}
     for number, sample in enumerate(samples):
@@ -249,6 +249,6 @@ def one_a_run(samples: Sequence[Sample], *, returns: bool = False) -> list[Sampl
 
 
 def present(array: np.ndarray | None) -> np.ndarray:
-    """Return an optional array that an earlier stage has filled."""
+    """Return an optional array that an earlier stage must have filled."""
     assert array is not None
     return array

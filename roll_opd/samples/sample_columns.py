@@ -1,8 +1,8 @@
 """The columns of a sample: arrays over its response, in one table.
 
 Entry t of every column belongs to token `tokens[P+t]`. A stage fills a column for a whole batch with
-`samples.sample.with_columns`. A shard for a rank carries the columns that have a `shard` dtype, as
-`objective.columns` computes them, and no other.
+`samples.sample.with_columns`. A shard for a rank has exactly the columns with a `shard` dtype, computed by
+`objective.columns`.
 
 Legend: T tokens of a sample, P prompt tokens, K tokens of a top-k, F hidden size, M tokens of a batch end to end.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-TEACHER = "TEACHER"  # in a name of the table: any teacher's name
+TEACHER = "TEACHER"  # placeholder for a teacher's name in the table
 _LOGPROBS = "/logprobs"
 
 
@@ -57,10 +57,14 @@ COLUMNS = {
     ),
     "old_values": Column("`values`, in a shard", "value_columns", "value loss", shard="f32"),
     "returns": Column(
-        "targets of the values; 0 off the action mask", "external_advantages", "value loss, metrics", "f64", "f32"
+        "training targets of the values; 0 outside the action mask",
+        "external_advantages",
+        "value loss, metrics",
+        "f64",
+        "f32",
     ),
     "advantages": Column(
-        "advantages of the external reward, without teachers; 0 off the action mask",
+        "advantages of the external reward, without teachers; 0 outside the action mask",
         "external_advantages",
         "policy loss, audit, critic",
         "f64",
@@ -82,7 +86,7 @@ COLUMNS = {
         "advantages with the teachers' part, after the clip", "objective.audit", "mismatch, metrics, records", "f64"
     ),
     "mask": Column("tokens in the loss", "objective.columns", "losses", shard="bool"),
-    "weight": Column("a token's part of the mini-batch's mean", "objective.columns", "losses", shard="f32"),
+    "weight": Column("weight of a token in the mini-batch's mean", "objective.columns", "losses", shard="f32"),
     "opd_coefficients": Column(
         "Σ opd_kl_coef of the sample's teachers", "objective.columns", "policy loss", shard="f32"
     ),
@@ -129,12 +133,12 @@ def teacher_columns(logprobs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
 
 
 def teacher_logprobs(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return log-probs by teacher, from the columns `TEACHER/logprobs`; in their order."""
+    """Return teacher -> log-probs from the columns `TEACHER/logprobs`, in their order."""
     return {name.removesuffix(_LOGPROBS): array for name, array in columns.items() if name.endswith(_LOGPROBS)}
 
 
 def end_to_end(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    """Return one array [M] from an array [T-P] of each sample; of no sample an empty one."""
+    """Return one array [M] from an array [T-P] of each sample; empty without samples."""
     return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
 
 

@@ -17,8 +17,8 @@ from roll_opd.samples.sample import Sample, TargetRef
 from roll_opd.samples.transport import Compact
 
 ROUTER_LOSSES = ("z_loss", "load_balancing_loss")  # of mixtures of experts, in the sums of a `TrainResult`
-Assignment = list[list[list[int]]]  # of each data-parallel rank, its micro-batches of sample numbers
-SHORTEST_SHARE = 1 / 8  # of a sequence; a shorter shared prefix saves less than its attention mask costs
+Assignment = list[list[list[int]]]  # per data-parallel rank, its micro-batches of sample numbers
+SHORTEST_SHARE = 1 / 8  # share of a sequence; a shorter prefix saves less than its attention mask costs
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Unit:
     """Sequences that stay in one micro-batch."""
 
     numbers: tuple[int, ...]
-    tokens: int  # number that the model reads for the unit
+    tokens: int  # tokens that the model computes for the unit
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def neighbours(lengths: Sequence[int], size: int) -> list[Unit]:
 
 
 def shared_prefix(earlier: np.ndarray, tokens: np.ndarray, prompt_length: int) -> int:
-    """Return the length of the prompt's prefix that the sequence `earlier` shares, so that it is not read again.
+    """Return the length of the prompt prefix shared with the sequence `earlier`, which is computed only once.
 
     0 if it saves less than its attention mask costs. Both int64 [T]; `prompt_length` belongs to `tokens`.
     """
@@ -61,9 +61,9 @@ def shared_prefix(earlier: np.ndarray, tokens: np.ndarray, prompt_length: int) -
 
 
 def relatives(sequences: Sequence[tuple[np.ndarray, int]], ranks: int, limits: MicroBatchLimits) -> list[Unit]:
-    """Return units of sequences that share prefixes, each sequence with the previous one; a prefix is read once.
+    """Return units of sequences that share prefixes, each sequence with the previous one; a prefix is computed once.
 
-    The size of the units minimises the tokens of the rank with the most. `sequences` are (tokens int64 [T], prompt
+    The size of the units minimises the tokens of the largest rank. `sequences` are (tokens int64 [T], prompt
     length) each.
     """
     order = sorted(range(len(sequences)), key=lambda number: sequences[number][0].tobytes())
@@ -164,7 +164,7 @@ def assign(
 ) -> list[list[list[int]]]:
     """Return the micro-batches of sequence numbers of each rank; see `micro_batches`.
 
-    With `equal`, all ranks have as many micro-batches as the rank that needs most.
+    With `equal`, all ranks have equally many micro-batches, as many as the largest needs.
     """
     shares = [[units[n] for n in share] for share in split_balanced([unit.tokens for unit in units], ranks)]
     split = [micro_batches(share, limits, multiple) for share in shares]

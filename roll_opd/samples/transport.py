@@ -1,8 +1,8 @@
 """Samples and tensors in messages between processes.
 
 `Compact` pickles many small arrays as one buffer. A step's samples have thousands of arrays of a few dozen numbers, and
-Ray stores each array separately, which takes longer than the work of some stages. Of many instances of one dataclass,
-each field is pickled as one value, its arrays end to end. Many weights travel in a bucket (`samples.weight_bucket`).
+Ray stores each array separately, which takes longer than some stages. Many instances of a dataclass are pickled field
+by field, with the arrays of a field concatenated. Many weights travel in a bucket (`samples.weight_bucket`).
 """
 
 import itertools
@@ -72,7 +72,7 @@ def _by_fields(value: Any) -> Any:
 
 
 def _column(values: list[Any]) -> tuple[Callable[..., Sequence[Any]], Any, Any]:
-    """Return a function and its arguments, from which it makes these values again."""
+    """Return a function and its arguments that restore these values (pickle's protocol)."""
     first, kinds = values[0], {type(value) for value in values}
     if all(value is first for value in values):
         return _repeated, first, len(values)

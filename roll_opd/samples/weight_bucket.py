@@ -1,7 +1,7 @@
 """Buckets of named tensors in anonymous shared memory, with fingerprints that a reader verifies.
 
-The writer puts a bucket into a memfd, which has no name in any file system: the kernel frees the memory when its last
-user ends, by any signal. Readers on the same machine map it through `/proc/<pid>/fd/<fd>`.
+A bucket is a memfd, without a name in any file system: the kernel frees it when its last user ends, even by SIGKILL.
+Readers on the same machine map it through `/proc/<pid>/fd/<fd>`.
 """
 
 import mmap
@@ -16,7 +16,7 @@ import torch
 
 BUCKET_BYTES = 64 * 2**20
 ALIGNMENT = 64  # bytes; a cache line, and more than any dtype needs
-SAMPLED_ROWS = 4  # rows of a matrix that enter its fingerprint
+SAMPLED_ROWS = 4  # sampled rows in the fingerprint of a matrix
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # place of a bucket (`path`, `size`), and name, dtype, shape, offset and fingerprint of each of its `tensors`;
@@ -33,7 +33,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def sampled_rows(rows: int) -> list[int]:
-    """Return the rows that a fingerprint reads: first, last and evenly spread between; sorted, unique."""
+    """Return the row numbers in a fingerprint: first, last and evenly spread between; sorted, unique."""
     return sorted({round(i * (rows - 1) / (SAMPLED_ROWS - 1)) for i in range(SAMPLED_ROWS)})
 
 
@@ -46,7 +46,7 @@ def row_checksums(tensor: torch.Tensor, rows: list[int]) -> list[int]:
 def fingerprint(tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, list[int]]:
     """Return checksums in the tensor's dtype and in the model's: dtype name -> CRC-32 of each sampled row.
 
-    A vector is one row. At most `SAMPLED_ROWS` rows of a matrix are read, to be cheap.
+    A vector is one row. At most `SAMPLED_ROWS` rows of a matrix are read, to save time.
     """
     rows = tensor.detach().reshape(1, -1) if tensor.ndim == 1 else tensor.detach()
     picked = rows[sampled_rows(rows.shape[0])]

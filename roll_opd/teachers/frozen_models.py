@@ -46,7 +46,7 @@ class TopkSource(Protocol):
 class FrozenModels:
     """The teachers of a run and its reference policy.
 
-    With an objective in `targets_for`, teachers compute its targets in addition to log-probs. With a `student`, the
+    With an objective in `targets_for`, teachers also compute its targets. With a `student`, the
     targets are log-probs of its most likely tokens.
     """
 
@@ -106,7 +106,7 @@ def wanted_for(objective: ObjectivePlan | None, ids: Sequence[TargetRef]) -> Wan
 
 
 def check_targets(teachers: Sequence[Teacher], objective: ObjectivePlan) -> None:
-    """Check that every teacher computes the targets of an objective. RunError names the first that does not."""
+    """Check that every teacher computes the targets of an objective. RunError with the first teacher that does not."""
     if objective.opd_objective == "sampled":
         return
     needed: Target = "hidden"
@@ -122,7 +122,7 @@ def check_targets(teachers: Sequence[Teacher], objective: ObjectivePlan) -> None
 
 
 def _with_answers(sample: Sample, answers: Mapping[str, TeacherAnswer], names: Sequence[str]) -> Sample:
-    """Return the sample with answers by teacher, in the order of `names`: sums over teachers depend on no timing."""
+    """Return the sample with answers by teacher, in the order of `names`, for reproducible sums."""
     columns = {**sample.columns, **{logprobs_column(name): answer.logprobs for name, answer in answers.items()}}
     for column in [logprobs_column(name) for name in names]:
         if column in columns:

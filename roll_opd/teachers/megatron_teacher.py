@@ -29,7 +29,7 @@ class MegatronScorer:
     async def score(
         self, sequences: Sequence[TokenSequence], temperature: float, wanted: Wanted = LOGPROBS
     ) -> list[TeacherAnswer]:
-        """Do what `TeacherScorer.score` does, in one forward pass over all sequences."""
+        """Implement `TeacherScorer.score` with one forward pass over all sequences."""
         self._check_tokens(sequences)
         samples = [Sample(tokens, prompt_length) for tokens, prompt_length in sequences]
         if wanted.target is None:
@@ -56,8 +56,8 @@ class MegatronScorer:
         largest = max((int(tokens.max()) for tokens, _ in sequences), default=0)
         if largest >= self.vocab_size:
             raise RunError(
-                f"token {largest} is outside {self.name}'s vocabulary of {self.vocab_size}: the student's "
-                "vocabulary is padded further and it sampled from the padding; use a teacher of the same vocabulary"
+                f"token {largest} is outside {self.name}'s vocabulary of {self.vocab_size}: the student's vocabulary "
+                "has more padding, from which it sampled; use a teacher of the same vocabulary"
             )
 
 
@@ -69,17 +69,17 @@ class Follower:
     group: WorkerGroup
 
     def is_due(self, step: int) -> bool:
-        """Whether the student's weights after `step` are taken over."""
+        """Whether the teacher is updated from the student's weights after `step`."""
         return step % self.plan.update_interval == 0
 
     async def save(self, directory: Path) -> Writing:
-        """Write the weights into `directory`/NAME. A live follower's are in the student's checkpoint."""
+        """Write the weights into `directory`/NAME; a live follower has none, its weights are the student's."""
         if self.plan.is_live:
             return Writing([])
         await self.group.call("save", directory / self.plan.name)
         return Writing([self.group])
 
     async def load(self, directory: Path) -> None:
-        """Restore the weights from `save`. A live follower gets the student's by weight sync."""
+        """Restore the weights from `save`. A live follower gets the student's weights by weight sync."""
         if not self.plan.is_live:
             await self.group.call("load", directory / self.plan.name)

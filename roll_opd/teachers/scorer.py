@@ -24,14 +24,14 @@ EVERY_TARGET: frozenset[Target] = frozenset({"topk", "ids", "hidden"})
 
 @dataclass(frozen=True)
 class Wanted:
-    """Targets to compute of each response token, in addition to its log-prob."""
+    """Targets to compute for each response token, in addition to its log-prob."""
 
     topk: int | None = None
-    ids: Sequence[TargetRef] = ()  # of each sequence, a `topk_ids` array, such as the student's; in place of `topk`
+    ids: Sequence[TargetRef] = ()  # a `topk_ids` array per sequence, such as the student's; instead of `topk`
     hidden: bool = False
     vocab_size: int | None = None  # top-k and ids are normalised over token ids below this; None: over all
     plain: bool = False  # also the log-probs of the top-k at temperature 1
-    fetched: bool = False  # return the arrays in the answer; else a reference to them
+    fetched: bool = False  # return arrays instead of a reference to them
 
     @property
     def target(self) -> Target | None:
@@ -46,7 +46,7 @@ LOGPROBS = Wanted()
 
 @dataclass(frozen=True)
 class TeacherAnswer:
-    """Log-probs of one sequence, with the targets that were wanted."""
+    """Log-probs of one sequence, with the requested targets."""
 
     logprobs: np.ndarray  # f32 [T-P], at the sampling temperature
     targets: TargetRef | None = None
@@ -75,7 +75,7 @@ class TeacherScorer(Protocol):
 
         Logits are divided by `temperature` before the softmax. A log-prob that is not finite is returned unchanged:
         the update that reads it is skipped and counted. RunError, with the scorer's name and a remedy, for a token
-        outside the vocabulary, for targets that it cannot compute, and if it cannot answer.
+        outside the vocabulary, for targets that it cannot compute, and after a failure.
         """
 
     def end(self) -> None:

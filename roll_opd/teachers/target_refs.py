@@ -48,7 +48,7 @@ def opened(
 def with_targets(samples: Sequence[Sample], targets: Sequence[Mapping[str, Mapping[str, np.ndarray]]]) -> list[Sample]:
     """Return the samples of a shard with the targets of every teacher as columns `TEACHER/ARRAY`.
 
-    Samples that a teacher has no targets of get zeros, which their `share` of 0 leaves out of the loss.
+    Samples without targets of a teacher get zeros, which are not in the loss because their `share` is 0.
     """
     teachers = {name: arrays for own in targets for name, arrays in own.items()}
     result = []

@@ -1,7 +1,7 @@
 """Verdicts on a teacher from its log-probs of a few samples.
 
-A wrong teacher raises no error: it returns numbers, and the student learns them. The checks compare these numbers with
-each other and with the log-probs of the student, which sampled the texts.
+A wrong teacher raises no error: it returns plausible log-probs, and the student trains on them. The checks compare the
+teacher's log-probs with each other and with those of the student, which sampled the texts.
 
 Legend: N scored tokens of all texts, K tokens of a top-k, S samples.
 """
@@ -18,16 +18,16 @@ Verdict = Literal["ok", "warning", "failed"]
 
 WIDTH = 80  # columns of the table
 MARGIN = 1.5  # nats a token, at temperature 1 or above, that a sound teacher may be below the student
-SHARED_MASS = 0.5  # least share of the student's probability on the teacher's top-k, and the other way round
+SHARED_MASS = 0.5  # least probability of each model on the other's top-k
 EXACT, ROUNDED = 1e-3, 0.1  # nats that two computations of a log-prob may differ by on average: f32; bf16, fp16
 TEMPERATURE_ERROR = 0.02  # of the measured temperature, relative
 FLAT = 0.01  # nats by which the most likely token must be above 1 / V
-SURPRISED = 12.0  # the same, of the one token that ends an answer
+SURPRISED = 12.0  # the same, for the single token that ends an answer
 FEW = 32  # action tokens: means over fewer are mostly noise
 SIGNIFICANT = 3.0  # standard errors
 FEWEST_GROUPS = 16  # prompts: standard errors over fewer are too small
 PREFERENCE = "agrees with the reward"
-IN_COMMON = 0.2  # share of their probability; a sound teacher of a student of another task has twice as much
+IN_COMMON = 0.2  # least shared probability; a sound teacher with a student of another task has twice as much
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Readings:
     again: np.ndarray  # f32 [at most N], a second computation of the teacher's, of the first tokens
     in_run: np.ndarray  # f32 [N], the teacher's that the update reads; NaN where nothing was sampled
     sampled: np.ndarray  # bool [N], written by the student
-    prompted: np.ndarray  # bool [N], of a prompt, and no special token
-    answered: np.ndarray  # bool [N], of an answer that the row brings
+    prompted: np.ndarray  # bool [N], in a prompt, without special tokens
+    answered: np.ndarray  # bool [N], in an answer from the row
     ended: np.ndarray  # bool [N], the token that ended a sample
 
     def without(self, observed: np.ndarray) -> "Readings":
@@ -74,7 +74,7 @@ class Settings:
     temperature: float
     exact: bool  # the teacher computes in f32
     vocab_size: int  # token ids that student and teacher both have
-    reads_more: bool = False  # than the student, whose samples it may therefore find unlikely
+    reads_more: bool = False  # than the student, so its log-probs of the samples may be low
 
     @property
     def tolerance(self) -> float:
@@ -120,7 +120,7 @@ def standard_errors(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str]
 def preference_check(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str]) -> Check:
     """Return the verdict on teacher minus student log-prob, mean a token of each sample, against its reward.
 
-    A warning where the teacher significantly prefers the samples of lower reward.
+    It is a warning if the teacher significantly prefers samples of lower reward.
     """
     if np.ptp(rewards) == 0:
         return Check(PREFERENCE, f"all rewards are {rewards[0]:g}", "ok", "not judged: no sample has a higher reward")
@@ -132,9 +132,9 @@ def preference_check(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str
             PREFERENCE,
             value,
             "warning",
-            "relative to the student, the teacher prefers the samples with the lower reward: it is no better than"
-            " the student at this task, has lost layers, or reads something else; measure how well it does"
-            " (validation.evaluate_teacher)",
+            "relative to the student, the teacher prefers the samples with the lower reward: it is no better than the "
+            "student at this task, has lost layers, or reads another text; measure its accuracy "
+            "(validation.evaluate_teacher)",
         )
     meaning = "teacher minus student log-prob a token, samples with a reward above the mean against the others"
     return Check(PREFERENCE, value, "ok", meaning)
@@ -180,7 +180,7 @@ def _twice(readings: Readings, settings: Settings) -> Check:
 
 
 def _temperature(readings: Readings, settings: Settings) -> Check:
-    """Gaps between log-probs at temperature T are 1/T of those at 1; the update must read those at T."""
+    """Differences of log-probs at temperature T are 1/T of those at 1; the update must use temperature T."""
     wanted = settings.temperature
     plain = (readings.teacher_plain[:, :1] - readings.teacher_plain[:, 1:]).astype(np.float64)
     scored = (readings.teacher_topk[:, :1] - readings.teacher_topk[:, 1:]).astype(np.float64)
@@ -194,7 +194,7 @@ def _temperature(readings: Readings, settings: Settings) -> Check:
     meaning = "from the log-probs at temperature 1; and the difference to the log-probs of the step, in nats"
     if wrong:
         meaning = (
-            "the teacher scores at another temperature than the student samples at; their log-probs do not compare"
+            "the teacher scores at another temperature than the student's sampling; their log-probs are not comparable"
         )
     elif verdict == "failed":
         meaning = "the log-probs of the step are not the teacher's at the sampling temperature"
@@ -202,7 +202,7 @@ def _temperature(readings: Readings, settings: Settings) -> Check:
 
 
 def _reads_input(readings: Readings, settings: Settings) -> Check:
-    """A lost embedding, norm or head: every token equally likely, or one distribution whatever was read."""
+    """Check for a lost embedding, norm or head: a uniform distribution, or the same one after every token."""
     above = readings.teacher_topk[:, 0].mean(dtype=np.float64) + math.log(settings.vocab_size)
     flat = above < FLAT
     same = len(readings.teacher_ids) > 1 and bool(
@@ -210,7 +210,7 @@ def _reads_input(readings: Readings, settings: Settings) -> Check:
     )
     meaning = "probability of the most likely token, on average"
     if flat:
-        meaning = "every token is as likely as any other (-ln V): embedding, final norm or output head hold no numbers"
+        meaning = "the distribution is uniform (-ln V): embedding, final norm or output head have lost their weights"
     elif same:
         meaning = "the distribution is the same after every token: the teacher does not read its input"
     likeliest = float(np.exp(readings.teacher_topk[:, 0], dtype=np.float64).mean())
@@ -230,13 +230,13 @@ def _enough(readings: Readings) -> Iterator[Check]:
             "action tokens",
             str(count),
             "warning",
-            f"the student wrote fewer than {FEW} tokens in the first samples, too few for reliable checks: watch"
+            f"the student generated fewer than {FEW} tokens in the first samples, too few for reliable checks: watch"
             " opd/reverse_kl/mean of the first steps, or raise rollout_batch_size",
         )
 
 
 def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarray) -> Check:
-    """The mean log-prob of a text, against the student's and a guess's."""
+    """Check the mean log-prob of a text against the student's and a uniform distribution's."""
     teacher = float(readings.teacher_logprobs[chosen].mean(dtype=np.float64))
     student = float(readings.student_logprobs[chosen].mean(dtype=np.float64))
     gaps = (readings.teacher_logprobs - readings.student_logprobs)[chosen].astype(np.float64)
@@ -244,32 +244,32 @@ def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarra
     guess, margin = -math.log(settings.vocab_size), MARGIN / min(1.0, settings.temperature)
     verdict: Verdict = "ok"
     meaning = f"nats a token; a sound teacher is at most {margin:.2g} below the student"
-    # text that the student cannot predict either proves nothing: prompts, of a model that was trained on answers
+    # no verdict on text that the student cannot predict either: prompts, for a model trained on answers
     if teacher < student - margin and student > guess + margin:
         verdict, rest = "warning", ""
         if teacher < guess:
             fails = name == "samples" and not settings.reads_more and common < IN_COMMON
             verdict = "failed" if fails else "warning"
-            rest = f" and below a guess (-ln V), and they share {common:.0%} of their probability"
+            rest = f" and below a uniform distribution (-ln V), and they share {common:.0%} of their probability"
         meaning = (
             f"the teacher's mean log-prob of the {name} is more than {margin:.2g} nats below the student's{rest}:"
-            + (" its own prompt makes it expect other answers, or it is" if settings.reads_more else "")
-            + " another model's weights, lost layers, coarse quantisation, or ids or a template that it does not know"
+            + (" its prompt leads to other answers, or it is" if settings.reads_more else "")
+            + " another model's weights, lost layers, coarse quantisation, or unknown ids or an unknown template"
         )
     elif name == "samples" and teacher < min(guess, student - margin):
         verdict = "warning"
         meaning = (
-            "the student's own samples are hardly likelier to it than a guess (-ln V), so that a sound teacher and a"
-            " wrong one are as far below it: begin with a student that can answer, or measure the teacher"
-            " (validation.evaluate_teacher)"
+            "the student's log-probs of its samples are hardly above a uniform distribution (-ln V), so that a sound "
+            "and a wrong teacher look alike: start with a trained student, or measure the teacher "
+            "(validation.evaluate_teacher)"
         )
     elif name != "samples" and student <= guess + margin:
-        meaning = "not judged: the student itself is no better than a guess (-ln V)"
+        meaning = "not judged: the student is no better than a uniform distribution (-ln V)"
     return Check(f"mean log-prob, {name}", f"{teacher:.2f}, student {student:.2f}, -ln V {guess:.2f}", verdict, meaning)
 
 
 def _overlap(readings: Readings) -> Check:
-    """How much of one model's probability lies on what the other finds most likely, over the student's samples."""
+    """Check the probability of each model on the other's top-k, over the student's samples."""
     chosen = readings.sampled
     student_ids, teacher_ids = readings.student_ids[chosen], readings.teacher_ids[chosen]
     shared_NKK = student_ids[:, :, None] == teacher_ids[:, None, :]
@@ -287,10 +287,10 @@ def _overlap(readings: Readings) -> Check:
         f"top-{student_ids.shape[1]} overlap",
         f"{overlap:.0%} of tokens, {of_student:.0%} and {of_teacher:.0%} of mass",
         "warning" if few else "ok",
-        "student and teacher expect other tokens: another family's ids, weights that do not belong together, or a"
-        " teacher that never saw such text"
+        "student and teacher predict different tokens: ids of another family, mixed weights, or text outside the "
+        "teacher's training data"
         if few
-        else "tokens in both top-k, and how much of student's and teacher's probability they hold",
+        else "tokens in both top-k, and their probability under student and teacher",
     )
 
 

@@ -1,8 +1,8 @@
 """The teacher preflight: student and teacher score a few samples before the first update, and `teacher_checks` judges
 their log-probs. See docs/teacher-preflight.md.
 
-The samples are the first of the run: the preflight generates nothing and compares the numbers of the first update with
-a second computation. It touches no random state, so a run learns the same with and without it.
+The samples are the first of the run: the preflight generates nothing and compares the log-probs of the first update
+with a second computation. It does not change random state, so a run's results are the same with and without it.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,17 +26,17 @@ from roll_opd.teachers.scorer import TeacherAnswer, Wanted
 from roll_opd.teachers.teacher_checks import Check, Readings, Settings, checks, preference_check
 from roll_opd.teachers.teacher_reach import changes, difference, reach, reach_check
 
-PREFLIGHT_SAMPLES = 64  # read by student and teacher; and of the rows' own answers, as many
+PREFLIGHT_SAMPLES = 64  # samples read by student and teacher, and as many answers from rows
 RESPONSE_TOKENS, ALL_TOKENS = 256, 4096  # action tokens of each response, and tokens of all samples together
-MIN_ACTIONS, MAX_TOKENS = 256, 16_384  # samples are added up to these action tokens, or these tokens in all
+MIN_ACTIONS, MAX_TOKENS = 256, 16_384  # samples are added up to this number of action tokens, or of all tokens
 FEWEST = 4  # samples, however long
-REPEATED = 8  # texts that the teacher reads a second time: what changes from call to call does so in any
+REPEATED = 8  # texts of the second computation: differences between calls show in any text
 TOPK = 16
-ANSWERS = ("response", "completion", "output", "solution", "answer")  # columns in which rows may bring an answer
+ANSWERS = ("response", "completion", "output", "solution", "answer")  # columns in which rows may have an answer
 
 
 class TeacherPreflight:
-    """Checks each teacher of a run on the first samples that it has scored."""
+    """Checks each teacher of a run on its first scored samples."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class TeacherPreflight:
             if failed and self._mode != "warn":
                 raise RunError(
                     f"the preflight of teacher {teacher.plan.name} failed: {failed.check}: {failed.value};"
-                    f" {failed.meaning}. Set teacher_preflight: warn to go on all the same"
+                    f" {failed.meaning}. Set teacher_preflight: warn to continue nevertheless"
                 )
 
     async def _check(self, teacher: Teacher, chosen: Sequence[Sample], temperature: float) -> list[Check]:
@@ -190,7 +190,7 @@ def _scored_from(first: int | None, text: Sample) -> Sample:
 
 
 def _preference(samples: Sequence[Sample], teacher: str) -> list[Check]:
-    """Compare the teacher's preference with the rewards of those samples of the step that have one already."""
+    """Compare the teacher's preference with the known rewards of the step's samples."""
     rewarded = [
         e
         for e in samples
@@ -204,13 +204,13 @@ def _preference(samples: Sequence[Sample], teacher: str) -> list[Check]:
 
 
 def _size_of(student: ModelInfo, teacher: ModelInfo) -> Check:
-    """Return layers and parameters by the files of the models, with hints that the teacher lost layers."""
+    """Return layers and parameters from the models' files, with hints at lost layers of the teacher."""
     window_layers = read_json(teacher.path / "config.json").get(WINDOW_LAYERS)
     hints = list(lost_layer_hints(teacher.path, teacher.layers, teacher.parameters, window_layers))
     sizes = [f"{one.layers} layers {_counted(one.parameters)}" for one in (teacher, student)]
-    meaning = "layers and parameters; a model that has lost its last layers is a whole model, and a weaker teacher"
+    meaning = "layers and parameters; a model without its last layers is valid, and a weaker teacher"
     if hints:
-        meaning = f"{'; '.join(hints)}: if it has lost layers, get the whole model"
+        meaning = f"{'; '.join(hints)}: if it has lost layers, download the complete model"
     return Check("size", f"{sizes[0]}; student {sizes[1]}", "warning" if hints else "ok", meaning)
 
 
@@ -255,11 +255,11 @@ def _kinds(texts: Sequence[Sample], special: frozenset[int], first: int | None) 
 
 
 def _tokens(student: ModelInfo, teacher: ModelInfo) -> list[Check]:
-    """Compare the tokens of student and teacher, by their files."""
+    """Compare the tokens of student and teacher from their files."""
     found = compare_tokenizers(student.path, teacher.path)
     ids = f"{found.only_student} only in the student, {found.only_other} only in the teacher"
     same = (
-        "every token that the student writes is the same to the teacher; the models have"
+        "every token id of the student is the same token for the teacher; the models have"
         f" {student.vocab} and {teacher.vocab} rows, those without a token are padding"
     )
     differences = "; ".join(found.differences)
@@ -269,7 +269,7 @@ def _tokens(student: ModelInfo, teacher: ModelInfo) -> list[Check]:
             "templates, special tokens",
             f"{len(found.differences)} of them differ" if differences else "the same",
             "warning" if differences else "ok",
-            f"{differences}; the run uses the student's, which the teacher may not know"
+            f"{differences}; the run uses the student's, which the teacher was perhaps not trained with"
             if differences
             else "chat template, special tokens and end of answers",
         ),

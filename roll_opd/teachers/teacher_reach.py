@@ -1,8 +1,8 @@
-"""The reach of a teacher's context: a change of early text has to change the log-probs of all later tokens.
+"""The reach of a teacher's context: a change of early text must change the log-probs of all later tokens.
 
-A teacher whose context is truncated computes plausible log-probs. It gives itself away by log-probs that stay the same,
-to the last bit, when text beyond its context changes. Both readings have the same lengths, so that they are computed
-in the same micro-batches and shapes: rounding makes no difference between them, and noise could only hide a fault.
+A teacher whose context is truncated computes plausible log-probs. They do not change, to the last bit, if text beyond
+its context changes. Both texts have the same length, and so the same micro-batches and shapes: rounding causes no
+difference, and noise could only hide a fault.
 
 Legend: T tokens of a text, N scored tokens of it, K tokens of a top-k.
 """
@@ -14,10 +14,10 @@ import numpy as np
 
 from roll_opd.teachers.teacher_checks import Check, Verdict
 
-PARTS = 8  # of a text; one is changed
+PARTS = 8  # parts of a text; one is changed
 SMALLEST = 1e-6  # nats; smaller differences count as equal
-SHORT = 16  # tokens: texts that go on for fewer after the change say nothing about a context
-FAR = 0.8  # share of the tested distance over which a change must show
+SHORT = 16  # tokens: texts with fewer tokens after the change give no verdict
+FAR = 0.8  # share of the tested distance at which a change must have an effect
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Change:
 
     tokens: np.ndarray  # int64 [T]
     end: int  # the first token after the part
-    differs: bool = True  # the part reads otherwise in reverse
+    differs: bool = True  # the reversed part must differ
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Reach:
 
 
 def changes(texts: Sequence[np.ndarray]) -> list[Change]:
-    """Return each text with one of its `PARTS` parts reversed: of the first text the first part, and so on.
+    """Return each text with one of its `PARTS` parts reversed: the first part of the first text, and so on.
 
     The last part is never changed: nothing follows it.
     """
@@ -63,14 +63,14 @@ def difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def reach(differences: np.ndarray, first: int, end: int) -> Reach:
-    """Return how far after `end` a change shows in `differences` [N], of the tokens from number `first` on."""
+    """Return the distance from `end` to the last change in `differences` [N] of the tokens from number `first` on."""
     distances = first + np.arange(len(differences)) - end
     seen = distances[~(differences <= SMALLEST) & (distances >= 0)]
     return Reach(int(seen.max(initial=0)), int(distances.max(initial=0)))
 
 
 def reach_check(found: Sequence[Reach]) -> Check:
-    """Return the verdict on the changes of several texts: failed if two fall short, or the farthest."""
+    """Return the verdict on the changes of several texts: failed if two, or the farthest one, have no late effect."""
     farthest = max(found, key=lambda one: one.tested)
     short = [one for one in found if one.falls_short]
     verdict: Verdict = "warning" if short else "ok"
@@ -84,5 +84,5 @@ def reach_check(found: Sequence[Reach]) -> Check:
         f"{value}; {len(short)} of {len(found)} changes not seen",
         verdict,
         "changes of earlier text leave the teacher's log-probs the same to the last bit: its context is truncated, by a"
-        " window of attention, a limit on its length, or a prompt that is cut before it reads it",
+        " window of attention, a limit on its length, or a truncated prompt",
     )

@@ -14,10 +14,10 @@ from roll_opd.teachers.scorer import TeacherAnswer, TokenSequence
 
 
 class TeacherView(Protocol):
-    """The two directions between a sample and a teacher."""
+    """Mapping from a sample to a teacher's sequence, and from the answer back to the sample."""
 
     def reads(self, sample: Sample) -> TokenSequence:
-        """Return the tokens that the teacher scores in place of the sample's."""
+        """Return the tokens that the teacher scores instead of the sample's."""
 
     def back(self, sample: Sample, answer: TeacherAnswer) -> TeacherAnswer:
         """Return the answer to `reads(sample)` with an entry for each response token of the student, [T-P]."""
@@ -40,7 +40,7 @@ class SameTokens:
         return np.concatenate([prompt, sample.response_tokens]), len(prompt)
 
     def back(self, sample: Sample, answer: TeacherAnswer) -> TeacherAnswer:
-        """Return `answer`. RunError if it has not one log-prob for each response token."""
+        """Return `answer`. RunError without exactly one log-prob for each response token."""
         if answer.logprobs.shape != (sample.response_length,):
             raise RunError(
                 f"teacher {self.teacher} returned log-probs of shape {answer.logprobs.shape} for sample {sample.id},"

@@ -135,7 +135,7 @@ def validation(metrics: Mapping[str, float]) -> str:
 
 LIVE_DELAY_S, LIVE_INTERVAL_S = 5.0, 1.0  # of a line that is updated in place
 JOIN_TIMEOUT_S = 1.0  # the status call may block for ever while Ray shuts down
-FIRST_LINE_S, MAX_INTERVAL_S = 15.0, 600.0  # of a step until its first line; between lines, which double
+FIRST_LINE_S, MAX_INTERVAL_S = 15.0, 600.0  # of a step until its first line; doubled up to
 
 
 class Count:
@@ -188,7 +188,7 @@ def show_progress(
     Args:
         status: returns the current status.
         line: prints a line; called at increasing intervals.
-        live: replaces the line it printed before; None on output that is no terminal.
+        live: replaces its previous line; None if the output is not a terminal.
     """
     done = threading.Event()
 

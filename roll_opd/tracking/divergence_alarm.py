@@ -1,8 +1,8 @@
 """Alarms for degrading runs: one warning each, with the numbers and the remedy.
 
 Lower entropy, shorter answers and more agreement with the teacher are normal in training, if the reward rises too; in a
-collapse it does not. Self-distillation often collapses after 100 to 200 steps (siyan-zhao/OPSD, issue 20). The other
-known failure of on-policy distillation are answers that grow up to the length limit (arXiv 2604.08527).
+collapse it does not. Self-distillation often collapses after 100 to 200 steps (siyan-zhao/OPSD, issue 20). Another
+known failure of on-policy distillation is answers that grow to the length limit (arXiv 2604.08527).
 
 Every alarm is a test: the change must be large, significant against the noise between steps (`significance`), and
 sustained over both halves of the last window.
@@ -76,7 +76,7 @@ class DivergenceAlarm:
     """Compares the last steps of a run with earlier ones; each alarm is returned once."""
 
     def __init__(self, *, is_itself: bool, remedies: Remedies | None = None) -> None:
-        """`is_itself`: a teacher shares the student's weights, so that agreement with it is no progress."""
+        """`is_itself`: a teacher shares the student's weights, so agreement with it is not progress."""
         self._is_itself, self._remedies = is_itself, remedies or Remedies()
         self._series = {name: _Series((name,)) for name in (ENTROPY, AGREEMENT, LENGTH)}
         self._rewards, self._truncated = _Series((REWARD,)), _Series((TRUNCATED, LENGTH))
@@ -158,8 +158,8 @@ class DivergenceAlarm:
         return (
             f"{TRUNCATED}: answers grow and more are truncated: {first:.0%} ended at response_length around"
             f" step {start + window // 2 + 1}, now {truncated.last[0]:.0%}; their mean length went from"
-            f" {length.first[0]:.3g} to {length.last[0]:.3g} tokens. A truncated answer has no end to learn, and often"
-            f" repeats itself (see samples.jsonl); {self._remedies.against_length()}"
+            f" {length.first[0]:.3g} to {length.last[0]:.3g} tokens. Truncated answers have no end token and often "
+            f"repeat themselves (see samples.jsonl); {self._remedies.against_length()}"
         )
 
     def _reward_shift(self) -> Shift | None:
@@ -189,8 +189,8 @@ _COLLAPSED = {
         f" nats per token{reward}: it has collapsed onto a few answers"
     ),
     LENGTH: lambda change, reward: (
-        f"responses had {change.first[0]:.3g} tokens and have {change.last[0]:.3g}{reward}: the student learns a style"
-        " instead of the task (see samples.jsonl)"
+        f"responses had {change.first[0]:.3g} tokens and have {change.last[0]:.3g}{reward}: the student adopts a style "
+        "instead of the task (see samples.jsonl)"
     ),
     AGREEMENT: lambda change, reward: (
         f"student and teacher shared {change.first[0]:.3g} of their probability and share"

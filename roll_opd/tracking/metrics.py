@@ -23,7 +23,7 @@ REDUCTIONS: dict[str, Callable[[np.ndarray], float]] = {
     "p95": lambda values: float(np.percentile(values, PERCENTS["p95"])),
 }
 
-GRADED = "val/reward/max"  # present if some reward is neither 0 nor 1, so that the mean reward is no accuracy
+GRADED = "val/reward/max"  # present if some reward is neither 0 nor 1, so that the mean reward is not an accuracy
 RIGHT = 1.0  # least reward of a correct answer: rule rewards are 1 for correct and 0 for wrong
 LOG_RATIO_LIMIT = 10.0  # bounds the weight of a single token in the mean `opd/prob_ratio`
 

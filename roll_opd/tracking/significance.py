@@ -26,9 +26,9 @@ VALLEY_ERRORS = 3.2  # standard errors of a fall with a recovery that is no nois
 EVIDENCE, EVIDENCE_PER_DOUBLING = 2.5, 0.5  # log likelihood ratio at `FIRST_STEP`, and more per doubling of the steps
 STANDARD_ERRORS = 4.4  # of a shift; with the two below, 0.3 % of runs without a change reach it, at 30 to 500 steps
 FEW_STEPS = 6.0  # the threshold of a short run is larger by this share over T: its noise is estimated from few steps
-MORE_TESTS, TESTS_FROM = 0.06, 100  # larger by this share with every doubling of the steps from here on: more tests
+MORE_TESTS, TESTS_FROM = 0.06, 100  # larger by this share per doubling of the steps from here on: more tests
 BLOCK_SHARE, SHORTEST_BLOCK, LONGEST_BLOCK = 1 / 20, 4, 25  # steps of the blocks that show correlated noise
-BLOCKS = 15  # of a series that is searched for it: shorter ones are mostly turns and jumps
+BLOCKS = 15  # minimum length of a series for that: shorter ones are mostly turns and jumps
 KEPT, KEPT_MEAN = 0.65, 0.259  # share of the smallest squares, and their mean, of a chi-squared of 1 degree
 BY_CHANCE = 5.0  # times sqrt(block / T): ratio of variances above 1 that 2.5 % of white series exceed
 LONGER_CORRELATION = 1.3  # times the variance found in blocks: correlation reaches beyond a block
@@ -91,11 +91,11 @@ def _lag_variance(values: np.ndarray, lag: int) -> np.ndarray:
 def lost_gain(values: np.ndarray, stderr2: np.ndarray | None = None) -> Lost:
     """Test the series [R, T] for a significant gain and a later loss of at least the share `LOST` of it.
 
-    A fall is the mean of a best window minus the mean of all steps behind it, level or weighted by 1, 2, ... for a
-    fall that continues. Its expectation is positive for no curve that only rises. The evidence is the mean, over
+    A fall is the mean of a best window minus the mean of all later steps, level or weighted by 1, 2, ... for a
+    fall that continues. For a rising curve its expectation is not positive. The evidence is the mean, over
     windows and weights, of the likelihood ratio exp(PRIOR z^2 / 2) of a fall of z standard errors with a normal prior
-    of its size (up to a factor: Wakefield 2009). Falls count with a significant gain, if both halves of the last
-    window lie below the best one, and if they exceed every earlier fall that the run recovered from.
+    of its size (up to a factor: Wakefield 2009). Falls are counted only after a significant gain, if both halves of the
+    last window lie below the best one, and if they exceed every earlier fall that the run recovered from.
     """
     steps = values.shape[1]
     sums, variance_R = _sums(values), step_variance(values, stderr2)

@@ -22,8 +22,8 @@ def throughput_metrics(row: Mapping[str, float]) -> dict[str, float]:
 def memory_metrics() -> dict[str, float]:
     """Return `system/memory_gib` of this process and its descendants, and `system/device_memory_gib`.
 
-    The first is resident private memory. The second is the used memory of the fullest device, over all its users; it
-    is missing without a GPU.
+    The first value is resident private memory. The second is the used memory of the fullest device, by all processes;
+    it is missing without a GPU.
     """
     here = psutil.Process()
     own = sum(map(_private_bytes, (here, *here.children(recursive=True))))

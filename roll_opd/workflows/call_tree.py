@@ -1,9 +1,9 @@
 """Tree of a run's model calls: a continued conversation reuses the sampled tokens and never re-tokenizes them.
 
 A request whose text starts with the full text of an earlier call, prompt and response, continues that call: its
-tokens are kept and only the new text is tokenized. A response that returns among the messages is rendered as it was
-sampled, even if a client re-serialized it (for example a parsed tool call). If a template renders earlier turns
-differently (a stripped thought, another system prompt), a new branch starts.
+tokens are kept and only the new text is tokenized. A response in later messages is rendered with its sampled text, even
+if a client re-serialized it (for example a parsed tool call). If a template renders earlier turns differently (a
+stripped thought, another system prompt), a new branch starts.
 
 Legend: T tokens of a call, P tokens of its prompt.
 """
@@ -38,7 +38,7 @@ class Call:
     answer: Callable[[], Mapping[str, Any]]  # the response as an assistant message
     parent: "Call | None" = None  # the call that this one continues
 
-    # computed on demand: single-turn calls, which are most, never need these
+    # computed on demand: most calls are single-turn and never need these
 
     @cached_property
     def text(self) -> str:

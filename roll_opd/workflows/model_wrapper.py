@@ -282,7 +282,7 @@ class ModelWrapper(ModelClients):
         continues: bool = False,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Render a conversation with the chat template, with earlier responses as they were sampled.
+        """Render a conversation with the chat template, with the sampled text of earlier responses.
 
         Raises ValueError if the template drops a message, a tool or a call.
         """

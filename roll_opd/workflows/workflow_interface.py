@@ -79,7 +79,7 @@ class Workflow:
     """Base class of workflows: call the model for one task and return experiences. Implement `run`.
 
     Flags of the class: `can_reset` (one instance serves many tasks; implement `reset`), `can_repeat` (one call makes
-    all runs at a task; implement `set_repeat_times`, and give each experience its `eid.run`), `is_async` (implement
+    all runs of a task; implement `set_repeat_times`, and give each experience its `eid.run`), `is_async` (implement
     `run_async` in place of `run`).
     """
 
@@ -115,7 +115,7 @@ class Workflow:
 
     @property
     def repeatable(self) -> bool:
-        """Whether one call makes all runs at a task."""
+        """Whether one call makes all runs of a task."""
         return type(self).can_repeat
 
     @property

@@ -82,7 +82,7 @@ def test_a_loss_of_ones_own_may_read_them_too(
     [
         (
             {"demonstrations": ...},
-            "demonstrations: is missing; policy loss mix learns a share of each batch (expert_data_ratio 0.5)",
+            "demonstrations: is missing; policy loss mix trains on a share of each batch (expert_data_ratio 0.5)",
         ),
         ({"demonstrations": {}}, "demonstrations.data_args.file_name: is missing"),
         (
@@ -90,7 +90,7 @@ def test_a_loss_of_ones_own_may_read_them_too(
             "demonstrations.data_args.file_name: no file 'nowhere.jsonl'",
         ),
         ({"demonstrations.data_arg": {}}, "demonstrations.data_arg: unknown key; did you mean 'data_args'?"),
-        ({"algorithm_type": "grpo"}, "demonstrations: is written, but policy loss ppo learns nothing from it"),
+        ({"algorithm_type": "grpo"}, "demonstrations: is written, but policy loss ppo does not use it"),
         ({"algorithm_type": "grpo", "expert_data_ratio": 0.5}, "policy loss ppo would treat demonstrations as"),
         ({"expert_data_ratio": 0}, "with expert_data_ratio 0 one of them is empty; choose a ratio between 0 and 1"),
         ({"expert_data_ratio": 1}, "with expert_data_ratio 1 one of them is empty; choose a ratio between 0 and 1"),

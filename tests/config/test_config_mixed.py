@@ -166,15 +166,15 @@ LENGTH = {"length_penalty": {"coef": 0.1}}
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"opd_kl_coef": 0}, "(as opd_kl_coef 0 does what the teachers teach), and nothing else teaches"),
-        ({"use_opd": ..., "teacher": ...}, "0 takes away what the rewards teach, and nothing else teaches"),
+        ({"opd_kl_coef": 0}, "(as opd_kl_coef 0 removes the teachers' part), and nothing else teaches"),
+        ({"use_opd": ..., "teacher": ...}, "0 removes the rewards' part of the loss, and nothing else teaches"),
     ],
 )
 def test_a_run_whose_signals_all_have_no_weight_is_refused(
     mixed: dict[str, Any], problems: Problems, plan: Plan, keys: dict[str, Any], told: str
 ) -> None:
     (found,) = problems({**UNPAID, **keys}, pure=False)
-    assert found.startswith("rewards.math_rule.weight: 0 takes away") and told in found
+    assert found.startswith("rewards.math_rule.weight: 0 removes") and told in found
     plan({"rewards.math_rule.weight": -1}, pure=False)
 
 
@@ -198,7 +198,7 @@ def test_one_signal_with_a_weight_is_enough(mixed: dict[str, Any], signal: dict[
 def test_a_kl_without_a_coefficient_is_no_signal(mixed: dict[str, Any], problems: Problems) -> None:
     keys = {"reference": REFERENCE, "use_kl_loss": True, "add_token_level_kl": True, "init_kl_coef": 0}
     (found,) = problems({**UNPAID, "opd_kl_coef": 0, **keys}, pure=False)
-    assert found.startswith("rewards.math_rule.weight: 0 takes away")
+    assert found.startswith("rewards.math_rule.weight: 0 removes")
 
 
 def test_query_and_response_filters_are_read(mixed: dict[str, Any], plan: Plan, problems: Problems) -> None:
@@ -248,7 +248,7 @@ def test_rollout_control(mixed: dict[str, Any], plan: Plan) -> None:
 
 def test_a_bound_on_how_old_samples_are_is_kept_by_making_them_now(mixed: dict[str, Any], plan: Plan) -> None:
     (warning,) = (text for text in plan({"async_generation_ratio": 1}, pure=False).warnings if "async" in text)
-    assert warning.startswith("async_generation_ratio: 1 lets generation run ahead of training; here it never does")
+    assert warning.startswith("async_generation_ratio: 1 lets generation run ahead of training, which is not")
 
 
 @pytest.mark.parametrize(
@@ -293,10 +293,10 @@ def test_planned_but_not_available_yet(
         ({"kl_penalty": "k9"}, "kl_penalty: should be 'kl', 'k1'"),
         ({"gamma": 1.5}, "gamma: should be less than or equal to 1"),
         ({"reward_clip": 0}, "reward_clip: should be greater than 0"),
-        ({"rewards.math_rule.judge_model_type": "inference"}, "math_rule asks no judge"),
+        ({"rewards.math_rule.judge_model_type": "inference"}, "math_rule uses no judge"),
         (
             {"rewards.math_rule.terms": {"j": {"worker_cls": "llm_judge", "judge_model_type": "inference"}}},
-            "rewards.math_rule.terms.j.judge_model_type: a term has no engines",
+            "rewards.math_rule.terms.j.judge_model_type: a term cannot have its own engines",
         ),
         (
             {"rewards.judge": {"worker_cls": "llm_judge", "args": {"judge_model_type": "inference"}}},

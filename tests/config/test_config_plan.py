@@ -224,7 +224,7 @@ def test_routes_are_returned_and_replayed(plan: Plan, root: Any) -> None:
     ("changes", "said"),
     [
         (REPLAY, "student has no experts to which tokens are sent"),
-        ({"student_train.router_replay.mode": "R3"}, "is R3, student_infer.router_replay.mode disable: what one"),
+        ({"student_train.router_replay.mode": "R3"}, "is R3, student_infer.router_replay.mode disable: one records"),
         ({"teacher.router_replay.mode": "R3"}, "only the sampling student has routes"),
         ({"student_train.router_replay.mode": "R2"}, "student_train.router_replay.mode"),
         (REPLAY | {"workflow": "single_turn"}, "routes of workflows and environments are not recorded yet"),
@@ -288,7 +288,7 @@ def test_an_engine_may_cut_sequences(plan: Plan) -> None:
     run = plan({key: 79})
     assert run.rollout.max_model_len == 79
     [warning] = run.warnings
-    assert warning.startswith(f"{key}: cuts sequences of up to 80 tokens at 79, as in ROLL: a response has what its")
+    assert warning.startswith(f"{key}: cuts sequences of up to 80 tokens at 79, as in ROLL: the prompt limits")
 
 
 def test_mode_follows_the_entry_and_the_configuration(plan: Plan, values: dict[str, Any]) -> None:

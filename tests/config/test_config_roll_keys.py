@@ -162,14 +162,14 @@ def test_masks_that_leave_nothing_or_have_nothing_to_go_by(rl: dict[str, Any], p
 def test_a_mask_by_rewards_needs_them_in_pure_distillation(plan: Plan, problems: Problems) -> None:
     assert plan({"difficulty_mask": True, "max_len_mask": True}).update_reads_rewards
     assert not plan({"difficulty_mask": ...}).update_reads_rewards
-    assert "error_max_len_clip: true decides by rewards" in problems({"error_max_len_clip": True, "rewards": ...})[0]
+    assert "error_max_len_clip: true needs rewards" in problems({"error_max_len_clip": True, "rewards": ...})[0]
 
 
 @pytest.mark.parametrize(
     ("written", "said"),
     [
         ({"whiten_advantages": True}, "whiten_advantages: true has no effect in pure distillation"),
-        ({"kl_penalty": "mse"}, "kl_penalty: mse is not taken of the teachers"),
+        ({"kl_penalty": "mse"}, "kl_penalty: mse is not applied to the teachers"),
         ({"opsd_mode": True}, "opsd_mode: true has no effect, as in ROLL, which does not read it"),
         ({"use_topr_loss": True}, "use_topr_loss: true has no effect, as in ROLL"),
         ({"postive_loss_coef": 0.5}, "postive_loss_coef: 0.5 has no effect, as in ROLL"),
@@ -178,7 +178,7 @@ def test_a_mask_by_rewards_needs_them_in_pure_distillation(plan: Plan, problems:
         ({"student_train.mtp_training_mode": "joint"}, "mtp_training_mode: joint has no effect: layers of"),
         ({"student_train.training_args.learning_rate": 0}, "learning_rate: 0 changes no weights"),
         ({"student_train.training_args.learning_rate": "1e-400"}, "learning_rate: 0 changes no weights"),
-        ({"rl_loss_coef": 0}, "rl_loss_coef: 0 takes the policy loss away"),
+        ({"rl_loss_coef": 0}, "rl_loss_coef: 0 removes the policy loss"),
     ],
 )
 def test_what_changes_learning_is_told_by_itself(plan: Plan, written: dict[str, Any], said: str) -> None:

@@ -94,7 +94,7 @@ def test_a_lagged_teacher_without_a_hint_is_a_part_of_mixed_mode(plan: Plan, roo
         ({**HINT, "teacher.prompt_length": 4000}, "more than the positions of its model"),
         ({"teacher.follows_student.ema_decay": 1.0}, "teacher.follows_student.ema_decay: should be less than 1"),
         ({"teacher.follows_student.update_interval": 0}, "teacher.follows_student.update_interval"),
-        ({**HINT, "teacher.follows_student.update_interval": 2}, "the teacher begins with the student's weights"),
+        ({**HINT, "teacher.follows_student.update_interval": 2}, "the teacher starts with the student's weights"),
         ({"student_train.hint": "x"}, "student_train.hint"),
         ({"hint": "x"}, "it is one of a teacher"),
     ],
@@ -105,7 +105,7 @@ def test_teachers_that_cannot_follow_are_refused(problems: Problems, changes: di
 
 
 @pytest.mark.parametrize(
-    ("keys", "reason"), [({}, "every reverse KL is 0"), ({"ema_decay": 0.9}, "knows nothing that the student does not")]
+    ("keys", "reason"), [({}, "every reverse KL is 0"), ({"ema_decay": 0.9}, "has no further information")]
 )
 def test_a_follower_that_knows_nothing_more(problems: Problems, root: Path, keys: dict, reason: str) -> None:
     (problem,) = problems(follows(root, **keys))

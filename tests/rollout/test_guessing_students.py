@@ -50,16 +50,16 @@ def verdict(student: float, teacher: float, text: str = "samples") -> tuple[str,
 def test_what_samples_of_a_guessing_student_say(student: float, teacher: float, wanted: str) -> None:
     found, meaning = verdict(student, teacher)
     assert found == wanted
-    assert ("than a guess (-ln V), so that a sound teacher and a wrong one" in meaning) == (wanted == "warning")
+    assert ("a uniform distribution (-ln V), so that a sound and a wrong" in meaning) == (wanted == "warning")
 
 
 @pytest.mark.parametrize("text", ["prompts", "answers"])
 @pytest.mark.parametrize(
     ("student", "teacher", "wanted"),
     [
-        (-9.12, -13.8, "not judged: the student itself is no better than a guess (-ln V)"),
-        (-9.12, -9.0, "not judged: the student itself is no better than a guess (-ln V)"),
-        (-4.3, -17.0, "not judged: the student itself is no better than a guess (-ln V)"),
+        (-9.12, -13.8, "not judged: the student is no better than a uniform distribution (-ln V)"),
+        (-9.12, -9.0, "not judged: the student is no better than a uniform distribution (-ln V)"),
+        (-4.3, -17.0, "not judged: the student is no better than a uniform distribution (-ln V)"),
         (-0.2, -0.9, "nats a token; a sound teacher is at most 1.5 below the student"),
     ],
 )

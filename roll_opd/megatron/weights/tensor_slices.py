@@ -1,6 +1,6 @@
 """Slicing of Hugging Face tensors over tensor ranks: their order in a Megatron parameter, and the inverse.
 
-Reading reads only this rank's part.
+Only this rank's part is read.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class SliceSource(Protocol):
 
 @dataclass(frozen=True)
 class SliceSizes:
-    """What a slicing needs to know of a model."""
+    """Sizes of a model for slicings."""
 
     heads: int
     kv_heads: int

@@ -22,7 +22,7 @@ DIGITS = 9  # compared between duplicates, which may differ in summation order
 
 
 class ChartedMetrics:
-    """Withholds a metric while it has its default value or equals an earlier metric; then returns all its points."""
+    """Holds back a metric while it has its default value or equals an earlier one; then returns all its points."""
 
     def __init__(self) -> None:
         self._shown: set[str] = set()

@@ -216,8 +216,8 @@ class AsyncMathBoxedWorkflow(_Boxed, AsyncSimpleWorkflow):
 class OnPolicyDistillWorkflow(AsyncSimpleWorkflow):
     """Sample an answer to the row's prompt, to be scored by the configuration's teachers.
 
-    A subclass's `compute_reward` gives the reward, as in Trinity-RFT. Pure distillation records it and does not learn
-    from it.
+    A subclass's `compute_reward` gives the reward, as in Trinity-RFT. Pure distillation records it without training on
+    it.
     """
 
     def reset(self, task: Task) -> None:
