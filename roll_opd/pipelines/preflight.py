@@ -159,7 +159,7 @@ def emulated_bf16(plan: RunPlan, cpu: Mapping[str, Any]) -> str | None:
 def package_problems() -> list[str]:
     """Return why installed packages break the import of models or engines, if they do.
 
-    If every process is this one or a fork of its server, the breaking packages are hidden instead.
+    If all processes are this one and forks of its server, these packages are hidden instead.
     """
     broken = broken_companions()
     hide(broken)

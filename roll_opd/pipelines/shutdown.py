@@ -39,7 +39,7 @@ class Ending:
 
     @contextmanager
     def before_the_loop(self) -> Iterator[None]:
-        """Handle SIGTERM inside the block, apart from the time of `of_the_loop`; Ctrl-C until `start_up_is_over`."""
+        """Handle SIGTERM inside the block, except during `of_the_loop`, and Ctrl-C until `start_up_is_over`."""
         if threading.current_thread() is not threading.main_thread():  # Python handles signals only there
             yield
             return

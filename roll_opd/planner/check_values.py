@@ -255,7 +255,7 @@ def rows_per_step(top: Supervised, train: Role) -> tuple[int, int]:
 def _fitting(sequences: int, share: int) -> str:
     """Return the advice: gradient_accumulation_steps that fit, or another key to change."""
     if sequences % share:
-        return f"make the sequences a step a multiple of {share}, or change device_mapping"
+        return f"make the sequences per step a multiple of {share}, or change device_mapping"
     steps = sequences // share
     divisors = [str(step) for step in range(1, steps + 1) if steps % step == 0]
     return f"gradient_accumulation_steps could be {', '.join(divisors[-6:])}"
