@@ -159,7 +159,7 @@ def _growing_mean(values: np.ndarray, sums: np.ndarray, ends_M: np.ndarray) -> n
 
 
 def _normal(fall: np.ndarray, squared: np.ndarray, steps: int) -> np.ndarray:
-    """Return the squared fall in standard errors, as of a normal: the likelihood ratio of Student's t."""
+    """Return the squared z-score of a fall with the likelihood ratio of its Student's t statistic."""
     freedom = FREEDOM * steps
     return freedom * np.log1p(np.maximum(fall, 0) ** 2 / squared / freedom)
 

@@ -141,5 +141,5 @@ def init_info_of(init_info: Mapping[str, Any], number: int, ranks: int) -> dict[
 
 
 def buffer_size(metadata: Sequence[ParamMeta]) -> int:
-    """Return the size in bytes of a buffer that fits each of the tensors."""
+    """Return the size of a buffer in bytes: `BUFFER_BYTES`, or that of the largest tensor."""
     return max(BUFFER_BYTES, *(math.prod(m.shape) * m.dtype.itemsize for m in metadata))
