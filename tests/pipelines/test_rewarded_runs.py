@@ -129,7 +129,7 @@ def test_terminated_in_a_step_and_resumed_equals_uninterrupted(
     assert ended.code == 143 and not watcher.is_alive()
     assert [path.name for path in (ended.path / "checkpoints").iterdir()] == ["step_2"]
     said = capsys.readouterr().err
-    assert "ended by SIGTERM after step 2; go on after step 2 with resume_from_checkpoint=true" in said
+    assert "ended by SIGTERM after step 2; resume after step 2 with resume_from_checkpoint=true" in said
     resumed = stage.run(*settings, "resume_from_checkpoint=true", config=WITH_TEACHER, name="terminated")
     assert resumed.code == 0 and resumed.path == ended.path
     assert resumed.rows("prompts.jsonl") == mixed.rows("prompts.jsonl")

@@ -45,7 +45,7 @@ def test_sigterm_lets_the_step_end() -> None:
         done.append(it.is_asked_for)
         raise it.saved(7)
 
-    with pytest.raises(Terminated, match=r"after step 7; go on after step 4 with resume_from_checkpoint=true .*step_4"):
+    with pytest.raises(Terminated, match=r"after step 7; resume after step 4 with resume_from_checkpoint=true .*step_4"):
         run(it, steps)
     assert done == [True]
 
@@ -83,7 +83,7 @@ def test_a_cancellation_that_is_no_signal_stays_one() -> None:
 
 def test_an_interruption_says_how_to_go_on() -> None:
     assert str(ending().interrupted()) == (
-        "interrupted; go on after step 4 with resume_from_checkpoint=true (runs/a/step_4)"
+        "interrupted; resume after step 4 with resume_from_checkpoint=true (runs/a/step_4)"
     )
 
 
