@@ -45,7 +45,9 @@ def test_sigterm_lets_the_step_end() -> None:
         done.append(it.is_asked_for)
         raise it.saved(7)
 
-    with pytest.raises(Terminated, match=r"after step 7; resume after step 4 with resume_from_checkpoint=true .*step_4"):
+    with pytest.raises(
+        Terminated, match=r"after step 7; resume after step 4 with resume_from_checkpoint=true .*step_4"
+    ):
         run(it, steps)
     assert done == [True]
 
