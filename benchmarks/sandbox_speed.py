@@ -13,7 +13,7 @@ from pathlib import Path
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.rewards.builtin.code_sandbox import CodeSandbox
-from roll_opd.rewards.reward_interface import RewardSample, Score
+from roll_opd.rewards.interface import RewardSample, Score
 
 # programs that read a number; the second of each pair is wrong for some number below 5
 PROGRAMS = (

@@ -21,7 +21,7 @@ from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.completion import Completion
 from roll_opd.pipelines import start_roles
 from roll_opd.pipelines.run_logger import RunLogger
-from roll_opd.rewards.reward_interface import Score, Scored
+from roll_opd.rewards.interface import Score, Scored
 from roll_opd.samples import transport
 from roll_opd.samples.sharding import Packing, TrainResult
 from roll_opd.samples.transport import Compact

@@ -78,7 +78,7 @@ TORCH_FREE = (
     "roll_opd.config.compose",
     "roll_opd.config.plan",
     "roll_opd.config.schema",
-    "roll_opd.rewards.reward_interface",
+    "roll_opd.rewards.interface",
     "roll_opd.environments",
     "roll_opd.commands.main",
 )

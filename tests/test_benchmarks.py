@@ -10,7 +10,7 @@ import pytest
 
 from roll_opd.actors.engine_actor import RolloutWorker
 from roll_opd.actors.reward_actor import RewardWorker
-from roll_opd.rewards.reward_interface import RewardSample
+from roll_opd.rewards.interface import RewardSample
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

@@ -81,7 +81,7 @@ from roll_opd.algorithms.registry import advantage, policy_loss
 from roll_opd.algorithms.advantages.batch import RewardBatch
 from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.planner.build import load_plan
-from roll_opd.rewards.reward_interface import RewardSample
+from roll_opd.rewards.interface import RewardSample
 from roll_opd.rewards.reward_registry import resolve
 from roll_opd.tracking.trackers import find
 

@@ -18,8 +18,8 @@ from roll_opd.actors.sampler import Request
 from roll_opd.cluster.batched_calls import Answers, coalesced
 from roll_opd.config.plan import RewardPlan, RolloutPlan
 from roll_opd.data.templates import load_tokenizer, token_ids
+from roll_opd.rewards.interface import RewardError, RewardSample, Scored
 from roll_opd.rewards.reward_caller import Caller, weighted
-from roll_opd.rewards.reward_interface import RewardError, RewardSample, Scored
 from roll_opd.rewards.reward_registry import resolve
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.transport import Compact

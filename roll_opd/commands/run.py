@@ -47,7 +47,7 @@ from roll_opd.inference.process_cleanup import die_with_parent
 from roll_opd.models.model_info import ModelFilesError
 from roll_opd.pipelines.checkpoints import CheckpointError
 from roll_opd.planner.build import load_plan
-from roll_opd.rewards.reward_interface import RewardError
+from roll_opd.rewards.interface import RewardError
 from roll_opd.tracking.stdout_tee import tee_output
 from roll_opd.tracking.trackers import TrackerError
 from roll_opd.workflows.workflow_experience import WorkflowError

@@ -106,6 +106,10 @@ class Diagnostics:
             key = key.rpartition(".")[0]
         return ""
 
+    def is_override(self, key: str) -> bool:
+        """Return whether `key` was written on the command line."""
+        return self.origins.get(self.at(key)) == "command line"
+
     def _add(self, sentences: list[str], key: str, text: str) -> None:
         sentence = f"{self.at(key)}: {text}{self.where(key)}"
         if sentence not in sentences:

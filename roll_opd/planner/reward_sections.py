@@ -13,7 +13,7 @@ from roll_opd.config.roll_keys import DOTTED, REWARD_CLASSES_OF_ROLL, REWARD_KEY
 from roll_opd.config.schema import Filter, Reward, RewardKeys, Term, changed, shared
 from roll_opd.planner.read import LOCAL_JUDGE, SHARED_JUDGE
 from roll_opd.planner.row_plans import shared_tags
-from roll_opd.rewards.reward_interface import RewardError
+from roll_opd.rewards.interface import RewardError
 from roll_opd.rewards.reward_registry import REWARDS, RewardFacts, check, reward_arguments
 from roll_opd.tracking.secrets import is_secret
 

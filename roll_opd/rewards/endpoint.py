@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from roll_opd.rewards.reward_interface import RewardError
+from roll_opd.rewards.interface import RewardError
 
 if TYPE_CHECKING:
     import httpx  # lazy: importing takes 0.5 s, which planning does not need

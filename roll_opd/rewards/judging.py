@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.rewards.reward_interface import RewardError, RewardSample
+from roll_opd.rewards.interface import RewardError, RewardSample
 
 MAX_TEXT = 20_000  # only the last characters are searched
 WORDS = {"yes": True, "true": True, "correct": True, "no": False, "false": False, "incorrect": False}

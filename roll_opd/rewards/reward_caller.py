@@ -15,7 +15,7 @@ from typing import Any
 
 from roll_opd.base.failures import place_of
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.rewards.reward_interface import (
+from roll_opd.rewards.interface import (
     TIMEOUT,
     Failure,
     RewardError,

@@ -13,7 +13,7 @@ from typing import Any
 
 from roll_opd.base.registry import Registry, arguments
 from roll_opd.config.roll_keys import REWARD_CLASSES_OF_ROLL
-from roll_opd.rewards.reward_interface import RewardError, RewardFunction
+from roll_opd.rewards.interface import RewardError, RewardFunction
 
 
 @dataclass(frozen=True)

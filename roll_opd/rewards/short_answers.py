@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import regex
 
-from roll_opd.rewards.reward_interface import RewardError
+from roll_opd.rewards.interface import RewardError
 
 MAX_MARKS = 50  # last announcements searched; more are a loop
 REACH = 300  # characters searched after a mark or in a last line

@@ -11,7 +11,7 @@ from roll_opd.actors.sampler import Sampler
 from roll_opd.base.failures import RunError
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import RewardPlan
-from roll_opd.rewards.reward_interface import Failure, Score, Scored
+from roll_opd.rewards.interface import Failure, Score, Scored
 from roll_opd.roles.ray_worker import RayWorker
 from roll_opd.roles.resilient_pool import FailureLog, ResilientPool, WorkerLost
 from roll_opd.samples.sample import Sample, changed

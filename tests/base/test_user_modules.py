@@ -100,7 +100,7 @@ def test_a_plan_refuses_a_reward_that_a_run_could_not_call(demo: Path, worker: s
 @pytest.mark.parametrize(("name", "expected"), [("compute_score", [1.0, 0.0]), ("of_trl", [1.0, 1.0])])
 def test_the_adapter_of_another_signature_is_a_reward(demo: Path, name: str, expected: list[float]) -> None:
     """The code in the message, put into the module, is accepted and scores as the function does."""
-    from roll_opd.rewards.reward_interface import RewardSample
+    from roll_opd.rewards.interface import RewardSample
     from roll_opd.rewards.reward_registry import resolve
 
     module = demo / f"foreign_{name}.py"

@@ -1,5 +1,6 @@
 """Other names of keys: read as the key itself, former ones with a warning, and never beside it."""
 
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -76,10 +77,23 @@ def test_a_key_under_two_names_is_refused_with_both_places(
 ) -> None:
     section, value, _ = NAMES[name]
     key, is_former = CURRENT[name]
-    (problem,) = problems(changes | {path(section, key): value}, (f"{path(section, name)}={value}",))
+    (problem,) = problems(changes | {path(section, key): value, path(section, name): value}, ())
     kind = "the former" if is_former else "another"
     assert problem.startswith(f"{path(section, name)}: is {kind} name of {key}, which is written as well (run.yaml:")
-    assert problem.endswith("; remove one of the two (command line)")
+    assert re.search(r"; remove one of the two \(run.yaml:\d+\)$", problem)
+
+
+@each
+def test_an_override_replaces_the_value_of_the_file_under_either_name(
+    plan: Plan, name: str, changes: dict[str, Any]
+) -> None:
+    section, value, _ = NAMES[name]
+    key, _ = CURRENT[name]
+    other = not value if isinstance(value, bool) else value / 2 if isinstance(value, float) else value + 1
+    expected = plan(changes | {path(section, key): value})
+    former = plan({path(section, key): other}, (f"{path(section, name)}={value}",))
+    current = plan({path(section, key): ..., path(section, name): other}, (f"{path(section, key)}={value}",))
+    assert compared(former) == compared(current) == compared(expected)
 
 
 @each

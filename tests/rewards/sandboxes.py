@@ -10,7 +10,7 @@ import pytest
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.rewards.builtin.code_sandbox import CodeSandbox
-from roll_opd.rewards.reward_interface import RewardSample
+from roll_opd.rewards.interface import RewardSample
 
 REPOSITORY = str(Path(__file__).resolve().parents[2])
 

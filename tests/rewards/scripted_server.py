@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from roll_opd.rewards.reward_interface import Failure, RewardSample, Scored, read_scores
+from roll_opd.rewards.interface import Failure, RewardSample, Scored, read_scores
 
 STALL_SECONDS = 2.5
 BROKEN = {  # what the client must call it, by the script's name

@@ -27,7 +27,7 @@ from sandboxes import (
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.rewards.builtin.code_sandbox import CodeSandbox
-from roll_opd.rewards.reward_interface import Failure, RewardError, RewardSample, Score
+from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.reward_registry import resolve
 from roll_opd.rewards.sandbox.comparison import same_output
 from roll_opd.rewards.sandbox.response import program_of

@@ -11,7 +11,7 @@ from langdetect import detector_factory
 
 from roll_opd.rewards.instructions.functions import FUNCTIONS
 from roll_opd.rewards.instructions.rules import INSTRUCTIONS
-from roll_opd.rewards.reward_interface import RewardSample
+from roll_opd.rewards.interface import RewardSample
 from roll_opd.rewards.reward_registry import resolve
 from tests.cover import cover, tiered
 

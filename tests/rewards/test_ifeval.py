@@ -10,7 +10,7 @@ import pytest
 from roll_opd.rewards.builtin.ifeval import IFEval
 from roll_opd.rewards.instructions.functions import FUNCTIONS
 from roll_opd.rewards.instructions.rules import INSTRUCTIONS, count_capital_words, count_sentences, count_words
-from roll_opd.rewards.reward_interface import RewardError, RewardSample, Score
+from roll_opd.rewards.interface import RewardError, RewardSample, Score
 from roll_opd.rewards.reward_registry import resolve
 
 # instruction -> arguments, a text that follows it, and texts that do not

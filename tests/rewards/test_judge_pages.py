@@ -13,8 +13,8 @@ from scripted_server import ScriptedServer, scored
 from roll_opd.data.rows import parse_row
 from roll_opd.rewards.builtin.llm_judge import LLMJudge
 from roll_opd.rewards.builtin.remote import Remote, as_json, read_rewards
+from roll_opd.rewards.interface import RewardSample, Score
 from roll_opd.rewards.judging import JUDGE_PROMPTS, check_template, filled
-from roll_opd.rewards.reward_interface import RewardSample, Score
 from roll_opd.rewards.reward_registry import reward_arguments
 
 PAGES = Path(__file__).parents[2] / "docs" / "rewards"

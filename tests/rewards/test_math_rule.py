@@ -19,10 +19,10 @@ import pytest
 import yaml
 
 from roll_opd.rewards.builtin.math_rule import MathRule, is_right
+from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.mathematics import processes
 from roll_opd.rewards.mathematics.final_answer import final_answer
 from roll_opd.rewards.mathematics.notation import MAX_EXPRESSION, as_number, plain
-from roll_opd.rewards.reward_interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.reward_registry import resolve, reward_arguments
 from tests.cover import tiered
 

@@ -6,7 +6,7 @@ import pytest
 
 from roll_opd.rewards.builtin.multiple_choice import MultipleChoice
 from roll_opd.rewards.choices import chosen, options_of, right_choices
-from roll_opd.rewards.reward_interface import RewardError, RewardSample, Score
+from roll_opd.rewards.interface import RewardError, RewardSample, Score
 from roll_opd.rewards.reward_registry import resolve
 
 CITIES = {"A": "Rome", "B": "Paris", "C": "Both A and B", "D": "-5"}

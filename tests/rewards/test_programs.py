@@ -8,7 +8,7 @@ import pytest
 from sandboxes import IO, sample, values
 
 from roll_opd.rewards.builtin.code_sandbox import CodeSandbox
-from roll_opd.rewards.reward_interface import RewardError, Score
+from roll_opd.rewards.interface import RewardError, Score
 from roll_opd.rewards.sandbox.cases import called_by, read_cases
 from roll_opd.rewards.sandbox.comparison import same_output, same_value
 from roll_opd.rewards.sandbox.response import fenced_blocks, program_of

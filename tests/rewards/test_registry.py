@@ -11,7 +11,7 @@ import pytest
 
 from roll_opd.base.registry import argument_problems
 from roll_opd.rewards import builtin
-from roll_opd.rewards.reward_interface import Failure, RewardError, RewardFunction, RewardSample, Score, read_scores
+from roll_opd.rewards.interface import Failure, RewardError, RewardFunction, RewardSample, Score, read_scores
 from roll_opd.rewards.reward_registry import REWARDS, RewardFacts, register, resolve, reward_arguments
 
 SAMPLES = [RewardSample("a", "it is 5", "5", "t"), RewardSample("b", "it is 6", "5", "t")]

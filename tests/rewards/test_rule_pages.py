@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from roll_opd.data.rows import parse_row
-from roll_opd.rewards.reward_interface import RewardSample, read_scores
+from roll_opd.rewards.interface import RewardSample, read_scores
 from roll_opd.rewards.reward_registry import resolve, reward_arguments
 
 PAGES = Path(__file__).parents[2] / "docs" / "rewards"

@@ -27,7 +27,7 @@ from sandboxes import (
 )
 
 from roll_opd.rewards.builtin.code_sandbox import CodeSandbox
-from roll_opd.rewards.reward_interface import Score
+from roll_opd.rewards.interface import Score
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_cases_do_not_see_each_other(rewards) -> None:
 WORKER = """
 import sys, time
 from roll_opd.rewards.builtin.code_sandbox import CodeSandbox
-from roll_opd.rewards.reward_interface import RewardSample
+from roll_opd.rewards.interface import RewardSample
 reward = CodeSandbox(workers=1, wall_seconds=60.0, cpu_seconds=60, unsafe=sys.argv[1] == "unsafe")
 print("ready", flush=True)
 program = "import os, time\\nos.fork()\\nos.setsid() if os.getpid() != os.getsid(0) else 0\\ntime.sleep(60)"

@@ -5,7 +5,7 @@ import pytest
 
 from roll_opd.rewards.builtin.crossthinkqa import CrossThinkQA
 from roll_opd.rewards.builtin.general_rule import GeneralRule, f1
-from roll_opd.rewards.reward_interface import Failure, RewardError, RewardSample, Score
+from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.reward_registry import resolve
 from roll_opd.rewards.short_answers import SECONDS
 from roll_opd.samples.sample import Sample

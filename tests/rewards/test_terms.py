@@ -6,7 +6,7 @@ from test_short_answers import of_length
 
 from roll_opd.rewards.builtin.format import Format
 from roll_opd.rewards.builtin.length_penalty import LengthPenalty, overlong, shortness
-from roll_opd.rewards.reward_interface import Failure, RewardError, RewardSample, Score
+from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.reward_registry import resolve
 from roll_opd.rewards.short_answers import SECONDS
 

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from roll_opd.base.frozen import FrozenDict
+from roll_opd.rewards.interface import RewardError, RewardSample
 from roll_opd.rewards.judging import JUDGE_PROMPTS, YES_OR_NO, Verdict, by_json, by_pattern, check_template, filled
-from roll_opd.rewards.reward_interface import RewardError, RewardSample
 
 YES_NO = by_pattern(re.compile(YES_OR_NO), 0, 1)
 

@@ -79,7 +79,10 @@ def _current_names(section: type[Section], data: dict[str, Any], diag: Diagnosti
     found: dict[str, Any] = {}
     for name, value in data.items():
         current, is_former = names.get(name, (name, False))
-        if current != name and current in data:
+        others = {other for other in data if other != name and names.get(other, (other, False))[0] == current}
+        if not diag.is_override(name) and any(map(diag.is_override, others)):
+            continue  # an override replaces the value of the file, under whichever name
+        if current != name and current in data and diag.is_override(name) == diag.is_override(current):
             kind, place = "the former" if is_former else "another", diag.where(current)
             diag.error(name, f"is {kind} name of {current}, which is written as well{place}; remove one of the two")
             continue

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from roll_opd.rewards.reward_interface import Failure, RewardError, RewardSample, Score, number
+from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score, number
 from roll_opd.rewards.reward_registry import register
 from roll_opd.rewards.sandbox.bubblewrap import CaseLimits, SandboxError, files_of_packages
 from roll_opd.rewards.sandbox.cases import BadCases, called_by, needs_program, read_cases

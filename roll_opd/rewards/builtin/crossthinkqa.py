@@ -18,8 +18,8 @@ from roll_opd.rewards.builtin.length_penalty import response_tokens, shortness
 from roll_opd.rewards.builtin.math_rule import is_right
 from roll_opd.rewards.builtin.multiple_choice import choice_score
 from roll_opd.rewards.choices import is_choice, options_of
+from roll_opd.rewards.interface import RewardSample, Score, choice, number
 from roll_opd.rewards.mathematics.processes import Crashed, TimedOut
-from roll_opd.rewards.reward_interface import RewardSample, Score, choice, number
 from roll_opd.rewards.reward_registry import register
 
 RewardType = Literal["loose", "soft", "strict"]

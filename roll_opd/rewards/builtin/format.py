@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from roll_opd.rewards.reward_interface import TIMEOUT, Failure, RewardSample, Score
+from roll_opd.rewards.interface import TIMEOUT, Failure, RewardSample, Score
 from roll_opd.rewards.reward_registry import register
 from roll_opd.rewards.short_answers import PatternTimeout, compiled, matches
 

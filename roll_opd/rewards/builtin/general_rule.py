@@ -12,8 +12,8 @@ from typing import Literal, get_args
 
 from roll_opd.rewards import short_answers
 from roll_opd.rewards.builtin.multiple_choice import choice_score
+from roll_opd.rewards.interface import TIMEOUT, Failure, RewardError, RewardSample, Score, choice, number
 from roll_opd.rewards.mathematics.equality import number_in
-from roll_opd.rewards.reward_interface import TIMEOUT, Failure, RewardError, RewardSample, Score, choice, number
 from roll_opd.rewards.reward_registry import register
 from roll_opd.rewards.short_answers import PatternTimeout, compiled, matches
 

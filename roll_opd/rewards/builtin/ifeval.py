@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from roll_opd.rewards.instructions.functions import FUNCTIONS
 from roll_opd.rewards.instructions.rules import INSTRUCTIONS, Relation
-from roll_opd.rewards.reward_interface import RewardSample, Score, flag
+from roll_opd.rewards.interface import RewardSample, Score, flag
 from roll_opd.rewards.reward_registry import register
 from roll_opd.rewards.short_answers import after_thinking
 

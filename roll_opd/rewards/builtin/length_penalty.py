@@ -11,7 +11,7 @@ With L tokens in the response, DAPO's soft overlong punishment (arXiv 2503.14476
 
 from collections.abc import Sequence
 
-from roll_opd.rewards.reward_interface import RewardError, RewardSample, Score, number
+from roll_opd.rewards.interface import RewardError, RewardSample, Score, number
 from roll_opd.rewards.reward_registry import register
 
 SHORT, LONG_ENOUGH = 100, 400  # ROLL's term rises between these token counts

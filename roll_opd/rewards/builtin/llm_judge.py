@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from roll_opd.base.paths import find_path, places
 from roll_opd.rewards.endpoint import ChatEndpoint, Complete, GaveUp, Messages, RequestLimits
+from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score, Scored
 from roll_opd.rewards.judging import (
     JUDGE_PROMPTS,
     JudgePrompt,
@@ -26,7 +27,6 @@ from roll_opd.rewards.judging import (
     check_template,
     filled,
 )
-from roll_opd.rewards.reward_interface import Failure, RewardError, RewardSample, Score, Scored
 from roll_opd.rewards.reward_registry import register
 
 VERDICT_ATTEMPTS = 3

@@ -7,11 +7,11 @@ keep a computer algebra system busy forever.
 
 from collections.abc import Sequence
 
+from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.mathematics.equality import number_in, same_answer
 from roll_opd.rewards.mathematics.final_answer import boxed, final_answer
 from roll_opd.rewards.mathematics.notation import MAX_EXPRESSION
 from roll_opd.rewards.mathematics.processes import Busy, Crashed, TimedAlgebra, TimedOut
-from roll_opd.rewards.reward_interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.reward_registry import register
 
 GSM8K = "####"  # marker before the answer of its rows

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from roll_opd.rewards.choices import chosen, options_of, right_choices
-from roll_opd.rewards.reward_interface import RewardSample, Score, flag
+from roll_opd.rewards.interface import RewardSample, Score, flag
 from roll_opd.rewards.reward_registry import register
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from roll_opd.rewards.endpoint import Endpoint, GaveUp, RequestLimits
-from roll_opd.rewards.reward_interface import Failure, RewardError, RewardSample, Score, Scored
+from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score, Scored
 from roll_opd.rewards.reward_registry import register
 
 ADVICE = {

@@ -19,7 +19,7 @@ from typing import Literal
 
 import psutil
 
-from roll_opd.rewards.reward_interface import RewardError
+from roll_opd.rewards.interface import RewardError
 
 PROCESSES = 8
 PATIENCE = 60  # seconds that a question waits for a free process, before its own time starts

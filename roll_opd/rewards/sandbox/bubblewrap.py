@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 
-from roll_opd.rewards.reward_interface import RewardError
+from roll_opd.rewards.interface import RewardError
 
 MEBI = 1 << 20
 
