@@ -9,8 +9,9 @@
             session.sampler.update()
         session.student.save("out")
 
-The models run in the processes of an ordinary run with the same configuration (`roll_opd.pipelines.session`), so this
-process imports neither torch nor Ray, and a session ends with it. Calls block. docs/python.md has complete examples.
+The models run in the processes of an ordinary run with the same configuration (`roll_opd.pipelines.session`). This
+process imports no torch, and Ray only to send reward functions. A session ends with it. Calls block. docs/python.md has
+complete examples.
 """
 
 import os

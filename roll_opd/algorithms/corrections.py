@@ -125,7 +125,7 @@ def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
 
 
 def _sums_and_extremes(train_K: Tensor, infer_K: Tensor) -> tuple[Tensor, Tensor]:
-    """Return six sums over tokens and four maxima, one of which is the negated minimum of the ratio."""
+    """Return six sums over tokens and four maxima; one maximum is the negated minimum of the ratio."""
     log_ratio = (train_K - infer_K).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio, apart = log_ratio.exp(), log_ratio.abs()
     difference = train_K.exp().sub_(infer_K.exp()).abs_()

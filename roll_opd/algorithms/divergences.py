@@ -80,7 +80,7 @@ def topk_divergence(student_ML: Tensor, teacher_ML: Tensor, measure: ColumnSum) 
     """Return the divergence over K tokens and the bucket of the rest, f32 [M], with gradient to `student_ML`.
 
     By the data-processing inequality it is at most the divergence over the whole vocabulary, and never negative;
-    with K = V, where the bucket is empty, it is that divergence.
+    with K = V, where the bucket is empty, it equals that divergence.
 
     Args:
         student_ML: student log-probs of K different tokens, and last that of the rest, L = K + 1. The last must be a

@@ -39,7 +39,7 @@ def mismatch_of(samples: Sequence[Sample]) -> Mismatch:
 def corrected(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> list[Sample]:
     """Fill the columns `loss_mask` and `importance_weights` from `old_logprobs`, which all must have.
 
-    Every rule reads all action tokens, also those that another rule masks. A token without finite log-probs keeps its
+    Every rule reads all action tokens, also tokens masked by another rule. A token without finite log-probs keeps its
     place in the loss with a weight of NaN, so that the error shows.
     """
     plan = objective.correction

@@ -1,4 +1,4 @@
-"""The driver's side of the reward workers of one domain, which score samples as they are finished."""
+"""The driver's side of the reward workers of one domain, which score each sample when it is finished."""
 
 import asyncio
 from collections import Counter

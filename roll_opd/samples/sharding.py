@@ -124,7 +124,7 @@ def micro_batches(
 ) -> list[list[Unit]]:
     """Split units into the fewest balanced micro-batches within `limits` whose number is a multiple of `multiple`.
 
-    A unit beyond the limits is a micro-batch by itself, since a unit is never split. There are at least `at_least`
+    A unit beyond the limits is a separate micro-batch, since a unit is never split. There are at least `at_least`
     micro-batches, some of them empty if there are fewer units.
     """
     if not units:

@@ -20,7 +20,7 @@ SAMPLED_ROWS = 4  # sampled rows in the fingerprint of a matrix
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # place of a bucket (`path`, `size`), and name, dtype, shape, offset and fingerprint of each of its `tensors`;
-# builtins only, as it is sent as a message
+# builtins only: sent as a message
 Description = dict[str, Any]
 
 
