@@ -30,6 +30,7 @@ MAX_BYTES = 2**20  # of a file: the largest known has 20 kB
 MAX_NODES = 20_000  # values of a file, with those of each alias
 MAX_DEPTH = 60  # sections within sections
 MAX_SECONDS = 2.0  # of computing, to compose a configuration; a large one takes 0.3
+REPEAT_SECONDS = 0.1
 EMPTY = ("", "~", "null")  # a file without a value, which Hydra takes for one without keys
 INT64 = 2**63
 MAX_PARSED = 200  # files in the cache
@@ -178,7 +179,8 @@ def bounded_work() -> Iterator[None]:
         raise _TooMuchWork
 
     before = signal.signal(signal.SIGPROF, too_much)
-    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
+    # again and again: an exception that a destructor or a callback happens to run into is ignored by the interpreter
+    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS, REPEAT_SECONDS)
     try:
         yield
     except _TooMuchWork:

@@ -55,14 +55,15 @@ def write_summary(
 
     Args:
         end_seconds: wall time since the last step.
-        startup_parts: part of the start-up -> seconds; parts may overlap.
+        startup_parts: part of the start-up -> seconds; parts may overlap. Parts below 1 ms are left out.
         warnings: warnings of the run; duplicates are dropped.
         parts: parts of the run, each with the settings changed at its start.
     """
     summary = summarize(read_jsonl(run.metrics_file))
     summary["wall_seconds"] += end_seconds
     if startup_parts:
-        summary["startup_parts"] = {part: round(seconds, 3) for part, seconds in startup_parts.items()}
+        rounded = {part: round(seconds, 3) for part, seconds in startup_parts.items()}
+        summary["startup_parts"] = {part: seconds for part, seconds in rounded.items() if seconds}
     if parts:
         summary["parts"] = list(parts)
     summary.update(seed=seed, versions=versions(), warnings=list(dict.fromkeys(warnings)))

@@ -21,10 +21,11 @@ from roll_opd.base import hardware
 from roll_opd.base.failures import ConfigError
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.commands import main
+from roll_opd.config import yaml_files
 from roll_opd.config.compose import load_config
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import RunPlan
-from roll_opd.config.yaml_files import MAX_BYTES
+from roll_opd.config.yaml_files import MAX_BYTES, bounded_work
 from roll_opd.planner.build import load_plan
 from roll_opd.planner.check_values import check_batched_tokens
 
@@ -76,6 +77,26 @@ def test_yaml_without_end_or_sense(name: str, tmp_path: Path) -> None:
         load_config(str(tmp_path), "run", [])
     assert time.process_time() - start < 4
     assert said in str(caught.value) and len(str(caught.value)) < 1000
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_limit_of_computing_holds_where_a_destructor_swallows_its_exception(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(yaml_files, "MAX_SECONDS", 0.2)
+
+    class Swallowing:
+        def __del__(self) -> None:
+            began = time.process_time()
+            while time.process_time() - began < 0.4:
+                pass
+
+    start = time.process_time()
+    with pytest.raises(ConfigError, match="multiply"), bounded_work():
+        Swallowing()
+        while time.process_time() - start < 5:
+            pass
+    assert time.process_time() - start < 1
 
 
 def test_files_that_the_defaults_name_are_checked_too(tmp_path: Path) -> None:

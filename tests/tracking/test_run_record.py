@@ -199,7 +199,7 @@ def test_the_summary_of_a_resumed_run_is_that_of_a_whole_one(tmp_path: Path) -> 
     assert accuracies == (0.1, 0.8, 0.9)
     assert summary["reverse_kl_first"] == pytest.approx(np.mean([2.0 - step / 20 for step in (1, 2, 3)]))
     assert summary["reverse_kl_last"] == pytest.approx(np.mean([2.0 - step / 20 for step in (28, 29, 30)]))
-    timed = write_summary(whole, seed=5, startup_parts={"Ray": 4.00049})
+    timed = write_summary(whole, seed=5, startup_parts={"Ray": 4.00049, "free slots": 0.0004})
     assert timed == summary | {"startup_parts": {"Ray": 4.0}}
     assert (summary["steps"], summary["generated_tokens"], summary["wall_seconds"]) == (30, 300, 60.0)
     assert summary["phase_seconds"]["train"] == 7.5
