@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -344,6 +344,10 @@ def one_line(error: Exception) -> str:
     return " ".join(kept) or type(error).__name__
 
 
-def write_yaml(values: dict[str, Any]) -> str:
-    """Return composed values as YAML text, for the run directory's `config.yaml`."""
-    return OmegaConf.to_yaml(OmegaConf.create(values))
+def write_yaml(values: dict[str, Any], left_out: Collection[str] = ()) -> str:
+    """Return composed values, without the dotted paths `left_out`, as YAML text for the run's `config.yaml`."""
+    config = OmegaConf.create(values)
+    for path in left_out:
+        section, _, key = path.rpartition(".")
+        del (OmegaConf.select(config, section) if section else config)[key]
+    return OmegaConf.to_yaml(config)

@@ -26,6 +26,7 @@ class Diagnostics:
     ignored: set[str] = field(default_factory=set)  # ROLL's keys that are accepted and have no effect
     dropped: set[str] = field(default_factory=set)  # unread top-level keys: probably variables
     renamed: dict[str, str] = field(default_factory=dict)  # path of a key -> its path in the file
+    replaced: set[str] = field(default_factory=set)  # keys of the file that an override under another name replaces
     path: str = ""
 
     def below(self, path: str) -> "Diagnostics":

@@ -160,7 +160,7 @@ def _finished(plan: RunPlan, loaded: LoadedConfig, top: Run, roles: Roles, longe
     finished = replace(
         on_devices,
         memory=FrozenDict(estimate_memory(on_devices, models, longest)),
-        config_yaml=write_yaml(without_secrets(loaded.values)),
+        config_yaml=write_yaml(without_secrets(loaded.values), left_out=top.diag.replaced),
     )
     top.diag.warn_unused()  # all keys have been read
     check_devices.check_memory(finished, top.diag)

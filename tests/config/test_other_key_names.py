@@ -94,6 +94,11 @@ def test_an_override_replaces_the_value_of_the_file_under_either_name(
     former = plan({path(section, key): other}, (f"{path(section, name)}={value}",))
     current = plan({path(section, key): ..., path(section, name): other}, (f"{path(section, key)}={value}",))
     assert compared(former) == compared(current) == compared(expected)
+    for written, run in ((name, former), (key, current)):  # the run's config.yaml has one name, and so can run again
+        keys = yaml.safe_load(run.config_yaml)
+        for part in filter(None, section.split(".")):
+            keys = keys[part]
+        assert {name, key} & keys.keys() == {written}
 
 
 @each

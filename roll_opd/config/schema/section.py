@@ -81,7 +81,8 @@ def _current_names(section: type[Section], data: dict[str, Any], diag: Diagnosti
         current, is_former = names.get(name, (name, False))
         others = {other for other in data if other != name and names.get(other, (other, False))[0] == current}
         if not diag.is_override(name) and any(map(diag.is_override, others)):
-            continue  # an override replaces the value of the file, under whichever name
+            diag.replaced.add(diag.at(name))  # whichever names the two have
+            continue
         if current != name and current in data and diag.is_override(name) == diag.is_override(current):
             kind, place = "the former" if is_former else "another", diag.where(current)
             diag.error(name, f"is {kind} name of {current}, which is written as well{place}; remove one of the two")
