@@ -46,7 +46,7 @@ class _FormerModules:
     """Finder and loader of the modules of 0.1 that scripts of users import."""
 
     @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(name: str, path: Any = None, target: Any = None) -> "ModuleSpec | None":  # 3.6 evaluates it
         return ModuleSpec(name, _FormerModules) if name in FORMER_MODULES else None  # type: ignore[arg-type]
 
     @staticmethod
