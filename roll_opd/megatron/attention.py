@@ -1,5 +1,6 @@
-"""Causal attention over packed sequences with shared prefixes: `PackedAttention`, flash attention on GPUs, and an
-adapter for Transformer Engine.
+"""Causal attention over packs with shared prefixes: `PackedAttention`, and an adapter for Transformer Engine.
+
+On GPUs `PackedAttention` calls flash attention (`flash_kernels`) where that supports the tensors.
 
 Legend: N packed tokens, n of them on this context rank, X tokens of the expanded sequences (see `PackedSequences`), H
 local query heads, G local key/value heads, D head width; in a block: B sequences, L keys and Q queries per sequence.
@@ -9,18 +10,18 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from roll_opd.megatron.deterministic_ops import VECTOR
+from roll_opd.megatron.flash_kernels import flash_attention, uses_flash_attention
 from roll_opd.megatron.packing import PackedSequences
 
 
@@ -63,7 +64,7 @@ class PackedAttention(torch.nn.Module):
         """Return [n, H·D] for the sequences in `packed_seq_params`."""
         if packed_seq_params is None:
             raise ValueError("PackedAttention needs packed_seq_params: every batch is packed here")
-        if uses_flash_attention(query_nHD, value_nGD, packed_seq_params):
+        if query_nHD.is_cuda and uses_flash_attention(query_nHD, value_nGD, packed_seq_params):
             return flash_attention(query_nHD, key_nGD, value_nGD, packed_seq_params, self.scale).flatten(1)
         key_NGD, value_NGD = (_gather_context(tensor, packed_seq_params) for tensor in (key_nGD, value_nGD))
         pieces, places = [], []
@@ -254,54 +255,3 @@ def _gather_context(tensor_nGD: Tensor, pack: PackedSequences) -> Tensor:
 def _rows(packed: Tensor, places_BL: Tensor) -> Tensor:
     """Gather rows of a block: [N, heads, D] -> [B, heads, L, D]."""
     return packed.index_select(0, places_BL.flatten()).view(*places_BL.shape, *packed.shape[1:]).transpose(1, 2)
-
-
-FLASH_CAPABILITY = (8, 0)  # lowest compute capability with the kernel
-FLASH_MAX_HEAD_WIDTH = 256
-
-
-def uses_flash_attention(query_NHD: Tensor, value_NGD: Tensor, pack: PackedSequences) -> bool:
-    """Whether torch's flash attention supports these tensors; it needs complete sequences on this rank."""
-    width = query_NHD.size(-1)
-    return (
-        query_NHD.is_cuda
-        and query_NHD.dtype in (torch.bfloat16, torch.float16)
-        and value_NGD.size(-1) == width
-        and width % 8 == 0
-        and width <= FLASH_MAX_HEAD_WIDTH
-        and pack.context.ranks == 1
-        and _has_flash_kernel(query_NHD.device)
-    )
-
-
-@cache
-def _has_flash_kernel(device: torch.device) -> bool:
-    return torch.backends.cuda.is_flash_attention_available() and (
-        torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
-    )
-
-
-def flash_attention(
-    query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, pack: PackedSequences, scale: float
-) -> Tensor:
-    """Return the attention output [N, H, D], with gradient, without padding or scattering.
-
-    Queries are each sequence's unshared tokens, contiguous in the pack; keys are gathered only for shared prefixes. The
-    kernel aligns its causal mask at the end of both.
-    """
-    own, whole = pack.own, pack.whole
-    assert own is not None and whole is not None
-    if pack.places_X is not None:
-        key_NGD, value_NGD = (tensor.index_select(0, pack.places_X) for tensor in (key_NGD, value_NGD))
-    return _flash_kernel(query_NHD, key_NGD, value_NGD, own, whole, scale)
-
-
-def _flash_kernel(
-    query_NHD: Tensor, key_XGD: Tensor, value_XGD: Tensor, own: PackedSeqParams, whole: PackedSeqParams, scale: float
-) -> Tensor:
-    """Return [N, H, D]; `own` has the segments of queries, `whole` of keys, aligned at their ends."""
-    lengths = own.cu_seqlens_q, whole.cu_seqlens_kv, own.max_seqlen_q, whole.max_seqlen_kv
-    no_dropout, is_causal, returns_mask = 0.0, True, False
-    settings = (*lengths, no_dropout, is_causal, returns_mask)
-    out_NHD: Tensor = torch.ops.aten._flash_attention_forward(query_NHD, key_XGD, value_XGD, *settings, scale=scale)[0]
-    return out_NHD

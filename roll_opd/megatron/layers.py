@@ -5,6 +5,7 @@ megatron-core's local spec supports neither sequence parallelism (its norm) nor 
 `LocalRMSNorm` and `PackedAttention` do, on every device.
 """
 
+import os
 from importlib import metadata
 from typing import Any
 
@@ -23,6 +24,8 @@ from roll_opd.megatron.deterministic_ops import ExactRowParallelLinear
 from roll_opd.megatron.latent_attention import latent_attention
 from roll_opd.megatron.local_layers import DenseLayer, LocalRMSNorm, PackedSelfAttention, fits
 from roll_opd.megatron.router import PackedRouter
+
+TRANSFORMER_ENGINE = "ROLL_OPD_TRANSFORMER_ENGINE"  # environment variable; 0: local layers though it is installed
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool, has_adapters: bool) -> Any:
@@ -85,8 +88,9 @@ def _local_layer(config: TransformerConfig, experts: int | None, exact: bool) ->
 
 
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
-    """Whether layers of `dtype` are Transformer Engine's: on a GPU, if it is installed, except f32."""
-    return dtype is not torch.float32 and torch.cuda.is_available() and transformer_engine_installed()
+    """Whether layers of `dtype` are Transformer Engine's: on a GPU, if it is installed and not disabled, except f32."""
+    is_enabled = os.environ.get(TRANSFORMER_ENGINE) != "0"
+    return is_enabled and dtype is not torch.float32 and torch.cuda.is_available() and transformer_engine_installed()
 
 
 def transformer_engine_attends(capability: tuple[int, int], *, has_flash_attention: bool, deterministic: bool) -> bool:

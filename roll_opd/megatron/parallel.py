@@ -16,6 +16,7 @@ from roll_opd.base.hardware import CUBLAS_WORKSPACE
 from roll_opd.config.plan import Layout
 from roll_opd.megatron.context_parallel import ContextRank
 from roll_opd.megatron.cpu import install_cpu_port, shared_groups
+from roll_opd.megatron.flash_kernels import check_kernel
 from roll_opd.megatron.fused_updates import fuse_gradient_norm, fuse_weight_gradients
 from roll_opd.megatron.rotary import install_rotary
 
@@ -28,7 +29,7 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
     """Initialise the process group and Megatron's groups for `layout`; return this rank's device.
 
     Raises:
-        ValueError: if WORLD_SIZE does not match the layout.
+        ValueError: if WORLD_SIZE does not match the layout, or the chosen flash attention kernel is not available.
     """
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size != layout.world_size:
@@ -39,6 +40,7 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        check_kernel(torch.cuda.get_device_capability(device))
         backend = "nccl"
         groups: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         fuse_weight_gradients()

@@ -2,6 +2,9 @@
 
 import itertools
 import math
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 
 from roll_opd.config.plan import MicroBatchLimits
-from roll_opd.megatron import attention
+from roll_opd.megatron import flash_kernels
 from roll_opd.megatron.packing import Sample, pack
 from roll_opd.samples.sharding import relatives
 
@@ -36,11 +39,55 @@ def plain_kernel(query: Tensor, key: Tensor, value: Tensor, own: Any, whole: Any
     return torch.cat(pieces)
 
 
+# the arguments of `flash_attn_varlen_func` by the names of each release: flash-attn 2.8.3, hopper/ and cute/ of 4.0
+def of_package(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool = False,
+    deterministic: bool = False,
+) -> Tensor:
+    assert causal and deterministic == torch.are_deterministic_algorithms_enabled()
+    own = SimpleNamespace(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
+    whole = SimpleNamespace(cu_seqlens_kv=cu_seqlens_k, max_seqlen_kv=max_seqlen_k, max_seqlen_q=max_seqlen_k)
+    return plain_kernel(q, k, v, own, whole, softmax_scale)
+
+
+def with_sums(*tensors: Tensor, **settings: Any) -> tuple[Tensor, None]:
+    return of_package(*tensors, **settings), None
+
+
+PACKAGES = {"flash2": of_package, "flash3": of_package, "flash4": with_sums}
+
+
+def choose(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(flash_kernels.VARIABLE, kernel)
+    flash_kernels._varlen_function.cache_clear()
+    monkeypatch.setattr(flash_kernels, "_torch_kernel", plain_kernel)
+    for name, function in PACKAGES.items():
+        module = flash_kernels.KERNELS[name].module
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(flash_attn_varlen_func=function))  # type: ignore[arg-type]
+    if kernel == "flash4":  # the package around it
+        monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(cute=None, __path__=[]))  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    yield
+    flash_kernels._varlen_function.cache_clear()
+
+
+@pytest.mark.parametrize("kernel", [*flash_kernels.KERNELS])
 @pytest.mark.parametrize("shares", [False, True])
 def test_each_sequence_attends_to_itself_alone_with_or_without_shared_prefixes(
-    shares: bool, monkeypatch: pytest.MonkeyPatch
+    shares: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_flash_kernel", plain_kernel)
+    choose(kernel, monkeypatch)
     rng = np.random.default_rng(0)
     samples = []
     for prompt, responses in [(7, (3, 0, 90)), (40, (1, 2, 3, 70)), (64, (32, 32)), (1, (5,))]:
@@ -54,7 +101,7 @@ def test_each_sequence_attends_to_itself_alone_with_or_without_shared_prefixes(
     places = torch.arange(tokens) if places is None else places
     torch.manual_seed(0)
     parts = [torch.randn(tokens, heads, WIDTH, requires_grad=True) for heads in (HEADS, GROUPS, GROUPS)]
-    found = attention.flash_attention(*parts, batch.sequences, SCALE)
+    found = flash_kernels.flash_attention(*parts, batch.sequences, SCALE)
     gradient = torch.randn(tokens, HEADS, WIDTH)
     gradients = torch.autograd.grad(found, parts, gradient)
 
@@ -70,4 +117,32 @@ def test_each_sequence_attends_to_itself_alone_with_or_without_shared_prefixes(
 def test_the_kernel_is_not_taken_on_a_cpu_in_f32_or_for_a_part_of_a_sequence() -> None:
     batch = pack([Sample(np.arange(5), 2, {})], torch.device("cpu"), 32)
     query = torch.zeros(32, HEADS, WIDTH, dtype=torch.bfloat16)
-    assert not attention.uses_flash_attention(query, query[:, :GROUPS], batch.sequences)
+    assert not flash_kernels.uses_flash_attention(query, query[:, :GROUPS], batch.sequences)
+
+
+H100, A100 = (9, 0), (8, 0)
+
+
+def test_an_unknown_kernel_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(flash_kernels.VARIABLE, "flash5")
+    with pytest.raises(ValueError, match="ROLL_OPD_FLASH_ATTENTION=flash5 is not a kernel; use one of torch, flash2"):
+        flash_kernels.check_kernel(H100)
+
+
+def test_a_kernel_of_another_card_or_a_missing_package_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(flash_kernels.VARIABLE, raising=False)
+    flash_kernels.check_kernel(A100)
+    choose("flash3", monkeypatch)
+    flash_kernels.check_kernel(H100)
+    with pytest.raises(ValueError, match=r"does not support compute capability 8\.0"):
+        flash_kernels.check_kernel(A100)
+    flash_kernels._varlen_function.cache_clear()
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cannot be imported"):
+        flash_kernels.check_kernel(H100)
+
+
+def test_heads_that_are_too_wide_for_a_package_get_torchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(flash_kernels.VARIABLE, "flash4")
+    assert flash_kernels._kernel_for(128) == flash_kernels.KERNELS["flash4"]
+    assert flash_kernels._kernel_for(256) == flash_kernels.KERNELS["torch"]
