@@ -6,7 +6,8 @@ import subprocess
 from functools import cache
 
 SLOTS = 2  # device slots without GPUs: two processes per role use the cores better than one, and start sooner than more
-GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA, NVIDIA under WSL, AMD
+NVIDIA_FILE = "/dev/nvidiactl"
+GPU_FILES = (NVIDIA_FILE, "/dev/dxg", "/dev/kfd")  # NVIDIA, NVIDIA under WSL, AMD
 # for deterministic matrix products; cuBLAS reads it once, so every process starts with it
 CUBLAS_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # 8 buffers of 4 MiB, cuBLAS's default on Hopper
 DRIVER_SECONDS = 20.0  # the first query may initialize the driver
@@ -30,6 +31,11 @@ def gpu_memory_gb() -> float | None:
 def has_gpu_driver() -> bool:
     """Return whether a GPU driver is loaded, even if nvidia-smi is missing or reports no memory."""
     return any(map(os.path.exists, GPU_FILES))
+
+
+def has_nvidia_driver() -> bool:
+    """Return whether NVIDIA's driver for Linux is loaded."""
+    return os.path.exists(NVIDIA_FILE)
 
 
 def _gpu_mebibytes() -> list[int]:

@@ -15,8 +15,9 @@ import psutil
 import pytest
 import torch
 
+from roll_opd.base import hardware
 from roll_opd.cluster.forkserver import forkserver_start, forkserver_worker
-from roll_opd.cluster.forkserver.forkserver_main import ENGINES, MEGATRON, lazy_compile
+from roll_opd.cluster.forkserver.forkserver_main import EAGER_ENGINES, ENGINES, GPU_ENGINES, MEGATRON, lazy_compile
 from roll_opd.cluster.forkserver.forkserver_start import ADDRESS, fork_server
 
 ROLE = SimpleNamespace(env={})
@@ -273,13 +274,74 @@ def test_variables_read_at_use_are_not_read_by_imports_of_the_server(
     assert not [name for name in seen if name.startswith(forkserver_start.READ_AT_USE)]
 
 
-@pytest.mark.parametrize("variables", [{"RAY_ADDRESS": "127.0.0.1:6379"}], ids=["joined"])
-def test_a_joined_cluster_has_no_server(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+SWITCHED_OFF = {forkserver_start.PRELOAD: "0"}
+
+
+@pytest.mark.parametrize("variables", [{"RAY_ADDRESS": "127.0.0.1:6379"}, SWITCHED_OFF], ids=["joined", "off"])
+def test_a_joined_cluster_and_a_run_without_preloading_have_no_server(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with fork_server() as opened:
         assert ADDRESS not in os.environ
         opened.serve(PLAN)
+
+
+@pytest.mark.parametrize(
+    ("files", "forks"),
+    [((), True), (("/dev/nvidiactl",), True), (("/dev/dxg",), False), (("/dev/kfd",), False)],
+    ids=["no GPU", "NVIDIA", "NVIDIA under WSL", "AMD"],
+)
+def test_workers_fork_with_gpus_whose_use_by_a_process_is_seen(
+    files: tuple[str, ...], forks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(hardware.os.path, "exists", lambda path: path in files)
+    assert forkserver_start.may_fork() == forks
+    engines = forkserver_start.wanted_by(plan_of({}, {}, {}))["engines"]
+    assert engines == (GPU_ENGINES if files else EAGER_ENGINES)
+
+
+# the server with an import that opens a device, without the other imports
+SERVER_THAT_TOUCHES_A_DEVICE = """
+import contextlib, io, os, socket, sys
+from roll_opd.cluster.forkserver import forkserver_main, forkserver_worker
+forkserver_main.COMMON = forkserver_main.MEGATRON_MODULES = ()
+forkserver_main.lazy_compile = contextlib.nullcontext
+forkserver_main.CUDA_DEVICE = sys.argv[2]
+opened = open(sys.argv[2])
+listeners = {}
+for kind in (forkserver_main.MEGATRON, forkserver_main.ENGINES):
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("\\0" + forkserver_worker.address_of(sys.argv[1], kind))
+    listener.listen()
+    listeners[kind] = listener.detach()
+alive, kept_open = os.pipe()
+print("listens", flush=True)
+forkserver_main.preload_and_serve(io.StringIO(""), listeners, alive)
+"""
+
+
+def test_workers_start_cold_after_an_import_that_initialises_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "setup_worker.py").write_text("print('cold')")
+    (tmp_path / "device").touch()
+    address = f"roll_opd-{tmp_path.name}-{os.getpid()}"
+    monkeypatch.setenv(ADDRESS, address)
+    command = [sys.executable, "-c", SERVER_THAT_TOUCHES_A_DEVICE, address, str((tmp_path / "device").resolve())]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as server:  # type: ignore[call-overload]
+        try:
+            assert server.stdout.readline() == "listens\n"
+            for kind in (MEGATRON, ENGINES):
+                ended = setup(tmp_path / "program.py", ROLL_OPD_FORKSERVER_KIND=kind)
+                assert ended.stdout == "cold\n", ended.stderr
+            assert "initialised CUDA" in server.stderr.readline()
+            assert server.poll() is None  # the other server process goes on
+        finally:
+            server.kill()
 
 
 @pytest.mark.parametrize("serves", [False, True], ids=["while it imports", "while it serves"])

@@ -22,8 +22,12 @@ from typing import Any, TextIO
 
 ENVIRONMENT = dict(os.environ)  # before imports change it
 PATH = list(sys.path)
-ANY_ENGINE, EAGER_ENGINES = "vllm", "vllm, eager"  # requests of the driver in addition to Megatron
+# requests of the driver in addition to Megatron
+ANY_ENGINE, EAGER_ENGINES, GPU_ENGINES = "vllm", "vllm, eager", "vllm, on GPUs"
 PR_SET_PDEATHSIG = 1  # of prctl(2)
+# opened when a process initialises CUDA, and not by queries of the driver (NVML)
+CUDA_DEVICE = "/dev/nvidia-uvm"
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # torch.cuda.is_available() without initialising CUDA
 
 MEGATRON, ENGINES = "megatron", "engines"  # kinds of the two server processes
 
@@ -45,6 +49,12 @@ EAGER_CORE = (  # imports of an engine core at its start
     "vllm._aiter_ops",
 )
 
+GPU_CORE = (  # imports of an engine core at its start, on a GPU
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.worker.gpu_worker",
+    "vllm.v1.sample.rejection_sampler",
+)
+
 
 def exit_with_parent(parent: int) -> None:
     """Kill this process at the death of its parent process `parent`, also by SIGKILL and during imports."""
@@ -58,7 +68,8 @@ def preload_and_serve(requests: TextIO, listeners: Mapping[str, int], alive: int
 
     `requests` is JSON that the driver writes after reading its configuration; `listeners` are the sockets of MEGATRON
     and ENGINES. Failing imports are ignored here: the process that needs the module reports the error. Ray is imported
-    by the forks, since it reads its job from the environment at import.
+    by the forks, since it reads its job from the environment at import. If an import has initialised CUDA, requests are
+    refused: CUDA cannot be used in a fork of such a process.
     """
     from roll_opd.base.optional_torch_packages import broken_companions, hide
     from roll_opd.inference.engine_arguments import prepare_environment
@@ -68,6 +79,8 @@ def preload_and_serve(requests: TextIO, listeners: Mapping[str, int], alive: int
     hide(broken_companions())
     gc.disable()  # collections find nothing, and take a fifth of the time
     prepare_environment(eager_on_cpu=False)  # vLLM reads a part of it at import
+    nvml_check = os.environ.get(NVML_CHECK)
+    os.environ[NVML_CHECK] = "1"
     with lazy_compile():
         _import(COMMON)
         first = os.getpid()
@@ -79,9 +92,29 @@ def preload_and_serve(requests: TextIO, listeners: Mapping[str, int], alive: int
         else:
             _import_engines(json.loads(requests.read() or "{}"))
     del modules["ray"]
+    if kind == MEGATRON:  # vLLM sets it at import
+        del os.environ[NVML_CHECK]
+        os.environ |= {} if nvml_check is None else {NVML_CHECK: nvml_check}
+    if is_open(CUDA_DEVICE):
+        print(f"an import initialised CUDA, so workers ({kind}) start without preloaded libraries", file=sys.stderr)
+        os.close(listeners[kind])  # requests fail immediately
+        os.read(alive, 1)  # until the driver closes it: the other server process must not end
+        return
     gc.freeze()  # so that collections in the forks do not copy these pages
     gc.enable()
     _serve(listeners[kind], alive)
+
+
+def is_open(device: str) -> bool:
+    """Whether this process has an open file descriptor of a device file."""
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:  # the descriptor of the listing itself
+            continue
+        if target == device:
+            return True
+    return False
 
 
 def _import_engines(request: Mapping[str, Any]) -> None:
@@ -98,6 +131,8 @@ def _import_engines(request: Mapping[str, Any]) -> None:
             del modules[COMPILER]
         with suppress(Exception):
             _prepare_cores()
+    if wanted == GPU_ENGINES:
+        _import(VLLM + GPU_CORE)
 
 
 def _prepare_cores() -> None:

@@ -7,8 +7,7 @@ the interpreter; it requests a fork that runs the worker's program. vLLM's engin
 its client. If a run sets variables that are read at import (`read_at_import`), the server is restarted with
 them, which takes a second or two.
 
-Only without GPUs: a process with an initialised CUDA context cannot be forked, and loading such models takes much
-longer than imports.
+Also with NVIDIA GPUs: the server initialises no CUDA, and refuses requests if an import has (`forkserver_main`).
 """
 
 import json
@@ -22,13 +21,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from roll_opd.base.failures import DEBUG
-from roll_opd.base.hardware import has_gpu_driver
-from roll_opd.cluster.forkserver.forkserver_main import ANY_ENGINE, EAGER_ENGINES, ENGINES, MEGATRON
+from roll_opd.base.hardware import has_gpu_driver, has_nvidia_driver
+from roll_opd.cluster.forkserver.forkserver_main import ANY_ENGINE, EAGER_ENGINES, ENGINES, GPU_ENGINES, MEGATRON
 from roll_opd.cluster.forkserver.forkserver_worker import ADDRESS, KIND, address_of
 from roll_opd.cluster.ray_environment import prepare_environment
 from roll_opd.config.plan import RunPlan
 
 SERVED = "ROLL_OPD_FORKSERVER_ENV"  # the system_envs of the server's processes, as JSON
+PRELOAD = "ROLL_OPD_PRELOAD"  # of the user; 0: no fork server
 _SERVE = (
     "import sys; sys.path[:] = {path!r}\n"
     "from roll_opd.cluster.forkserver.forkserver_main import exit_with_parent, preload_and_serve\n"
@@ -37,7 +37,7 @@ _SERVE = (
 
 
 class ForkServer:
-    """Handle of the fork server in the driver; without effect on GPUs and in a joined cluster."""
+    """Handle of the fork server in the driver; without effect where `may_fork` is false."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -118,8 +118,18 @@ def wanted_by(plan: RunPlan) -> dict[str, Any]:
     """Return the request for `ForkServer.import_for`: parts of vLLM to import, and both server processes' variables."""
     engines = plan.inference_roles().values()
     eager = all(role.engine_args.get("enforce_eager", True) for role in engines)
-    of_vllm = (EAGER_ENGINES if eager else ANY_ENGINE) if engines else ""
+    kind = GPU_ENGINES if has_gpu_driver() else EAGER_ENGINES if eager else ANY_ENGINE
+    of_vllm = kind if engines else ""
     return {"engines": of_vllm, "variables": of_servers(plan)}
+
+
+def may_fork() -> bool:
+    """Whether workers may be forks: not in a joined cluster, nor if the user has switched the fork server off.
+
+    Only NVIDIA's driver for Linux shows whether a process has initialised its devices; with others workers do not fork.
+    """
+    can_tell = not has_gpu_driver() or has_nvidia_driver()
+    return can_tell and not os.environ.get("RAY_ADDRESS") and os.environ.get(PRELOAD) != "0"
 
 
 @contextmanager
@@ -131,7 +141,7 @@ def fork_server() -> Iterator[ForkServer]:
     outer = {name: os.environ.pop(name) for name in (ADDRESS, SERVED) if name in os.environ}  # of an outer run
     server = ForkServer()
     try:
-        if not (os.environ.get("RAY_ADDRESS") or has_gpu_driver()):
+        if may_fork():
             server.begin({})
         yield server
     finally:
@@ -154,10 +164,11 @@ def variables(kind: str, system_envs: Mapping[str, Any]) -> dict[str, str]:
 
 
 # prefixes of variables that no import of the server reads: communication, Ray (imported by the forks), trackers
-# (imported by the driver)
+# (imported by the driver), kernels (chosen by a rank)
 READ_AT_USE = (
     *("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "RAY_", "MASTER_"),
     *("WANDB_", "SWANLAB_", "MLFLOW_", "TOKENIZERS_PARALLELISM"),
+    *("ROLL_OPD_FLASH_ATTENTION", "ROLL_OPD_TRANSFORMER_ENGINE"),
 )
 APPLIED = ("OMP_NUM_THREADS", "TMPDIR")  # set by `forkserver_worker` in the fork
 VLLM_PREFIX = "VLLM_"  # read when vLLM is imported, only in the engines' server
