@@ -7,6 +7,7 @@ LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
 import contextlib
 import datetime
 import os
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,8 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         check_kernel(torch.cuda.get_device_capability(device))
+        # the current device is this rank's; `device_id` of init_process_group would also connect all groups eagerly
+        warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
         backend = "nccl"
         groups: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         fuse_weight_gradients()

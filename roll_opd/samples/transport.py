@@ -7,6 +7,7 @@ by field, with the arrays of a field concatenated. Many weights travel in a buck
 
 import itertools
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -16,6 +17,9 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 16  # bytes, enough for every dtype
+
+# received arrays are read-only views, and no tensor of them is written to
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 class Compact:
