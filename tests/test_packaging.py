@@ -130,6 +130,44 @@ def test_what_is_installed_for_gpus_is_the_lock_and_what_is_compiled_comes_last(
     assert "pip install" not in (ROOT / "docker/Dockerfile.gpu").read_text()
 
 
+EXTENSIONS = ROOT / "scripts/gpu_extensions.sh"
+
+
+def test_extensions_for_gpus_are_built_in_the_locked_versions_for_one_card(tmp_path):
+    """With a python that only says what it is asked for, and for which card."""
+    (tmp_path / "bin").mkdir()
+    said = f'printf "%s " "$FLASH_ATTN_CUDA_ARCHS$NVTE_CUDA_ARCHS" "$@" >> {tmp_path}/asked; echo >> {tmp_path}/asked'
+    stub(tmp_path / "bin/python", said)
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    command = ["bash", EXTENSIONS, "build", tmp_path / "wheels"]
+    subprocess.run(command, env=environment, check=True, timeout=60)
+    lines = (tmp_path / "asked").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["90", "90"]
+    built = [text for line in lines for text in line.split() if "==" in text]
+    names = {"transformer-engine", "transformer-engine-cu13", "transformer-engine-torch", "flash-attn"}
+    assert sorted(built) == sorted(str(pin) for pin in requirements(GPU_LOCK) if pin.name in names)
+    for part, told in (("flash3", "FLASH_ATTENTION_SOURCE"), ("flash9", "no part is called flash9")):
+        done = subprocess.run([*command, part], env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode and told in done.stderr
+
+
+def test_wheels_survive_being_cut_and_joined_and_a_broken_piece_is_named(tmp_path):
+    first, second = os.urandom(3 * 2**20 + 5), os.urandom(11)
+    (tmp_path / "one-1.0+cu130-py3-none-any.whl").write_bytes(first)
+    (tmp_path / "two-1.0-py3-none-any.whl").write_bytes(second)
+    subprocess.run(["bash", EXTENSIONS, "cut", tmp_path, "1"], check=True, timeout=60)
+    pieces = sorted((tmp_path / "pieces").glob("*.whl.*"))
+    assert len(pieces) == 5 and max(piece.stat().st_size for piece in pieces) == 2**20
+    for wheel in tmp_path.glob("*.whl"):
+        wheel.unlink()
+    subprocess.run(["bash", EXTENSIONS, "join", tmp_path], check=True, timeout=60)
+    assert (tmp_path / "one-1.0+cu130-py3-none-any.whl").read_bytes() == first
+    assert (tmp_path / "two-1.0-py3-none-any.whl").read_bytes() == second
+    pieces[1].write_bytes(b"x" * 2**20)
+    done = subprocess.run(["bash", EXTENSIONS, "join", tmp_path], capture_output=True, text=True, timeout=60)
+    assert done.returncode and "one-1.0+cu130-py3-none-any.whl: FAILED" in done.stdout
+
+
 def test_what_is_installed_is_what_is_locked():
     installed = {name: metadata.version(name).partition("+")[0] for name in pins()}
     assert installed == pins()
@@ -219,6 +257,7 @@ def test_no_host_is_named_where_packages_come_from():
         "Makefile",
         "scripts/setup.sh",
         "scripts/setup_gpu.sh",
+        "scripts/gpu_extensions.sh",
         ".ci/run",
         ".pre-commit-config.yaml",
     ]
