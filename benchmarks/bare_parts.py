@@ -20,6 +20,7 @@ from roll_opd.config.plan import MegatronPlan, RolloutPlan, RunPlan, SamplingPla
 from roll_opd.inference.completion import Completion
 
 CLOSE_SECONDS = 20
+TURNS = 3  # moves of a role off its device and back
 # has the step's samples made by the engines; returns the seconds of each part of that, and the experiences
 Sample = Callable[[Sequence["Part"]], tuple[dict[str, float], list]]
 
@@ -46,6 +47,27 @@ def run_bare(plan: RunPlan, log: Path) -> list[dict[str, float]]:
         _call_all([*engines, *student, *teacher], "ready")
         _transfer(student, engines, version=0)
         return [_step(plan, sample, step, engines, student, teacher) for step in range(1, plan.max_steps + 1)]
+
+
+def time_moves(plan: RunPlan, log: Path) -> dict[str, dict[str, Any]]:
+    """Return role -> seconds of `TURNS` moves `away` from its device and `back`, and the `bytes` of a Megatron rank.
+
+    One role at a time. The first move of a Megatron role allocates the host's memory. BareError when a process fails.
+    """
+    roles: dict[str, Callable[[], list]] = {
+        "student": lambda: _ranks(plan, plan.student, log),
+        "teacher": lambda: _ranks(plan, plan.teachers[0].source, log),
+        "engines": lambda: _engines(plan, log, sleeps=True),
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for role, started in roles.items():
+        with ExitStack() as stack:
+            parts = [stack.enter_context(part) for part in started()]
+            _call_all(parts, "ready")
+            size = _call_all(parts, "bytes")[1][0]
+            turns = [[_call_all(parts, command)[0] for command in ("away", "back")] for _ in range(TURNS)]
+        found[role] = {"away": [away for away, _ in turns], "back": [back for _, back in turns], "bytes": size}
+    return found
 
 
 def _step(
@@ -209,12 +231,12 @@ def _shared_environment(plan: RunPlan, devices: Sequence[int]) -> dict[str, Any]
     return {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": visible, "LOCAL_RANK": 0, **plan.env}
 
 
-def _engines(plan: RunPlan, log: Path) -> list:
+def _engines(plan: RunPlan, log: Path, sleeps: bool = False) -> list:
     rollout = plan.rollout
     assert rollout is not None
     devices = [rollout.devices[e * rollout.tp : (e + 1) * rollout.tp] for e in range(rollout.engines)]
     return [
-        _start(log, serve_engine, "generate", {**_shared_environment(plan, own), **rollout.env}, rollout, plan)
+        _start(log, serve_engine, "generate", {**_shared_environment(plan, own), **rollout.env}, rollout, plan, sleeps)
         for own in devices
     ]
 
@@ -238,6 +260,8 @@ def serve_rank(pipe: Any, worker: MegatronPlan, plan: RunPlan) -> None:
 
     from roll_opd.megatron.engine import MegatronEngine
     from roll_opd.megatron.trainer import MegatronTrainer
+    from roll_opd.models.device_phases import Part as Memory
+    from roll_opd.models.device_phases import Phase
 
     engine: Any
     if isinstance(worker, TrainPlan):
@@ -248,6 +272,9 @@ def serve_rank(pipe: Any, worker: MegatronPlan, plan: RunPlan) -> None:
         "ready": lambda: None,
         "compute_logprobs": engine.compute_logprobs,
         "weights": lambda: _buckets(engine),
+        "away": lambda: engine.offload(tuple(Memory), Phase.GENERATE),
+        "back": lambda: engine.memory.onload(tuple(Memory)),
+        "bytes": lambda: sum(engine.memory.bytes_on_device().values()),
     }
     if isinstance(worker, TrainPlan):
         calls["update"] = engine.update
@@ -274,12 +301,13 @@ def _buckets(engine: Any) -> list:
     return found
 
 
-def serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan) -> None:
+def serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan, sleeps: bool) -> None:
     """One inference engine."""
-    asyncio.run(_serve_engine(pipe, rollout, plan))
+    asyncio.run(_serve_engine(pipe, rollout, plan, sleeps))
 
 
-async def _serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan) -> None:
+async def _serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan, sleeps: bool) -> None:
+    from roll_opd.inference.sleep_mode import PARTS
     from roll_opd.inference.vllm_engine import InferenceEngine
     from roll_opd.samples.transport import as_tensor
 
@@ -290,6 +318,7 @@ async def _serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan) -> None:
         tensor_parallel_size=rollout.tp,
         engine_args=rollout.engine_args,
         deterministic=plan.deterministic,
+        sleeps=sleeps,
     )
 
     async def generate(requests: list[tuple[list[int], SamplingPlan, int]]) -> list:
@@ -312,7 +341,14 @@ async def _serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan) -> None:
     async def ready() -> None:
         return None
 
-    calls: dict[str, Any] = {"ready": ready, "generate": generate, "load": load}
+    calls: dict[str, Any] = {
+        "ready": ready,
+        "generate": generate,
+        "load": load,
+        "away": lambda: engine.sleep(rollout.sleep_level, "measured"),
+        "back": lambda: engine.wake_up(PARTS),
+        "bytes": ready,  # vLLM does not say
+    }
     while command := await asyncio.to_thread(_received, pipe):
         began = time.perf_counter()
         answer = await calls[command[0]](*command[1:])

@@ -20,7 +20,7 @@ from typing import Any
 
 from machine_rates import rates
 from models import made_models
-from pipeline_run import ONLY_STEPS, machine, pipeline_row, run_pipeline
+from pipeline_run import ONLY_STEPS, ShownLog, machine, pipeline_row, run_pipeline
 from work import UncountedError, Work, check_counted, phase_devices, phase_work
 
 from roll_opd.base.failures import ConfigError
@@ -86,7 +86,9 @@ def measure(case: str, options: argparse.Namespace, directory: Path) -> dict[str
     plan = load_plan(options.config_path, options.config_name, settings, pure=True)
     check_counted(plan)
     before = best_rates(plan)
-    rows = run_pipeline(options.config_path, options.config_name, overrides, directory)[options.warmup :]
+    shown = ShownLog(directory / "log", lambda line: print(f"  {line}", flush=True))
+    names = options.config_path, options.config_name
+    rows = run_pipeline(*names, overrides, directory, lambda _: shown.look())[options.warmup :]
     after = best_rates(plan)
     best = {name: {kind: max(rate[kind], after[name][kind]) for kind in rate} for name, rate in before.items()}
     return compare(plan, rows, best)

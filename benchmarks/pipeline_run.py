@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -46,6 +47,28 @@ def run_pipeline(
         sys.exit(f"the pipeline ended with exit code {code}:\n{log.read_text()[-4000:]}")
     lines = (directory / NAME / "latest" / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if row["step"] > 0]  # step 0 is the start
+
+
+# of a log that a run writes: colours and workers' lines in Ray's form, warnings of other packages, blank lines
+NOT_SHOWN = re.compile(r"\x1b\[|^\s*$|Warning: |^\s*warnings\.warn\(")
+
+
+class ShownLog:
+    """Shows the pipeline's lines while it runs; `look` is called again and again."""
+
+    def __init__(self, log: Path, say: Callable[[str], object]) -> None:
+        self._log, self._say, self._read, self._rest = log, say, 0, ""
+
+    def look(self) -> None:
+        """Show the lines that were written since the last call."""
+        with self._log.open("rb") as file:
+            file.seek(self._read)
+            new = file.read()
+        self._read += len(new)
+        *lines, self._rest = (self._rest + new.decode(errors="replace")).split("\n")
+        for line in lines:
+            if not NOT_SHOWN.search(line):
+                self._say(line.rstrip()[:160])
 
 
 def _ended(process: "subprocess.Popen[bytes]", look: Callable[[int], None] | None) -> int:

@@ -38,11 +38,11 @@ def measure(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch):
+def large(monkeypatch: pytest.MonkeyPatch):
     for directory in (BENCHMARKS, BENCHMARKS / "gpu"):
         monkeypatch.syspath_prepend(str(directory))
-    yield importlib.import_module("loop")
-    for name in ("loop", "limits", "models", "pipeline_run", "work", "machine_rates"):
+    yield importlib.import_module("large")
+    for name in ("large", "limits", "models", "pipeline_run", "work", "machine_rates", "bare_parts", "shapes"):
         sys.modules.pop(name, None)
 
 
@@ -102,25 +102,66 @@ def test_what_did_not_run_is_told_and_what_is_too_large_is_a_result(measure) -> 
     assert measure.cell(fast, "train", 1e15) == "1000  40.0%"
 
 
-def test_the_whole_loop_has_a_configuration_for_one_gpu(loop, tmp_path: Path) -> None:
-    from limits import LARGER
+def test_the_larger_loop_is_a_plan_for_one_gpu_with_roles_that_take_turns(large, tmp_path: Path) -> None:
     from pipeline_run import ONLY_STEPS
 
     from roll_opd.planner.build import load_plan
 
-    settings = [*ONLY_STEPS, f"output_dir={tmp_path}", "max_steps=6", *LARGER, "teacher_preflight=false"]
-    plan = load_plan("demo", "onpolicy_distill", [*settings, *loop.SETTINGS], pure=True)
+    models = {role: ROOT / "examples/demo/models" / role for role in ("student", "teacher")}
+    settings = large.settings_of(large.parse([]), models)
+    plan = load_plan("demo", "onpolicy_distill", [*ONLY_STEPS, f"output_dir={tmp_path}", *settings], pure=True)
     roles = [plan.student, plan.teachers[0].source, plan.rollout]
     assert {role.devices for role in roles} == {(0,)} and {role.model.dtype for role in roles} == {"bf16"}
     assert plan.student.mini_batch_sequences == plan.sequences_per_step == 256
-    assert plan.rollout.engine_args["max_num_seqs"] == 256
+    assert plan.rollout.engine_args["max_num_seqs"] == 256 and plan.rollout.sampling.max_new_tokens == 1024
+    assert "enforce_eager" not in plan.rollout.engine_args  # CUDA graphs are vLLM's default
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_the_larger_loop_runs_with_tiny_models_on_a_cpu_and_its_table_has_every_part(tmp_path: Path) -> None:
+    command = ["--device", "cpu", "--student", "tiny", "--teachers", "tiny", "--steps", "3", "--warmup", "1"]
+    few = ["rollout_batch_size=4", "response_length=12", "student_train.training_args.per_device_train_batch_size=16"]
+    few.append("student_train.training_args.gradient_accumulation_steps=1")
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "gpu/large.py", *command, *few, "--json", str(tmp_path / "found")],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "making models" in done.stdout and "step 1/3" in done.stdout.replace("  ", " ")  # the run's own lines
+    [found] = json.loads((tmp_path / "found").read_text())["runs"].values()
+    phases = {"generate", "teacher", "train", "weight_sync"}
+    assert found["phases"].keys() == phases == found["bare"].keys() - {"step"}
+    assert found["moves"].keys() == {"student", "teacher", "engines"}
+    assert found["moves"]["student"]["bytes"] > found["moves"]["teacher"]["bytes"] > 0
+    table = done.stdout.split("medians of 2 steps")[1]
+    assert all(f"\n{name} " in table for name in (*phases, "other", "step")) and "no part runs in" in table
+
+
+def test_shown_lines_are_the_pipelines_own_each_once(large, tmp_path: Path) -> None:
+    from pipeline_run import ShownLog
+
+    log, said = tmp_path / "log", []
+    log.write_text(
+        "step 1/2  loss 0.5\n\x1b[36m(Worker pid=1)\x1b[0m hello\n\nUserWarning: old\n  warnings.warn(\nhalf of"
+    )
+    shown = ShownLog(log, said.append)
+    shown.look()
+    with log.open("a") as file:
+        file.write(" a line\n")
+    shown.look()
+    shown.look()
+    assert said == ["step 1/2  loss 0.5", "half of a line"]
 
 
 @pytest.fixture
 def profiling(monkeypatch: pytest.MonkeyPatch):
     for directory in (BENCHMARKS, BENCHMARKS / "gpu"):
         monkeypatch.syspath_prepend(str(directory))
-    names = ("events", "predicted", "parts", "shapes", "work")
+    names = ("events", "predicted", "parts", "shapes", "work", "cures")
     yield {name: importlib.import_module(name) for name in names}
     for name in names:
         sys.modules.pop(name, None)
@@ -192,3 +233,46 @@ def test_predicted_products_are_the_counted_flops_over_the_rate(profiling) -> No
     assert found["products"] == pytest.approx(3 * once["products"])
     assert found["products of the head"] == pytest.approx(4 * once["products of the head"])
     assert found["attention"] == pytest.approx(3.5 * once["attention"])
+
+
+def test_bytes_of_a_predicted_update_are_those_of_its_tensors(profiling) -> None:
+    """An update of a model so small that its tensors can be listed: every weight, moment and gradient of AdamW."""
+    import torch
+
+    shape = profiling["shapes"].SHAPES["tiny"]
+    found = profiling["predicted"].predicted(shape, [48], 43, 1, learns=True, rates=(1e30, 1.0))
+    heads, groups, width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
+    of_layer = [
+        (heads + 2 * groups, width),
+        (width, heads),
+        (2 * shape.intermediate, width),
+        (width, shape.intermediate),
+    ]
+    masters = [torch.empty(size) for size in [(shape.vocab, width), *of_layer * shape.layers]]
+    state = sum(2 * 3 * one.nbytes + one.nbytes for one in masters)  # weight and moments twice, the gradient once
+    half = sum(one.nbytes // 2 for one in masters)
+    assert found["optimizer"] == state + 2 * half + half  # the f32 weight is read again, and written in bf16
+    logits = torch.empty(43, shape.vocab)
+    assert found["loss and softmax of the head"] == 2 * logits.nbytes + logits.nbytes // 2
+    assert found["residual"] == 6 * 48 * shape.layers * width * 2
+
+
+def test_predicted_cures_are_below_what_was_measured_and_add_up_to_less_than_the_pass(profiling) -> None:
+    cures = profiling["cures"]
+    found = cures.cures(json.loads(cures.RECORD.read_text()))
+    assert {one.work for one in found} == {"train", "teacher"}
+    assert all(0 < one.predicted < one.measured <= one.whole for one in found)
+    flash3 = {one.work: one for one in found if "flash" in one.cure}
+    # a scoring pass has no backward kernels
+    assert flash3["teacher"].predicted == pytest.approx(flash3["teacher"].measured / cures.FLASH3_FORWARD, rel=0.01)
+    assert flash3["teacher"].saved == pytest.approx(0.087, abs=0.001)
+
+
+def test_a_predicted_step_scales_with_the_teacher_and_counts_moves_by_their_bytes(profiling) -> None:
+    cures, shapes = profiling["cures"], profiling["shapes"].SHAPES
+    one, other = (cures.predicted_loop(shapes["0.6B"], shapes[name]) for name in ("1.7B", "4B"))
+    assert other["train"] == one["train"] and other["teacher"] > 2 * one["teacher"]
+    parameters = 151_936 * 1024 + 28 * (1024 * 4096 + 2048 * 1024 + 3 * 1024 * 3072)
+    assert one["student to the host"] == pytest.approx(14 * parameters / 54e9)
+    assert one["engine awake, level 1"] == pytest.approx(2 * parameters / 49e9)
+    assert all(name in "\n".join(cures.table([], {"a": one, "b": other})) for name in one)

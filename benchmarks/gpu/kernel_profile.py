@@ -70,6 +70,7 @@ def profiled(options: argparse.Namespace, model: Path) -> dict[str, Any]:
     shape = replace(SHAPES[options.shape], **{name: value for name, value in changes.items() if value})
     found: dict[str, Any] = {"device": engine.device_name(), "shape": options.shape, "pack": shape.pack, "passes": {}}
     for name in options.passes:
+        print(f"{options.shape} {name} ...", file=sys.stderr, flush=True)
         with engine.running(partial(made, name, model, options, shape)) as rank:
             found["passes"][name] = of_pass(name, rank, options, model, shape)
     return found

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -67,7 +68,10 @@ def measured(shape: str, parts: Sequence[str], device: str) -> dict[str, Any]:
         if failed:
             return {part: {"failed": failed} for part in parts}
         for group in groups:
+            began = time.perf_counter()
             said, failed = output(["engine.py", directory, *asked, "--parts", *group], device)
+            took = f"{time.perf_counter() - began:.0f} s{', FAILED' if failed else ''}"
+            print(f"{shape} {' '.join(group)}: {took}", file=sys.stderr, flush=True)
             found |= {part: {"failed": failed} for part in group} if failed else json.loads(said.splitlines()[-1])
     return found
 

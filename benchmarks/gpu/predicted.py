@@ -43,7 +43,7 @@ def _scored(shape: Shape, lengths: Sequence[int], scored: int) -> dict[str, Coun
     each = HALF * tokens * shape.layers  # bytes of one number a token and layer
     heads = (shape.heads + shape.kv_heads) * shape.head_dim
     return {
-        "products": Counted(flops=2 * _matrices(shape) * tokens),
+        "products": Counted(flops=2 * matrices(shape) * tokens),
         "products of the head": Counted(
             flops=2 * shape.hidden * shape.vocab * scored, bytes=SINGLE * shape.vocab * scored
         ),
@@ -59,7 +59,7 @@ def _scored(shape: Shape, lengths: Sequence[int], scored: int) -> dict[str, Coun
 def _updated(
     shape: Shape, lengths: Sequence[int], scored: int, packs: int, forward: Mapping[str, Counted]
 ) -> dict[str, Counted]:
-    tokens, parameters = sum(lengths), _matrices(shape) + _embeddings(shape)
+    tokens, parameters = sum(lengths), matrices(shape) + embeddings(shape)
     each = HALF * tokens * shape.layers
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     backward = {
@@ -91,10 +91,12 @@ def _updated(
     }
 
 
-def _matrices(shape: Shape) -> int:
+def matrices(shape: Shape) -> int:
+    """Return the parameters of all layers' matrices."""
     attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
     return shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
 
 
-def _embeddings(shape: Shape) -> int:
+def embeddings(shape: Shape) -> int:
+    """Return the parameters of the embedding and the output head."""
     return (1 if shape.tied else 2) * shape.hidden * shape.vocab
