@@ -1,0 +1,182 @@
+"""Gated delta rule and causal convolution over packed sequences, with gradients (Gated DeltaNet, arXiv 2412.06464).
+
+The state S [K, W] of a head starts at zero in each sequence. For each token, with decay a = exp(log_decay):
+
+    S <- a S;    S <- S + beta k (v - k S)^T;    output = q S / √K,   with |q| = |k| = 1
+
+Tokens are computed in chunks (section 3.3 of the paper): within a chunk one triangular system gives the updates of all
+tokens, and only the states between chunks are sequential. All of it is in f32.
+
+Legend: X tokens of the concatenated sequences, B rows, L tokens of a row, J chunks of C tokens, G key heads, R value
+heads per key head, K width of queries and keys, W width of values, Y channels.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from roll_opd.megatron.attention import blocks_of_similar_size
+
+CHUNK = 64  # tokens
+SMALLEST_CHUNK = 16  # tokens, for rows of short sequences
+MAX_PADDING = 2.0  # largest ratio of padded to real tokens in the rows that are computed together
+NORM_EPSILON = 1e-6  # of the L2 norm of queries and keys
+
+
+@dataclass(frozen=True)
+class SequenceRows:
+    """Sequences as rows of padded blocks: of each block the tokens, their cells in it, and its shape (rows, tokens)."""
+
+    positions_X: Tensor  # int64, of tokens in their sequences
+    bounds: Tensor  # int64, B + 1
+    blocks: tuple[tuple[Tensor, Tensor, tuple[int, int]], ...]
+
+
+def sequence_rows(bounds: Sequence[int], device: torch.device) -> SequenceRows:
+    """Return the rows of the sequences between `bounds`; sequences of similar length are in one block."""
+    ranges = [torch.arange(start, end) for start, end in itertools.pairwise(bounds)]
+    filled, blocks = [tokens for tokens in ranges if len(tokens)], []
+    for block in blocks_of_similar_size([(len(tokens),) for tokens in filled], MAX_PADDING):
+        rows = [filled[number] for number in block]
+        size = max(map(len, rows))
+        cells = [size * row + torch.arange(len(tokens)) for row, tokens in enumerate(rows)]
+        blocks.append((torch.cat(rows).to(device), torch.cat(cells).to(device), (len(rows), size)))
+    positions = torch.cat([tokens - start for tokens, start in zip(ranges, bounds, strict=False)])
+    return SequenceRows(positions.to(device), torch.tensor(bounds, device=device), tuple(blocks))
+
+
+def gated_delta_rule(
+    query_XGK: Tensor,
+    key_XGK: Tensor,
+    value_XGRW: Tensor,
+    log_decay_XGR: Tensor,
+    beta_XGR: Tensor,
+    sequences: SequenceRows,
+) -> Tensor:
+    """Return the outputs [X, G, R, W], in the dtype of the values.
+
+    Queries and keys are normalised here; `log_decay` and `beta` are f32. On a GPU in half precision FLA's kernel
+    computes it where installed. Otherwise the backward pass repeats the forward pass of a block, and does not keep its
+    chunks.
+    """
+    given = (query_XGK, key_XGK, value_XGRW, log_decay_XGR, beta_XGR)
+    if value_XGRW.is_cuda and value_XGRW.dtype is not torch.float32 and (kernel := _fla_kernel()):
+        return _fused(kernel, *given, sequences.bounds)
+    out_XGRW = torch.zeros_like(value_XGRW)
+    for places_A, cells_A, shape in sequences.blocks:
+        compute = partial(_rows, places_A, cells_A, shape)
+        if torch.is_grad_enabled():
+            found = checkpoint(compute, *given, use_reentrant=False, preserve_rng_state=False)
+        else:
+            found = compute(*given)
+        out_XGRW = out_XGRW.index_copy(0, places_A, found)
+    return out_XGRW
+
+
+def _rows(places_A: Tensor, cells_A: Tensor, shape: tuple[int, int], *given_X: Tensor) -> Tensor:
+    """Return the outputs [A, G, R, W] of the tokens `places_A`, which are the cells `cells_A` of rows of `shape`."""
+    padded = []
+    for tensor in given_X:
+        flat = tensor.new_zeros(shape[0] * shape[1], *tensor.shape[1:])
+        padded.append(flat.index_copy(0, cells_A, tensor.index_select(0, places_A)).unflatten(0, shape))
+    out_BLGRW = chunked_delta_rule(*padded)
+    return out_BLGRW.flatten(0, 1).index_select(0, cells_A).to(given_X[2].dtype)
+
+
+def chunked_delta_rule(
+    query_BLGK: Tensor, key_BLGK: Tensor, value_BLGRW: Tensor, log_decay_BLGR: Tensor, beta_BLGR: Tensor
+) -> Tensor:
+    """Return the outputs f32 [B, L, G, R, W] of rows that start with an empty state.
+
+    Padding with zeros at the end of a row changes nothing before it.
+    """
+    length = query_BLGK.size(1)
+    chunk = min(CHUNK, -(-length // SMALLEST_CHUNK) * SMALLEST_CHUNK)
+
+    def chunked(tensor: Tensor) -> Tensor:
+        """Return [B, G, ..., J, C, width] of [B, L, G, ..., width], in f32."""
+        pad = -length % chunk
+        padded = F.pad(tensor.float(), (0, 0) * (tensor.dim() - 2) + (0, pad))
+        return padded.unflatten(1, (-1, chunk)).movedim((1, 2), (-3, -2))
+
+    query, key = (chunked(normalised(x.float()).unsqueeze(3)) for x in (query_BLGK, key_BLGK))  # [B, G, 1, J, C, K]
+    query = query * query.size(-1) ** -0.5
+    value, beta, decay = chunked(value_BLGRW), chunked(beta_BLGR[..., None]), chunked(log_decay_BLGR[..., None])
+    total = decay.cumsum(-2)  # [B, G, R, J, C, 1], from the start of the chunk
+    later_CC = torch.ones(chunk, chunk, dtype=torch.bool, device=value.device).triu(1)
+    between = (total - total.mT).masked_fill(later_CC, -torch.inf).exp()  # [..., C, C], from column to row
+    scores = query @ key.mT * between
+    system = beta * (key @ key.mT) * between
+    both = torch.cat([beta * value, beta * total.exp() * key], -1)
+    # the diagonal of the system is taken as one: these are the updates of an empty state, and what the state takes off
+    both = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+    update, removed = both.split([value.size(-1), key.size(-1)], -1)
+    read, kept = query * total.exp(), key * (total[..., -1:, :] - total).exp()
+    carried = total[..., -1:, :].exp()
+    state = value.new_zeros(*value.shape[:3], key.size(-1), value.size(-1))
+    outputs = []
+    for number in range(value.size(3)):
+        new = update[:, :, :, number] - removed[:, :, :, number] @ state
+        outputs.append(read[:, :, :, number] @ state + scores[:, :, :, number] @ new)
+        state = carried[:, :, :, number] * state + kept[:, :, :, number].mT @ new
+    return torch.cat(outputs, 3).movedim(3, 1)[:, :length]
+
+
+def normalised(tensor: Tensor) -> Tensor:
+    """Return vectors of L2 norm 1 along the last dimension."""
+    return tensor * (tensor.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()
+
+
+def causal_convolution(input_XY: Tensor, weight_YC: Tensor, positions_X: Tensor) -> Tensor:
+    """Return SiLU of the depthwise causal convolution, [X, Y] in the dtype of the input.
+
+    `weight_YC` has C taps, the last one for the token itself; `positions_X`, int64, are those of the tokens in their
+    sequences, so that no tap reads another sequence.
+    """
+    taps, input_f32 = weight_YC.size(1), input_XY.float()
+    total = input_f32 * weight_YC[:, -1].float()
+    for back in range(1, taps):
+        earlier = F.pad(input_f32, (0, 0, back, 0))[: len(input_f32)]
+        tap = weight_YC[:, taps - 1 - back].float()
+        total = total + torch.where(positions_X[:, None] >= back, earlier, 0) * tap
+    return F.silu(total.to(input_XY.dtype))
+
+
+@cache
+def _fla_kernel() -> Any:
+    """Return the kernel of the package flash-linear-attention; None if it is not installed."""
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        return None
+    return chunk_gated_delta_rule
+
+
+def _fused(
+    kernel: Any,
+    query_XGK: Tensor,
+    key_XGK: Tensor,
+    value_XGRW: Tensor,
+    log_decay_XGR: Tensor,
+    beta_XGR: Tensor,
+    bounds: Tensor,
+) -> Tensor:
+    """Return the outputs of FLA's kernel, whose heads of queries and keys are as many as those of values."""
+    query, key = (x.repeat_interleave(value_XGRW.size(2), 1)[None] for x in (query_XGK, key_XGK))
+    out_1XHW, _ = kernel(
+        query,
+        key,
+        value_XGRW.flatten(1, 2)[None],
+        g=log_decay_XGR.flatten(1)[None],
+        beta=beta_XGR.flatten(1)[None],
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=bounds,
+    )
+    return out_1XHW[0].unflatten(1, value_XGRW.shape[1:3])
