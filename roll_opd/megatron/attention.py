@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from roll_opd.megatron.deterministic_ops import VECTOR
 from roll_opd.megatron.flash_kernels import flash_attention, uses_flash_attention
 from roll_opd.megatron.packing import PackedSequences
+from roll_opd.models.families.family import Pieces
 
 
 class PackedAttention(torch.nn.Module):
@@ -50,6 +51,8 @@ class PackedAttention(torch.nn.Module):
             raise ValueError("attention_dropout must be 0: log-probs under dropout are not defined")
         assert config.kv_channels is not None  # Megatron fills it in
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        windows = getattr(config, "pieces", Pieces()).windows
+        self.window = windows[layer_number - 1] if windows else 0  # keys that a query sees; 0: all before it
 
     def forward(
         self,
@@ -65,14 +68,15 @@ class PackedAttention(torch.nn.Module):
         if packed_seq_params is None:
             raise ValueError("PackedAttention needs packed_seq_params: every batch is packed here")
         if query_nHD.is_cuda and uses_flash_attention(query_nHD, value_nGD, packed_seq_params):
-            return flash_attention(query_nHD, key_nGD, value_nGD, packed_seq_params, self.scale).flatten(1)
+            qkv = query_nHD, key_nGD, value_nGD
+            return flash_attention(*qkv, packed_seq_params, self.scale, self.window).flatten(1)
         key_NGD, value_NGD = (_gather_context(tensor, packed_seq_params) for tensor in (key_nGD, value_nGD))
         pieces, places = [], []
         if packed_seq_params.blocks is None:  # shared by all layers: creating them synchronises with the GPU
             packed_seq_params.blocks = tuple(_blocks(packed_seq_params, self.MAX_PADDING, query_nHD.device))
         for block in packed_seq_params.blocks:
             attend: Any = self._attend
-            if block.position_BQ is not None:  # otherwise every layer would keep masks and rows for the backward pass
+            if block.is_masked(self.window):  # otherwise every layer would keep masks and rows for the backward pass
                 attend = partial(checkpoint, self._attend, use_reentrant=False, preserve_rng_state=False)
             pieces.append(attend(query_nHD, key_NGD, value_NGD, block))
             places.append(block.places_A)
@@ -86,7 +90,7 @@ class PackedAttention(torch.nn.Module):
         k, v = _rows(key_NGD, block.key_BL), _rows(value_NGD, block.key_BL)
         if q.device.type == "cpu":  # its backward pass takes eight times longer in bf16 than in f32
             q, k, v = q.float(), k.float(), v.float()
-        mask, width = block.mask(), v.size(-1)
+        mask, width = block.mask(self.window), v.size(-1)
         if width != q.size(-1):  # kernels without materialised scores need equal widths; zeros change nothing
             q, k, v = (F.pad(x, (0, max(width, q.size(-1)) - x.size(-1))) for x in (q, k, v))
         if q.is_cuda and (mask is not None or q.dtype is torch.float32):
@@ -137,12 +141,20 @@ class _Block:
     places_A: Tensor  # int64, their indices among the n tokens
     position_BQ: Tensor | None = None  # of the queries in their sequence; None: every key has a query, in order
 
-    def mask(self) -> Tensor | None:
-        """Return the attention mask, bool [B, 1, Q, L]; None if the plain causal mask is right."""
-        if self.position_BQ is None:
+    def is_masked(self, window: int) -> bool:
+        """Whether the plain causal mask is not right for queries that see `window` keys (0: all before them)."""
+        return self.position_BQ is not None or 0 < window < self.key_BL.size(1)
+
+    def mask(self, window: int = 0) -> Tensor | None:
+        """Return the attention mask, bool [B, 1, Q, L] or [1, 1, Q, L]; None if the plain causal mask is right."""
+        if not self.is_masked(window):
             return None
         positions_L = torch.arange(self.key_BL.size(1), device=self.key_BL.device)
-        return (positions_L <= self.position_BQ[:, :, None])[:, None]
+        position_BQ1 = (positions_L[None] if self.position_BQ is None else self.position_BQ)[:, :, None]
+        seen_BQL = positions_L <= position_BQ1
+        if window:
+            seen_BQL &= positions_L > position_BQ1 - window
+        return seen_BQL[:, None]
 
 
 @dataclass(frozen=True)

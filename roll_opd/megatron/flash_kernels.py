@@ -94,24 +94,33 @@ def _runs_on(kernel: FlashKernel, device: torch.device) -> bool:
 
 
 def flash_attention(
-    query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, pack: PackedSequences, scale: float
+    query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, pack: PackedSequences, scale: float, window: int = 0
 ) -> Tensor:
     """Return the attention output [N, H, D], with gradient, without padding or scattering.
 
     Queries are each sequence's unshared tokens, contiguous in the pack; keys are gathered only for shared prefixes. All
-    kernels align the causal mask at the end of both.
+    kernels align the causal mask at the end of both. With a `window`, a query sees that many keys, itself included;
+    these layers use torch's kernel.
     """
     own, whole = pack.own, pack.whole
     assert own is not None and whole is not None
     if pack.places_X is not None:
         key_NGD, value_NGD = (tensor.index_select(0, pack.places_X) for tensor in (key_NGD, value_NGD))
+    if window:
+        return _torch_kernel(query_NHD, key_NGD, value_NGD, own, whole, scale, window)
     module = _kernel_for(query_NHD.size(-1)).module
     attend = _torch_kernel if module is None else _package_kernel(module)
     return attend(query_NHD, key_NGD, value_NGD, own, whole, scale)
 
 
 def _torch_kernel(
-    query_NHD: Tensor, key_XGD: Tensor, value_XGD: Tensor, own: PackedSeqParams, whole: PackedSeqParams, scale: float
+    query_NHD: Tensor,
+    key_XGD: Tensor,
+    value_XGD: Tensor,
+    own: PackedSeqParams,
+    whole: PackedSeqParams,
+    scale: float,
+    window: int = 0,
 ) -> Tensor:
     """Return [N, H, D]; `own` has the segments of queries, `whole` of keys, aligned at their ends.
 
@@ -120,7 +129,9 @@ def _torch_kernel(
     lengths = own.cu_seqlens_q, whole.cu_seqlens_kv, own.max_seqlen_q, whole.max_seqlen_kv
     no_dropout, is_causal, returns_mask = 0.0, True, False
     settings = (*lengths, no_dropout, is_causal, returns_mask)
-    out_NHD: Tensor = torch.ops.aten._flash_attention_forward(query_NHD, key_XGD, value_XGD, *settings, scale=scale)[0]
+    limits = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+    kernel = torch.ops.aten._flash_attention_forward
+    out_NHD: Tensor = kernel(query_NHD, key_XGD, value_XGD, *settings, scale=scale, **limits)[0]
     return out_NHD
 
 

@@ -2,7 +2,7 @@
 
 f32 layers are always local: the numerical tests use them, and Transformer Engine multiplies f32 matrices in TF32.
 megatron-core's local spec supports neither sequence parallelism (its norm) nor packed sequences (its attention);
-`LocalRMSNorm` and `PackedAttention` do, on every device.
+`LocalRMSNorm` and `PackedAttention` do, on every device. `family_layers` has what families add to Llama's layers.
 """
 
 import os
@@ -21,8 +21,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from roll_opd.megatron.attention import PackedAttention, with_expanded_packs
 from roll_opd.megatron.deterministic_ops import ExactRowParallelLinear
+from roll_opd.megatron.family_layers import FamilyAttention, norm_class, pieces_of, place_norms, query_key_norm
 from roll_opd.megatron.latent_attention import latent_attention
-from roll_opd.megatron.local_layers import DenseLayer, LocalRMSNorm, PackedSelfAttention, fits
+from roll_opd.megatron.local_layers import DenseLayer, PackedSelfAttention, fits
 from roll_opd.megatron.router import PackedRouter
 
 TRANSFORMER_ENGINE = "ROLL_OPD_TRANSFORMER_ENGINE"  # environment variable; 0: local layers though it is installed
@@ -31,10 +32,10 @@ TRANSFORMER_ENGINE = "ROLL_OPD_TRANSFORMER_ENGINE"  # environment variable; 0: l
 def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool, has_adapters: bool) -> Any:
     """Return the layer spec of a pipeline stage: Transformer Engine's layers if supported, else local ones.
 
-    Layers of mixtures of experts and with latent attention are always local. For `exact` see
+    Layers of mixtures of experts, with latent attention or with pieces of families are always local. For `exact` see
     `megatron.deterministic_ops`.
     """
-    is_plain = getattr(config, "latent", None) is None and not config.num_moe_experts
+    is_plain = getattr(config, "latent", None) is None and not config.num_moe_experts and pieces_of(config).is_plain
     if is_plain and uses_transformer_engine(config.params_dtype):
         spec: Any = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         attention = spec.submodules.self_attention.submodules
@@ -51,7 +52,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool, 
             attention.linear_qkv = spec.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
         return spec
     layers = [_local_layer(config, experts, exact) for experts in _layer_experts(config, vp_stage)]
-    norm: Any = LocalRMSNorm
+    norm: Any = norm_class(config)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
@@ -67,7 +68,7 @@ def _layer_experts(config: TransformerConfig, vp_stage: int | None) -> list[int 
 def _local_layer(config: TransformerConfig, experts: int | None, exact: bool) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer: Any = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = LocalRMSNorm
+    place_norms(layer, config)
     attention = layer.self_attention.submodules
     if exact:
         attention.linear_proj = ExactRowParallelLinear
@@ -78,12 +79,15 @@ def _local_layer(config: TransformerConfig, experts: int | None, exact: bool) ->
     attention.core_attention = PackedAttention
     if getattr(config, "latent", None) is not None:
         layer.self_attention = latent_attention(attention.linear_proj)
+    elif not pieces_of(config).is_plain:
+        layer.self_attention.module = FamilyAttention
     elif fits(config):
         layer.self_attention.module = PackedSelfAttention
         if experts is None:
             spec.module = DenseLayer
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
+        attention.q_layernorm = query_key_norm(config, config.num_attention_heads)
+        attention.k_layernorm = query_key_norm(config, config.num_query_groups or config.num_attention_heads)
     return spec
 
 

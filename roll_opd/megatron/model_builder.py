@@ -26,15 +26,16 @@ from transformers import AutoConfig, PretrainedConfig
 from roll_opd.base.frozen import thaw
 from roll_opd.config.plan import Layout, LoraPlan, MegatronPlan, TrainPlan
 from roll_opd.megatron.deterministic_ops import VECTOR, exact_silu
+from roll_opd.megatron.family_layers import pieces_of
 from roll_opd.megatron.head import OutputHead, gradient_buffer
 from roll_opd.megatron.latent_attention import latent_sizes
 from roll_opd.megatron.layers import layer_spec, uses_transformer_engine
 from roll_opd.megatron.lora import Adapters
 from roll_opd.megatron.packing import PackedBatch
-from roll_opd.megatron.rotary import inverse_frequencies, scores_scaled
+from roll_opd.megatron.rotary import angles, rotary_frequencies, scores_scaled
 from roll_opd.megatron.router import RouterLosses, RouterReplayState
+from roll_opd.megatron.transformer_settings import has_experts, model_pieces, transformer_config
 from roll_opd.megatron.vocabulary import VocabShard
-from roll_opd.megatron.weights.families import has_experts, transformer_config
 from roll_opd.megatron.weights.model_weights import ModelWeights
 from roll_opd.megatron.weights.source import FileSource
 from roll_opd.megatron.weights.stream import tensor_rank
@@ -47,6 +48,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class PackedModel(GPTModel):
     """GPT model over packed sequences up to the last hidden states; subclasses add a head."""
 
+    frequencies: Sequence[Tensor]  # rotary, f32 [rotated width / 2] for each kind of layer
     vocab_size_real: int  # vocabulary columns without padding, over which log-probs are normalised
 
     @staticmethod
@@ -77,10 +79,14 @@ class PackedModel(GPTModel):
             # a transposed [1, n, E] has strides with which torch multiplies row by row: slower, and with other last
             # bits than on a rank that received a contiguous tensor
             decoder_input = decoder_input.flatten(0, 1)[:, None]
+            if (scale := pieces_of(self.config).embedding_scale) != 1.0:  # rounded as transformers rounds it
+                decoder_input = decoder_input * torch.tensor(scale, dtype=decoder_input.dtype).item()
             if torch.is_grad_enabled() and not decoder_input.requires_grad:
                 # recomputed layers compute gradients for adapters only if their input requires one
                 decoder_input.requires_grad_(self.config.recompute_granularity == "full")
         # a row per token instead of per position: to the rotary kernels a pack is one sequence
+        if len(self.frequencies) > 1:
+            return decoder_input, angles(position_ids[0], self.frequencies), *rest
         return decoder_input, rotary_pos_emb[position_ids[0]], *rest
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
@@ -146,6 +152,7 @@ def build_model(
     if problems := unsupported(Path(plan.model.path)):
         raise ValueError("; ".join(problems))
     hf_config = AutoConfig.from_pretrained(plan.model.path)
+    pieces = model_pieces(hf_config)
     dtype = DTYPES[plan.model.dtype]
     exact = exact and dtype is torch.float32
     overrides = {
@@ -159,11 +166,14 @@ def build_model(
         # `fused_updates` replaces Apex, which Megatron's linear layers need for it
         "gradient_accumulation_fusion": is_fused(dtype),
         "fp16": dtype is torch.float16,
-        **({"activation_func": exact_silu(hf_config)} if exact else {}),
-        **scores_scaled(hf_config),
+        **({"activation_func": exact_silu(hf_config)} if exact and pieces.activation == "silu" else {}),
+        **scores_scaled(hf_config, pieces),
     }
     config = transformer_config(hf_config, dtype, plan.layout, overrides)
     config.latent = latent_sizes(hf_config)  # type: ignore[attr-defined]
+    config.pieces = pieces  # type: ignore[attr-defined]
+    factors = {kind: factor for kind, (_, factor) in rotary_frequencies(hf_config, pieces).items()}
+    config.rotary_factors = factors  # type: ignore[attr-defined]
     config.router_losses = RouterLosses()  # type: ignore[attr-defined]
     config.routing_replay = RouterReplayState()  # type: ignore[attr-defined]
     lora = plan.lora if isinstance(plan, TrainPlan) else None
@@ -243,7 +253,9 @@ def _build_chunk(
             for parameter in experts.parameters():
                 parameter.allreduce = False
     model.vocab_size_real = min(hf_config.vocab_size, vocab_size or hf_config.vocab_size)
-    model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config).to(torch.cuda.current_device())
+    frequencies = rotary_frequencies(hf_config, pieces_of(config))
+    model.frequencies = tuple(each.to(torch.cuda.current_device()) for each, _ in frequencies.values())
+    model.rotary_pos_emb.inv_freq = model.frequencies[0]
     return model
 
 

@@ -5,10 +5,11 @@ sines again in each layer, for queries and for keys, concatenates halves twice, 
 lengths on the host. Here they are computed once per pack, and the gradient is the inverse rotation. With context
 parallelism megatron-core would compute positions itself, from sequence lengths that packs do not have.
 
-Legend: N packed tokens, H heads, D head width.
+Legend: N packed tokens, H heads, D head width, R rotated width.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from roll_opd.models.families.family import Pieces
+
 # frequencies of a pack -> cosines and signed sines
 _CACHE: Any = WeakTensorKeyDictionary()
 
@@ -28,8 +31,8 @@ def apply_rotary(
 ) -> Tensor:
     """Rotate queries or keys [N, H, D] by their positions; replaces megatron-core's `apply_rotary_pos_emb`.
 
-    With `apply_rope_fusion`, Transformer Engine's kernel rotates, in f32. `freqs` f32 [N, 1, 1, D] has a row per token;
-    `cu_seqlens` int32 [2] bounds the pack, which is one segment.
+    With `apply_rope_fusion`, Transformer Engine's kernel rotates, in f32. `freqs` f32 [N, 1, 1, R] has a row per token,
+    and the first R of D elements are rotated; `cu_seqlens` int32 [2] bounds the pack, which is one segment.
     """
     if config.apply_rope_fusion and config.context_parallel_size == 1:
         return stock(t_NHD, freqs, config, cu_seqlens, **options)
@@ -37,7 +40,6 @@ def apply_rotary(
         cu_seqlens is not None
         and len(cu_seqlens) == 2
         and freqs.size(0) == t_NHD.size(0)
-        and freqs.size(-1) == t_NHD.size(-1)
         and not config.rotary_interleaved
         and not config.multi_latent_attention
         and options.get("mscale", 1.0) == 1.0
@@ -46,7 +48,11 @@ def apply_rotary(
         if config.context_parallel_size > 1:
             raise ValueError("context parallelism has no rotary embeddings of this kind; use context_parallel_size 1")
         return stock(t_NHD, freqs, config, cu_seqlens, **options)
-    return rotate(t_NHD, freqs)
+    width, interleaved = freqs.size(-1), getattr(config, "pieces", Pieces()).interleaved
+    if width == t_NHD.size(-1):
+        return rotate(t_NHD, freqs, interleaved=interleaved)
+    rotated = rotate(t_NHD[..., :width], freqs, interleaved=interleaved)
+    return torch.cat([rotated, t_NHD[..., width:]], -1)
 
 
 def rotate(t_NHD: Tensor, freqs: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -91,24 +97,48 @@ def _rotate(t_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
     return torch.cat([t_NHD[..., half:], t_NHD[..., :half]], -1).mul_(sin_N1D).add_(t_NHD * cos_N1D)
 
 
-def inverse_frequencies(hf_config: PretrainedConfig) -> Tensor:
-    """Return the rotary frequencies of transformers, f32 [head width / 2], for the rope types in `supported`."""
-    if (scaled := _scaled_rope(hf_config)) is not None:
-        return scaled[0].float()
-    width = _head_width(hf_config)
-    exponents = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
-    return 1.0 / hf_config.rope_parameters["rope_theta"] ** exponents
+def rotary_kinds(pieces: Pieces) -> tuple[str, ...]:
+    """Return the keys in rope_parameters of a model's layers, each once."""
+    return tuple(dict.fromkeys(key for key in pieces.rotary if key))
 
 
-def scores_scaled(hf_config: PretrainedConfig) -> dict[str, float]:
-    """Return Megatron's `softmax_scale` for rope types with an attention factor (yarn); empty for the others.
+def rotary_frequencies(hf_config: PretrainedConfig, pieces: Pieces) -> dict[str, tuple[Tensor, float]]:
+    """Return frequencies and factor (see `inverse_frequencies`) of each kind of layer."""
+    kinds = rotary_kinds(pieces) or ("default",)
+    return {kind: inverse_frequencies(hf_config, None if kind == "default" else kind) for kind in kinds}
 
-    transformers multiplies cosines and sines by the factor, so scores by its square.
+
+def angles(positions_N: Tensor, frequencies: Sequence[Tensor]) -> Tensor:
+    """Return the angles of all tokens for K kinds of frequencies, each f32 [R/2], as [N, K, 1, R]."""
+    angles_NKR = torch.stack([positions_N[:, None] * each for each in frequencies], 1)
+    return torch.cat([angles_NKR, angles_NKR], -1)[:, :, None]
+
+
+def inverse_frequencies(hf_config: PretrainedConfig, kind: str | None = None) -> tuple[Tensor, float]:
+    """Return the rotary frequencies of transformers, f32 [rotated width / 2], and the factor of cosines and sines.
+
+    For the rope types in `supported`. `kind` is a key in `rope_parameters` that has an entry per type of layer.
     """
-    scaled = _scaled_rope(hf_config)
-    if scaled is None or scaled[1] == 1.0 or hasattr(hf_config, "kv_lora_rank"):  # see `latent_scaling`
+    rope = hf_config.rope_parameters if kind is None else hf_config.rope_parameters[kind]
+    if (scaled := _scaled_rope(hf_config, kind)) is not None:
+        return scaled[0].float(), scaled[1]
+    width = int(head_width(hf_config) * rope.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
+    return 1.0 / rope["rope_theta"] ** exponents, 1.0
+
+
+def scores_scaled(hf_config: PretrainedConfig, pieces: Pieces) -> dict[str, float]:
+    """Return Megatron's `softmax_scale` for scaled queries and rope types with an attention factor (yarn).
+
+    transformers multiplies cosines and sines by the factor, so scores by its square. Empty without either.
+    """
+    if hasattr(hf_config, "kv_lora_rank"):  # see `latent_scaling`
         return {}
-    return {"softmax_scale": scaled[1] ** 2 / math.sqrt(_head_width(hf_config))}
+    scaled = None if pieces.rotary else _scaled_rope(hf_config)  # factors of types of layers: see `FamilyAttention`
+    factor = 1.0 if scaled is None else scaled[1]
+    if factor == 1.0 and pieces.attention_scale is None:
+        return {}
+    return {"softmax_scale": factor**2 * (pieces.attention_scale or 1.0 / math.sqrt(head_width(hf_config)))}
 
 
 def latent_scaling(hf_config: PretrainedConfig) -> tuple[float, float]:
@@ -126,11 +156,14 @@ def latent_scaling(hf_config: PretrainedConfig) -> tuple[float, float]:
     return scaled[1], scale * grown**2
 
 
-def _scaled_rope(hf_config: PretrainedConfig) -> tuple[Tensor, float] | None:
+def _scaled_rope(hf_config: PretrainedConfig, kind: str | None = None) -> tuple[Tensor, float] | None:
     """Return the frequencies and attention factor of transformers; None for the default rope type."""
-    rope_type = hf_config.rope_parameters.get("rope_type", "default")
-    return None if rope_type == "default" else ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"))
+    rope = hf_config.rope_parameters if kind is None else hf_config.rope_parameters[kind]
+    rope_type = rope.get("rope_type", "default")
+    options = {} if kind is None else {"layer_type": kind}
+    return None if rope_type == "default" else ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"), **options)
 
 
-def _head_width(hf_config: PretrainedConfig) -> int:
+def head_width(hf_config: PretrainedConfig) -> int:
+    """Return the width of a query or key."""
     return hf_config.__dict__.get("head_dim") or hf_config.hidden_size // hf_config.num_attention_heads

@@ -13,25 +13,14 @@ from typing import Any
 
 from roll_opd.base.failures import os_sentence
 from roll_opd.base.paths import PathError, find_path, hub_hint, places
+from roll_opd.models.families import FAMILIES
 from roll_opd.models.model_files import ModelFilesError as ModelFilesError
 from roll_opd.models.model_files import StoredTensor as StoredTensor
 from roll_opd.models.model_files import read_json as read_json
 from roll_opd.models.model_files import stored_tensors, weight_files
 
 # model_type in config.json -> whether the Megatron engine supports it; others can be planned only
-MODEL_TYPES = {
-    "llama": True,
-    "mistral": True,
-    "qwen2": True,
-    "qwen2_moe": True,
-    "qwen3": True,
-    "qwen3_moe": True,
-    "qwen3_next": False,
-    "mixtral": True,
-    "deepseek_v2": True,
-    "deepseek_v3": True,
-    "glm4_moe": False,
-}
+MODEL_TYPES = dict.fromkeys(FAMILIES, True) | {"qwen3_next": False}
 DEEPSEEK_TYPES = ("deepseek_v2", "deepseek_v3")
 EXPERT_COUNTS = (
     "num_experts",

@@ -10,32 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.config.plan import MegatronPlan, TrainPlan
-from roll_opd.models.model_info import DEEPSEEK_TYPES, MODEL_TYPES, RUN, read_json
+from roll_opd.models.families import FAMILIES
+from roll_opd.models.families.family import WINDOWED, Family
+from roll_opd.models.model_info import RUN, read_json
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-DEEPSEEK_ROPE_TYPES = ("default", "yarn")  # vLLM treats all others as yarn
-# key of config.json -> the only validated value
+# key of config.json -> the only validated value, unless the family's pieces read the key
 PROVEN_VALUES: dict[str, object] = {
     "mlp_bias": False,
     "use_sliding_window": False,
     "hidden_act": "silu",
     "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
 }
-# model_type -> validated values
-PROVEN_OF_TYPE: dict[str, dict[str, object]] = {
-    "mistral": {"sliding_window": None},
-    "mixtral": {"sliding_window": None},
-    "qwen2_moe": {"qkv_bias": True},
-    "deepseek_v2": {"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1},
-    "deepseek_v3": {
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "norm_topk_prob": True,
-        "moe_layer_freq": 1,
-    },
-}
-NORMALISED = ("mixtral", "qwen2_moe", "qwen3_moe")  # may normalise the weights of the chosen experts to a sum of 1
-V2_METHODS = (None, "greedy", "group_limited_greedy")
 _DEPENDS = "a token's log-prob would depend on the other tokens of its batch"
 # router option -> (allowed values, None if unset; reason)
 ROUTERS: dict[str, tuple[tuple[object, ...], str]] = {
@@ -57,11 +45,14 @@ def not_yet(role: MegatronPlan) -> list[str]:
         if (value := role.megatron_args.get(key)) not in allowed
     ]
     model_type = read_json(Path(role.model.path) / "config.json").get("model_type")
-    if isinstance(role, TrainPlan) and role.lora and model_type in DEEPSEEK_TYPES:
+    family = FAMILIES.get(str(model_type))
+    if isinstance(role, TrainPlan) and role.lora and family and not family.has_adapters:
         sentences.append(f"adapters (LoRA) of models of type {model_type} are not available; train all weights")
-    if role.megatron_args.get("moe_router_bias_update_rate") and model_type != "deepseek_v3":
+    biased = [name for name, each in FAMILIES.items() if each.router == "biased_groups"]
+    if role.megatron_args.get("moe_router_bias_update_rate") and model_type not in biased:
         sentences.append(
-            "moe_router_bias_update_rate updates router biases, which only models of type deepseek_v3 have; remove it"
+            "moe_router_bias_update_rate updates router biases, which only models of these types have:"
+            f" {', '.join(biased)}; remove it"
         )
     if isinstance(role, TrainPlan) and role.model.dtype == "fp16":
         sentences.append("training in fp16 is not available; use bf16 or fp32")
@@ -71,42 +62,25 @@ def not_yet(role: MegatronPlan) -> list[str]:
 def unsupported(path: Path) -> list[str]:
     """Return a message for each unsupported property of the model in `path`."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    model_type = config.get("model_type")
-    if not MODEL_TYPES.get(model_type):
-        return [f"models of type {model_type} are not available yet; use one of {', '.join(RUN)}"]
+    family = FAMILIES.get(config.get("model_type"))
+    if family is None:
+        return [f"models of type {config.get('model_type')} are not available yet; use one of {', '.join(RUN)}"]
+    proven = {key: value for key, value in PROVEN_VALUES.items() if key not in family.reads} | dict(family.expects)
     sentences = [
-        f"{path.name}: {key}={config[key]!r} in config.json is not available yet (expected {proven!r})"
-        for key, proven in (PROVEN_VALUES | PROVEN_OF_TYPE.get(str(model_type), {})).items()
-        if config.get(key) not in (None, proven)
+        f"{key}={config[key]!r} in config.json is not available yet (expected {value!r})"
+        for key, value in proven.items()
+        if config.get(key) not in (None, value)
     ]
-    for part in (_of_weights, _of_attention, _of_experts):
-        sentences += [f"{path.name}: {sentence}" for sentence in part(config)]
-    if model_type in DEEPSEEK_TYPES:
-        sentences += [f"{path.name}: {sentence}" for sentence in _of_deepseek(config)]
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        return [*sentences, f"{path.name}: rope_parameters in config.json should be a mapping; download the file again"]
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    rope_types = DEEPSEEK_ROPE_TYPES if model_type in DEEPSEEK_TYPES else ROPE_TYPES
-    if rope_type not in rope_types:
-        known = ", ".join(rope_types)
-        sentences.append(f"{path.name}: rope type {rope_type!r} in config.json is not available yet; {known} are")
-    return sentences
+    sentences += [*_of_layers(config, family), *_of_weights(config), *family.problems(config)]
+    return [f"{path.name}: {sentence}" for sentence in (*sentences, *_of_rope(config, family))]
 
 
-def _of_attention(config: Mapping[str, Any]) -> Iterator[str]:
-    if config["model_type"] == "mistral" and "sliding_window" not in config:
-        yield "sliding_window is missing in config.json (default 4096); write null if there is none"
+def _of_layers(config: Mapping[str, Any], family: Family) -> Iterator[str]:
     kinds = config.get("layer_types")
-    other = sorted({str(kind) for kind in kinds} - {"full_attention"}) if isinstance(kinds, list) else []
+    known = {"full_attention", WINDOWED} if "layer_types" in family.reads else {"full_attention"}
+    other = sorted({str(kind) for kind in kinds} - known) if isinstance(kinds, list) else []
     if other:
         yield f"layers of the types {', '.join(other)} (layer_types in config.json) are not available yet"
-
-
-def _of_experts(config: Mapping[str, Any]) -> Iterator[str]:
-    is_normalised = config.get("norm_topk_prob", config["model_type"] == "mixtral")
-    if config["model_type"] in NORMALISED and is_normalised and config.get("num_experts_per_tok") == 1:
-        yield "num_experts_per_tok=1 in config.json is not available: the router always outputs 1 and cannot learn"
 
 
 def _of_weights(config: Mapping[str, Any]) -> Iterator[str]:
@@ -116,15 +90,17 @@ def _of_weights(config: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _of_deepseek(config: Mapping[str, Any]) -> Iterator[str]:
-    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    if kv_heads not in (None, heads):
-        yield f"num_key_value_heads={kv_heads!r} in config.json is not available yet (expected {heads}, one per head)"
-    if config["model_type"] == "deepseek_v3" and config.get("num_experts_per_tok") == 1:
-        yield "num_experts_per_tok=1 in config.json is not available yet: a single expert is weighted differently"
-    if config["model_type"] == "deepseek_v2" and config.get("topk_method") not in V2_METHODS:
-        known = " or ".join(map(repr, V2_METHODS[1:]))
-        yield f"topk_method={config['topk_method']!r} in config.json is not available yet (expected {known})"
+def _of_rope(config: Mapping[str, Any], family: Family) -> Iterator[str]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        yield "rope_parameters in config.json should be a mapping; download the file again"
+        return
+    # a mapping per type of layer, or one for all
+    of_layers = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    known = ", ".join(family.rope_types)
+    for rope_type in dict.fromkeys(each.get("rope_type") or each.get("type") or "default" for each in of_layers):
+        if rope_type not in family.rope_types:
+            yield f"rope type {rope_type!r} in config.json is not available yet; {known} are"
 
 
 _TESTED = """

@@ -203,7 +203,7 @@ def test_a_wrong_section_does_not_hide_the_others(problems: Problems) -> None:
             {"expert_model_parallel_size": 2},
             "3 experts of teacher are not divisible by 2",
         ),
-        ({"model_type": "gpt9"}, {}, "model_type 'gpt9', which is not supported; supported: llama"),
+        ({"model_type": "gpt9"}, {}, "model_type 'gpt9', which is not supported; supported: deepseek_v2"),
         ({"model_type": "qwen2_5_vl", "vision_config": {}}, {}, "vision-language model"),
         ({"vocab_size": 4}, {}, "uses token id 7, but the model has only 4"),
         ({"hidden_size": None}, {}, "config.json lacks 'hidden_size'"),

@@ -41,6 +41,7 @@ LAYOUTS = {
     "pp2vpp2ep2": Layout(pp=2, vpp=2, dp=2, ep=2),
 }
 EXPERT_MODELS = ("qwen3_moe", "qwen2_moe", "mixtral")
+FAMILY_MODELS = ("smollm3", "seed_oss", "olmo2", "olmo3", "phi3", "glm4", "glm4_moe", "gemma3")
 MODELS = ("qwen3", "qwen3_tied", "qwen2_tied", "llama", "llama3")
 DEMO_MODELS = ("demo_student", "demo_teacher")
 

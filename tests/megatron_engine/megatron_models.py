@@ -12,14 +12,22 @@ from transformers import (
     AutoModelForSequenceClassification,
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 COMMON = {
@@ -80,6 +88,32 @@ LATENT = EXPERTS | {
     "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2},
 }
 del LATENT["num_experts"]
+WINDOW = 7  # shorter than most sequences
+FAMILY = COMMON | {"num_hidden_layers": 4, "tie_word_embeddings": False, "pad_token_id": 0, "eos_token_id": 1}
+LOCAL = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
+FAMILIES = {
+    "smollm3": lambda: SmolLM3Config(**FAMILY, no_rope_layer_interval=3),
+    "seed_oss": lambda: SeedOssConfig(**FAMILY, head_dim=24, attention_out_bias=True),
+    "olmo2": lambda: Olmo2Config(**FAMILY),
+    "olmo3": lambda: Olmo3Config(**FAMILY, **LOCAL, rope_parameters={"full_attention": dict(YARN)}),
+    "phi3": lambda: Phi3Config(**FAMILY, sliding_window=WINDOW),
+    "glm4": lambda: Glm4Config(**FAMILY, head_dim=24, attention_bias=True),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **FAMILY,
+        head_dim=24,
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        moe_intermediate_size=24,
+        routed_scaling_factor=1.7,
+        num_mtp_layers=0,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **{**FAMILY, "tie_word_embeddings": True}, **LOCAL, head_dim=24, query_pre_attn_scalar=20
+    ),
+}
 CONFIGS = {
     "qwen3": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=False),
     "qwen3_tied": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True),
@@ -107,6 +141,7 @@ CONFIGS = {
     "large": lambda: Qwen3Config(**LARGE, head_dim=64, intermediate_size=1536),
     "large_moe": lambda: Qwen3MoeConfig(**LARGE, head_dim=64, num_experts=16, moe_intermediate_size=128),
     "yarn": lambda: Qwen3Config(**COMMON, head_dim=16, tie_word_embeddings=True, rope_parameters=YARN),
+    **FAMILIES,
 }
 
 

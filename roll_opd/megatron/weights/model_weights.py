@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from roll_opd.megatron.lora import ADAPTER, Adapter, LinearLayer, module_name
-from roll_opd.megatron.weights.families import ENDS, FAMILIES, Entry
 from roll_opd.megatron.weights.source import FileSource, TensorSource
 from roll_opd.megatron.weights.stream import (
     ParameterShard,
@@ -26,9 +25,17 @@ from roll_opd.megatron.weights.stream import (
     peers_of_expert,
     tensor_rank,
 )
-from roll_opd.megatron.weights.tensor_slices import SliceSizes, SliceSource
-from roll_opd.models.weight_files import BUFFERS, EMBEDDING, HEAD, IN_A_LAYER, may_be_zero
+from roll_opd.megatron.weights.tensor_slices import SLICINGS, SliceSizes, SliceSource
+from roll_opd.models.families import FAMILIES
+from roll_opd.models.families.family import Entry, layer_entries
+from roll_opd.models.weight_files import BUFFERS, EMBEDDING, FINAL_NORM, HEAD, IN_A_LAYER, VALUE_HEAD, may_be_zero
 
+ENDS = {
+    "embedding.word_embeddings.weight": Entry((EMBEDDING,), "vocabulary"),
+    "output_layer.weight": Entry((HEAD,), "vocabulary"),
+    "decoder.final_layernorm.weight": Entry((FINAL_NORM,), "replicated"),
+    "value_head.weight": Entry((VALUE_HEAD,), "replicated"),  # of critics, as in models for sequence classification
+}
 SAMPLED_ROWS = 64  # evenly spaced rows of a matrix that are checked for zeros
 IN_DECODER = "decoder.layers."
 EXPERT = re.compile(r"(?<=local_experts)\.(\d+)\.")
@@ -51,7 +58,8 @@ class ModelWeights:
 
     def __init__(self, hf_config: PretrainedConfig, config: TransformerConfig, padded_vocab: int) -> None:
         self.config, self.padded_vocab = config, padded_vocab
-        self._family = FAMILIES[hf_config.model_type]
+        family = FAMILIES[hf_config.model_type]
+        self._layer = layer_entries(family.tensors, family.pieces(hf_config.to_dict()))
         self._predicting_layers = getattr(hf_config, "num_nextn_predict_layers", 0) or 0
         self._tied = bool(hf_config.tie_word_embeddings)
         self.sizes = SliceSizes(
@@ -85,7 +93,7 @@ class ModelWeights:
         """Read this rank's part of a parameter from `source`."""
         entry = self._entry(place)
         rank, ranks = tensor_rank(expert=entry.is_expert)
-        return entry.slicing.read(source, self.names_at(place), rank, ranks, self.sizes)
+        return SLICINGS[entry.slicing].read(source, self.names_at(place), rank, ranks, self.sizes)
 
     def whole_tensors(
         self, models: Sequence[torch.nn.Module], everywhere: Shapes | None = None
@@ -100,7 +108,7 @@ class ModelWeights:
             entry = self._entry(place)
             experts = [None] if place.expert is None else peers_of_expert(place.expert, self.config)
             names = tuple(entry.of(place.layer, expert) for expert in experts)
-            shard = ParameterShard(names, entry.slicing, parameter.shape, parameter.dtype, entry.is_expert)
+            shard = ParameterShard(names, SLICINGS[entry.slicing], parameter.shape, parameter.dtype, entry.is_expert)
             shards.append((shard, partial(with_adapter, module, parameter)))
         return (
             gather_to_all_ranks(shards, self.sizes, everywhere) if everywhere else gather_to_rank_0(shards, self.sizes)
@@ -116,21 +124,21 @@ class ModelWeights:
             tensors = entry.of(place.layer, place.expert)
             names = tuple(name.removesuffix(".weight") for name in tensors)
             if parameter.dim() == 2 and any(module_name(name) in targets for name in names):
-                found.append(LinearLayer(module, names, tuple(map(source.shape, tensors)), entry.slicing))
+                found.append(LinearLayer(module, names, tuple(map(source.shape, tensors)), SLICINGS[entry.slicing]))
         return found
 
     def _entry(self, place: Place) -> Entry:
         if self._tied and place.name == "output_layer.weight":
             return ENDS["embedding.word_embeddings.weight"]
-        known = ENDS if place.layer is None else self._family.layer
+        known = ENDS if place.layer is None else self._layer
         if place.name not in known:
-            raise ValueError(f"Megatron parameter {place.name} has no entry in megatron/weights/families.py; add one")
+            raise ValueError(f"Megatron parameter {place.name} has no entry in its file of models/families; add one")
         return known[place.name]
 
     def _check_names(self, source: FileSource | TensorSource) -> None:
         """Raise ValueError for a layer's tensor without a parameter in this model, which would be ignored."""
         known: set[str] = set()
-        for entry in self._family.layer.values():
+        for entry in self._layer.values():
             experts = range(self.config.num_moe_experts or 0) if entry.is_expert else [None]
             for layer, expert in product(range(self.config.num_layers), experts):
                 known.update(entry.of(layer, expert))

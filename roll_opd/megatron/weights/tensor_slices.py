@@ -3,12 +3,14 @@
 Only this rank's part is read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from roll_opd.models.families.family import Slicing
 
 
 class SliceSource(Protocol):
@@ -140,10 +142,73 @@ class QKV:
         return [piece.flatten(0, 1) for piece in pieces]
 
 
+class _Parts:
+    """Base of slicings of one Hugging Face tensor that has the rows of several: `parts` gives their sizes."""
+
+    dim = 0
+
+    def parts(self, rows: int, sizes: SliceSizes) -> list[int]:
+        raise NotImplementedError
+
+    def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: SliceSizes, dim: int = 0) -> Tensor:
+        raise ValueError("adapters (LoRA) of fused layers are not available")
+
+    def _shares(self, source: SliceSource, name: str, rank: int, ranks: int, sizes: SliceSizes) -> list[Tensor]:
+        found, start = [], 0
+        for size in self.parts(source.shape(name)[0], sizes):
+            _check_divides(name, 0, size, ranks)
+            found.append(source.part(name, 0, start + rank * size // ranks, start + (rank + 1) * size // ranks))
+            start += size
+        return found
+
+
+class FusedGateUp(_Parts):
+    """Gate and up matrices in one tensor."""
+
+    def parts(self, rows: int, sizes: SliceSizes) -> list[int]:
+        return [rows // 2, rows // 2]
+
+    def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
+        return torch.cat(self._shares(source, names[0], rank, ranks, sizes))
+
+    def join(self, shards: Sequence[Tensor], sizes: SliceSizes) -> list[Tensor]:
+        return [torch.cat(GateUp().join(shards, sizes))]
+
+
+class FusedQKV(_Parts):
+    """Queries, keys and values of all heads in one tensor, in this order."""
+
+    def parts(self, rows: int, sizes: SliceSizes) -> list[int]:
+        each = rows // (sizes.heads + 2 * sizes.kv_heads)
+        return [sizes.heads * each, sizes.kv_heads * each, sizes.kv_heads * each]
+
+    def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
+        return QKV().arrange(self._shares(source, names[0], rank, ranks, sizes), ranks, sizes)
+
+    def join(self, shards: Sequence[Tensor], sizes: SliceSizes) -> list[Tensor]:
+        return [torch.cat(QKV().join(shards, sizes))]
+
+
 def _share(source: SliceSource, name: str, dim: int, rank: int, ranks: int) -> Tensor:
     size = source.shape(name)[dim]
+    _check_divides(name, dim, size, ranks)
+    return source.part(name, dim, rank * size // ranks, (rank + 1) * size // ranks)
+
+
+def _check_divides(name: str, dim: int, size: int, ranks: int) -> None:
     if size % ranks:
         raise ValueError(
             f"{name}: dimension {dim} of size {size} is not divisible by {ranks} tensor ranks; use fewer ranks"
         )
-    return source.part(name, dim, rank * size // ranks, (rank + 1) * size // ranks)
+
+
+SLICINGS: Mapping[Slicing, TensorSlice] = {
+    "replicated": Replicated(),
+    "rows": Split(0),
+    "columns": Split(1),
+    "vocabulary": VocabRows(),
+    "qkv": QKV(),
+    "gate_up": GateUp(),
+    "fused_qkv": FusedQKV(),
+    "fused_gate_up": FusedGateUp(),
+}

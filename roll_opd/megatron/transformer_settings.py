@@ -1,0 +1,121 @@
+"""Megatron's configuration of a model, from its config.json, its family and the layout."""
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+from torch.nn import functional
+from transformers import PretrainedConfig
+
+from roll_opd.config.plan import Layout
+from roll_opd.models.families import FAMILIES
+from roll_opd.models.families.family import Pieces
+from roll_opd.models.model_info import EXPERT_COUNTS, layers_with_experts
+
+ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": partial(functional.gelu, approximate="tanh")}
+
+
+def model_pieces(hf_config: PretrainedConfig) -> Pieces:
+    """Return what the layers of a model compute."""
+    return FAMILIES[hf_config.model_type].pieces(hf_config.to_dict())
+
+
+def transformer_config(
+    hf_config: PretrainedConfig, dtype: torch.dtype, layout: Layout, overrides: Mapping[str, Any]
+) -> TransformerConfig:
+    """Return Megatron's configuration of a model; `overrides` take precedence."""
+    pieces = model_pieces(hf_config)
+    settings = {
+        "num_layers": hf_config.num_hidden_layers,
+        "hidden_size": hf_config.hidden_size,
+        "num_attention_heads": hf_config.num_attention_heads,
+        "num_query_groups": hf_config.num_key_value_heads,
+        "kv_channels": hf_config.__dict__.get("head_dim"),
+        "ffn_hidden_size": hf_config.intermediate_size,
+        "layernorm_epsilon": hf_config.rms_norm_eps,
+        "normalization": "RMSNorm",
+        "activation_func": ACTIVATIONS[pieces.activation],
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "variable_seq_lengths": True,  # packs differ in length
+        "moe_token_dispatcher_type": "alltoall",  # also for dense models: the default needs packs of equal length
+        "batch_p2p_comm": False,
+        "overlap_p2p_comm": layout.vpp is not None and layout.pp > 1,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.expert_tp,
+        "attention_backend": enabled_attention_backend(),
+        "add_qkv_bias": pieces.qkv_bias,
+        "qk_layernorm": bool(pieces.query_key_norm),
+        **_expert_settings(hf_config.to_dict()),
+        **FAMILIES[hf_config.model_type].settings,
+        **overrides,
+    }
+    if isinstance(settings.get("attention_backend"), str):
+        settings["attention_backend"] = AttnBackend[settings["attention_backend"]]
+    return TransformerConfig(**settings)
+
+
+def has_experts(hf_config: PretrainedConfig) -> bool:
+    """Whether a model is a mixture of experts, which needs sequence parallelism with several tensor ranks."""
+    return bool(_expert_settings(hf_config.to_dict()))
+
+
+def _expert_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Megatron's settings of experts from a config.json; empty for dense models."""
+    experts = next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)
+    has_experts = layers_with_experts(config, config["num_hidden_layers"], experts)
+    if not any(has_experts):
+        return {}
+    settings = {
+        "num_moe_experts": experts,
+        "moe_layer_freq": [int(has) for has in has_experts],
+        "moe_router_topk": config["num_experts_per_tok"],
+        "moe_ffn_hidden_size": config.get("moe_intermediate_size") or config["intermediate_size"],
+        "moe_shared_expert_intermediate_size": config.get("shared_expert_intermediate_size"),
+        # whether probabilities are normalised over all experts or over the chosen ones
+        "moe_router_pre_softmax": not config.get("norm_topk_prob", True),
+        "moe_router_load_balancing_type": "none",
+    }
+    router = FAMILIES[config["model_type"]].router
+    return settings | ({} if router == "softmax" else _grouped_experts(config, is_v3=router == "biased_groups"))
+
+
+def _grouped_experts(config: Mapping[str, Any], *, is_v3: bool) -> dict[str, Any]:
+    """Return the settings of DeepSeek's routers and shared experts."""
+    is_limited = is_v3 or config.get("topk_method") == "group_limited_greedy"
+    return {
+        "moe_shared_expert_intermediate_size": (config.get("n_shared_experts") or 0) * config["moe_intermediate_size"]
+        or None,
+        "moe_router_num_groups": config["n_group"] if is_limited else None,
+        "moe_router_group_topk": config["topk_group"] if is_limited else None,
+        "moe_router_topk_scaling_factor": config["routed_scaling_factor"],
+        "moe_router_pre_softmax": not is_v3,
+        "moe_router_score_function": "sigmoid" if is_v3 else "softmax",
+        "moe_router_enable_expert_bias": is_v3,
+        "moe_router_bias_update_rate": 0.0,  # Megatron's default would update the biases
+    }
+
+
+def enabled_attention_backend() -> AttnBackend:
+    """Return the attention backend enabled by Transformer Engine's environment variables; `auto` without any.
+
+    Megatron raises an error if they contradict its setting, as in ROLL configurations that set them in `system_envs`.
+    """
+    kinds = ("flash", "fused", "unfused")
+    on = [kind for kind in kinds if os.environ.get(f"NVTE_{kind.upper()}_ATTN", "1") != "0"]
+    if len(on) == len(kinds):
+        return AttnBackend.auto
+    for kind in on[1:]:  # keep the fastest one: Megatron cannot choose among two
+        os.environ[f"NVTE_{kind.upper()}_ATTN"] = "0"
+    return AttnBackend[on[0]] if on else AttnBackend.local

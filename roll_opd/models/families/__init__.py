@@ -1,0 +1,15 @@
+"""Families of decoders, a file per kin: tensor names, pieces of layers and keys of config.json (`family.Family`)."""
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+
+from roll_opd.models.families.family import Family
+
+
+def _families() -> Iterator[Family]:
+    for module in pkgutil.iter_modules(__path__):
+        yield from getattr(importlib.import_module(f"{__name__}.{module.name}"), "FAMILIES", ())
+
+
+FAMILIES = {family.model_type: family for family in sorted(_families(), key=lambda family: family.model_type)}

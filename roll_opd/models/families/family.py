@@ -1,0 +1,179 @@
+"""`Family`: what the decoders of one `model_type` have and compute, and its keys in config.json; without torch.
+
+A family has the differences from Llama: names of tensors, and pieces of layers.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Config = Mapping[str, Any]  # of config.json
+# how a parameter is cut over tensor ranks; see `megatron.weights.tensor_slices`
+Slicing = Literal["replicated", "rows", "columns", "vocabulary", "qkv", "gate_up", "fused_qkv", "fused_gate_up"]
+WINDOWED = "sliding_attention"  # in `layer_types` of config.json
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Hugging Face tensors in one parameter, and their slicing over tensor ranks.
+
+    Names contain `{layer}` and `{expert}`.
+    """
+
+    names: tuple[str, ...]
+    slicing: Slicing
+
+    def of(self, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
+        """Return the tensor names for a layer and expert."""
+        return tuple(name.format(layer=layer, expert=expert) for name in self.names)
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether each expert has this parameter."""
+        return "{expert}" in self.names[0]
+
+
+Entries = Mapping[str, Entry]  # by the name of Megatron's parameter in a layer
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What the layers of a model compute where they differ from Llama's.
+
+    A tuple has a value for each layer; the empty tuple stands for the default in all of them.
+    """
+
+    qkv_bias: bool = False
+    out_bias: bool = False  # of attention
+    query_key_norm: Literal["", "head", "heads"] = ""  # over each head, or over all heads together
+    norms: Literal["before", "after", "both"] = "before"  # of attention and MLP
+    zero_centred_norms: bool = False  # norms multiply by 1 + weight
+    windows: tuple[int, ...] = ()  # keys that a query sees, itself included; 0: all before it
+    rotary: tuple[str, ...] = ()  # key in rope_parameters, or "default" if that has none; "": no rotation
+    rotated: float = 1.0  # share of a head's width
+    interleaved: bool = False  # the two elements of a rotated pair are adjacent
+    attention_scale: float | None = None  # None: 1 / √(head width)
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
+    embedding_scale: float = 1.0
+    mixers: tuple[str, ...] = ()  # what stands in place of attention; "": attention
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether fused layers compute them: only biases and norms of heads differ from Llama's."""
+        return self == Pieces(qkv_bias=self.qkv_bias, query_key_norm="head" if self.query_key_norm else "")
+
+
+def layer(slicing: Slicing, *names: str) -> Entry:
+    """Return the entry of tensors with these names in a layer."""
+    return Entry(tuple(f"model.layers.{{layer}}.{name}" for name in names), slicing)
+
+
+EACH_EXPERT = "mlp.experts.local_experts.*"
+ATTENTION_OUTPUT_NORM, MLP_OUTPUT_NORM = "self_attn_bda.norm.weight", "mlp_bda.norm.weight"
+# names in a layer; the norm before a linear layer has another name in Transformer Engine's fused layers
+LLAMA: dict[str, Entry] = {
+    "input_layernorm.weight": layer("replicated", "input_layernorm.weight"),
+    "self_attention.linear_qkv.layer_norm_weight": layer("replicated", "input_layernorm.weight"),
+    "self_attention.linear_qkv.weight": layer("qkv", *(f"self_attn.{x}_proj.weight" for x in "qkv")),
+    "self_attention.linear_proj.weight": layer("columns", "self_attn.o_proj.weight"),
+    "pre_mlp_layernorm.weight": layer("replicated", "post_attention_layernorm.weight"),
+    "mlp.linear_fc1.layer_norm_weight": layer("replicated", "post_attention_layernorm.weight"),
+    "mlp.linear_fc1.weight": layer("gate_up", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": layer("columns", "mlp.down_proj.weight"),
+}
+FUSED_QKV = {"self_attention.linear_qkv.weight": layer("fused_qkv", "self_attn.qkv_proj.weight")}
+FUSED_GATE_UP = {"mlp.linear_fc1.weight": layer("fused_gate_up", "mlp.gate_up_proj.weight")}
+_QKV_BIAS = {"self_attention.linear_qkv.bias": layer("qkv", *(f"self_attn.{x}_proj.bias" for x in "qkv"))}
+_OUT_BIAS = {"self_attention.linear_proj.bias": layer("replicated", "self_attn.o_proj.bias")}
+
+
+def experts(block: str, gate: str, up: str, down: str) -> dict[str, Entry]:
+    """Return the entries of experts and router with these tensor names in `block`."""
+    each = f"{block}.experts.{{expert}}"
+    return {
+        "mlp.router.weight": layer("replicated", f"{block}.gate.weight"),
+        f"{EACH_EXPERT}.linear_fc1.weight": layer("gate_up", f"{each}.{gate}.weight", f"{each}.{up}.weight"),
+        f"{EACH_EXPERT}.linear_fc2.weight": layer("columns", f"{each}.{down}.weight"),
+    }
+
+
+def shared_experts(block: str) -> dict[str, Entry]:
+    """Return the entries of the experts that see every token, with these tensor names in `block`."""
+    return {
+        "mlp.shared_experts.linear_fc1.weight": layer(
+            "gate_up", f"{block}.gate_proj.weight", f"{block}.up_proj.weight"
+        ),
+        "mlp.shared_experts.linear_fc2.weight": layer("columns", f"{block}.down_proj.weight"),
+    }
+
+
+EXPERTS = experts("mlp", "gate_proj", "up_proj", "down_proj")
+EXPERT_BIAS = {"mlp.router.expert_bias": layer("replicated", "mlp.gate.e_score_correction_bias")}
+
+
+def norms(before_attention: str, before_mlp: str, after_attention: str, after_mlp: str) -> dict[str, Entry]:
+    """Return the entries of a layer's norms with these module names; "": there is none."""
+    places = {
+        "input_layernorm.weight": before_attention,
+        "pre_mlp_layernorm.weight": before_mlp,
+        ATTENTION_OUTPUT_NORM: after_attention,
+        MLP_OUTPUT_NORM: after_mlp,
+    }
+    return {place: layer("replicated", f"{name}.weight") for place, name in places.items() if name}
+
+
+def without_norms(entries: Entries) -> dict[str, Entry]:
+    """Return the entries without a layer's norms."""
+    return {place: entry for place, entry in entries.items() if not place.endswith(("layernorm.weight", "norm_weight"))}
+
+
+def windows(config: Config, *, period: int = 0) -> tuple[int, ...]:
+    """Return the window of each layer from `sliding_window` and `layer_types`; () if no layer has one.
+
+    Without `layer_types`, every layer of `period` has a window but the last one; none with period 0.
+    """
+    size, layers = config.get("sliding_window") or 0, config["num_hidden_layers"]
+    kinds = config.get("layer_types") or layer_kinds(layers, period)
+    found = tuple(size if kind == WINDOWED else 0 for kind in kinds)
+    return found if any(found) else ()
+
+
+def layer_kinds(layers: int, period: int) -> list[str]:
+    """Return layer types: all layers of each `period` have a window, except the last one."""
+    return [WINDOWED if period and (number + 1) % period else "full_attention" for number in range(layers)]
+
+
+def rotated_share(config: Config, default: float = 1.0) -> float:
+    """Return the share of a head's width that is rotated."""
+    rope = config.get("rope_parameters") or {}
+    return float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or default)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Decoders of one `model_type`."""
+
+    model_type: str
+    tensors: Entries = field(default_factory=lambda: LLAMA)  # biases and norms in `Pieces` come in addition
+    pieces: Callable[[Config], Pieces] = lambda config: Pieces()
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of Megatron's TransformerConfig
+    # scores of experts; "groups": DeepSeek-V2's, "biased_groups": DeepSeek-V3's, with a bias per expert
+    router: Literal["softmax", "groups", "biased_groups"] = "softmax"
+    expects: Mapping[str, object] = field(default_factory=dict)  # key of config.json -> the only validated value
+    reads: tuple[str, ...] = ()  # keys of config.json that `pieces` implements
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    has_adapters: bool = True  # LoRA is validated
+    problems: Callable[[Config], tuple[str, ...]] = lambda config: ()  # of a config.json, further ones
+
+
+def layer_entries(tensors: Entries, pieces: Pieces) -> dict[str, Entry]:
+    """Return the entries of a model's layers, with those of its biases and query and key norms."""
+    return (
+        dict(tensors)
+        | (_QKV_BIAS if pieces.qkv_bias else {})
+        | (_OUT_BIAS if pieces.out_bias else {})
+        | {
+            f"self_attention.{x}_layernorm.weight": layer("replicated", f"self_attn.{x}_norm.weight")
+            for x in ("qk" if pieces.query_key_norm else "")
+        }
+    )

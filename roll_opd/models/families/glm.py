@@ -1,0 +1,62 @@
+"""GLM-4: the dense model's norms before and after, with fused gate and up; the mixture's routers as DeepSeek-V3's.
+
+A part of each head is rotated, in the dense model in adjacent pairs.
+"""
+
+from roll_opd.models.families.deepseek import single_biased_expert
+from roll_opd.models.families.family import (
+    EXPERT_BIAS,
+    EXPERTS,
+    FUSED_GATE_UP,
+    LLAMA,
+    Config,
+    Family,
+    Pieces,
+    norms,
+    rotated_share,
+    shared_experts,
+    without_norms,
+)
+
+ROPE_TYPES = ("default", "linear", "llama3")  # yarn would scale the part that is not rotated
+NORMS = norms("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm")
+
+
+def _glm4(config: Config) -> Pieces:
+    return Pieces(
+        norms="both",
+        qkv_bias=bool(config.get("attention_bias")),
+        rotated=rotated_share(config, 0.5),
+        interleaved=True,
+    )
+
+
+def _glm4_moe(config: Config) -> Pieces:
+    return Pieces(
+        qkv_bias=bool(config.get("attention_bias")),
+        query_key_norm="head" if config.get("use_qk_norm") else "",
+        rotated=rotated_share(config, 0.5),
+    )
+
+
+FAMILIES = (
+    Family(
+        "glm4",
+        without_norms(LLAMA) | NORMS | FUSED_GATE_UP,
+        _glm4,
+        reads=("attention_bias",),
+        rope_types=ROPE_TYPES,
+        has_adapters=False,
+    ),
+    Family(
+        "glm4_moe",
+        LLAMA | EXPERTS | shared_experts("mlp.shared_experts") | EXPERT_BIAS,
+        _glm4_moe,
+        settings={"moe_router_dtype": "fp32"},
+        router="biased_groups",
+        expects={"norm_topk_prob": True},
+        reads=("attention_bias",),
+        rope_types=ROPE_TYPES,
+        problems=single_biased_expert,
+    ),
+)

@@ -1,0 +1,35 @@
+"""Model families beyond Llama's: scored, exported, trained."""
+
+from collections.abc import Iterator
+
+from megatron_layouts import FAMILY_MODELS
+from megatron_ranks import Job
+from megatron_registry import jobs
+
+LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2", "cp2", "tp2spcp2", "pp2vpp2", "pp2dp2")
+SCORED = [(model, layout) for model in FAMILY_MODELS for layout in LAYOUTS]
+TRAINED = [(model, layout) for model in FAMILY_MODELS for layout in ("tp2sp", "pp2cp2", "tp2")]
+
+
+@jobs
+def family_jobs() -> Iterator[Job]:
+    for model, layout in SCORED:
+        yield {
+            "op": "frozen",
+            "name": f"family-{model}-{layout}",
+            "model": model,
+            "layout": layout,
+            "deterministic": True,
+        }
+    for model, layout in TRAINED:
+        args = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        recomputed = args if layout == "pp2cp2" else {}
+        yield {
+            "op": "experts",
+            "name": f"family-trained-{model}-{layout}",
+            "model": model,
+            "layout": layout,
+            "save": False,
+            "load": None,
+            "megatron_args": recomputed,
+        }
