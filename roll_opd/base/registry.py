@@ -7,6 +7,7 @@ Names, facts and defaults of built-in parts are literals, which it reads from th
 import ast
 import importlib
 import inspect
+import os
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -145,7 +146,16 @@ def declarations(package: str, decorator: str | None) -> Mapping[str, Declared]:
     Raises ValueError if a name, a fact or a default is not a literal.
     """
     directories = importlib.import_module(package).__path__
-    sources = {Path(d, f"{module.name}.py") for d in directories for module in pkgutil.iter_modules([d])}
+    return _declarations(package, decorator, tuple((name, os.stat(name).st_mtime_ns) for name in directories))
+
+
+@cache
+def _declarations(
+    package: str, decorator: str | None, directories: tuple[tuple[str, int], ...]
+) -> Mapping[str, Declared]:
+    """As `declarations`, of the package's directories and the times of their last changes."""
+    paths = [path for path, _ in directories]
+    sources = {Path(d, f"{module.name}.py") for d in paths for module in pkgutil.iter_modules([d])}
     modules = {source.stem: f"{package}.{source.stem}" for source in sources}
     if decorator is None:
         return {name: Declared(module) for name, module in modules.items()}

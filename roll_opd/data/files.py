@@ -12,7 +12,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -243,15 +243,31 @@ def first_tags(data: DataPlan) -> tuple[set[str], bool]:
     share = ROWS_SCANNED // max(1, len(data.files))
     share = share if data.limit is None else min(share, data.limit)
     for name in data.files:
-        try:
-            rows = open_file(name).column(column)
-            for tag in islice(rows, share):
-                with suppress(BadRow):
-                    tags.add(tag_of(tag))
-            complete = complete and next(rows, rows) is rows
-        except (DataError, OSError):
-            continue
+        with suppress(OSError):
+            found, whole = _tags_of_file(name, column, share, _version(name))
+            tags |= found
+            complete = complete and whole
     return tags, complete
+
+
+def _version(name: str) -> tuple[int, ...]:
+    """Return numbers that change with a file's content or permissions. Raises OSError for a missing file."""
+    stat = os.stat(name)
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+@lru_cache(maxsize=64)  # planning reads the same file for several checks
+def _tags_of_file(name: str, column: str, share: int, version: tuple[int, ...]) -> tuple[frozenset[str], bool]:
+    """Return the tags of the first `share` rows of this version of a file, and whether it has no further rows."""
+    tags: set[str] = set()
+    try:
+        rows = open_file(name).column(column)
+        for tag in islice(rows, share):
+            with suppress(BadRow):
+                tags.add(tag_of(tag))
+        return frozenset(tags), next(rows, rows) is rows
+    except (DataError, OSError):
+        return frozenset(tags), True
 
 
 def count_rows(data: DataPlan) -> int:

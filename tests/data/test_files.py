@@ -60,6 +60,16 @@ def test_only_the_first_rows_are_looked_at(tmp_path: Path) -> None:
     assert first_tags(DataPlan((str(long),), 8)) == ({"math"}, False)
 
 
+def test_tags_of_a_changed_file_are_read_again(tmp_path: Path) -> None:
+    rows = write_tags(tmp_path / "rows.jsonl", "math")
+    data = DataPlan((str(rows),), 8)
+    assert first_tags(data) == first_tags(data) == ({"math"}, True)
+    write_tags(tmp_path / "new.jsonl", "code").replace(rows)  # of the same size, perhaps in the same millisecond
+    assert first_tags(data) == ({"code"}, True)
+    rows.unlink()
+    assert first_tags(data) == (set(), True)
+
+
 def test_bad_rows_count_and_have_no_tag(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", "no JSON", "", [1], {"tag": 3, "prompt": "a"}, {"tag": "math", "prompt": "a"})
     broken = write(tmp_path / "broken.parquet", "no Parquet")
