@@ -113,7 +113,8 @@ class Running:
     """An engine together with the event loop it lives on."""
 
     def __init__(self, path: str, **arguments: Any) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.runner = asyncio.Runner()  # cancels at its end what is still running
+        self.loop = self.runner.get_loop()
         starting = InferenceEngine.start(ModelPlan(path), max_model_len=MAX_MODEL_LEN, seed=0, **arguments)
         self.engine = self.run(starting)
 
@@ -132,7 +133,7 @@ class Running:
     def close(self) -> None:
         """End the engine and its loop."""
         self.run(self.engine.close())
-        self.loop.close()
+        self.runner.close()
 
 
 def running(path: str, **arguments: Any) -> Iterator[Running]:

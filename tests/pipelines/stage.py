@@ -158,7 +158,6 @@ def worker_settings(plan: Any) -> dict[str, Any]:
 def open_stage(place: Path) -> Iterator[Stage]:
     """Start Ray and every role that a run may have: student, sampler, rewards, critic, reference policy and teacher."""
     everyone = (TEACHER, REFERENCE, CRITIC_SCHEDULE, "use_opd=true", "opd_kl_coef=1", "use_kl_loss=true")
-    events = asyncio.new_event_loop()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(REPOSITORY)
         users = place / "users"  # modules of a user's own, which every process finds
@@ -167,7 +166,7 @@ def open_stage(place: Path) -> Iterator[Stage]:
         patch.syspath_prepend(users)
         longest = "prompt_length=1024"  # GSM8K's
         plan = load_plan(*WITH_CRITIC, [*SHORT, longest, *optimizer_of("actor_train"), *everyone], pure=False)
-        with fork_server() as server, runtime.ray_cluster(plan.devices_per_node):
+        # the runner cancels at its end what runs have left running, while Ray and the roles are there
+        with fork_server() as server, runtime.ray_cluster(plan.devices_per_node), asyncio.Runner() as runner:
             server.serve(plan)
-            yield Stage(plan, place, events)
-    events.close()
+            yield Stage(plan, place, runner.get_loop())

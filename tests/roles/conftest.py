@@ -41,9 +41,8 @@ def warm_options(cluster: None) -> dict[str, Any]:
 
 @pytest.fixture
 def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
+    with asyncio.Runner() as runner:  # cancels at its end what is still running
+        yield runner.get_loop()
 
 
 @pytest.fixture
