@@ -36,7 +36,8 @@ def traced() -> dict[str, list[str]]:
         # from a directory without a `roll_opd`, so that the one of this interpreter is found
         words = [sys.executable, "-m", "roll_opd", *DEMO, *SMALL, f"output_dir={root}/output"]
         path = os.pathsep.join(filter(None, [str(TRACER), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path, "TRACED_STEP": str(root)}
+        untraced = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+        environment = {**untraced, "PYTHONPATH": path, "TRACED_STEP": str(root)}  # coverage would replace the tracer
         with (root / "log").open("w") as log:
             run = subprocess.Popen(words, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:

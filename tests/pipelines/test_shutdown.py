@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -100,9 +100,17 @@ def test_what_the_handler_raises_inside_of_rays_code_is_raised_as_itself() -> No
         raise SystemError("a bug")
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C as in a terminal: a background process, which these tests may be, ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number, raised", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
 def test_a_signal_that_is_swallowed_while_ray_starts_ends_the_run(
-    number: signal.Signals, raised: type[BaseException]
+    number: signal.Signals, raised: type[BaseException], ctrl_c: None
 ) -> None:
     before, it = signal.getsignal(signal.SIGINT), ending(None)
     with pytest.raises(raised), it.before_the_loop():
