@@ -63,6 +63,7 @@ def test_every_algorithm_moves_the_weights(stage: Stage, name: str) -> None:
     assert all(not torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.nightly  # of the stage; resumed runs have the same bits on every push
 def test_a_run_is_the_same_whatever_was_run_before(stage: Stage) -> None:
     """So a state saved before the first update is whole."""
     one, _, other = (rewarded(stage, f"seed={seed}") for seed in (5, 6, 5))

@@ -88,8 +88,11 @@ def actors(kind: type, options: dict[str, Any], *nodes: bool) -> ActorGroup:
 
 @pytest.mark.parametrize(
     "nodes",
-    [([False, False], [False]), ([True, True], []), ([False, True], [True, False])],
-    ids=["here", "there", "both"],
+    [
+        pytest.param(([False, False], [False]), id="here", marks=pytest.mark.nightly),
+        pytest.param(([True, True], []), id="there", marks=pytest.mark.nightly),
+        pytest.param(([False, True], [True, False]), id="both"),
+    ],
 )
 def test_all_get_the_same_bits(
     second_node: None, warm_options: dict[str, Any], loop: asyncio.AbstractEventLoop, nodes: tuple

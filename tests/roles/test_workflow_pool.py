@@ -187,7 +187,10 @@ def test_what_a_coroutine_does_to_its_loop_costs_the_others_nothing(start: Start
         assert disturbed(loop, pool, what) == {"raised": 2}
 
 
-@pytest.mark.parametrize(("what", "kind"), [("exit", "worker_died"), ("leak", "worker_died"), ("hang", "timeout")])
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [pytest.param("exit", "worker_died", marks=pytest.mark.nightly), ("leak", "worker_died"), ("hang", "timeout")],
+)
 def test_what_a_run_does_to_its_process_costs_the_others_nothing(start: Start, loop, what: str, kind: str) -> None:
     pool = start("Faulty", workflow_timeout=2.0 if what == "hang" else 60.0, workflow_memory_gb=1.2)
     assert disturbed(loop, pool, what) == {kind: 2}

@@ -68,7 +68,7 @@ INVARIANCE_GRID = [(loss, layout) for loss in (*INVARIANT, CRITIC_LOSS) for layo
 PUSHED_INVARIANCE = [case for case in INVARIANCE_GRID if case[0] in CORE or case[1] == "tp1"]
 PUSHED_INVARIANCE += cover(case for case in INVARIANCE_GRID if case[1] != "tp1")
 EXPERT_INVARIANCE_GRID = [(layout, loss) for layout, (_, losses) in EXPERT_INVARIANCE.items() for loss in losses]
-PUSHED_EXPERT_INVARIANCE = [case for case in EXPERT_INVARIANCE_GRID if case[1] in CORE or case[0] == "tp1"]
+PUSHED_EXPERT_INVARIANCE = [case for case in EXPERT_INVARIANCE_GRID if case[1] in CORE]
 
 
 def invariance_objective(name: str) -> ObjectivePlan:
