@@ -38,7 +38,7 @@ def in_turns(monkeypatch: pytest.MonkeyPatch):
         sys.modules.pop(name, None)
 
 
-def test_memory_of_a_transfer_is_told_beside_its_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_of_a_transfer_is_reported_with_its_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     weight_sync = importlib.import_module("weight_sync")
     (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t    2048 kB\nVmRSS:\t    1024 kB\n")
@@ -49,8 +49,12 @@ def test_memory_of_a_transfer_is_told_beside_its_bound(monkeypatch: pytest.Monke
         "seconds": [0.2, 0.3, 0.4],
         "gigabytes_a_second": 1,
     }
-    told = weight_sync.table(found | {"growth_bytes": {"student": 130 * 2**20}, "together_bytes": 140 * 2**20})
-    assert "median 0.300" in told and "student 130" in told and "140 MiB; two buckets and the model are 428" in told
+    reported = weight_sync.table(found | {"growth_bytes": {"student": 130 * 2**20}, "together_bytes": 140 * 2**20})
+    assert (
+        "median 0.300" in reported
+        and "student 130" in reported
+        and "140 MiB; two buckets and the model are 428" in reported
+    )
     for name in ("weight_sync", "process_memory", "models", "pipeline_run"):
         sys.modules.pop(name, None)
 

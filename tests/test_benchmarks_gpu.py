@@ -73,7 +73,7 @@ def test_a_tiny_model_on_a_cpu_agrees_with_hugging_face_in_every_objective_and_i
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name", "value", "told"),
+    ("dtype", "name", "value", "reported"),
     [
         ("fp32", "logprob_max", 2e-4, "a deterministic log-prob is off by 0.0002"),
         ("fp32", "resumed_equal", False, "resumed_equal is false"),
@@ -83,16 +83,16 @@ def test_a_tiny_model_on_a_cpu_agrees_with_hugging_face_in_every_objective_and_i
         ("bf16", "full jsd", {"loss": 0.2, "gradient_norm": 0.0}, "full jsd: loss is off by 0.2"),
     ],
 )
-def test_a_number_that_is_off_is_told(measure, dtype: str, name: str, value: object, told: str) -> None:
+def test_a_number_that_is_off_is_reported(measure, dtype: str, name: str, value: object, reported: str) -> None:
     found = copy.deepcopy(AGREES) | (
         {"theirs_mean": 5e-4, "logprob_mean": 5e-4, "fast_mean": 5e-4} if dtype == "bf16" else {}
     )
     assert measure.off(dtype, found) == []
     [said] = measure.off(dtype, found | {name: value})
-    assert told in said
+    assert reported in said
 
 
-def test_what_did_not_run_is_told_and_what_is_too_large_is_a_result(measure) -> None:
+def test_a_case_that_did_not_run_is_reported_and_one_that_is_too_large_is_a_result(measure) -> None:
     failed = {"0.6B": {"train": {"failed": "...\nRuntimeError: no kernel"}, "numerics": {"failed": "x"}}}
     assert measure.problems(failed, ["0.6B"]) == ["0.6B train: RuntimeError: no kernel", "0.6B numerics: x"]
     large = {"8B": {"device": "X", "train": {"out_of_memory": "tried"}, "teacher": {}}}

@@ -201,7 +201,7 @@ def points() -> list[dict[str, Any]]:
     ]
 
 
-def test_the_table_and_the_plot_tell_every_phase_and_role(benchmark):
+def test_the_table_and_the_plot_show_every_phase_and_role(benchmark):
     scaling, loglog = benchmark("scaling"), benchmark("loglog")
     result = {"points": points(), **scaling.fitted(points(), "batch")}
     assert result["phases"]["train"]["exponent"] == pytest.approx(1)

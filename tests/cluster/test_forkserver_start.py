@@ -135,8 +135,8 @@ os.environ.__class__ = Recording
 from roll_opd.cluster.forkserver import forkserver_main
 forkserver_main.suppress = lambda *errors: contextlib.nullcontext()
 forkserver_main._serve = lambda listener, alive: None
-told = io.StringIO(json.dumps({"engines": forkserver_main.EAGER_ENGINES}))
-forkserver_main.preload_and_serve(told, {"megatron": 0, "engines": 0}, 0)
+settings = io.StringIO(json.dumps({"engines": forkserver_main.EAGER_ENGINES}))
+forkserver_main.preload_and_serve(settings, {"megatron": 0, "engines": 0}, 0)
 print(json.dumps(sorted(map(str, seen))), flush=True)
 if "vllm" not in sys.modules:  # the fork, for Megatron
     sys.exit()

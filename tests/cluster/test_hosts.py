@@ -109,7 +109,7 @@ def test_versions_models_and_the_directory_are_compared(hosts: Hosts, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "reported"),
     [
         ({"RAY_AUTH_TOKEN": "a"}, {"RAY_AUTH_TOKEN": "a"}),
         ({"RAY_AUTH_TOKEN_PATH": "{file}"}, {"RAY_AUTH_TOKEN": "of the file"}),
@@ -119,7 +119,7 @@ def test_versions_models_and_the_directory_are_compared(hosts: Hosts, tmp_path: 
     ],
 )
 def test_other_hosts_receive_the_token_from_environment_or_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], told: dict[str, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], reported: dict[str, str]
 ) -> None:
     """Ray takes it from the environment, from a file that this names, or from one in the home directory."""
     (tmp_path / "token").write_text("of the file\n")
@@ -129,7 +129,7 @@ def test_other_hosts_receive_the_token_from_environment_or_file(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value.format(file=tmp_path / "token", home=tmp_path))
-    assert token_variables() == told
+    assert token_variables() == reported
 
 
 def test_hosts_receive_the_exit_code_of_the_run(hosts: Hosts, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Start-up: what is waited for is said, what takes too long or fails is told with its own reason. No process starts."""
+"""Start-up: its current wait is printed, a late or failed part is reported with its reason. No process starts."""
 
 import asyncio
 import os

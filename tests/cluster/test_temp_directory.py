@@ -14,10 +14,10 @@ class Removing:
     """In the place of the reaper, which is a process: removes nothing before the end of a test."""
 
     def __init__(self) -> None:
-        self.told: list[Path] = []
+        self.directories: list[Path] = []
 
     def remove_at_the_end(self, directory: Path) -> None:
-        self.told.append(directory)
+        self.directories.append(directory)
 
 
 @pytest.mark.parametrize("place", ["missing", "a/long/" + "path/" * MAX_LENGTH, "own"])
@@ -30,7 +30,7 @@ def test_a_directory_of_the_run(place: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(tempfile, "tempdir", None)
     reaper: Any = Removing()
     with run_temp_directory(reaper):
-        (directory,) = reaper.told
+        (directory,) = reaper.directories
         assert os.environ["TMPDIR"] == str(directory) == tempfile.gettempdir()
         assert directory.is_dir() and len(str(directory)) <= MAX_LENGTH
         assert Path(os.environ["RAY_TMPDIR"]).is_dir()

@@ -27,7 +27,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo"
 
 
 def ask(*words: str) -> tuple:
-    """What `roll-opd run` makes of the words after it: what it is told of the pipeline, and the configuration."""
+    """The pipeline and the configuration that `roll-opd run` reads from its arguments."""
     parsed = main.parse(["run", *words])
     return pipeline_arguments(parsed), *configuration(parsed)
 
@@ -119,7 +119,7 @@ def test_a_file_with_an_equals_sign_in_its_path(tmp_path: Path) -> None:
     assert ask(str(file)) == ({}, str(file.parent), "run.yaml", [])
 
 
-def test_an_unknown_pipeline_is_told_all_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_pipeline_gets_a_list_of_all_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["plan", "destill", "demo/onpolicy_distill.yaml"]) == 2
     said = capsys.readouterr().err
     assert all(name in said for name in ("'destill'", "distill,", "rlvr", "sft", "dpo", "dotted path"))
@@ -178,8 +178,8 @@ def test_a_demo_that_cannot_be_written(
 ) -> None:
     prepare(tmp_path / "d")
     assert main.main(["demo", str(tmp_path / "d")]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.startswith("roll-opd: ") and said in told.err
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("roll-opd: ") and said in printed.err
     assert main.main(["demo", str(tmp_path / "empty/below")]) == 0
 
 

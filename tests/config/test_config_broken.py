@@ -18,7 +18,7 @@ from roll_opd.planner.build import load_plan
 
 TEACHER = "teacher.strategy_args.strategy_config"
 TRAIN = "student_train.strategy_args.strategy_config"
-# words that tell a user what to do
+# words of a remedy
 REMEDY = re.compile(
     r"should be|did you mean|known:|could be|should hold"
     r"|\b(use|write|give|choose|remove|rename|raise|lower|keep|set|make|change|add|put)\b",
@@ -177,7 +177,7 @@ def test_broken_file(root: Path, text: str, shown: str) -> None:
     assert shown in str(caught.value)
 
 
-def test_several_mistakes_are_told_together(root: Path) -> None:
+def test_several_mistakes_are_reported_together(root: Path) -> None:
     """A user should not have to run the command once for each."""
     values = base_values(root)
     write_model(root / "teacher", seed=2, num_attention_heads=3, num_key_value_heads=3)

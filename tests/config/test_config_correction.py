@@ -22,7 +22,7 @@ def test_nothing_is_corrected_by_default(plan: Plan) -> None:
     assert run.warnings == ()
 
 
-def test_what_nobody_has_enabled_is_told(plan: Plan) -> None:
+def test_a_correction_that_is_not_enabled_is_reported(plan: Plan) -> None:
     run = plan({"train_infer_correction": {"is_weight": {"upper_bound": 2}, "filters": [{"ratio_high": 1.01}]}})
     assert run.objective.correction is None
     assert run.warnings == tuple(
@@ -99,7 +99,7 @@ def test_without_a_policy_loss_there_is_nothing_to_weigh(problems: Problems, pla
     assert plan({"train_infer_correction": {"filters": [{"enabled": True}]}}).objective.correction.filters
 
 
-def test_what_has_no_effect_is_told(plan: Plan) -> None:
+def test_keys_without_effect_are_reported(plan: Plan) -> None:
     empty = {"enabled": True, "ratio_enabled": False}
     run = plan({"train_infer_correction": {"is_weight": {"enabled": True, "detach": False}, "filters": [empty]}})
     assert any("train_infer_correction.is_weight.detach" in text for text in run.warnings)
@@ -113,7 +113,7 @@ def test_the_plan_says_what_is_corrected(plan: Plan) -> None:
     assert "without tokens whose ratio of train and infer, by sequence, is not up to 1.2" in text
 
 
-def test_rolls_older_key_is_told_by_itself(plan: Plan) -> None:
+def test_rolls_older_key_is_reported_separately(plan: Plan) -> None:
     (said,) = plan({"infer_correction": True}).warnings
     assert "train_infer_correction is its new form" in said
 

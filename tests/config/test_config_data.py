@@ -120,7 +120,7 @@ def test_files_are_streams(root: Path, plan: Callable[..., RunPlan]) -> None:
         )
     same = [str(file) for file in files]
     run = plan({f"{DATA}.file_name": same})
-    assert [stream.name for stream in run.data.streams] == same  # the same file name twice: told apart by the path
+    assert [stream.name for stream in run.data.streams] == same  # the same file name twice: the paths differ
 
 
 def test_rolls_one_probability_is_no_interleaving(root: Path, plan: Callable[..., RunPlan], two_domains: dict) -> None:
@@ -171,7 +171,7 @@ def test_a_file_in_two_entries_is_refused(root: Path, problems: Callable[..., li
     assert "rows.jsonl is in two entries of file_name" in found[0]
 
 
-def test_a_domain_without_rows_is_told_early(plan: Callable[..., RunPlan], two_domains: dict) -> None:
+def test_a_domain_without_rows_is_reported_early(plan: Callable[..., RunPlan], two_domains: dict) -> None:
     two_domains["rewards.code_sandbox"]["tag_included"] = ["python"]
     run = plan({**two_domains, PROBS: {"math_rule": 0.5, "code_sandbox": 0.5}})
     assert any(f"{PROBS}.code_sandbox: no row of the data has one of its tags (python)" in t for t in run.warnings)

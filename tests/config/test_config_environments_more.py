@@ -114,7 +114,7 @@ def test_a_game_that_is_played_needs_a_teacher(plan: Plan, problems: Problems) -
         ({"env_type": "webshop"}, "env_type webshop: needs the package"),
     ],
 )
-def test_a_game_that_cannot_be_made_is_told_by_a_plan_and_refused_by_a_run(
+def test_a_game_that_cannot_be_made_is_reported_by_a_plan_and_refused_by_a_run(
     plan: Plan, problems: Problems, settings: dict[str, Any], words: str
 ) -> None:
     (warning,) = of("custom_envs.Lake: ", plan(games(**settings), runnable=False).warnings)
@@ -128,7 +128,7 @@ def test_games_of_the_users_are_not_looked_up_by_a_plan(plan: Plan, root: Any) -
 
 
 @pytest.mark.parametrize("key", ["system_prompt", "global_template", "reply_prefix", "tag_to_template", "rewards"])
-def test_what_has_no_effect_in_environments_is_told(plan: Plan, key: str) -> None:
+def test_keys_without_effect_in_environments_are_reported(plan: Plan, key: str) -> None:
     values = {"tag_to_template": {"Lake": "native"}, "rewards": {"math_rule": {}}}
     run = plan(games({key: values.get(key, "native")}))
     assert of(f"{key}: has no effect in environments", run.warnings)
@@ -139,11 +139,13 @@ def test_data_of_rows_are_among_the_keys_without_effect(plan: Plan) -> None:
     run = plan(games({"student_train.data_args": {"file_name": "rows.jsonl"}}))
     assert of("data_args", of("have no effect here", run.warnings))
     assert not of("data_args", plan(games()).warnings)
-    told = "teacher.data_args: has no effect, as this role reads no rows; remove it"  # there is no role to write it in
-    assert told in plan(games({"teacher.data_args.file_name": "rows.jsonl"})).warnings
+    reported = (
+        "teacher.data_args: has no effect, as this role reads no rows; remove it"  # there is no role to write it in
+    )
+    assert reported in plan(games({"teacher.data_args.file_name": "rows.jsonl"})).warnings
 
 
-def test_sampling_that_the_rollout_overrides_is_told(plan: Plan) -> None:
+def test_sampling_that_the_rollout_overrides_is_reported(plan: Plan) -> None:
     own, key = {"temperature": 0.3, "top_p": 1.0}, "train_env_manager.generating_args"
     run = plan(games({key: own, "student_infer.generating_args": {"temperature": 0.7, "max_new_tokens": 8}}))
     assert run.rollout.sampling.temperature == 0.7

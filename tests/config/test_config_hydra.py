@@ -41,13 +41,13 @@ def test_a_directory_without_the_file_hides_no_other(root: Path, monkeypatch: py
     for place in (scripts / "mine", project / "examples" / "mine", project / "mine"):
         _yaml(place / "run.yaml", {"seed": 1})
         assert load_config("mine", "run", []).directory == place
-    told = _refused("mine", "other", [])
+    reported = _refused("mine", "other", [])
     for place in (project / "mine", project / "examples" / "mine", scripts / "mine"):
-        assert str(place) in told
-    assert told.endswith("YAML files there: run.yaml")
-    told = _refused("nowhere", "run", [])
+        assert str(place) in reported
+    assert reported.endswith("YAML files there: run.yaml")
+    reported = _refused("nowhere", "run", [])
     for place in (project, project / "examples", scripts):
-        assert str(place / "nowhere") in told
+        assert str(place / "nowhere") in reported
     (project / "mine" / "c.yaml").mkdir()
     assert "c.yaml is a directory" in _refused("mine", "c", [])
 
@@ -78,9 +78,9 @@ def test_a_search_path_of_ones_own_is_kept(root: Path, given: str) -> None:
 def test_a_search_path_that_leads_nowhere_is_named_where_it_matters(root: Path) -> None:
     values = {"hydra": {"searchpath": [f"file://{root}/no"]}, "defaults": [{"mygroup": "a"}]}
     _yaml(root / "run.yaml", values)
-    told = _refused(str(root), "run", [])
-    assert "mygroup/a" in told
-    assert f"{root}/no in hydra.searchpath does not exist" in told
+    reported = _refused(str(root), "run", [])
+    assert "mygroup/a" in reported
+    assert f"{root}/no in hydra.searchpath does not exist" in reported
     _yaml(root / "run.yaml", {"hydra": {"searchpath": "here"}, "seed": 1})
     assert "must be a list" in _refused(str(root), "run", [])
 
@@ -109,8 +109,8 @@ def test_a_group_of_a_role_wants_the_role_said_and_the_advice_works(
         assert load_config(place, "run", [advice]).values
     assert plan(overrides=(f"parallel@{TRAIN}=tp2",)).student.layout.tp == 2
     set_key(values, "defaults", [{"parallel@teacher.strategy_args.strategy_config": "single"}, "_self_"])
-    told = _refused(write_config(root, values), "run", ["parallel=tp2"])
-    assert told.endswith("use parallel@teacher.strategy_args.strategy_config=tp2")
+    reported = _refused(write_config(root, values), "run", ["parallel=tp2"])
+    assert reported.endswith("use parallel@teacher.strategy_args.strategy_config=tp2")
     assert "tp3" in _refused(place, "run", [f"parallel@{TRAIN}=tp3"])
     assert "nothing/here is not a group" in _refused(place, "run", ["nothing/here=a"])
     assert load_config(place, "run", ["hydra/launcher=basic"]).values
@@ -119,9 +119,11 @@ def test_a_group_of_a_role_wants_the_role_said_and_the_advice_works(
 def test_an_environment_variable_that_is_not_set_is_to_be_set(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     _yaml(root / "run.yaml", {"tracker_kwargs": {"api_key": "${oc.env:NO_SUCH_KEY}"}})
-    told = _refused(str(root), "run", [])
-    assert told.startswith("tracker_kwargs.api_key: the environment variable NO_SUCH_KEY is not set; set it (export")
-    assert told.endswith("(run.yaml:2)")
+    reported = _refused(str(root), "run", [])
+    assert reported.startswith(
+        "tracker_kwargs.api_key: the environment variable NO_SUCH_KEY is not set; set it (export"
+    )
+    assert reported.endswith("(run.yaml:2)")
 
 
 @pytest.mark.parametrize(

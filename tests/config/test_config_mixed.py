@@ -164,17 +164,17 @@ LENGTH = {"length_penalty": {"coef": 0.1}}
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "reported"),
     [
         ({"opd_kl_coef": 0}, "(as opd_kl_coef 0 removes the teachers' part), and nothing else teaches"),
         ({"use_opd": ..., "teacher": ...}, "0 removes the rewards' part of the loss, and nothing else teaches"),
     ],
 )
 def test_a_run_whose_signals_all_have_no_weight_is_refused(
-    mixed: dict[str, Any], problems: Problems, plan: Plan, keys: dict[str, Any], told: str
+    mixed: dict[str, Any], problems: Problems, plan: Plan, keys: dict[str, Any], reported: str
 ) -> None:
     (found,) = problems({**UNPAID, **keys}, pure=False)
-    assert found.startswith("rewards.math_rule.weight: 0 removes") and told in found
+    assert found.startswith("rewards.math_rule.weight: 0 removes") and reported in found
     plan({"rewards.math_rule.weight": -1}, pure=False)
 
 
@@ -311,15 +311,15 @@ def test_contradicting_settings_of_mixed_mode_are_refused(
     assert any(message in text for text in problems(changes, pure=False))
 
 
-def test_steps_of_a_workflow_that_are_compared_with_nothing_are_told(mixed: dict[str, Any], plan: Plan) -> None:
-    def told(**more: Any) -> bool:
+def test_steps_of_a_workflow_that_are_compared_with_nothing_are_reported(mixed: dict[str, Any], plan: Plan) -> None:
+    def reported(**more: Any) -> bool:
         run = plan({"adv_estimator": "gigpo", "workflow": "simple_workflow", **more}, pure=False)
         return any("gigpo compares nothing" in text and "write norm_mean_type: group" in text for text in run.warnings)
 
-    assert told() and not told(norm_mean_type="group")
+    assert reported() and not reported(norm_mean_type="group")
 
 
-def test_coefficients_without_effect_are_told(mixed: dict[str, Any], plan: Plan) -> None:
+def test_coefficients_without_effect_are_reported(mixed: dict[str, Any], plan: Plan) -> None:
     run = plan({"use_kl_loss": True, "add_token_level_kl": True, "init_kl_coef": 0, "reference": REFERENCE}, pure=False)
     assert [text.split(":")[0] for text in run.warnings] == ["use_kl_loss", "add_token_level_kl"]
 
@@ -340,21 +340,24 @@ def test_vision_is_one_sentence(problems: Problems, changes: dict[str, Any], key
     assert "vision" in found
 
 
-def test_a_coefficient_without_its_loss_is_told(mixed: dict[str, Any], plan: Plan) -> None:
-    for written, told in (({"kl_loss_coef": 0.1}, ["kl_loss_coef"]), ({"kl_loss_coef": 0.1, "use_kl_loss": True}, [])):
+def test_a_coefficient_without_its_loss_is_reported(mixed: dict[str, Any], plan: Plan) -> None:
+    for written, reported in (
+        ({"kl_loss_coef": 0.1}, ["kl_loss_coef"]),
+        ({"kl_loss_coef": 0.1, "use_kl_loss": True}, []),
+    ):
         run = plan({**written, "reference": REFERENCE}, pure=False)
         ignored = [text for text in run.warnings if "have no effect here" in text]
-        assert [text.rpartition(": ")[2] for text in ignored] == told
+        assert [text.rpartition(": ")[2] for text in ignored] == reported
 
 
-def test_a_coefficient_that_every_teacher_overrides_is_told(values: dict[str, Any], plan: Plan) -> None:
-    for own, told in (({}, 0), ({"teacher.opd_kl_coef": 0.5}, 1)):
+def test_a_coefficient_that_every_teacher_overrides_is_reported(values: dict[str, Any], plan: Plan) -> None:
+    for own, reported in (({}, 0), ({"teacher.opd_kl_coef": 0.5}, 1)):
         run = plan({"opd_kl_coef": 0.3, **own})
         assert run.teachers[0].opd_kl_coef == (0.5 if own else 0.3)
-        assert run.warnings.count("opd_kl_coef: has no effect, as every teacher has its own; remove it") == told
+        assert run.warnings.count("opd_kl_coef: has no effect, as every teacher has its own; remove it") == reported
 
 
-def test_keys_of_workflows_without_one_are_told(mixed: dict[str, Any], plan: Plan) -> None:
+def test_keys_of_workflows_without_one_are_reported(mixed: dict[str, Any], plan: Plan) -> None:
     written = {
         "endpoint_port": 8000,
         "on_workflow_error": "stop",
@@ -372,7 +375,7 @@ def test_keys_of_workflows_without_one_are_told(mixed: dict[str, Any], plan: Pla
     assert ignored == f"these keys are accepted but have no effect here: {', '.join(sorted(written))}"
 
 
-def test_what_a_role_does_not_do_is_told(mixed: dict[str, Any], plan: Plan) -> None:
+def test_keys_of_a_role_without_effect_are_reported(mixed: dict[str, Any], plan: Plan) -> None:
     run = plan(
         {
             "actor_train.generating_args.temperature": 0.1,
@@ -381,12 +384,12 @@ def test_what_a_role_does_not_do_is_told(mixed: dict[str, Any], plan: Plan) -> N
             "actor_train.data_args.template": "qwen3",
             "actor_infer.data_args.template": "qwen3",  # as ROLL's files repeat it
             "teacher.data_args.template": "chatml",
-            "reference": {**REFERENCE, "data_args": {"file_name": "rows.jsonl"}},  # not used, and told as a whole
+            "reference": {**REFERENCE, "data_args": {"file_name": "rows.jsonl"}},  # one message for the role
         },
         pure=False,
     )
     generates, learns = "this role generates nothing; write it in actor_infer", "this role does not learn"
-    told = {
+    reported = {
         "actor_train.generating_args": generates,
         "teacher.generating_args": generates,
         "actor_infer.training_args": f"{learns}; write it in actor_train",
@@ -394,4 +397,4 @@ def test_what_a_role_does_not_do_is_told(mixed: dict[str, Any], plan: Plan) -> N
     }
     unused, *others = run.warnings
     assert unused.startswith("reference: is written but not used")
-    assert sorted(others) == sorted(f"{key}: has no effect, as {why}" for key, why in told.items())
+    assert sorted(others) == sorted(f"{key}: has no effect, as {why}" for key, why in reported.items())

@@ -1,4 +1,4 @@
-"""What a wrong configuration is told: the key, the value, what to do, and where it was written."""
+"""Messages of a wrong configuration: the key, the value, the remedy, and file and line."""
 
 import json
 import resource
@@ -474,8 +474,10 @@ def test_what_is_trained_in_fp16_is_trained_in_bf16_with_a_warning(plan: Callabl
         "fp16",
         "fp16",
     )
-    (told,) = [text for text in run.warnings if "fp16" in text]
-    assert told.startswith("student_train.model_args.dtype: training in fp16 is not available") and "bf16" in told
+    (reported,) = [text for text in run.warnings if "fp16" in text]
+    assert (
+        reported.startswith("student_train.model_args.dtype: training in fp16 is not available") and "bf16" in reported
+    )
 
 
 @pytest.mark.parametrize(

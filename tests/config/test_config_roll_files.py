@@ -150,8 +150,11 @@ def test_steps_need_a_manager_that_makes_them(root: Path) -> None:
     for name in ("gigpo", "step_reinforce"):
         with pytest.raises(ConfigError, match=f"adv_estimator: {name} reads the reward of each action, and FrozenLake"):
             _changed(root, whole, f"adv_estimator={name}")
-    told = "custom_env.FrozenLake.agent_template='{observation}'"
-    assert _changed(root, whole, told, "adv_estimator=agentic_reinforce").objective.adv_estimator == "agentic_reinforce"
+    reported = "custom_env.FrozenLake.agent_template='{observation}'"
+    assert (
+        _changed(root, whole, reported, "adv_estimator=agentic_reinforce").objective.adv_estimator
+        == "agentic_reinforce"
+    )
     concat = whole.replace("traj_env_manager.TrajEnvManager", "step_concat_env_manager.StepConcatEnvManager")
     assert _changed(root, concat).objective.adv_estimator == "gigpo"
 

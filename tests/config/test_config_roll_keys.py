@@ -96,7 +96,7 @@ def test_pg_variant_brings_its_arguments(rl: dict[str, Any], plan: Plan, problem
 
 
 @pytest.mark.parametrize(
-    ("written", "expected", "told"),
+    ("written", "expected", "reported"),
     [
         ({"pg_clip_high": 0.28}, (0.3, 0.3), True),
         ({"pg_clip_high": 0.28, "use_pg_clip_range": False}, (0.3, 0.3), True),
@@ -106,12 +106,12 @@ def test_pg_variant_brings_its_arguments(rl: dict[str, Any], plan: Plan, problem
     ],
 )
 def test_clip_ranges_of_any_key_are_read(
-    rl: dict[str, Any], plan: Plan, written: dict[str, Any], expected: tuple[float, float], told: bool
+    rl: dict[str, Any], plan: Plan, written: dict[str, Any], expected: tuple[float, float], reported: bool
 ) -> None:
     run = plan({"pg_clip": 0.3, **written}, pure=False)
     arguments = run.objective.policy_loss_args
     assert (arguments["clip_low"], arguments["clip_high"]) == expected
-    assert any("without use_pg_clip_range: true" in text for text in run.warnings) == told
+    assert any("without use_pg_clip_range: true" in text for text in run.warnings) == reported
 
 
 @pytest.mark.parametrize(("ulysses", "layout"), [(1, Layout(dp=4)), (2, Layout(tp=2, dp=2, sequence_parallel=True))])
@@ -181,7 +181,7 @@ def test_a_mask_by_rewards_needs_them_in_pure_distillation(plan: Plan, problems:
         ({"rl_loss_coef": 0}, "rl_loss_coef: 0 removes the policy loss"),
     ],
 )
-def test_what_changes_learning_is_told_by_itself(plan: Plan, written: dict[str, Any], said: str) -> None:
+def test_a_change_of_what_is_learned_is_reported_separately(plan: Plan, written: dict[str, Any], said: str) -> None:
     (warning,) = plan(written).warnings
     assert said in warning
 
@@ -195,7 +195,7 @@ def test_what_changes_learning_is_told_by_itself(plan: Plan, written: dict[str, 
         {"advantage_clip": 2.0, "entropy_loss_coef": 0.01},
     ],
 )
-def test_what_changes_nothing_is_not_told(plan: Plan, written: dict[str, Any]) -> None:
+def test_a_key_that_changes_nothing_is_not_reported(plan: Plan, written: dict[str, Any]) -> None:
     assert plan(written).warnings == ()
 
 

@@ -1,4 +1,4 @@
-"""Forms that ROLL's own YAML have and its documents do not tell: each is accepted, and means what ROLL takes it for."""
+"""Forms of ROLL's own YAML that its documents leave out: each is accepted, and means what ROLL takes it for."""
 
 import json
 from collections.abc import Callable
@@ -101,8 +101,8 @@ def test_settings_of_rolls_engines_are_accepted(plan: Plan) -> None:
             "student_infer.strategy_args.strategy_config": {"online_quantization": "ascend_mxfp8"},
         }
     )
-    told = next(text for text in run.warnings if "no effect" in text)
-    assert all(key in told for key in ("model_name", "optimizer_cpu_offload", "ckpt_format", "online_quantization"))
+    reported = next(text for text in run.warnings if "no effect" in text)
+    assert all(key in reported for key in ("model_name", "optimizer_cpu_offload", "ckpt_format", "online_quantization"))
 
 
 def test_variables_of_a_file_are_dropped_with_a_word(plan: Plan) -> None:
@@ -114,8 +114,8 @@ def test_variables_of_a_file_are_dropped_with_a_word(plan: Plan) -> None:
         "world_size": 1,
         "CUDA_DEVICES": "0,1",
     }
-    told = [text for text in plan(own).warnings if "variables of the file" in text]
-    assert [text.partition("): ")[2] for text in told] == [
+    reported = [text for text in plan(own).warnings if "variables of the file" in text]
+    assert [text.partition("): ")[2] for text in reported] == [
         "CUDA_DEVICES, default_history_length, gem_games, world_size"
     ]
 

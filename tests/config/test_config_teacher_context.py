@@ -117,7 +117,7 @@ def test_a_workflow_makes_prompts_of_its_own(plan: Plan) -> None:
     assert run.teachers[0].context and not run.data.contexts
 
 
-def test_a_length_without_a_context_is_told(plan: Plan) -> None:
+def test_a_length_without_a_context_is_reported(plan: Plan) -> None:
     assert any(
         "teacher.prompt_length: has no effect" in warning for warning in plan({"teacher.prompt_length": 9}).warnings
     )

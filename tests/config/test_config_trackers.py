@@ -80,12 +80,12 @@ def test_a_missing_package_stops_a_run_and_not_a_plan(
         for module in TRACKERS.facts(name).packages:
             monkeypatch.setitem(sys.modules, module, None)  # as good as not installed
     changes = {"track_with": names}
-    told = problems(changes)
-    assert len(told) == 3
-    for name, text in zip(names, told, strict=True):
+    reported = problems(changes)
+    assert len(reported) == 3
+    for name, text in zip(names, reported, strict=True):
         assert f"{name} needs" in text and f"pip install 'roll_opd[{name}]'" in text
     run = plan(changes, runnable=False)
-    assert [text for text in run.warnings if "pip install" in text] == told
+    assert [text for text in run.warnings if "pip install" in text] == reported
 
 
 def test_what_is_installed_is_not_lacking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Weights that do not fit their config.json, or were lost: told by name before anything starts."""
+"""Weights that do not fit their config.json, or were lost: reported by name before anything starts."""
 
 import json
 from collections.abc import Callable

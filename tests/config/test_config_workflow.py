@@ -35,8 +35,8 @@ def test_auxiliary_models_are_planned_in_their_order(plan: Plan, root: Any) -> N
     assert judge.engine.name == "auxiliary_models.judge" and judge.engine.sampling.max_new_tokens == 9
     assert judge.engine.sampling.temperature == 0 and judge.engine.devices == (0,)
     assert "auxiliary_models.judge" in run.roles() and user.api_key == "sk-hidden"
-    told = json.dumps(to_json(run)) + run.config_yaml + repr(run)
-    assert "large" in told and "sk-hidden" not in told
+    reported = json.dumps(to_json(run)) + run.config_yaml + repr(run)
+    assert "large" in reported and "sk-hidden" not in reported
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def test_arguments_of_ones_own_workflows_are_ones_own(plan: Plan) -> None:
 
 def test_a_name_of_trinitys_own_workflows_says_where_it_is(plan: Plan, problems: Problems, tmp_path: Path) -> None:
     """Already to the planner, unless a plugin may have registered it."""
-    for name, told in (
+    for name, reported in (
         ("frozen_lake_workflow", "trinity/common/workflows/envs/frozen_lake/workflow.py"),
         ("rubric_judge_workflow", "write workflow=rubric_judge_workflow.RubricJudgeWorkflow"),
     ):
         (tmp_path / "mine.py").write_text(f"# no {name} here\n")
         for more in ({}, {"plugin_dir": str(tmp_path)}):
             (problem,) = problems({"workflow": name, **more})
-            assert told in problem and "part of Trinity-RFT and not of this package" in problem
+            assert reported in problem and "part of Trinity-RFT and not of this package" in problem
         with pytest.raises(WorkflowError, match="part of Trinity-RFT and not of this package"):
             WORKFLOWS.find(name)
         (tmp_path / "mine.py").write_text(f"@WORKFLOWS.register_module('{name}')\nclass Mine: ...\n")

@@ -66,9 +66,9 @@ def test_what_has_no_effect_says_so(plan: Callable[..., RunPlan], monkeypatch: p
     for memory, of_kernels in ((None, 1), (80.0, 0)):
         monkeypatch.setattr(hardware, "gpu_memory_gb", lambda memory=memory: memory)
         run = plan(written)
-        told = [text for text in run.warnings if "has no effect" in text]
-        assert sum("cross_entropy_loss_fusion" in text for text in told) == 1
-        assert sum("apply_rope_fusion" in text for text in told) == of_kernels
+        reported = [text for text in run.warnings if "has no effect" in text]
+        assert sum("cross_entropy_loss_fusion" in text for text in reported) == 1
+        assert sum("apply_rope_fusion" in text for text in reported) == of_kernels
         assert run.student.megatron_args.keys() == {"apply_rope_fusion", "recompute_modules"}
     args = {"apply_rope_fusion": True, "recompute_modules": ("core_attn", "layernorm")}
     assert usable(args, has_kernels=True) == args

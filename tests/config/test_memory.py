@@ -174,7 +174,7 @@ def test_stages_hold_the_whole_model_together(model: Callable[[str], ModelInfo])
 
 
 def test_frozen_experts(model: Callable[[str], ModelInfo]) -> None:
-    """235B over tp4 pp2 ep4: 227 G in experts. An expert is split over tp unless told otherwise."""
+    """235B over tp4 pp2 ep4: 227 G in experts. An expert is split over tp by default."""
     role = MegatronPlan(
         name="teacher",
         model=ModelPlan("teacher", "bf16"),

@@ -165,15 +165,15 @@ Planner = Callable[..., tuple[RunPlan, str]]
 
 @pytest.fixture
 def plan(root: Path) -> Planner:
-    """Plan a configuration after dotted-key changes (`...` removes a key); return the plan and what was told."""
+    """Plan a configuration after dotted-key changes (`...` removes a key); return the plan and the report."""
 
     def make(text: str, changes: dict[str, Any] | None = None, *overrides: str) -> tuple[RunPlan, str]:
         values = yaml.safe_load(text.replace("{root}", str(root)))
         for key, value in (changes or {}).items():
             set_key(values, key, value)
         (root / "theirs.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
-        told: list[str] = []
-        return load_plan(str(root), "theirs", list(overrides), say=told.append), "\n".join(told)
+        reported: list[str] = []
+        return load_plan(str(root), "theirs", list(overrides), say=reported.append), "\n".join(reported)
 
     return make
 
@@ -189,7 +189,7 @@ def refusals(plan: Planner) -> Callable[..., list[str]]:
 
 
 def test_grpo_without_gpus(plan: Planner, root: Path) -> None:
-    found, told = plan(GRPO)
+    found, reported = plan(GRPO)
     assert found.mode == "rl" and found.exp_name == "grpo" and found.output_dir == f"{root}/checkpoints/arithmetic"
     assert found.rollout_batch_size == 8 and found.rollout.sampling.n == 4 and found.max_steps == 2 * 40 // 8
     assert found.student.mini_batch_sequences == 32 and found.objective.kl_loss_coef == 0
@@ -207,11 +207,11 @@ def test_grpo_without_gpus(plan: Planner, root: Path) -> None:
     assert found.seed == 7 and found.student.model.dtype == "fp32"
     assert [term.worker for term in found.rewards[0].terms] == ["math_rule", "format"]
     assert found.reference is None and not found.warnings
-    dropped = next(line for line in told.splitlines() if "no GPUs" in line)
+    dropped = next(line for line in reported.splitlines() if "no GPUs" in line)
     for key in ("gpu_per_node", "engine_num", "tensor_parallel_size", "dtype", "gpu_memory_utilization", "ulysses"):
         assert key in dropped
-    assert "synchronizer.sync_interval" in told and "weights of the previous step" in told
-    assert "algorithm.repeat_times -> num_return_sequences_in_group: 4" in told
+    assert "synchronizer.sync_interval" in reported and "weights of the previous step" in reported
+    assert "algorithm.repeat_times -> num_return_sequences_in_group: 4" in reported
 
 
 @pytest.mark.usefixtures("gpus")
@@ -256,8 +256,8 @@ def test_trinitys_ppo_is_planned(plan: Planner, root: Path) -> None:
 
 
 def test_trinitys_demonstrations_are_planned(plan: Planner) -> None:
-    found, told = plan(CHORD)
-    assert found.objective.policy_loss_args["mu_peak"] == 0.4 and "policy_loss_fn_args.ngpus_trainer" in told
+    found, reported = plan(CHORD)
+    assert found.objective.policy_loss_args["mu_peak"] == 0.4 and "policy_loss_fn_args.ngpus_trainer" in reported
     assert found.demonstrations and found.demonstrations.rows_per_update == 8  # beside 8 x 4 samples: a fifth of 40
     assert found.student.mini_batch_sequences == 40 and found.reference is None
 
@@ -284,8 +284,8 @@ def test_workflows_of_mathematics(plan: Planner, refusals: Any) -> None:
     assert all("unknown argument of math_workflow" in problem for problem in refusals(GRPO, thinking))
     own = {f"{place}.taskset.format.system_prompt": ...}
     assert plan(GRPO, own)[0].workflow.system_prompt is None
-    found, told = plan(GRPO, {**own, f"{place}.default_reward_fn_type": "accuracy_reward"})
-    assert found.workflow and found.workflow.system_prompt == "" and "system_prompt" in told
+    found, reported = plan(GRPO, {**own, f"{place}.default_reward_fn_type": "accuracy_reward"})
+    assert found.workflow and found.workflow.system_prompt == "" and "system_prompt" in reported
 
 
 def test_overrides_are_of_our_keys(plan: Planner) -> None:
@@ -323,11 +323,11 @@ def test_an_auxiliary_model_samples_as_it_is_written(plan: Planner, root: Path) 
     """What it does not say is the student's, as there; lengths that say nothing more are listed."""
     judge = {"model_path": str(root / "teacher"), "max_prompt_tokens": 20, "max_response_tokens": 9, "temperature": 0.3}
     other = {"model_path": str(root / "teacher"), "max_model_len": 64, "max_prompt_tokens": 20, "top_p": 0.5}
-    found, told = plan(GRPO, {"explorer.auxiliary_models": [judge, other], "model.temperature": 0.8})
+    found, reported = plan(GRPO, {"explorer.auxiliary_models": [judge, other], "model.temperature": 0.8})
     one, two = (model.engine for model in found.workflow.auxiliary_models)
     assert (one.sampling.temperature, one.sampling.max_new_tokens, one.max_model_len) == (0.3, 9, 29)
     assert (two.sampling.temperature, two.sampling.top_p, two.sampling.max_new_tokens) == (0.8, 0.5, 48)
-    assert "auxiliary_models.1.max_prompt_tokens: max_model_len sets" in told
+    assert "auxiliary_models.1.max_prompt_tokens: max_model_len sets" in reported
     found, _ = plan(GRPO, {"explorer.auxiliary_models": [other]})
     assert found.workflow.auxiliary_models[0].engine.sampling.temperature == 1.0
     found, _ = plan(
@@ -372,18 +372,18 @@ def test_keys_of_trinity_0_6_are_translated(plan: Planner) -> None:
         "trainer.use_remove_padding": True,
         "synchronizer.explorer_sync_interval": 4,
     }
-    found, told = plan(GRPO, {**mapped, **nothing})
+    found, reported = plan(GRPO, {**mapped, **nothing})
     assert found.objective.loss_agg_mode == "seq-mean-token-mean"
     assert found.student.optimizer.max_grad_norm == 0.25
     sampling = found.rollout.sampling
     assert (sampling.repetition_penalty, sampling.temperature, sampling.top_p) == (1.5, 0.5, 0.7)
     assert found.validation and found.validation.sampling.repetition_penalty == 1.5
     assert "enable_chunked_prefill" not in found.rollout.engine_args
-    dropped = told.partition("ignored:")[2]
+    dropped = reported.partition("ignored:")[2]
     for key in nothing:
         assert key in dropped, key
     assert f"{engine}.enable_chunked_prefill: this machine has no GPUs" in dropped
-    read = " ".join(told.partition("ignored:")[0].split())
+    read = " ".join(reported.partition("ignored:")[0].split())
     assert f"{place}.path + {place}.subset_name + {place}.split -> actor_train.data_args.file_name" in read
     assert "trainer.use_dynamic_bsz -> actor_train.use_dynamic_batching_in_train" in read
 
@@ -395,8 +395,8 @@ def test_training_by_megatron_there_is_spread_as_there(plan: Planner) -> None:
     layout = found.student.layout
     assert (layout.tp, layout.pp, layout.dp, layout.sequence_parallel) == (2, 2, 1, True)
     assert found.student.mini_batch_sequences == 32
-    found, told = plan(GRPO, {"trainer.megatron": megatron, "explorer.rollout_model.enable_chunked_prefill": True})
-    assert found.student.layout.pp == 1 and "trainer_strategy is not megatron" in told
+    found, reported = plan(GRPO, {"trainer.megatron": megatron, "explorer.rollout_model.enable_chunked_prefill": True})
+    assert found.student.layout.pp == 1 and "trainer_strategy is not megatron" in reported
     assert found.rollout.engine_args["enable_chunked_prefill"] is True
 
 
@@ -457,7 +457,7 @@ def test_the_two_forms_of_the_page_are_one_run(plan: Planner, root: Path, monkey
         assert teacher.source.model.path == str(root / "teacher")
 
 
-def test_everything_refused_is_told_at_once(refusals: Any) -> None:
+def test_all_refused_keys_are_reported_together(refusals: Any) -> None:
     changes = {
         "mode": "explore",
         "algorithm.repeat_tims": 3,
@@ -490,7 +490,7 @@ def test_everything_refused_is_told_at_once(refusals: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "changes", "told"),
+    ("text", "changes", "reported"),
     [
         (DISTIL, {"explorer.auxiliary_models": []}, "add the teacher as its first model"),
         (GRPO, {"explorer.auxiliary_models": [{"model_path": "x"}]}, "auxiliary_models.auxiliary_0"),
@@ -513,27 +513,27 @@ def test_everything_refused_is_told_at_once(refusals: Any) -> None:
         (GRPO, {"trainer.grad_clip": "much"}, "max_grad_norm"),  # our own check, with the place of their key
     ],
 )  # fmt: skip
-def test_a_refusal_says_what_to_do(refusals: Any, text: str, changes: dict, told: str) -> None:
+def test_a_refusal_says_what_to_do(refusals: Any, text: str, changes: dict, reported: str) -> None:
     changes = {
         key: value.replace("{root}", f"{root}/rows") if isinstance(value, str) else value
         for key, value in changes.items()
     }
     problems = refusals(text, changes)
-    assert any(told in problem for problem in problems), problems
+    assert any(reported in problem for problem in problems), problems
 
 
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         ({"cluster.gpu_per_node": 4}, "training needs some"),
         ({"cluster.gpu_per_node": 7}, "cannot be split among 3"),
         ({"explorer.rollout_model.dtype": "int8"}, "should be one of bfloat16"),
     ],
 )
-def test_devices_that_do_not_fit(refusals: Any, changes: dict, told: str) -> None:
+def test_devices_that_do_not_fit(refusals: Any, changes: dict, reported: str) -> None:
     problems = refusals(DISTIL, changes)
-    assert any(told in problem for problem in problems), problems
+    assert any(reported in problem for problem in problems), problems
 
 
 def test_a_place_is_named_by_their_key(refusals: Any) -> None:
@@ -541,10 +541,10 @@ def test_a_place_is_named_by_their_key(refusals: Any) -> None:
     assert "model.model_path, theirs.yaml:" in problem
 
 
-def test_secrets_are_not_told(plan: Planner) -> None:
+def test_secrets_are_not_printed(plan: Planner) -> None:
     monitor = {"monitor_type": "wandb", "monitor_args": {"api_key": "abc123"}}
-    found, told = plan(GRPO, {"monitor": monitor}, "track_with=tensorboard", "~tracker_kwargs")
-    assert "tracker_kwargs" in told and "abc123" not in told + found.config_yaml
+    found, reported = plan(GRPO, {"monitor": monitor}, "track_with=tensorboard", "~tracker_kwargs")
+    assert "tracker_kwargs" in reported and "abc123" not in reported + found.config_yaml
 
 
 def test_our_own_files_are_read_as_ever(root: Path) -> None:

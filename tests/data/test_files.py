@@ -84,5 +84,5 @@ def test_looking_at_data_imports_no_library_for_models() -> None:
         "import sys; from roll_opd.data import files, templates\n"
         "print(sorted({'torch', 'transformers', 'ray', 'pyarrow'} & set(sys.modules)))"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert told.stdout == "[]\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

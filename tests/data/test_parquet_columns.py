@@ -51,9 +51,9 @@ def test_every_format_gives_the_same_prompts(tmp_path: Path, tokenizer: PreTrain
         prompts, report = open_prompts(DataPlan((str(file),), 512, **fields), tokenizer)
         digests = [entry["digest"] for entry in prompts.fingerprint()]
         read = prompts.all()
-        told = [warning.replace(str(file), "") for warning in report.warnings]
+        reported = [warning.replace(str(file), "") for warning in report.warnings]
         parts = [[part.tolist() for part in (p.tokens, *p.answers, *p.teacher_prompts.values())] for p in read]
-        found[name] = (digests, parts, [p.extra["level"] for p in read], report.bad_counts, told)
+        found[name] = (digests, parts, [p.extra["level"] for p in read], report.bad_counts, reported)
     assert found["rows.parquet"] == found["rows.jsonl"] == found["rows.json"]
     assert found["rows.jsonl"][1]
 

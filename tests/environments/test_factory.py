@@ -185,7 +185,7 @@ def test_the_arguments_of_rolls_files(name: str, config: dict[str, Any]) -> None
         ("search_shop", {"num_products": 0}),
     ],
 )
-def test_values_that_cannot_work_are_told_in_one_sentence(name: str, config: dict[str, Any]) -> None:
+def test_impossible_values_are_reported_in_one_sentence(name: str, config: dict[str, Any]) -> None:
     (problem,) = check(name, config)
     assert "\n" not in problem and len(problem) < 300
     with pytest.raises(EnvironmentFailure):
@@ -200,7 +200,7 @@ def test_gems_environments_need_its_package(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_gems_environments_are_made_by_gem(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its `make` gets the id and the arguments; what it does not know is told."""
+    """Its `make` gets the id and the arguments; an unknown argument is reported."""
     gem, registration = ModuleType("gem"), ModuleType("gem.envs.registration")
     gem.make = lambda env_id, **config: (env_id, config)  # type: ignore[attr-defined]
     registration.ENV_REGISTRY = {"game:Here-v0": None, "game:Other-v0": None}  # type: ignore[attr-defined]

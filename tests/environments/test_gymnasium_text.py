@@ -64,7 +64,7 @@ def test_what_is_no_action_is_not_played() -> None:
     assert cliff.step("")[2:4] == (False, True)
 
 
-def test_what_gymnasium_refuses_is_told() -> None:
+def test_a_refusal_of_gymnasium_is_reported() -> None:
     game = newest("FrozenLake")
     assert check(f"gymnasium:{game}", {"map_name": "8x8"}) == []
     (problem,) = check("gymnasium:NoSuchGame-v0", {})

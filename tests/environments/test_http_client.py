@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 @ENVIRONMENTS.register("counter_of_test_remote")
 class Counter(Environment):
-    """Counts its steps, and does what it is told to."""
+    """Counts its steps, and does as configured."""
 
     def __init__(self, word: str = "step") -> None:
         self.word, self.count, self.seed = word, 0, None
@@ -130,7 +130,7 @@ def test_environments_are_used_again_and_the_oldest_ends(served: Callable[..., E
         ("object", "info is not JSON: a object; return plain values"),
     ],
 )
-def test_what_an_environment_does_wrong_is_told_far_away(
+def test_an_error_of_an_environment_is_reported_to_its_client(
     served: Callable[..., EnvironmentServer], action: str, said: str
 ) -> None:
     env = make("http", url=served().url)

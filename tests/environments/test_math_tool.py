@@ -133,9 +133,9 @@ def test_the_limit_of_turns_counts_programs(file: str) -> None:
 
 
 @needs_bwrap
-def test_what_programs_do_is_told() -> None:
+def test_the_output_of_programs_is_returned() -> None:
     tool = PythonTool(1.0, most_characters=400)
-    told = {
+    reported = {
         "x = 1": NOTHING,
         "print('a'); 1 / 0": 'a\nTraceback (most recent call last):\n  File "program.py", line 1, in <module>\n'
         "ZeroDivisionError: division by zero",
@@ -148,7 +148,7 @@ def test_what_programs_do_is_told() -> None:
         "if __name__ == '__main__': print('main')": "main",
     }
     with ThreadPoolExecutor(4) as threads:
-        for expected, given in zip(told.values(), threads.map(tool.run, told), strict=True):
+        for expected, given in zip(reported.values(), threads.map(tool.run, reported), strict=True):
             assert given.strip().endswith(expected.strip())
     long = tool.run("print('x' * 10**6)")
     assert len(long) < 500 and "999600 characters left out" in long

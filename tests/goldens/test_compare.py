@@ -104,7 +104,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert first_gap(read(files[0]), RECORD) is None and files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_the_command_tells_equal_different_and_not_comparable_apart(tmp_path: Path) -> None:
+def test_the_command_distinguishes_equal_different_and_not_comparable(tmp_path: Path) -> None:
     machine = {"cores": 2, "libraries": {"torch": "1"}}
     other = copy.deepcopy(RECORD)
     other["samples"][0]["tokens"][1] = 9

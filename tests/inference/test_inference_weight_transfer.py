@@ -53,8 +53,8 @@ def test_front_end_and_worker_have_the_called_methods() -> None:
 def test_ipc_update_info_survives_vllms_serialization() -> None:
     """Handles hold types and bytes; the last message holds none."""
     handles = {"GPU-1": (torch.Tensor, (3,), b"handle", torch.float32, 0)}
-    told = {"names": ["norm"], "dtype_names": ["float32"], "shapes": [[3]], "tensor_sizes": [12]}
-    info = CheckedIpcUpdateInfo(**told, ipc_handles=None, ipc_handles_pickled=None, handles=pickle.dumps(handles))
+    reported = {"names": ["norm"], "dtype_names": ["float32"], "shapes": [[3]], "tensor_sizes": [12]}
+    info = CheckedIpcUpdateInfo(**reported, ipc_handles=None, ipc_handles_pickled=None, handles=pickle.dumps(handles))
     assert info.ipc_handles == handles and info.entries is None
     last = {"names": [], "dtype_names": [], "shapes": [], "entries": [entry_of("norm", torch.ones(3), torch.float32)]}
     assert CheckedIpcUpdateInfo(**last, handles=pickle.dumps({}), version=3).version == 3

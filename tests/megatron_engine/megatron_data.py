@@ -97,7 +97,7 @@ def sequences(vocabulary: int) -> list[tuple[np.ndarray, int]]:
 def demo_sequences() -> list[tuple[np.ndarray, int]]:
     """Sums with their working, as the demo's models write them; one without a response, one of a single token.
 
-    On noise those models are so sure of themselves (log-probs down to -30) that 1e-5 is less than f32 can tell apart.
+    On noise those models are so sure of themselves (log-probs down to -30) that 1e-5 is below the resolution of f32.
     """
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "teacher")
     rng = np.random.default_rng(1)

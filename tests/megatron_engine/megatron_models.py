@@ -55,7 +55,7 @@ EXPERTS = COMMON | {
     "moe_intermediate_size": 24,
     "tie_word_embeddings": False,
 }
-LARGE = {  # enough for a process's memory to tell
+LARGE = {  # enough to show in a process's memory
     "vocab_size": 8192,
     "hidden_size": 512,
     "num_hidden_layers": 8,

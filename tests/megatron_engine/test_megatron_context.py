@@ -12,7 +12,7 @@ MULTIPLE = 8
 
 
 def samples(seed: int) -> list[Sample]:
-    """Some of which have their prompt in common; of each kind of length, with a column to tell tokens apart."""
+    """Some of which have their prompt in common; of each kind of length, with a column that numbers the tokens."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, 99, size) for size in (1, 5, 40)]
     lengths = [0, 1, *rng.integers(2, 60, 8).tolist()]

@@ -72,7 +72,7 @@ def test_one_sequence_is_scored_where_ranks_have_nothing_to_do(
 
 
 @pytest.mark.parametrize("model", layouts.MODELS)
-def test_the_references_tell_places_models_and_temperatures_apart(expected: Expected, model: str) -> None:
+def test_the_references_differ_between_places_models_and_temperatures(expected: Expected, model: str) -> None:
     """Guards the tests above: a flat distribution would agree with anything."""
     values = expected(model, 1.0)
     assert np.concatenate(values).std() > 0.3

@@ -64,7 +64,7 @@ def test_gates_and_rows_of_a_rank() -> None:
     assert torch.equal(torch.cat(pieces)[:VOCABULARY], TENSORS["vocab"]) and not pieces[-1][3:].any()
 
 
-def test_what_does_not_divide_is_told_by_name() -> None:
+def test_a_size_that_does_not_divide_is_reported_by_name() -> None:
     with pytest.raises(ValueError, match="gate: dimension 0 of size 20 is not divisible by 3 tensor ranks"):
         shards(GateUp(), ("gate", "up"), 3)
 
@@ -88,7 +88,7 @@ def test_layers_with_rows_of_zeros_count_as_lost() -> None:
     CheckedSource(three_quarters).part(layer, 0, 600, 800)  # padded heads, the whole of which is on one rank
 
 
-def test_a_vocabulary_of_another_size_is_told() -> None:
+def test_a_vocabulary_of_another_size_is_reported() -> None:
     with pytest.raises(ValueError, match=r"vocab has 21 rows, vocab_size in config\.json is 20"):
         VocabRows().read(TensorSource(TENSORS), ["vocab"], 0, 1, replace(SIZES, vocab=20))
 

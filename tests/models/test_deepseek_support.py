@@ -76,17 +76,17 @@ def test_deepseek_configurations_that_megatron_lacks_are_refused(
 
 
 def test_deepseek_roles_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
-    def told(model_type: str, **plan: Any) -> list[str]:
+    def reported(model_type: str, **plan: Any) -> list[str]:
         model = ModelPlan(str(write(tmp_path, model_type)))
         return not_yet(TrainPlan("student", model, (0,), Layout(), MicroBatchLimits(), **plan))
 
     rate = FrozenDict({"moe_router_bias_update_rate": 0.001})
-    assert told("deepseek_v3", megatron_args=rate) == []
-    (sentence,) = told("deepseek_v2", megatron_args=rate)
+    assert reported("deepseek_v3", megatron_args=rate) == []
+    (sentence,) = reported("deepseek_v2", megatron_args=rate)
     assert "moe_router_bias_update_rate" in sentence and "deepseek_v3" in sentence
-    (sentence,) = told("deepseek_v3", lora=LoraPlan(("q_proj",), 4, 8.0))
+    (sentence,) = reported("deepseek_v3", lora=LoraPlan(("q_proj",), 4, 8.0))
     assert "LoRA" in sentence
-    (sentence,) = told("deepseek_v3", megatron_args=FrozenDict({"moe_router_fusion": True}))
+    (sentence,) = reported("deepseek_v3", megatron_args=FrozenDict({"moe_router_fusion": True}))
     assert "moe_router_fusion" in sentence
 
 

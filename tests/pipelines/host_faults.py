@@ -104,7 +104,7 @@ def said(process: Process, since: int = 0) -> str:
     return " | ".join(" ".join(line.split()) for line in lines)
 
 
-def told(name: str, began: float, processes: Sequence[Process], more: str = "") -> None:
+def report(name: str, began: float, processes: Sequence[Process], more: str = "") -> None:
     codes = [process.wait(SECONDS) for process in processes]
     left = sum(process.output.count(LEFT) for process in processes)
     words = " || ".join(f"{rank}: {said(process)[:900]}" for rank, process in enumerate(processes))
@@ -116,7 +116,7 @@ def alone(output: Path, *more: str) -> bytes:
     if not (output / "demo").exists():
         with network(1, output, output.parent) as (host,):
             began = time.monotonic()
-            told("one host", began, [host.start([sys.executable, *command(output, *BOTH, *more)])])
+            report("one host", began, [host.start([sys.executable, *command(output, *BOTH, *more)])])
     return model(output)
 
 
@@ -127,7 +127,7 @@ def same(name: str, place: Path, reference: bytes, count: int, *more: str) -> No
         processes = launch(hosts, place / name, *more)
         codes = [process.wait(SECONDS) for process in processes]
         equal = not any(codes) and model(place / name) == reference
-        told(name, began, processes, f", same bits as on one host: {equal}")
+        report(name, began, processes, f", same bits as on one host: {equal}")
 
 
 def kills(place: Path, rng: random.Random) -> None:
@@ -155,7 +155,7 @@ def kills(place: Path, rng: random.Random) -> None:
                 processes[1] = hosts[1].start(words, **plainly(hosts, 1))
         codes = [process.wait(SECONDS) for process in processes]
         equal = not any(codes) and model(output) == reference
-        told("all kills", time.monotonic(), processes, f", steps {steps_of(output)}, bits of one host: {equal}")
+        report("all kills", time.monotonic(), processes, f", steps {steps_of(output)}, bits of one host: {equal}")
 
 
 def main(place: Path, scenarios: Sequence[str]) -> None:
@@ -190,7 +190,7 @@ def cable(place: Path, reference: bytes) -> None:
         began = time.monotonic()
         codes = [process.wait(SECONDS) for process in processes]
         equal = not any(codes) and model(place / "cable") == reference
-        told("cable drawn for 20 s", began, processes, f", same bits as on one host: {equal}")
+        report("cable drawn for 20 s", began, processes, f", same bits as on one host: {equal}")
 
 
 def killed(name: str, place: Path, rng: random.Random) -> None:
@@ -206,7 +206,7 @@ def killed(name: str, place: Path, rng: random.Random) -> None:
         assert found, name
         began = time.monotonic()
         kill(found)
-        told(name, began, processes, f", after steps {steps_of(output)[-1:]}")
+        report(name, began, processes, f", after steps {steps_of(output)[-1:]}")
 
 
 def signalled(name: str, place: Path) -> None:
@@ -218,7 +218,7 @@ def signalled(name: str, place: Path) -> None:
         assert member
         began = time.monotonic()
         kill(member, getattr(signal, name))
-        told(f"{name} on host 1", began, processes)
+        report(f"{name} on host 1", began, processes)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import pytest
 from runs import REPOSITORY
 
 # The shell is the first process of its namespace, and takes in those that lose their parents. What the command has left
-# running after 10 s is told. There is no program in the loop but sleep, which is another process while it looks.
+# running after 10 s is reported. There is no program in the loop but sleep, which is another process while it looks.
 AND_THEN = """{ "$@"; code=$?; }
 for look in $(seq 100); do
   set -- /proc/[0-9]*; [ $# -eq 1 ] && exit $code; sleep 0.1

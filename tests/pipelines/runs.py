@@ -128,7 +128,7 @@ def launch(
 
 
 def _started(words: Sequence[str], log: Path) -> tuple[int, Callable[[], int | None]]:
-    """Start a Python program as a user does, and return its process id, and what tells its exit code."""
+    """Start a Python program as a user does, and return its process id, and a function for its exit code."""
     with log.open("w") as sink:
         process = subprocess.Popen([sys.executable, *words], cwd=REPOSITORY, stdout=sink, stderr=subprocess.STDOUT)
     return process.pid, process.poll

@@ -66,11 +66,11 @@ def saved(run: Path, step: int) -> Path:
     return checkpoint
 
 
-def test_what_is_not_whole_is_told(tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_reported(tmp_path: Path) -> None:
     whole = saved(tmp_path, 1)
     assert damage(whole) is None
     (stored,) = (whole / "state").glob("*.distcp")
-    for name, told in (
+    for name, reported in (
         (stored.name, "is cut off: 100 of"),
         ("common.pt", "cannot be read"),
         (".metadata", "cannot be"),
@@ -78,7 +78,7 @@ def test_what_is_not_whole_is_told(tmp_path: Path) -> None:
         half = saved(tmp_path / "half" / name, 1)
         file = half / "state" / name
         file.write_bytes(file.read_bytes()[:100])
-        assert told in str(damage(half)) and str(half / "state") in str(damage(half))
+        assert reported in str(damage(half)) and str(half / "state") in str(damage(half))
         file.unlink()
         assert str(half / "state") in str(damage(half))
 

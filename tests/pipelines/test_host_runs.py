@@ -46,7 +46,7 @@ def test_a_host_that_does_not_come_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_hosts_that_do_not_fit_are_told_together(tmp_path: Path) -> None:
+def test_hosts_that_do_not_fit_are_reported_together(tmp_path: Path) -> None:
     """Host 1 has another version of the package, lacks the teacher, and has a directory of its own for the run."""
     output = "/tmp/own"
     teacher, part = REPOSITORY / "examples/demo/models/teacher", REPOSITORY / "roll_opd/base/failures.py"

@@ -31,8 +31,8 @@ def test_plan_refuses_user_code_that_a_run_refuses(
     (tmp_path / f"{name}.py").write_text((WORKFLOW + source).replace("NAME", name))
     given = [word.replace("PLACE", str(tmp_path)).replace("NAME", name) for word in words]
     code = main(["plan", "examples/demo/onpolicy_distill.yaml", "prompt_key=messages", *given])
-    told = " ".join(capsys.readouterr().err.split())
-    assert code == 2 and message in told
+    reported = " ".join(capsys.readouterr().err.split())
+    assert code == 2 and message in reported
 
 
 def test_what_a_module_prints_is_no_part_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

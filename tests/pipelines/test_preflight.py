@@ -216,7 +216,7 @@ def test_what_is_left_out_of_rows_is_warned_of(tmp_path: Path, capsys: pytest.Ca
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"instruction": "1+1=", "input": "in words", "output": "2"}) + "\n")
     files = [f"{name}.data_args.file_name={rows}" for name in ("sft_train", "validation")]
-    for more, told in (([], 2), (["query_key=input"], 0)):
+    for more, reported in (([], 2), (["query_key=input"], 0)):
         preflight(load_plan("demo", "sft", [*files, f"output_dir={tmp_path}", *more]))
         said = " ".join(capsys.readouterr().err.split())
-        assert said.count("warning: 1 row has `input`, which is ignored; query_key: input adds it") == told
+        assert said.count("warning: 1 row has `input`, which is ignored; query_key: input adds it") == reported

@@ -122,7 +122,7 @@ def test_resuming_from_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "/no/such/run" in refused(tmp_path, capsys, "resume_from_checkpoint=/no/such/run")
 
 
-def test_every_problem_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_are_reported_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(tmp_path, capsys, "max_stepz=3", "response_length=4096", "student_train.device_mapping=[7]")
     for part in ("max_stepz", "max_steps", "2048", "device_mapping"):
         assert part in message

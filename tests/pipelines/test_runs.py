@@ -110,7 +110,7 @@ def _without_bars(text: str) -> list[str]:
     return [line for line in re.split(r"[\r\n]+", text) if not line.startswith("Checking prompts")]
 
 
-def test_samples_tell_what_was_learned_from(run: Run) -> None:
+def test_samples_show_the_tokens_that_were_learned_from(run: Run) -> None:
     rows = run.rows("samples.jsonl")
     assert len(rows) == STEPS * 64
     first = [row for row in rows if row["step"] == 1]

@@ -107,7 +107,7 @@ def test_resumed_and_prolonged_equals_uninterrupted(stage: Stage, run: Run) -> N
 
 
 @pytest.mark.parametrize(
-    ("damaged", "told"),
+    ("damaged", "reported"),
     [
         ("critic/state/common.pt", "critic/state cannot be read (RuntimeError: PytorchStreamReader failed"),
         ("critic/state/.metadata", "critic/state cannot be read ("),
@@ -116,8 +116,8 @@ def test_resumed_and_prolonged_equals_uninterrupted(stage: Stage, run: Run) -> N
         ("run_state.json", "run_state.json cannot be read ("),
     ],
 )
-def test_a_damaged_checkpoint_is_told_with_the_one_before_it(
-    stage: Stage, run: Run, damaged: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_damaged_checkpoint_is_reported_with_the_one_before_it(
+    stage: Stage, run: Run, damaged: str, reported: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before anything is started, and with the later one where it was."""
     shutil.copytree(run.path, tmp_path / run.path.name)
@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_is_told_with_the_one_before_it(
     resumed = (f"resume_from_checkpoint={tmp_path}", f"max_steps={STEPS + 1}")  # an experiment, of one run
     assert stage.run(*SETTINGS, *resumed, config=WITH_CRITIC, name="damaged").code == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert f"{checkpoints}/step_{STEPS}/{told}" in said and "Traceback" not in said
+    assert f"{checkpoints}/step_{STEPS}/{reported}" in said and "Traceback" not in said
     assert f"resume from the one before it with resume_from_checkpoint={checkpoints}/step_{SAVED}" in said
 
 

@@ -219,7 +219,7 @@ def test_killed_in_the_middle_of_its_games_and_resumed(stage: Stage, games: str,
     resumed = stage.run(*settings, "resume_from_checkpoint=true", config=WITH_REWARD, place=broken, name="demo")
     whole = stage.run(*settings, config=WITH_REWARD, place=tmp_path / "whole", name="demo")
     assert resumed.code == whole.code == 0 and resumed.path == killed.path.resolve()
-    told = [
+    reported = [
         [
             (sample["id"], sample["tokens"], sample["reward"])
             for sample in one.rows("samples.jsonl")
@@ -227,7 +227,7 @@ def test_killed_in_the_middle_of_its_games_and_resumed(stage: Stage, games: str,
         ]
         for one in (whole, resumed)
     ]
-    assert told[0] and sorted(told[0]) == sorted(told[1])
+    assert reported[0] and sorted(reported[0]) == sorted(reported[1])
     weights = [load_file(one.path / "checkpoints/step_3/hf/model.safetensors") for one in (whole, resumed)]
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
 

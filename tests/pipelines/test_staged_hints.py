@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from tests.cover import tiered
 
 MODELS = REPOSITORY / "examples/demo/models"
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # relative, too: some are -15, where f32 cannot tell 1e-5 apart
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # relative, too: some are -15, where 1e-5 is below the resolution of f32
 HINT = '++teacher.hint="({ground_truth})"'
 
 
@@ -144,6 +144,6 @@ def test_rows_without_what_the_hint_is_made_of_end_the_run_before_it_starts(
 ) -> None:
     settings = (*SHORT, *optimizer_of("student_train"), '++teacher.hint="{solution}"')
     assert stage.run(*settings, config=PURE, place=tmp_path / "none").code == 2
-    told = capfd.readouterr().err
-    assert "4000 x no value for a teacher's hint" in told and "teacher: no 'solution' in the row" in told
+    reported = capfd.readouterr().err
+    assert "4000 x no value for a teacher's hint" in reported and "teacher: no 'solution' in the row" in reported
     assert not (tmp_path / "none").exists()

@@ -41,10 +41,10 @@ def test_a_yaml_of_trinitys_trains(
     words = ["--config", str(tmp_path / "theirs.yaml"), f"plugin_dir={tmp_path}/plugins", "logged_samples_per_step=64"]
     code = launch.main("a run on a stage", arguments=[*words, *AS_STAGED], backend=stage)
 
-    told, wrong = capfd.readouterr()
+    reported, wrong = capfd.readouterr()
     assert code == 0, wrong
-    assert "buffer.total_epochs -> max_steps: 2" in " ".join(told.split())
-    run = Run(code, told, (tmp_path / "checkpoints/sums/from_trinity/latest").resolve())
+    assert "buffer.total_epochs -> max_steps: 2" in " ".join(reported.split())
+    run = Run(code, reported, (tmp_path / "checkpoints/sums/from_trinity/latest").resolve())
     steps = run.rows("metrics.jsonl")[1:]
     assert len(steps) == 2  # of 16 of the 40 rows each
     for step in steps:

@@ -134,11 +134,11 @@ class Judged(Workflow):
         return [response]
 
 
-# unmodified OpenAI clients, of every kind: three turns, each told the log-probs of what it is told
+# unmodified OpenAI clients, of every kind: three turns, each with the log-probs of its answer
 @WORKFLOWS.register_module("clients")
 class Clients(Workflow):
     def run(self) -> List[Experience]:
-        messages, told = [{"role": "user", "content": self.task.raw_task["question"]}], []
+        messages, received = [{"role": "user", "content": self.task.raw_task["question"]}], []
         options = {"model": "policy", "max_tokens": 12, "logprobs": True}
         for turn in range(3):
             kind = (self.model.tokenizer.encode(messages[0]["content"])[0] + turn) % 3
@@ -155,14 +155,14 @@ class Clients(Workflow):
                 logprobs = pieces[-1].logprobs.content
             else:
                 content, logprobs = done.choices[0].message.content, done.choices[0].logprobs.content
-            told += [token.logprob for token in logprobs]
+            received += [token.logprob for token in logprobs]
             messages += [
                 {"role": "assistant", "content": content},
                 {"role": "tool", "tool_call_id": "1", "content": "12+34="},
             ]
         made = self.model.branches()
         learned = sorted(float(x) for one in made for x in one.logprobs[one.action_mask])
-        assert learned == sorted(told), "what clients are told is not what is learned from"
+        assert learned == sorted(received), "log-probs of clients and of training differ"
         for one in made:
             one.reward = float(len(one.tokens) % 2)
         return made
@@ -270,7 +270,9 @@ def test_a_conversation_is_trained_on_as_it_was_sampled(stage: Stage, mine: tupl
 
 
 @pytest.mark.nightly
-def test_64_openai_clients_of_every_kind_are_told_what_is_trained_on(stage: Stage, mine: tuple[str, ...]) -> None:
+def test_64_openai_clients_of_every_kind_get_the_log_probs_that_are_trained_on(
+    stage: Stage, mine: tuple[str, ...]
+) -> None:
     run = reinforced(stage, mine, "clients", "response_length=200", "workflow_workers=1", "max_steps=1")
     assert run.code == 0
     (row,) = run.rows("metrics.jsonl")[1:]
@@ -397,14 +399,14 @@ def test_rewards_of_trinitys_hooks_are_learned_from(
 
 def test_a_workflow_that_never_works_ends_the_run(stage: Stage, mine: tuple[str, ...], capfd) -> None:
     run = reinforced(stage, mine, "simple_workflow", "prompt_key=questoin")
-    told = capfd.readouterr().err
-    assert run.code == 1 and "the first 32 runs have all failed" in told and "'questoin'" in told
+    reported = capfd.readouterr().err
+    assert run.code == 1 and "the first 32 runs have all failed" in reported and "'questoin'" in reported
 
 
 def test_a_plugin_that_fails_ends_the_run_before_it_starts(stage: Stage, tmp_path: Path, capfd) -> None:
     (tmp_path / "unready.py").write_text("import json\n\njson.loads('no')\n")
     settings = (*SHORT, *optimizer_of("student_train"))
     run = stage.run(*settings, "workflow=unready", f"plugin_dir={tmp_path}", config=PURE, name="unready")
-    told = capfd.readouterr().err
-    assert run.code == 2 and "unready.py" in told and "line 3" in told and "JSONDecodeError" in told
+    reported = capfd.readouterr().err
+    assert run.code == 2 and "unready.py" in reported and "line 3" in reported and "JSONDecodeError" in reported
     assert not (stage.place / "unready").exists()

@@ -9,7 +9,7 @@ from roll_opd.pipelines.startup import started
 
 
 @pytest.mark.parametrize(
-    ("roles", "told"),
+    ("roles", "reported"),
     [
         ({}, "student and inference engines"),
         ({"teachers": ("a",)}, "student, teacher and inference engines"),
@@ -19,6 +19,6 @@ from roll_opd.pipelines.startup import started
         ({"rollout": None, "reference": 1}, "student and reference policy"),
     ],
 )
-def test_models_that_a_run_does_not_have_are_not_told(roles: dict[str, Any], told: str) -> None:
+def test_models_that_a_run_does_not_have_are_not_listed(roles: dict[str, Any], reported: str) -> None:
     plan = {"rollout": 1, "teachers": (), "reference": None, "critic": None, **roles}
-    assert started(SimpleNamespace(**plan)) == told  # type: ignore[arg-type]
+    assert started(SimpleNamespace(**plan)) == reported  # type: ignore[arg-type]

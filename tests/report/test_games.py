@@ -13,8 +13,8 @@ def row(step: int, seed: int, reward: float | None, turns: list[str], by: str = 
     mask = [place % 2 == 0 for place, turn in enumerate(turns) for _ in turn]
     ends = list(range(1, len(response) + 1))
     prompt = "<|im_start|>user\nP_G<|im_end|>\n<|im_start|>assistant\n"
-    told = {"prompt": prompt, "response": response, "action_mask": mask, "token_ends": ends}
-    return {"step": step, "by": by, "id": f"Lake/{seed}#7/0", "reward": reward, **told}
+    reported = {"prompt": prompt, "response": response, "action_mask": mask, "token_ends": ends}
+    return {"step": step, "by": by, "id": f"Lake/{seed}#7/0", "reward": reward, **reported}
 
 
 def test_the_first_game_that_went_better_is_shown_twice() -> None:

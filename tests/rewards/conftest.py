@@ -1,4 +1,4 @@
-"""Code sandboxes that the tests of a file share, and servers that do what a test tells them to."""
+"""Code sandboxes that the tests of a file share, and servers that a test scripts."""
 
 import os
 from collections.abc import Callable, Iterator

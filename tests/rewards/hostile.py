@@ -2,7 +2,7 @@
 """Programs that attack the sandbox: (name, program, what must become of it).
 
 The case gives "21" on standard input and wants "42". A program that ends in `deny(...)` prints 42 only where what it
-tries is refused, so that "passed" tells that it was.
+tries is refused, so that "passed" means that it was.
 """
 
 DENY = """

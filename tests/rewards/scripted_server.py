@@ -150,7 +150,7 @@ def scored(reward: Any, samples: Sequence[RewardSample], at_once: int = 1) -> li
 
 
 def attempts_failed(scores: Sequence[Scored]) -> Counter[str]:
-    """Every failed attempt that the scores tell of."""
+    """Every failed attempt that the scores report."""
     total: Counter[str] = Counter()
     for score in scores:
         total.update(score.errors)

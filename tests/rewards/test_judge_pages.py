@@ -79,9 +79,9 @@ def test_the_remotes_section_row_request_and_answer(serve: Callable[..., Scripte
     server = serve(lambda body: answer)
     expected = Score(0.8, {"form": 1.0}, "too short")
     assert scored(Remote(**{**section, "url": server.url}), [sample]) == [expected]
-    [told] = request["samples"]
-    assert set(told) == set(as_json(sample)) == set(server.bodies[0]["samples"][0])
-    assert {key: told[key] for key in ("prompt", "tag", "extra")} == {
+    [reported] = request["samples"]
+    assert set(reported) == set(as_json(sample)) == set(server.bodies[0]["samples"][0])
+    assert {key: reported[key] for key in ("prompt", "tag", "extra")} == {
         key: server.bodies[0]["samples"][0][key] for key in ("prompt", "tag", "extra")
     }
     assert read_rewards(answer["rewards"], 1) == [expected]

@@ -109,7 +109,7 @@ def test_an_endpoint_that_stays_away_is_given_up(serve: Serve, judge: Callable[.
     assert values(scored(judge(server), SAMPLES)) == TRUTHS
 
 
-def test_what_only_the_user_can_mend_is_told_at_once(
+def test_an_error_that_only_the_user_can_correct_ends_the_attempts(
     serve: Serve, judge: Callable[..., LLMJudge], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = serve(compare, ["401", "401", "404"])

@@ -175,5 +175,5 @@ def test_knowing_a_reward_imports_none_of_its_packages() -> None:
         "for name in REWARDS.builtin: REWARDS.facts(name)\n"
         f"print(sorted({heavy} & set(sys.modules)))"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert told.stdout == "[]\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -100,7 +100,7 @@ def test_a_batch_fails_as_a_whole_and_its_attempts_count_once(serve: Serve) -> N
     assert "1 rewards for 2 samples" in scores[0].message
 
 
-def test_what_only_the_user_can_mend_is_told_at_once(serve: Serve) -> None:
+def test_an_error_that_only_the_user_can_correct_ends_the_attempts(serve: Serve) -> None:
     server = serve(lengths, ["401"])
     [failure] = scored(Remote(server.url, {"Authorization": "Token hidden"}), SAMPLES[:1])
     assert failure.kind == "http_401" and "check headers" in failure.message and "hidden" not in failure.message

@@ -120,8 +120,8 @@ def test_what_is_expected_never_enters_the_sandbox(rewards) -> None:
     assert rewards[True].score([sample("looks", look, test_cases=cases)]) == [
         Score(0.0, {"all_passed": 0.0}, "wrong answer")
     ]
-    told = [{"stdin": "hidden-83712", "expected_stdout": "hidden-83712"}]
-    assert values(rewards[True], sample("told", "hidden = input()\n" + look, test_cases=told)) == [
+    known = [{"stdin": "hidden-83712", "expected_stdout": "hidden-83712"}]
+    assert values(rewards[True], sample("known", "hidden = input()\n" + look, test_cases=known)) == [
         1.0
     ]  # it would find it
 

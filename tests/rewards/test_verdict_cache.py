@@ -10,7 +10,7 @@ from roll_opd.rewards.judging import VerdictCache
 
 
 class Oracle:
-    """Answers when told to, and counts."""
+    """Answers on request, and counts."""
 
     def __init__(self) -> None:
         self.asked = self.cancelled = 0

@@ -42,8 +42,8 @@ def test_every_rank_of_every_engine_has_a_place_of_its_own_in_the_group(engines:
     """vLLM gives a worker the place `rank_offset` + its rank in its engine; the student's first rank has place 0."""
     whole = 1 + engines * ranks
     info = NCCLWeightTransferInitInfo(master_address="10.0.0.1", master_port=1, rank_offset=1, world_size=whole)
-    told = [init_info_of(worker_init_payload(info), number, ranks) for number in range(engines)]
-    places = [NCCLWeightTransferInitInfo(**each).rank_offset + rank for each in told for rank in range(ranks)]
+    reported = [init_info_of(worker_init_payload(info), number, ranks) for number in range(engines)]
+    places = [NCCLWeightTransferInitInfo(**each).rank_offset + rank for each in reported for rank in range(ranks)]
     assert places == list(range(1, whole))
 
 

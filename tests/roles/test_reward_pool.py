@@ -128,7 +128,7 @@ def test_a_sample_that_fails_harms_no_other(start, loop, on_error, reward, exclu
 def test_a_reward_that_always_fails_ends_a_run_that_learns_from_it(
     start, loop, is_learned: bool, first: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first failure is told, however many there are; one sample with a reward shows that it is not the reward."""
+    """Only the first failure is reported; one sample with a reward shows that it is not the reward."""
     pool = start("troubled", on_error="zero", is_learned=is_learned)
     results(loop, pool, [sample(0, trouble=first)])
     found = results(loop, pool, [sample(number, trouble="raise") for number in range(1, 40)])
@@ -231,7 +231,7 @@ def test_a_killed_worker_is_replaced_and_its_batch_scored_once(start, loop, tmp_
     first, *others = dict.fromkeys(process for process, _ in lines)
     assert len(others) == 1
     again = Counter(number for process, number in lines if process != first)
-    assert set(again.values()) == {1} and len(again) < 24  # what was told before the end is not asked again
+    assert set(again.values()) == {1} and len(again) < 24  # a score from before the end is not computed again
     assert pool.drain_metrics()["reward/code/errors"] == 0
 
 

@@ -11,15 +11,15 @@ from roll_opd.cluster.worker_progress import MicroBatches, running_calls
 
 @ray.remote
 class Worker:
-    """Makes micro-batches when it is told to."""
+    """Makes micro-batches on request."""
 
     def __init__(self, role: str, seconds: float) -> None:
         worker_progress.INTERVAL_S = seconds
-        self.tell = MicroBatches(role)
+        self.report = MicroBatches(role)
 
     def work(self, begun: int, total: int) -> None:
         for number in range(begun + 1):
-            self.tell(number, total)
+            self.report(number, total)
 
 
 def test_a_call_that_takes_long_is_seen_until_it_ends(warm_options: dict[str, Any]) -> None:
@@ -39,7 +39,7 @@ def test_a_ray_that_does_not_answer_is_no_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(worker_progress, "INTERVAL_S", 0.0)
     for name in ("_internal_kv_put", "_internal_kv_del", "_internal_kv_list"):
         monkeypatch.setattr(worker_progress, name, gone)
-    tell = MicroBatches("student")
+    report = MicroBatches("student")
     for begun in range(4):
-        tell(begun, 3)
+        report(begun, 3)
     assert running_calls() == {}

@@ -153,8 +153,8 @@ def test_runs_that_a_call_leaves_out_are_counted(start: Start, loop, capfd) -> N
     assert [len(one) for one in found] == [int(run < made[number]) for number in range(5) for run in range(4)]
     assert pool.drain_metrics()["workflow/missing_runs"] == 3 + 1  # and none where nothing was made on purpose
     assert pool.drain_metrics()["workflow/missing_runs"] == 0
-    told = capfd.readouterr().err
-    assert told.count("a call that was to make 4 runs made") == 1 and "can_repeat = False" in told
+    reported = capfd.readouterr().err
+    assert reported.count("a call that was to make 4 runs made") == 1 and "can_repeat = False" in reported
 
 
 INVALID = ("none", "text", "number", "short", "nan", "prompt", "unsampled", "floats")
@@ -176,9 +176,9 @@ def test_what_a_run_returns_or_raises_is_its_own_failure(start: Start, loop, cap
     pool = start("Faulty", workflow_workers=1)
     for what in ("raise", "leave", "panic", *INVALID):
         assert disturbed(loop, pool, what) == {"invalid" if what in INVALID else "raised": 2}
-    told = capfd.readouterr().err
-    assert told.count("a run failed") == 2  # the first of each kind
-    assert "my_workflows.py" in told and "ValueError: no idea" in told and "workflow/failed/raised" in told
+    reported = capfd.readouterr().err
+    assert reported.count("a run failed") == 2  # the first of each kind
+    assert "my_workflows.py" in reported and "ValueError: no idea" in reported and "workflow/failed/raised" in reported
 
 
 def test_what_a_coroutine_does_to_its_loop_costs_the_others_nothing(start: Start, loop) -> None:
@@ -244,7 +244,7 @@ def test_a_failure_ends_the_run_where_that_is_wanted(start: Start, loop) -> None
     assert "ValueError: no idea" in str(bad) and "on_workflow_error" in str(bad)
 
 
-def test_a_plugin_that_cannot_be_imported_is_told_with_its_traceback(tmp_path) -> None:
+def test_a_plugin_that_cannot_be_imported_is_reported_with_its_traceback(tmp_path) -> None:
     (tmp_path / "broken_plugin.py").write_text("def half():\n    return 1 / 0\n\nhalf()\n")
     with pytest.raises(WorkflowError, match=r"(?s)broken_plugin.py.*line 4.*half\(\).*ZeroDivisionError"):
         load_plugins(str(tmp_path))
@@ -256,7 +256,7 @@ def test_a_plugin_that_cannot_be_imported_is_told_with_its_traceback(tmp_path) -
         load_plugins(str(tmp_path / "nowhere"))
 
 
-def test_a_name_that_means_no_workflow_is_told() -> None:
+def test_a_name_that_means_no_workflow_is_reported() -> None:
     with pytest.raises(WorkflowError, match="unknown workflow 'nothing'"):
         find_workflow("nothing", None)
     with pytest.raises(WorkflowError, match="expected a class with a method run"):
@@ -268,7 +268,7 @@ def test_a_name_that_means_no_workflow_is_told() -> None:
 @pytest.mark.parametrize(
     ("flags", "method"), [({}, "run"), ({"is_async": True}, "run_async"), ({"can_reset": True, "run": print}, "reset")]
 )
-def test_a_method_that_is_missing_is_told_before_anything_starts(monkeypatch, flags: dict, method: str) -> None:
+def test_a_missing_method_is_reported_before_anything_starts(monkeypatch, flags: dict, method: str) -> None:
     module = ModuleType("unfinished_workflows")
     vars(module)["Unfinished"] = type("Unfinished", (Workflow,), flags)
     monkeypatch.setitem(sys.modules, module.__name__, module)

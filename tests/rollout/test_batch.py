@@ -200,7 +200,7 @@ def test_leaving_early_cancels_what_is_still_being_written(make_source) -> None:
     assert engines.cancelled and sum(map(len, engines.finished.values())) < 20 * SAMPLING.n
 
 
-def test_an_engine_that_ends_too_early_is_told(make_source) -> None:
+def test_an_engine_that_ends_too_early_is_reported(make_source) -> None:
     rollout = rollout_of(Sampler(Engines(loses=1)), frozen_models([]))
     with pytest.raises(RunError, match=r"ended with 1 of \d+ requests unanswered"):
         all_of(rollout, make_source().take(4))
@@ -213,7 +213,7 @@ def test_a_scorer_that_fails_ends_the_rollout_at_once(make_source) -> None:
     assert engine.answered < 20 * SAMPLING.n
 
 
-def test_a_filter_that_nothing_passes_is_told(make_source) -> None:
+def test_a_filter_that_nothing_passes_is_reported(make_source) -> None:
     with pytest.raises(RunError, match=r"rejected the samples of \d+ prompts and kept 0.*query_filter_config"):
         fill(make_source(), 1, wanted=2, extra=1, passes=lambda group: False)
 
@@ -268,7 +268,7 @@ def test_prompts_at_which_no_run_makes_anything_are_replaced(make_source) -> Non
     assert len(found.filtered) == 4 and source.position == 8
 
 
-def test_runs_of_which_none_makes_anything_are_told(make_source) -> None:
+def test_runs_of_which_none_makes_anything_are_reported(make_source) -> None:
     class Silent:
         async def run(self, task: Task, model: Model) -> list[Sample]:
             return []

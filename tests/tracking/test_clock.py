@@ -9,7 +9,7 @@ from roll_opd.tracking.clock import PHASES, PhaseClock, time_metrics
 
 
 class Time:
-    """Seconds that pass when told to."""
+    """Seconds that pass on request."""
 
     def __init__(self) -> None:
         self.now = 100.0

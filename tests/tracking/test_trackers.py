@@ -378,8 +378,8 @@ def test_finding_a_tracker_imports_none_of_its_packages() -> None:
         "needed = {'torch', *(p for name in TRACKERS.builtin for p in TRACKERS.facts(name).packages)}\n"
         "print(len(needed), needed & set(sys.modules))"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert told.stdout == "6 set()\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "6 set()\n"
 
 
 def test_tensorboard_shows_samples_and_the_configuration_as_text(run: RunDirectory) -> None:

@@ -207,8 +207,8 @@ def test_a_teacher_reads_its_own_words_around_what_was_asked_first(tokenizer: An
         (called,) = await model.chat_async([{"role": "user", "content": "9="}], tools=tools)
         begun = [{"role": "user", "content": "8="}, {"role": "assistant", "content": "8"}]
         (ended,) = await model.chat_async(begun)
-        for made, told in ((called, "with tools"), (ended, "ends in an assistant message")):
-            with pytest.raises(ValueError, match=told):
+        for made, reported in ((called, "with tools"), (ended, "ends in an assistant message")):
+            with pytest.raises(ValueError, match=reported):
                 contexts.prompts(made.tokens[: made.prompt_length].numpy(), run, row)
 
     play(Sampled(tokenizer), tokenizer, script)

@@ -1,4 +1,4 @@
-"""The built-in workflow of environments: what the model is told, what is learned from, and what a game may do wrong."""
+"""The built-in workflow of environments: the messages of the model, the learned tokens, and errors of a game."""
 
 import asyncio
 import math
@@ -134,8 +134,8 @@ def test_a_trajectory_is_one_experience_of_the_tokens_that_were_sampled(tokenize
     )
     learned = made.tokens[made.prompt_length :][made.action_mask].numpy()
     assert np.array_equal(learned, np.concatenate([answer.tokens for answer in engine.answered]))
-    told = np.concatenate([answer.logprobs for answer in engine.answered])
-    assert np.array_equal(made.logprobs[made.action_mask].numpy(), told)
+    reported = np.concatenate([answer.logprobs for answer in engine.answered])
+    assert np.array_equal(made.logprobs[made.action_mask].numpy(), reported)
     assert (made.reward, made.finish_reason) == (1 + 2 + 3, "stop")
     row = Prompt("game/7", 7, "game", np.array([1]), None, {})
     assert trained(made, TokenLimits(1000, 1000), row, 0, 0, 0).turn_rewards == (1.0, 2.0, 3.0)
@@ -204,8 +204,8 @@ def test_step_by_step_each_action_is_an_experience_with_its_own_reward(tokenizer
 def test_steps_of_a_real_game_have_its_states_and_rewards(tokenizer: Any) -> None:
     """Frozen lake as examples/config/step_envs.yaml has it, played twice: to the goal, and to and fro."""
     config = OmegaConf.load(MODEL.parents[2] / "config" / "step_envs.yaml")
-    told = OmegaConf.to_container(config, resolve=True)["custom_env"]["FrozenLake"]
-    settings = {key: value for key, value in told.items() if key in SETTINGS}
+    reported = OmegaConf.to_container(config, resolve=True)["custom_env"]["FrozenLake"]
+    settings = {key: value for key, value in reported.items() if key in SETTINGS}
     settings |= {"max_tokens_per_step": None, "max_steps": 4}
     settings["env_config"] |= {"size": 2, "p": 1.0, "format_penalty": -0.25}
 

@@ -124,7 +124,7 @@ def test_a_game_of_openenv_plays(walk: str) -> None:
     other.close()
 
 
-def test_a_server_of_openenv_that_is_not_there_is_told(plugins: Path) -> None:
+def test_a_server_of_openenv_that_is_not_there_is_reported(plugins: Path) -> None:
     pytest.importorskip("openenv.core", reason=OPENENV)
     (plugins / "openenv_game.py").write_text(blocks("openenv.md", "python")[1])
     game = make("openenv_game.Game", url="http://127.0.0.1:1")

@@ -275,13 +275,13 @@ def test_a_reward_function_is_found_and_its_arguments_are_checked(tmp_path: Path
     brief = find_reward("brief", str(tmp_path), {"most": 2})
     assert brief(most=2)(response="abc", truth="x") == {"brief": 0.0}
     assert find_reward("accuracy_reward", None, {})()("#### 4", truth="2+2=4\n#### 4") == {"accuracy": 1.0}
-    for name, arguments, told in [
+    for name, arguments, reported in [
         ("brief", {"most": "a"}, "workflow_reward_args.most: should be a valid integer"),
         ("brief", {"least": 1}, "unknown argument"),
         ("breif", {}, "unknown reward function 'breif'; known are accuracy_reward, brief"),
         ("some_reward_functions.function", {}, "expected a class"),
     ]:
-        with pytest.raises(WorkflowError, match=told):
+        with pytest.raises(WorkflowError, match=reported):
             find_reward(name, str(tmp_path), arguments)
 
 

@@ -1,4 +1,4 @@
-"""The policy behind an OpenAI address: unmodified clients, the tokens that they are told, and what they do wrong."""
+"""The policy behind an OpenAI address: unmodified clients, the tokens that they get, and their errors."""
 
 import asyncio
 import json
@@ -280,7 +280,7 @@ def test_what_a_template_drops_is_refused(tokenizer: Any, what: str | None, mess
     served(script, tokenizer, "1", "2")
 
 
-def test_what_is_asked_wrongly_is_told_and_disturbs_nobody(tokenizer: Any) -> None:
+def test_a_wrong_request_is_refused_and_disturbs_no_other(tokenizer: Any) -> None:
     async def script(served: Served) -> None:
         served.run()
         url, key = served.model.base_url, served.model.api_key
@@ -361,7 +361,7 @@ def test_a_huge_body_is_refused(tokenizer: Any) -> None:
 
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {served.model.api_key}"}) as http:
             url = f"{served.model.base_url}/chat/completions"
-            assert (await http.post(url, content=pieces())).status_code == 413  # its length is not told before
+            assert (await http.post(url, content=pieces())).status_code == 413  # its length is not sent before
         await client.chat.completions.create(model="m", messages=ASKED)
 
     served(script, tokenizer, "3<|end|>")
@@ -428,7 +428,7 @@ def test_a_reward_can_be_posted(tokenizer: Any) -> None:
     served(script, tokenizer)
 
 
-def test_too_many_requests_are_told_to_come_again(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_requests_are_asked_to_retry(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_CONCURRENT_REQUESTS", 2)
 
     async def script(served: Served) -> None:
@@ -446,7 +446,7 @@ def test_too_many_requests_are_told_to_come_again(tokenizer: Any, monkeypatch: p
     served(script, tokenizer)
 
 
-def test_an_address_that_is_taken_is_told(tokenizer: Any) -> None:
+def test_an_address_in_use_is_reported(tokenizer: Any) -> None:
     async def script(one: Served) -> None:
         other = Served(one.engine, tokenizer, port=int(one.endpoint.address.rpartition(":")[2]))
         with pytest.raises(WorkflowError, match="set another endpoint_host or endpoint_port"):
@@ -536,7 +536,7 @@ def test_a_program_is_an_agent(tokenizer: Any, does: str, reward: float | None, 
     served(script, tokenizer, "3<|end|>", "4<|end|>")
 
 
-def test_a_program_that_fails_is_told_and_one_that_is_not_awaited_is_ended(tokenizer: Any) -> None:
+def test_a_program_that_fails_is_reported_and_one_that_is_not_awaited_is_ended(tokenizer: Any) -> None:
     async def script(served: Served) -> None:
         command = [sys.executable, "-c", AGENT, "{base_url}", "{api_key}"]
         with pytest.raises(RuntimeError, match="exit code 1: no idea"):
@@ -555,7 +555,7 @@ def test_a_program_that_fails_is_told_and_one_that_is_not_awaited_is_ended(token
     served(script, tokenizer, "3<|end|>", "4<|end|>", "5<|end|>", "6<|end|>")
 
 
-def test_an_answer_that_cannot_be_told_is_not_learned_from(tokenizer: Any) -> None:
+def test_an_answer_that_cannot_be_sent_is_not_learned_from(tokenizer: Any) -> None:
     """Whatever the reason: the client asks again, and what it got is what counts."""
 
     async def script(served: Served) -> None:
@@ -576,7 +576,7 @@ def test_an_answer_that_cannot_be_told_is_not_learned_from(tokenizer: Any) -> No
     served(script, tokenizer)
 
 
-def test_an_engine_that_fails_in_a_stream_is_told_in_it(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_in_a_stream_is_reported_in_it(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "KEEPALIVE_SECONDS", 0.05)
 
     async def script(served: Served) -> None:
@@ -596,7 +596,7 @@ def test_an_engine_that_fails_in_a_stream_is_told_in_it(tokenizer: Any, monkeypa
     served(script, tokenizer)
 
 
-def test_what_goes_on_after_its_run_is_told(tokenizer: Any) -> None:
+def test_a_task_that_outlives_its_run_is_reported(tokenizer: Any) -> None:
     """A client that was left over has no new session, and the model does not answer it either."""
 
     async def script(served: Served) -> None:
@@ -612,7 +612,7 @@ def test_what_goes_on_after_its_run_is_told(tokenizer: Any) -> None:
     served(script, tokenizer)
 
 
-def test_a_client_that_would_stop_the_loop_is_told(tokenizer: Any) -> None:
+def test_a_client_that_would_stop_the_loop_is_reported(tokenizer: Any) -> None:
     async def script(served: Served) -> None:
         served.run()
         with pytest.raises(RuntimeError, match="blocks all other runs"):
@@ -765,7 +765,7 @@ def test_auxiliary_models_keep_nothing(tokenizer: Any) -> None:
         {"agent": "a.b", "agnet": 1},
     ],
 )
-def test_agents_that_cannot_be_are_told(tokenizer: Any, arguments: dict) -> None:
+def test_impossible_agents_are_reported(tokenizer: Any, arguments: dict) -> None:
     async def script(served: Served) -> None:
         workflow = agent(served, "1", **arguments)
         with pytest.raises(ValueError, match=r"expected agent .* or command"):

@@ -211,7 +211,7 @@ def test_a_question_that_is_elsewhere_in_the_row(engine: Asked) -> None:
     assert [one.metrics for one in made] == [{"right": 1.0}, {"right": 0.0}, {"right": 1.0}]
 
 
-class Told(RewardFn):
+class Given(RewardFn):
     """Takes what it names, and nothing else."""
 
     def __call__(self, response: str, truth: str, with_think: bool, response_token: Any, prompt: str) -> dict:
@@ -219,12 +219,12 @@ class Told(RewardFn):
         return {"tokens": float(len(response_token))}
 
 
-class ToldAll(RewardFn):
+class GivenAll(RewardFn):
     """Takes whatever there is."""
 
-    def __call__(self, **told: Any) -> dict[str, float]:
-        assert told.keys() >= {"response", "truth", "prompt", "response_token", "info"}
-        assert told["format_score_coef"] == 0.3 and told["with_think"]
+    def __call__(self, **given: Any) -> dict[str, float]:
+        assert given.keys() >= {"response", "truth", "prompt", "response_token", "info"}
+        assert given["format_score_coef"] == 0.3 and given["with_think"]
         return {"all": 1.0}
 
 
@@ -236,9 +236,11 @@ class Brief(RewardFn):
 @pytest.mark.parametrize("kind", [MathBoxedWorkflow, AsyncMathBoxedWorkflow])
 @pytest.mark.parametrize(
     ("reward", "parts"),
-    [(Told, {"tokens": 3.0}), (ToldAll, {"all": 1.0}), (MathBoxedRewardFn, {"accuracy": 1, "format_score": -0.3})],
+    [(Given, {"tokens": 3.0}), (GivenAll, {"all": 1.0}), (MathBoxedRewardFn, {"accuracy": 1, "format_score": -0.3})],
 )
-def test_reward_functions_are_told_as_trinity_tells_them(kind: Any, reward: Any, parts: dict, engine: Asked) -> None:
+def test_reward_functions_get_the_arguments_that_trinity_passes(
+    kind: Any, reward: Any, parts: dict, engine: Asked
+) -> None:
     args = {"with_think": True, "format_score_coef": 0.3}
     (made,) = made_by(kind, engine, workflow_args=args, reward_fn=reward)
     assert made.metrics == parts and made.reward == pytest.approx(sum(parts.values()))
