@@ -10,8 +10,6 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.worker.gpu_worker import Worker
 
 from roll_opd.inference.plugin import BACKENDS, register
 from roll_opd.samples.weight_bucket import entry_of
@@ -41,6 +39,9 @@ def test_backends_are_called_as_vllm_declares_it(backend: str) -> None:
 
 
 def test_front_end_and_worker_have_the_called_methods() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM  # seconds of imports, in each process that collects this file
+    from vllm.v1.worker.gpu_worker import Worker
+
     requests = ("init_weight_transfer_engine", "update_weights")
     for name in (*requests, "start_weight_update", "finish_weight_update", "reset_prefix_cache", "resume_generation"):
         assert inspect.iscoroutinefunction(getattr(AsyncLLM, name)), name
