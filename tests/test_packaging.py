@@ -146,9 +146,9 @@ def test_extensions_for_gpus_are_built_in_the_locked_versions_for_one_card(tmp_p
     built = [text for line in lines for text in line.split() if "==" in text]
     names = {"transformer-engine", "transformer-engine-cu13", "transformer-engine-torch", "flash-attn"}
     assert sorted(built) == sorted(str(pin) for pin in requirements(GPU_LOCK) if pin.name in names)
-    for part, told in (("flash3", "FLASH_ATTENTION_SOURCE"), ("flash9", "no part is called flash9")):
+    for part, message in (("flash3", "FLASH_ATTENTION_SOURCE"), ("flash9", "no part is called flash9")):
         done = subprocess.run([*command, part], env=environment, capture_output=True, text=True, timeout=60)
-        assert done.returncode and told in done.stderr
+        assert done.returncode and message in done.stderr
 
 
 def test_wheels_survive_being_cut_and_joined_and_a_broken_piece_is_named(tmp_path):
