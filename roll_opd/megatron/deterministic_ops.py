@@ -53,7 +53,8 @@ class ExactRowParallelLinear(RowParallelLinear):
 
 def exact_silu(hf_config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
     """Return SiLU for f32; computed in f64 if the MLP's smallest shard is not a multiple of `VECTOR` wide."""
-    smallest_shard = hf_config.intermediate_size // hf_config.num_key_value_heads
+    width = getattr(hf_config, "intermediate_size", None) or hf_config.moe_intermediate_size
+    smallest_shard = width // hf_config.num_key_value_heads
     if smallest_shard % VECTOR == 0:
         return F.silu
     return lambda x: F.silu(x.double()).to(x.dtype)

@@ -13,10 +13,13 @@ from torch import Tensor
 
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.model_builder import unwrapped
+from roll_opd.megatron.weights.fused_experts import fused, has_fused_experts
+from roll_opd.megatron.weights.source import FileSource
 from roll_opd.megatron.weights.stream import Shapes
 from roll_opd.models import adapter_files
 from roll_opd.models.device_phases import Part
-from roll_opd.models.model_files import with_dtype
+from roll_opd.models.model_files import KEPT, with_dtype
+from roll_opd.models.model_info import read_model
 from roll_opd.samples.weight_bucket import BUCKET_BYTES, BucketMemory, bucketed
 
 Bundle = list[tuple[str, Tensor]]  # weights of one file, by name
@@ -92,14 +95,22 @@ def save_hf(
 
 
 def _bundles(engine: MegatronEngine, size: int) -> Iterator[Bundle]:
-    """Yield host copies of the weights on rank 0 in bundles of at most `size` bytes, or one tensor. Collective."""
+    """Return host copies of the weights on rank 0 in bundles of at most `size` bytes, or one tensor. Collective."""
+    tensors = hf_tensors(engine)
+    if has_fused_experts(read_model(Path(engine.plan.model.path)).tensors):
+        tensors = fused(tensors, engine.weights.config.num_moe_experts or 0)
+    return _grouped(((name, tensor.to("cpu", copy=True).contiguous()) for name, tensor in tensors), size)
+
+
+def _grouped(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Bundle]:
+    """Yield the tensors in bundles of at most `size` bytes, or one tensor."""
     bundle: Bundle = []
     held = 0
-    for name, tensor in hf_tensors(engine):
+    for name, tensor in tensors:
         if bundle and held + tensor.nbytes > size:
             yield bundle
             bundle, held = [], 0
-        bundle.append((name, tensor.to("cpu", copy=True).contiguous()))
+        bundle.append((name, tensor))
         held += tensor.nbytes
     if bundle:
         yield bundle
@@ -112,7 +123,7 @@ def _write_hf(
     files: list[Path] = []
     places: dict[str, int] = {}  # tensor name -> index of its file
     size = 0
-    for bundle in bundles:
+    for bundle in _with_kept(bundles, source):
         if not files:
             _copy_model_files(source, directory, str(bundle[0][1].dtype), amended)
         places |= {name: len(files) for name, _ in bundle}
@@ -129,6 +140,19 @@ def _write_hf(
     for file, name in zip(files, names, strict=True):
         file.rename(directory / name)
     return [file for file in directory.iterdir() if file.is_file()]
+
+
+def _with_kept(bundles: Iterable[Bundle], source: Path) -> Iterator[Bundle]:
+    """Yield the bundles, and after them the tensors of `source` that are never loaded, unchanged."""
+    is_written = False
+    for bundle in bundles:
+        is_written = True
+        yield bundle
+    if not is_written:  # another rank writes
+        return
+    with FileSource(source) as files:
+        kept = (name for name in files.names if name.startswith(KEPT))
+        yield from _grouped(((name, files.part(name, 0, 0, files.shape(name)[0])) for name in kept), FILE_BYTES)
 
 
 def _copy_model_files(

@@ -22,9 +22,11 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from roll_opd.megatron.attention import PackedAttention, with_expanded_packs
 from roll_opd.megatron.deterministic_ops import ExactRowParallelLinear
 from roll_opd.megatron.family_layers import FamilyAttention, norm_class, pieces_of, place_norms, query_key_norm
+from roll_opd.megatron.gated_delta_net import gated_delta_net
 from roll_opd.megatron.latent_attention import latent_attention
 from roll_opd.megatron.local_layers import DenseLayer, PackedSelfAttention, fits
 from roll_opd.megatron.router import PackedRouter
+from roll_opd.models.families.family import DELTA
 
 TRANSFORMER_ENGINE = "ROLL_OPD_TRANSFORMER_ENGINE"  # environment variable; 0: local layers though it is installed
 
@@ -51,7 +53,11 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool, 
             spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = TENorm
             attention.linear_qkv = spec.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
         return spec
-    layers = [_local_layer(config, experts, exact) for experts in _layer_experts(config, vp_stage)]
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = [
+        _local_layer(config, first + number, experts, exact)
+        for number, experts in enumerate(_layer_experts(config, vp_stage))
+    ]
     norm: Any = norm_class(config)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
@@ -65,7 +71,8 @@ def _layer_experts(config: TransformerConfig, vp_stage: int | None) -> list[int 
     return [config.num_moe_experts if has else None for has in pattern[first : first + number]]
 
 
-def _local_layer(config: TransformerConfig, experts: int | None, exact: bool) -> ModuleSpec:
+def _local_layer(config: TransformerConfig, number: int, experts: int | None, exact: bool) -> ModuleSpec:
+    """Return the spec of layer `number`, counted from 0 over all stages."""
     spec = get_gpt_layer_local_spec(experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer: Any = spec.submodules
     place_norms(layer, config)
@@ -79,6 +86,8 @@ def _local_layer(config: TransformerConfig, experts: int | None, exact: bool) ->
     attention.core_attention = PackedAttention
     if getattr(config, "latent", None) is not None:
         layer.self_attention = latent_attention(attention.linear_proj)
+    elif pieces_of(config).mixers and pieces_of(config).mixers[number] == DELTA:
+        layer.self_attention = gated_delta_net(attention.linear_proj)
     elif not pieces_of(config).is_plain:
         layer.self_attention.module = FamilyAttention
     elif fits(config):

@@ -36,10 +36,14 @@ from roll_opd.megatron.rotary import angles, rotary_frequencies, scores_scaled
 from roll_opd.megatron.router import RouterLosses, RouterReplayState
 from roll_opd.megatron.transformer_settings import has_experts, model_pieces, transformer_config
 from roll_opd.megatron.vocabulary import VocabShard
+from roll_opd.megatron.weights.fused_experts import UnfusedSource
 from roll_opd.megatron.weights.model_weights import ModelWeights
 from roll_opd.megatron.weights.source import FileSource
 from roll_opd.megatron.weights.stream import tensor_rank
 from roll_opd.models.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
+from roll_opd.models.delta_sizes import delta_sizes
+from roll_opd.models.model_files import decoder_prefix
+from roll_opd.models.model_info import read_model
 from roll_opd.models.supported import unsupported, usable
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -151,7 +155,7 @@ def build_model(
     """
     if problems := unsupported(Path(plan.model.path)):
         raise ValueError("; ".join(problems))
-    hf_config = AutoConfig.from_pretrained(plan.model.path)
+    hf_config = decoder_hf_config(plan.model.path)
     pieces = model_pieces(hf_config)
     dtype = DTYPES[plan.model.dtype]
     exact = exact and dtype is torch.float32
@@ -172,13 +176,15 @@ def build_model(
     config = transformer_config(hf_config, dtype, plan.layout, overrides)
     config.latent = latent_sizes(hf_config)  # type: ignore[attr-defined]
     config.pieces = pieces  # type: ignore[attr-defined]
+    config.delta = delta_sizes(hf_config.to_dict())  # type: ignore[attr-defined]
     factors = {kind: factor for kind, (_, factor) in rotary_frequencies(hf_config, pieces).items()}
     config.rotary_factors = factors  # type: ignore[attr-defined]
     config.router_losses = RouterLosses()  # type: ignore[attr-defined]
     config.routing_replay = RouterReplayState()  # type: ignore[attr-defined]
     lora = plan.lora if isinstance(plan, TrainPlan) else None
     padding = VECTOR * plan.layout.tp
-    weights = ModelWeights(hf_config, config, padded_vocab=-(-hf_config.vocab_size // padding) * padding)
+    padded_vocab = -(-hf_config.vocab_size // padding) * padding
+    weights = ModelWeights(hf_config, config, padded_vocab, decoder_prefix(read_model(Path(plan.model.path)).tensors))
     spec = partial(layer_spec, config, exact=exact, has_adapters=lora is not None)
     chunks: list[torch.nn.Module] = [
         _build_chunk(model_class, weights, hf_config, stage, plan.vocab_size, spec)
@@ -186,12 +192,20 @@ def build_model(
     ]
     for chunk in chunks:
         chunk.requires_grad_(trainable and lora is None)
-    with FileSource(Path(plan.model.path)) as files:
+    with UnfusedSource(Path(plan.model.path)) as files:
         weights.load(chunks, files)
         adapters = _adapters(lora, chunks, weights, files, seed) if lora else None
     if dtype is not torch.float32:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     return BuiltModel(chunks, weights, adapters)
+
+
+def decoder_hf_config(path: str) -> PretrainedConfig:
+    """Return the configuration of the decoder in a model directory, which may be a part of a multimodal model."""
+    whole = AutoConfig.from_pretrained(path)
+    found: PretrainedConfig = whole.get_text_config()
+    found.tie_word_embeddings = bool(whole.tie_word_embeddings or found.tie_word_embeddings)
+    return found
 
 
 def fusions(dtype: torch.dtype, layout: Layout) -> dict[str, bool]:

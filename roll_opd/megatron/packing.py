@@ -38,6 +38,7 @@ class PackedSequences(PackedSeqParams):
     whole: PackedSeqParams | None = None  # segments of the expanded sequences
     own: PackedSeqParams | None = None  # segments of their unshared tokens; None: split over context ranks
     blocks: tuple[Any, ...] | None = None  # of `PackedAttention`; its first layer creates them for all layers
+    rows: Any = None  # `SequenceRows` of Gated DeltaNet layers; the first one creates them for all layers
     context: ContextRank = ALONE
     first: int = 0  # position of this rank's first token
     padding_n: Tensor | None = None  # bool, padding among this rank's tokens

@@ -49,6 +49,12 @@ def check_tensor_parallel(
         diagnostics.error(
             key, f"{info.kv_heads} key/value heads of {name} are not divisible by {tp}; use a common divisor"
         )
+    if info.delta and info.delta.key_heads % tp:
+        diagnostics.error(
+            key,
+            f"{info.delta.key_heads} key heads of the linear attention of {name} are not divisible by {tp}; use a"
+            " divisor",
+        )
     if info.intermediate % tp:
         diagnostics.error(
             key, f"the MLP width of {name} ({info.intermediate}) is not divisible by {tp}; use a divisor of it"

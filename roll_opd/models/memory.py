@@ -125,6 +125,10 @@ class ModelShard:
         if latent := info.latent:  # queries and keys twice, the compressed keys and values, values, the output
             heads = (4 * info.head_dim + latent.plain + 3 * latent.value) * info.heads / layout.tp
             heads += 2 * latent.narrow / sequence
+        if delta := info.delta:  # projections, convolution's input and output, the output and its norm's in f32
+            mixed = (delta.projected + 2 * sum(delta.channels) + 6 * delta.values) / layout.tp
+            heads += info.head_dim * info.heads / layout.tp * 2  # output gates
+            heads = (info.attention_layers * heads + sum(info.is_delta) * mixed) / info.layers
         mlp = (info.expert_layers * experts + (info.layers - info.expert_layers) * dense) / info.layers
         return 4 * info.hidden / sequence + heads + mlp
 
@@ -250,6 +254,7 @@ def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Par
     size, shard = BYTES[engines.model.dtype], ModelShard(info, Layout(tp=engines.tp))
     tokens = engines.max_model_len * min(sequences, VLLM_MAX_SEQUENCES)
     cache = info.cached_elements(engines.tp) * size * tokens
+    cache += info.state_elements(engines.tp) * size * min(sequences, VLLM_MAX_SEQUENCES)
     return {"weights": sum(shard.parameters(0)) * size, "kv_cache": int(cache)}
 
 

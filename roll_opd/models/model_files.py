@@ -9,6 +9,7 @@ import json
 import math
 import operator
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,35 @@ from typing import Any
 from roll_opd.base.paths import PathError, content
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+TEXT_PREFIX = "model.language_model."  # of the decoder's tensors in a multimodal checkpoint
+# tensors that are neither loaded nor trained, and exported unchanged: vision encoder, multi-token prediction
+KEPT = ("model.visual.", "mtp.")
 PIECES, PIECE_BYTES = 16, 4096  # compared pieces of a tensor
+
+
+# model_type of multimodal checkpoints whose text model can be trained -> model_type of that
+MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+
+
+def decoder_name(name: str) -> str:
+    """Return the name of a tensor in a checkpoint of the text model only."""
+    return name.replace(TEXT_PREFIX, "model.", 1) if name.startswith(TEXT_PREFIX) else name
+
+
+def decoder_prefix(names: Iterable[str]) -> str:
+    """Return the prefix of the decoder's tensors in a checkpoint with these names."""
+    return TEXT_PREFIX if any(name.startswith(TEXT_PREFIX) for name in names) else "model."
+
+
+def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the text model in a multimodal one; return others unchanged."""
+    text, model_type = config.get("text_config"), MULTIMODAL.get(str(config.get("model_type")))
+    if not isinstance(text, dict) or model_type is None:
+        return config
+    rest = {key: value for key, value in config.items() if key not in ("text_config", "vision_config", "model_type")}
+    # transformers ties the weights where either of both is set
+    tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+    return rest | text | {"tie_word_embeddings": tied, "model_type": model_type}
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,21 @@ from typing import Any
 
 from roll_opd.base.failures import os_sentence
 from roll_opd.base.paths import PathError, find_path, hub_hint, places
+from roll_opd.models.delta_sizes import KEYS as DELTA_KEYS
+from roll_opd.models.delta_sizes import DeltaSizes, delta_layers
 from roll_opd.models.families import FAMILIES
+from roll_opd.models.model_files import KEPT, MULTIMODAL, decoder_config, stored_tensors, weight_files
 from roll_opd.models.model_files import ModelFilesError as ModelFilesError
 from roll_opd.models.model_files import StoredTensor as StoredTensor
 from roll_opd.models.model_files import read_json as read_json
-from roll_opd.models.model_files import stored_tensors, weight_files
 
-# model_type in config.json -> whether the Megatron engine supports it; others can be planned only
-MODEL_TYPES = dict.fromkeys(FAMILIES, True) | {"qwen3_next": False}
 DEEPSEEK_TYPES = ("deepseek_v2", "deepseek_v3")
 EXPERT_COUNTS = (
     "num_experts",
     "num_local_experts",
     "n_routed_experts",
 )  # key of the number of experts, by model family
-RUN = tuple(name for name, runs in MODEL_TYPES.items() if runs)
+RUN = tuple(FAMILIES)
 MAX_SIZE = 2**31 - 1  # of a number in config.json; engines store shapes as int32
 FINGERPRINT_PIECES = 16
 FINGERPRINT_BYTES = 65_536
@@ -78,17 +78,29 @@ class ModelInfo:
     weight_files: tuple[Path, ...]  # empty: config.json only
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict, repr=False)  # of the weight files, by name
     latent: LatentInfo | None = None  # None: no latent attention
+    delta: DeltaSizes | None = None  # None: no Gated DeltaNet layers
+    is_delta: tuple[bool, ...] = ()  # of each layer; the others have attention
+    has_output_gate: bool = False  # of attention
 
     @property
     def expert_layers(self) -> int:
         """Number of layers with experts."""
         return sum(self.has_experts)
 
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers with attention."""
+        return self.layers - sum(self.is_delta)
+
+    def state_elements(self, tp: int) -> float:
+        """Return the numbers that one of `tp` inference ranks keeps for a sequence in Gated DeltaNet layers."""
+        return sum(self.is_delta) * self.delta.state / tp if self.delta else 0
+
     def cached_elements(self, tp: int) -> float:
         """Return the cached numbers per token of one of `tp` inference ranks; surplus ranks have copies of heads."""
         if self.latent:
             return self.layers * self.latent.cached
-        return 2 * self.layers * max(1.0, self.kv_heads / tp) * self.head_dim
+        return 2 * self.attention_layers * max(1.0, self.kv_heads / tp) * self.head_dim
 
 
 def find_model(text: str) -> Path:
@@ -134,16 +146,15 @@ def read_model(path: Path) -> ModelInfo:
             raise ModelFilesError(f"{path} has no config.json; {_in_its_place(path)}")
     except OSError as error:
         raise ModelFilesError(os_sentence(error)) from None
-    config = read_json(path / "config.json")
+    config = decoder_config(read_json(path / "config.json"))
     model_type = str(config.get("model_type", ""))
     if is_vision_config(config):
         raise ModelFilesError(
             f"{path} is a vision-language model ({model_type}); only text models can be distilled here"
         )
-    if model_type not in MODEL_TYPES:
+    if model_type not in FAMILIES:
         raise ModelFilesError(
             f"{path} has model_type {model_type!r}, which is not supported; supported: {', '.join(RUN)}"
-            f" ({', '.join(name for name in MODEL_TYPES if name not in RUN)} can be planned, not run)"
         )
     try:
         return _info(path, model_type, config)
@@ -165,8 +176,10 @@ def _in_its_place(path: Path) -> str:
 
 
 def is_vision_config(config: dict[str, Any]) -> bool:
-    """Return whether a config.json is that of a vision-language or video model."""
+    """Return whether a config.json is that of a vision-language or video model without a supported text model."""
     kind = str(config.get("model_type", ""))
+    if kind in MULTIMODAL:
+        return False  # its text model can be trained
     return "vision_config" in config or "text_config" in config or kind.endswith(("_vl", "_vl_moe", "_omni"))
 
 
@@ -175,7 +188,10 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(name), dict | None):
             raise ModelFilesError(f"{name} in config.json should be an object, got {config[name]!r}")
-    layers, intermediate = _size(config, "num_hidden_layers"), _size(config, "intermediate_size")
+    layers, intermediate = (
+        _size(config, "num_hidden_layers"),
+        _size(config, "intermediate_size", "moe_intermediate_size"),
+    )
     experts = _size(config, *EXPERT_COUNTS, default=0)
     expert_intermediate = _size(config, "moe_intermediate_size", default=intermediate)
     shared = _size(config, "n_shared_experts", default=0) * expert_intermediate
@@ -200,13 +216,24 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
         has_experts=layers_with_experts(config, layers, experts),
         tied=bool(config.get("tie_word_embeddings")),
         parameters=sum(
-            math.prod(tensor.shape) for name, tensor in tensors.items() if not _is_extra_layer(name, layers)
+            math.prod(tensor.shape)
+            for name, tensor in tensors.items()
+            if not _is_extra_layer(name, layers) and not name.startswith(KEPT)
         ),
         weight_files=weights,
         tensors=tensors,
         latent=latent,
+        delta=_delta(config),
+        is_delta=delta_layers(config, layers),
+        has_output_gate=_delta(config) is not None,
     )
     return info if weights else replace(info, parameters=_parameters_by_size(info))
+
+
+def _delta(config: dict[str, Any]) -> DeltaSizes | None:
+    if config.get(DELTA_KEYS[0]) is None:
+        return None
+    return DeltaSizes(*(_size(config, key) for key in DELTA_KEYS))
 
 
 def _latent(config: dict[str, Any]) -> LatentInfo:
@@ -238,14 +265,20 @@ def layers_with_experts(config: Mapping[str, Any], layers: int, experts: int) ->
 def _parameters_by_size(info: ModelInfo) -> int:
     """Count the weights of a Llama-like decoder: embeddings, attention, SwiGLU MLPs and norms."""
     embeddings = info.vocab * info.hidden * (1 if info.tied else 2)
-    attention = 2 * info.hidden * info.head_dim * (info.heads + info.kv_heads)
+    gates = info.heads if info.has_output_gate else 0
+    attention = info.hidden * info.head_dim * (2 * (info.heads + info.kv_heads) + gates)
     if latent := info.latent:
         queries, values = info.heads * info.head_dim, info.heads * latent.value
         attention = info.hidden * (latent.narrow + values) + latent.rank * (info.heads * latent.plain + values)
         attention += (latent.query_rank or info.hidden) * queries
     experts = info.experts * (3 * info.expert_intermediate + 1) + 3 * info.shared_intermediate  # plus the router
     mlps = info.expert_layers * experts + (info.layers - info.expert_layers) * 3 * info.intermediate
-    return embeddings + info.layers * (attention + 2 * info.hidden) + mlps * info.hidden + info.hidden
+    mixers = info.attention_layers * attention
+    if delta := info.delta:
+        mixers += sum(info.is_delta) * (
+            info.hidden * (delta.projected + delta.values) + sum(delta.channels) * delta.taps
+        )
+    return embeddings + mixers + 2 * info.layers * info.hidden + mlps * info.hidden + info.hidden
 
 
 def _size(config: dict[str, Any], *names: str, default: int | None = None) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from roll_opd.config.plan import MegatronPlan, TrainPlan
 from roll_opd.models.families import FAMILIES
 from roll_opd.models.families.family import WINDOWED, Family
+from roll_opd.models.model_files import decoder_config
 from roll_opd.models.model_info import RUN, read_json
 
 # key of config.json -> the only validated value, unless the family's pieces read the key
@@ -44,7 +45,7 @@ def not_yet(role: MegatronPlan) -> list[str]:
         for key, (allowed, why) in ROUTERS.items()
         if (value := role.megatron_args.get(key)) not in allowed
     ]
-    model_type = read_json(Path(role.model.path) / "config.json").get("model_type")
+    model_type = decoder_config(read_json(Path(role.model.path) / "config.json")).get("model_type")
     family = FAMILIES.get(str(model_type))
     if isinstance(role, TrainPlan) and role.lora and family and not family.has_adapters:
         sentences.append(f"adapters (LoRA) of models of type {model_type} are not available; train all weights")
@@ -61,8 +62,8 @@ def not_yet(role: MegatronPlan) -> list[str]:
 
 def unsupported(path: Path) -> list[str]:
     """Return a message for each unsupported property of the model in `path`."""
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    family = FAMILIES.get(config.get("model_type"))
+    config = decoder_config(json.loads((path / "config.json").read_text(encoding="utf-8")))
+    family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return [f"models of type {config.get('model_type')} are not available yet; use one of {', '.join(RUN)}"]
     proven = {key: value for key, value in PROVEN_VALUES.items() if key not in family.reads} | dict(family.expects)
@@ -77,7 +78,7 @@ def unsupported(path: Path) -> list[str]:
 
 def _of_layers(config: Mapping[str, Any], family: Family) -> Iterator[str]:
     kinds = config.get("layer_types")
-    known = {"full_attention", WINDOWED} if "layer_types" in family.reads else {"full_attention"}
+    known = {"full_attention", *family.layer_types, *([WINDOWED] if "layer_types" in family.reads else [])}
     other = sorted({str(kind) for kind in kinds} - known) if isinstance(kinds, list) else []
     if other:
         yield f"layers of the types {', '.join(other)} (layer_types in config.json) are not available yet"

@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from roll_opd.models.model_files import PIECES, differ, pieces
+from roll_opd.models.families import FAMILIES
+from roll_opd.models.model_files import PIECES, decoder_config, decoder_name, differ, pieces
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, StoredTensor, read_json
 
 # decoders with known tensor names; for others, only layers, embedding and head are compared
@@ -16,7 +17,7 @@ DENSE = ("llama", "mistral", "qwen2", "qwen3")
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 VALUE_HEAD = "score.weight"
-IN_A_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+IN_A_LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")  # in older releases; never loaded
 OF_FURTHER_TOKENS = "eh_proj.weight"  # joins a token's embedding and hidden state
 MAX_NAMED = 3  # tensors named in a message; the rest are counted
@@ -34,8 +35,8 @@ def weight_problems(info: ModelInfo, *, needs_head: bool = True) -> list[str]:
     """
     if not holds_decoder(info):
         return []
-    found = info.tensors
-    config = read_json(info.path / "config.json")
+    found = {decoder_name(name): tensor for name, tensor in info.tensors.items()}
+    config = decoder_config(read_json(info.path / "config.json"))
     tied, problems = bool(config.get("tie_word_embeddings")), list(_layer_problems(info, found))
     wanted = {EMBEDDING: (info.vocab, info.hidden), FINAL_NORM: (info.hidden,)}
     if HEAD in found or (needs_head and not tied):
@@ -64,9 +65,10 @@ def lost_weights(info: ModelInfo) -> list[str]:
     may be zero. Raises ModelFilesError for unreadable files.
     """
     all_zero, half_zero = [], []
+    zero_centred = _has_zero_centred_norms(info)
     try:
         for name, tensor in info.tensors.items():
-            if may_be_zero(name) or tensor.dtype not in FLOATS:
+            if may_be_zero(name, zero_centred=zero_centred) or tensor.dtype not in FLOATS:
                 continue
             if not any(_zero_pieces(tensor, FIRST_PIECES)):
                 continue
@@ -84,14 +86,24 @@ def lost_weights(info: ModelInfo) -> list[str]:
     ]
 
 
-def may_be_zero(name: str) -> bool:
-    """Return whether a tensor may be all zero: a bias, a buffer, or the value head of a new critic."""
-    return name.endswith(("bias", *BUFFERS)) or name == VALUE_HEAD
+def _has_zero_centred_norms(info: ModelInfo) -> bool:
+    family = FAMILIES.get(info.model_type)
+    config = decoder_config(read_json(info.path / "config.json"))
+    return family is not None and family.pieces(config).zero_centred_norms
+
+
+def may_be_zero(name: str, *, zero_centred: bool = False) -> bool:
+    """Return whether a tensor may be all zero: a bias, a buffer, or the value head of a new critic.
+
+    With `zero_centred`, also a norm that multiplies by 1 + weight.
+    """
+    is_norm = zero_centred and name.endswith("norm.weight") and ".linear_attn." not in name
+    return is_norm or name.endswith(("bias", *BUFFERS)) or name == VALUE_HEAD
 
 
 def holds_decoder(info: ModelInfo) -> bool:
     """Return whether the weights have tensors of a decoder, by name."""
-    return any(name == EMBEDDING or IN_A_LAYER.match(name) for name in info.tensors)
+    return any(decoder_name(name) == EMBEDDING or IN_A_LAYER.match(name) for name in info.tensors)
 
 
 def _layer_shapes(info: ModelInfo) -> dict[str, Shape]:

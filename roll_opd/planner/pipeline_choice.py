@@ -38,8 +38,9 @@ OUR_ROLES = ("student_train", "student_infer", "actor_train", "actor_infer", "sf
 # keys of ROLL's vision and diffusion configurations that no text configuration has
 VISION_KEYS = {"image", "images", "image_flag_key", "image_folder", "max_pixels", "min_pixels", "vlm_filter"}
 VISION_KEYS |= {"video", "videos", "video_folder", "audio", "audios", "audio_folder"}
+DETECTION = "DetectionRewardWorker"  # of ROLL's vision pipelines, whose models also train on text
 MODEL_KEYS = ("model_name_or_path", "pretrain", "student_pretrain", "teacher_pretrain")
-VISION_MODEL = re.compile(r"[-_./](vl|omni|vision|wan2\.\d|flux)\b|\bqwen3\.5-", re.IGNORECASE)
+VISION_MODEL = re.compile(r"[-_./](vl|omni|vision|wan2\.\d|flux)\b", re.IGNORECASE)
 # keys that identify ROLL's off-policy distillation, in a file without roles of other pipelines
 OFF_POLICY_KEYS = (
     "student_pretrain",
@@ -180,6 +181,8 @@ def _vision_problem(values: Mapping[str, Any]) -> str | None:
             reason = f"{text!r} is the pipeline of a vision-language model"
         elif last == "strategy_name" and text.startswith("diffusion"):
             reason = f"{text!r} trains an image or video generator"
+        elif last == "worker_cls" and text.endswith(DETECTION):
+            reason = f"{text!r} rewards boxes in images"
         # the worker checks the judge of a reward
         elif last in MODEL_KEYS and text and not key.startswith("rewards."):
             reason = _vision_model(text)

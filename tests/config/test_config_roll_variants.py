@@ -194,7 +194,11 @@ ROLE = {"model_args": {"dtype": "bf16"}, "device_mapping": "[0]", "strategy_args
         ({"kd_objective": "forward_kl", "sequence_length": 8, "answer_key": "a"}, "off-policy distillation"),
         ({"student_pretrain": "Qwen/Qwen2.5-VL-7B-Instruct", "student": ROLE}, "is a vision-language"),
         ({"pretrain": "Qwen/Qwen3-Omni-30B-A3B-Thinking", "sft_train": ROLE}, "is a vision-language"),
-        ({"pretrain": "Qwen/Qwen3.5-35B-A3B", "actor_train": ROLE}, "is a vision-language"),
+        (
+            {"pretrain": "Qwen/Qwen3.5-27B", "rewards": {"cv": {"worker_cls": "roll.x.DetectionRewardWorker"}}}
+            | {"actor_train": ROLE},
+            "rewards boxes in images",
+        ),
         ({"actor_train": {**ROLE, "data_args": {"video_folder": "v"}}}, "vision, video or audio configuration"),
         ({"custom_envs": {"Sokoban": {}}, "actor_infer": ROLE}, "rollout-only pipelines"),
         (

@@ -1,5 +1,6 @@
 """Tiny random models on disk, of every architecture."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 from megatron_jobs.lora import LORA, LORA_MODELS, LORA_TARGETS
 from megatron_layouts import VOCABULARY
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -24,8 +26,11 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -114,6 +119,18 @@ FAMILIES = {
         **{**FAMILY, "tie_word_embeddings": True}, **LOCAL, head_dim=24, query_pre_attn_scalar=20
     ),
 }
+HYBRID = {  # every width is another one; three value heads per key head
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 14,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+SHARED = {"shared_expert_intermediate_size": 40}
 CONFIGS = {
     "qwen3": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=False),
     "qwen3_tied": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True),
@@ -135,6 +152,9 @@ CONFIGS = {
         **LATENT, q_lora_rank=None, topk_method="group_limited_greedy", norm_topk_prob=False
     ),
     "mixtral": lambda: MixtralConfig(**{**EXPERTS, "intermediate_size": 24}, sliding_window=None),
+    "qwen3_next": lambda: Qwen3NextConfig(**EXPERTS | HYBRID | SHARED, mlp_only_layers=[2]),
+    "qwen3_5": lambda: Qwen3_5TextConfig(**COMMON | HYBRID, linear_conv_kernel_dim=3, tie_word_embeddings=True),
+    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**EXPERTS | HYBRID | SHARED),
     "deep": lambda: Qwen3Config(**DEEP),
     "deep_valued": lambda: Qwen3Config(**DEEP, num_labels=1),
     "valued": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True, num_labels=1),
@@ -157,8 +177,36 @@ def save_models(directory: Path) -> None:
                 if parameter.ndim == 1:
                     parameter.add_(0.3 * torch.randn_like(parameter))
         model.save_pretrained(directory / name)
+    for name in ("qwen3_5", "qwen3_5_moe"):
+        save_multimodal(directory / name, directory / f"{name}_multimodal")
     for kind, targets in LORA_TARGETS.items():
         save_adapter(directory / f"adapter-{len(targets)}", str(directory / LORA_MODELS[kind]), targets, **LORA)
+
+
+def save_multimodal(source: Path, path: Path) -> None:
+    """Write a text model as the releases of Qwen3.5 have it: other names, fused experts, a vision part, an MTP head."""
+    config = json.loads((source / "config.json").read_text())
+    path.mkdir()
+    kind, tied = config["model_type"].removesuffix("_text"), config["tie_word_embeddings"]
+    whole = {"model_type": kind, "text_config": config, "vision_config": {"depth": 1}, "tie_word_embeddings": tied}
+    (path / "config.json").write_text(json.dumps(whole))
+    torch.manual_seed(0)
+    tensors = {
+        name.replace("model.", "model.language_model.", 1) if ".language_model." not in name else name: tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    for block in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
+        each = [
+            {part: tensors.pop(f"{block}.experts.{number}.{part}_proj.weight") for part in ("gate", "up", "down")}
+            for number in range(config["num_experts"])
+        ]
+        gates = [torch.cat([expert["gate"], expert["up"]]) for expert in each]
+        tensors[f"{block}.experts.gate_up_proj"] = torch.stack(gates)
+        tensors[f"{block}.experts.down_proj"] = torch.stack([expert["down"] for expert in each])
+    tensors["model.visual.blocks.0.norm1.weight"] = torch.randn(12)
+    tensors["model.visual.patch_embed.proj.weight"] = torch.randn(4, 3, 2, 2, 2).bfloat16()
+    tensors["mtp.layers.0.mlp.up_proj.weight"] = torch.randn(6, 4).bfloat16()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def save_adapter(path: Path, base: str, targets: Sequence[str], rank: int, alpha: float) -> None:

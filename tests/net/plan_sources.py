@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from config_assets import write_model
 from planner_adapter import REPOSITORY
@@ -41,6 +42,16 @@ DENSE = {  # layers, hidden size, heads, key and value heads, intermediate size
 }
 USUAL = (28, 3584, 28, 4, 18944)  # of 7B, and of whatever else
 MIXTURES = {"30B-A3B": (48, 2048, 32, 4, 6144), "235B-A22B": (94, 4096, 64, 4, 12288)}
+# hybrids by name: layers, hidden size, heads, key and value heads, intermediate size (0: experts only),
+# value heads of linear attention, experts, experts per token, width of an expert
+HYBRIDS = {
+    "Qwen3-Next-80B-A3B": (48, 2048, 16, 2, 5120, 32, 512, 10, 512),
+    "Qwen3.5-2B": (24, 2048, 8, 2, 6144, 16, 0, 0, 0),
+    "Qwen3.5-27B": (64, 5120, 24, 4, 17408, 48, 0, 0, 0),
+    "Qwen3.5-35B-A3B": (40, 2048, 16, 2, 0, 32, 256, 8, 512),
+    "Qwen3.5-122B-A10B": (48, 3072, 32, 2, 0, 64, 256, 8, 1024),
+    "Qwen3.5-397B-A17B": (60, 4096, 32, 2, 0, 64, 512, 10, 1024),
+}
 MIXTURE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 
 
@@ -113,6 +124,10 @@ def _write_stand_in(path: Path) -> None:
     """Write a model directory of full size without weights, by what its name says."""
     if path.exists():
         return
+    if (hybrid := hybrid_config(path.name)) is not None:
+        write_model(path, seed=len(path.name), weights={"stand_in": (8, 16)})
+        (path / "config.json").write_text(json.dumps(hybrid))
+        return
     size = next((sizes for part, sizes in (DENSE | MIXTURES).items() if f"-{part}" in path.name), USUAL)
     layers, hidden, heads, kv_heads, intermediate = size
     is_mixture = bool(re.search(r"\dB-A\d", path.name))
@@ -132,6 +147,42 @@ def _write_stand_in(path: Path) -> None:
         max_position_embeddings=40960,
         **(MIXTURE if is_mixture else {}),
     )
+
+
+def hybrid_config(name: str) -> dict[str, Any] | None:
+    """Return the config.json of a Qwen3-Next or Qwen3.5 of this name, whose releases are multimodal; else None."""
+    found = next((sizes for part, sizes in HYBRIDS.items() if name.startswith(part)), None)
+    if found is None:
+        return None
+    layers, hidden, heads, kv_heads, intermediate, value_heads, experts, chosen, width = found
+    model_type = "qwen3_next" if "Next" in name else "qwen3_5_moe_text" if experts else "qwen3_5_text"
+    rope = {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25}
+    text = {
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 256,
+        "vocab_size": 151936 if "Next" in name else 248320,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": rope,
+        "layer_types": ["full_attention" if number % 4 == 3 else "linear_attention" for number in range(layers)],
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "tie_word_embeddings": name.startswith("Qwen3.5-2B"),
+        **({"intermediate_size": intermediate} if intermediate else {}),
+        **({"num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": width} if experts else {}),
+        **({"shared_expert_intermediate_size": width} if experts else {}),
+    }
+    if "Next" in name:
+        return text
+    vision = {"depth": 27, "hidden_size": 1152, "model_type": f"{model_type.removesuffix('_text')}_vision"}
+    return {"model_type": model_type.removesuffix("_text"), "text_config": text, "vision_config": vision}
 
 
 def planned_in(source: Source) -> "chdir[Path]":

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mixture import START, save, save_mixture
+from mixture import START, save, save_hybrid, save_mixture
 from runs import Run, launch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -125,3 +125,14 @@ def test_a_mixture_of_experts_whose_routes_are_replayed(tmp_path: Path, mixture:
     run = run_of(tmp_path / "output", *experts, *R3, model=mixture)
     assert apart(run) <= 1e-4
     assert run.rows("metrics.jsonl")[1]["router/rerouted_tokens"] > 0.05
+
+
+@pytest.mark.nightly
+def test_a_hybrid_of_linear_and_full_attention_in_bf16(tmp_path: Path) -> None:
+    """A Qwen3.5 with a dense teacher: trainer and engine differ by the rounding of bf16."""
+    hybrid = save_hybrid(tmp_path / "hybrid")
+    dtypes = [f"{role}.model_args.dtype=bf16" for role in ("student_train", "student_infer")]
+    run = run_of(tmp_path / "output", *dtypes, f"{STUDENT}.tensor_model_parallel_size=2", model=hybrid)
+    assert apart(run) <= 0.3
+    exported = AutoModelForCausalLM.from_pretrained(run.path / "checkpoints/step_2/hf", dtype=torch.float32)
+    assert exported.config.layer_types[0] == "linear_attention"

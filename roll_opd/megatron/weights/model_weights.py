@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from roll_opd.megatron.lora import ADAPTER, Adapter, LinearLayer, module_name
+from roll_opd.megatron.weights.delta_slices import DELTA_SLICINGS
 from roll_opd.megatron.weights.source import FileSource, TensorSource
 from roll_opd.megatron.weights.stream import (
     ParameterShard,
@@ -25,7 +26,8 @@ from roll_opd.megatron.weights.stream import (
     peers_of_expert,
     tensor_rank,
 )
-from roll_opd.megatron.weights.tensor_slices import SLICINGS, SliceSizes, SliceSource
+from roll_opd.megatron.weights.tensor_slices import TENSOR_SLICINGS, SliceSizes, SliceSource
+from roll_opd.models.delta_sizes import delta_sizes
 from roll_opd.models.families import FAMILIES
 from roll_opd.models.families.family import Entry, layer_entries
 from roll_opd.models.weight_files import BUFFERS, EMBEDDING, FINAL_NORM, HEAD, IN_A_LAYER, VALUE_HEAD, may_be_zero
@@ -36,6 +38,7 @@ ENDS = {
     "decoder.final_layernorm.weight": Entry((FINAL_NORM,), "replicated"),
     "value_head.weight": Entry((VALUE_HEAD,), "replicated"),  # of critics, as in models for sequence classification
 }
+SLICINGS = {**TENSOR_SLICINGS, **DELTA_SLICINGS}
 SAMPLED_ROWS = 64  # evenly spaced rows of a matrix that are checked for zeros
 IN_DECODER = "decoder.layers."
 EXPERT = re.compile(r"(?<=local_experts)\.(\d+)\.")
@@ -54,16 +57,29 @@ class Place:
 
 
 class ModelWeights:
-    """Mapping of one model's parameters to Hugging Face tensors in any layout; `config` is Megatron's."""
+    """Mapping of one model's parameters to Hugging Face tensors in any layout; `config` is Megatron's.
 
-    def __init__(self, hf_config: PretrainedConfig, config: TransformerConfig, padded_vocab: int) -> None:
+    `prefix` is that of the tensors of the decoder.
+    """
+
+    def __init__(
+        self, hf_config: PretrainedConfig, config: TransformerConfig, padded_vocab: int, prefix: str = "model."
+    ) -> None:
         self.config, self.padded_vocab = config, padded_vocab
         family = FAMILIES[hf_config.model_type]
-        self._layer = layer_entries(family.tensors, family.pieces(hf_config.to_dict()))
+        pieces = family.pieces(hf_config.to_dict())
+        self._zero_centred = pieces.zero_centred_norms
+        entries = layer_entries(family.tensors, pieces)
+        self._layer = {place: entry.under(prefix) for place, entry in entries.items()}
+        self._ends = {place: entry.under(prefix) for place, entry in ENDS.items()}
         self._predicting_layers = getattr(hf_config, "num_nextn_predict_layers", 0) or 0
         self._tied = bool(hf_config.tie_word_embeddings)
         self.sizes = SliceSizes(
-            hf_config.num_attention_heads, hf_config.num_key_value_heads, hf_config.vocab_size, padded_vocab
+            hf_config.num_attention_heads,
+            hf_config.num_key_value_heads,
+            hf_config.vocab_size,
+            padded_vocab,
+            delta_sizes(hf_config.to_dict()),
         )
 
     def load(self, models: Sequence[torch.nn.Module], source: FileSource | TensorSource) -> None:
@@ -73,7 +89,7 @@ class ModelWeights:
             ValueError: for a missing, unknown or mismatched tensor, or one that is zero in at least half of its rows.
         """
         self._check_names(source)
-        read_from = CheckedSource(source) if isinstance(source, FileSource) else source
+        read_from = CheckedSource(source, self._zero_centred) if isinstance(source, FileSource) else source
         for place, _, parameter in parameters_of(models):
             names = self.names_at(place)
             part = self.part_at(place, read_from)
@@ -129,8 +145,8 @@ class ModelWeights:
 
     def _entry(self, place: Place) -> Entry:
         if self._tied and place.name == "output_layer.weight":
-            return ENDS["embedding.word_embeddings.weight"]
-        known = ENDS if place.layer is None else self._layer
+            return self._ends["embedding.word_embeddings.weight"]
+        known = self._ends if place.layer is None else self._layer
         if place.name not in known:
             raise ValueError(f"Megatron parameter {place.name} has no entry in its file of models/families; add one")
         return known[place.name]
@@ -159,12 +175,15 @@ class CheckedSource:
     """SliceSource that raises ValueError for a tensor that is zero in at least half of its rows."""
 
     source: FileSource | TensorSource
+    zero_centred: bool = False  # norms multiply by 1 + weight
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.source.shape(name)
 
     def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         piece = self.source.part(name, dim, start, stop)
+        if may_be_zero(name, zero_centred=self.zero_centred):
+            return piece
         if is_zeroed(name, piece) and is_zeroed(name, self.source.part(name, 0, 0, self.shape(name)[0])):
             raise ValueError(f"{self.source}: {name} is zero in at least half of its rows; download the model again")
         return piece

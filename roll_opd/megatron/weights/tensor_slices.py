@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from roll_opd.models.delta_sizes import DeltaSizes
 from roll_opd.models.families.family import Slicing
 
 
@@ -33,6 +34,7 @@ class SliceSizes:
     kv_heads: int
     vocab: int  # rows of the embedding without padding
     padded_vocab: int
+    delta: DeltaSizes | None = None  # None: no Gated DeltaNet layers
 
 
 class TensorSlice(Protocol):
@@ -202,7 +204,7 @@ def _check_divides(name: str, dim: int, size: int, ranks: int) -> None:
         )
 
 
-SLICINGS: Mapping[Slicing, TensorSlice] = {
+TENSOR_SLICINGS: Mapping[Slicing, TensorSlice] = {
     "replicated": Replicated(),
     "rows": Split(0),
     "columns": Split(1),

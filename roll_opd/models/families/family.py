@@ -3,13 +3,28 @@
 A family has the differences from Llama: names of tensors, and pieces of layers.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Config = Mapping[str, Any]  # of config.json
 # how a parameter is cut over tensor ranks; see `megatron.weights.tensor_slices`
-Slicing = Literal["replicated", "rows", "columns", "vocabulary", "qkv", "gate_up", "fused_qkv", "fused_gate_up"]
+Slicing = Literal[
+    "replicated",
+    "rows",
+    "columns",
+    "vocabulary",
+    "qkv",
+    "gate_up",
+    "fused_qkv",
+    "fused_gate_up",
+    "gated_qkv",
+    "delta_key_heads",
+    "delta_parts",
+    "delta_channels",
+]
+DELTA = "delta"  # in `Pieces.mixers`: Gated DeltaNet
 WINDOWED = "sliding_attention"  # in `layer_types` of config.json
 
 
@@ -26,6 +41,10 @@ class Entry:
     def of(self, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
         """Return the tensor names for a layer and expert."""
         return tuple(name.format(layer=layer, expert=expert) for name in self.names)
+
+    def under(self, prefix: str) -> "Entry":
+        """Return the entry with `prefix` in place of "model." in the names of tensors."""
+        return Entry(tuple(re.sub(r"^model\.", prefix, name) for name in self.names), self.slicing)
 
     @property
     def is_expert(self) -> bool:
@@ -55,7 +74,8 @@ class Pieces:
     attention_scale: float | None = None  # None: 1 / √(head width)
     activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
     embedding_scale: float = 1.0
-    mixers: tuple[str, ...] = ()  # what stands in place of attention; "": attention
+    mixers: tuple[str, ...] = ()  # what stands in place of attention: DELTA, or "" for attention
+    output_gate: bool = False  # the output of attention is multiplied by the sigmoid of a gate
 
     @property
     def is_plain(self) -> bool:
@@ -161,6 +181,7 @@ class Family:
     router: Literal["softmax", "groups", "biased_groups"] = "softmax"
     expects: Mapping[str, object] = field(default_factory=dict)  # key of config.json -> the only validated value
     reads: tuple[str, ...] = ()  # keys of config.json that `pieces` implements
+    layer_types: tuple[str, ...] = ()  # of config.json, besides attention with and without windows
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     has_adapters: bool = True  # LoRA is validated
     problems: Callable[[Config], tuple[str, ...]] = lambda config: ()  # of a config.json, further ones

@@ -1,0 +1,74 @@
+"""Sizes of Gated DeltaNet layers (arXiv 2412.06464), from config.json; without torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LINEAR = "linear_attention"  # in `layer_types` of config.json
+# keys of config.json, in the order of the fields of `DeltaSizes`
+KEYS = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+PERIOD = 4  # default of transformers: every fourth layer has attention
+
+
+@dataclass(frozen=True)
+class DeltaSizes:
+    """Heads and widths of the Gated DeltaNet layers of a model."""
+
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    taps: int  # of the convolution
+
+    @property
+    def each(self) -> int:
+        """Value heads per key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def of_key_head(self) -> tuple[int, ...]:
+        """Rows of the input projection for a key head: query, key, values, output gates, betas, decays."""
+        values = self.each * self.value_width
+        return self.key_width, self.key_width, values, values, self.each, self.each
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """Channels of the convolution: queries, keys and values."""
+        return tuple(self.key_heads * rows for rows in self.of_key_head[:3])
+
+    @property
+    def projected(self) -> int:
+        """Rows of the input projection."""
+        return self.key_heads * sum(self.of_key_head)
+
+    @property
+    def values(self) -> int:
+        """Width of the output of all heads."""
+        return self.value_heads * self.value_width
+
+    @property
+    def state(self) -> int:
+        """Numbers of the state of a sequence in a layer, that of the convolution included."""
+        return self.values * self.key_width + (self.taps - 1) * sum(self.channels)
+
+
+def delta_sizes(config: Mapping[str, Any]) -> DeltaSizes | None:
+    """Return the sizes of a model's Gated DeltaNet layers; None for models without them."""
+    if not config.get(KEYS[0]):
+        return None
+    return DeltaSizes(*(config[key] for key in KEYS))
+
+
+def delta_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    """Return which layers are Gated DeltaNet layers; the others have attention."""
+    if delta_sizes(config) is None:
+        return (False,) * layers
+    period = config.get("full_attention_interval") or PERIOD
+    kinds = config.get("layer_types") or [LINEAR if (number + 1) % period else "" for number in range(layers)]
+    return tuple(kind == LINEAR for kind in kinds)
