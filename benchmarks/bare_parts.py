@@ -43,7 +43,7 @@ def run_bare(plan: RunPlan, log: Path) -> list[dict[str, float]]:
     with ExitStack() as stack:
         engines = [stack.enter_context(engine) for engine in _engines(plan, log)]
         student = [stack.enter_context(rank) for rank in _ranks(plan, plan.student, log)]
-        teacher = [stack.enter_context(rank) for rank in _ranks(plan, plan.teachers[0].source, log)]
+        teacher = [stack.enter_context(rank) for rank in _ranks(plan, plan.frozen_roles()[0], log)]
         _call_all([*engines, *student, *teacher], "ready")
         _transfer(student, engines, version=0)
         return [_step(plan, sample, step, engines, student, teacher) for step in range(1, plan.max_steps + 1)]
@@ -56,7 +56,7 @@ def time_moves(plan: RunPlan, log: Path) -> dict[str, dict[str, Any]]:
     """
     roles: dict[str, Callable[[], list]] = {
         "student": lambda: _ranks(plan, plan.student, log),
-        "teacher": lambda: _ranks(plan, plan.teachers[0].source, log),
+        "teacher": lambda: _ranks(plan, plan.frozen_roles()[0], log),
         "engines": lambda: _engines(plan, log, sleeps=True),
     }
     found: dict[str, dict[str, Any]] = {}

@@ -155,7 +155,7 @@ def measure(axis: str, factor: int, options: argparse.Namespace, directory: Path
 
 def _sizes(plan: RunPlan) -> dict[str, int]:
     """Parameters that the cost of a phase depends on."""
-    student, teacher = (read_model(Path(worker.model.path)) for worker in (plan.student, plan.teachers[0].source))
+    student, teacher = (read_model(Path(worker.model.path)) for worker in (plan.student, plan.frozen_roles()[0]))
     of_student = matrix_parameters(student) + student.hidden * student.vocab
     sizes = dict.fromkeys(("generate", "old_logprobs", "train", "weight_sync"), of_student)
     return {**sizes, "teacher": matrix_parameters(teacher) + teacher.hidden * teacher.vocab}

@@ -64,13 +64,13 @@ def phase_work(plan: RunPlan, row: Mapping[str, float]) -> dict[str, Work]:
     prompt once, however many answers it has, and as few token steps as the engines' limits allow.
     """
     assert plan.rollout is not None
-    student, teacher = (read_model(Path(worker.model.path)) for worker in (plan.student, plan.teachers[0].source))
+    student, teacher = (read_model(Path(worker.model.path)) for worker in (plan.student, plan.frozen_roles()[0]))
     sequences = plan.sequences_per_step
     prompt, response = row["tokens/prompt_length/mean"], row["tokens/response_length/mean"]
     length = prompt + response
     read = (sequences * length, sequences * keys_seen(0, length), sequences * response)
     work = {"generate": _generate(plan, student, prompt, response, row["tokens/response_length/max"])}
-    for name, model, worker in (("teacher", teacher, plan.teachers[0].source), ("old_logprobs", student, plan.student)):
+    for name, model, worker in (("teacher", teacher, plan.frozen_roles()[0]), ("old_logprobs", student, plan.student)):
         copies = worker.layout.dp * worker.layout.cp
         work[name] = Work(forward_flops(model, *read), copies * _weight_bytes(model, worker.model.dtype))
     if not plan.objective.recompute_old_logprobs:
@@ -113,7 +113,7 @@ def _weight_bytes(model: ModelInfo, dtype: str) -> float:
 def phase_devices(plan: RunPlan) -> dict[str, tuple[set[int], str]]:
     """Return the devices that each phase may use, and the dtype that it computes in."""
     assert plan.rollout is not None
-    student, teacher, rollout = plan.student, plan.teachers[0].source, plan.rollout
+    student, teacher, rollout = plan.student, plan.frozen_roles()[0], plan.rollout
     return {
         "generate": (set(rollout.devices), rollout.model.dtype),
         "teacher": (set(teacher.devices), teacher.model.dtype),

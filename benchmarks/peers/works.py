@@ -125,7 +125,7 @@ def describe(plan: RunPlan, work: Work) -> dict[str, Any]:
     assert all(tokenizer(t)["input_ids"] == p.tokens.tolist() for t, p in zip(texts, prompts, strict=True))
     return {
         "student": str(Path(plan.student.model.path).resolve()),
-        "teacher": str(Path(plan.teachers[0].source.model.path).resolve()),
+        "teacher": str(Path(plan.frozen_roles()[0].model.path).resolve()),
         "prompts": [prompt.tokens.tolist() for prompt in prompts],
         "texts": texts,
         "held_out": [prompt.tokens.tolist() for prompt in held_out],

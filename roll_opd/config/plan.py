@@ -13,6 +13,7 @@ from roll_opd.config.role_plans import (
     ContextPlan,
     CriticPlan,
     FollowingPlan,
+    HttpPlan,
     Layout,
     LoraPlan,
     MegatronPlan,
@@ -22,6 +23,7 @@ from roll_opd.config.role_plans import (
     RolloutPlan,
     SamplingPlan,
     TeacherPlan,
+    TeacherSource,
     TrainPlan,
 )
 from roll_opd.config.schema import (

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.roll_keys import Schedule
-from roll_opd.config.schema import ContextKeys, CriticKeys, Dtype, FollowKeys, OptimizerKeys, RoutingMode, SamplingKeys
+from roll_opd.config.schema import (
+    ContextKeys,
+    CriticKeys,
+    Dtype,
+    FollowKeys,
+    HttpKeys,
+    OptimizerKeys,
+    RoutingMode,
+    SamplingKeys,
+)
 
 
 @dataclass(frozen=True)
@@ -136,9 +145,23 @@ class ContextPlan(ContextKeys):
     tags: tuple[str, ...] | None = None  # None: every tag
 
 
-# Plan of the source of a teacher's log-probs, with `name` and `location`: a union as soon as there is a second kind.
-# Readers use `TeacherPlan.role`, `RunPlan.megatron_roles()` or a check of the type.
-TeacherSource = MegatronPlan
+@dataclass(frozen=True, kw_only=True)
+class HttpPlan(HttpKeys):
+    """A teacher behind a server."""
+
+    name: str
+    tokenizer: str | None = None  # directory of the teacher's tokenizer; None: the student's
+    vocab_size: int | None = None  # number of token ids in that directory's config.json
+
+    @property
+    def location(self) -> str:
+        """Addresses of the server."""
+        return ", ".join(self.url)
+
+
+# Plan of the source of a teacher's log-probs, with `name` and `location`. Readers use `TeacherPlan.role`,
+# `RunPlan.megatron_roles()` or a check of the type.
+TeacherSource = MegatronPlan | HttpPlan
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ async def train(run: Run, workers: RunWorkers) -> None:
                 samples = await batch.with_rewards(samples)
             samples = audited(samples, plan.advantage_teachers, plan.objective)
             metrics |= sample_metrics(samples, plan)
+            metrics |= workers.frozen_models.step_metrics([s for s in samples if not s.demonstration])
             metrics |= await run.validation(step, partial(validate, step))
             metrics |= rollouts.drain_metrics()
             async with run.checkpoint(step, workers.save, kl_coef, batch.source_state):

@@ -20,6 +20,7 @@ from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import (
     AuxiliaryPlan,
     FollowingPlan,
+    HttpPlan,
     MegatronPlan,
     RewardPlan,
     RolloutPlan,
@@ -32,6 +33,7 @@ from roll_opd.inference.tool_calls import HERMES
 from roll_opd.models.device_phases import PhaseMember, members_of
 from roll_opd.models.model_info import read_model
 from roll_opd.pipelines.run_workers import RunWorkers
+from roll_opd.pipelines.start_teachers import check_servers, http_scorer
 from roll_opd.roles.colocation import DeviceScheduler
 from roll_opd.roles.critic_role import Critic
 from roll_opd.roles.reward_pool import RewardPool
@@ -39,6 +41,7 @@ from roll_opd.roles.student_role import Student
 from roll_opd.roles.workflow_pool import WorkflowPool
 from roll_opd.teachers.frozen_models import FrozenModels, Teacher
 from roll_opd.teachers.megatron_teacher import Follower, MegatronScorer
+from roll_opd.teachers.scorer import TeacherScorer
 from roll_opd.teachers.views import SameTokens
 from roll_opd.weight_sync.send_weights import choose_backend, make_weight_sync
 from roll_opd.workflows.plugins import find_workflow
@@ -62,14 +65,18 @@ async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
     def scorer(role: MegatronPlan) -> MegatronScorer:
         return MegatronScorer(role.name, groups[plan.serving(role).name], read_model(Path(role.model.path)).vocab)
 
-    # other kinds of teacher sources have other scorers
-    teachers = tuple(Teacher(one, scorer(one.source), SameTokens(one.name)) for one in plan.teachers)
+    def teacher_scorer(teacher: TeacherPlan) -> TeacherScorer:
+        source = teacher.source
+        return http_scorer(plan, teacher, source) if isinstance(source, HttpPlan) else scorer(source)
+
+    teachers = tuple(Teacher(one, teacher_scorer(one), SameTokens(one.name)) for one in plan.teachers)
     reference = scorer(plan.reference) if plan.reference else None
     critic = None
     if plan.critic:
         critic = Critic(plan.critic, _group(CriticWorker, plan, plan.critic, placement, turns))
     learners = [role.group for role in (student, critic) if role]
-    await asyncio.gather(*starting, *_setups(plan, placement, *learners, *own.values()))
+    checks = check_servers(plan, teachers, placement.starting)
+    await asyncio.gather(*starting, checks, *_setups(plan, placement, *learners, *own.values()))
     followers = [Follower(worker, own[worker.name]) for worker in _served(plan) if isinstance(worker, FollowingPlan)]
     workers = RunWorkers(student, Sampler(ActorGroup([])), FrozenModels(teachers, reference), critic, followers, turns)
     if rollout:

@@ -4,8 +4,8 @@ from dataclasses import asdict
 from typing import Any
 
 from roll_opd.base.frozen import thaw
-from roll_opd.config.plan import FollowingPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan, TrainPlan
-from roll_opd.config.schema import FollowKeys, shared
+from roll_opd.config.plan import FollowingPlan, HttpPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan, TrainPlan
+from roll_opd.config.schema import FollowKeys, HttpKeys, shared
 from roll_opd.models.memory import device_memory, fullest
 from roll_opd.tracking.secrets import without_secrets
 
@@ -65,7 +65,28 @@ def _roles(plan: RunPlan) -> dict[str, dict[str, Any]]:
             "memory_bytes_per_rank": sum(fullest(plan.memory.get(name, ())).values()),
             "memory_bytes_of_stages": [dict(parts) for parts in plan.memory.get(name, ())],
         }
+    for teacher in plan.teachers:
+        if isinstance(teacher.source, HttpPlan):
+            roles[teacher.source.name] = _remote(teacher, teacher.source)
     return roles
+
+
+def _remote(teacher: TeacherPlan, source: HttpPlan) -> dict[str, Any]:
+    """Return a teacher behind a server, with the entries of the other roles and `http`."""
+    return {
+        "strategy": f"http, {source.server}",
+        **dict.fromkeys(SIZES, ""),
+        "model": source.location,
+        "dtype": "",
+        "devices": [],
+        "tags": list(teacher.tags) if teacher.tags is not None else None,
+        "opd_kl_coef": teacher.opd_kl_coef,
+        "context": asdict(teacher.context) if teacher.context else None,
+        **dict.fromkeys(("follows_student", "optimizer", "lora")),
+        "memory_bytes_per_rank": 0,
+        "memory_bytes_of_stages": [],
+        "http": thaw(shared(HttpKeys, source)),
+    }
 
 
 def _reward(reward: RewardPlan) -> dict[str, Any]:

@@ -21,13 +21,15 @@ from roll_opd.config.schema import (
 )
 
 TRAIN, ROLLOUT, TEACHER, FROZEN, CRITIC = "train", "rollout", "teacher", "frozen", "critic"  # kinds of roles
+ELSEWHERE = "elsewhere"  # a teacher without devices of the run
 ENGINES = (ROLLOUT,)
 MEGATRON = (TRAIN, TEACHER, FROZEN, CRITIC)
 LEARNERS = (TRAIN, CRITIC)
 TEACHER_KEYS = ("opd_kl_coef", "tag_included")
 # key -> the kinds of roles that read it; every role reads the others
 READ_BY: dict[str, Collection[str]] = {
-    **dict.fromkeys(TEACHER_KEYS, (TEACHER,)),
+    **dict.fromkeys(TEACHER_KEYS, (TEACHER, ELSEWHERE)),
+    **dict.fromkeys(("strategy_args", "device_mapping", "system_envs"), (*ENGINES, *MEGATRON)),
     "data_args": (TRAIN,),
     "training_args": LEARNERS,
     "generating_args": ENGINES,

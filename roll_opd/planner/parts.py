@@ -13,6 +13,7 @@ from roll_opd.config.plan import (
     RolloutPlan,
     SamplingPlan,
     TeacherPlan,
+    TeacherSource,
     TrainPlan,
 )
 from roll_opd.config.roll_keys import SCHEDULES
@@ -29,6 +30,7 @@ from roll_opd.config.schema import (
     shared,
 )
 from roll_opd.planner.check_values import micro_batch
+from roll_opd.planner.http_plans import http_keys, http_plan
 from roll_opd.planner.role_reader import Role
 from roll_opd.planner.teacher_context import context_of
 
@@ -127,16 +129,23 @@ def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
 
 def teacher_plan(name: str, role: Role, top: Top, student: Role, response: int) -> TeacherPlan:
     """Return a teacher of `student` with its own coefficient, else the top-level one."""
-    own, source = role.worker.opd_kl_coef, megatron_plan(role, top, student)
-    if isinstance(role.worker, TeacherWorker) and (follow := role.worker.follows_student):
-        source = FollowingPlan(**vars(source), **shared(FollowKeys, follow))
+    own = role.worker.opd_kl_coef
     return TeacherPlan(
         name=name,
-        source=source,
+        source=_teacher_source(role, top, student),
         context=context_of(name, role, top, response),
         opd_kl_coef=top.opd_kl_coef if own is None else own,
         tags=role.worker.tag_included or None,
     )
+
+
+def _teacher_source(role: Role, top: Top, student: Role) -> TeacherSource:
+    if keys := http_keys(role):
+        return http_plan(role, keys)
+    plan = megatron_plan(role, top, student)
+    if isinstance(role.worker, TeacherWorker) and (follow := role.worker.follows_student):
+        return FollowingPlan(**vars(plan), **shared(FollowKeys, follow))
+    return plan
 
 
 def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> RolloutPlan:

@@ -61,7 +61,7 @@ def _role_lines(roles: dict[str, dict[str, Any]], width: int) -> list[str]:
         sizes = [str(role[key]) for key in SIZES]
         coefficient = "" if role["opd_kl_coef"] is None else f"{role['opd_kl_coef']:g}"
         tags = ", ".join(role["tags"] or []) or ("all" if role["opd_kl_coef"] is not None else "")
-        model = "/".join(role["model"].split("/")[-2:])
+        model = role["model"] if "://" in role["model"] else "/".join(role["model"].split("/")[-2:])
         devices = short_devices(role["devices"])
         rows.append([name, role["strategy"], model, role["dtype"], devices, *sizes, coefficient, tags])
     return table([head, *rows], width - 2, indent=0)

@@ -140,8 +140,7 @@ class RoleReader:
                 diag.error("teacher", "is missing; write a teacher section with its own model_name_or_path")
             for name, worker in sections.teachers.items():
                 if worker is not None:
-                    follows = isinstance(worker, TeacherWorker) and worker.follows_student is not None
-                    roles.teachers[name] = self._megatron("frozen", worker, self._student if follows else None)
+                    roles.teachers[name] = self._teacher(worker)
         self._read_reference_and_critic()
         for domain, worker in sections.judges.items():
             if worker is not None:
@@ -152,6 +151,19 @@ class RoleReader:
         self._check_sections()
         self._check_adapters()
         return roles
+
+    def _teacher(self, worker: Worker) -> Role:
+        """Return a teacher: a Megatron role, or a role without devices."""
+        assert isinstance(worker, TeacherWorker)
+        if worker.http is None:
+            return self._megatron("frozen", worker, self._student if worker.follows_student else None)
+        info, model = None, worker.model_args.model_name_or_path
+        if model is not None:
+            with worker.diag.catching(MODEL, ModelFilesError):
+                info = read_model(find_model(model))
+                if not has_tokenizer(info.path):
+                    worker.diag.error(MODEL, f"{info.path} has no tokenizer.json; give the teacher's, or leave it out")
+        return Role("frozen", worker, Strategy(), info)
 
     def _read_student(self, name: str) -> None:
         worker = self._section(name)
@@ -272,7 +284,8 @@ class RoleReader:
         if role.job == "rollout":
             return key_hints.ROLLOUT
         if any(role is teacher for teacher in self._roles.teachers.values()):
-            return key_hints.TEACHER
+            elsewhere = isinstance(role.worker, TeacherWorker) and role.worker.http
+            return key_hints.ELSEWHERE if elsewhere else key_hints.TEACHER
         kinds = {key_hints.TRAIN: self._roles.train, key_hints.CRITIC: self._roles.critic}
         return next((kind for kind, one in kinds.items() if role is one), key_hints.FROZEN)
 

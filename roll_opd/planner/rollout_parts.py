@@ -31,6 +31,7 @@ from roll_opd.planner import (
     teacher_context,
 )
 from roll_opd.planner.expand import expand
+from roll_opd.planner.http_plans import check_http_teachers
 from roll_opd.planner.objective_plan import check_quantised, objective_plan
 from roll_opd.planner.read import Sections
 from roll_opd.planner.reward_sections import read_rewards
@@ -177,6 +178,7 @@ def read(sections: Sections, roles: Roles, values: Mapping[str, Any]) -> Rollout
     check_devices.check_devices(roles.placed(), top)
     sizes = check_values.read_sizes(top, roles, agentic)
     teacher_context.check_teachers(roles, top, sizes.response or 0)
+    check_http_teachers(roles, top)
     if not agentic:
         check_objective.check_samples(top, sizes.n, bool(sections.rewards))
     rewards = read_rewards(sections.rewards, roles.mode, 0 if agentic else sizes.n)

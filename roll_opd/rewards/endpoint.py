@@ -1,5 +1,7 @@
 """JSON client of one HTTP URL with retries, rate limits and outage detection, and `ChatEndpoint` for judge models.
 
+Rewards and teachers behind a server use it.
+
 Transient failures (429, 5xx, timeouts, lost connections, unreadable answers) are retried for `retry_seconds`, and each
 failed attempt is counted; permanent ones (401, 404) end the request immediately. After several consecutive failures the
 endpoint counts as down: one request at a time probes it, and all others wait.
@@ -17,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from roll_opd.rewards.interface import RewardError
 
@@ -63,6 +65,8 @@ class RequestLimits:
             if name == "requests_per_minute" and value is None:
                 continue
             fits = isinstance(value, int if name == "concurrency" else int | float) and not isinstance(value, bool)
+            if fits and name == "retry_seconds" and value == math.inf:
+                continue  # without limit
             if not fits or not math.isfinite(value) or value < 0 or (value == 0 and name != "retry_seconds"):
                 raise RewardError(
                     f"{name}: {value!r} is not a positive {'integer' if name == 'concurrency' else 'number'}"
@@ -80,8 +84,17 @@ class _Failed(Exception):
 class Endpoint:
     """Client of one URL for any number of tasks of one event loop."""
 
-    def __init__(self, url: str, headers: Mapping[str, str], limits: RequestLimits, advice: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        limits: RequestLimits,
+        advice: Mapping[str, str],
+        *,
+        method: Literal["POST", "GET"] = "POST",
+    ) -> None:
         """`advice`: kind of failure -> what to do; messages never contain headers or the URL's query."""
+        self._method = method
         self._url, self.shown_url = _checked_url(url)
         self._headers = {"Content-Type": "application/json", **_checked_headers(headers)}
         self._secrets = [word for value in headers.values() for word in value.split() if len(word) > 3]
@@ -92,12 +105,12 @@ class Endpoint:
         self._last = ""
 
     async def ask(self, body: Any, read: Callable[[Any], Answer], errors: Counter[str]) -> Answer:
-        """POST `body` and return the response JSON parsed by `read`, which raises ValueError for an unusable one.
+        """Send `body` and return the response JSON parsed by `read`, which raises ValueError for an unusable one.
 
         Retried failures are counted in `errors` by kind. Raises `GaveUp` with the kind of the last failure.
         """
         self._bind_to_loop()
-        content = json.dumps(body, default=str).encode()
+        content = b"" if self._method == "GET" else json.dumps(body, default=str).encode()
         arrived, began, attempts = time.monotonic(), math.inf, 0
         while True:
             attempts += 1
@@ -128,6 +141,11 @@ class Endpoint:
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=self._limits.concurrency),
             )
             self._slots, self._probe = asyncio.Semaphore(self._limits.concurrency), asyncio.Lock()
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last attempt failed in a way that may pass."""
+        return self._failures > 0
 
     @property
     def _down(self) -> bool:
@@ -188,7 +206,7 @@ class Endpoint:
         seconds = self._limits.request_seconds
         try:
             async with asyncio.timeout(seconds):
-                response = await self._client.post(self._url, content=content)
+                response = await self._client.request(self._method, self._url, content=content or None)
         except (httpx.ConnectTimeout, httpx.NetworkError, httpx.ProtocolError, httpx.ProxyError) as error:
             raise _Failed("connect", f"{type(error).__name__} {error}".strip()) from None
         except (TimeoutError, httpx.TimeoutException):

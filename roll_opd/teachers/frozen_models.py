@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from roll_opd.base.failures import RunError
@@ -10,6 +10,7 @@ from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.samples.sample import Sample, TargetRef, changed, with_columns
 from roll_opd.samples.sample_columns import logprobs_column
 from roll_opd.teachers.scorer import LOGPROBS, Target, TeacherAnswer, TeacherScorer, Wanted
+from roll_opd.teachers.token_shares import TokenShares
 from roll_opd.teachers.views import TeacherView
 
 
@@ -54,6 +55,18 @@ class FrozenModels:
     reference: TeacherScorer | None = None
     targets_for: ObjectivePlan | None = None
     student: TopkSource | None = None
+    shares: TokenShares = field(default_factory=TokenShares)
+
+    def step_metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Return the bills of servers since the last step, and each teacher's share of the tokens of `samples`.
+
+        The share of a Megatron teacher of every tag is always 1 and left out.
+        """
+        partial = [one.plan.name for one in self.teachers if one.plan.tags is not None or one.plan.role is None]
+        metrics = self.shares.metrics(samples, partial)
+        for teacher in self.teachers:
+            metrics |= teacher.scorer.drain_metrics()
+        return metrics
 
     async def compute_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Sample]:
         """Return the samples with the log-probs and targets of all models, which compute concurrently.

@@ -78,5 +78,8 @@ class TeacherScorer(Protocol):
         outside the vocabulary, for targets that it cannot compute, and after a failure.
         """
 
+    def drain_metrics(self) -> dict[str, float]:
+        """Return metrics `opd/teacher/NAME/*` since the last call, such as requests and tokens sent."""
+
     def end(self) -> None:
         """Release processes or connections; may be called again."""

@@ -5,6 +5,7 @@ Most values are computed from `metrics.jsonl`, so that they cover all parts of a
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from platform import python_version
@@ -100,6 +101,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "steps": max((row["step"] for row in rows), default=0),
         "generated_tokens": int(sum(_column(rows, GENERATED_TOKENS))),
         **({"learned_tokens": int(sum(learned))} if learned else {}),
+        **({"teacher_tokens_sent": sent} if (sent := _tokens_sent(rows)) else {}),
         "wall_seconds": startup + first_validation + sum(_column(rows, STEP_SECONDS)),
         "startup_seconds": startup,
         **({"last_startup_seconds": starts[-1]} if len(starts) > 1 else {}),
@@ -108,6 +110,13 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 ENDS = ("first", "last")
+SENT = re.compile(r"opd/teacher/(.*)/tokens_sent")
+
+
+def _tokens_sent(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the tokens sent to each teacher behind a server."""
+    names = {name: match[1] for row in rows for name in row if (match := SENT.fullmatch(name))}
+    return {teacher: int(sum(_column(rows, name))) for name, teacher in names.items()}
 
 
 def _stderrs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -40,6 +40,9 @@ class Slow:
         await asyncio.sleep(self.seconds)
         return [TeacherAnswer(np.full(len(tokens) - prompt, -len(tokens), np.float32)) for tokens, prompt in sequences]
 
+    def drain_metrics(self) -> dict[str, float]:
+        return {}
+
     def end(self) -> None: ...
 
 

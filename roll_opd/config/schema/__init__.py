@@ -84,6 +84,7 @@ from roll_opd.config.schema.worker_keys import (
     DataArgs,
     FollowKeys,
     GeneratingArgs,
+    HttpKeys,
     ModelArgs,
     OptimizerKeys,
     RouterReplay,

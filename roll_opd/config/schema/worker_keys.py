@@ -229,6 +229,26 @@ class FollowKeys(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HttpKeys(Section):
+    """`http`: a teacher behind a server. Its log-probs are requested for token ids."""
+
+    url: Names = key((), "address of the server; of several with the same model, which divide the requests", OURS)
+    server: Literal["vllm", "vllm_tokens", "sglang", "openai"] = key(
+        "vllm",
+        "protocol: vllm (completions with prompt_logprobs), vllm_tokens (/inference/v1/generate, exact log-probs of the"
+        " student's top-k), sglang (/generate), openai (completions with echo)",
+        OURS,
+    )
+    model_name: Name | None = key(None, "name of the model on the server; default: the only one that it lists", OURS)
+    api_key_env: Name | None = key(None, "environment variable that has the API key", OURS)
+    concurrency: Many = key(16, "maximum concurrent requests", OURS)
+    request_seconds: AboveZero = key(300.0, "timeout of a request", OURS)
+    retry_seconds: NotNegative | None = key(
+        None, "seconds of failures after which the run ends; default: it waits, and warns", OURS
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TeacherWorker(Worker, ContextKeys):
     """Keys of a teacher: those of a role, and its context."""
 
@@ -237,4 +257,10 @@ class TeacherWorker(Worker, ContextKeys):
     )
     follows_student: FollowKeys | None = key(
         None, "update the teacher from the student's weights; default: the teacher is frozen", OURS
+    )
+    http: HttpKeys | None = key(
+        None,
+        "request the log-probs from a server; model_args.model_name_or_path is then the directory of its tokenizer,"
+        " which needs no weights; default: the student's tokenizer",
+        OURS,
     )

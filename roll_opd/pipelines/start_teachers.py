@@ -1,0 +1,46 @@
+"""Start teachers behind a server: their scorers, caches of answers, and the checks of their servers."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from roll_opd.cluster.startup_progress import StartupProgress
+from roll_opd.config.plan import HttpPlan, RunPlan, TeacherPlan
+from roll_opd.models.model_info import read_model
+from roll_opd.teachers.answer_cache import AnswerCache
+from roll_opd.teachers.frozen_models import Teacher
+from roll_opd.teachers.http_checks import check_server
+from roll_opd.teachers.http_teacher import HttpScorer
+from roll_opd.teachers.scorer import Target
+
+ANSWERS = "teacher_answers"  # directory of an experiment with the answers of servers
+
+
+def http_scorer(plan: RunPlan, teacher: TeacherPlan, source: HttpPlan) -> HttpScorer:
+    """Return the scorer of a teacher behind a server. RunError without its API key."""
+    vocabulary = source.vocab_size or read_model(Path(plan.student.model.path)).vocab
+    cache = AnswerCache(Path(plan.output_dir, plan.exp_name, ANSWERS, f"{teacher.name}.sqlite"))
+    return HttpScorer(teacher.name, source, vocabulary, cache)
+
+
+async def check_servers(plan: RunPlan, teachers: Sequence[Teacher], starting: StartupProgress) -> None:
+    """Check the servers of the teachers, concurrently. RunError with the first problem."""
+    await asyncio.gather(*[_check(plan, one, one.scorer, starting) for one in teachers if is_http(one)])
+
+
+def is_http(teacher: Teacher) -> bool:
+    """Whether the teacher is behind a server."""
+    return isinstance(teacher.scorer, HttpScorer)
+
+
+async def _check(plan: RunPlan, teacher: Teacher, scorer: object, starting: StartupProgress) -> None:
+    assert isinstance(scorer, HttpScorer) and plan.rollout is not None
+    objective, context = plan.objective, teacher.plan.context
+    target: Target | None = None
+    if objective.opd_objective == "topk":
+        target = "ids" if objective.opd_topk_source == "student" else "topk"
+    new = plan.rollout.sampling.max_new_tokens
+    longest = max(plan.rollout.max_model_len, context.prompt_length + new if context else 0)
+    tokenizer = Path(scorer.plan.tokenizer or plan.student.model.path)
+    check = check_server(scorer, tokenizer, plan.rollout.sampling.temperature, target, objective.opd_topk, longest)
+    await starting.of(f"{teacher.plan.name} ({scorer.plan.location})", check)

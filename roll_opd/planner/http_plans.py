@@ -1,0 +1,80 @@
+"""Plans and checks of teachers behind a server (`http`)."""
+
+from urllib.parse import urlsplit
+
+from roll_opd.config.plan import HttpPlan
+from roll_opd.config.schema import HttpKeys, TeacherWorker, Top, shared
+from roll_opd.planner.role_reader import Role, Roles
+
+SERVER = "http.server"  # key of a teacher's section
+AT_ONE = {  # protocols whose log-probs are always those of temperature 1 -> the reason
+    "vllm": "vLLM computes log-probs of a prompt at temperature 1",
+    "vllm_tokens": "vLLM computes log-probs of a prompt at temperature 1",
+    "openai": "completions with echo return log-probs at temperature 1",
+}
+
+
+def http_keys(role: Role) -> HttpKeys | None:
+    """Return the keys of a teacher behind a server; None for another role."""
+    return role.worker.http if isinstance(role.worker, TeacherWorker) else None
+
+
+def http_plan(role: Role, keys: HttpKeys) -> HttpPlan:
+    """Return the plan of a teacher behind a server."""
+    return HttpPlan(
+        **{**shared(HttpKeys, keys), "url": tuple(url.rstrip("/") for url in keys.url)},
+        name=role.path,
+        tokenizer=str(role.info.path) if role.info else None,
+        vocab_size=role.info.vocab if role.info else None,
+    )
+
+
+def check_http_teachers(roles: Roles, top: Top) -> None:
+    """Check the addresses of teachers, and whether their servers compute log-probs for this objective."""
+    temperature = roles.infer.worker.generating_args.temperature if roles.infer else 1.0
+    for role in roles.teachers.values():
+        keys = http_keys(role)
+        if keys is None:
+            continue
+        _check_addresses(keys)
+        assert isinstance(role.worker, TeacherWorker)
+        if role.worker.follows_student:
+            role.diag.error("follows_student", "a server does not get the student's weights; remove it, or http")
+        if temperature != 1 and keys.server in AT_ONE:
+            role.diag.error(
+                SERVER,
+                f"{AT_ONE[keys.server]}, and the student samples at {temperature:g}; set generating_args.temperature:"
+                " 1.0, or use server: sglang",
+            )
+        _check_targets(role, keys, top)
+
+
+def _check_addresses(keys: HttpKeys) -> None:
+    if not keys.url:
+        keys.diag.error("url", "is missing; write the server's address, such as http://host:8000")
+    for url in keys.url:
+        try:
+            parts = urlsplit(url)
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:
+            is_address = False
+        if not is_address:
+            keys.diag.error("url", "is not an address; write one such as http://host:8000")
+        elif parts.username or parts.password or parts.query:
+            keys.diag.error("url", f"of {parts.hostname} contains a password or a query; write api_key_env instead")
+    if len(set(keys.url)) != len(keys.url):
+        keys.diag.error("url", "has an address twice; raise concurrency for more requests to it")
+
+
+def _check_targets(role: Role, keys: HttpKeys, top: Top) -> None:
+    """Refuse objectives whose targets the server cannot compute."""
+    if top.opd_objective == "full":
+        role.diag.error(
+            SERVER,
+            "opd_objective: full needs the teacher's hidden states, which no server returns; use topk, or sampled",
+        )
+    elif top.opd_objective == "topk" and keys.server == "openai":
+        role.diag.error(
+            SERVER,
+            "completions with echo return top-k texts and no token ids; use opd_objective: sampled, or another server",
+        )

@@ -1,0 +1,68 @@
+"""Answers of a server on disk, so that a resumed run does not pay for a sequence twice.
+
+One SQLite file for each teacher of an experiment; a key is the hash of a request, which has no API key. The oldest
+answers are removed beyond `MAX_BYTES`.
+"""
+
+import hashlib
+import io
+import json
+import sqlite3
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MAX_BYTES = 2**30
+
+
+class AnswerCache:
+    """A table from requests to arrays. A file that cannot be read or written is a cache without entries."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._table = sqlite3.connect(path, isolation_level=None)
+        with suppress(sqlite3.Error):
+            self._table.execute("PRAGMA synchronous = OFF")  # a lost answer is requested again
+            self._table.execute("CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, value BLOB)")
+
+    def read(self, key: bytes) -> dict[str, np.ndarray] | None:
+        """Return the arrays of a request; None if it is unknown."""
+        try:
+            row = self._table.execute("SELECT value FROM answers WHERE key = ?", (key,)).fetchone()
+            return dict(np.load(io.BytesIO(row[0]), allow_pickle=False)) if row else None
+        except (sqlite3.Error, ValueError, OSError):
+            return None
+
+    def write(self, answers: Mapping[bytes, Mapping[str, np.ndarray]]) -> None:
+        """Add the arrays of requests, and remove the oldest entries of a full cache."""
+        rows = []
+        for key, arrays in answers.items():
+            file = io.BytesIO()
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+            rows.append((key, file.getvalue()))
+        with suppress(sqlite3.Error):
+            self._table.execute("BEGIN")
+            self._table.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?)", rows)
+            size = self._table.execute("SELECT TOTAL(LENGTH(value)) FROM answers").fetchone()[0]
+            if size > MAX_BYTES:
+                half = "SELECT rowid FROM answers ORDER BY rowid LIMIT (SELECT COUNT(*) / 2 FROM answers)"
+                self._table.execute(f"DELETE FROM answers WHERE rowid IN ({half})")
+            self._table.execute("COMMIT")
+
+    def close(self) -> None:
+        """Close the file; may be called again."""
+        self._table.close()
+
+
+def request_key(server: str, model: str, tokens: np.ndarray, settings: Mapping[str, Any]) -> bytes:
+    """Return the hash of a request: protocol, model, token ids, and settings of JSON types or arrays."""
+    found = hashlib.blake2b(digest_size=16)
+    plain = {name: value for name, value in settings.items() if not isinstance(value, np.ndarray)}
+    found.update(json.dumps([server, model, plain], sort_keys=True).encode())
+    for array in (tokens, *(value for value in settings.values() if isinstance(value, np.ndarray))):
+        found.update(np.ascontiguousarray(array, np.int64).tobytes())
+    return found.digest()

@@ -1,0 +1,264 @@
+"""Protocols of servers that return log-probs of given tokens: the body of a request, and the values of an answer.
+
+An answer is checked against its request: the model, the number of tokens, the tokens themselves where the server
+returns them, and log-probs that are finite and at most 0.
+
+Legend: T tokens, P prompt tokens, K tokens of a top-k. Entry t of a [T-P] array belongs to token P+t.
+"""
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from roll_opd.teachers.scorer import Target
+
+SMALLEST = -9990.0  # vLLM writes -9999 for a log-prob of -inf
+ROUNDING = 1e-3  # a log-prob of a probability of 1 may be slightly above 0
+WHOLE_VOCABULARY = -1  # vLLM's `prompt_logprobs` for all token ids
+
+
+class BadAnswer(ValueError):
+    """The answer of a server contradicts its request or has unusable values."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A sequence whose log-probs are requested, with the targets for each response token."""
+
+    tokens: np.ndarray  # int64 [T]
+    prompt_length: int
+    temperature: float = 1.0
+    topk: int = 0  # the server's most likely tokens
+    ids: np.ndarray | None = None  # int [T-P, K], tokens whose log-probs are requested
+
+    @property
+    def response(self) -> np.ndarray:
+        return self.tokens[self.prompt_length :]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The values of an answer."""
+
+    logprobs: np.ndarray  # f32 [T-P]
+    topk_ids: np.ndarray | None = None  # int32 [T-P, K], of the top-k, else the requested `ids`
+    topk_logprobs: np.ndarray | None = None  # f32 [T-P, K]
+
+
+class HttpProtocol(Protocol):
+    """A server's way to score tokens."""
+
+    path: str  # below the server's address
+    listing: str  # path that names the models
+    targets: frozenset[Target]
+
+    def body(self, question: Question, model: str) -> dict[str, Any]:
+        """Return the body of a request."""
+
+    def read(self, question: Question, answer: Any) -> Reply:
+        """Return the values of an answer. BadAnswer if it contradicts the question."""
+
+
+class VllmCompletions:
+    """vLLM's /v1/completions with `prompt_logprobs`, at temperature 1.
+
+    Log-probs of given ids need the whole vocabulary in the answer, and a server with `--max-logprobs -1`.
+    """
+
+    path, listing = "/v1/completions", "/v1/models"
+    targets: frozenset[Target] = frozenset({"topk", "ids"})
+
+    def body(self, question: Question, model: str) -> dict[str, Any]:
+        most = WHOLE_VOCABULARY if question.ids is not None else question.topk
+        return {"model": model, "prompt": question.tokens.tolist(), "max_tokens": 1, "prompt_logprobs": most}
+
+    def read(self, question: Question, answer: Any) -> Reply:
+        rows = _field(answer, "choices", 0, "prompt_logprobs")
+        return _from_rows(question, _last_rows(rows, question))
+
+
+class VllmTokens:
+    """vLLM's /inference/v1/generate with `prompt_logprob_token_ids`, at temperature 1.
+
+    Log-probs come as one array [T-P, 1+K]: of each token of the sequence, then of the given ids.
+    """
+
+    path, listing = "/inference/v1/generate", "/v1/models"
+    targets: frozenset[Target] = frozenset({"topk", "ids"})
+
+    def body(self, question: Question, model: str) -> dict[str, Any]:
+        own = question.response[:, None]
+        rows = own if question.ids is None else np.concatenate([own, question.ids], 1)
+        sampling: dict[str, Any] = {
+            "max_tokens": 1,
+            "prompt_logprob_token_ids": rows.tolist(),
+            "prompt_logprob_start": question.prompt_length - 1,
+        }
+        if question.topk:
+            sampling["prompt_logprobs"] = question.topk
+        return {"model": model, "token_ids": question.tokens.tolist(), "sampling_params": sampling}
+
+    def read(self, question: Question, answer: Any) -> Reply:
+        text = _field(answer, "prompt_token_id_logprobs")
+        try:
+            array = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+        except (TypeError, ValueError, EOFError) as error:
+            raise BadAnswer(f"prompt_token_id_logprobs is not an array: {error}") from None
+        width = 1 + (0 if question.ids is None else question.ids.shape[1])
+        if array.shape != (len(question.response), width):
+            raise BadAnswer(f"log-probs of shape {array.shape} instead of {(len(question.response), width)}")
+        logprobs = _checked(array[:, 0])
+        if question.ids is not None:
+            return Reply(logprobs, question.ids.astype(np.int32), _checked(array[:, 1:]))
+        if not question.topk:
+            return Reply(logprobs)
+        found = _from_rows(question, _last_rows(_field(answer, "prompt_logprobs"), question))
+        return Reply(logprobs, found.topk_ids, found.topk_logprobs)
+
+
+class Sglang:
+    """SGLang's /generate with `return_logprob`; given ids are requested as their union over the sequence."""
+
+    path, listing = "/generate", "/v1/models"
+    targets: frozenset[Target] = frozenset({"topk", "ids"})
+
+    def body(self, question: Question, model: str) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "input_ids": question.tokens.tolist(),
+            "sampling_params": {"max_new_tokens": 0, "temperature": question.temperature},
+            "return_logprob": True,
+            "logprob_start_len": question.prompt_length - 1,
+            "top_logprobs_num": question.topk,
+        }
+        if question.ids is not None:
+            body["token_ids_logprob"] = np.unique(question.ids).tolist()
+        return body
+
+    def read(self, question: Question, answer: Any) -> Reply:
+        logprobs, ids = _triples(_last_rows(_field(answer, "meta_info", "input_token_logprobs"), question))
+        _same_tokens(question, ids)
+        if question.ids is not None:
+            rows = _last_rows(_field(answer, "meta_info", "input_token_ids_logprobs"), question)
+            found = [dict(zip(*reversed(_triples(row)), strict=True)) for row in rows]
+            try:
+                values = [[row[int(one)] for one in wanted] for row, wanted in zip(found, question.ids, strict=True)]
+            except KeyError as error:
+                raise BadAnswer(f"no log-prob of token {error}, which was requested") from None
+            return Reply(_checked(logprobs), question.ids.astype(np.int32), _checked(values))
+        if not question.topk:
+            return Reply(_checked(logprobs))
+        rows = _last_rows(_field(answer, "meta_info", "input_top_logprobs"), question)
+        pairs = [_triples(row) for row in rows]
+        if any(len(values) != question.topk for values, _ in pairs):
+            raise BadAnswer(f"a token has not {question.topk} most likely tokens")
+        top = np.array([ids for _, ids in pairs], np.int32), _checked([values for values, _ in pairs])
+        return Reply(_checked(logprobs), *top)
+
+
+class OpenaiEcho:
+    """Completions with `echo` (Together, Fireworks), at temperature 1: log-probs of the sequence's own tokens.
+
+    Top-k entries are texts, which several ids can share, so that there are no targets.
+    """
+
+    path, listing = "/v1/completions", "/v1/models"
+    targets: frozenset[Target] = frozenset()
+
+    def body(self, question: Question, model: str) -> dict[str, Any]:
+        prompt = question.tokens.tolist()
+        return {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 1.0, "echo": True, "logprobs": 1}
+
+    def read(self, question: Question, answer: Any) -> Reply:
+        # Together separates the prompt from the completion
+        kind = "prompt" if isinstance(answer, dict) and answer.get("prompt") else "choices"
+        found = _field(answer, kind, 0, "logprobs")
+        if isinstance(found.get("content") if isinstance(found, dict) else None, list):
+            values = [_field(entry, "logprob") for entry in found["content"]]
+            ids = [entry.get("token_id") for entry in found["content"]]
+        else:
+            values, ids = _field(found, "token_logprobs"), found.get("token_ids") or []
+        total = len(question.tokens)
+        if not isinstance(values, list) or not total <= len(values) <= total + 1:
+            raise BadAnswer(f"log-probs of {len(values)} tokens instead of {total}; does the server echo the prompt?")
+        if len(ids) >= total and None not in ids[:total]:
+            _same_tokens(question, ids[question.prompt_length : total])
+        return Reply(_checked(values[question.prompt_length : total]))
+
+
+PROTOCOLS: Mapping[Literal["vllm", "vllm_tokens", "sglang", "openai"], HttpProtocol] = {
+    "vllm": VllmCompletions(),
+    "vllm_tokens": VllmTokens(),
+    "sglang": Sglang(),
+    "openai": OpenaiEcho(),
+}
+
+
+def _field(answer: Any, *path: str | int) -> Any:
+    """Return the value at a path of a JSON value. BadAnswer without it."""
+    value = answer
+    for step in path:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            raise BadAnswer(f"the answer has no {'.'.join(map(str, path))}") from None
+    if value is None:
+        raise BadAnswer(f"{'.'.join(map(str, path))} of the answer is null")
+    return value
+
+
+def _last_rows(rows: Any, question: Question) -> list[Any]:
+    """Return the rows of response tokens; rows end with the sequence and may begin inside its prompt."""
+    length, total = len(question.response), len(question.tokens)
+    if not isinstance(rows, list) or not length <= len(rows) <= total:
+        count = len(rows) if isinstance(rows, list) else "no"
+        raise BadAnswer(f"log-probs of {count} tokens instead of {length} to {total}")
+    return rows[len(rows) - length :]
+
+
+def _from_rows(question: Question, rows: Sequence[Any]) -> Reply:
+    """Return the values of vLLM's `prompt_logprobs`, {id: {logprob, rank}} for each token."""
+    try:
+        found = [{int(key): (item["logprob"], item.get("rank")) for key, item in row.items()} for row in rows]
+        own = [row[int(token)][0] for row, token in zip(found, question.response, strict=True)]
+        if question.ids is not None:
+            values = [[row[int(one)][0] for one in wanted] for row, wanted in zip(found, question.ids, strict=True)]
+            return Reply(_checked(own), question.ids.astype(np.int32), _checked(values))
+    except KeyError as error:
+        raise BadAnswer(f"no log-prob of token {error}: the server scored other tokens") from None
+    except (AttributeError, TypeError, ValueError) as error:
+        raise BadAnswer(f"prompt_logprobs are not log-probs by token id: {error}") from None
+    if not question.topk:
+        return Reply(_checked(own))
+    best = [sorted(row, key=lambda one, row=row: -row[one][0])[: question.topk] for row in found]  # type: ignore[misc]
+    if any(len(ids) < question.topk for ids in best):
+        raise BadAnswer(f"a token has fewer than {question.topk} most likely tokens")
+    values = [[row[one][0] for one in ids] for row, ids in zip(found, best, strict=True)]
+    return Reply(_checked(own), np.array(best, np.int32), _checked(values))
+
+
+def _triples(rows: Any) -> tuple[list[Any], list[int]]:
+    """Return log-probs and ids of SGLang's [log-prob, id, text] entries."""
+    try:
+        return [row[0] for row in rows], [int(row[1]) for row in rows]
+    except (TypeError, ValueError, IndexError) as error:
+        raise BadAnswer(f"entries are not [log-prob, id, text]: {error}") from None
+
+
+def _same_tokens(question: Question, ids: Sequence[int]) -> None:
+    if not np.array_equal(np.asarray(ids), question.response):
+        raise BadAnswer("the server returned log-probs of other tokens than the requested ones")
+
+
+def _checked(values: Any) -> np.ndarray:
+    """Return log-probs as f32. BadAnswer for a value that is missing, not finite, or above 0."""
+    try:
+        array = np.array(values, np.float64)
+    except (TypeError, ValueError):
+        raise BadAnswer("log-probs are not numbers, or rows differ in length") from None
+    if not (np.isfinite(array) & (array > SMALLEST) & (array < ROUNDING)).all():
+        raise BadAnswer("a log-prob is missing, not finite, or above 0")
+    return array.astype(np.float32)

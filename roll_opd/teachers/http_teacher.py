@@ -1,0 +1,287 @@
+"""Teachers behind a server: `HttpScorer` requests log-probs of token ids, one request for each sequence.
+
+A request is repeated until the server answers: failures and timeouts stall a run, with a warning each minute. An answer
+that contradicts its request is requested again, then ends the run. Nothing is trained on a missing or wrong log-prob.
+
+Legend: T tokens, P prompt tokens, K tokens of a top-k.
+"""
+
+import asyncio
+import logging
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from roll_opd.base.failures import RunError
+from roll_opd.config.plan import HttpPlan
+from roll_opd.rewards.endpoint import Endpoint, GaveUp, RequestLimits
+from roll_opd.samples.sample import TargetRef
+from roll_opd.teachers.answer_cache import AnswerCache, request_key
+from roll_opd.teachers.http_protocols import PROTOCOLS, BadAnswer, Question, Reply
+from roll_opd.teachers.scorer import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
+from roll_opd.teachers.target_refs import hold, opened
+
+STALLED = 60.0  # seconds without an answer before a warning
+BAD_ANSWERS = 3  # to one request, before the run ends
+REPLICA_SECONDS = 20.0  # of failures, before a request goes to another address of the server
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Bill:
+    """Requests and tokens of a teacher since the last report."""
+
+    requests: int = 0
+    tokens_sent: int = 0
+    cached_tokens: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """Return `opd/teacher/NAME/*`."""
+        values = {
+            "requests": self.requests,
+            "tokens_sent": self.tokens_sent,
+            "cached_tokens": self.cached_tokens,
+            "failed_requests": self.failures.total(),
+        }
+        return {f"opd/teacher/{name}/{what}": float(value) for what, value in values.items()}
+
+
+class HttpScorer:
+    """A server, or several with the same model, as a `TeacherScorer`."""
+
+    is_exact = False  # servers batch requests by load, which changes the rounding
+
+    def __init__(self, name: str, plan: HttpPlan, vocab_size: int, cache: AnswerCache | None = None) -> None:
+        """Read the API key from the environment. RunError without it.
+
+        Args:
+            name: the teacher's name.
+            vocab_size: number of token ids that the teacher has.
+            cache: of answers, over a resume.
+        """
+        self.name, self.plan, self._cache = name, plan, cache
+        self.protocol = PROTOCOLS[plan.server]
+        self.targets: frozenset[Target] = self.protocol.targets
+        self.model = plan.model_name or ""  # the start checks set the listed one
+        self.bill = Bill()
+        self._vocab_size = vocab_size
+        self._endpoints = [self.endpoint(url, self.protocol.path) for url in plan.url]
+        self._busy = [0] * len(self._endpoints)
+        self._answered = time.monotonic()
+
+    def endpoint(
+        self, url: str, path: str, method: Literal["POST", "GET"] = "POST", retry_seconds: float | None = None
+    ) -> Endpoint:
+        """Return the client of a path of a server; `retry_seconds` None: as of the plan."""
+        plan, key = self.plan, self._api_key()
+        limit = math.inf if plan.retry_seconds is None else plan.retry_seconds
+        if len(plan.url) > 1:
+            limit = min(limit, REPLICA_SECONDS)
+        limits = RequestLimits(
+            plan.request_seconds, limit if retry_seconds is None else retry_seconds, plan.concurrency
+        )
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        advice = {"http_401": "check the key in http.api_key_env", "http_403": "check the key in http.api_key_env"}
+        return Endpoint(_joined(url, path), headers, limits, advice, method=method)
+
+    async def score(
+        self, sequences: Sequence[TokenSequence], temperature: float, wanted: Wanted = LOGPROBS
+    ) -> list[TeacherAnswer]:
+        """Implement `TeacherScorer.score` with one request for each sequence."""
+        self._check(sequences, wanted)
+        ids = _given_ids(wanted)
+        questions = [
+            Question(tokens, length, temperature, wanted.topk or 0, ids[n] if ids else None)
+            for n, (tokens, length) in enumerate(sequences)
+        ]
+        replies = await self._all_answers(questions)
+        plain = replies
+        if wanted.plain and temperature != 1:
+            again = [
+                replace(q, temperature=1.0, topk=0, ids=r.topk_ids) for q, r in zip(questions, replies, strict=True)
+            ]
+            plain = await self._all_answers(again)
+        return [_as_answer(*one, wanted) for one in zip(questions, replies, plain, strict=True)]
+
+    async def ask(self, question: Question, replica: int | None = None) -> Reply:
+        """Return the answer of the server to one question; of address number `replica`, if given."""
+        if not len(question.response):
+            return _empty(question)
+        body, bad = self.protocol.body(question, self.model), 0
+        began = time.monotonic()
+        while True:
+            number = self._least_busy() if replica is None else replica
+            self._busy[number] += 1
+            try:
+                self.bill.requests += 1
+                self.bill.tokens_sent += len(question.tokens)
+                answer = await self._endpoints[number].ask(body, lambda found: found, self.bill.failures)
+                reply = self.protocol.read(question, self._of_model(answer))
+                self._answered = time.monotonic()
+                return reply
+            except BadAnswer as error:
+                bad += 1
+                self.bill.failures["bad_answer"] += 1
+                if bad >= BAD_ANSWERS:
+                    url = self._endpoints[number].shown_url
+                    raise RunError(
+                        f"teacher {self.name}: {url} answered {bad} times with unusable values: {error}; check the"
+                        " model of the server, and http.server"
+                    ) from None
+            except GaveUp as error:
+                limit = self.plan.retry_seconds
+                over = limit is not None and time.monotonic() - began >= limit
+                if over or replica is not None or len(self._endpoints) == 1 or _is_final(error):
+                    raise RunError(f"teacher {self.name}: {error}") from None
+            finally:
+                self._busy[number] -= 1
+
+    def drain_metrics(self) -> dict[str, float]:
+        """Return the bill since the last call."""
+        bill, self.bill = self.bill, Bill()
+        return bill.metrics(self.name)
+
+    def end(self) -> None:
+        """Close the cache; connections close with the event loop."""
+        if self._cache:
+            self._cache.close()
+
+    async def _all_answers(self, questions: Sequence[Question]) -> list[Reply]:
+        """Return the answers, from the cache or the server; cancel the other requests if one fails."""
+        keys = [self._key(question) for question in questions]
+        found = {n: reply for n, key in enumerate(keys) if (reply := self._cached(key))}
+        self.bill.cached_tokens += sum(len(questions[n].tokens) for n in found)
+        missing = [n for n in range(len(questions)) if n not in found]
+        self._answered = time.monotonic()
+        tasks = [asyncio.ensure_future(self._kept(keys[n], questions[n])) for n in missing]
+        watch = asyncio.ensure_future(self._watched(len(missing)))
+        try:
+            found.update(zip(missing, await asyncio.gather(*tasks), strict=True))
+        finally:
+            for task in (watch, *tasks):
+                task.cancel()
+        return [found[n] for n in range(len(questions))]
+
+    async def _kept(self, key: bytes, question: Question) -> Reply:
+        reply = await self.ask(question)
+        if self._cache:
+            self._cache.write({key: {name: value for name, value in vars(reply).items() if value is not None}})
+        return reply
+
+    async def _watched(self, requests: int) -> None:
+        """Warn each minute in which no answer arrives."""
+        while requests:
+            await asyncio.sleep(STALLED)
+            silent = time.monotonic() - self._answered
+            if silent >= STALLED:
+                _log.warning(
+                    "teacher %s: no answer for %.0f s from %s; the run waits", self.name, silent, self.plan.location
+                )
+
+    def _cached(self, key: bytes) -> Reply | None:
+        arrays = self._cache.read(key) if self._cache else None
+        return Reply(**arrays) if arrays else None
+
+    def _key(self, question: Question) -> bytes:
+        settings = {
+            "prompt_length": question.prompt_length,
+            "temperature": question.temperature,
+            "topk": question.topk,
+            **({} if question.ids is None else {"ids": question.ids}),
+        }
+        return request_key(self.plan.server, f"{self.plan.location} {self.model}", question.tokens, settings)
+
+    def _least_busy(self) -> int:
+        return min(range(len(self._busy)), key=lambda n: (self._endpoints[n].is_failing, self._busy[n]))
+
+    def _of_model(self, answer: Any) -> Any:
+        """Return `answer`. BadAnswer if it names another model than the requested one."""
+        named = answer.get("model") if isinstance(answer, dict) else None
+        if self.model and isinstance(named, str) and named != self.model:
+            raise BadAnswer(f"the answer is from model {named!r}, not {self.model!r}")
+        return answer
+
+    def _check(self, sequences: Sequence[TokenSequence], wanted: Wanted) -> None:
+        if wanted.target and wanted.target not in self.targets:
+            raise RunError(
+                f"teacher {self.name}: a server of kind {self.plan.server} cannot return {wanted.target}; use"
+                " opd_objective: sampled, or another http.server"
+            )
+        largest = max((int(tokens.max()) for tokens, _ in sequences), default=0)
+        if largest >= self._vocab_size:
+            raise RunError(
+                f"token {largest} is outside {self.name}'s vocabulary of {self._vocab_size}; use a teacher of the same"
+                " vocabulary"
+            )
+
+    def _api_key(self) -> str:
+        variable = self.plan.api_key_env
+        if variable is None:
+            return ""
+        key = os.environ.get(variable, "").strip()
+        if not key:
+            raise RunError(f"{self.plan.name}.http.api_key_env: the environment variable {variable} is not set here")
+        return key
+
+
+def _joined(url: str, path: str) -> str:
+    """Return the URL of `path`; `url` may end with its first part, as in http://host/v1."""
+    first = "/" + path.split("/")[1]
+    return url + path.removeprefix(first) if url.endswith(first) else url + path
+
+
+def _is_final(error: GaveUp) -> bool:
+    """Whether a repetition cannot help: the server refuses the request."""
+    return error.kind.startswith("http_4") and error.kind not in ("http_408", "http_425", "http_429")
+
+
+def _given_ids(wanted: Wanted) -> list[np.ndarray]:
+    """Return the arrays of `wanted.ids`."""
+    if not wanted.ids:
+        return []
+    held = opened([{"ids": one} for one in wanted.ids], [range(len(wanted.ids))])
+    return [arrays["ids"]["topk_ids"] for arrays in held]
+
+
+def _as_answer(question: Question, reply: Reply, plain: Reply, wanted: Wanted) -> TeacherAnswer:
+    """Return log-probs with the targets in the form of `wanted`; `plain` has the top-k at temperature 1."""
+    if reply.topk_ids is None or reply.topk_logprobs is None:
+        return TeacherAnswer(reply.logprobs)
+    if wanted.vocab_size and reply.topk_ids.size and int(reply.topk_ids.max()) >= wanted.vocab_size:
+        raise RunError(
+            f"the teacher's top-k has token {int(reply.topk_ids.max())}, and the student has {wanted.vocab_size} token"
+            " ids; use opd_topk_source: student"
+        )
+    arrays = {
+        "topk_ids": reply.topk_ids,
+        "topk_logprobs": reply.topk_logprobs,
+        "topk_rest": rest_logprobs(reply.topk_logprobs),
+        **({"plain_logprobs": plain.topk_logprobs} if wanted.plain and plain.topk_logprobs is not None else {}),
+    }
+    if wanted.fetched:
+        return TeacherAnswer(reply.logprobs, arrays={"logprobs": reply.logprobs, **arrays})
+    hits = (reply.topk_ids == question.response[:, None]).any(1)
+    held: TargetRef = hold({0: arrays})[0]
+    return TeacherAnswer(reply.logprobs, TargetRef(held.bundle, held.place, held.columns, hits))
+
+
+def rest_logprobs(topk_logprobs: np.ndarray) -> np.ndarray:
+    """Return f32 [N], the log-prob of all other tokens together, from the log-probs [N, K] of distinct tokens."""
+    inside = np.exp(topk_logprobs.astype(np.float64)).sum(-1)
+    smallest = np.finfo(np.float32).eps  # the rounding of the log-probs
+    return np.log(np.maximum(1 - inside, smallest)).astype(np.float32)
+
+
+def _empty(question: Question) -> Reply:
+    """Return the answer for a sequence without response."""
+    width = question.topk if question.ids is None else question.ids.shape[1]
+    none = np.zeros((0, width), np.float32)
+    return Reply(none[:, 0] if width else np.zeros(0, np.float32), none.astype(np.int32), none)

@@ -1,0 +1,35 @@
+"""The share of a step's tokens that each teacher scored, with an alarm for a teacher without tokens."""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from roll_opd.samples.sample import Sample
+
+STARVED = 10  # steps without a token before the alarm
+
+_log = logging.getLogger(__name__)
+
+
+class TokenShares:
+    """Shares of tokens by teacher, over the steps of a run."""
+
+    def __init__(self) -> None:
+        self._without: Counter[str] = Counter()  # teacher -> steps in a row without a token
+
+    def metrics(self, samples: Sequence[Sample], teachers: Sequence[str]) -> dict[str, float]:
+        """Return `opd/teacher/NAME/token_share` of the samples of a step: of their action tokens."""
+        total = sum(sample.action_tokens for sample in samples)
+        found = {}
+        for name in teachers:
+            scored = sum(sample.action_tokens for sample in samples if name in sample.teacher_logprobs)
+            found[f"opd/teacher/{name}/token_share"] = scored / total if total else 0.0
+            self._without[name] = 0 if scored or not total else self._without[name] + 1
+            if self._without[name] == STARVED:
+                _log.warning(
+                    "teacher %s has scored no token of the last %d steps: no sample had one of its tags; check"
+                    " tag_included, and domain_interleave_probs",
+                    name,
+                    STARVED,
+                )
+        return found

@@ -1,0 +1,57 @@
+"""Plans of teachers behind a server: the source, and the settings that a server cannot serve."""
+
+from pathlib import Path
+
+import pytest
+
+from roll_opd.base.failures import ConfigError
+from roll_opd.config.plan import HttpPlan, RunPlan
+from roll_opd.planner.build import load_plan
+from roll_opd.planner.describe import to_json
+from roll_opd.planner.plan_text import to_text
+
+URL = "http://teacher.example:8000/v1"
+
+
+def planned(*overrides: str, server: str = "vllm", url: str = URL) -> RunPlan:
+    section = f"+teacher={{http: {{url: '{url}', server: {server}}}}}"
+    return load_plan("demo", "onpolicy_distill", ["~teacher", section, *overrides], pure=True, runnable=False)
+
+
+def test_a_teacher_behind_a_server_takes_no_device_and_is_shown_with_its_address() -> None:
+    plan = planned()
+    (teacher,) = plan.teachers
+    assert teacher.source == HttpPlan(url=(URL,), name="teacher")
+    assert teacher.role is None and teacher.model is None and list(plan.megatron_roles()) == ["student_train"]
+    assert to_json(plan)["roles"]["teacher"]["http"]["url"] == [URL] and URL in to_text(plan)
+
+
+def test_the_directory_of_a_teachers_tokenizer_needs_no_weights(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((Path("examples/demo/models/teacher") / name).read_bytes())
+    source = planned(f"+teacher.model_args.model_name_or_path={tmp_path}").teachers[0].source
+    assert isinstance(source, HttpPlan) and source.tokenizer == str(tmp_path) and source.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("server", "overrides", "reason"),
+    [
+        ("vllm", ["++student_infer.generating_args.temperature=0.7"], "at temperature 1"),
+        ("openai", ["++student_infer.generating_args.temperature=0.7"], "at temperature 1"),
+        ("sglang", ["++opd_objective=full"], "hidden states"),
+        ("openai", ["++opd_objective=topk"], "no token ids"),
+        ("vllm", ["+teacher.follows_student={}"], "does not get the student's weights"),
+    ],
+)
+def test_what_a_server_cannot_compute_is_refused_with_the_reason(
+    server: str, overrides: list[str], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        planned(*overrides, server=server)
+
+
+@pytest.mark.parametrize("url", ["", "teacher:8000", "http://user:word@host:1", "http://host:1?key=word"])
+def test_an_address_with_a_secret_or_without_a_host_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        planned(url=url)
+    assert "teacher.http.url" in str(refused.value) and "word" not in str(refused.value).replace("password", "")

@@ -1,0 +1,233 @@
+"""Teachers behind a server: every protocol gives the model's log-probs, and no fault of a server gives others."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import teacher_server
+
+from roll_opd.base.failures import RunError
+from roll_opd.config.plan import HttpPlan
+from roll_opd.rewards import endpoint
+from roll_opd.teachers import http_teacher
+from roll_opd.teachers.answer_cache import AnswerCache
+from roll_opd.teachers.http_checks import check_server, probe_strings
+from roll_opd.teachers.http_protocols import PROTOCOLS, Question
+from roll_opd.teachers.http_teacher import HttpScorer, rest_logprobs
+from roll_opd.teachers.scorer import TokenSequence, Wanted
+
+TOKENIZER = Path("examples/demo/models/teacher")
+SEQUENCES: list[TokenSequence] = [
+    (np.random.default_rng(n).integers(0, 500, 6 + 3 * n), 1 + 2 * (n % 3)) for n in range(4)
+]
+KINDS = tuple(PROTOCOLS)
+
+
+@contextmanager
+def serving(name: str = "toy") -> Iterator[str]:
+    with subprocess.Popen(
+        [sys.executable, teacher_server.__file__, name], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[str]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(serving()) for _ in range(2)]
+
+
+@pytest.fixture
+def url(servers: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(endpoint, "FIRST_DELAY", 0.02)
+    for one in servers:
+        asked(one, "/script", {})
+    return servers[0]
+
+
+def asked(url: str, path: str, body: Any = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url + path, data)) as answer:
+        return json.load(answer)
+
+
+def scorer(*urls: str, server: Any = "vllm", cache: AnswerCache | None = None, **keys: Any) -> HttpScorer:
+    plan = HttpPlan(name="teacher", url=urls, server=server, **{"model_name": "toy", "request_seconds": 5.0, **keys})
+    return HttpScorer("toy_teacher", plan, 512, cache)
+
+
+def naive(tokens: np.ndarray, prompt_length: int, temperature: float = 1.0) -> np.ndarray:
+    """The log-probs of all tokens at each response token, f64 [T-P, V]."""
+    ids = tokens.tolist()
+    return np.array([teacher_server.logprobs_after(ids[:n], temperature) for n in range(prompt_length, len(ids))])
+
+
+def scored(teacher: HttpScorer, temperature: float = 1.0) -> list[np.ndarray]:
+    return [answer.logprobs for answer in asyncio.run(teacher.score(SEQUENCES, temperature))]
+
+
+def assert_right(found: list[np.ndarray], temperature: float = 1.0) -> None:
+    for (tokens, length), logprobs in zip(SEQUENCES, found, strict=True):
+        expected = naive(tokens, length, temperature)[np.arange(len(tokens) - length), tokens[length:]]
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("server", KINDS)
+def test_log_probs_are_the_models(url: str, server: str) -> None:
+    teacher = scorer(url, server=server)
+    assert_right(scored(teacher))
+    assert teacher.drain_metrics()["opd/teacher/toy_teacher/tokens_sent"] == sum(len(t) for t, _ in SEQUENCES)
+
+
+@pytest.mark.parametrize("server", [kind for kind in KINDS if PROTOCOLS[kind].targets])
+def test_the_teachers_top_k_and_the_log_probs_of_given_ids_are_the_models(url: str, server: str) -> None:
+    teacher, generator = scorer(url, server=server), np.random.default_rng(1)
+    answers = asyncio.run(teacher.score(SEQUENCES, 1.0, Wanted(topk=5, fetched=True, vocab_size=512)))
+    for (tokens, length), answer in zip(SEQUENCES, answers, strict=True):
+        rows = naive(tokens, length)
+        best = np.argsort(-rows, 1)[:, :5]
+        assert np.array_equal(answer.arrays["topk_ids"], best)
+        np.testing.assert_allclose(answer.arrays["topk_logprobs"], np.take_along_axis(rows, best, 1), atol=1e-5)
+        np.testing.assert_allclose(
+            answer.arrays["topk_rest"], np.log(1 - np.exp(np.take_along_axis(rows, best, 1)).sum(1)), atol=1e-4
+        )
+        ids = np.stack([generator.choice(512, 7, replace=False) for _ in rows])
+        reply = asyncio.run(scorer(url, server=server).ask(Question(tokens, length, ids=ids)))
+        assert reply.topk_ids is not None and reply.topk_logprobs is not None
+        assert np.array_equal(reply.topk_ids, ids)
+        np.testing.assert_allclose(reply.topk_logprobs, np.take_along_axis(rows, ids, 1), atol=1e-5)
+
+
+def test_the_rest_of_a_top_k_that_has_everything_is_finite() -> None:
+    assert np.isfinite(rest_logprobs(np.log(np.array([[0.5, 0.5], [0.7, 0.3000001]], np.float32)))).all()
+
+
+@pytest.mark.parametrize(
+    "fault", ["500", "503", "429", "reset", "cut", "alien", "slow", "other_model", "shift", "null"]
+)
+def test_a_failure_that_passes_changes_no_log_prob_and_loses_none(url: str, fault: str) -> None:
+    teacher = scorer(url, request_seconds=1.0, concurrency=2)
+    asked(url, "/script", {"faults": [fault, "", fault]})
+    assert_right(scored(teacher))
+    assert teacher.drain_metrics()["opd/teacher/toy_teacher/failed_requests"] == 2
+
+
+@pytest.mark.parametrize("fault", ["alien", "other_model", "shift", "short", "null", "inf", "above"])
+def test_a_server_that_lies_ends_the_run_and_never_gives_a_log_prob(url: str, fault: str) -> None:
+    asked(url, "/script", {"always": fault})
+    with pytest.raises(RunError, match=r"toy_teacher: http://127.0.0.1:\d+/v1/completions answered 3 times"):
+        scored(scorer(url))
+
+
+@pytest.mark.parametrize("status", ["400", "401", "404"])
+def test_a_refused_request_ends_the_run_without_a_repetition(url: str, status: str) -> None:
+    asked(url, "/script", {"always": status})
+    with pytest.raises(RunError, match=f"http_{status}"):
+        asyncio.run(scorer(url).score(SEQUENCES[:1], 1.0))
+    assert len(asked(url, "/seen")) == 1
+
+
+def test_a_server_that_sleeps_stalls_with_a_warning_and_is_not_given_up(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_teacher, "STALLED", 0.2)
+    asked(url, "/script", {"faults": ["slow"] * 6})
+    assert_right(scored(scorer(url, request_seconds=0.5)))
+    assert "toy_teacher: no answer for" in caplog.text and "the run waits" in caplog.text
+
+
+def test_retry_seconds_ends_a_run_whose_server_is_gone() -> None:
+    with serving() as gone:
+        pass
+    with pytest.raises(RunError, match="check that the server runs"):
+        scored(scorer(gone, retry_seconds=0.3))
+
+
+def test_a_replica_that_is_gone_leaves_its_requests_to_the_others(
+    url: str, servers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_teacher, "REPLICA_SECONDS", 0.1)
+    with serving() as gone:
+        pass
+    assert_right(scored(scorer(gone, *servers)))
+    assert_right(scored(scorer(*servers)))
+    assert all(asked(one, "/seen") for one in servers)  # both take requests
+
+
+def test_a_resumed_run_reads_answers_from_the_cache_and_others_from_the_server(url: str, tmp_path: Path) -> None:
+    first = scorer(url, cache=AnswerCache(tmp_path / "answers"))
+    before = scored(first)
+    first.end()
+    again = scorer(url, cache=AnswerCache(tmp_path / "answers"))
+    assert all(np.array_equal(a, b) for a, b in zip(before, scored(again), strict=True))
+    assert len(asked(url, "/seen")) == len(SEQUENCES)
+    bill = again.drain_metrics()
+    assert bill["opd/teacher/toy_teacher/cached_tokens"] and not bill["opd/teacher/toy_teacher/tokens_sent"]
+    tokens, length = SEQUENCES[3]
+    (other,) = asyncio.run(again.score([(tokens, length + 1)], 1.0))  # another request
+    assert len(other.logprobs) == len(tokens) - length - 1 and len(asked(url, "/seen")) == len(SEQUENCES) + 1
+    again.end()
+
+
+def test_the_key_reaches_the_server_and_no_message_or_file(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOY_KEY", "very-secret-word")
+    cache = AnswerCache(tmp_path / "answers")
+    teacher = scorer(url, api_key_env="TOY_KEY", cache=cache)
+    scored(teacher)
+    cache.close()
+    assert asked(url, "/seen")[0]["headers"]["Authorization"] == "Bearer very-secret-word"
+    assert b"very-secret" not in (tmp_path / "answers").read_bytes() and "very-secret" not in repr(teacher.plan)
+    asked(url, "/script", {"always": "403"})
+    with pytest.raises(RunError) as refused:
+        scored(scorer(url, api_key_env="TOY_KEY"))
+    assert "very-secret" not in str(refused.value) and "api_key_env" in str(refused.value)
+    monkeypatch.delenv("TOY_KEY")
+    with pytest.raises(RunError, match="TOY_KEY is not set"):
+        scorer(url, api_key_env="TOY_KEY")
+
+
+def test_the_start_checks_find_the_model_and_accept_a_sound_server(url: str) -> None:
+    teacher = scorer(url, server="sglang", model_name=None)
+    asyncio.run(check_server(teacher, TOKENIZER, 0.7, "ids", 4, 128))
+    assert teacher.model == "toy"
+    assert_right(scored(teacher, 0.7), 0.7)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ({"models": ["another"]}, "'toy' is not on"),
+        ({"longest": 64}, "at most 64 tokens"),
+        ({"tokenize": [1, 2, 3]}, "another tokenizer"),
+        ({"always": "at_one"}, "log-probs at temperature 1"),
+        ({"always": "noise"}, "replicas"),
+    ],
+)
+def test_the_start_checks_refuse_a_server_with_the_reason(url: str, script: dict[str, Any], reason: str) -> None:
+    asked(url, "/script", script)
+    with pytest.raises(RunError, match=reason):
+        asyncio.run(check_server(scorer(url, server="sglang"), TOKENIZER, 0.7, None, 0, 128))
+
+
+def test_replicas_with_different_weights_are_refused(url: str, servers: list[str]) -> None:
+    asked(servers[1], "/script", {"always": "noise"})
+    with pytest.raises(RunError, match="replicas"):
+        asyncio.run(check_server(scorer(*servers), TOKENIZER, 1.0, None, 0, 128))
+
+
+def test_probe_strings_differ_and_are_at_least_200() -> None:
+    assert len(set(probe_strings())) >= 200
