@@ -28,7 +28,7 @@ from roll_opd.base.command_line import (
 )
 from roll_opd.base.failures import os_sentence, print_unexpected
 from roll_opd.base.interpreter import REMEDY, lacking
-from roll_opd.commands import demo
+from roll_opd.commands import demo, serve_teacher
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,7 @@ COMMANDS: dict[str, Command] = {
         "write the demo into a directory: configurations, data, two small models", demo.add_arguments, demo.run
     ),
     "score": Command("token log-probs of a JSONL file with the Megatron engine", _score_arguments, _score),
+    "serve": Command("serve a teacher's log-probs over HTTP with vLLM", serve_teacher.add_arguments, serve_teacher.run),
     "report": Command("write the report of a run as one HTML file", _report_arguments, _report),
     "doctor": Command("report installed packages, devices and problems of this machine", lambda parser: None, _doctor),
 }

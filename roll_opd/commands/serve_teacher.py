@@ -1,0 +1,83 @@
+"""`roll-opd serve`: start a vLLM server whose log-probs a run on another machine requests (`teacher.http`)."""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from roll_opd.base.command_line import USER_ERROR
+from roll_opd.base.hardware import has_gpu_driver
+from roll_opd.base.terminal import echo
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # vLLM's names
+ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}  # GiB; a teacher reads, it does not generate
+QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("model", metavar="TEACHER", help="Hugging Face model directory, or a downloaded model's name")
+    parser.add_argument("--name", help="name of the model on the server (default: the directory's name)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all (set --api-key-env)")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices that share the model")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of the longest sequence, plus 1")
+    parser.add_argument("--topk", type=int, default=64, metavar="K", help="largest opd_topk of a run; -1: any")
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key of the server")
+    further = "further arguments of vllm serve, up to the end of the line"
+    parser.add_argument("--vllm", nargs=argparse.REMAINDER, default=[], metavar="ARGUMENT", help=further)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Replace this process by the server; return 2 for invalid input."""
+    from roll_opd.models.model_info import ModelFilesError, find_model, read_model  # the parser needs no package
+
+    try:
+        directory = read_model(find_model(options.model)).path
+    except ModelFilesError as error:
+        echo(f"roll-opd: {error}", sys.stderr)
+        return USER_ERROR
+    key = os.environ.get(options.api_key_env or "", "")
+    if options.api_key_env and not key:
+        echo(f"roll-opd: --api-key-env: the environment variable {options.api_key_env} is not set", sys.stderr)
+        return USER_ERROR
+    on_cpu = not has_gpu_driver()
+    name = options.name or directory.name
+    echo(_section(options, name))
+    environment = {**QUIET, **(ON_CPU if on_cpu else {}), **os.environ, **({"VLLM_API_KEY": key} if key else {})}
+    command = server_command(options, directory, name, on_cpu)
+    return _replace_process(command, environment)
+
+
+def server_command(options: argparse.Namespace, model: Path, name: str, on_cpu: bool) -> list[str]:
+    """Return the command line of vLLM's server."""
+    settings: dict[str, str | int] = {
+        "served-model-name": name,
+        "host": options.host,
+        "port": options.port,
+        "tensor-parallel-size": options.tp,
+        "dtype": DTYPES[options.dtype],
+        "max-logprobs": options.topk if options.topk < 0 else options.topk + 1,  # and the sequence's own token
+        "generation-config": "vllm",
+        **({"max-model-len": options.max_model_len} if options.max_model_len else {}),
+    }
+    written = [text for setting, value in settings.items() for text in (f"--{setting}", str(value))]
+    switches = ["--enable-scale-out", *(["--enforce-eager"] if on_cpu else [])]
+    # not `vllm serve`, which fails where the distribution is vllm-cpu
+    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.resolve())]
+    return [*program, *written, *switches, *options.vllm]
+
+
+def _section(options: argparse.Namespace, name: str) -> str:
+    """Return the teacher's section for the configuration of a run."""
+    lines = ["teacher:", "  http:", f"    url: http://{options.host}:{options.port}", f"    model_name: {name}"]
+    if options.api_key_env:
+        lines.append(f"    api_key_env: {options.api_key_env}")
+    return "\n".join(["The teacher of a run, once the server answers:", *lines])
+
+
+def _replace_process(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    sys.stdout.flush()
+    os.execve(command[0], list(command), dict(environment))
