@@ -23,8 +23,10 @@ class Plain(torch.nn.Module):
             q, k, v = (t[start:end] for t in (query, key, value))
             k, v = (t.repeat_interleave(q.size(1) // t.size(1), 1) for t in (k, v))
             weights = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.size(-1))
-            later = torch.ones(end - start, end - start).triu(1).bool()
-            weights = weights.masked_fill(later, -math.inf).softmax(-1)
+            hidden = torch.ones(end - start, end - start).triu(1).bool()  # later keys, and those before the window
+            if packed.window:
+                hidden |= torch.ones_like(hidden).tril(-packed.window)
+            weights = weights.masked_fill(hidden, -math.inf).softmax(-1)
             outs.append(torch.einsum("hqk,khd->qhd", weights, v).flatten(1))
         return torch.cat(outs)
 
@@ -32,9 +34,8 @@ class Plain(torch.nn.Module):
 config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2, attention_dropout=0)
 packed, plain = PackedAttention(config, 1, None, "self"), with_expanded_packs(Plain)()
 rng, found = np.random.default_rng(0), []
-for shapes in (
-    [(7, (3, 0, 90)), (40, (1, 2, 3, 70)), (1, (5,))], [(3, (4,)), (5, (6,))], [(64, (32, 32, 32))]
-):
+CASES = [(7, (3, 0, 90)), (40, (1, 2, 3, 70)), (1, (5,))], [(3, (4,)), (5, (6,))], [(64, (32, 32, 32))]
+for packed.window, shapes in itertools.product((0, 3, 33), CASES):
     samples = []
     for prompt, responses in shapes:
         tokens = rng.integers(0, 9, prompt)
@@ -78,6 +79,6 @@ def test_sequences_that_share_their_prompt_attend_as_if_each_were_alone() -> Non
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert [case["saved"] for case in found] == [128, 0, 288]
+    assert [case["saved"] for case in found] == [128, 0, 288] * 3  # without a window, and with two
     for case in found:
         assert case["difference"] < 1e-6 and case["of gradients"] < 1e-5
