@@ -153,6 +153,10 @@ def nearest(name: str, known: Iterable[str], at_least: float = RESEMBLES) -> str
     return found[0] if found else None
 
 
+class WorkflowError(ValueError):
+    """A workflow cannot be used; the message states where and what to do."""
+
+
 class RunError(RuntimeError):
     """The run cannot continue; the message states why and what to check."""
 

@@ -31,7 +31,15 @@ from roll_opd.base.command_line import (
     without_collections,
     write_run_directory,
 )
-from roll_opd.base.failures import ConfigError, RunError, Terminated, os_sentence, print_unexpected, shortened
+from roll_opd.base.failures import (
+    ConfigError,
+    RunError,
+    Terminated,
+    WorkflowError,
+    os_sentence,
+    print_unexpected,
+    shortened,
+)
 from roll_opd.base.full_disk import FULL, DiskFull, reason
 from roll_opd.base.paths import use_cache_of_compilers
 from roll_opd.base.terminal import echo
@@ -50,7 +58,6 @@ from roll_opd.planner.build import load_plan
 from roll_opd.rewards.interface import RewardError
 from roll_opd.tracking.stdout_tee import tee_output
 from roll_opd.tracking.trackers import TrackerError
-from roll_opd.workflows.workflow_experience import WorkflowError
 
 if TYPE_CHECKING:  # imports Ray
     from roll_opd.pipelines.startup import Backend

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roll_opd.base.full_disk import full_disk
 from roll_opd.base.paths import content
-from roll_opd.cluster.worker_progress import Writing
 from roll_opd.config.plan import CheckpointPlan
 from roll_opd.models.model_info import ModelFilesError, read_model
 from roll_opd.pipelines.history import History
 from roll_opd.tracking.run_directory import RUN_FACTS, SUPERSEDED, RunDirectory, checkpoints_of, write_atomic
+
+if TYPE_CHECKING:  # imports torch, and the launcher starts its fork server before that
+    from roll_opd.cluster.worker_progress import Writing
 
 STATE_FILE = "run_state.json"
 CRITIC = "critic"  # its part of a checkpoint
@@ -69,7 +71,7 @@ class Checkpoint:
         return cls(path.resolve(), state["step"], state["source"], state.get("kl_coef"), began, state.get("parts"))
 
 
-Save = Callable[[Path], Awaitable[Writing | None]]  # None: all files are written
+Save = Callable[[Path], "Awaitable[Writing | None]"]  # None: all files are written
 
 
 @dataclass
@@ -77,7 +79,7 @@ class _Pending:
     """A checkpoint that is not valid yet."""
 
     step: int
-    writing: Writing | None
+    writing: "Writing | None"
     is_on_disk: bool = False
     is_logged: bool = False  # the logs of the run have its step
     model_card: str | None = None

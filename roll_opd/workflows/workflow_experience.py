@@ -13,14 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roll_opd.base.failures import WorkflowError as WorkflowError
 from roll_opd.data.prompt_source import Prompt
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns, teacher_columns
 from roll_opd.samples.versions import Versions
-
-
-class WorkflowError(ValueError):
-    """A workflow cannot be used; the message states where and what to do."""
 
 
 class NoRoomError(ValueError):

@@ -124,6 +124,12 @@ def test_variables_unset_since_are_unset_in_a_fork(server: None, tmp_path: Path)
     assert setup(program, ROLL_OPD_FORKSERVER_KIND=MEGATRON).stdout == "None 1\n"
 
 
+def test_the_launcher_imports_no_torch_before_it_starts_the_server() -> None:
+    code = "import sys, roll_opd.commands.run; print({'torch', 'transformers'} & sys.modules.keys() or 'neither')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "neither\n", done.stderr
+
+
 SERVER = """
 import contextlib, io, json, os, sys
 seen = set()
