@@ -119,8 +119,8 @@ def test_the_larger_loop_is_a_plan_for_one_gpu_with_roles_that_take_turns(large,
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_the_larger_loop_runs_with_tiny_models_on_a_cpu_and_its_table_has_every_part(tmp_path: Path) -> None:
-    command = ["--device", "cpu", "--student", "tiny", "--teachers", "tiny", "--steps", "3", "--warmup", "1"]
+def test_the_larger_loop_runs_with_small_models_on_a_cpu_and_its_table_has_every_part(tmp_path: Path) -> None:
+    command = ["--device", "cpu", "--student", "small", "--teachers", "small", "--steps", "3", "--warmup", "1"]
     few = ["rollout_batch_size=4", "response_length=12", "student_train.training_args.per_device_train_batch_size=16"]
     few.append("student_train.training_args.gradient_accumulation_steps=1")
     done = subprocess.run(

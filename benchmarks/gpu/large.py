@@ -1,7 +1,7 @@
 """The whole loop at larger sizes on one GPU, with vLLM and Ray: where a step's time goes, beside the bare parts.
 
     python benchmarks/gpu/large.py [key=value ...] [--student 0.6B] [--teachers 1.7B 4B] [--steps 5] [--json OUT]
-    python benchmarks/gpu/large.py --device cpu --student tiny --teachers tiny response_length=16    # on a CPU
+    python benchmarks/gpu/large.py --device cpu --student small --teachers small response_length=16   # on a CPU
 
 For each teacher a run of the pipeline with random weights: all roles on one GPU in turns, bf16, 64 prompts of 4 answers
 of 1,024 tokens, CUDA graphs in vLLM. Then the same steps by the parts alone (`bare_parts.py`), and the moves of each
@@ -39,6 +39,7 @@ COMMON = (
     "rollout_batch_size=64",
     "response_length=1024",
     "student_train.training_args.per_device_train_batch_size=64",
+    "student_train.training_args.warmup_steps=0",
     "student_train.training_args.gradient_accumulation_steps=4",  # 64 x 4: one update a step
     f"student_train.max_tokens_per_microbatch_in_train={PACK}",
     f"student_train.max_tokens_per_microbatch_in_infer={PACK}",

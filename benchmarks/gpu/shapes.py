@@ -42,6 +42,7 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(2, 64, 160, 4, 2, 16, True, vocab=307, sequences=4, length=48, pack=96),
+    "small": Shape(2, 64, 160, 4, 2, 32, True, vocab=320),  # heads as vLLM's attention on CPUs takes them
     "0.6B": Shape(28, 1024, 3072, 16, 8, 128, True),
     "1.7B": Shape(28, 2048, 6144, 16, 8, 128, True),
     "4B": Shape(36, 2560, 9728, 32, 8, 128, True),
