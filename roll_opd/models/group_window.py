@@ -1,0 +1,142 @@
+"""Order of groups between prompt source and learner: a first-in-first-out queue with a window, without processes.
+
+A group is all samples of one prompt. Groups are numbered in the order of their admission; batch v trains
+weights of version v into version v + 1. Legend: P groups of a batch, A groups ahead of a batch, W window.
+
+**Admission.** While version v is published, the groups admitted and not rejected number at most (v + 1) · P + A.
+**Order.** A batch takes a finished group only if fewer than W older groups, counted by number, are unfinished or later
+than the oldest one left: at most W - 1 younger groups are trained before any group.
+**Bound.** A group is admitted as number n < (v + 1) · P + A, and at most n + W - 1 groups are trained before it. It
+is in batch (n + W - 1) // P at the latest, so its age in versions is at most (P + A + W - 2) // P. With A = S · P for a
+whole number S this is S + ceil((W - 1) / P). No group is discarded for its age. With A = 0 and W = 1 the bound is 0,
+and sampling and learning take turns.
+"""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+DEPTH = 2.0  # batches; deeper queues make older samples and hardly faster steps, as `async_simulator` shows
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The numbers of groups that bound the age of samples."""
+
+    groups: int  # of a batch, P
+    ahead: int = 0  # admitted beyond the batch of the published version, A
+    window: int = 1  # W; 1: strict order
+
+    @classmethod
+    def of(cls, groups: int, bound: float, depth: float | None = None) -> "Pace":
+        """Return the pace of an age bound in versions, and of a depth in batches that are in flight ahead.
+
+        The bound that the depth leaves unused is the window. Default of the depth: the bound, at most `DEPTH`.
+        ValueError for a depth above the bound.
+        """
+        depth = min(bound, DEPTH) if depth is None else depth
+        if not 0 <= depth <= bound:
+            raise ValueError(f"a depth of {depth:g} batches exceeds the bound of {bound:g} versions")
+        allowed = math.floor(Fraction(bound).limit_denominator(10**6) * groups)
+        ahead = min(allowed, math.floor(Fraction(depth).limit_denominator(10**6) * groups))
+        return cls(groups, ahead, allowed - ahead + 1)
+
+    @property
+    def max_age(self) -> int:
+        """Largest age of a trained group, in versions; see the module's bound."""
+        return (self.groups + self.ahead + self.window - 2) // self.groups
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether sampling and learning take turns."""
+        return not self.ahead
+
+
+class GroupWindow:
+    """Groups of batches `first` to `last - 1` by state: running, passed (finished), rejected, trained."""
+
+    def __init__(self, pace: Pace, first: int, last: int, published: int | None = None) -> None:
+        """`published` is the version whose weights sample first; default: `first`."""
+        self.pace, self._first, self._last = pace, first, last
+        self.version = first if published is None else published
+        self._admitted = self._rejected = 0
+        self._open: dict[int, bool] = {}  # number -> has passed, of groups that are neither rejected nor in a batch
+        self._filling: list[int] = []  # numbers of the batch that is being filled
+        self.batches = 0  # complete
+
+    @property
+    def room(self) -> int:
+        """Number of groups that may be admitted."""
+        batches = min(self.version - self._first + 1, self._last - self._first)
+        limit = min(batches * self.pace.groups + self.pace.ahead, (self._last - self._first) * self.pace.groups)
+        return max(0, limit - (self._admitted - self._rejected))
+
+    @property
+    def admitted(self) -> int:
+        """Number of groups that have been admitted."""
+        return self._admitted
+
+    @property
+    def running(self) -> int:
+        """Number of groups that are being sampled."""
+        return sum(not passed for passed in self._open.values())
+
+    @property
+    def finished(self) -> int:
+        """Number of groups that have passed and are in no complete batch."""
+        return len(self._open) - self.running + len(self._filling)
+
+    @property
+    def head(self) -> int:
+        """Number of the oldest group that is running, or passed and in no batch; the next number without any."""
+        return min(self._open, default=self._admitted)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last batch is complete."""
+        return self.batches == self._last - self._first
+
+    def publish(self, version: int) -> None:
+        """Set the version of the weights that sample. ValueError for a version before the current one."""
+        if version < self.version:
+            raise ValueError(f"version {version} was published after version {self.version}")
+        self.version = version
+
+    def admit(self, count: int) -> range:
+        """Return the numbers of `count` new groups, which are running."""
+        numbers = range(self._admitted, self._admitted + count)
+        self._admitted += count
+        self._open |= dict.fromkeys(numbers, False)
+        return numbers
+
+    def withdraw(self, count: int) -> None:
+        """Remove the youngest `count` groups, which are running and not needed; their numbers are given again."""
+        for _ in range(count):
+            self._admitted -= 1
+            del self._open[self._admitted]
+
+    def decide(self, number: int, *, passed: bool) -> None:
+        """End the sampling of a running group: it has passed the filters, or is rejected and makes room."""
+        if self._open.get(number) is not False:
+            raise ValueError(f"group {number} is not running")
+        if passed:
+            self._open[number] = True
+        else:
+            del self._open[number]
+            self._rejected += 1
+
+    def take(self) -> list[int] | None:
+        """Return the numbers of the next batch, ascending, if enough groups have passed; None otherwise.
+
+        The oldest groups that have passed are chosen, inside the window.
+        """
+        while len(self._filling) < self.pace.groups:
+            limit = self.head + self.pace.window
+            chosen = min((n for n, passed in self._open.items() if passed and n < limit), default=None)
+            if chosen is None:
+                return None
+            del self._open[chosen]
+            self._filling.append(chosen)
+        batch, self._filling = sorted(self._filling), []
+        self.batches += 1
+        return batch

@@ -1,0 +1,90 @@
+"""The simulator against the laws of its schedule: rooflines, queueing, ages, and lengths of the trained groups."""
+
+import random
+from itertools import pairwise
+from statistics import fmean
+
+import pytest
+
+from roll_opd.models.async_simulator import Costs, constant, lognormal, simulate
+from roll_opd.models.group_window import Pace
+
+COSTS = Costs(lognormal(1.0, 0.3), score=0.5, learn=2.5, sync=0.1)
+SLOTS, RUNS, GROUPS = 40, 4, 32
+
+
+def of(bound: float, depth: float | None = None, costs: Costs = COSTS, batches: int = 150):
+    return simulate(Pace.of(GROUPS, bound, depth), costs, runs=RUNS, slots=SLOTS, batches=batches)
+
+
+def test_constant_costs_have_the_step_time_of_the_formula() -> None:
+    """At 0 the parts add up; with one batch ahead the longer side is the step."""
+    costs = Costs(constant(2.0), score=0.5, learn=2.0, sync=0.25)
+    waves = -(-GROUPS * RUNS // SLOTS)
+    assert simulate(Pace.of(GROUPS, 0), costs, runs=RUNS, slots=SLOTS, batches=20).step == pytest.approx(
+        waves * 2 + 2.75
+    )
+    for slots, generate in ((GROUPS * RUNS, 2.0), (GROUPS * RUNS // 4, 8.0)):
+        found = simulate(Pace.of(GROUPS, 1), costs, runs=RUNS, slots=slots, batches=20)
+        assert found.step == pytest.approx(max(generate, 2.75), rel=0.01)
+
+
+@pytest.mark.parametrize("spread", [0.3, 1.0, 1.6])
+def test_a_larger_bound_is_not_slower_and_no_faster_than_the_roofline(spread: float) -> None:
+    costs = Costs(lognormal(1.0, spread), score=0.5, learn=2.5, sync=0.1)
+    steps = [of(bound, costs=costs) for bound in (0, 0.5, 1, 2, 4)]
+    for slower, faster in pairwise(steps):
+        assert faster.step < 1.02 * slower.step
+    for found in steps:
+        assert found.step >= 0.97 * max(found.generate, 3.1)
+
+
+def test_enough_batches_ahead_reach_the_roofline() -> None:
+    """Test 14 of a step on disjoint devices: at most 1.10 times the longer side."""
+    found = of(2)
+    assert found.step <= 1.10 * max(found.generate, 3.1)
+    assert of(0).step / found.step > 1.4
+
+
+def test_a_depth_below_the_bound_halves_the_age_at_the_same_speed() -> None:
+    """The default of the depth rests on it: groups pass a slow one inside the window."""
+    costs = Costs(lognormal(1.0, 1.0), score=0.5, learn=2.5, sync=0.1)
+    strict, windowed = of(4, 4, costs), of(4, None, costs)
+    assert windowed.step < 1.03 * strict.step
+    assert windowed.mean_age < 0.6 * strict.mean_age
+
+
+def test_submission_of_whole_batches_has_the_utilisation_of_the_law() -> None:
+    """At 0 with a slot for each run, engines are busy for 1/τ of a batch's sampling; τ = E[slowest] / E[run]."""
+    draw, rng = lognormal(1.0, 0.8), random.Random(3)
+    slowest = fmean(max(draw(rng) for _ in range(GROUPS * RUNS)) for _ in range(400))
+    costs = Costs(draw, score=0.0, learn=0.0)
+    found = simulate(Pace.of(GROUPS, 0), costs, runs=RUNS, slots=GROUPS * RUNS, batches=300)
+    assert 1 - found.engine_idle == pytest.approx(1 / slowest, rel=0.1)
+
+
+@pytest.mark.parametrize("bound", [0.5, 1, 2, 4])
+def test_the_mean_age_of_busy_engines_is_the_groups_ahead(bound: float) -> None:
+    """With strict order, a group is trained as many versions after its admission as batches are ahead."""
+    found = of(bound, bound)
+    assert found.mean_age == pytest.approx(bound, rel=0.1)
+    assert max(found.ages) <= Pace.of(GROUPS, bound, bound).max_age
+
+
+@pytest.mark.parametrize("depth", [4.0, 1.0])
+def test_lengths_of_trained_groups_are_those_of_the_sampled_ones(depth: float) -> None:
+    """Nothing is discarded, at lengths that differ by a factor of ten and more: every group is trained."""
+    costs = Costs(lognormal(1.0, 1.2), score=0.1, learn=0.5)
+    found = simulate(Pace.of(8, 4, depth), costs, runs=2, slots=16, batches=1250)
+    assert sorted(found.trained) == list(range(10_000))
+
+
+def test_a_run_that_takes_twenty_steps_is_trained() -> None:
+    """The other groups go on inside the window, then wait for it."""
+    lengths = iter([70.0])
+    costs = Costs(lambda rng: next(lengths, 1.0), score=0.5, learn=2.5)
+    pace = Pace.of(8, 4, 2)
+    found = simulate(pace, costs, runs=1, slots=8, batches=40)
+    place = found.trained.index(0)
+    assert place >= 16  # others have passed it
+    assert sorted(found.trained) == list(range(320)) and found.ages[place] <= pace.max_age
