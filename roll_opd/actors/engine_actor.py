@@ -44,6 +44,7 @@ class RolloutWorker(BucketHost):
             routes=plan.returns_routes,
             weight_transfer=weight_transfer,
             sleeps=sleeps,
+            on_update=plan.on_weight_update,
         )
         self._sleep_level = plan.sleep_level
 

@@ -162,6 +162,7 @@ class ObjectivePlan(ObjectiveKeys):
     init_kl_coef: float = 0.0  # coefficient of the token-level KL; 0: off
     opd_vocab_size: int | None = None  # number of token ids shared by student and teachers, for topk and full
     correction: CorrectionPlan | None = None
+    max_age: int = 0  # versions by which trained tokens may be older than the weights
     # False only with one update per step: log-probs before and during the update are the same
     recompute_old_logprobs: bool = False
 

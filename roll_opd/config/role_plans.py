@@ -4,6 +4,7 @@ Types of `plan.py`, which offers them as well.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.roll_keys import Schedule
@@ -216,6 +217,7 @@ class RolloutPlan:
     engine_args: FrozenDict = field(default_factory=FrozenDict)  # passed to vLLM unchanged
     max_running_requests: int | None = None  # concurrent requests, over all engines; None: no limit
     returns_routes: bool = False  # whether it returns the experts of each token
+    on_weight_update: Literal["wait", "continue", "restart"] = "wait"  # what running requests do
     sleep_level: int = 2  # vLLM's level while other roles use the devices; 2: discard the weights and reload them
     env: FrozenDict = field(default_factory=FrozenDict)
 

@@ -65,8 +65,14 @@ def derived_seed(*numbers: int) -> int:
 _NEW_RUN = "Restore it, or start a new run."
 
 
+PASSED = "passed"  # in a state: draws after its position whose prompts have been trained or filtered
+
+
 class TaskSource(Protocol):
     """Endless, resumable stream of prompts: rows of files, or tasks of environments."""
+
+    @property
+    def passed(self) -> frozenset[int]: ...
 
     @property
     def position(self) -> int: ...
@@ -93,6 +99,7 @@ class PromptSource:
     """
 
     def __init__(self, prompts: PromptSet, seed: int) -> None:
+        self.passed: frozenset[int] = frozenset()  # draws after the position that a resumed run leaves out
         self._prompts, self._seed = prompts, seed
         self._streams = prompts.streams
         members = [prompts.members(stream) for stream in self._streams]
@@ -148,7 +155,7 @@ class PromptSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the position from `state`; raises `DataError` if prompts, streams or seed differ from it."""
         own = self.state_dict()
-        if state.keys() != own.keys():
+        if state.keys() - {PASSED} != own.keys():
             raise DataError(
                 "the position in the data was saved by another version of roll_opd, or a `demonstrations` section was"
                 f" added or removed since. {_NEW_RUN}"
@@ -169,6 +176,7 @@ class PromptSource:
                 f"{_describe(own['streams'])}; look at `domain_interleave_probs`, `interleave_probs` and the "
                 f"`tag_included` of the rewards. {_NEW_RUN}"
             )
+        self.passed = frozenset(state.get(PASSED, ()))
         self._order.taken = np.array([stream["taken"] for stream in state["streams"]], dtype=np.int64)
 
 
@@ -229,6 +237,7 @@ class EnvironmentSource:
             shares: tag -> tasks of a round, in the order of the round.
             rules: of `rules_of`; a state saved with other rules is refused. None: not checked.
         """
+        self.passed: frozenset[int] = frozenset()  # draws after the position that a resumed run leaves out
         self._shares, self._seed = dict(shares), seed
         self._rules = {key: _digest(value) for key, value in (rules or {}).items()}
         self._round = [tag for tag, count in shares.items() for _ in range(count)]
@@ -266,7 +275,7 @@ class EnvironmentSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the position from `state`; raises `DataError` if games, seed or rules differ from it."""
         own = self.state_dict()
-        if state.keys() - {RULES} != own.keys() - {RULES}:
+        if state.keys() - {RULES, PASSED} != own.keys() - {RULES}:
             raise DataError(
                 "the position in the data was saved by a run over prompts, not in environments; resume that run, or"
                 " start a new one"
@@ -284,6 +293,7 @@ class EnvironmentSource:
                 f"the run was saved with another {' and another '.join(sorted(other))}, so it would continue with other"
                 " games; restore it, or start a new run"
             )
+        self.passed = frozenset(state.get(PASSED, ()))
         self._taken = int(state["taken"])
 
     def _task(self, number: int) -> Prompt:

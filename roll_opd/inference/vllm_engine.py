@@ -7,7 +7,7 @@ starts. Legend: R response tokens, T tokens of prompt and response.
 import asyncio
 import gc
 import itertools
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
 
+OnUpdate = Literal["wait", "continue", "restart"]
+PAUSES: dict[OnUpdate, Literal["wait", "keep", "abort"]] = {"wait": "wait", "continue": "keep", "restart": "abort"}
+
+
 class WeightUpdateError(RuntimeError):
     """Failed weight update; the engine may hold old and new weights and must be restarted."""
 
@@ -54,12 +58,14 @@ class InferenceEngine:
         dtype: torch.dtype,
         deterministic: bool,
         is_one_process: bool = False,
+        on_update: OnUpdate = "wait",
     ) -> None:
         self.weights_version = 0
         self._llm = llm
         self._max_model_len = max_model_len
         self._dtype = dtype
         self._deterministic = deterministic
+        self._on_update = on_update
         self._is_one_process = is_one_process  # the core without rank processes
         self._request_ids = itertools.count()
         self._exclusive = asyncio.Lock()  # of weight updates, and of batches when deterministic
@@ -80,6 +86,7 @@ class InferenceEngine:
         routes: bool = False,
         weight_transfer: str = SHARED_MEMORY,
         sleeps: bool = False,
+        on_update: OnUpdate = "wait",
     ) -> "InferenceEngine":
         """Load `model` (a Hugging Face directory) into a new engine; its weights are version 0.
 
@@ -91,6 +98,7 @@ class InferenceEngine:
             routes: responses include the experts of each token.
             weight_transfer: backend of weight updates.
             sleeps: `sleep` releases memory.
+            on_update: what running requests do at a weight update; see `begin_update`.
         """
         arguments = vllm_arguments(
             model,
@@ -106,7 +114,12 @@ class InferenceEngine:
         # in a separate frame: exceptions stored by vLLM's imports keep this frame and its variables alive
         one = arguments.distributed_executor_backend == UNIPROC
         return await cls._launch(
-            arguments, max_model_len=max_model_len, dtype=dtype, deterministic=deterministic, is_one_process=one
+            arguments,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            deterministic=deterministic,
+            is_one_process=one,
+            on_update=on_update,
         )
 
     @classmethod
@@ -150,7 +163,12 @@ class InferenceEngine:
                 self._check_awake()
             try:
                 waiting = await self._submit(ids, prompts, sampling, seeds)
-                async with aclosing(self._gather(waiting)) as completions:
+
+                async def restarted(index: int) -> "RequestOutputCollector":
+                    ids[index] = f"sample-{next(self._request_ids)}"
+                    return (await self._submit([ids[index]], [prompts[index]], sampling, [seeds[index]]))[0]
+
+                async with aclosing(self._gather(waiting, restarted)) as completions:
                     async for index, completion in completions:
                         unfinished.discard(index)
                         yield index, self._cut(completion, sampling)
@@ -176,12 +194,18 @@ class InferenceEngine:
             if self._deterministic:
                 await self._llm.resume_generation()
 
-    async def _gather(self, waiting: list["RequestOutputCollector"]) -> AsyncGenerator[tuple[int, Completion], None]:
+    async def _gather(
+        self,
+        waiting: Sequence["RequestOutputCollector"],
+        restarted: Callable[[int], Awaitable["RequestOutputCollector"]],
+    ) -> AsyncGenerator[tuple[int, Completion], None]:
         finished: asyncio.Queue[tuple[int, Completion | Exception]] = asyncio.Queue()
 
         async def follow(index: int) -> None:
             try:
                 output: Any = await waiting[index].get()
+                while self._on_update == "restart" and output.outputs[0].finish_reason == "abort":
+                    output = await (await restarted(index)).get()  # after the update, with the same seed
                 finished.put_nowait((index, completion_of(output)))
             except Exception as error:  # raised in the caller, not in this task
                 # vLLM raises one exception object for all requests: it would collect every traceback
@@ -224,8 +248,10 @@ class InferenceEngine:
     async def begin_update(self, version: int) -> None:
         """Begin a weight update; `load_weights` loads its parts, `finish_update` ends it.
 
-        Running requests finish on the old weights first; waiting requests run on the new ones. All three raise
-        WeightUpdateError if the update failed; the engine is then unusable.
+        Running requests depend on `on_update`. wait: they finish on the old weights first. continue: they keep their
+        tokens and go on with the new weights, which compute their KV cache again; the versions of a completion have the
+        spans. restart: they begin again from their prompts. Waiting requests run on the new weights. The prefix cache
+        is emptied. All three methods raise WeightUpdateError if the update failed; the engine is then unusable.
         """
         await self._exclusive.acquire()
         try:
@@ -236,7 +262,7 @@ class InferenceEngine:
             raise
         self._incoming = version
         with self._breaking():
-            await self._pause("wait")
+            await self._pause(PAUSES[self._on_update])
             await self._llm.start_weight_update()
 
     async def load_weights(self, info: Mapping[str, Any]) -> None:
@@ -298,7 +324,7 @@ class InferenceEngine:
         async with self._exclusive:
             await self._sleep_state.end(tags)
 
-    async def _pause(self, mode: Literal["keep", "wait"]) -> None:
+    async def _pause(self, mode: Literal["keep", "wait", "abort"]) -> None:
         # as `pause_generation`, but without its sleep of 20 ms
         await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from roll_opd.algorithms.aggregation import loss_scales, value_scales
 from roll_opd.algorithms.sample_masks import sample_weights
+from roll_opd.algorithms.table import loss_facts
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.samples.sample import Sample, present
 from roll_opd.samples.sample_columns import as_columns
@@ -20,8 +21,11 @@ def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], obj
 
     If the teachers are a part of the advantage (`opd_objective: sampled`), their log-probs are merged into
     `opd_coefficients` and `opd_teacher`. If the teachers are a part of the loss instead, both columns are 0 and each
-    teacher has a `share` column. ValueError if only some of the sampled ones have a column that the loss reads.
+    teacher has a `share` column. With generation ahead of training see `weighs_rewards_alone`. ValueError if only some
+    of the sampled ones have a column that the loss reads.
     """
+    if weighs_rewards_alone(teachers, objective):
+        samples = [_with_weighted_advantages(sample) for sample in samples]
     masks = [sample.in_loss for sample in samples]
     demonstrations = [sample.demonstration for sample in samples]
     scales = loss_scales([int(np.count_nonzero(mask)) for mask in masks], demonstrations, objective)
@@ -53,6 +57,23 @@ def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], obj
             columns[f"{name}/share"] = mask * (shares[name] if name in sample.teacher_targets else np.float32(0))
         made.append(Sample(sample.tokens, sample.prompt_length, columns, sample.routes))
     return made
+
+
+def weighs_rewards_alone(teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> bool:
+    """Whether importance weights of stale samples multiply the reward's part of an advantage, and not the teachers'.
+
+    The teachers' part is formed from current log-probs, so it needs no correction (AsyncOPD, arXiv 2606.24143).
+    """
+    reads = loss_facts(objective.policy_loss).reads_advantages
+    return bool(objective.max_age and teachers) and objective.opd_objective == "sampled" and reads
+
+
+def _with_weighted_advantages(sample: Sample) -> Sample:
+    """Return the sample with its importance weights in the advantages of the reward instead of in the loss."""
+    weights = sample.importance_weights
+    if weights is None or sample.advantages is None:
+        return sample
+    return sample.with_columns(advantages=sample.advantages * weights, importance_weights=None)
 
 
 def value_columns(samples: Sequence[Sample]) -> list[Sample]:

@@ -62,19 +62,24 @@ def corrected(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], object
     )
 
 
-def check_staleness(samples: Sequence[Sample], version: int, updates: int) -> None:
+def check_staleness(samples: Sequence[Sample], version: int, updates: int, max_age: int = 0) -> None:
     """Raise RunError for samples whose importance ratio would silently be 1, because other weights sampled them.
 
     Without old log-probs the loss takes the current ones, and old log-probs are those of the step's first weights. So
-    samples of other weights are allowed only with importance weights of a correction.
+    samples of other weights are allowed only with importance weights of a correction; with generation ahead of training
+    (`max_age`), also if no reward is a part of their advantages: the teachers' part is formed from current log-probs.
 
     Args:
         samples: of a mini-batch.
         version: of the weights at the beginning of the step.
         updates: of the step, before this one.
+        max_age: largest age of a token in versions, which generation ahead of training promises.
     """
     sampled = [s for s in samples if s.rollout_logprobs is not None and not s.demonstration and s.learned_tokens]
     others = [s for s in sampled if s.importance_weights is None and sampling_versions(s.versions) != {version}]
+    if max_age:
+        _check_ages(sampled, version, max_age)
+        others = [s for s in others if s.advantages is not None]
     if others:
         known = sorted(set().union(*(sampling_versions(s.versions) for s in others)))
         raise RunError(
@@ -87,6 +92,19 @@ def check_staleness(samples: Sequence[Sample], version: int, updates: int) -> No
             f"samples of update {updates + 1} of a step have no old log-probs, and the weights have changed since they"
             " were sampled; set enable_old_logprobs_recompute: true"
         )
+
+
+def _check_ages(samples: Sequence[Sample], version: int, max_age: int) -> None:
+    """Raise RunError for a token that is older than `max_age`, or of unknown age."""
+    for sample in samples:
+        known = sampling_versions(sample.versions)
+        if not known or version - min(known) > max_age or max(known) > version:
+            of = ", ".join(map(str, sorted(known))) or "(unknown)"
+            raise RunError(
+                f"sample {sample.id} was sampled by weights of version {of}, and the student is at version {version}:"
+                f" async_generation_ratio promises an age of at most {max_age}. This is an error of roll_opd or of a"
+                " workflow that states versions itself"
+            )
 
 
 def train_infer_metrics(samples: Sequence[Sample]) -> dict[str, float]:

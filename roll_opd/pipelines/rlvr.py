@@ -36,6 +36,7 @@ from roll_opd.tracking.summary import LEARNED_TOKENS
 async def train(run: Run, workers: RunWorkers) -> None:
     """Train from the first step, or from the one after a checkpoint, to `plan.max_steps`."""
     plan, clock = run.plan, run.clock
+    in_turns = not plan.async_generation_ratio  # else generation continues during an update and after it
     await run.restore(workers.load)
     await workers.send_weights(version=run.steps_done, updated=False)
     workflow_pool = await start_workflow(plan, workers.sampler, run.placement)
@@ -71,10 +72,12 @@ async def train(run: Run, workers: RunWorkers) -> None:
             samples, metrics = await _learn(samples, run, workers, step)
             with clock.phase("weight_sync"):
                 await workers.send_weights(version=step)
+            if not in_turns:
+                rollouts.gate.publish(step)
             with clock.phase("reward"):  # rewards that only monitor
                 samples = await batch.with_rewards(samples)
             samples = audited(samples, plan.advantage_teachers, plan.objective)
-            metrics |= sample_metrics(samples, plan)
+            metrics |= sample_metrics(samples, plan) | batch.ahead_metrics()
             metrics |= workers.frozen_models.step_metrics([s for s in samples if not s.demonstration])
             metrics |= await run.validation(step, partial(validate, step))
             metrics |= rollouts.drain_metrics()
@@ -82,14 +85,14 @@ async def train(run: Run, workers: RunWorkers) -> None:
                 run.logger.step(step, batch, samples, metrics)
             del batch, samples
             gc.collect()  # between two steps, after the samples of the first have been released
-            if step < plan.max_steps:
+            if in_turns and step < plan.max_steps:
                 await publish(step)
     if workflow_pool:
         await workflow_pool.end()
 
 
 def rollouts_of(run: Run, workers: RunWorkers, workflow: Workflow) -> Rollouts:
-    """Return the producer of the run's batches; sampling and training take turns."""
+    """Return the producer of the run's batches; sampling and training take turns unless generation runs ahead."""
     plan = run.plan
     assert plan.rollout is not None
     context = RolloutContext(
@@ -107,7 +110,7 @@ def rollouts_of(run: Run, workers: RunWorkers, workflow: Workflow) -> Rollouts:
     return Rollouts(
         context,
         run.source,
-        Gate(run.steps_done),
+        Gate(run.steps_done, plan.async_generation_ratio, plan.async_depth),
         range(run.steps_done, plan.max_steps),
         plan.rollout_batch_size,
         plan.extra_prompts,

@@ -26,7 +26,7 @@ from roll_opd.pipelines.rlvr import rollouts_of, sample_metrics, with_advantages
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start_roles import start_workflow
-from roll_opd.rollout.producer import Batch
+from roll_opd.rollout.batch import Batch
 from roll_opd.rollout.runs import PendingRewards, roll_out
 from roll_opd.rollout.workflow import SingleTurn
 from roll_opd.samples.sample import Sample, TargetRef, changed
@@ -186,7 +186,7 @@ class SessionCalls:
         for sample in learned:
             self._targets.pop(sample.id, None)
         generated = sum(sample.action_tokens for sample in learned)
-        batch = Batch(self.step - 1, PendingRewards(self._context), samples=learned, generated_tokens=generated)
+        batch = Batch(self.step - 1, samples=learned, generated_tokens=generated)
         learned = audited(learned, self.plan.advantage_teachers, self.plan.objective)
         self.run.logger.step(self.step, batch, learned, logged | sample_metrics(learned, self.plan))
         return metrics

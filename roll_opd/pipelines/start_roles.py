@@ -243,6 +243,9 @@ def reads_beside_generation(plan: RunPlan, turns: DeviceScheduler) -> bool:
     readers = {plan.serving(role).name for role in plan.frozen_roles()}
     if plan.objective.opd_topk_source == "student" and plan.objective.opd_objective == "topk":
         readers.add(plan.student.name)
+    if plan.async_generation_ratio:  # the student learns, and is sent to its followers, at the same time
+        follows = any(isinstance(role, FollowingPlan) for role in plan.frozen_roles())
+        return not (follows or plan.student.name in readers or any(map(turns.takes_turns, readers)))
     return not any(turns.share(reader, plan.rollout.name) for reader in readers)
 
 

@@ -46,9 +46,6 @@ def check_objective(top: Top, mode: str, agentic: bool) -> None:
     top.diag.unused(*(key for key in _unread(top, mode, agentic) if _given(top, key) is not None))
     if top.importance_sampling not in (None, "token", "seq"):
         top.diag.unsupported("importance_sampling", f"{top.importance_sampling} is not available yet; remove the key")
-    if top.async_generation_ratio:
-        allowed = f"{top.async_generation_ratio:g} lets generation run ahead of training, which is not available here"
-        top.diag.note("async_generation_ratio", f"{allowed}, every sample is of the newest weights")
     if top.kl_loss_fn is not None:
         top.diag.is_one_of("kl_loss_fn", top.kl_loss_fn, ("none", "k1", *KL_LOSSES))
     top.diag.is_one_of("kl_penalty", top.kl_penalty, (*KL_PENALTIES, *KL_PENALTIES_LATER))

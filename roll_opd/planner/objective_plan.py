@@ -19,6 +19,7 @@ from roll_opd.config.schema import (
     keys_of,
     shared,
 )
+from roll_opd.models.group_window import Pace
 
 NAMES_OF_A_LOSS = frozenset({"algorithm_type", "policy_loss_fn", "policy_loss"})  # of keys that ROLL does not have
 ROLL_CLIP = 0.2  # ROLL's default of pg_clip_low and pg_clip_high
@@ -58,10 +59,17 @@ def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size:
         loss_normaliser=float(response),
         opd_vocab_size=vocab_size if has_divergence else None,
         correction=read,
+        max_age=_max_age(top),
         # a correction compares with the sampling weights, before the update
         recompute_old_logprobs=updates > 1 or top.enable_old_logprobs_recompute or read is not None,
     )
     return replace(plan, gamma=0.0) if pure else _with_reward(plan, top)
+
+
+def _max_age(top: Top) -> int:
+    bound, depth = top.async_generation_ratio, top.async_depth
+    # a depth above the bound is reported elsewhere
+    return Pace.of(top.rollout_batch_size, bound, depth if depth is None else min(depth, bound)).max_age
 
 
 def _with_reward(plan: ObjectivePlan, top: Top) -> ObjectivePlan:

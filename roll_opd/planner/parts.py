@@ -156,7 +156,13 @@ def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> 
         each = {"max_num_seqs": -(-top.max_running_requests // plan.engines)}
         plan = replace(plan, engine_args=FrozenDict({**each, **plan.engine_args}))
     routes = role.worker.router_replay.mode != "disable"
-    return replace(plan, max_running_requests=top.max_running_requests, returns_routes=routes)
+    return replace(
+        plan,
+        max_running_requests=top.max_running_requests,
+        returns_routes=routes,
+        # without generation ahead no request runs during an update; deterministic engines end their batch first
+        on_weight_update=top.on_weight_update if top.async_generation_ratio and not top.deterministic else "wait",
+    )
 
 
 def judge_plan(role: Role, top: Top, response: int) -> RolloutPlan:

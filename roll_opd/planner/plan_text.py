@@ -18,6 +18,7 @@ from roll_opd.config.schema import (
     shared,
 )
 from roll_opd.models.device_phases import members_on_gpus
+from roll_opd.models.group_window import Pace
 from roll_opd.models.memory import device_memory, fullest, readable_bytes
 from roll_opd.planner.describe import OTHER_TAGS, SIZES, to_json
 from roll_opd.planner.device_mapping import short_devices
@@ -200,6 +201,7 @@ def _objective_lines(plan: RunPlan) -> list[str]:
             *([f"init_kl_coef {objective.init_kl_coef:g}: of the token-level KL"] if objective.init_kl_coef else []),
             *_other_lines(objective, ObjectiveKeys),
             *_correction_lines(objective.correction),
+            *_ahead_lines(plan),
             *(_other_lines(plan.critic, CriticKeys) if plan.critic else []),
         ]
     lines.append(_optimizer(plan.student))
@@ -208,6 +210,18 @@ def _objective_lines(plan: RunPlan) -> list[str]:
     if plan.critic:
         lines.append(f"critic: {_optimizer(plan.critic)}, mini-batches of {plan.critic.mini_batch_sequences}")
     return lines
+
+
+def _ahead_lines(plan: RunPlan) -> list[str]:
+    """Return how far generation runs ahead of training; empty if they take turns."""
+    if not plan.objective.max_age:
+        return []
+    pace = Pace.of(plan.rollout_batch_size, plan.async_generation_ratio, plan.async_depth)
+    running = plan.rollout.on_weight_update if plan.rollout else "wait"
+    return [
+        f"generation ahead of training: {pace.ahead} prompts, window {pace.window}; tokens at most {pace.max_age}"
+        f" versions old; running answers at a weight update: {running}"
+    ]
 
 
 def _optimizer(learner: TrainPlan) -> str:

@@ -22,6 +22,7 @@ from roll_opd.config.plan import (
 from roll_opd.config.schema import CriticKeys, RemoteModelKeys, RolloutKeys, Top, WorkflowKeys, keys_of, shared
 from roll_opd.data.files import first_tags
 from roll_opd.planner import (
+    check_async,
     check_devices,
     check_objective,
     check_values,
@@ -176,6 +177,7 @@ def read(sections: Sections, roles: Roles, values: Mapping[str, Any]) -> Rollout
     check_objective.check_objective(top, roles.mode, agentic)
     check_objective.check_topk(top, roles.shared_vocabulary)
     check_devices.check_devices(roles.placed(), top)
+    check_async.check_async(top, roles)
     sizes = check_values.read_sizes(top, roles, agentic)
     teacher_context.check_teachers(roles, top, sizes.response or 0)
     check_http_teachers(roles, top)

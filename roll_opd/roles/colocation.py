@@ -39,6 +39,10 @@ class DeviceScheduler:
         """Mark all engines as having weights."""
         self._state = self._machine.sent(self._state)
 
+    def takes_turns(self, name: str) -> bool:
+        """Whether a role takes turns with others on its devices."""
+        return name in self._machine.members
+
     def share(self, name: str, other: str) -> bool:
         """Whether two roles take turns on some device."""
         members = self._machine.members

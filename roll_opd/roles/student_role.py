@@ -58,7 +58,7 @@ class Student(Learner):
         for _ in range(objective.ppo_epochs):
             for start in range(0, len(learned), size):
                 batch = learned[start : start + size]
-                check_staleness(batch, version=step - 1, updates=len(updates))
+                check_staleness(batch, step - 1, len(updates), objective.max_age)
                 shards = self._shards(batch, teachers, objective)
                 update, logprobs = await self._update("update", shards, objective, temperature, step)
                 updates.append(update)
@@ -78,7 +78,7 @@ class Student(Learner):
 
         Returns the same as `learn`, without the optimizer's metrics.
         """
-        check_staleness(samples, version=step - 1, updates=0)
+        check_staleness(samples, step - 1, 0, objective.max_age)
         shards = self._shards(samples, teachers, objective)
         update, logprobs = await self._update("forward_backward", shards, objective, temperature, step)
         return _with_old_logprobs(samples, logprobs), _loss_metrics([update])

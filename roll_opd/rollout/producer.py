@@ -1,92 +1,72 @@
 """`Rollouts`, the producer of a run's batches: draws prompts, rolls them out, and selects groups.
 
-A batch belongs to a version of the weights: the update with batch v makes version v + 1. A `Gate` admits its prompts
-when version v - bound is published; with a bound of 0 sampling and training take turns.
+A batch belongs to a version of the weights: the update with batch v makes version v + 1. A `Gate` publishes versions;
+`models.group_window` has the order and the bound of ages. Groups that are admitted together are a wave: one rollout.
+Without groups ahead there is one wave at a time, and sampling and training take turns.
 
 Groups are selected in the order of their prompts, independent of the order in which they finish, so that short answers
-are not preferred.
+are not preferred; within a window, groups that have finished may pass unfinished ones.
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from roll_opd.base.failures import RunError
-from roll_opd.data.prompt_source import MixedSource, Prompt, TaskSource
+from roll_opd.data.prompt_source import PASSED, MixedSource, Prompt, TaskSource
+from roll_opd.models.group_window import GroupWindow, Pace
 from roll_opd.objective.demonstrations import demonstration_samples
 from roll_opd.objective.filters import GroupFilter
 from roll_opd.roles.reward_pool import RewardPool
 from roll_opd.roles.workflow_pool import WorkflowPool
+from roll_opd.rollout.batch import Batch
 from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
+from roll_opd.rollout.selection import Selection
 from roll_opd.samples.sample import Sample, changed
-from roll_opd.samples.versions import of_mask, tokens_by_version
+from roll_opd.samples.versions import of_mask
 
 MAX_REJECTED = 20  # times the batch, and at least MIN_REJECTED: above it, the filters count as unsatisfiable
 MIN_REJECTED = 1000
 
 
 class Gate:
-    """Bound on the versions by which sampling may be ahead of the published weights."""
+    """The published version of the weights, and how far sampling may be ahead of it: see `Pace.of`."""
 
-    def __init__(self, version: int, bound: int = 0) -> None:
+    def __init__(self, version: int, bound: float = 0, depth: float | None = None) -> None:
         """`version` is published already."""
-        self.version, self.bound = version, bound
-        self._published = asyncio.Event()
+        self.version, self.bound, self.depth = version, bound, depth
+        self._changed = asyncio.Event()
 
     def publish(self, version: int) -> None:
         """Announce that the engines have the weights of `version` and may sample for training."""
         if version < self.version:
             raise ValueError(f"version {version} was published after version {self.version}")
         self.version = version
-        published, self._published = self._published, asyncio.Event()
-        published.set()
+        self.notify()
 
-    async def admit(self, version: int) -> None:
-        """Wait until prompts of the batch for `version` may be sampled."""
-        while self.version < version - self.bound:
-            await self._published.wait()
+    def notify(self) -> None:
+        """Resume all that wait for a change."""
+        changed_now, self._changed = self._changed, asyncio.Event()
+        changed_now.set()
 
-
-@dataclass
-class Batch:
-    """Samples of one update step, and the state of the prompt source after them."""
-
-    version: int  # of the weights before the batch's update
-    rewards: PendingRewards
-    prompts: list[Prompt] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)  # of each prompt, in the order of the prompts
-    filtered: list[Prompt] = field(default_factory=list)  # prompts whose groups did not pass
-    generated_tokens: int = 0  # of all groups
-    demonstrations: list[Prompt] = field(default_factory=list)  # rows with answers
-    demonstration_samples: list[Sample] = field(default_factory=list)
-    source_state: dict[str, Any] = field(
-        default_factory=dict
-    )  # for a checkpoint: prompts of later batches are not yet drawn
-    epochs: float = 0.0  # passes over the prompts
-
-    @property
-    def versions(self) -> Counter[int]:
-        """Sampled tokens by version of the weights."""
-        return tokens_by_version(sample.versions for sample in self.samples)
-
-    async def with_rewards(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the batch's samples with their missing rewards."""
-        return await self.rewards.added_to(samples)
+    async def change(self) -> None:
+        """Wait for the next version, or the next call of `notify`."""
+        await self._changed.wait()
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Producer of batches. The samples of a batch depend on the order of the prompts, not on timing."""
+    """Producer of batches. In strict order, the prompts of a batch do not depend on timing."""
 
     context: RolloutContext
     source: TaskSource
     gate: Gate
     versions: range  # of the batches to produce
     groups: int  # of a batch
-    extra_groups: int = 0  # sampled in reserve with each batch, if groups may be filtered
+    extra_groups: int = 0  # sampled in reserve with each batch, if groups may be filtered and none are ahead
     passes: GroupFilter | None = None
     demonstrations: int = 0  # rows with answers of a batch
 
@@ -95,18 +75,12 @@ class Rollouts:
 
         Leaving the iterator early (use `aclosing`) aborts running requests.
         """
-        ready: asyncio.Queue[list[Batch]] = asyncio.Queue()  # one batch per entry, removed when read; empty: the end
-
-        async def produce() -> None:
-            with self.context.clock.track("rollout"):
-                for version in self.versions:
-                    ready.put_nowait([await self._produced(version)])
-
-        producing = asyncio.create_task(produce())
-        producing.add_done_callback(lambda _: ready.put_nowait([]))
+        production = _Production(self)
+        producing = asyncio.create_task(production.run())
+        producing.add_done_callback(lambda _: self.gate.notify())
         try:
-            while batch := await ready.get():
-                yield batch.pop()
+            for version in self.versions:
+                yield await production.batch(version, producing)
             await producing
         finally:
             producing.cancel()
@@ -119,112 +93,228 @@ class Rollouts:
             pools.append(self.context.workflow)
         return {name: value for pool in pools for name, value in pool.drain_metrics().items()}
 
-    async def _produced(self, version: int) -> Batch:
-        """Draw prompts and roll them out until enough groups pass; RunError if hardly any does."""
-        batch = Batch(version, PendingRewards(self.context))
-        while len(batch.prompts) < self.groups:
-            await self.gate.admit(version)
-            await self._extend(batch)
-            self._check_rejected(batch)
-        if self.demonstrations:
-            assert isinstance(self.source, MixedSource)
-            first_draw = self.source.demonstrations.position
-            batch.demonstrations = self.source.demonstrations.take(self.demonstrations)
-            batch.demonstration_samples = demonstration_samples(batch.demonstrations, first_draw)
-        batch.source_state, batch.epochs = self.source.state_dict(), self.source.epochs
+
+@dataclass(frozen=True)
+class _Group:
+    """A decided group, until it is part of a batch or left out of it."""
+
+    prompt: Prompt
+    draw: int
+    passed: bool
+    samples: list[Sample]
+    rewards: PendingRewards
+
+
+@dataclass(frozen=True)
+class _Position:
+    """Position of the source after a prompt."""
+
+    state: dict[str, Any]
+    epochs: float
+    draws: int  # before it
+
+
+@dataclass
+class _Wave:
+    """Groups of consecutive draws that are admitted and rolled out together."""
+
+    numbers: range
+    prompts: list[Prompt]
+    first_draw: int
+    wanted: int
+    decided: set[int] = field(default_factory=set)  # places in the wave
+
+
+class _Production:
+    """State of the production: groups between their draw and their batch."""
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self._of, self._gate, self._source = rollouts, rollouts.gate, rollouts.source
+        self._pace = Pace.of(rollouts.groups, self._gate.bound, self._gate.depth)
+        versions = rollouts.versions
+        self._window = GroupWindow(self._pace, versions.start, versions.stop, self._gate.version)
+        self._waves: set[asyncio.Task[None]] = set()
+        self._groups: dict[int, _Group] = {}  # decided, by number
+        self._positions: dict[int, _Position] = {}  # after each group, until it is behind the oldest open one
+        self._position = self._here()  # behind all groups before `_oldest`
+        self._oldest = 0  # number of the oldest group that is in no batch and not left out
+        self._done: dict[int, int] = {}  # number -> draw, of later groups that are
+        self._passed_draws = self._source.passed  # in batches before a resume
+        self._idle, self._idle_since = 0.0, time.perf_counter()  # without a running wave
+
+    async def run(self) -> None:
+        """Admit groups until the last batch is complete. Raises the errors of the source and of rollouts."""
+        try:
+            with self._of.context.clock.track("rollout"):
+                while not self._window.is_complete:
+                    for failed in [wave for wave in self._waves if wave.done()]:
+                        self._waves.discard(failed)
+                        failed.result()
+                    self._window.publish(self._gate.version)
+                    self._admit()
+                    await self._gate.change()
+        finally:
+            for wave in self._waves:
+                wave.cancel()
+            await asyncio.gather(*self._waves, return_exceptions=True)
+
+    async def batch(self, version: int, producing: "asyncio.Task[None]") -> Batch:
+        """Wait for the groups of the batch for `version`. Raises the errors of `producing`."""
+        began = time.perf_counter()
+        while (numbers := self._window.take()) is None:
+            if producing.done():
+                await producing
+            await self._gate.change()
+        self._gate.notify()
+        batch = self._assembled(version, numbers)
+        if not self._pace.is_synchronous:
+            batch.schedule = self._schedule(time.perf_counter() - began)
         return batch
 
-    async def _extend(self, batch: Batch) -> None:
-        """Roll out the missing groups, and with a filter some in reserve; prompts not needed stay in the source."""
-        missing, first_draw = self.groups - len(batch.prompts), self.source.position
-        drawn = self.source.peek(missing + (self.extra_groups if self.passes else 0))
-        selection = Selection(len(drawn), self.context.sampling.n, missing, self.passes)
-        sampled_by = self.gate.version
-        async with aclosing(roll_out(self.context, drawn, batch.rewards, first_draw, bool(self.passes))) as runs:
+    def _admit(self) -> None:
+        """Start waves for all groups that the window has room for."""
+        while room := self._window.room:
+            if self._pace.is_synchronous and self._waves:
+                return
+            wave = self._drawn(room)
+            if not self._waves:
+                self._idle += time.perf_counter() - self._idle_since
+            task = asyncio.create_task(self._roll_out(wave))
+            self._waves.add(task)
+            task.add_done_callback(self._wave_ends)
+
+    def _wave_ends(self, wave: "asyncio.Task[None]") -> None:
+        if all(other.done() for other in self._waves):
+            self._idle_since = time.perf_counter()
+        self._gate.notify()
+
+    def _drawn(self, room: int) -> _Wave:
+        """Draw the prompts of a wave: consecutive ones, at most `room`, and in turns some in reserve."""
+        while self._source.position in self._passed_draws:
+            self._source.skip(1)
+        first, in_turns = self._source.position, self._pace.is_synchronous
+        reserve = self._of.extra_groups if in_turns and self._of.passes else 0
+        later = [draw - first for draw in self._passed_draws if draw > first]
+        prompts = self._source.peek(min([room + reserve, *later]))
+        numbers = self._window.admit(len(prompts))
+        if not in_turns:  # otherwise prompts that are not needed stay in the source
+            self._advance(numbers)
+        return _Wave(numbers, prompts, first, min(room, len(prompts)))
+
+    def _advance(self, numbers: range) -> None:
+        """Advance the source by the prompts of groups, and keep the position after each."""
+        for number in numbers:
+            self._source.skip(1)
+            self._positions[number] = self._here()
+
+    def _here(self) -> _Position:
+        return _Position(self._source.state_dict(), self._source.epochs, self._source.position)
+
+    async def _roll_out(self, wave: _Wave) -> None:
+        """Roll out a wave; decide its groups, and without groups ahead only as many as are needed."""
+        of, in_turns = self._of, self._pace.is_synchronous
+        rewards = PendingRewards(of.context)
+        selection = Selection(len(wave.prompts), of.context.sampling.n, wave.wanted, of.passes)
+        sampled_by, first_group = self._gate.version, 0 if in_turns else wave.numbers.start
+        runs = roll_out(of.context, wave.prompts, rewards, wave.first_draw, bool(of.passes), first_group)
+        async with aclosing(runs):
             async for number, samples in runs:
-                known = self.gate.version == sampled_by
+                # with groups ahead, the version at admission is the oldest one that is possible
+                known = not in_turns or self._gate.version == sampled_by
                 selection.add(number, [_with_version(sample, sampled_by) for sample in samples] if known else samples)
+                if not in_turns:
+                    self._decide(wave, selection, rewards, len(wave.prompts))
                 if selection.enough:
                     break
-        if self.passes:  # the chosen groups have their rewards; others need none
-            batch.rewards.cancel()
-        self.source.skip(selection.used)
-        batch.samples += selection.samples()
-        batch.generated_tokens += selection.generated_tokens
-        chosen = set(selection.chosen)
-        for group in range(selection.used):
-            (batch.prompts if group in chosen else batch.filtered).append(drawn[group])
+        if of.passes:  # the chosen groups have their rewards; others need none
+            rewards.cancel()
+        if in_turns:
+            self._advance(wave.numbers[: selection.used])
+            self._window.withdraw(len(wave.prompts) - selection.used)
+        self._decide(wave, selection, rewards, selection.used)
+        self._check_rejected()
 
-    def _check_rejected(self, batch: Batch) -> None:
-        kept, rejected = len(batch.prompts), len(batch.filtered)
-        if kept == self.groups or rejected <= max(MAX_REJECTED * self.groups, MIN_REJECTED):
+    def _decide(self, wave: _Wave, selection: Selection, rewards: PendingRewards, end: int) -> None:
+        """Decide the groups of a wave before place `end` whose runs have all ended."""
+        for place, passed in selection.decided.items():
+            if place < end and place not in wave.decided:
+                wave.decided.add(place)
+                draw, samples = wave.first_draw + place, selection.samples_of(place)
+                self._groups[wave.numbers[place]] = _Group(wave.prompts[place], draw, passed, samples, rewards)
+                self._window.decide(wave.numbers[place], passed=passed)
+                self._gate.notify()
+
+    def _assembled(self, version: int, numbers: list[int]) -> Batch:
+        """Return the batch of groups, with the rejected groups before its last one."""
+        batch, chosen = Batch(version), set(numbers)
+        for number in sorted(n for n in self._groups if n <= numbers[-1]):
+            if self._groups[number].passed and number not in chosen:
+                continue
+            group = self._groups.pop(number)
+            self._done[number] = group.draw
+            batch.generated_tokens += sum(sample.action_tokens for sample in group.samples)
+            if not group.passed:
+                batch.filtered.append(group.prompt)
+                continue
+            batch.prompts.append(group.prompt)
+            batch.samples += group.samples
+            if group.rewards not in batch.rewards:
+                batch.rewards.append(group.rewards)
+        while self._oldest in self._done:
+            del self._done[self._oldest]
+            self._position = self._positions.pop(self._oldest)
+            self._oldest += 1
+        self._add_demonstrations(batch)
+        batch.epochs = self._position.epochs
+        batch.source_state = self._state()
+        return batch
+
+    def _add_demonstrations(self, batch: Batch) -> None:
+        if self._of.demonstrations:
+            assert isinstance(self._source, MixedSource)
+            first_draw = self._source.demonstrations.position
+            batch.demonstrations = self._source.demonstrations.take(self._of.demonstrations)
+            batch.demonstration_samples = demonstration_samples(batch.demonstrations, first_draw)
+
+    def _state(self) -> dict[str, Any]:
+        """Return the state of the source without the prompts of later batches: a resumed run draws these again."""
+        state = dict(self._position.state)
+        if isinstance(self._source, MixedSource):
+            state["demonstrations"] = self._source.demonstrations.state_dict()
+        earlier = (draw for draw in self._passed_draws if draw >= self._position.draws)
+        passed = sorted({*self._done.values(), *earlier})
+        return state | ({PASSED: passed} if passed else {})
+
+    def _schedule(self, waited: float) -> dict[str, float]:
+        """Return metrics of the production since the last batch; `waited`: the learner's seconds for this batch."""
+        idle, self._idle = self._idle, 0.0
+        return {
+            "rollout/async/learner_idle": waited,
+            "rollout/async/engines_idle": idle,
+            "rollout/async/running_groups": float(self._window.running),
+            "rollout/async/finished_groups": float(self._window.finished),
+            "rollout/async/admitted_groups": float(self._window.admitted),
+            "rollout/async/trained_groups": float(self._window.batches * self._of.groups),
+        }
+
+    def _check_rejected(self) -> None:
+        groups = self._of.groups
+        kept = sum(group.passed for group in self._groups.values())
+        rejected = len(self._groups) - kept
+        if kept >= groups or rejected <= max(MAX_REJECTED * groups, MIN_REJECTED):
             return
-        if self.passes is None:
+        if self._of.passes is None:
             raise RunError(
-                f"the runs at {rejected} prompts made no sample, in one step of {self.groups}; correct the workflow"
+                f"the runs at {rejected} prompts made no sample, in one step of {groups}; correct the workflow"
                 " (an agent without a model call makes none), or give other prompts"
             )
         raise RunError(
             f"the filters rejected the samples of {rejected} prompts and kept {kept}, in one step of"
-            f" {self.groups}; loosen query_filter_config or response_filter_config, give other prompts, or correct a"
+            f" {groups}; loosen query_filter_config or response_filter_config, give other prompts, or correct a"
             " workflow whose runs make nothing"
         )
 
 
-class Selection:
-    """Selects the first `wanted` groups that pass, from runs in any order of completion."""
-
-    def __init__(self, groups: int, n: int, wanted: int, group_filter: GroupFilter | None) -> None:
-        self._runs: list[dict[int, Sequence[Sample]]] = [{} for _ in range(groups)]  # by number in the group
-        self._passed: list[bool | None] = [None] * groups  # None: some runs have not ended
-        self._n, self._wanted, self._filter = n, wanted, group_filter
-        self._used = 0
-        self._chosen: list[int] = []
-
-    def add(self, number: int, samples: Sequence[Sample]) -> None:
-        """Add the samples of run `number % n` of group `number // n`. A group without a sample does not pass."""
-        group, run = divmod(number, self._n)
-        self._runs[group][run] = samples
-        if len(self._runs[group]) == self._n:
-            of_group = self._in_order(group)
-            self._passed[group] = bool(of_group) and (self._filter is None or self._filter(of_group))
-            self._advance()
-
-    def _advance(self) -> None:
-        """Use decided groups, in order, while more are wanted."""
-        while self._used < len(self._passed) and not self.enough and self._passed[self._used] is not None:
-            if self._passed[self._used]:
-                self._chosen.append(self._used)
-            self._used += 1
-
-    @property
-    def used(self) -> int:
-        """Number of groups, from the first on, that are decided and needed; later prompts stay undrawn."""
-        return self._used
-
-    @property
-    def chosen(self) -> list[int]:
-        """Numbers of the selected groups, at most `wanted`, ascending."""
-        return self._chosen
-
-    @property
-    def enough(self) -> bool:
-        """Whether no unfinished run can change the selection."""
-        return len(self._chosen) == self._wanted
-
-    @property
-    def generated_tokens(self) -> int:
-        """Action tokens of the `used` groups."""
-        return sum(e.action_tokens for group in range(self.used) for e in self._in_order(group))
-
-    def samples(self) -> list[Sample]:
-        """Return the samples of the chosen groups, in order."""
-        return [sample for group in self.chosen for sample in self._in_order(group)]
-
-    def _in_order(self, group: int) -> list[Sample]:
-        return [sample for run in range(self._n) for sample in self._runs[group][run]]
-
-
 def _with_version(sample: Sample, version: int) -> Sample:
-    """Return a workflow's sample without versions with `version`, the only one during its sampling."""
+    """Return a workflow's sample without versions with `version`."""
     return sample if sample.versions else changed(sample, versions=of_mask(sample.action_mask, version))

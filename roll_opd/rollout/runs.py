@@ -85,6 +85,7 @@ async def roll_out(
     rewards: PendingRewards,
     first_draw: int,
     wait_for_rewards: bool = False,
+    first_group: int = 0,
 ) -> AsyncGenerator[tuple[int, list[Sample]], None]:
     """Run the workflow `sampling.n` times per prompt; yield (number, samples with frozen log-probs) as each run ends.
 
@@ -93,9 +94,10 @@ async def roll_out(
     Args:
         first_draw: number of prompts drawn before in the training; numbers the groups and seeds the samples.
         wait_for_rewards: yield samples with their rewards; else these are in flight.
+        first_group: number of the first prompt's group, by which groups are distributed over the engines.
     """
     n, sampler, temperature = context.sampling.n, context.sampler, context.sampling.temperature
-    engines = [sampler.engine_of(number // n) for number in range(len(prompts) * n)]
+    engines = [sampler.engine_of(first_group + number // n) for number in range(len(prompts) * n)]
     logprobs = ChunkedLogprobs(context.frozen_models, temperature, context.chunk_samples, engines)
     models = context.frozen_models
     generated, read = Count("generated", len(engines)), Count("log-probs", len(engines))
@@ -107,7 +109,7 @@ async def roll_out(
             """Return the number of one run and its samples, with frozen log-probs and rewards."""
             position, attempt = divmod(number, n)
             task = Task(prompts[position], first_draw + position, attempt, n, context.is_eval)
-            model = Model(session, task, position, context.seed, context.sampling)
+            model = Model(session, task, first_group + position, context.seed, context.sampling)
             made = await context.workflow.run(task, model)
             generated.one()
             if generated.done == generated.total:

@@ -246,9 +246,35 @@ def test_rollout_control(mixed: dict[str, Any], plan: Plan) -> None:
     assert (run.extra_prompts, run.rollout.max_running_requests) == (5, 64)
 
 
-def test_a_bound_on_how_old_samples_are_is_kept_by_making_them_now(mixed: dict[str, Any], plan: Plan) -> None:
-    (warning,) = (text for text in plan({"async_generation_ratio": 1}, pure=False).warnings if "async" in text)
-    assert warning.startswith("async_generation_ratio: 1 lets generation run ahead of training, which is not")
+WEIGHTS = {"is_weight": {"enabled": True}}
+
+
+def test_stale_rewards_need_a_named_correction(mixed: dict[str, Any], plan: Plan, problems: Problems) -> None:
+    """Their importance ratio would be 1 in silence."""
+    (found,) = problems({"async_generation_ratio": 1}, pure=False)
+    assert found.startswith("async_generation_ratio: 1 trains the reward's part on samples of older weights")
+    assert "write train_infer_correction: {is_weight: {enabled: true}}" in found
+    (found,) = problems({"async_generation_ratio": 1, "train_infer_correction": {"negatives_delta": 0.1}}, pure=False)
+    assert "would be 1 without a correction" in found
+    run = plan({"async_generation_ratio": 1.5, "train_infer_correction": WEIGHTS}, pure=False)
+    assert run.objective.max_age == 2 and run.objective.recompute_old_logprobs
+    assert run.rollout.on_weight_update == "continue"
+
+
+def test_generation_ahead_needs_separate_devices(mixed: dict[str, Any], problems: Problems) -> None:
+    mixed["is_offload_states"] = True
+    mixed["actor_infer"]["device_mapping"] = mixed["actor_train"]["device_mapping"]
+    (found,) = problems({"async_generation_ratio": 1, "train_infer_correction": WEIGHTS}, pure=False)
+    assert found.startswith("async_generation_ratio: 1 lets generation and training run at the same time")
+    assert "give the engines separate devices, or set 0" in found
+
+
+def test_a_depth_is_within_the_bound(mixed: dict[str, Any], plan: Plan, problems: Problems) -> None:
+    changes = {"async_generation_ratio": 1, "async_depth": 2, "train_infer_correction": WEIGHTS}
+    (found,) = problems(changes, pure=False)
+    assert found.startswith("async_depth: 2 batches ahead exceed async_generation_ratio 1")
+    (warning,) = (text for text in plan({"async_generation_ratio": 0}, pure=False).warnings if "async" in text)
+    assert "async_depth" in warning
 
 
 @pytest.mark.parametrize(

@@ -34,42 +34,49 @@ class Engine:
     """Finishes requests in a random order; what it writes depends on the request's seed alone."""
 
     def __init__(self, seed: int = 0, log: list[str] | None = None) -> None:
-        self._rng, self.log = random.Random(seed), log if log is not None else []
+        self.rng, self.log = random.Random(seed), log if log is not None else []
         self.answered = 0
-        self._chunk = 1
-        self._asked: list[tuple[Request, asyncio.Future[Completion]]] = []
 
     def engine_of(self, group: int) -> int:
         return 0
 
     @asynccontextmanager
-    async def session(self, chunk: int) -> AsyncIterator["Engine"]:
-        self._chunk = chunk
-        writing = asyncio.create_task(self._write())
+    async def session(self, chunk: int) -> AsyncIterator["Session"]:
+        session = Session(self, chunk)
+        writing = asyncio.create_task(session.write())
         try:
-            yield self
+            yield session
         finally:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
+
+    def answer(self, seed: int) -> Completion:
+        return written(seed)
+
+
+class Session:
+    """Requests of one rollout; several sessions of an engine may be open."""
+
+    def __init__(self, engine: Engine, chunk: int) -> None:
+        self._engine, self._chunk = engine, chunk
+        self._asked: list[tuple[Request, asyncio.Future[Completion]]] = []
 
     def ask(self, request: Request, sampling: SamplingPlan) -> "asyncio.Future[Completion]":
         self._asked.append((request, asyncio.get_running_loop().create_future()))
         return self._asked[-1][1]
 
-    def answer(self, seed: int) -> Completion:
-        return written(seed)
-
-    async def _write(self) -> None:
+    async def write(self) -> None:
+        engine = self._engine
         while True:
             await asyncio.sleep(0)
             batch, self._asked = self._asked, []
-            for count, (request, completion) in enumerate(self._rng.sample(batch, len(batch))):
-                for _ in range(1 + (count % self._chunk == 0) * self._rng.randint(1, 4)):
+            for count, (request, completion) in enumerate(engine.rng.sample(batch, len(batch))):
+                for _ in range(1 + (count % self._chunk == 0) * engine.rng.randint(1, 4)):
                     await asyncio.sleep(0)
-                self.answered += 1
-                completion.set_result(self.answer(request.seed))
+                engine.answered += 1
+                completion.set_result(engine.answer(request.seed))
             if batch:
-                self.log.append("engine done")
+                engine.log.append("engine done")
 
 
 def written(seed: int) -> Completion:

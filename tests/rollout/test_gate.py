@@ -12,7 +12,8 @@ from sampling_assets import SAMPLING, Engine, frozen_models, rollout_of, written
 
 from roll_opd.base.failures import RunError
 from roll_opd.inference.completion import Completion
-from roll_opd.rollout.producer import Batch, Gate, Rollouts
+from roll_opd.rollout.batch import Batch
+from roll_opd.rollout.producer import Gate, Rollouts
 from roll_opd.rollout.workflow import Model, Task, sample_of
 from roll_opd.samples.sample import Sample
 
@@ -58,11 +59,14 @@ class VersionedEngine(Engine):
         return replace(completion, versions=((self.version, len(completion.tokens)),))
 
 
-def learner_of(source: Any, bound: int, seed: int = 0, first: int = 0, **more: Any) -> Learner:
+def learner_of(
+    source: Any, bound: int, seed: int = 0, first: int = 0, depth: float | None = None, **more: Any
+) -> Learner:
     engine = VersionedEngine(seed)
     context = rollout_of(engine, frozen_models([], slowness=seed % 4))
     versions = range(first, BATCHES)
-    rollouts = Rollouts(context, source, Gate(first - 1, bound), versions, GROUPS, **more)
+    gate = Gate(first - 1, bound, bound if depth is None else depth)
+    rollouts = Rollouts(context, source, gate, versions, GROUPS, **more)
     return Learner(rollouts, engine, random.Random(seed))
 
 
@@ -93,6 +97,42 @@ def test_no_order_of_events_deadlocks_or_exceeds_the_bound(make_source: Any, bou
     assert ages <= set(range(bound + 1)) and max(ages) == bound
 
 
+@pytest.mark.parametrize("passes", [None, differ], ids=["all", "filtered"])
+@pytest.mark.parametrize(("bound", "depth"), [(2, 1.0), (3, 0.5), (1, 0.0)])
+def test_a_window_trains_each_prompt_once_within_the_bound(
+    make_source: Any, bound: int, depth: float, passes: Any
+) -> None:
+    """Finished groups pass unfinished ones; without a filter no prompt is missing before the oldest open one."""
+    for seed in range(25):
+        learner = learner_of(make_source(), bound, seed, depth=depth, passes=passes)
+        batches = learned(learner)
+        drawn = [p.id for batch in batches for p in (*batch.prompts, *batch.filtered)]
+        assert len(drawn) == len(set(drawn))
+        assert all(len(batch.prompts) == GROUPS for batch in batches)
+        if passes is None:
+            assert sorted(drawn) == sorted(p.id for p in make_source().take(BATCHES * GROUPS))
+        assert {batch.version - v for batch in batches for v in batch.versions} <= set(range(bound + 1))
+
+
+def test_a_resume_inside_a_window_draws_each_prompt_once(make_source: Any) -> None:
+    """The state has the prompts that have passed an unfinished one."""
+    passed_some = False
+    for seed in range(60):
+        stopped = 1 + seed % (BATCHES - 1)
+        source = make_source()
+        before = learned(learner_of(source, 3, seed, depth=1.0), stopped, is_behind=True)
+        state = json.loads(json.dumps(before[-1].source_state))
+        passed_some |= bool(state.get("passed"))
+        resumed = make_source()
+        resumed.load_state_dict(state)
+        bound = (0, 1, 3)[seed % 3]  # a resumed run may have another one
+        continued = learner_of(resumed, bound, seed + 1, first=stopped, depth=min(bound, 1.0))
+        after = learned(continued, BATCHES - stopped, first=stopped)
+        drawn = sorted(p.id for batch in (*before, *after) for p in batch.prompts)
+        assert drawn == sorted(p.id for p in make_source().take(BATCHES * GROUPS))
+    assert passed_some
+
+
 @pytest.mark.parametrize("bound", [0, 1, 3])
 @pytest.mark.parametrize("stopped", range(1, BATCHES))
 def test_a_resume_draws_the_prompts_of_later_batches_again(make_source: Any, bound: int, stopped: int) -> None:
@@ -119,26 +159,6 @@ def test_rows_with_answers_are_part_of_a_batch_and_of_its_state(make_mixed_sourc
     resumed.load_state_dict(batches[2].source_state)
     assert [row.id for row in resumed.demonstrations.take(4)] == drawn[6:]
     assert resumed.position == 3 * GROUPS
-
-
-def test_a_closed_gate_admits_no_prompt() -> None:
-    async def main() -> None:
-        gate, admitted = Gate(0, 1), []
-
-        async def sample(version: int) -> None:
-            await gate.admit(version)
-            admitted.append(version)
-
-        tasks = [asyncio.create_task(sample(version)) for version in (3, 0, 2, 1, 2)]
-        for published, expected in ((0, [0, 1]), (1, [0, 1, 2, 2]), (2, [0, 1, 2, 2, 3])):
-            gate.publish(published)
-            await asyncio.sleep(0.001)
-            assert sorted(admitted) == expected
-        await asyncio.gather(*tasks)
-        with pytest.raises(ValueError, match="version 1 was published after version 2"):
-            gate.publish(1)
-
-    asyncio.run(main())
 
 
 def test_a_failure_of_the_producer_reaches_the_consumer(make_source: Any) -> None:

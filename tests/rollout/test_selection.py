@@ -9,7 +9,7 @@ import pytest
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import FilterPlan, RewardPlan
 from roll_opd.objective.filters import group_filter, without_rejected
-from roll_opd.rollout.producer import Selection
+from roll_opd.rollout.selection import Selection
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns
 
@@ -49,8 +49,10 @@ def test_the_first_that_pass_are_chosen_in_any_order_of_finishing(seed: int) -> 
         selection.add(group * n + number, [sample(group, number, 1.0)])
         seen.add((group, number))
     assert selection.chosen == expected and selection.used == used
-    assert selection.generated_tokens == used * n  # one a sample
-    assert [e.id for e in selection.samples()] == [f"{g}/{k}" for g in expected for k in range(n)]
+    assert all(group in selection.decided for group in range(used))
+    assert [e.id for g in selection.chosen for e in selection.samples_of(g)] == [
+        f"{g}/{k}" for g in expected for k in range(n)
+    ]
 
 
 @pytest.mark.parametrize(

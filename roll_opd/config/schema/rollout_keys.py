@@ -22,7 +22,18 @@ class RolloutKeys(Section):
     logged_samples_per_step: Annotated[int, Field(ge=0, le=10**6)] = key(
         4, "samples per step written to samples.jsonl", OURS, formerly="samples_per_step"
     )
-    async_generation_ratio: NotNegative = key(0.0, "accepted without effect: generation never runs ahead of training")
+    async_generation_ratio: NotNegative = key(
+        0.0, "updates by which trained tokens may be older than the student; 0: generation and training take turns"
+    )
+    async_depth: NotNegative | None = key(
+        None, "batches in flight ahead of the one in training; default: async_generation_ratio, at most 2", OURS
+    )
+    on_weight_update: Literal["wait", "continue", "restart"] = key(
+        "continue",
+        "running answers at a weight update with async_generation_ratio; wait: they end first; continue: they go on"
+        " with the new weights, which also compute their KV cache again; restart: from their prompts",
+        OURS,
+    )
     weight_sync: Literal["auto", "shared_memory"] = key(
         "auto",
         "transport of new weights to the engines; auto: depends on the devices; shared_memory: the hosts' memory",

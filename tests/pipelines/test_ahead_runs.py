@@ -1,0 +1,70 @@
+"""Whole runs whose generation runs ahead of training: ages within the bound, and each prompt once through a kill."""
+
+from pathlib import Path
+
+import pytest
+from runs import Run, launch
+
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+
+STEPS, PROMPTS = 6, 16
+# engines on the second slot; student and teacher on the first
+AHEAD = (
+    "student_train.device_mapping=[0]",
+    "student_infer.device_mapping=[1]",
+    "teacher.device_mapping=[0]",
+    f"rollout_batch_size={PROMPTS}",
+    "student_train.training_args.gradient_accumulation_steps=1",
+    "validation.data_args.file_name=examples/demo/data/val.jsonl",
+    "validation.evaluate_teacher=false",
+    "eval_steps=0",
+    "save_steps=2",
+    "max_ckpt_to_keep=5",
+)
+
+
+def trained(run: Run) -> list[str]:
+    return [name for row in run.rows("prompts.jsonl") for name in row["ids"]]
+
+
+def check_ages(run: Run, bound: int) -> None:
+    rows = [row for row in run.rows("metrics.jsonl") if row["step"]]
+    ages = [row["rollout/async/age_max"] for row in rows]
+    assert max(ages) <= bound and max(ages) > 0
+    assert all(row["rollout/async/trained_groups"] <= row["rollout/async/admitted_groups"] for row in rows)
+    assert all(0 < row["rollout/mismatch/ess"] <= 1.0 + 1e-9 for row in rows)
+
+
+@pytest.mark.parametrize("mode", ["continue", "restart"])
+def test_a_killed_run_trains_each_prompt_once(tmp_path: Path, mode: str) -> None:
+    """It draws those again whose answers were in flight, and none that are trained."""
+    settings = (*AHEAD, f"max_steps={STEPS}", "async_generation_ratio=1", f"on_weight_update={mode}")
+
+    def has_saved() -> bool:
+        return any((tmp_path / "out").glob("demo/*/checkpoints/step_2/run_state.json"))
+
+    killed = launch(tmp_path / "out", *settings, kill_when=has_saved)
+    assert killed.code < 0
+    run = launch(tmp_path / "out", *settings, "resume_from_checkpoint=true")
+    assert run.code == 0, run.output[-4000:]
+    assert len(trained(run)) == len(set(trained(run))) == STEPS * PROMPTS
+    check_ages(run, 1)
+    synchronous = launch(tmp_path / "turns", *AHEAD, f"max_steps={STEPS}")
+    assert trained(run) == trained(synchronous)  # strict order: the same prompts, in the same order
+
+
+def test_a_deterministic_run_repeats_itself(tmp_path: Path) -> None:
+    """Updates wait for the answers that run, so no sample depends on timing."""
+    settings = (*AHEAD, "max_steps=3", "async_generation_ratio=1", "deterministic=true", "logged_samples_per_step=64")
+    first, second = (launch(tmp_path / name, *settings) for name in ("one", "two"))
+    assert first.code == second.code == 0, first.output[-4000:] + second.output[-4000:]
+    for one, other in zip(first.rows("samples.jsonl"), second.rows("samples.jsonl"), strict=True):
+        assert one == other
+
+
+def test_a_window_lets_finished_groups_pass(tmp_path: Path) -> None:
+    settings = (*AHEAD, f"max_steps={STEPS}", "async_generation_ratio=2", "async_depth=0.5", "save_steps=0")
+    run = launch(tmp_path / "out", *settings)
+    assert run.code == 0, run.output[-4000:]
+    assert len(trained(run)) == len(set(trained(run))) == STEPS * PROMPTS
+    check_ages(run, 2)
