@@ -133,6 +133,25 @@ def _report(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def _audit_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN_DIR", help="directory of a run, finished or not")
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from roll_opd.tracking.ledger import audit
+
+    try:
+        counts, errors = audit(Path(arguments.run))
+    except OSError as error:
+        print(f"roll-opd: {os_sentence(error)}", file=sys.stderr)
+        return USER_ERROR
+    print(", ".join(f"{name}: {count}" for name, count in counts.items()))
+    print("\n".join(errors) if errors else "each prompt is trained once, or filtered once")
+    return FAILED if errors else DONE
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from roll_opd.commands.doctor import main as inspect_and_report
 
@@ -148,6 +167,7 @@ COMMANDS: dict[str, Command] = {
     "score": Command("token log-probs of a JSONL file with the Megatron engine", _score_arguments, _score),
     "serve": Command("serve a teacher's log-probs over HTTP with vLLM", serve_teacher.add_arguments, serve_teacher.run),
     "report": Command("write the report of a run as one HTML file", _report_arguments, _report),
+    "audit": Command("check that each prompt of a run was trained or filtered once", _audit_arguments, _audit),
     "doctor": Command("report installed packages, devices and problems of this machine", lambda parser: None, _doctor),
 }
 

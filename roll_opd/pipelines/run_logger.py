@@ -30,6 +30,7 @@ from roll_opd.teachers.teacher_checks import Check, table
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.console import Console, Progress, validation
 from roll_opd.tracking.divergence_alarm import DivergenceAlarm
+from roll_opd.tracking.ledger import Ledger
 from roll_opd.tracking.results import SHORT, loading
 from roll_opd.tracking.run_directory import (
     PROMPTS,
@@ -90,6 +91,7 @@ class RunLogger:
         self._done = done
         self._plan, self._run, self._trackers, self.tokenizer = plan, run, trackers, tokenizer
         self._source, self._tee, self._history = source, tee, history
+        self._ledger = Ledger(run)
         self._console = Console(plan.max_steps, frozen=_word_for_frozen_models(plan))
         self._teachers: dict[str, Mapping[str, float]] = {}
         self._startup: dict[str, float] = {}
@@ -161,6 +163,8 @@ class RunLogger:
             warn(text)
         shown = experiences[:: max(1, len(experiences) // max(1, self._plan.logged_samples_per_step))]
         self._run.append_jsonl(SAMPLES, self._samples(step, shown[: self._plan.logged_samples_per_step]))
+        if batch.draws:
+            self._ledger.append(step, batch.draws, batch.filtered_draws)
         self.log(step, _prompt_ids(batch), row)
 
     def answers(self, step: int, by: str, answers: Sequence[Sample]) -> None:

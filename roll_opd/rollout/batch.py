@@ -20,6 +20,8 @@ class Batch:
     prompts: list[Prompt] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)  # of each prompt, in the order of the prompts
     filtered: list[Prompt] = field(default_factory=list)  # prompts whose groups did not pass
+    draws: list[int] = field(default_factory=list)  # numbers of the prompts in the order of the data
+    filtered_draws: list[int] = field(default_factory=list)
     generated_tokens: int = 0  # of all groups
     demonstrations: list[Prompt] = field(default_factory=list)  # rows with answers
     demonstration_samples: list[Sample] = field(default_factory=list)

@@ -255,8 +255,10 @@ class _Production:
             batch.generated_tokens += sum(sample.action_tokens for sample in group.samples)
             if not group.passed:
                 batch.filtered.append(group.prompt)
+                batch.filtered_draws.append(group.draw)
                 continue
             batch.prompts.append(group.prompt)
+            batch.draws.append(group.draw)
             batch.samples += group.samples
             if group.rewards not in batch.rewards:
                 batch.rewards.append(group.rewards)

@@ -30,12 +30,14 @@ from roll_opd.base.failures import ConfigError
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 PROMPTS = "prompts.jsonl"
+LEDGER = "ledger.jsonl"
 SKIPPED_SAMPLES = "skipped_samples.jsonl"
 PREFLIGHT = "teacher_preflight.json"
 VALIDATION_SAMPLES = "validation_samples.jsonl"
 RUN_FACTS = "run.json"
 CHECKPOINTS, STEP, SUPERSEDED = "checkpoints", "step_", "superseded_"  # directory and name prefixes of checkpoints
-STEP_FILES = (METRICS, SAMPLES, PROMPTS, SKIPPED_SAMPLES, VALIDATION_SAMPLES)  # JSON Lines with a `step` in each row
+# JSON Lines with a `step` in each row
+STEP_FILES = (METRICS, SAMPLES, PROMPTS, LEDGER, SKIPPED_SAMPLES, VALIDATION_SAMPLES)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,77 @@
+"""Ledger of a run's prompts: a row for each step with the draws that it trained and filtered, in a checksum chain.
+
+A draw is the number of a prompt in the order of the data, over the whole run; it identifies a prompt of an epoch. A
+row's checksum covers the row and the checksum before it, so a changed, missing or reordered row breaks the chain. A
+resume removes the rows after its checkpoint, which the resumed run writes again. Each draw has one row at most:
+trained, or dropped by a filter. Draws after the last row are in flight.
+"""
+
+import json
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from roll_opd.tracking.run_directory import LEDGER, RunDirectory, checkpoints_of, read_jsonl
+
+FATES = ("trained", "filtered")
+STATE = "run_state.json"
+
+
+class Ledger:
+    """Appends the rows of a run; a resumed run continues the chain."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        rows = read_jsonl(run.path / LEDGER)
+        self._last = rows[-1]["checksum"] if rows else 0
+
+    def append(self, step: int, trained: Sequence[int], filtered: Sequence[int]) -> None:
+        """Write the draws of a step. OSError as `RunDirectory.append_jsonl`."""
+        row = {"step": step, "trained": list(trained), "filtered": list(filtered)}
+        self._last = _checksum(row, self._last)
+        self._run.append_jsonl(LEDGER, [{**row, "checksum": self._last}])
+
+
+def _checksum(row: dict[str, Any], before: int) -> int:
+    return zlib.crc32(json.dumps([row["step"], *(row[fate] for fate in FATES)]).encode(), before)
+
+
+def audit(run: Path) -> tuple[dict[str, int], list[str]]:
+    """Return counts of a run's ledger, and its errors: each draw must be trained once, or filtered once.
+
+    The newest checkpoints must have the position in the data that the ledger implies. FileNotFoundError without a
+    ledger.
+    """
+    if not (run / LEDGER).is_file():
+        raise FileNotFoundError(f"{run / LEDGER} does not exist: only runs with a rollout have a ledger")
+    rows, errors, last = read_jsonl(run / LEDGER), [], 0
+    for number, row in enumerate(rows, 1):
+        last = _checksum(row, last)
+        if last != row["checksum"]:
+            errors.append(f"row {number} (step {row['step']}) has a wrong checksum: a row was changed or removed")
+            last = row["checksum"]
+    fates = Counter(draw for row in rows for fate in FATES for draw in row[fate])
+    errors += [f"draw {draw} occurs {times} times" for draw, times in sorted(fates.items()) if times > 1]
+    for step, path in checkpoints_of(run).items():
+        if (path / STATE).is_file():
+            errors += _of_checkpoint(step, json.loads((path / STATE).read_text(encoding="utf-8")), rows)
+    later = set(range(max(fates, default=-1) + 1)) - fates.keys()
+    counts = {fate: sum(len(row[fate]) for row in rows) for fate in FATES}
+    return {"steps": len(rows), **counts, "in flight before the last draw": len(later)}, errors
+
+
+def _of_checkpoint(step: int, state: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the error of a checkpoint whose position differs from the ledger's; empty without one."""
+    source = state["source"]
+    position = source["taken"] if "taken" in source else sum(stream["taken"] for stream in source["streams"])
+    done = {*range(position), *source.get("passed", ())}
+    known = {draw for row in rows if row["step"] <= step for fate in FATES for draw in row[fate]}
+    if done == known:
+        return []
+    missing, extra = sorted(done - known)[:3], sorted(known - done)[:3]
+    return [
+        f"the checkpoint of step {step} counts draws {missing} as done that the ledger has not, and draws {extra} as"
+        " open that the ledger has"
+    ]
