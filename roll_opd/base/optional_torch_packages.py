@@ -6,9 +6,13 @@ builds (requirements.txt).
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 # name -> import errors that transformers 5.19 and vLLM 0.32 treat as absence
@@ -45,3 +49,49 @@ def hide(names: Iterable[str]) -> None:
     modules: dict[str, Any] = sys.modules
     for name in names:
         modules[name] = None
+
+
+# module of transformers 5.19 that imports torchvision at its top; vLLM 0.32 needs a function of it for Qwen3.5, also
+# for its text models, and that function does not call torchvision
+IMPORTER = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+_TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
+
+
+class _Placeholder(ModuleType):
+    """Module whose attributes are placeholders, and whose calls fail."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Placeholder(f"{self.__name__}.{name}")
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise ImportError(f"{self.__name__} was called, and torchvision is not installed; install it to process images")
+
+
+class _ImporterFinder(MetaPathFinder):
+    """Finder that imports `IMPORTER` with a placeholder in place of torchvision, which stays missing for others."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path) if fullname == IMPORTER else None
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = partial(_with_placeholders, spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
+
+
+def _with_placeholders(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    modules: dict[str, Any] = sys.modules
+    before = {name: modules.get(name) for name in _TORCHVISION}
+    modules.update({name: _Placeholder(name) for name in _TORCHVISION})
+    try:
+        execute(module)
+    finally:
+        modules.update(before)  # None: missing
+
+
+def import_without_torchvision() -> None:
+    """Make `IMPORTER` importable where torchvision is missing or hidden. Idempotent."""
+    known = any(isinstance(finder, _ImporterFinder) for finder in sys.meta_path)
+    is_hidden = "torchvision" in sys.modules and sys.modules["torchvision"] is None
+    if not known and (is_hidden or find_spec("torchvision") is None):
+        sys.meta_path.insert(0, _ImporterFinder())

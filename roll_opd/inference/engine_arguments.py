@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from roll_opd.base.frozen import thaw
 from roll_opd.config.plan import ModelPlan
 from roll_opd.inference.plugin import DIE_WITH_PARENT, PLUGIN_NAME
+from roll_opd.models.model_files import MULTIMODAL, read_json
 from roll_opd.models.model_info import read_model
 
 if TYPE_CHECKING:
@@ -69,8 +70,13 @@ def kv_cache_bytes(model: ModelPlan, max_model_len: int, sequences: int, block: 
 
     It is at most `KV_CACHE_LIMIT`, but fits one sequence. An engine writes to all of it when it starts.
     """
-    each_token = int(read_model(Path(model.path)).cached_elements(tp)) * DTYPE_BYTES[model.dtype]
+    info = read_model(Path(model.path))
+    each_token = int(info.cached_elements(tp)) * DTYPE_BYTES[model.dtype]
     each_sequence = (-(-max_model_len // block) + 1) * block * each_token  # one more block: vLLM reserves some
+    if info.delta:  # vLLM makes the blocks of attention as large as the f32 state of a linear layer
+        page = 4 * info.delta.state // tp
+        blocks = -(-max_model_len * each_token // (info.attention_layers * page)) + 1
+        each_sequence = page * info.layers * (blocks + 1)
     return max(each_sequence, min(sequences * each_sequence, KV_CACHE_LIMIT))
 
 
@@ -120,6 +126,8 @@ def resolve_engine_args(
         # inside a placement group vLLM would choose Ray's executor, whose ranks wait for separate devices
         defaults["distributed_executor_backend"] = "mp"
     info = read_model(Path(model.path))
+    if read_json(info.path / "config.json").get("model_type") in MULTIMODAL:
+        defaults["language_model_only"] = True  # the vision part is neither sampled from nor updated
     if info.model_type == "deepseek_v3":
         defaults["hf_overrides"] = dict(DEEPSEEK_V3_ROUTERS)
     if on_cpu:
@@ -130,6 +138,8 @@ def resolve_engine_args(
         defaults["kv_cache_memory_bytes"] = kv_cache_bytes(model, max_model_len, sequences, block, tensor_parallel_size)
         # for a split prompt vLLM rewinds its seeded generator, which CPU generators do not support: the engine dies
         defaults["enable_chunked_prefill"] = False
+        if info.delta:  # vLLM's cache of their prefixes needs chunked prefill
+            defaults["enable_prefix_caching"] = False
         if engine_args.get("enable_chunked_prefill"):
             raise ValueError("engine_args: 'enable_chunked_prefill' breaks seeded sampling on CPU; leave it out")
         if tensor_parallel_size == 1 and os.environ.get(THREADS_BIND, ENVIRONMENT[THREADS_BIND]) == "nobind":

@@ -10,6 +10,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+from roll_opd.base.optional_torch_packages import import_without_torchvision
 from roll_opd.inference.coalesce_outputs import coalesces_outputs, flushes_outputs
 from roll_opd.inference.failure import record_errors
 from roll_opd.inference.process_cleanup import ORPHAN_EXIT_CODE
@@ -32,11 +33,13 @@ def register() -> None:
     Idempotent.
     """
     record_errors()
+    import_without_torchvision()
     _register_backends()
     if os.environ.get(DIE_WITH_PARENT) == "1":
         _watch_parent()
         _drop_tqdm_lock()
         _skip_cleanup()
+        _correct_linear_attention()
         _record_routes()
         _coalesce_outputs()
 
@@ -71,6 +74,18 @@ def _skip_cleanup() -> None:
         module: Any = core
         if current_platform.is_cpu():
             module.cleanup_dist_env_and_memory = lambda *_, **__: remove_rendezvous_file()
+
+
+def _correct_linear_attention() -> None:
+    if multiprocessing.parent_process() is None:
+        return
+    with suppress(ImportError):
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            from roll_opd.inference.cpu_linear_attention import copies_single_tokens
+
+            copies_single_tokens()
 
 
 def _record_routes() -> None:

@@ -13,6 +13,8 @@ from roll_opd.models.model_info import ModelFilesError, read_model
 
 OPTIONS = "strategy_args.strategy_config"
 
+CPU_WIDTH = 32  # of heads in vLLM 0.32's kernel of the gated delta rule on CPUs; it refuses 32 itself
+
 
 def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
     """Return the problems of a plan on a machine with `gpus` GPUs; for a run that starts its own cluster."""
@@ -70,7 +72,28 @@ def _engine_problems(plan: RunPlan, engine: RolloutPlan) -> list[str]:
     if engine is plan.rollout and plan.validation and plan.validation.evaluate_teacher:
         paths |= {teacher.name: teacher.model.path for teacher in plan.teachers if teacher.model}
     sentences = {_heads(name, path) for name, path in reversed(paths.items())}
+    sentences |= {_linear(name, path, engine) for name, path in paths.items()}
     return [*problems, *sorted(filter(None, sentences))]
+
+
+def _linear(name: str, path: str, engine: RolloutPlan) -> str | None:
+    """Return an error for a model whose linear attention vLLM does not support on CPUs, else None."""
+    delta = read_model(Path(path)).delta
+    if delta is None:
+        return None
+    if engine.model.dtype != "bf16":
+        return (
+            f"{name}: vLLM's linear attention on CPUs supports only bf16, and the dtype of {path} is"
+            f" {engine.model.dtype}; set dtype: bf16 in its model_args, or use a machine with GPUs"
+        )
+    widths = {delta.key_width, delta.value_width}
+    if len(widths) > 1 or any(width % CPU_WIDTH or width == CPU_WIDTH for width in widths):
+        return (
+            f"{name}: vLLM's linear attention on CPUs supports only keys and values of one width, a multiple of"
+            f" {CPU_WIDTH} above it, and {path} has {delta.key_width} and {delta.value_width}; use another model, or a"
+            " machine with GPUs"
+        )
+    return None
 
 
 def _heads(name: str, path: str) -> str | None:

@@ -15,6 +15,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -69,6 +71,15 @@ def make_latent(seed: int) -> DeepseekV3ForCausalLM:
     return model
 
 
+def make_hybrid(seed: int) -> Qwen3_5ForCausalLM:
+    """A Qwen3.5 of the sizes and the precision that the CPU's kernels compute."""
+    torch.manual_seed(seed)
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    widths = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    config = Qwen3_5TextConfig(**SIZES | {"num_hidden_layers": 4}, **linear, **widths)
+    return _all_random(Qwen3_5ForCausalLM(config)).bfloat16()
+
+
 def _all_random(model: Any) -> Any:
     model.float().eval()
     with torch.no_grad():
@@ -112,10 +123,10 @@ def buckets_of(model: PreTrainedModel, count: int = 3) -> list[dict[str, torch.T
 class Running:
     """An engine together with the event loop it lives on."""
 
-    def __init__(self, path: str, **arguments: Any) -> None:
+    def __init__(self, path: str, dtype: str = "fp32", **arguments: Any) -> None:
         self.runner = asyncio.Runner()  # cancels at its end what is still running
         self.loop = self.runner.get_loop()
-        starting = InferenceEngine.start(ModelPlan(path), max_model_len=MAX_MODEL_LEN, seed=0, **arguments)
+        starting = InferenceEngine.start(ModelPlan(path, dtype), max_model_len=MAX_MODEL_LEN, seed=0, **arguments)
         self.engine = self.run(starting)
 
     def run(self, coroutine: Any) -> Any:

@@ -62,10 +62,10 @@ def save_hybrid(path: Path) -> Path:
         rope_parameters=dict(dense.config.rope_parameters) | {"partial_rotary_factor": 1.0},
         rms_norm_eps=dense.config.rms_norm_eps,
         max_position_embeddings=dense.config.max_position_embeddings,
-        linear_num_key_heads=16,
-        linear_num_value_heads=32,  # what vLLM's kernel for CPUs computes
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=128,  # what vLLM's kernel for CPUs computes
+        linear_value_head_dim=128,
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).float()

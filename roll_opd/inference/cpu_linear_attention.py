@@ -1,0 +1,26 @@
+"""Correct vLLM 0.32's linear attention on CPUs for a step of a single token, which ends the engine."""
+
+from typing import Any
+
+from torch import Tensor
+
+
+def copies_single_tokens() -> None:
+    """Replace the computation of a layer by one that copies the projections of a single token. Idempotent.
+
+    A row of a wider matrix counts as contiguous whatever its stride, and the kernel of the convolution reads strides.
+    """
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    module: Any = gdn_attention
+    compute = module._cpu_gdn_attention_nonspec
+    if getattr(compute, "copies", False):
+        return
+
+    def with_copy(layer: Any, metadata: Any, mixed_qkv: Tensor, *rest: Tensor) -> None:
+        # a new tensor has the strides of its shape
+        projections = mixed_qkv.new_empty(mixed_qkv.shape).copy_(mixed_qkv) if len(mixed_qkv) == 1 else mixed_qkv
+        compute(layer, metadata, projections, *rest)
+
+    with_copy.copies = True  # type: ignore[attr-defined]
+    module._cpu_gdn_attention_nonspec = with_copy
