@@ -94,7 +94,8 @@ LATENT = EXPERTS | {
 }
 del LATENT["num_experts"]
 WINDOW = 7  # shorter than most sequences
-FAMILY = COMMON | {"num_hidden_layers": 4, "tie_word_embeddings": False, "pad_token_id": 0, "eos_token_id": 1}
+# without a padding token, whose embedding transformers does not train
+FAMILY = COMMON | {"num_hidden_layers": 4, "tie_word_embeddings": False, "pad_token_id": None, "eos_token_id": 1}
 LOCAL = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
 FAMILIES = {
     "smollm3": lambda: SmolLM3Config(**FAMILY, no_rope_layer_interval=3),
