@@ -108,6 +108,18 @@ def _score(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _check_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="DIR", help="Hugging Face model directory")
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens of the longest sequence")
+    parser.add_argument("--no-vllm", action="store_true", help="leave out vLLM")
+
+
+def _check_model(arguments: argparse.Namespace) -> int:
+    from roll_opd.commands.check_model import run
+
+    return run(arguments)
+
+
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN_DIR", help="directory of a run, finished or not, or of its experiment")
     parser.add_argument("--output", metavar="FILE", help="output file (default: RUN_DIR/report.html)")
@@ -166,6 +178,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "score": Command("token log-probs of a JSONL file with the Megatron engine", _score_arguments, _score),
     "serve": Command("serve a teacher's log-probs over HTTP with vLLM", serve_teacher.add_arguments, serve_teacher.run),
+    "check-model": Command(
+        "compare a local model's log-probs and export with Hugging Face and vLLM", _check_model_arguments, _check_model
+    ),
     "report": Command("write the report of a run as one HTML file", _report_arguments, _report),
     "audit": Command("check that each prompt of a run was trained or filtered once", _audit_arguments, _audit),
     "doctor": Command("report installed packages, devices and problems of this machine", lambda parser: None, _doctor),

@@ -1,0 +1,133 @@
+"""`roll-opd check-model`: log-probs and export of a local model by the training engine, vLLM and Hugging Face."""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from roll_opd.base.command_line import DONE, FAILED, USER_ERROR
+from roll_opd.base.terminal import echo
+from roll_opd.cluster.multihost import torch_ranks
+from roll_opd.cluster.process_reaper import guarded
+from roll_opd.cluster.ray_environment import run_temp_directory
+from roll_opd.models.families import FAMILIES
+from roll_opd.models.model_files import read_json, stored_tensors, weight_files
+from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model
+from roll_opd.models.supported import unsupported
+from roll_opd.models.weight_files import lost_weights, weight_problems
+
+BOUND = 1e-5  # largest difference of log-probs in f32, for each unit of their size above 1
+SEQUENCES = 4
+LENGTH = 96  # tokens of the longest sequence, unless windows are longer
+MAX_LENGTH = 1024
+TENSOR_RANKS = (1, 2)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the comparison; return 0 if everything agrees, 1 if not, 2 for a model that is not available."""
+    try:
+        info = read_model(find_model(options.model))
+        problems = [*unsupported(info.path), *weight_problems(info), *lost_weights(info)]
+        if not info.weight_files:
+            problems.append(f"{info.path} has no weights; give a complete model")
+    except ModelFilesError as error:
+        problems = [str(error)]
+    if problems:
+        echo("roll-opd check-model: " + "\n  ".join(problems), sys.stderr)
+        return USER_ERROR
+    sequences = _sequences(info, options.tokens)
+    with guarded() as reaper, run_temp_directory(reaper), tempfile.TemporaryDirectory() as directory:
+        rows = list(_rows(info, sequences, Path(directory), has_vllm=not options.no_vllm))
+    for text, agrees in rows:
+        echo(f"{'ok  ' if agrees else 'FAIL'} {text}")
+    return DONE if all(agrees for _, agrees in rows) else FAILED
+
+
+def _sequences(info: ModelInfo, tokens: int | None) -> list[list[int]]:
+    """Return seeded sequences of random tokens; the longest exceeds the model's windows, up to `MAX_LENGTH`."""
+    windows = FAMILIES[info.model_type].pieces(read_json(info.path / "config.json")).windows
+    longest = min(tokens or max(LENGTH, min(max(windows, default=0) + 32, MAX_LENGTH)), info.max_positions - 1)
+    generator = np.random.default_rng(0)
+    lengths = [longest, *(max(2, longest // (2 + number)) for number in range(1, SEQUENCES))]
+    return [generator.integers(0, info.vocab, size=length).tolist() for length in lengths]
+
+
+def _rows(
+    info: ModelInfo, sequences: list[list[int]], directory: Path, *, has_vllm: bool
+) -> Iterator[tuple[str, bool]]:
+    """Yield each comparison as a text, and whether it agrees."""
+    wanted = _hugging_face(info.path, sequences)
+    for tp in TENSOR_RANKS:
+        ranks = "one tensor rank" if tp == 1 else f"{tp} tensor ranks"
+        if info.kv_heads % tp:
+            yield f"engine on {ranks}: left out, {info.kv_heads} key/value heads are not divisible", True
+            continue
+        output = directory / f"tp{tp}"
+        output.mkdir()
+        settings = {"model": str(info.path), "tp": tp, "sequences": sequences, "directory": str(output)}
+        command = {"ranks": tp, "hosts": 1, "module": "roll_opd.megatron.parity_ranks"}
+        if torch_ranks.start({**command, "arguments": [json.dumps(settings)]}).wait():
+            yield f"engine on {ranks}: it has failed, see above", False
+            continue
+        yield _compared(f"engine on {ranks}", output, wanted)
+        yield _exported(info, output / "hf", ranks)
+    if has_vllm:
+        output = directory / "vllm"
+        output.mkdir()
+        settings = {"model": str(info.path), "sequences": sequences, "directory": str(output)}
+        program = [sys.executable, "-m", "roll_opd.inference.parity_engine", json.dumps(settings)]
+        failed = subprocess.run(program, check=False).returncode
+        yield ("vLLM: it has failed, see above", False) if failed else _compared("vLLM", output, wanted)
+
+
+def _hugging_face(path: Path, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Return the log-probs of tokens 1 to T-1 of each sequence, f32 [T-1]."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    found = []
+    for tokens in sequences:
+        ids_T = torch.tensor(tokens)
+        with torch.no_grad():
+            logits_TV = model(ids_T[None]).logits[0, :-1].double()
+        found.append(logits_TV.log_softmax(-1).gather(-1, ids_T[1:, None])[:, 0].float().numpy())
+    return found
+
+
+def _compared(what: str, directory: Path, wanted: Sequence[np.ndarray]) -> tuple[str, bool]:
+    """Return the largest difference to Hugging Face's log-probs as a text, and whether it is within the bound."""
+    with np.load(directory / "logprobs.npz") as found:
+        differences = [np.abs(found[str(number)] - values) for number, values in enumerate(wanted)]
+    largest = float(max(values.max() for values in differences))
+    bound = BOUND * max(1.0, float(max(np.abs(values).max() for values in wanted)))
+    return (
+        f"{what}: log-probs differ from Hugging Face's by at most {largest:.1e} (bound {bound:.1e})",
+        largest <= bound,
+    )
+
+
+def _exported(info: ModelInfo, directory: Path, ranks: str) -> tuple[str, bool]:
+    """Return whether the exported tensors have the bits of the model's, and a text about it."""
+    import torch
+    from safetensors import safe_open
+
+    found = stored_tensors(directory, weight_files(directory))
+    unequal = []
+    for name, tensor in found.items():
+        if name not in info.tensors:
+            unequal.append(name)
+            continue
+        with safe_open(info.tensors[name].file, "pt") as before, safe_open(tensor.file, "pt") as after:
+            source = before.get_tensor(name)
+            if not torch.equal(after.get_tensor(name).to(source.dtype), source):
+                unequal.append(name)
+    rest = len(info.tensors.keys() - found.keys())
+    text = f"export on {ranks}: {len(found)} tensors, {len(unequal)} differ"
+    text += f" ({', '.join(unequal[:3])})" if unequal else ""
+    return text + (f"; {rest} of the model's are not part of it" if rest else ""), not unequal

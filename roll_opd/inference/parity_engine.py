@@ -1,0 +1,30 @@
+"""Log-probs of a model by a vLLM engine in f32, for `roll-opd check-model`; runs as a program."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roll_opd.config.plan import ModelPlan
+from roll_opd.inference.engine_arguments import prepare_environment
+from roll_opd.inference.vllm_engine import InferenceEngine
+
+
+async def write_parity(model: str, sequences: list[list[int]], directory: Path) -> None:
+    """Write `logprobs.npz`, f32 [T-1] by number of the sequence."""
+    longest = max(map(len, sequences)) + 1
+    engine = await InferenceEngine.start(ModelPlan(model), max_model_len=longest, seed=0)
+    found: dict[str, Any] = {
+        str(number): await engine.prompt_logprobs(tokens) for number, tokens in enumerate(sequences)
+    }
+    np.savez(directory / "logprobs.npz", **found)
+    await engine.close()
+
+
+if __name__ == "__main__":
+    prepare_environment(eager_on_cpu=True)
+    settings = json.loads(sys.argv[1])
+    asyncio.run(write_parity(settings["model"], settings["sequences"], Path(settings["directory"])))
