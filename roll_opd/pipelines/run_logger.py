@@ -24,19 +24,19 @@ from roll_opd.pipelines.run_facts import note_end
 from roll_opd.pipelines.sample_record import as_f32, logprobs_of, of_actions, teacher_prompts_of, text_of, topk_hits
 from roll_opd.report.games import before_and_after
 from roll_opd.report.page import write_report
-from roll_opd.rollout.batch import Batch
+from roll_opd.rollout.runs import Batch
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.teacher_checks import Check, table
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.console import Console, Progress, validation
 from roll_opd.tracking.divergence_alarm import DivergenceAlarm
-from roll_opd.tracking.ledger import Ledger
 from roll_opd.tracking.results import SHORT, loading
 from roll_opd.tracking.run_directory import (
     PROMPTS,
     SAMPLES,
     SKIPPED_SAMPLES,
     VALIDATION_SAMPLES,
+    Ledger,
     RunDirectory,
     read_jsonl,
 )

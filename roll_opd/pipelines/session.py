@@ -26,8 +26,7 @@ from roll_opd.pipelines.rlvr import rollouts_of, sample_metrics, with_advantages
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start_roles import start_workflow
-from roll_opd.rollout.batch import Batch
-from roll_opd.rollout.runs import PendingRewards, roll_out
+from roll_opd.rollout.runs import Batch, PendingRewards, roll_out
 from roll_opd.rollout.workflow import SingleTurn
 from roll_opd.samples.sample import Sample, TargetRef, changed
 from roll_opd.teachers.frozen_models import FrozenModels

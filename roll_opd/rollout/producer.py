@@ -22,9 +22,7 @@ from roll_opd.objective.demonstrations import demonstration_samples
 from roll_opd.objective.filters import GroupFilter
 from roll_opd.roles.reward_pool import RewardPool
 from roll_opd.roles.workflow_pool import WorkflowPool
-from roll_opd.rollout.batch import Batch
-from roll_opd.rollout.runs import PendingRewards, RolloutContext, roll_out
-from roll_opd.rollout.selection import Selection
+from roll_opd.rollout.runs import Batch, PendingRewards, RolloutContext, Selection, roll_out
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.versions import of_mask
 

@@ -3,6 +3,8 @@
 Samples are scored while others are still being sampled: a reward is requested when its run ends, and awaited only if a
 filter reads it. Frozen models read samples in chunks, in the order in which the runs of an engine end. With a
 deterministic engine that order does not depend on timing: a deterministic run always packs the same samples together.
+
+`Selection` chooses groups of runs, and a `Batch` has the samples of one update step.
 """
 
 import asyncio
@@ -10,13 +12,16 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from roll_opd.actors.sampler import Sampler
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompt_source import Prompt
+from roll_opd.objective.filters import GroupFilter
 from roll_opd.roles.reward_pool import RewardPool, RewardResult
 from roll_opd.rollout.workflow import Model, SingleTurn, Task, Workflow
 from roll_opd.samples.sample import Sample, changed
+from roll_opd.samples.versions import sampling_versions, tokens_by_version
 from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.console import Count, Progress
@@ -165,3 +170,110 @@ def _timed(context: RolloutContext) -> Iterator[ExitStack]:
         generating.enter_context(context.clock.phase("generate"))
         with context.clock.phase("teacher" if models.teachers or models.reference else "reward"):
             yield generating
+
+
+class Selection:
+    """Selects the first `wanted` groups that pass, from runs in any order of completion."""
+
+    def __init__(self, groups: int, n: int, wanted: int, group_filter: GroupFilter | None) -> None:
+        self._runs: list[dict[int, Sequence[Sample]]] = [{} for _ in range(groups)]  # by number in the group
+        self._passed: list[bool | None] = [None] * groups  # None: some runs have not ended
+        self._n, self._wanted, self._filter = n, wanted, group_filter
+        self._used = 0
+        self._chosen: list[int] = []
+
+    def add(self, number: int, samples: Sequence[Sample]) -> None:
+        """Add the samples of run `number % n` of group `number // n`. A group without a sample does not pass."""
+        group, run = divmod(number, self._n)
+        self._runs[group][run] = samples
+        if len(self._runs[group]) == self._n:
+            of_group = self.samples_of(group)
+            self._passed[group] = bool(of_group) and (self._filter is None or self._filter(of_group))
+            self._advance()
+
+    def _advance(self) -> None:
+        """Use decided groups, in order, while more are wanted."""
+        while self._used < len(self._passed) and not self.enough and self._passed[self._used] is not None:
+            if self._passed[self._used]:
+                self._chosen.append(self._used)
+            self._used += 1
+
+    @property
+    def decided(self) -> dict[int, bool]:
+        """Whether a group has passed, for each group whose runs have all ended."""
+        return {group: passed for group, passed in enumerate(self._passed) if passed is not None}
+
+    @property
+    def used(self) -> int:
+        """Number of groups, from the first on, that are decided and needed; later prompts stay undrawn."""
+        return self._used
+
+    @property
+    def chosen(self) -> list[int]:
+        """Numbers of the selected groups, at most `wanted`, ascending."""
+        return self._chosen
+
+    @property
+    def enough(self) -> bool:
+        """Whether no unfinished run can change the selection."""
+        return len(self._chosen) == self._wanted
+
+    def samples_of(self, group: int) -> list[Sample]:
+        """Return the samples of a group, by run."""
+        return [sample for run in range(self._n) for sample in self._runs[group][run]]
+
+
+@dataclass
+class Batch:
+    """Samples of one update step, and the state of the prompt source after them."""
+
+    version: int  # of the weights before the batch's update
+    rewards: list[PendingRewards] = field(default_factory=list)  # of each rollout that made samples of the batch
+    prompts: list[Prompt] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)  # of each prompt, in the order of the prompts
+    filtered: list[Prompt] = field(default_factory=list)  # prompts whose groups did not pass
+    draws: list[int] = field(default_factory=list)  # numbers of the prompts in the order of the data
+    filtered_draws: list[int] = field(default_factory=list)
+    generated_tokens: int = 0  # of all groups
+    demonstrations: list[Prompt] = field(default_factory=list)  # rows with answers
+    demonstration_samples: list[Sample] = field(default_factory=list)
+    source_state: dict[str, Any] = field(
+        default_factory=dict
+    )  # for a checkpoint: prompts of later batches are not yet drawn
+    epochs: float = 0.0  # passes over the prompts
+    schedule: dict[str, float] = field(default_factory=dict)  # metrics of generation that runs ahead
+
+    @property
+    def versions(self) -> Counter[int]:
+        """Sampled tokens by version of the weights."""
+        return tokens_by_version(sample.versions for sample in self.samples)
+
+    def ahead_metrics(self) -> dict[str, float]:
+        """Return `rollout/async/*` of generation that runs ahead: its schedule, and ages in versions of the tokens.
+
+        Empty if generation and training take turns.
+        """
+        if not self.schedule:
+            return {}
+        tokens = self.versions
+        ages = sorted((self.version - version, count) for version, count in tokens.items())
+        total, below, p95 = sum(tokens.values()), 0, 0
+        for age, count in ages:
+            if below < 0.95 * total:
+                p95 = age
+            below += count
+        kinds = [len(sampling_versions(sample.versions)) for sample in self.samples]
+        return {
+            **self.schedule,
+            "rollout/async/age_mean": sum(age * count for age, count in ages) / max(total, 1),
+            "rollout/async/age_p95": float(p95),
+            "rollout/async/age_max": float(max((age for age, _ in ages), default=0)),
+            "rollout/async/versions_per_sample": sum(kinds) / max(len(kinds), 1),
+        }
+
+    async def with_rewards(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return the batch's samples with their missing rewards."""
+        found = list(samples)
+        for rewards in self.rewards:
+            found = await rewards.added_to(found)
+        return found

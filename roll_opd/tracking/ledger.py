@@ -7,35 +7,14 @@ trained, or dropped by a filter. Draws after the last row are in flight.
 """
 
 import json
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from roll_opd.tracking.run_directory import LEDGER, RunDirectory, checkpoints_of, read_jsonl
+from roll_opd.tracking.run_directory import FATES, LEDGER, checkpoints_of, ledger_checksum, read_jsonl
 
-FATES = ("trained", "filtered")
 STATE = "run_state.json"
-
-
-class Ledger:
-    """Appends the rows of a run; a resumed run continues the chain."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
-        rows = read_jsonl(run.path / LEDGER)
-        self._last = rows[-1]["checksum"] if rows else 0
-
-    def append(self, step: int, trained: Sequence[int], filtered: Sequence[int]) -> None:
-        """Write the draws of a step. OSError as `RunDirectory.append_jsonl`."""
-        row = {"step": step, "trained": list(trained), "filtered": list(filtered)}
-        self._last = _checksum(row, self._last)
-        self._run.append_jsonl(LEDGER, [{**row, "checksum": self._last}])
-
-
-def _checksum(row: dict[str, Any], before: int) -> int:
-    return zlib.crc32(json.dumps([row["step"], *(row[fate] for fate in FATES)]).encode(), before)
 
 
 def audit(run: Path) -> tuple[dict[str, int], list[str]]:
@@ -48,7 +27,7 @@ def audit(run: Path) -> tuple[dict[str, int], list[str]]:
         raise FileNotFoundError(f"{run / LEDGER} does not exist: only runs with a rollout have a ledger")
     rows, errors, last = read_jsonl(run / LEDGER), [], 0
     for number, row in enumerate(rows, 1):
-        last = _checksum(row, last)
+        last = ledger_checksum(row, last)
         if last != row["checksum"]:
             errors.append(f"row {number} (step {row['step']}) has a wrong checksum: a row was changed or removed")
             last = row["checksum"]

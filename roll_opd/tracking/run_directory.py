@@ -15,7 +15,8 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
@@ -31,6 +32,7 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 PROMPTS = "prompts.jsonl"
 LEDGER = "ledger.jsonl"
+FATES = ("trained", "filtered")  # of a draw in the ledger
 SKIPPED_SAMPLES = "skipped_samples.jsonl"
 PREFLIGHT = "teacher_preflight.json"
 VALIDATION_SAMPLES = "validation_samples.jsonl"
@@ -277,3 +279,23 @@ def lock_run(run: Path) -> Iterator[None]:
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
         yield
+
+
+class Ledger:
+    """Appends the rows of a run; a resumed run continues the chain."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        rows = read_jsonl(run.path / LEDGER)
+        self._last = rows[-1]["checksum"] if rows else 0
+
+    def append(self, step: int, trained: Sequence[int], filtered: Sequence[int]) -> None:
+        """Write the draws of a step. OSError as `RunDirectory.append_jsonl`."""
+        row = {"step": step, "trained": list(trained), "filtered": list(filtered)}
+        self._last = ledger_checksum(row, self._last)
+        self._run.append_jsonl(LEDGER, [{**row, "checksum": self._last}])
+
+
+def ledger_checksum(row: Mapping[str, Any], before: int) -> int:
+    """Return the CRC-32 of a ledger's row after a row with the checksum `before`."""
+    return zlib.crc32(json.dumps([row["step"], *(row[fate] for fate in FATES)]).encode(), before)

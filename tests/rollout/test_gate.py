@@ -12,8 +12,8 @@ from sampling_assets import SAMPLING, Engine, frozen_models, rollout_of, written
 
 from roll_opd.base.failures import RunError
 from roll_opd.inference.completion import Completion
-from roll_opd.rollout.batch import Batch
 from roll_opd.rollout.producer import Gate, Rollouts
+from roll_opd.rollout.runs import Batch
 from roll_opd.rollout.workflow import Model, Task, sample_of
 from roll_opd.samples.sample import Sample
 
@@ -103,7 +103,7 @@ def test_a_window_trains_each_prompt_once_within_the_bound(
     make_source: Any, bound: int, depth: float, passes: Any
 ) -> None:
     """Finished groups pass unfinished ones; without a filter no prompt is missing before the oldest open one."""
-    for seed in range(25):
+    for seed in range(8):
         learner = learner_of(make_source(), bound, seed, depth=depth, passes=passes)
         batches = learned(learner)
         drawn = [p.id for batch in batches for p in (*batch.prompts, *batch.filtered)]

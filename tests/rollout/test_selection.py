@@ -9,7 +9,7 @@ import pytest
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import FilterPlan, RewardPlan
 from roll_opd.objective.filters import group_filter, without_rejected
-from roll_opd.rollout.selection import Selection
+from roll_opd.rollout.runs import Selection
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns
 
