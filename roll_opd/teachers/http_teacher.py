@@ -120,10 +120,9 @@ class HttpScorer:
         while True:
             number = self._least_busy() if replica is None else replica
             self._busy[number] += 1
+            repeated: Counter[str] = Counter()
             try:
-                self.bill.requests += 1
-                self.bill.tokens_sent += len(question.tokens)
-                answer = await self._endpoints[number].ask(body, lambda found: found, self.bill.failures)
+                answer = await self._endpoints[number].ask(body, lambda found: found, repeated)
                 reply = self.protocol.read(question, self._of_model(answer))
                 self._answered = time.monotonic()
                 return reply
@@ -143,6 +142,9 @@ class HttpScorer:
                     raise RunError(f"teacher {self.name}: {error}") from None
             finally:
                 self._busy[number] -= 1
+                self.bill.failures += repeated
+                self.bill.requests += 1 + repeated.total()
+                self.bill.tokens_sent += (1 + repeated.total()) * len(question.tokens)
 
     def drain_metrics(self) -> dict[str, float]:
         """Return the bill since the last call."""

@@ -121,7 +121,10 @@ def test_a_failure_that_passes_changes_no_log_prob_and_loses_none(url: str, faul
     teacher = scorer(url, request_seconds=1.0, concurrency=2)
     asked(url, "/script", {"faults": [fault, "", fault]})
     assert_right(scored(teacher))
-    assert teacher.drain_metrics()["opd/teacher/toy_teacher/failed_requests"] == 2
+    bill = teacher.drain_metrics()
+    assert bill["opd/teacher/toy_teacher/failed_requests"] == 2
+    assert bill["opd/teacher/toy_teacher/requests"] == len(SEQUENCES) + 2
+    assert bill["opd/teacher/toy_teacher/tokens_sent"] > sum(len(tokens) for tokens, _ in SEQUENCES)
 
 
 @pytest.mark.parametrize("fault", ["alien", "other_model", "shift", "short", "null", "inf", "above"])
