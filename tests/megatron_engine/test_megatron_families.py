@@ -69,5 +69,5 @@ def test_training_equals_the_naive_one(answers: Answers, model: str, layout: str
     weights = answers.weights(f"family-trained-{model}-{layout}")
     for name, tensor in final.items():
         moved = (tensor - before[name]).norm()
-        assert moved > 0, name
+        assert moved > 0 or name.endswith("e_score_correction_bias"), name  # these stay unless a rate is written
         assert (weights[name] - tensor).norm() <= 2e-3 * moved, name
