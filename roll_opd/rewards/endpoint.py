@@ -65,8 +65,6 @@ class RequestLimits:
             if name == "requests_per_minute" and value is None:
                 continue
             fits = isinstance(value, int if name == "concurrency" else int | float) and not isinstance(value, bool)
-            if fits and name == "retry_seconds" and value == math.inf:
-                continue  # without limit
             if not fits or not math.isfinite(value) or value < 0 or (value == 0 and name != "retry_seconds"):
                 raise RewardError(
                     f"{name}: {value!r} is not a positive {'integer' if name == 'concurrency' else 'number'}"
@@ -92,9 +90,14 @@ class Endpoint:
         advice: Mapping[str, str],
         *,
         method: Literal["POST", "GET"] = "POST",
+        gives_up: bool = True,
     ) -> None:
-        """`advice`: kind of failure -> what to do; messages never contain headers or the URL's query."""
+        """Check the URL and the headers; messages never contain headers or the URL's query.
+
+        Args: advice: kind of failure -> what to do. gives_up: False retries without a limit of time.
+        """
         self._method = method
+        self._retry_seconds = limits.retry_seconds if gives_up else math.inf
         self._url, self.shown_url = _checked_url(url)
         self._headers = {"Content-Type": "application/json", **_checked_headers(headers)}
         self._secrets = [word for value in headers.values() for word in value.split() if len(word) > 3]
@@ -120,10 +123,10 @@ class Endpoint:
                 now = time.monotonic()
                 self._note(failed, now)
                 began = min(began, now - self._down_for(arrived, now))
-                if not failed.again or now - began >= self._limits.retry_seconds:
+                if not failed.again or now - began >= self._retry_seconds:
                     raise GaveUp(failed.kind, self._message(failed, attempts)) from None
                 errors[failed.kind] += 1
-                await asyncio.sleep(min(_delay(now - began), began + self._limits.retry_seconds - now))
+                await asyncio.sleep(min(_delay(now - began), began + self._retry_seconds - now))
             else:
                 self._note(None, time.monotonic())
                 return answer
@@ -187,7 +190,7 @@ class Endpoint:
     def _refuse_if_lost(self, arrived: float) -> None:
         """Raise `GaveUp` without another attempt if the request has waited for `retry_seconds`."""
         waited = self._down_for(arrived, time.monotonic())
-        if waited >= self._limits.retry_seconds:
+        if waited >= self._retry_seconds:
             raise GaveUp("down", f"{self.shown_url}: failing for {waited:.0f} s, last with {self._last}; gave up")
 
     async def _turn(self) -> None:

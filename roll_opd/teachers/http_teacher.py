@@ -8,7 +8,6 @@ Legend: T tokens, P prompt tokens, K tokens of a top-k.
 
 import asyncio
 import logging
-import math
 import os
 import time
 from collections import Counter
@@ -45,13 +44,12 @@ class Bill:
 
     def metrics(self, name: str) -> dict[str, float]:
         """Return `opd/teacher/NAME/*`."""
-        values = {
-            "requests": self.requests,
-            "tokens_sent": self.tokens_sent,
-            "cached_tokens": self.cached_tokens,
-            "failed_requests": self.failures.total(),
+        return {
+            f"opd/teacher/{name}/requests": float(self.requests),
+            f"opd/teacher/{name}/tokens_sent": float(self.tokens_sent),
+            f"opd/teacher/{name}/cached_tokens": float(self.cached_tokens),
+            f"opd/teacher/{name}/failed_requests": float(self.failures.total()),
         }
-        return {f"opd/teacher/{name}/{what}": float(value) for what, value in values.items()}
 
 
 class HttpScorer:
@@ -82,15 +80,12 @@ class HttpScorer:
     ) -> Endpoint:
         """Return the client of a path of a server; `retry_seconds` None: as of the plan."""
         plan, key = self.plan, self._api_key()
-        limit = math.inf if plan.retry_seconds is None else plan.retry_seconds
-        if len(plan.url) > 1:
-            limit = min(limit, REPLICA_SECONDS)
-        limits = RequestLimits(
-            plan.request_seconds, limit if retry_seconds is None else retry_seconds, plan.concurrency
-        )
+        given = [plan.retry_seconds, REPLICA_SECONDS if len(plan.url) > 1 else None]
+        limit = min((one for one in given if one is not None), default=None) if retry_seconds is None else retry_seconds
+        limits = RequestLimits(plan.request_seconds, limit or 0, plan.concurrency)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         advice = {"http_401": "check the key in http.api_key_env", "http_403": "check the key in http.api_key_env"}
-        return Endpoint(_joined(url, path), headers, limits, advice, method=method)
+        return Endpoint(_joined(url, path), headers, limits, advice, method=method, gives_up=limit is not None)
 
     async def score(
         self, sequences: Sequence[TokenSequence], temperature: float, wanted: Wanted = LOGPROBS

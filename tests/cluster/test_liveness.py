@@ -60,10 +60,17 @@ def test_a_call_to_an_actor_that_dies_names_it() -> None:
     roles.end()
 
 
+def name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:  # ended since it was listed
+        return ""
+
+
 def test_dead_ray_processes_are_reported() -> None:
     """The last test: Ray does not survive it."""
     lost: queue.Queue[str] = queue.Queue()
-    (gcs,) = [each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server"]
+    (gcs,) = [each for each in psutil.Process().children(recursive=True) if name(each) == "gcs_server"]
     with watched(lost.put):
         gcs.kill()
         assert lost.get(timeout=30) == "Ray's gcs_server (killed by signal 9) has ended on this host"
