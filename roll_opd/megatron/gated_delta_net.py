@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -69,13 +70,22 @@ class GatedDeltaNet(MegatronModule):
             gather_output=False,
             skip_bias_add=False,
         )
-        self.convolution = self._split_parameter(sum(sizes.channels) // tp, 1, sizes.taps)
+        self.convolution = self._split_parameter(sum(sizes.channels) // tp, sizes.taps)
         self.log_rates = self._split_parameter(sizes.value_heads // tp)
         self.time_bias = self._split_parameter(sizes.value_heads // tp)
         self.gated_norm = GatedNorm(sizes.value_width, config.layernorm_epsilon, config.params_dtype)
         self.linear_out = linear_out(
             sizes.values, config.hidden_size, **options, input_is_parallel=True, skip_bias_add=True
         )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return Megatron's description of the parameters for checkpoints, with the split of those of this module."""
+        found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        split = {name: parameter for name, parameter in self.named_parameters(recurse=False)}
+        axes = dict.fromkeys(split, 0)
+        return found | make_sharded_tensors_for_checkpoint(split, prefix, axes, sharded_offsets)
 
     def _split_parameter(self, *shape: int) -> torch.nn.Parameter:
         """Return a parameter whose first dimension is split over tensor ranks."""
@@ -113,7 +123,10 @@ class GatedDeltaNet(MegatronModule):
         convolve: Any = causal_convolution
         if torch.is_grad_enabled():  # it would keep the input of each tap in f32
             convolve = partial(checkpoint, causal_convolution, use_reentrant=False, preserve_rng_state=False)
-        mixed_XY = convolve(qkv_XY, self.convolution[:, 0], sequences.positions_X)
+        # grouped by key head, so that the parameters of all tensor ranks in order are that of one rank
+        taps = self.convolution.unflatten(0, (groups, -1)).split(sizes.of_key_head[:3], 1)
+        taps_YC = torch.cat([part.flatten(0, 1) for part in taps])
+        mixed_XY = convolve(qkv_XY, taps_YC, sequences.positions_X)
         query, key, value = mixed_XY.split([size * groups // sizes.key_heads for size in sizes.channels], -1)
         beta_XGR, decay_XGR = (x.float().unflatten(-1, (groups, -1)) for x in betas_and_decays.chunk(2, -1))
         rates, bias = (x.float().unflatten(0, (groups, -1)) for x in (self.log_rates, self.time_bias))

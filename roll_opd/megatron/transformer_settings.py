@@ -58,6 +58,7 @@ def transformer_config(
         "add_qkv_bias": pieces.qkv_bias,
         "qk_layernorm": bool(pieces.query_key_norm),
         "attention_output_gate": pieces.output_gate,
+        "hetereogenous_dist_checkpoint": bool(pieces.mixers),  # layers have different parameters
         **_expert_settings(hf_config.to_dict()),
         **FAMILIES[hf_config.model_type].settings,
         **overrides,

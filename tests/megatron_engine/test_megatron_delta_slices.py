@@ -29,6 +29,8 @@ def tensors(name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ROWS)
 def test_joined_parts_are_the_tensors(name: str, ranks: int) -> None:
     given = tensors(name)
+    if name == "delta_channels":
+        given = {key: tensor[:, None] for key, tensor in given.items()}
     parts = [DELTA_SLICINGS[name].read(TensorSource(given), list(given), rank, ranks, SIZES) for rank in range(ranks)]
     assert len({part.shape for part in parts}) == 1
     found = DELTA_SLICINGS[name].join(parts, SIZES)

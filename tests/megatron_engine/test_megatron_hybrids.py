@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from megatron_answers import Answers
-from megatron_jobs.hybrids import GRID, MULTIMODAL
+from megatron_jobs.hybrids import GRID, MULTIMODAL, SAVED
 from safetensors.torch import load_file
 
 from tests.cover import tiered
@@ -89,3 +89,10 @@ def test_training_equals_the_naive_one(answers: Answers, naive: Any, model: str,
         moved = (tensor - before[name]).norm()
         assert moved > 0, name
         assert (weights[name] - tensor).norm() <= 2e-3 * moved, name
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("model", "layout"), SAVED)
+def test_a_state_of_several_ranks_resumes_on_one(answers: Answers, model: str, layout: str) -> None:
+    straight, resumed = answers.weights(f"hybrid-{model}-{layout}"), answers.weights(f"hybrid-resume-{model}")
+    assert all((resumed[name] - tensor).abs().max() <= 1e-6 for name, tensor in straight.items())

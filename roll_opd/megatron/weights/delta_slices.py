@@ -51,17 +51,14 @@ class KeyHeadRows(_WithoutAdapters):
         return [torch.cat([next(pieces).flatten(0, 1) for _ in tensor]) for tensor in widths]
 
 
-class DeltaChannels(_WithoutAdapters):
-    """Channels of the convolution: of queries, keys and values, each split into equal parts."""
+class DeltaChannels(KeyHeadRows):
+    """Channels of the convolution [channels, 1, taps]: of queries, keys and values, grouped by key head."""
 
     def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
-        assert sizes.delta is not None
-        return torch.cat(_sections(source, names[0], sizes.delta.channels, rank, ranks))
+        return super().read(source, names, rank, ranks, sizes).flatten(1)
 
     def join(self, shards: Sequence[Tensor], sizes: SliceSizes) -> list[Tensor]:
-        assert sizes.delta is not None
-        each = [channels // len(shards) for channels in sizes.delta.channels]
-        return [torch.cat([torch.cat(parts) for parts in zip(*(shard.split(each) for shard in shards), strict=True)])]
+        return [tensor[:, None] for tensor in super().join(shards, sizes)]
 
 
 class GatedQKV(_WithoutAdapters):
@@ -101,5 +98,5 @@ DELTA_SLICINGS: Mapping[Slicing, TensorSlice] = {
     "gated_qkv": GatedQKV(),
     "delta_key_heads": KeyHeadRows((((0, 1, 2, 3),), ((4, 5),))),
     "delta_parts": KeyHeadRows((((0,), (1,), (2,)), ((3,),), ((4,),), ((5,),))),
-    "delta_channels": DeltaChannels(),
+    "delta_channels": DeltaChannels((((0,), (1,), (2,)),)),
 }
