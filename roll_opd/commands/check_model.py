@@ -16,7 +16,7 @@ from roll_opd.cluster.multihost import torch_ranks
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.ray_environment import run_temp_directory
 from roll_opd.models.families import FAMILIES
-from roll_opd.models.model_files import read_json, stored_tensors, weight_files
+from roll_opd.models.model_files import decoder_config, read_json, stored_tensors, weight_files
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.models.supported import unsupported
 from roll_opd.models.weight_files import lost_weights, weight_problems
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _sequences(info: ModelInfo, tokens: int | None) -> list[list[int]]:
     """Return seeded sequences of random tokens; the longest exceeds the model's windows, up to `MAX_LENGTH`."""
-    windows = FAMILIES[info.model_type].pieces(read_json(info.path / "config.json")).windows
+    windows = FAMILIES[info.model_type].pieces(decoder_config(read_json(info.path / "config.json"))).windows
     longest = min(tokens or max(LENGTH, min(max(windows, default=0) + 32, MAX_LENGTH)), info.max_positions - 1)
     generator = np.random.default_rng(0)
     lengths = [longest, *(max(2, longest // (2 + number)) for number in range(1, SEQUENCES))]
