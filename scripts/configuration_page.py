@@ -44,6 +44,8 @@ TITLES = {
     schema.HeldOut: "validation of a supervised pipeline",
     schema.Sft: "The SFT pipeline",
     schema.Dpo: "The DPO pipeline",
+    schema.OfflineDistill: "The pipeline offline_distill",
+    schema.FileTeacher: "teacher of the pipeline offline_distill",
 }
 
 BASES = {schema.TeacherWorker: schema.Worker}  # section -> base class, whose keys have another table

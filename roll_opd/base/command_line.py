@@ -55,7 +55,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, takes_pipeline: bool =
 
     With `takes_pipeline` the first word may name the pipeline; otherwise the configuration determines it.
     """
-    pipeline = f"[{'|'.join(ENTRIES)}|sft|dpo|MODULE] " if takes_pipeline else ""
+    pipeline = f"[{'|'.join(ENTRIES)}|sft|dpo|offline_distill|MODULE] " if takes_pipeline else ""
     parser.usage = (
         f"%(prog)s [options] {pipeline}CONFIG.yaml [key=value ...]\n"
         f"       %(prog)s [options] {pipeline}--config_path DIR --config_name NAME [key=value ...]"

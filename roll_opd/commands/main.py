@@ -86,8 +86,14 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _score_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model directory")
-    parser.add_argument("--input", required=True, metavar="ROWS.jsonl", help='{"id", "tokens", "prompt_length"} a line')
-    parser.add_argument("--output", required=True, metavar="OUT.jsonl", help='{"id", "logprobs"} a line, same order')
+    of_rows = '{"id", "tokens", "prompt_length"} a line, or rows with answers as of SFT, which are tokenised'
+    parser.add_argument("--input", required=True, metavar="ROWS.jsonl", help=of_rows)
+    of_scores = 'OUT.jsonl: {"id", "logprobs"} a line; OUT.parquet: a teacher file; same order'
+    parser.add_argument("--output", required=True, metavar="OUT", help=of_scores)
+    parser.add_argument("--topk", type=int, metavar="K", help="also the K most likely tokens (parquet)")
+    parser.add_argument("--name", metavar="NAME", help="the teacher's name in the file (default: the directory's)")
+    of_vocabulary = "token ids over which log-probs are normalised (default: the model's)"
+    parser.add_argument("--vocab-size", type=int, metavar="N", help=of_vocabulary)
     for name, what in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{what}-parallel size")
     of_experts = "expert-parallel size, within the ranks of tp, cp and dp"

@@ -55,9 +55,9 @@ def run(
 
     `config` is the path of a YAML file, or its content as a mapping (`defaults` included). `overrides` are written as
     on the command line (`["max_steps=20"]`), or as a mapping of dotted keys to values. `pipeline`: distill, rlvr,
-    agentic, sft, dpo or the dotted path of a module; without it the configuration decides. Relative paths are
-    searched from the current directory, then from the file's. `rewards`: domain -> reward function, which may be
-    defined in the script or notebook; see `reward_overrides`. `model` is the newest checkpoint's model directory in
+    agentic, sft, dpo, offline_distill or the dotted path of a module; without it the configuration decides. Relative
+    paths are searched from the current directory, then from the file's. `rewards`: domain -> reward function, which may
+    be defined in the script or notebook; see `reward_overrides`. `model` is the newest checkpoint's model directory in
     Hugging Face's format; None without a checkpoint.
 
     Blocks until the run has ended, also in a running event loop. An interrupt (Ctrl-C, the notebook's stop

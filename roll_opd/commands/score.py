@@ -22,8 +22,10 @@ from roll_opd.cluster.multihost.multihost_worker import serve
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.ray_environment import run_temp_directory
 from roll_opd.cluster.startup_progress import ClusterError
+from roll_opd.commands import score_rows
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import Layout
+from roll_opd.data.rows import DataError
 from roll_opd.models.layouts import check_layout
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.models.supported import unsupported
@@ -62,6 +64,18 @@ def run(options: argparse.Namespace) -> int:
     settings = {name: value for name, value in vars(options).items() if name not in left_out}
     settings["layout"] = asdict(_layout(options))
     settings["model"] = str(find_model(options.model))
+    try:
+        with score_rows.tokenised(options) as rows:
+            settings |= {"input": str(rows), "teacher_file": score_rows.teacher_file(options)}
+            return _start(options, host, settings, size)
+    except (DataError, ModelFilesError) as error:
+        if host:
+            dismiss(host, USER_ERROR)
+        return _fail(str(error), USER_ERROR)
+
+
+def _start(options: argparse.Namespace, host: LaunchedHost | None, settings: dict[str, Any], size: int) -> int:
+    """Start the ranks of this host, or of all launched hosts, and return the exit code."""
     ranks = math.prod(getattr(options, name) for name in SIZES) // size
     command = {
         "ranks": ranks,
@@ -126,6 +140,7 @@ def _problems(options: argparse.Namespace, hosts: int) -> list[str]:
         diagnostics.error("--temperature", f"{options.temperature} must be a number greater than 0")
     if options.max_tokens_per_microbatch < 1:
         diagnostics.error("--max-tokens-per-microbatch", "must be at least 1")
+    _check_teacher_file(options, diagnostics)
     if Path(options.output).is_dir():
         diagnostics.error("--output", f"{options.output} is a directory; give a file")
     if not Path(options.output).absolute().parent.is_dir():
@@ -139,8 +154,22 @@ def _problems(options: argparse.Namespace, hosts: int) -> list[str]:
     if diagnostics.problems:
         return diagnostics.problems
     _check_model(info, options, diagnostics)
-    _check_rows(Path(options.input), info, diagnostics)
+    if score_rows.has_tokens(Path(options.input)):
+        _check_rows(Path(options.input), info, diagnostics)
     return diagnostics.problems
+
+
+def _check_teacher_file(options: argparse.Namespace, diagnostics: Diagnostics) -> None:
+    """Check the options of a teacher file in parquet."""
+    is_parquet = options.output.endswith(score_rows.PARQUET)
+    for name in ("topk", "vocab_size"):
+        if (size := getattr(options, name)) is not None and size < 1:
+            diagnostics.error(f"--{name.replace('_', '-')}", f"{size} is not a number of tokens; give 1 or more")
+    if options.topk and options.vocab_size and options.topk > options.vocab_size:
+        diagnostics.error("--topk", f"{options.topk} is more than --vocab-size {options.vocab_size}; lower it")
+    for name in ("topk", "name"):
+        if getattr(options, name) is not None and not is_parquet:
+            diagnostics.error(f"--{name}", f"is written into parquet only, and --output is {options.output}")
 
 
 def _layout(options: argparse.Namespace) -> Layout:
@@ -159,6 +188,8 @@ def _is_same_file(one: str, other: str) -> bool:
 def _check_model(info: ModelInfo, options: argparse.Namespace, diagnostics: Diagnostics) -> None:
     for sentence in (*unsupported(info.path), *weight_problems(info), *lost_weights(info)):
         diagnostics.error("--model", sentence)
+    if options.topk and options.topk > info.vocab:
+        diagnostics.error("--topk", f"{options.topk} is more than the {info.vocab} tokens of the vocabulary; lower it")
     of_layout = Diagnostics()
     check_layout(info, _layout(options), {}, of_layout)
     diagnostics.problems.extend(KEYS.sub(lambda found: OPTIONS[found[0]], problem) for problem in of_layout.problems)

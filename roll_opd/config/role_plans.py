@@ -160,9 +160,25 @@ class HttpPlan(HttpKeys):
         return ", ".join(self.url)
 
 
+@dataclass(frozen=True)
+class FilePlan:
+    """A teacher whose scores of given answers are in parquet files; see `data.teacher_formats`."""
+
+    name: str
+    files: tuple[str, ...]
+    compression: str | None = None  # DistillKit's configuration; None: next to the files
+    teacher: str | None = None  # name that every row must have; None: any
+    sft_teacher: str | None = None  # name of the teacher of the student's fine-tuning, if known
+
+    @property
+    def location(self) -> str:
+        """The first file."""
+        return self.files[0]
+
+
 # Plan of the source of a teacher's log-probs, with `name` and `location`. Readers use `TeacherPlan.role`,
 # `RunPlan.megatron_roles()` or a check of the type.
-TeacherSource = MegatronPlan | HttpPlan
+TeacherSource = MegatronPlan | HttpPlan | FilePlan
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ from roll_opd.data.templates import TEMPLATES, PromptText
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from roll_opd.data.teacher_scores import TeacherScores
+
 
 DEFAULT_STREAM = StreamPlan("all", 1.0)  # name of the stream of a data set without configured streams
 
@@ -51,6 +53,7 @@ class Prompt:
     extra: FrozenDict = field(default_factory=FrozenDict, compare=False)  # the row's other keys, such as test_cases
     answers: tuple[np.ndarray, ...] = field(default=(), compare=False)  # int64 each; of supervised rows
     teacher_prompts: dict[str, np.ndarray] = field(default_factory=dict, compare=False)  # see Sample.teacher_prompts
+    scores: "TeacherScores | None" = field(default=None, compare=False)  # of a teacher file
 
 
 class PromptSet:
@@ -216,7 +219,7 @@ def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[
         undrawn=FrozenDict(_undrawn(prompts, list(streams.values()))),
         warnings=unread_warnings(reports, plan.schema),
     )
-    _check_report(report, plan)
+    check_report(report, plan)
     return prompts, report
 
 
@@ -250,7 +253,8 @@ def _undrawn(prompts: PromptSet, streams: list[np.ndarray]) -> dict[str, int]:
     return prompts.tags(np.flatnonzero(undrawn))
 
 
-def _check_report(report: DataReport, plan: DataPlan) -> None:
+def check_report(report: DataReport, plan: DataPlan) -> None:
+    """Raise `DataError` for rows that `plan` refuses, and without any usable row."""
     remedies = []
     counts = report.bad_counts
     too_long = counts[TOO_LONG] + counts[WHOLE_TOO_LONG] + counts[TEACHER_TOO_LONG]

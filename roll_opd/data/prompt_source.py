@@ -9,7 +9,7 @@ every task has another seed. So the number of tasks taken is the complete state.
 import json
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from roll_opd.base.frozen import FrozenDict, thaw
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.dataset import Prompt, PromptSet
 from roll_opd.data.rows import DataError
+
+if TYPE_CHECKING:
+    from roll_opd.data.teacher_files import ScoredSet
 
 
 def next_stream(weights: np.ndarray, taken: np.ndarray) -> int:
@@ -98,7 +101,7 @@ class PromptSource:
     the first draw.
     """
 
-    def __init__(self, prompts: PromptSet, seed: int) -> None:
+    def __init__(self, prompts: "PromptSet | ScoredSet", seed: int) -> None:
         self.passed: frozenset[int] = frozenset()  # draws after the position that a resumed run leaves out
         self._prompts, self._seed = prompts, seed
         self._streams = prompts.streams

@@ -1,7 +1,7 @@
 """Write token log-probs of a JSONL file with the Megatron engine; `roll-opd score` runs this module on every rank.
 
 Input rows: {"id", "tokens": [int], "prompt_length": P}; output rows, in the same order: {"id", "logprobs": [float]} for
-tokens P to T-1. Runs under plain `torchrun`.
+tokens P to T-1, or a teacher file in parquet (`data.teacher_writer`). Runs under plain `torchrun`.
 """
 
 import argparse
@@ -12,21 +12,23 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
 
 from roll_opd.base.terminal import echo
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan
+from roll_opd.data.teacher_writer import TeacherWriter
 from roll_opd.megatron import parallel
-from roll_opd.megatron.engine import MegatronEngine
+from roll_opd.megatron.engine import MegatronEngine, TargetRequest
 
 ROWS_AT_A_TIME = 1024  # bounds memory
+SECONDS_OF_PROGRESS = 10.0  # between lines of progress
 
 
-def write_logprobs(options: argparse.Namespace) -> None:
-    """Write the log-probs of `options.input` to `options.output`. Collective; rank 0 reads and writes.
+def score(options: argparse.Namespace) -> None:
+    """Write the scores of `options.input` to `options.output`. Collective; rank 0 reads and writes.
 
     The options were checked by `roll-opd score`.
     """
@@ -37,21 +39,55 @@ def write_logprobs(options: argparse.Namespace) -> None:
         devices=tuple(range(layout.world_size)),
         layout=layout,
         forward_limits=MicroBatchLimits(tokens=options.max_tokens_per_microbatch),
+        vocab_size=options.vocab_size,
     )
     engine = MegatronEngine(plan, seed=0)
+    if options.teacher_file:
+        write_teacher_file(engine, options)
+    else:
+        write_logprobs(engine, options)
+    parallel.shutdown()
+
+
+def write_teacher_file(engine: MegatronEngine, options: argparse.Namespace) -> None:
+    """Write a parquet file of log-probs and top-k; skip the parts of an interrupted scoring. Collective."""
+    output, is_first = Path(options.output), dist.get_rank() == 0
+    request = TargetRequest(topk=options.topk, vocab_size=options.vocab_size)
+    start, totals, shown = time.monotonic(), _Totals(), 0.0
+    with _opened(options.input if is_first else os.devnull) as lines:
+        writer = TeacherWriter(output, **options.teacher_file) if is_first else None
+        parts = writer.missing(_parsed(lines)) if writer else iter(())
+        while part := _broadcast(next(parts, None)):
+            number, rows = part
+            scores = _compute(engine, rows, options.temperature, request)
+            if writer is None:
+                continue
+            writer.write(number, rows, scores)
+            for found in scores:
+                totals.add(found["logprobs"])
+            if time.monotonic() - shown > SECONDS_OF_PROGRESS:
+                shown = time.monotonic()
+                echo(f"scored {totals.rows:,} rows, {totals.tokens:,} tokens, {shown - start:.0f} s")
+    if writer:
+        writer.finish()
+        echo(totals.summary(time.monotonic() - start, output))
+
+
+def write_logprobs(engine: MegatronEngine, options: argparse.Namespace) -> None:
+    """Write a JSONL file of log-probs. Collective."""
     output = Path(options.output)
     partial = output.with_name(f".{output.name}.partial")
     first = dist.get_rank() == 0
     start, totals = time.monotonic(), _Totals()
     with _opened(options.input if first else os.devnull) as rows, _opened(partial if first else os.devnull, "w") as out:
         while batch := _broadcast(list(islice(_parsed(rows), ROWS_AT_A_TIME))):
-            for row, logprobs in zip(batch, _compute_logprobs(engine, batch, options.temperature), strict=True):
+            for row, scores in zip(batch, _compute(engine, batch, options.temperature, TargetRequest()), strict=True):
+                logprobs = scores["logprobs"]
                 totals.add(logprobs)
                 out.write(json.dumps({"id": row["id"], "logprobs": [float(value) for value in logprobs]}) + "\n")
     if first:
         partial.replace(output)
         echo(totals.summary(time.monotonic() - start, output))
-    parallel.shutdown()
 
 
 class _Totals:
@@ -80,21 +116,26 @@ def _opened(path: str | Path, mode: str = "r") -> IO[str]:
     return open(path, mode, encoding="utf-8")
 
 
-def _broadcast(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+T = TypeVar("T")
+
+
+def _broadcast(rows: T) -> T:
     """Broadcast the rows of rank 0, the only one that reads the file."""
     box = [rows]
     dist.broadcast_object_list(box)
     return box[0]
 
 
-def _compute_logprobs(engine: MegatronEngine, rows: Sequence[dict[str, Any]], temperature: float) -> list[np.ndarray]:
-    """Return the log-probs of all rows, in order, on every rank."""
+def _compute(
+    engine: MegatronEngine, rows: Sequence[dict[str, Any]], temperature: float, request: TargetRequest
+) -> list[dict[str, np.ndarray]]:
+    """Return the arrays of all rows, in order, on every rank."""
     sequences = [(np.array(row["tokens"], dtype=np.int64), row["prompt_length"]) for row in rows]
     shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, engine.compute_logprobs(sequences, temperature))
+    dist.all_gather_object(shares, engine.compute_targets(sequences, temperature, request))
     merged = {number: values for share in shares if share for number, values in share.items()}
     return [merged[number] for number in range(len(rows))]
 
 
 if __name__ == "__main__":
-    write_logprobs(argparse.Namespace(**json.loads(sys.argv[1])))
+    score(argparse.Namespace(**json.loads(sys.argv[1])))

@@ -139,6 +139,20 @@ def tokens_by_id(path: Path) -> dict[int, str] | None:
     return tokens
 
 
+def vocabulary_fingerprint(path: Path) -> str:
+    """Return a digest of the tokens of a model directory by id, 16 hexadecimal digits; "" without a known format.
+
+    Equal fingerprints mean that every id is the same token. Padding rows and templates do not count.
+    """
+    tokens = tokens_by_id(path)
+    if tokens is None:
+        return ""
+    state = hashlib.sha256()
+    for number in sorted(tokens):
+        state.update(f"{number}\0{tokens[number]}\0".encode("utf-8", "surrogatepass"))
+    return state.hexdigest()[:16]
+
+
 def _pipeline_differences(mine: dict[str, Any], theirs: dict[str, Any], name: str) -> list[str]:
     """Return the differences in the steps of tokenization."""
     found = [f"{step} differs" for step in PIPELINE if mine.get(step) != theirs.get(step)]

@@ -16,7 +16,7 @@ from roll_opd.base.failures import ConfigError
 from roll_opd.base.optional_torch_packages import broken_companions, hide
 from roll_opd.base.terminal import echo, warn
 from roll_opd.cluster.forkserver import forkserver_start
-from roll_opd.config.plan import DataPlan, LoraPlan, RunPlan, TrainPlan
+from roll_opd.config.plan import DataPlan, FilePlan, LoraPlan, RunPlan, TrainPlan
 from roll_opd.data.data_checks import check_coverage, overlap_warning, unused_warnings
 from roll_opd.data.dataset import Prompt, PromptSet, open_prompts
 from roll_opd.data.files import whole_steps
@@ -29,9 +29,12 @@ from roll_opd.data.prompt_source import (
     rules_of,
 )
 from roll_opd.data.rows import DataError
+from roll_opd.data.teacher_files import ScoredSet, open_teacher_files
+from roll_opd.data.teacher_scores import Expected
 from roll_opd.data.templates import load_tokenizer, set_date, writes_date
 from roll_opd.models.adapter_files import read_adapter
 from roll_opd.models.model_info import read_model
+from roll_opd.models.tokenizer_files import vocabulary_fingerprint
 from roll_opd.models.weight_files import lost_weights
 from roll_opd.pipelines import history
 from roll_opd.pipelines.check_user_code import check_user_code
@@ -236,6 +239,8 @@ def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[TaskS
         validated = plan.validation.data if plan.validation else None
         tasks = held_out_tasks(validated.environments, validated.limit or 0) if validated else []
         return EnvironmentSource(plan.data.environments, plan.seed, rules_of(plan)), tasks
+    if plan.teachers and isinstance(source := plan.teachers[0].source, FilePlan):
+        return _open_scored(plan, source, tokenizer)
     data_sets = {
         "training": plan.data,
         **({"validation": plan.validation.data} if plan.validation else {}),
@@ -268,6 +273,31 @@ def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[TaskS
     if plan.demonstrations:
         return MixedSource(training, prompts["demonstrations"], plan.seed), held_out
     return PromptSource(training, plan.seed), held_out
+
+
+def _open_scored(
+    plan: RunPlan, source: FilePlan, tokenizer: PreTrainedTokenizerBase
+) -> tuple[TaskSource, list[Prompt]]:
+    """Open training and held-out teacher files."""
+    training = _scored(plan, plan.data, source, tokenizer)
+    if warning := miscounted(plan, len(training)):
+        warn(warning)
+    held_out = _scored(plan, plan.validation.data, source, tokenizer).all() if plan.validation else []
+    return PromptSource(training, plan.seed), held_out
+
+
+def _scored(plan: RunPlan, data: DataPlan, source: FilePlan, tokenizer: PreTrainedTokenizerBase) -> ScoredSet:
+    """Open and check teacher files; DataError names the rows that cannot be used."""
+    student, objective = Path(plan.student.model.path), plan.objective
+    expected = Expected(
+        vocab_size=read_model(student).vocab,
+        tokenizer=vocabulary_fingerprint(student),
+        teacher=source.teacher or "",
+        topk=objective.opd_topk if objective.opd_objective == "topk" else None,
+    )
+    rows, report = open_teacher_files(data, tokenizer, expected, source.compression)
+    echo(report.summary())
+    return rows
 
 
 def _tagged(plan: RunPlan) -> dict[str, tuple[str, ...] | None]:

@@ -19,6 +19,7 @@ from roll_opd.cluster.group import ActorGroup, FrozenGroup, WithoutAdapter, Work
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import (
     AuxiliaryPlan,
+    FilePlan,
     FollowingPlan,
     HttpPlan,
     MegatronPlan,
@@ -67,9 +68,11 @@ async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
 
     def teacher_scorer(teacher: TeacherPlan) -> TeacherScorer:
         source = teacher.source
+        assert not isinstance(source, FilePlan)
         return http_scorer(plan, teacher, source) if isinstance(source, HttpPlan) else scorer(source)
 
-    teachers = tuple(Teacher(one, teacher_scorer(one), SameTokens(one.name)) for one in plan.teachers)
+    live = [one for one in plan.teachers if not isinstance(one.source, FilePlan)]  # files have no scorer
+    teachers = tuple(Teacher(one, teacher_scorer(one), SameTokens(one.name)) for one in live)
     reference = scorer(plan.reference) if plan.reference else None
     critic = None
     if plan.critic:

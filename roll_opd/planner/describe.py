@@ -4,7 +4,16 @@ from dataclasses import asdict
 from typing import Any
 
 from roll_opd.base.frozen import thaw
-from roll_opd.config.plan import FollowingPlan, HttpPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan, TrainPlan
+from roll_opd.config.plan import (
+    FilePlan,
+    FollowingPlan,
+    HttpPlan,
+    RewardPlan,
+    RolloutPlan,
+    RunPlan,
+    TeacherPlan,
+    TrainPlan,
+)
 from roll_opd.config.schema import FollowKeys, HttpKeys, shared
 from roll_opd.models.memory import device_memory, fullest
 from roll_opd.tracking.secrets import without_secrets
@@ -67,16 +76,21 @@ def _roles(plan: RunPlan) -> dict[str, dict[str, Any]]:
         }
     for teacher in plan.teachers:
         if isinstance(teacher.source, HttpPlan):
-            roles[teacher.source.name] = _remote(teacher, teacher.source)
+            also = {"http": thaw(shared(HttpKeys, teacher.source))}
+            roles[teacher.source.name] = (
+                _elsewhere(teacher, f"http, {teacher.source.server}", teacher.source.location) | also
+            )
+        elif isinstance(teacher.source, FilePlan):
+            roles[teacher.source.name] = _elsewhere(teacher, "files", ", ".join(teacher.source.files))
     return roles
 
 
-def _remote(teacher: TeacherPlan, source: HttpPlan) -> dict[str, Any]:
-    """Return a teacher behind a server, with the entries of the other roles and `http`."""
+def _elsewhere(teacher: TeacherPlan, strategy: str, model: str) -> dict[str, Any]:
+    """Return a teacher without devices, with the entries of the other roles."""
     return {
-        "strategy": f"http, {source.server}",
+        "strategy": strategy,
         **dict.fromkeys(SIZES, ""),
-        "model": source.location,
+        "model": model,
         "dtype": "",
         "devices": [],
         "tags": list(teacher.tags) if teacher.tags is not None else None,
@@ -85,7 +99,6 @@ def _remote(teacher: TeacherPlan, source: HttpPlan) -> dict[str, Any]:
         **dict.fromkeys(("follows_student", "optimizer", "lora")),
         "memory_bytes_per_rank": 0,
         "memory_bytes_of_stages": [],
-        "http": thaw(shared(HttpKeys, source)),
     }
 
 

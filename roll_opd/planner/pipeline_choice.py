@@ -16,7 +16,7 @@ from roll_opd.base.failures import ConfigError
 from roll_opd.base.paths import PathError, regular_file
 from roll_opd.base.user_modules import users_module
 from roll_opd.config.diagnostics import Diagnostics
-from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, SUPERVISED, Supervised
+from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, SUPERVISED, OfflineDistill, Supervised
 from roll_opd.config.yaml_files import LOADER, MAX_BYTES, check_file
 from roll_opd.models.model_info import ModelFilesError, find_model, is_vision_config, read_json
 from roll_opd.planner import environment_sections
@@ -28,6 +28,7 @@ LAUNCHERS = {
     "agentic": ("learning in environments", "start_agentic_pipeline.py"),
     "sft": ("supervised fine-tuning", "start_sft_pipeline.py"),
     "dpo": ("direct preference optimization", "start_dpo_pipeline.py"),
+    "offline_distill": ("distillation from teacher files", "start_offline_distill_pipeline.py"),
 }
 # a file with one of these sections and none of our roles is Trinity-RFT's
 TRINITY_SECTIONS = frozenset(
@@ -99,6 +100,8 @@ def _pipeline_of(values: Mapping[str, Any]) -> tuple[str, str] | None:
             return name, keys.role
     engine = next((role for role in (PURE_ROLES[1], MIXED_ROLES[1]) if role in values), None)
     if engine is None:
+        if has_files(values.get("teacher")):
+            return OfflineDistill.pipeline, "teacher.files"
         for name, keys in SUPERVISED.items():
             if values.get("algorithm_type") == keys.algorithm:
                 return name, "algorithm_type"
@@ -116,6 +119,11 @@ def _pipeline_of(values: Mapping[str, Any]) -> tuple[str, str] | None:
     if pure and values.get("is_pure_opd") is None:
         return "distill", pure
     return ("rlvr", engine) if engine and not values.get("teacher") else None
+
+
+def has_files(teacher: Any) -> bool:
+    """Whether a `teacher` section is one of files."""
+    return isinstance(teacher, Mapping) and "files" in teacher
 
 
 def _wrong_pipeline(values: Mapping[str, Any], requested: str, diag: Diagnostics) -> str | None:

@@ -1,7 +1,7 @@
 """Text of a `RunPlan` for people, as `roll-opd plan` prints it."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
@@ -204,6 +204,9 @@ def _objective_lines(plan: RunPlan) -> list[str]:
             *_ahead_lines(plan),
             *(_other_lines(plan.critic, CriticKeys) if plan.critic else []),
         ]
+    elif plan.teachers:
+        taught = [f"advantage = {_advantage(plan)}", *lines]
+        lines = taught if objective.opd_objective == "sampled" else _offline_lines(plan, lines)
     lines.append(_optimizer(plan.student))
     if lora := plan.student.lora:
         lines.append(f"LoRA: {_settings({name: value for name, value in asdict(lora).items() if value})}")
@@ -224,6 +227,12 @@ def _ahead_lines(plan: RunPlan) -> list[str]:
     ]
 
 
+def _offline_lines(plan: RunPlan, lines: Sequence[str]) -> list[str]:
+    """Return the loss of given answers with a teacher's top-k: the likelihood of the answers, if any, and the term."""
+    weight = plan.objective.rl_loss_coef
+    return [*(f"{weight:g} * {line}" for line in lines if weight), *_distillation_lines(plan)]
+
+
 def _optimizer(learner: TrainPlan) -> str:
     args = learner.optimizer
     return (
@@ -238,7 +247,7 @@ def _advantage(plan: RunPlan) -> str:
     taught = plan.advantage_teachers
     teachers = " ".join(f"- {teacher.opd_kl_coef:g} * reverse_kl({teacher.name})" for teacher in taught)
     clip = f", clipped to +-{objective.advantage_clip:g}" if objective.advantage_clip else ""
-    if plan.mode == "pure":
+    if plan.mode == "pure" or plan.rollout is None:
         return teachers + clip if teachers else "0 (the teacher's part is in the loss)"
     names = {"group": "tag"} if objective.reward_groups == "tag" else {}
     mean, std = (names.get(level or "", level) for level in (objective.norm_mean_type, objective.norm_std_type))

@@ -44,6 +44,13 @@ AUXILIARY = "auxiliary_models"
 LOCAL_JUDGE = "inference"  # `judge_model_type` of a judge with local engines
 SHARED_JUDGE = "cluster"  # ... of a judge with the engine in section `reward_model`
 SAME_WORD = 0.85  # similarity of a misspelt key among user-chosen names, which may be similar by chance
+FRESH_SAMPLES = (
+    "a teacher file has scores of its own answers only, and this run distils on fresh samples of the student"
+)
+INSTEAD_OF_FILES = (
+    "name the teacher's model in model_args.model_name_or_path, or remove student_infer (actor_infer) to train on the"
+    " file's answers (pipeline offline_distill)"
+)
 ENGINE_KEYS = (
     *("model_args", "strategy_args", "generating_args", "device_mapping", "system_envs", "training_args"),
     "num_gpus_per_worker",
@@ -138,6 +145,13 @@ def _variables(
 def _read_teachers(value: Any, sections: Sections, diag: Diagnostics) -> None:
     """Read the teachers; a section with a worker's keys is the single teacher "teacher"."""
     mapping = _mapping(value, "teacher", diag)
+    of_files = [name for name, data in mapping.items() if isinstance(data, dict) and "files" in data]
+    if "files" in mapping or of_files:
+        for name in of_files or [""]:
+            place = diag.below(f"teacher.{name}".rstrip("."))
+            place.error("files", f"{FRESH_SAMPLES}; {INSTEAD_OF_FILES}")
+            sections.teachers[str(name) or "teacher"] = None
+        return
     keys = {*keys_of(TeacherWorker), *other_names(TeacherWorker), *Worker.ignored}
     # `model_arg:` is a misspelt key of the single teacher, not a teacher of that name
     misspelt = any(nearest(str(key), keys, SAME_WORD) for key, data in mapping.items() if not is_worker(data, keys))

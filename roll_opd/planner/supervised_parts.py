@@ -6,11 +6,11 @@ from typing import Any
 from roll_opd.algorithms.registry import POLICY_LOSSES, AlgorithmError
 from roll_opd.algorithms.table import KL_LOSS_COEF, algorithm, loss_facts
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.config.plan import DataPlan, ObjectivePlan, ValidationPlan
-from roll_opd.config.schema import EpochArgs, Supervised, keys_of
+from roll_opd.config.plan import DataPlan, ObjectivePlan, TeacherPlan, ValidationPlan
+from roll_opd.config.schema import EpochArgs, OfflineDistill, Supervised, keys_of
 from roll_opd.data.files import count_rows, whole_steps
 from roll_opd.data.rows import DataError
-from roll_opd.planner import check_devices, check_values, parts, row_plans
+from roll_opd.planner import check_devices, check_values, offline_parts, parts, row_plans
 from roll_opd.planner.read import Sections
 from roll_opd.planner.role_reader import Role, Roles
 
@@ -25,6 +25,7 @@ class SupervisedParts:
     data: DataPlan | None
     held_out: DataPlan | None
     objective: ObjectivePlan
+    teachers: tuple[TeacherPlan, ...] = ()
 
     @property
     def validates(self) -> bool:
@@ -43,7 +44,7 @@ class SupervisedParts:
         steps, epochs = _steps(top, train, data, rows)
         if top.diag.problems or data is None:
             return None
-        own = sorted(keys_of(type(top)).keys() - keys_of(Supervised))
+        own = sorted(keys_of(type(top)).keys() - keys_of(Supervised) - offline_parts.PLANNED)
         return {
             "mode": top.pipeline,
             "pipeline": top.pipeline,
@@ -54,6 +55,8 @@ class SupervisedParts:
             "student": parts.train_plan(train, top, update * top.answers, steps * (rows // update), top.answers),
             "data": data,
             "objective": self.objective,
+            "teachers": self.teachers,
+            "teacher_preflight": getattr(top, "teacher_preflight", True),
             "reference": parts.megatron_plan(roles.reference, top, train) if roles.reference else None,
             "epochs": epochs,
             "validation": ValidationPlan(self.held_out) if self.held_out else None,
@@ -69,6 +72,9 @@ def read(sections: Sections, roles: Roles) -> SupervisedParts | None:
     check_devices.check_devices(roles.placed(), top)
     length = top.sequence_length
     check_values.check_positions(top, roles.all(), length, str(length), "sequence_length")
+    if isinstance(top, OfflineDistill):
+        found = offline_parts.read(top, train)
+        return SupervisedParts(top, roles, train, found.data, found.held_out, found.objective, found.teachers)
     args, held_out = train.worker.data_args, None
     data = row_plans.read_answers(args, top, top, length, "sequence_length", top.schema)
     if top.validation is not None:

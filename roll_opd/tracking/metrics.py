@@ -97,6 +97,11 @@ def opd_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
     return metrics
 
 
+def distillation_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
+    """Return the metrics `opd/*` of samples that may have no rollout; empty without a teacher's log-probs."""
+    return _distillation([pair for experience in experiences for pair in _scored(experience)])
+
+
 def _scored(experience: Sample) -> Iterable[_Scored]:
     student = experience.old_logprobs if experience.old_logprobs is not None else experience.rollout_logprobs
     for teacher, logprobs in experience.teacher_logprobs.items():

@@ -51,7 +51,7 @@ def test_subcommands_and_options_are_read_from_the_words(words: str, asked: tupl
 
 
 def test_every_pipeline_is_named(tmp_path: Path) -> None:
-    names = ["distill", "rlvr", "agentic", "sft", "dpo"]
+    names = ["distill", "rlvr", "agentic", "sft", "dpo", "offline_distill"]
     command_line.add_config_arguments(parser := argparse.ArgumentParser())
     assert parser.usage.count(f"[{'|'.join(names)}|MODULE]") == 2
     page = (Path(__file__).parents[2] / "docs/cli.md").read_text(encoding="utf-8")

@@ -14,6 +14,7 @@ import megatron_layouts as layouts
 import megatron_models as models
 import megatron_reference as reference
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -62,6 +63,39 @@ def test_scores_equal_hugging_face(tmp_path: Path) -> None:
         assert len(row["logprobs"]) == len(wanted)
         np.testing.assert_allclose(row["logprobs"], wanted, rtol=0, atol=1e-5)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
+
+
+@pytest.mark.nightly
+def test_a_teacher_file_has_hugging_faces_topk(tmp_path: Path) -> None:
+    """Over two ranks, of token rows; and of rows with answers, whose tokens are those of SFT."""
+    sequences = data.demo_sequences()
+    rows: list[Any] = [
+        {"id": number, "tokens": tokens.tolist(), "prompt_length": prompt}
+        for number, (tokens, prompt) in enumerate(sequences)
+    ]
+    source, target = write(tmp_path / "rows.jsonl", rows), tmp_path / "out.parquet"
+    options = ["--tp", "2", "--topk", "5", "--name", "large", "--max-tokens-per-microbatch", "90"]
+    done = score("--model", str(MODEL), "--input", str(source), "--output", str(target), *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out.parquet", "rows.jsonl"]
+    network = models.load(MODEL)
+    for row, (tokens, prompt) in zip(pq.read_table(target).to_pylist(), sequences, strict=True):
+        with torch.no_grad():
+            logits = network(torch.from_numpy(tokens)[None]).logits[0, prompt - 1 : -1].double()
+        best = logits.log_softmax(-1).topk(5)
+        np.testing.assert_allclose(row["teacher_topk_logprobs"], best.values, rtol=0, atol=1e-5)
+        rest = torch.log1p(-best.values.exp().sum(-1))
+        np.testing.assert_allclose(np.exp(row["teacher_topk_rest"]), rest.exp(), rtol=0, atol=1e-5)
+        assert row["prompt_ids"] + row["response_ids"] == tokens.tolist() and row["teacher"] == "large"
+        np.testing.assert_allclose(
+            row["teacher_logprobs"], reference.token_logprobs(network, tokens, prompt, 1.0).detach(), atol=1e-5
+        )
+    answered = layouts.DEMO.parent / "data/sft_val.jsonl"
+    done = score("--model", str(MODEL), "--input", str(answered), "--output", str(target), "--topk", "5")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert pq.read_metadata(target).num_rows == 100
+    refused = score("--model", str(MODEL), "--input", str(source), "--output", str(tmp_path / "a.jsonl"), "--topk", "5")
+    assert refused.returncode == 2 and "--topk: is written into parquet only" in refused.stderr
 
 
 @pytest.mark.nightly  # two launches of half a minute; the layouts themselves are tested in the engine

@@ -77,6 +77,7 @@ from roll_opd.config.schema.supervised_keys import (
     Supervised,
     SupervisedWorker,
 )
+from roll_opd.config.schema.teacher_file_keys import FileTeacher, OfflineDistill
 from roll_opd.config.schema.worker_keys import (
     MIXED_ROLES,
     PURE_ROLES,

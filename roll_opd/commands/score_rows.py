@@ -1,0 +1,79 @@
+"""Rows of `roll-opd score`: rows of tokens, or rows with answers, tokenised here; and the facts of a teacher file."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from roll_opd.config.plan import DataPlan
+from roll_opd.models.model_info import find_model, read_model
+from roll_opd.models.tokenizer_files import vocabulary_fingerprint
+
+PARQUET = ".parquet"
+
+
+@contextmanager
+def tokenised(options: argparse.Namespace) -> Iterator[Path]:
+    """Yield the file of token rows: the input itself, or a temporary file of its rows with answers, tokenised.
+
+    DataError for rows that cannot be used.
+    """
+    source = Path(options.input)
+    if has_tokens(source):
+        yield source
+        return
+    from roll_opd.data.dataset import open_prompts  # and transformers
+    from roll_opd.data.templates import load_tokenizer
+
+    model = read_model(find_model(options.model))
+    rows, _ = open_prompts(
+        DataPlan((str(source),), model.max_positions, schema="sft", length_key="max_position_embeddings"),
+        load_tokenizer(str(model.path)),
+    )
+    file = Path(options.output).with_name(f".{Path(options.output).name}.tokens.jsonl")
+    try:
+        with file.open("w", encoding="utf-8") as out:
+            for number in range(len(rows)):
+                (row,) = rows.read([number])
+                tokens = [*row.tokens.tolist(), *row.answers[0].tolist()]
+                out.write(json.dumps({"id": row.id, "tokens": tokens, "prompt_length": len(row.tokens)}) + "\n")
+        yield file
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def has_tokens(path: Path) -> bool:
+    """Whether the first row of a file has tokens; a row that cannot be decoded counts, for its own message."""
+    if path.suffix == PARQUET:
+        return False
+    try:
+        with path.open(encoding="utf-8") as lines:
+            first = next((line for line in lines if line.strip()), "{}")
+        row = json.loads(first)
+    except (OSError, ValueError, RecursionError):
+        return True
+    answers = {"messages", "conversations", "prompt", "instruction"}
+    return not isinstance(row, dict) or "tokens" in row or answers.isdisjoint(row)
+
+
+def teacher_file(options: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the arguments of `TeacherWriter` besides the output; None for a JSONL file of log-probs."""
+    if not options.output.endswith(PARQUET):
+        return None
+    from roll_opd.data.teacher_writer import digest_of
+
+    model = read_model(find_model(options.model))
+    facts = {
+        "teacher": options.name or model.path.name,
+        "tokenizer": vocabulary_fingerprint(model.path),
+        "temperature": options.temperature,
+    }
+    settings = {
+        "model": str(model.path),
+        "dtype": options.dtype,
+        "input": digest_of(Path(options.input)),
+    }
+    vocabulary = min(options.vocab_size or model.vocab, model.vocab)
+    return {"facts": facts, "topk": options.topk, "vocab_size": vocabulary, "settings": settings}

@@ -1,0 +1,203 @@
+"""Teacher files as a data set: answers with a teacher's scores, checked in one pass and read when they are drawn.
+
+Only the places of the rows are in memory. Reading a row decodes its row group; those of `roll-opd score` have
+`ROWS_OF_A_GROUP` rows.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.plan import DataPlan, StreamPlan
+from roll_opd.data.data_report import WHOLE_TOO_LONG, DataReport, FileReport
+from roll_opd.data.dataset import DEFAULT_STREAM, Prompt, check_report
+from roll_opd.data.rows import BadRow, DataError
+from roll_opd.data.teacher_formats import INCONSISTENT, VOCABULARY_KEY, FileFormat, lists, packing_of, recognised
+from roll_opd.data.teacher_scores import Expected, TeacherScores, problem
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from transformers import PreTrainedTokenizerBase
+
+ROWS_OF_A_GROUP = 64
+GROUPS_IN_MEMORY = 4
+SCHEMA = "scored"  # of `DataPlan`: the rows of teacher files
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A row: number of the file, of the row group, in the group, and a digest of its content."""
+
+    file: int
+    group: int
+    row: int
+    digest: bytes
+
+
+class TeacherFile:
+    """A parquet file of scored answers; DataError where it cannot be read or has another format."""
+
+    def __init__(self, path: Path, tokenizer: "PreTrainedTokenizerBase", packing: str | None = None) -> None:
+        self.path = path
+        with self._opened() as file:
+            schema, self.groups = file.schema_arrow, file.num_row_groups
+            self.rows = file.metadata.num_rows
+        self.format: FileFormat = recognised(path, schema, tokenizer, packing)
+        self._has_ids = "id" in schema.names
+        self._read: OrderedDict[int, list[tuple[str, TeacherScores | BadRow]]] = OrderedDict()
+
+    def group(self, number: int) -> list[tuple[str, TeacherScores | BadRow]]:
+        """Return the id ("" without a column `id`) and the content of each row of a row group."""
+        if number not in self._read:
+            while len(self._read) >= GROUPS_IN_MEMORY:
+                self._read.popitem(last=False)
+            columns = [*self.format.columns, *(["id"] if self._has_ids else [])]
+            with self._opened() as file:
+                table: pa.Table = file.read_row_group(number, columns=columns)
+            ids = [str(value) for value in table["id"].to_pylist()] if self._has_ids else [""] * table.num_rows
+            self._read[number] = list(zip(ids, self.format.decode(table), strict=True))
+        return self._read[number]
+
+    def _opened(self) -> Any:
+        return _opened(self.path)
+
+
+def _opened(path: Path) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a readable Parquet file: {error}") from error
+
+
+class ScoredSet:
+    """Scored answers, numbered from 0; made by `open_teacher_files`. Same methods as `PromptSet`."""
+
+    streams: tuple[StreamPlan, ...] = (DEFAULT_STREAM,)
+
+    def __init__(self, files: Sequence[TeacherFile], places: Sequence[_Place]) -> None:
+        self._files, self._places = files, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def members(self, stream: StreamPlan) -> np.ndarray:
+        """Return every number, int64."""
+        return np.arange(len(self), dtype=np.int64)
+
+    def read(self, numbers: Sequence[int]) -> list[Prompt]:
+        """Return the rows with these numbers, in order. DataError for a row that has changed since the start."""
+        found: dict[int, Prompt] = {}
+        for number in sorted(set(numbers), key=lambda number: (self._places[number].file, self._places[number].group)):
+            place = self._places[number]
+            file = self._files[place.file]
+            name, scores = file.group(place.group)[place.row]
+            if isinstance(scores, BadRow) or _digest(name, scores) != place.digest:
+                raise DataError(
+                    f"{file.path}: row {place.row + 1} of row group {place.group} has changed since the start of the"
+                    " run; restore the file and resume from the last checkpoint, or start a new run"
+                )
+            found[number] = Prompt(
+                id=name or f"{file.path.stem}/{place.group}/{place.row}",
+                index=number,
+                tag="",
+                tokens=scores.prompt_ids,
+                answers=(scores.response_ids,),
+                scores=scores,
+            )
+        return [found[number] for number in numbers]
+
+    def all(self) -> list[Prompt]:
+        """Return every row, in order; for held-out rows."""
+        return self.read(range(len(self)))
+
+    def fingerprint(self) -> list[dict[str, str | int]]:
+        """Return name, number of rows and digest of each file."""
+        found: list[dict[str, str | int]] = []
+        for number, file in enumerate(self._files):
+            own = [place.digest for place in self._places if place.file == number]
+            digest = blake2b(b"".join(own), digest_size=8).hexdigest()
+            found.append({"name": file.path.name, "prompts": len(own), "digest": digest})
+        return found
+
+
+def open_teacher_files(
+    plan: DataPlan, tokenizer: "PreTrainedTokenizerBase", expected: Expected, packing: str | None = None
+) -> tuple[ScoredSet, DataReport]:
+    """Check every row of `plan.files` in one pass; return the usable rows and a report.
+
+    `plan.on_bad_row` sets whether inconsistent rows are refused or dropped, `plan.on_long_prompt` the same for rows of
+    more than `plan.prompt_length` tokens. DataError on refusal, and without any usable row.
+    """
+    files = [TeacherFile(Path(name), tokenizer, packing) for name in plan.files]
+    places: list[_Place] = []
+    reports: list[FileReport] = []
+    longest = 0
+    for number, file in enumerate(files):
+        report = FileReport(str(file.path))
+        for place, name, scores in _rows(number, file):
+            if plan.limit is not None and sum(one.rows for one in (*reports, report)) >= plan.limit:
+                break
+            report.rows += 1
+            if isinstance(scores, BadRow):
+                report.add_bad(scores.args[0], report.rows, scores.args[1])
+                continue
+            tokens = len(scores.prompt_ids) + len(scores.response_ids)
+            longest = max(longest, tokens)
+            if why := problem(scores, expected):
+                report.add_bad(INCONSISTENT, report.rows, why)
+            elif tokens > plan.prompt_length:
+                report.add_bad(WHOLE_TOO_LONG, report.rows, f"{tokens} tokens")
+            else:
+                report.prompts += 1
+                places.append(replace(place, digest=_digest(name, scores)))
+        reports.append(report)
+    found = DataReport(tuple(reports), plan.length_key, plan.prompt_length, longest, streams=FrozenDict())
+    check_report(found, plan)
+    return ScoredSet(files, places), found
+
+
+def _rows(number: int, file: TeacherFile) -> Iterator[tuple[_Place, str, TeacherScores | BadRow]]:
+    for group in range(file.groups):
+        for row, (name, scores) in enumerate(file.group(group)):
+            yield _Place(number, group, row, b""), name, scores
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """Facts from the metadata and the first rows of teacher files."""
+
+    vocab_size: int | None  # least number of token ids over which log-probs are normalised; None: not recorded
+    topk: int | None  # tokens of the smallest top-k; None: no top-k
+
+
+def facts_of(files: Sequence[str], packing: str | None) -> FileFacts:
+    """Return the facts of teacher files, from little of each. DataError for an unreadable file."""
+    vocabularies, sizes = [], []
+    for name in files:
+        with _opened(Path(name)) as file:
+            schema = file.schema_arrow
+            if (value := (schema.metadata or {}).get(VOCABULARY_KEY)) is not None:
+                vocabularies.append(int(value))
+            if "bytepacked_indices" in schema.names:
+                sizes.append(packing_of(Path(name), packing).k)
+            elif "teacher_topk_ids" in schema.names:
+                first = next(file.iter_batches(1, columns=["teacher_topk_ids"]), None)
+                rows = lists(first["teacher_topk_ids"]) if first is not None else []
+                sizes += [row.shape[1] for row in rows if row is not None and row.ndim == 2]
+    return FileFacts(min(vocabularies, default=None), min(sizes, default=None))
+
+
+def _digest(name: str, scores: TeacherScores) -> bytes:
+    state = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8)
+    for values in (scores.prompt_ids, scores.response_ids, scores.logprobs, scores.topk_ids, scores.topk_logprobs):
+        state.update(b"-" if values is None else np.ascontiguousarray(values).tobytes())
+    return state.digest()

@@ -1,0 +1,111 @@
+"""Planning of distillation from teacher files: their rows, the teacher and the objective."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll_opd.algorithms.registry import POLICY_LOSSES
+from roll_opd.algorithms.table import DIVERGENCE_NAMES
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.plan import DataPlan, FilePlan, ObjectivePlan, TeacherPlan
+from roll_opd.config.schema import OfflineDistill, RowKeys, keys_of, shared
+from roll_opd.data.files import find_files
+from roll_opd.data.rows import DataError
+from roll_opd.data.teacher_files import SCHEMA, FileFacts, facts_of
+from roll_opd.planner.role_reader import Role
+
+PLANNED = frozenset(keys_of(OfflineDistill)) - {"sft_loss_coef"}  # keys that the plan has elsewhere
+TOPK_ONLY = ("opd_topk", "opd_divergence", "sft_loss_coef")
+SAMPLED_ONLY = ("opd_kl_discount", "advantage_clip")
+TEACHER = "teacher"  # name of the teacher in the plan, metrics and records
+
+
+@dataclass(frozen=True)
+class OfflineParts:
+    """Checked parts of a run on teacher files."""
+
+    data: DataPlan | None
+    held_out: DataPlan | None
+    objective: ObjectivePlan
+    teachers: tuple[TeacherPlan, ...]
+
+
+def read(top: OfflineDistill, train: Role) -> OfflineParts:
+    """Return the parts; problems go to the diagnostics of their keys."""
+    if train.worker.data_args.file_name:
+        train.worker.data_args.diag.error("file_name", "has no effect: the rows are those of teacher.files; remove it")
+    if top.algorithm_type:
+        top.diag.error("algorithm_type", f"{top.algorithm_type} has no effect: opd_objective sets the loss; remove it")
+    files = _files(top.teacher.files, top.teacher.diag, "files")
+    facts = FileFacts(None, None)
+    data = held_out = None
+    if files:
+        with top.teacher.diag.catching("files", DataError):
+            facts = facts_of(files, top.teacher.compression)
+        data = _rows(top, files)
+    elif not top.teacher.files:
+        top.teacher.diag.error("files", "is missing; name the parquet files of `roll-opd score --topk`")
+    if top.validation is not None:
+        args = top.validation.data_args
+        if not args.file_name:
+            args.diag.error("file_name", "is missing; name a teacher file with held-out rows")
+        elif found := _files(args.file_name, args.diag, "file_name"):
+            held_out = _rows(top, found)
+    objective = _objective(top, train, facts)
+    own = top.teacher
+    source = FilePlan(TEACHER, tuple(files), own.compression, own.name, own.sft_teacher)
+    return OfflineParts(data, held_out, objective, (TeacherPlan(TEACHER, source, own.opd_kl_coef),))
+
+
+def _files(names: Sequence[str], diag: Diagnostics, key: str) -> list[str]:
+    found: list[Path] = []
+    for name in names:
+        with diag.catching(key, DataError):
+            found += find_files(name, None)
+    return list(map(str, found))
+
+
+def _rows(top: OfflineDistill, files: Sequence[str]) -> DataPlan:
+    length = top.sequence_length
+    return DataPlan(tuple(files), length, schema=SCHEMA, length_key="sequence_length", **shared(RowKeys, top))
+
+
+def _objective(top: OfflineDistill, train: Role, facts: FileFacts) -> ObjectivePlan:
+    is_topk = top.opd_objective == "topk"
+    for key in SAMPLED_ONLY if is_topk else TOPK_ONLY:
+        if key in top.written:
+            top.diag.note(key, f"has no effect with opd_objective: {top.opd_objective}")
+    top.diag.is_one_of("opd_divergence", top.opd_divergence, DIVERGENCE_NAMES)
+    common: dict[str, Any] = {
+        "gamma": 0.0,
+        "loss_agg_mode": top.loss_agg_mode or "token-mean",
+        "loss_normaliser": float(top.sequence_length),
+        "opd_objective": top.opd_objective,
+    }
+    if not is_topk:
+        return ObjectivePlan(
+            **common,
+            policy_loss=POLICY_LOSSES.located("importance_sampling"),
+            opd_kl_discount=top.opd_kl_discount,
+            advantage_clip=top.advantage_clip,
+        )
+    if top.opd_topk and facts.topk and top.opd_topk > facts.topk:
+        top.diag.error("opd_topk", f"{top.opd_topk} is more than the {facts.topk} tokens in the files; lower it")
+    student = train.info.vocab if train.info else 0
+    if facts.vocab_size and student and facts.vocab_size > student:
+        top.teacher.diag.note(
+            "files",
+            f"their log-probs are normalised over {facts.vocab_size} token ids, and the student has {student}; score"
+            f" with --vocab-size {student}",
+        )
+    return ObjectivePlan(
+        **common,
+        policy_loss=POLICY_LOSSES.located("sft"),
+        rl_loss_coef=top.sft_loss_coef,
+        opd_divergence=top.opd_divergence,
+        opd_topk=top.opd_topk or facts.topk or 1,  # 1: the rows have no top-k, and each is refused
+        opd_jsd_beta=top.opd_jsd_beta,
+        opd_skew_alpha=top.opd_skew_alpha,
+        opd_vocab_size=min(facts.vocab_size or student, student) or None,
+    )

@@ -1,0 +1,111 @@
+"""Checks of a teacher file before the first update: its teacher, and its log-probs next to those of the student.
+
+The rows were checked one by one when the files were opened (`data.teacher_scores`). These checks find faults that no
+row shows: another model's answers, log-probs of a shifted token, a teacher other than that of the fine-tuning.
+
+Legend: N tokens of all answers.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from roll_opd.config.plan import FilePlan, ObjectivePlan
+from roll_opd.data.dataset import Prompt
+from roll_opd.teachers.teacher_checks import Check, Verdict
+
+SHIFTS = (-1, 0, 1)  # tokens by which the file's log-probs may be misplaced
+FEW_TOKENS = 64  # a correlation over fewer is mostly noise
+CLEAR = 0.2  # by which another shift's correlation must be higher
+FAR = 3.0  # nats a token between student and teacher on answers that the student should have sampled
+COVERED = 0.5  # least mean probability of a top-k
+
+
+def file_checks(
+    rows: Sequence[Prompt], student_logprobs: Sequence[np.ndarray], source: FilePlan, objective: ObjectivePlan
+) -> list[Check]:
+    """Return the rows of the preflight's table. `student_logprobs`: f32 [T-P] of each row's answer."""
+    found = [_origin(rows), _consistency(rows, source, objective)]
+    scored = [(row.scores.logprobs, own) for row, own in zip(rows, student_logprobs, strict=True) if row.scores]
+    pairs = [(teacher, own) for teacher, own in scored if teacher is not None]
+    if pairs:
+        found += [_alignment(pairs), _distance(pairs, objective)]
+    topk = [row.scores.topk_logprobs for row in rows if row.scores and row.scores.topk_logprobs is not None]
+    if topk and objective.opd_objective == "topk":
+        found.append(_coverage(topk, objective.opd_topk))
+    return found
+
+
+def _origin(rows: Sequence[Prompt]) -> Check:
+    names = Counter(row.scores.teacher or "not recorded" for row in rows if row.scores)
+    known = all(row.scores and row.scores.tokenizer for row in rows)
+    value = ", ".join(f"{name} ({count} rows)" for name, count in names.items())
+    if len(names) > 1:
+        return Check(
+            "teacher", value, "warning", "the first rows have several teachers; the student gets their mixture"
+        )
+    if not known:
+        meaning = "the file does not record its tokenizer and temperature: only ids, texts and sums were compared"
+        return Check("teacher", value, "warning", meaning)
+    return Check("teacher", value, "ok", "one teacher, with the student's tokenizer, at the run's temperature")
+
+
+def _consistency(rows: Sequence[Prompt], source: FilePlan, objective: ObjectivePlan) -> Check:
+    """Compare the teacher of the file with that of the student's fine-tuning (arXiv 2604.13010)."""
+    name = "teacher consistency"
+    if objective.opd_objective == "topk":
+        return Check(name, "not needed", "ok", "a divergence on given answers needs no earlier fine-tuning")
+    teachers = sorted({row.scores.teacher for row in rows if row.scores} - {""})
+    if source.sft_teacher is None:
+        meaning = (
+            "sampled distillation from a file is sound only if the student was fine-tuned on this teacher's answers;"
+            " name that teacher in teacher.sft_teacher"
+        )
+        return Check(name, "teacher of the fine-tuning unknown", "warning", meaning)
+    value = f"{', '.join(teachers) or 'not recorded'}; fine-tuned on {source.sft_teacher}"
+    if not teachers:
+        return Check(name, value, "warning", "the file does not record its teacher, so nothing was compared")
+    if teachers != [source.sft_teacher]:
+        meaning = "the student was fine-tuned on another teacher's answers: score its answers with that teacher"
+        return Check(name, value, "failed", meaning)
+    return Check(name, value, "ok", "the same teacher in fine-tuning and distillation")
+
+
+def _alignment(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Check:
+    """Correlate the teacher's log-probs with the student's, shifted by a token to either side."""
+    by_shift = {shift: _correlation(pairs, shift) for shift in SHIFTS}
+    value = ", ".join(f"{shift:+d}: {found:.2f}" for shift, found in by_shift.items())
+    best = max(by_shift, key=lambda shift: by_shift[shift])
+    tokens = sum(len(own) for _, own in pairs)
+    if best and tokens >= FEW_TOKENS and by_shift[best] > by_shift[0] + CLEAR:
+        meaning = f"the file's log-probs fit the tokens {best:+d} places away; write each at its own token"
+        return Check("alignment", value, "failed", meaning)
+    return Check("alignment", value, "ok", "correlation with the student's log-probs, by shift in tokens")
+
+
+def _correlation(pairs: Sequence[tuple[np.ndarray, np.ndarray]], shift: int) -> float:
+    """Return the correlation of teacher t and student t + shift, over the answers' tokens that all shifts have."""
+    cut = [(teacher[1:-1], own[1 + shift : len(own) - 1 + shift]) for teacher, own in pairs if len(own) > 2]
+    if not cut:
+        return 0.0
+    teacher, own = (np.concatenate(side).astype(np.float64) for side in zip(*cut, strict=True))
+    if len(own) < 2 or not (teacher.std() and own.std()):
+        return 0.0
+    return float(np.corrcoef(teacher, own)[0, 1])
+
+
+def _distance(pairs: Sequence[tuple[np.ndarray, np.ndarray]], objective: ObjectivePlan) -> Check:
+    gap = float(np.concatenate([own - teacher for teacher, own in pairs]).mean(dtype=np.float64))
+    value = f"{gap:+.3f} nats a token"
+    if objective.opd_objective == "sampled" and abs(gap) > FAR:
+        meaning = "student minus teacher on the answers; so far apart, they were sampled by another student"
+        return Check("student - teacher", value, "warning", meaning)
+    return Check("student - teacher", value, "ok", "mean difference of the log-probs on the answers")
+
+
+def _coverage(topk: Sequence[np.ndarray], k: int) -> Check:
+    largest = (-np.sort(-values, axis=1)[:, :k].astype(np.float64) for values in topk)
+    mass = float(np.concatenate([np.exp(values).sum(1) for values in largest]).mean())
+    verdict: Verdict = "warning" if mass < COVERED else "ok"
+    return Check("mass of the top-k", f"{mass:.3f}", verdict, "mean probability of the teacher's most likely tokens")

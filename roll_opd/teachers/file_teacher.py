@@ -1,0 +1,44 @@
+"""Samples of teacher files: given answers with a teacher's log-probs, and its top-k as targets of the loss.
+
+A file has scores of its answers only, so it is no `TeacherScorer`: the pipeline `offline_distill` draws its rows.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from roll_opd.config.plan import ObjectivePlan
+from roll_opd.data.dataset import Prompt
+from roll_opd.data.teacher_scores import TeacherScores, narrowed
+from roll_opd.samples.sample import Sample, changed
+from roll_opd.samples.sample_columns import logprobs_column
+from roll_opd.teachers.target_refs import hold
+
+
+def scored_samples(rows: Sequence[Prompt], teacher: str) -> list[Sample]:
+    """Return a sample for each row, with the log-probs of `teacher` where the file has them."""
+    return [_sample(row, _scores(row), teacher) for row in rows]
+
+
+def with_topk(
+    samples: Sequence[Sample], rows: Sequence[Prompt], teacher: str, objective: ObjectivePlan
+) -> list[Sample]:
+    """Return the samples with references to the top-k of `teacher`; unchanged for `opd_objective: sampled`."""
+    if objective.opd_objective == "sampled":
+        return list(samples)
+    held = hold({number: narrowed(_scores(row), objective.opd_topk) for number, row in enumerate(rows)})
+    return [changed(sample, teacher_targets={teacher: held[number]}) for number, sample in enumerate(samples)]
+
+
+def _sample(row: Prompt, scores: TeacherScores, teacher: str) -> Sample:
+    mask = np.ones(len(scores.response_ids), bool) if scores.mask is None else scores.mask
+    columns = {"action_mask": mask}
+    if scores.logprobs is not None:
+        columns[logprobs_column(teacher)] = scores.logprobs
+    tokens = np.concatenate([scores.prompt_ids, scores.response_ids])
+    return Sample(tokens, len(scores.prompt_ids), columns, id=row.id, group_id=row.id)
+
+
+def _scores(row: Prompt) -> TeacherScores:
+    assert row.scores is not None
+    return row.scores
