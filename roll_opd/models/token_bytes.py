@@ -1,0 +1,231 @@
+"""The bytes of each token of a tokenizer, and tokens of given bytes; without transformers.
+
+A table of bytes by token id gives the text of any token sequence exactly, also where a token holds a part of a
+character. The encoder cuts given bytes into tokens as the tokenizer would in the middle of a text: without a
+beginning-of-sequence token, without a space before the first word, and without normalisation, which would change bytes.
+
+Formats: BPE over bytes (GPT-2's table of characters), and BPE or Unigram over characters with `▁` for a space and
+tokens `<0xNN>` for single bytes (SentencePiece).
+
+Legend: n bytes, U tokens of them, V token ids.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from roll_opd.models.model_files import ModelFilesError
+
+SPACE = "▁"  # of SentencePiece
+MISSING = -1  # in place of a token id: bytes that the tokenizer cannot write
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """Bytes of every token id of a tokenizer."""
+
+    by_id: tuple[bytes, ...]  # V; b"" for an id without a token
+    added: dict[str, int]  # added tokens, such as those of templates, by their text
+    special: frozenset[int]  # added tokens that text never stands for
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """int64 [V]."""
+        return np.array([len(token) for token in self.by_id], np.int64)
+
+    def bytes_of(self, tokens: Sequence[int]) -> bytes:
+        """Return the bytes of tokens end to end. IndexError for an id outside the vocabulary."""
+        return b"".join([self.by_id[token] for token in tokens])
+
+
+def check_format(content: dict[str, Any]) -> None:
+    """Check that the tokens of a tokenizer.json have known bytes. ModelFilesError otherwise."""
+    kind = content["model"].get("type")
+    if kind not in ("BPE", "Unigram"):
+        raise ModelFilesError(
+            f"a tokenizer of type {kind} does not keep all bytes of a text, so its tokens cannot be aligned with"
+            " another tokenizer's; use a teacher with a BPE or Unigram tokenizer"
+        )
+
+
+def token_bytes(content: dict[str, Any], size: int = 0) -> TokenBytes:
+    """Return the table of a tokenizer.json, with at least `size` ids.
+
+    ModelFilesError for a format without known bytes, such as WordPiece, which loses spaces.
+    """
+    model, added = content["model"], content.get("added_tokens") or []
+    vocabulary = model.get("vocab") or {}
+    if isinstance(vocabulary, list):  # Unigram: [token, score] in the order of ids
+        vocabulary = {str(item[0]): number for number, item in enumerate(vocabulary)}
+    read = _reader(content)
+    by_id = [b""] * max([size, *(number + 1 for number in vocabulary.values()), *(one["id"] + 1 for one in added)])
+    for token, number in vocabulary.items():
+        by_id[number] = read(token)
+    for one in added:
+        by_id[one["id"]] = one["content"].encode()
+    return TokenBytes(
+        tuple(by_id),
+        {one["content"]: one["id"] for one in added},
+        frozenset(one["id"] for one in added if one.get("special")),
+    )
+
+
+def _reader(content: dict[str, Any]) -> Callable[[str], bytes]:
+    """Return the function from a token of the vocabulary to its bytes."""
+    kinds = {step["type"] for name in ("pre_tokenizer", "decoder", "normalizer") for step in _steps(content.get(name))}
+    check_format(content)
+    if "ByteLevel" in kinds:
+        characters = _byte_characters()
+
+        def from_characters(token: str) -> bytes:
+            try:
+                return bytes([characters[one] for one in token])
+            except KeyError:  # not of a text, such as a special token in the vocabulary
+                return token.encode()
+
+        return from_characters
+    fallback = bool(content["model"].get("byte_fallback"))
+    spaced = "Metaspace" in kinds or any(_is_space(step) for step in _steps(content.get("normalizer")))
+
+    def read(token: str) -> bytes:
+        if fallback and (found := _BYTE.fullmatch(token)):
+            return bytes([int(found.group(1), 16)])
+        return (token.replace(SPACE, " ") if spaced else token).encode()
+
+    return read
+
+
+def _byte_characters() -> dict[str, int]:
+    """Return GPT-2's printable character -> byte: printable Latin-1 stands for itself, other bytes for U+0100 on."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    rest = [byte for byte in range(256) if byte not in set(plain)]
+    return {chr(byte): byte for byte in plain} | {chr(256 + number): byte for number, byte in enumerate(rest)}
+
+
+def _steps(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Yield the steps of a normalizer, pre-tokenizer or decoder, those of sequences one by one."""
+    if part is None:
+        return
+    for name in ("normalizers", "pretokenizers", "decoders"):
+        if part.get("type") == "Sequence" and name in part:
+            for step in part[name]:
+                yield from _steps(step)
+            return
+    yield part
+
+
+def _is_space(step: dict[str, Any]) -> bool:
+    """Whether a step of normalisation writes `▁` for each space, and nothing else."""
+    return step["type"] == "Replace" and step["content"] == SPACE and step["pattern"] == {"String": " "}
+
+
+class ByteEncoder:
+    """Cuts bytes into the tokens of a tokenizer, as in the middle of a text."""
+
+    def __init__(self, content: dict[str, Any], size: int = 0) -> None:
+        """`content` is a tokenizer.json. ModelFilesError as of `token_bytes`."""
+        self.table = token_bytes(content, size)
+        self._text = Tokenizer.from_str(json.dumps(_inside_text(content)))
+        self._text.encode_special_tokens = True
+        self._markup = Tokenizer.from_str(json.dumps(_inside_text(content)))
+        self._single = {token[0]: number for number, token in enumerate(self.table.by_id) if len(token) == 1}
+        self._specials = self.table.special
+
+    def encode(self, data: bytes) -> tuple[list[int], np.ndarray]:
+        """Return tokens, `MISSING` for bytes without one, and the ends of their bytes, int64 [U].
+
+        Text that spells a special token becomes ordinary tokens. Bytes that are no valid UTF-8 become tokens of single
+        bytes.
+        """
+        try:
+            return self._encode_text(data.decode(), data)
+        except UnicodeDecodeError:
+            pass
+        tokens: list[int] = []
+        ends = [np.zeros(0, np.int64)]
+        place = 0
+        while place < len(data):
+            text, wrong = _valid_prefix(data[place:])
+            if text:
+                found, lengths = self._encode_text(text, text.encode())
+                tokens += found
+                ends.append(lengths + place)
+                place += len(text.encode())
+            for byte in data[place : place + wrong]:
+                place += 1
+                tokens.append(self._single.get(byte, MISSING))
+                ends.append(np.array([place]))
+        return tokens, np.concatenate(ends)
+
+    def encode_markup(self, text: str) -> list[int]:
+        """Return the tokens of template text, special tokens included."""
+        return list(self._markup.encode(text, add_special_tokens=False).ids)
+
+    def _encode_text(self, text: str, data: bytes) -> tuple[list[int], np.ndarray]:
+        encoded = self._text.encode(text, add_special_tokens=False)
+        tokens = encoded.ids
+        if self.table.bytes_of(tokens) == data:
+            return tokens, np.cumsum(self.table.lengths[tokens])
+        return self._by_offsets(text, data, tokens, encoded.offsets)
+
+    def _by_offsets(
+        self, text: str, data: bytes, tokens: Sequence[int], offsets: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], np.ndarray]:
+        """Return the tokens that have the bytes of the text at their place, and tokens of single bytes elsewhere."""
+        byte_of = np.cumsum([0, *(len(one.encode()) for one in text)])
+        found: list[int] = []
+        ends: list[int] = []
+        place = 0
+        for token, (_, end) in zip(tokens, offsets, strict=True):
+            known = self.table.by_id[token]
+            if known and data.startswith(known, place):
+                place += len(known)
+                found.append(token)
+                ends.append(place)
+                continue
+            last = max(place, int(byte_of[end]))
+            found += [self._single.get(byte, MISSING) for byte in data[place:last]]
+            ends += range(place + 1, last + 1)
+            place = last
+        if place != len(data):
+            return [MISSING], np.array([len(data)])
+        return found, np.array(ends, np.int64)
+
+
+def _valid_prefix(data: bytes) -> tuple[str, int]:
+    """Return the longest valid text at the start of bytes, and the number of invalid bytes after it."""
+    try:
+        return data.decode(), 0
+    except UnicodeDecodeError as error:
+        return data[: error.start].decode(), error.end - error.start
+
+
+def _inside_text(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a tokenizer.json that cuts text as if other text stood before it, and keeps all of its bytes."""
+    kept = [step for step in _steps(content.get("normalizer")) if _is_space(step)]
+    return {
+        **content,
+        "normalizer": {"type": "Sequence", "normalizers": kept} if kept else None,
+        "pre_tokenizer": _without_prefix(content.get("pre_tokenizer")),
+        "post_processor": None,
+        "truncation": None,
+        "padding": None,
+    }
+
+
+def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a pre-tokenizer that writes no space before the first word."""
+    if part is None:
+        return None
+    if part.get("type") == "Sequence":
+        return {**part, "pretokenizers": [_without_prefix(step) for step in part["pretokenizers"]]}
+    if part.get("type") == "Metaspace":
+        return {**part, "prepend_scheme": "never", "add_prefix_space": False}
+    return {**part, "add_prefix_space": False} if "add_prefix_space" in part else part

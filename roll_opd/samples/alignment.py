@@ -1,0 +1,108 @@
+"""Alignment of a response in the tokens of two tokenizers, by byte offsets.
+
+Both models read the same response bytes. A chunk ends at every byte where a student token and a teacher token end, so
+it is the smallest run of tokens whose bytes both models score. The student's log-prob of a chunk is a sum over its
+student tokens, the teacher's a sum over its teacher tokens. Text is never decoded to be compared.
+
+Legend: T-P student tokens of a response, U teacher tokens of it, C chunks.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+NO_CHUNK = -1  # of a student token without teacher log-prob, and of observed tokens
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Ends of student and teacher tokens in the bytes of a response, and their common chunks.
+
+    Both `ends` never decrease and have the same last value. A teacher entry that is `missing` stands for bytes, or a
+    special token, that the teacher's tokenizer cannot write: its chunk has no teacher log-prob.
+    """
+
+    student_ends: np.ndarray  # int64 [T-P], bytes of the response up to the end of each token
+    teacher_ends: np.ndarray  # int64 [U]
+    missing: np.ndarray  # bool [U]
+    action_mask: np.ndarray  # bool [T-P]; no chunk has both action tokens and others
+    data: bytes = b""  # of the response, for records
+
+    @cached_property
+    def _bounds(self) -> np.ndarray:
+        """int64 [C], ends of the chunks."""
+        places = np.searchsorted(self.teacher_ends, self.student_ends)
+        places = np.minimum(places, max(len(self.teacher_ends) - 1, 0))
+        common = self.teacher_ends[places] == self.student_ends if len(self.teacher_ends) else places > 0
+        ends = self.student_ends[common]
+        return ends[np.append(ends[1:] != ends[:-1], True)] if len(ends) else ends
+
+    @cached_property
+    def _student_chunks(self) -> np.ndarray:
+        """int64 [T-P], number of each student token's chunk."""
+        return np.searchsorted(self._bounds, self.student_ends)
+
+    @cached_property
+    def _teacher_chunks(self) -> np.ndarray:
+        return np.searchsorted(self._bounds, self.teacher_ends)
+
+    @cached_property
+    def _covered(self) -> np.ndarray:
+        """bool [C]: the teacher scores all bytes of the chunk."""
+        return np.bincount(self._teacher_chunks, weights=self.missing, minlength=len(self._bounds)) == 0
+
+    @cached_property
+    def chunks(self) -> np.ndarray:
+        """int32 [T-P]: number in the response of the first token of each token's chunk; `NO_CHUNK` without a credit."""
+        if not len(self.student_ends):
+            return np.zeros(0, np.int32)
+        firsts = np.searchsorted(self._student_chunks, self._student_chunks)
+        credited = self._covered[self._student_chunks] & self.action_mask
+        return np.where(credited, firsts, NO_CHUNK).astype(np.int32)
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """int64 [C, 3] of the chunks with a credit: student tokens, teacher tokens, bytes."""
+        count = len(self._bounds)
+        students = np.bincount(self._student_chunks[self.chunks != NO_CHUNK], minlength=count)
+        teachers = np.bincount(self._teacher_chunks, minlength=count)
+        sizes = np.column_stack([students, teachers, np.diff(self._bounds, prepend=0)])
+        return sizes[students > 0]
+
+    def cuts(self) -> list[tuple[int, int, list[bytes]]]:
+        """Return (first student token, student tokens, bytes of each teacher token) of the chunks with a credit."""
+        found = []
+        starts = np.append(0, self.teacher_ends[:-1])
+        bounds = np.searchsorted(self._teacher_chunks, np.arange(len(self._bounds) + 1))
+        firsts, counts = np.unique(self.chunks[self.chunks != NO_CHUNK], return_counts=True)
+        for first, count in zip(firsts.tolist(), counts.tolist(), strict=True):
+            chunk = int(self._student_chunks[first])
+            tokens = range(int(bounds[chunk]), int(bounds[chunk + 1]))
+            found.append((first, count, [self.data[starts[one] : self.teacher_ends[one]] for one in tokens]))
+        return found
+
+    @property
+    def uncovered(self) -> int:
+        """Number of action tokens without a credit."""
+        return int(np.count_nonzero(self.action_mask & (self.chunks == NO_CHUNK)))
+
+    def on_student_tokens(self, logprobs: np.ndarray) -> np.ndarray:
+        """Return the teacher's log-probs on the student's tokens, f32 [T-P]; NaN without a credit.
+
+        A chunk's entries sum to the teacher's log-prob of the chunk. Each token has the share of its bytes, so the
+        entry of a chunk of one student token and one teacher token is the teacher's log-prob to the bit.
+
+        Args:
+            logprobs: f32 [U - missing], of the teacher's tokens.
+        """
+        if not len(self.student_ends):
+            return np.zeros(0, np.float32)
+        values = np.zeros(len(self.missing))
+        values[~self.missing] = logprobs
+        totals = np.bincount(self._teacher_chunks, weights=values, minlength=len(self._bounds))
+        lengths = np.diff(self.student_ends, prepend=0)
+        of_chunks = np.diff(self._bounds, prepend=0)[self._student_chunks]
+        shares = np.where(of_chunks == lengths, 1.0, lengths / np.maximum(of_chunks, 1))
+        found = totals[self._student_chunks] * shares
+        return np.where(self.chunks == NO_CHUNK, np.nan, found).astype(np.float32)

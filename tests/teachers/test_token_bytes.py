@@ -1,0 +1,103 @@
+"""Bytes of tokens and tokens of bytes, over the kinds of tokenizers that models ship."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from tokenizer_kinds import EVERY_BYTE, KINDS, content
+from tokenizers import Tokenizer
+
+from roll_opd.models.model_files import ModelFilesError
+from roll_opd.models.token_bytes import MISSING, ByteEncoder, token_bytes
+from roll_opd.samples.alignment import NO_CHUNK, Alignment
+
+PIECES = [
+    *"abcXYZ0123456789 \n\t.,:;!?\"'\\{}[]<>|/_-+=*#@~`^$%&()",
+    *(
+        "  ",
+        "\r\n",
+        "the",
+        " the",
+        "1000",
+        "é",
+        "e\u0301",
+        "ß",
+        "東京",
+        "привет",
+        "🙂",
+        "👩‍👩‍👧",
+        "\u200d",
+        "\u00a0",
+        "ﬁ",
+        "①",
+    ),
+    *("<think>", "</think>", "<|end|>", "<s>", "▁", "<0x41>", "<unk>", "Ġ", "Ċ", "\x00", "\ufffd"),
+]
+
+
+def random_text(rng: random.Random) -> str:
+    return "".join(rng.choices(PIECES, k=rng.randint(0, 30)))
+
+
+def check(encoder: ByteEncoder, data: bytes, *, whole: bool) -> tuple[list[int], np.ndarray]:
+    """Check that tokens have the bytes at their place, and return them."""
+    tokens, ends = encoder.encode(data)
+    assert len(tokens) == len(ends) and (not data or ends[-1] == len(data))
+    start = 0
+    for token, end in zip(tokens, ends.tolist(), strict=True):
+        if token == MISSING:
+            assert not whole
+        else:
+            assert encoder.table.by_id[token] == data[start:end]
+            assert token not in encoder.table.special
+        start = end
+    return tokens, ends
+
+
+def compare(kinds: tuple[str, ...], texts: int) -> None:
+    """Check the alignment of random texts between each kind and the next."""
+    rng = random.Random(7)
+    encoders = {kind: ByteEncoder(content(kind)) for kind in kinds}
+    for number in range(texts):
+        data = random_text(rng).encode()
+        if number % 4 == 0:  # cut inside a character, or with bytes that are no text
+            data = data[: rng.randint(0, len(data))] + bytes(rng.choices(range(256), k=rng.randint(0, 3)))
+        cuts = {kind: check(encoder, data, whole=kind in EVERY_BYTE) for kind, encoder in encoders.items()}
+        for one, other in zip(kinds, [*kinds[1:], kinds[0]], strict=True):
+            if one not in EVERY_BYTE:
+                continue
+            ends, (tokens, teacher_ends) = cuts[one][1], cuts[other]
+            missing = np.array(tokens, np.int64) == MISSING
+            found = Alignment(ends, teacher_ends, missing, np.ones(len(ends), bool))
+            assert int(found.sizes[:, 0].sum()) + found.uncovered == len(ends)
+            logprobs = np.full(np.count_nonzero(~missing), -1.0, np.float32)
+            on_student = found.on_student_tokens(logprobs)
+            assert on_student[found.chunks != NO_CHUNK].sum() == pytest.approx(-found.sizes[:, 1].sum(), abs=1e-3)
+            if other in EVERY_BYTE:
+                assert found.uncovered == 0
+
+
+def test_tokens_of_any_bytes_have_these_bytes() -> None:
+    compare(KINDS, 60)
+
+
+@pytest.mark.nightly
+def test_tokens_of_ten_thousand_strings_have_their_bytes() -> None:
+    compare(KINDS, 10_000)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_is_cut_as_the_tokenizer_itself_cuts_it_inside_a_text(kind: str) -> None:
+    """After a newline, which is a token of its own in every kind, the library's own tokens follow."""
+    whole = Tokenizer.from_str(json.dumps(content(kind)))
+    encoder = ByteEncoder(content(kind))
+    text = "The answer is 936, so we carry the one."
+    ours, _ = encoder.encode(("\n" + text).encode())
+    theirs = whole.encode("\n" + text, add_special_tokens=False).ids
+    assert ours[-8:] == theirs[-8:]
+
+
+def test_a_tokenizer_that_drops_spaces_is_refused() -> None:
+    with pytest.raises(ModelFilesError, match="WordPiece"):
+        token_bytes({"model": {"type": "WordPiece", "vocab": {}}})
