@@ -79,8 +79,8 @@ class Batch:
         for sample in self.samples:
             if not sample.teacher_logprobs:
                 raise ValueError(f"sample {sample.id} has no teacher log-probs; call teacher.score first")
-            teacher = next(iter(sample.teacher_logprobs.values()))
-            parts.append(sample.acted(sample.student_logprobs - teacher))
+            name, teacher = next(iter(sample.teacher_logprobs.items()))
+            parts.append((sample.student_logprobs - teacher)[sample.taught_by(name)])
         return float(np.concatenate(parts).mean())
 
 

@@ -190,6 +190,7 @@ class TeacherPlan:
     opd_kl_coef: float
     tags: tuple[str, ...] | None = None  # None: every tag
     context: ContextPlan | None = None  # None: the student's prompt
+    tokenizer: str | None = None  # directory of its tokenizer, if tokens are aligned by bytes; None: the student's
 
     def accepts(self, tag: str) -> bool:
         return self.tags is None or tag in self.tags

@@ -10,13 +10,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from roll_opd.algorithms.chunk_credit import chunk_penalty
 from roll_opd.algorithms.returns import discounted_to_go
 from roll_opd.algorithms.token_advantages import clipped, last_action
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.objective.advantages import reward_of
 from roll_opd.objective.reference_kl import reference_kl, reference_kl_mean
+from roll_opd.samples.alignment import NO_CHUNK
 from roll_opd.samples.sample import Sample, with_columns
-from roll_opd.samples.sample_columns import end_to_end, logprobs_column, picked, split_by_length
+from roll_opd.samples.sample_columns import chunks_column, end_to_end, logprobs_column, picked, split_by_length
 from roll_opd.tracking.metrics import statistics
 
 
@@ -27,7 +29,7 @@ def audited(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objectiv
     """
     if all("total_advantages" in sample.columns for sample in samples):
         return list(samples)
-    penalty_M = _penalties(samples, teachers)
+    penalty_M = _penalties(samples, teachers, objective)
     return with_columns(
         samples,
         token_level_rewards=_token_level_rewards(samples, penalty_M, objective),
@@ -60,7 +62,7 @@ def _total_advantages(samples: Sequence[Sample], penalty_M: np.ndarray, objectiv
     return split_by_length(totals_M.numpy(), lengths)
 
 
-def _penalties(samples: Sequence[Sample], teachers: Sequence[TeacherPlan]) -> np.ndarray:
+def _penalties(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> np.ndarray:
     """Return Σ opd_kl_coef · reverse_kl, f64 [M], 0 off the action mask."""
     mask_M = end_to_end([sample.action_mask for sample in samples], np.bool_)
     penalty_M = np.zeros(len(mask_M))
@@ -71,9 +73,23 @@ def _penalties(samples: Sequence[Sample], teachers: Sequence[TeacherPlan]) -> np
         name = logprobs_column(teacher.name)
         read = [sample.columns.get(name, own) for sample, own in zip(samples, student, strict=True)]
         gap_M = np.subtract(student_M, end_to_end(read, np.float32))
+        if any(chunks_column(teacher.name) in sample.columns for sample in samples):
+            gap_M = _of_chunks(gap_M, student_M, samples, teacher.name, objective)
         penalty_M += np.multiply(gap_M, teacher.opd_kl_coef, out=gap_M)
     penalty_M[~mask_M] = 0.0
     return penalty_M
+
+
+def _of_chunks(
+    gap_M: np.ndarray, student_M: np.ndarray, samples: Sequence[Sample], teacher: str, objective: ObjectivePlan
+) -> np.ndarray:
+    """Return the reverse KL by chunks at each token, f64 [M], of a teacher with another tokenizer."""
+    none = [np.full(sample.response_length, NO_CHUNK, np.int32) for sample in samples]
+    chunks = [sample.columns.get(chunks_column(teacher), no) for sample, no in zip(samples, none, strict=True)]
+    chunks_M = torch.from_numpy(end_to_end(chunks, np.int32))
+    lengths = [sample.response_length for sample in samples]
+    given = torch.from_numpy(gap_M), torch.from_numpy(student_M)
+    return chunk_penalty(*given, chunks_M, lengths, objective.opd_chunk_credit).numpy()
 
 
 def _student_logprobs(sample: Sample) -> np.ndarray:

@@ -12,17 +12,19 @@ from roll_opd.algorithms.aggregation import loss_scales, value_scales
 from roll_opd.algorithms.sample_masks import sample_weights
 from roll_opd.algorithms.table import loss_facts
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
+from roll_opd.samples.alignment import NO_CHUNK
 from roll_opd.samples.sample import Sample, present
-from roll_opd.samples.sample_columns import as_columns
+from roll_opd.samples.sample_columns import as_columns, chunks_column
 
 
 def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> list[Sample]:
     """Return the samples of one mini-batch for shards, with every column of the policy loss except teacher targets.
 
     If the teachers are a part of the advantage (`opd_objective: sampled`), their log-probs are merged into
-    `opd_coefficients` and `opd_teacher`. If the teachers are a part of the loss instead, both columns are 0 and each
-    teacher has a `share` column. With generation ahead of training see `weighs_rewards_alone`. ValueError if only some
-    of the sampled ones have a column that the loss reads.
+    `opd_coefficients` and `opd_teacher`, except those of a teacher with another tokenizer, which has its own three
+    columns. If the teachers are a part of the loss instead, both columns are 0 and each teacher has a `share` column.
+    With generation ahead of training see `weighs_rewards_alone`. ValueError if only some of the sampled ones have a
+    column that the loss reads.
     """
     if weighs_rewards_alone(teachers, objective):
         samples = [_with_weighted_advantages(sample) for sample in samples]
@@ -38,6 +40,7 @@ def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], obj
     coefficients = {t.name: np.float32(t.opd_kl_coef if is_sampled else 0) for t in teachers}
     shares = {t.name: np.float32(t.opd_kl_coef) for t in teachers}
     targeted = () if is_sampled else tuple(dict.fromkeys(name for s in samples for name in s.teacher_targets))
+    chunked = tuple(t.name for t in teachers if any(chunks_column(t.name) in s.columns for s in samples))
     made = []
     for sample, mask, scale, arrays in zip(samples, masks, scales, optional, strict=True):
         columns = {
@@ -46,6 +49,8 @@ def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], obj
             "advantages": _advantages(sample),
             **_teachers_part(sample, coefficients),
         }
+        for name in chunked:
+            columns |= _chunked_part(sample, name, coefficients[name])
         if objective.opd_kl_discount:
             columns["actions"] = sample.action_mask
         if any(demonstrations):
@@ -96,8 +101,12 @@ def value_columns(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _teachers_part(sample: Sample, coefficients: Mapping[str, np.float32]) -> dict[str, np.ndarray]:
-    """Return `opd_coefficients` and `opd_teacher`, f32 [T-P]: Σ over the sample's teachers; see `objective.loss`."""
-    mask, by_teacher = sample.action_mask, sample.teacher_logprobs
+    """Return `opd_coefficients` and `opd_teacher`, f32 [T-P]: Σ over the sample's teachers; see `objective.loss`.
+
+    Teachers with another tokenizer are left out.
+    """
+    mask = sample.action_mask
+    by_teacher = {n: values for n, values in sample.teacher_logprobs.items() if chunks_column(n) not in sample.columns}
     total = np.float32(sum(coefficients[name] for name in by_teacher))
     with np.errstate(invalid="ignore"):
         weighted = sum(
@@ -107,6 +116,18 @@ def _teachers_part(sample: Sample, coefficients: Mapping[str, np.float32]) -> di
         "opd_coefficients": total * mask.astype(np.float32),
         # where, not a product: a masked log-prob may be infinite
         "opd_teacher": np.where(mask, weighted, np.float32(0)).astype(np.float32),
+    }
+
+
+def _chunked_part(sample: Sample, teacher: str, coefficient: np.float32) -> dict[str, np.ndarray]:
+    """Return the three columns of a teacher with another tokenizer, [T-P]; without a chunk off its samples."""
+    chunks = sample.columns.get(chunks_column(teacher), np.full(sample.response_length, NO_CHUNK, np.int32))
+    credited = chunks != NO_CHUNK
+    logprobs = sample.teacher_logprobs.get(teacher, np.zeros(sample.response_length, np.float32))
+    return {
+        f"{teacher}/chunks": chunks,
+        f"{teacher}/chunk_coefficients": coefficient * credited.astype(np.float32),
+        f"{teacher}/chunk_teacher": np.where(credited, coefficient * logprobs, np.float32(0)).astype(np.float32),
     }
 
 

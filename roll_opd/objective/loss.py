@@ -11,6 +11,9 @@ With several teachers the penalty of a token is the sum over the teachers of its
 Σ coef_i (l - q_i) = (Σ coef_i) · l - Σ coef_i · q_i, so a token needs two columns for any number of teachers. The sum
 over k is over action tokens (`returns.discounted_to_go`).
 
+A teacher with another tokenizer has a reverse KL of chunks instead of tokens; `algorithms.chunk_credit` has its
+credit to their tokens. The sum over a chunk is formed here, from the log-probs of the update, as all others are.
+
 Legend: M scored tokens of a pack, B sequences.
 """
 
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roll_opd.algorithms.chunk_credit import chunk_penalty
 from roll_opd.algorithms.kl import KL_ESTIMATORS, READS_OLD
 from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.algorithms.losses.bounds import beyond_bounds
@@ -29,6 +33,7 @@ from roll_opd.algorithms.registry import policy_loss
 from roll_opd.algorithms.returns import discounted_to_go
 from roll_opd.algorithms.token_advantages import clipped
 from roll_opd.config.plan import ObjectivePlan
+from roll_opd.samples.sample_columns import CHUNKS
 
 
 def opd_loss(
@@ -57,6 +62,10 @@ def opd_loss(
     if demonstration_M is not None:  # not sampled: their old log-probs are the current ones
         old_M = torch.where(demonstration_M, logprobs_M.detach(), old_M)
     penalty_M = opd_penalty(old_M, columns["opd_coefficients"], columns["opd_teacher"])
+    for name in (column.removesuffix(CHUNKS) for column in columns if column.endswith(CHUNKS)):
+        own_M = opd_penalty(old_M, columns[f"{name}/chunk_coefficients"], columns[f"{name}/chunk_teacher"])
+        chunks_M = columns[f"{name}/chunks"]
+        penalty_M = penalty_M + chunk_penalty(own_M, old_M, chunks_M, lengths, objective.opd_chunk_credit)
     to_go_M = discounted_to_go(penalty_M, columns.get("actions", mask_M), lengths, objective.opd_kl_discount)
     # where, not a product: a masked value may be infinite
     advantages_M = torch.where(mask_M, clipped(columns["advantages"] - to_go_M, objective.advantage_clip), 0)

@@ -27,6 +27,7 @@ from roll_opd.samples.sample import Sample
 from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.teachers.target_refs import release
 from roll_opd.teachers.teacher_preflight import PREFLIGHT_SAMPLES, TeacherPreflight
+from roll_opd.tracking.alignment_metrics import alignment_metrics
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.metrics import opd_metrics
 from roll_opd.tracking.reward_metrics import reward_metrics
@@ -214,6 +215,7 @@ def sample_metrics(samples: Sequence[Sample], plan: RunPlan) -> dict[str, float]
     return {
         **train_infer_metrics(sampled),
         **opd_metrics(sampled),
+        **alignment_metrics(sampled),
         **reward_metrics(sampled),
         **mask_metrics(sampled),
         **advantage_metrics(sampled, plan.objective),

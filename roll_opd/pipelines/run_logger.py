@@ -14,6 +14,7 @@ from roll_opd.base.terminal import warn
 from roll_opd.cluster.worker_progress import running_calls
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompt_source import TaskSource
+from roll_opd.data.templates import load_tokenizer
 from roll_opd.models.tokenizer_files import has_chat_template
 from roll_opd.objective.audit import audited
 from roll_opd.pipelines.checkpoints import HF
@@ -21,7 +22,15 @@ from roll_opd.pipelines.history import History
 from roll_opd.pipelines.model_card import example_prompt, model_card
 from roll_opd.pipelines.remedies import remedies
 from roll_opd.pipelines.run_facts import note_end
-from roll_opd.pipelines.sample_record import as_f32, logprobs_of, of_actions, teacher_prompts_of, text_of, topk_hits
+from roll_opd.pipelines.sample_record import (
+    as_f32,
+    logprobs_of,
+    of_actions,
+    teacher_cuts_of,
+    teacher_prompts_of,
+    text_of,
+    topk_hits,
+)
 from roll_opd.report.games import before_and_after
 from roll_opd.report.page import write_report
 from roll_opd.rollout.runs import Batch
@@ -90,6 +99,7 @@ class RunLogger:
         self.progress = Progress()
         self._done = done
         self._plan, self._run, self._trackers, self.tokenizer = plan, run, trackers, tokenizer
+        self._other_tokenizers = {t.name: load_tokenizer(t.tokenizer) for t in plan.teachers if t.tokenizer}
         self._source, self._tee, self._history = source, tee, history
         self._ledger = Ledger(run)
         self._console = Console(plan.max_steps, frozen=_word_for_frozen_models(plan))
@@ -270,7 +280,8 @@ class RunLogger:
             **text_of(experience, self.tokenizer),
             "group_id": experience.group_id,
             "demonstration": experience.demonstration,
-            **teacher_prompts_of(experience, self.tokenizer),
+            **teacher_prompts_of(experience, self.tokenizer, self._other_tokenizers),
+            **teacher_cuts_of(experience),
             **logprobs_of(experience),
             "student_logprobs": of_actions(experience, experience.old_logprobs),
             "opd_kl_coef": {t.name: t.opd_kl_coef for t in teachers if t.name in experience.teacher_logprobs},
@@ -300,9 +311,13 @@ def _micro_batches() -> list[str]:
 def not_finite(row: Mapping[str, Any]) -> dict[str, list[int]]:
     """Return array name -> indices of NaN and infinite values on the action mask, which JSON cannot represent."""
     arrays = {name: value for name, value in row.items() if isinstance(value, np.ndarray)}
-    for name, value in row.get("teacher_logprobs", {}).items():
-        arrays[f"teacher_logprobs.{name}"] = value
     acted = np.asarray(row["action_mask"])
+    cuts = row.get("teacher_cuts", {})
+    for name, value in row.get("teacher_logprobs", {}).items():
+        covered = np.full(acted.shape, name not in cuts)
+        for first, count, _ in cuts.get(name, ()):  # outside of its chunks the teacher has no log-prob
+            covered[first : first + count] = True
+        arrays[f"teacher_logprobs.{name}"] = np.where(covered, value, 0) if name in cuts else value
     places = {
         name: np.flatnonzero(acted & ~np.isfinite(array)).tolist()
         for name, array in arrays.items()

@@ -1,6 +1,6 @@
 """Records of training and validation samples for the files of a run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,26 @@ def text_of(experience: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str,
     }
 
 
-def teacher_prompts_of(experience: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the prompts of teachers that read another prompt than the student, if any."""
-    prompts = experience.teacher_prompts.items()
-    return {"teacher_prompts": {name: tokenizer.decode(tokens) for name, tokens in prompts}} if prompts else {}
+def teacher_prompts_of(
+    experience: Sample, tokenizer: PreTrainedTokenizerBase, others: Mapping[str, PreTrainedTokenizerBase]
+) -> dict[str, Any]:
+    """Return the prompts of teachers that read another prompt than the student, if any.
+
+    `others`: tokenizers of the teachers with other tokens than the student.
+    """
+    prompts = {name: others.get(name, tokenizer).decode(ids) for name, ids in experience.teacher_prompts.items()}
+    return {"teacher_prompts": prompts} if prompts else {}
+
+
+def teacher_cuts_of(experience: Sample) -> dict[str, Any]:
+    """Return the chunks of teachers with another tokenizer: first token, number of tokens, the teacher's tokens."""
+    cuts = {
+        name: [
+            [first, count, [piece.decode(errors="replace") for piece in pieces]] for first, count, pieces in one.cuts()
+        ]
+        for name, one in experience.alignments.items()
+    }
+    return {"teacher_cuts": cuts} if cuts else {}
 
 
 def logprobs_of(experience: Sample) -> dict[str, Any]:

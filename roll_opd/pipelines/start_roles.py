@@ -43,7 +43,7 @@ from roll_opd.roles.workflow_pool import WorkflowPool
 from roll_opd.teachers.frozen_models import FrozenModels, Teacher
 from roll_opd.teachers.megatron_teacher import Follower, MegatronScorer
 from roll_opd.teachers.scorer import TeacherScorer
-from roll_opd.teachers.views import SameTokens
+from roll_opd.teachers.view_of_teacher import view_of
 from roll_opd.weight_sync.send_weights import choose_backend, make_weight_sync
 from roll_opd.workflows.plugins import find_workflow
 from roll_opd.workflows.workflow_interface import flag
@@ -72,7 +72,7 @@ async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
         return http_scorer(plan, teacher, source) if isinstance(source, HttpPlan) else scorer(source)
 
     live = [one for one in plan.teachers if not isinstance(one.source, FilePlan)]  # files have no scorer
-    teachers = tuple(Teacher(one, teacher_scorer(one), SameTokens(one.name)) for one in live)
+    teachers = tuple(Teacher(one, teacher_scorer(one), view_of(one, plan.student.model)) for one in live)
     reference = scorer(plan.reference) if plan.reference else None
     critic = None
     if plan.critic:

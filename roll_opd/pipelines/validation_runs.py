@@ -61,8 +61,9 @@ async def measure_teachers(run: Run, starting_rewards: Awaitable[Sequence[Reward
     run.logger.note("Measuring the teacher in validation ...")
     requests = len(run.held_out) * validation.sampling.n
     for teacher in plan.teachers:
-        if teacher.model is None:
-            run.logger.note(f"Teacher {teacher.name} has no model directory to sample from, and is not measured")
+        if teacher.model is None or teacher.tokenizer is not None:
+            lacks = "has another tokenizer" if teacher.tokenizer else "has no model directory to sample from"
+            run.logger.note(f"Teacher {teacher.name} {lacks}, and is not measured")
             continue
         async with teacher_as_student(plan, teacher, run.placement, requests) as (sampler, workflow):
             with run.clock.phase("validate"):

@@ -6,6 +6,7 @@ Reads a little of the disk, writes nothing, and reports problems to the sections
 import os
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from roll_opd.data.dataset import columns_needed
 from roll_opd.data.files import open_file
 from roll_opd.data.rows import BadRow, DataError
 from roll_opd.data.templates import TEMPLATES
+from roll_opd.models.model_files import read_json
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, same_weights
 from roll_opd.models.stop_tokens import StopTokens, TurnEnd, stop_tokens, turn_end
+from roll_opd.models.token_bytes import check_format
 from roll_opd.models.tokenizer_files import compare_tokenizers, has_tokenizer, largest_token_id
 from roll_opd.planner.http_plans import http_keys
 from roll_opd.planner.role_reader import MODEL, Role, Roles
@@ -44,8 +47,8 @@ def compare_models(roles: Roles, top: Run | None) -> None:
         if other is not None:
             _compare_tokenizers(train, other, what)
     may_be_itself = isinstance(top, Top) and top.allow_self_teacher
-    refuses = not isinstance(top, Top) or top.teacher_tokenizer_check == "strict"
-    for role in roles.teachers.values():
+    check = top.teacher_tokenizer_check if isinstance(top, Top) else "strict"
+    for name, role in roles.teachers.items():
         if role.info is None:
             continue
         if not (may_be_itself or follows(role) or has_context(role) or http_keys(role)):
@@ -58,7 +61,11 @@ def compare_models(roles: Roles, top: Run | None) -> None:
                         "; give another model, more context (hint, system_prompt), or set"
                         " allow_self_teacher: true",
                     )
-        if not _compare_tokenizers(train, role, "teacher", refuses):
+        if check == "align" and _has_other_tokens(train, role):
+            roles.teachers[name] = replace(role, is_aligned=True)
+            _check_vocabulary(role)
+            continue
+        if not _compare_tokenizers(train, role, "teacher", check != "warn"):
             continue
         _check_vocabulary(role)
         if role.info.vocab < train.info.vocab:
@@ -83,7 +90,11 @@ def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True
         found = compare_tokenizers(train.info.path, role.info.path, what)
         sentence = f"the tokenizers of student and {what} differ: {found.conflict}"
         if found.conflict and refuses:
-            way_out = ", or set teacher_tokenizer_check: warn to continue" if what == "teacher" else ""
+            way_out = (
+                ", or set teacher_tokenizer_check: align, so that the teacher reads the text in its own tokens; set"
+                " teacher_tokenizer_check: warn to continue with the student's ids"
+            )
+            way_out = way_out if what == "teacher" else ""
             role.diag.error(
                 MODEL, f"{sentence}; a {what} can only score tokens that it has, so give a model of one family{way_out}"
             )
@@ -99,6 +110,28 @@ def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True
                 f"the tokenizers of student and {what} differ in what no token id depends on:"
                 f" {'; '.join(found.differences)}; {counts}",
             )
+        return True
+    return False
+
+
+def _has_other_tokens(train: Role, role: Role) -> bool:
+    """Whether a token id of the student is another token for the teacher, or none; checks that it can be aligned."""
+    if role.info is None or train.info is None:
+        return False
+    if not (has_tokenizer(role.info.path) and has_tokenizer(train.info.path)):
+        return False  # reported with the roles
+    with role.diag.catching(MODEL, ModelFilesError):
+        conflict = compare_tokenizers(train.info.path, role.info.path).conflict
+        if not conflict:
+            return False
+        for info in (train.info, role.info):
+            if (info.path / "tokenizer.json").is_file():
+                check_format(read_json(info.path / "tokenizer.json"))
+        role.diag.note(
+            MODEL,
+            f"the tokenizers of student and teacher differ: {conflict}; the teacher reads the response in its own"
+            " tokens, aligned by bytes (teacher_tokenizer_check: align)",
+        )
         return True
     return False
 

@@ -66,7 +66,13 @@ def _unread(top: Top, mode: str, agentic: bool) -> Iterator[str]:
     """Yield the keys that have no effect in this mode and with these other keys."""
     sampled = top.opd_objective == "sampled"
     if mode == "rl":
-        yield from ("opd_kl_coef", "opd_kl_discount", "opd_use_policy_gradient", *keys_of(DistillationKeys))
+        yield from (
+            "opd_kl_coef",
+            "opd_kl_discount",
+            "opd_chunk_credit",
+            "opd_use_policy_gradient",
+            *keys_of(DistillationKeys),
+        )
     if mode == "pure":
         reported = {*PURE_FIXED, *(REPORTED_WITH_TEACHERS if sampled else ())}
         yield from {*keys_of(ReinforcementKeys), *keys_of(CriticKeys)} - reported

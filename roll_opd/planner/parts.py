@@ -134,6 +134,7 @@ def teacher_plan(name: str, role: Role, top: Top, student: Role, response: int) 
         name=name,
         source=_teacher_source(role, top, student),
         context=context_of(name, role, top, response),
+        tokenizer=str(role.info.path) if role.is_aligned and role.info else None,
         opd_kl_coef=top.opd_kl_coef if own is None else own,
         tags=role.worker.tag_included or None,
     )

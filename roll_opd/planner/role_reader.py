@@ -34,6 +34,7 @@ class Role:
     info: ModelInfo | None = None
     dtype: Dtype = "bf16"
     lora: LoraPlan | None = None  # of the student
+    is_aligned: bool = False  # a teacher with other tokens than the student, aligned by bytes
 
     @property
     def diag(self) -> Diagnostics:
@@ -70,8 +71,9 @@ class Roles:
 
     @property
     def shared_vocabulary(self) -> int:
-        """Number of token ids that the student and all teachers share; 0 if no model could be read."""
-        models = [role.info for role in (self.train, *self.teachers.values()) if role is not None and role.info]
+        """Number of token ids that the student and all teachers with its tokens share; 0 if no model could be read."""
+        roles = (self.train, *self.teachers.values())
+        models = [role.info for role in roles if role is not None and role.info and not role.is_aligned]
         return min((known.vocab for known in models), default=0)
 
 

@@ -4,6 +4,7 @@ from roll_opd.config.plan import ContextPlan
 from roll_opd.config.schema import ContextKeys, TeacherWorker, Top, keys_of, shared
 from roll_opd.data.templates import TEMPLATES
 from roll_opd.models.model_info import same_weights
+from roll_opd.models.tokenizer_files import has_chat_template
 from roll_opd.planner.check_values import micro_batch
 from roll_opd.planner.role_reader import Role, Roles
 
@@ -14,15 +15,18 @@ def context_of(name: str, role: Role, top: Top, response: int) -> ContextPlan | 
     By default a hint may have as many tokens as a response, within the limits of model and micro-batches.
     """
     worker = role.worker
-    if not has_context(role) or not isinstance(worker, TeacherWorker):
+    if not (has_context(role) or role.is_aligned) or not isinstance(worker, TeacherWorker):
         return None
     limits = [top.prompt_length + 2 * response, *_limits(role).values()]
+    keys = shared(ContextKeys, worker)
+    if role.is_aligned and not worker.template and role.info and has_chat_template(role.info.path):
+        keys["template"] = "native"  # the rows' template is the student's
     return ContextPlan(
-        **shared(ContextKeys, worker),
+        **keys,
         name=name,
         key=role.path,
         prompt_length=worker.prompt_length or min(limits) - response,
-        tokenizer=str(role.info.path) if worker.template and role.info else None,
+        tokenizer=str(role.info.path) if (worker.template or role.is_aligned) and role.info else None,
         tags=worker.tag_included or None,
     )
 
@@ -38,16 +42,36 @@ def follows(role: Role) -> bool:
 
 
 def check_teachers(roles: Roles, top: Top, response: int) -> None:
-    """Check contexts against templates and lengths, and followers against the student."""
+    """Check contexts against templates and lengths, followers against the student, and the objective of chunks."""
+    if "opd_chunk_credit" in top.written and not any(role.is_aligned for role in roles.teachers.values()):
+        top.diag.note("opd_chunk_credit", "has no effect: every teacher has the student's tokens")
     for role in roles.teachers.values():
         worker = role.worker
         assert isinstance(worker, TeacherWorker)
-        if has_context(role):
+        if role.is_aligned:
+            _check_aligned(role, top)
+        if has_context(role) or role.is_aligned:
             _check_context(role, worker, top, response)
         elif worker.prompt_length:
             role.diag.note("prompt_length", "has no effect without a system_prompt, a hint or a template")
         if worker.follows_student:
             _check_follower(role, worker, roles, top)
+
+
+def _check_aligned(role: Role, top: Top) -> None:
+    """Check that the objective needs only log-probs of chunks of text."""
+    if top.opd_objective != "sampled":
+        top.diag.error(
+            "opd_objective",
+            f"{top.opd_objective} compares distributions over token ids, and {role.path} has other tokens than the"
+            " student; use opd_objective: sampled, or a teacher with the student's tokenizer",
+        )
+    if top.opd_kl_discount:
+        top.diag.error(
+            "opd_kl_discount",
+            f"{top.opd_kl_discount:g} sums later tokens' reverse KL, and with {role.path}, which has other tokens than"
+            " the student, a chunk's reverse KL is credited to all of its tokens; set it to 0",
+        )
 
 
 def _check_context(role: Role, worker: TeacherWorker, top: Top, response: int) -> None:

@@ -91,6 +91,7 @@ def shaped(row: Mapping[str, Any], limit: int) -> dict[str, Any]:
         "pieces": pieces,
         "ids": [_id(row["tokens"][row["prompt_length"] + place]) for place in kept],
         "values": columns if kept else {},
+        "cuts": {limited(name): _cut(cut, length, kept) for name, cut in _dict(row.get("teacher_cuts")).items()},
         "masked": _masked(row, length, kept),
         "observed": [shown for shown, place in enumerate(kept) if not acted[place]],
         "cut": {"at": head, "count": length - limit} if ends is not None and length > limit else None,
@@ -197,6 +198,17 @@ def _masked(
     """Return which of the `kept` tokens are outside of the loss."""
     masks = [mask for name in names if len(mask := _list(row.get(name))) == length]
     return [shown for shown, place in enumerate(kept) if not all(mask[place] for mask in masks)]
+
+
+def _cut(given: Any, length: int, kept: Sequence[int]) -> list[list[Any] | None]:
+    """Return for each shown token the student tokens of its chunk and the teacher's tokens as text; None without."""
+    by_token: dict[int, list[Any]] = {}
+    for chunk in _list(given):
+        if isinstance(chunk, list) and len(chunk) == 3 and all(isinstance(one, int) for one in chunk[:2]):
+            first, count, pieces = chunk
+            texts = [limited(piece) for piece in _list(pieces)]
+            by_token |= {place: [count, texts] for place in range(max(first, 0), min(first + count, length))}
+    return [by_token.get(place) for place in kept]
 
 
 def _behind(row: Mapping[str, Any]) -> int | None:

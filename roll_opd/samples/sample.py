@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from roll_opd.base.frozen import FrozenDict
-from roll_opd.samples.sample_columns import teacher_logprobs
+from roll_opd.samples.alignment import NO_CHUNK, Alignment
+from roll_opd.samples.sample_columns import chunks_column, teacher_logprobs
 from roll_opd.samples.versions import Versions
 
 _EMPTY = FrozenDict()  # one object for all samples, so that a message contains it once
@@ -71,6 +72,7 @@ class Sample:
     demonstration: bool = False  # the answer comes from the row instead of sampling
     teacher_prompts: Mapping[str, np.ndarray] = field(default_factory=_empty)  # teacher -> int64 [P], if another prompt
     teacher_targets: Mapping[str, TargetRef] = field(default_factory=_empty)  # teacher -> its targets besides log-probs
+    alignments: Mapping[str, Alignment] = field(default_factory=_empty)  # teacher with another tokenizer -> its cut
     reward: float | None = None  # external reward, on the last action token
     turn_rewards: tuple[float, ...] = ()  # of each turn, from the environment; recorded only
     reward_parts: Mapping[str, float] = field(default_factory=_empty)  # terms of the reward and further values, by name
@@ -181,6 +183,11 @@ class Sample:
         """The row's `difficulty`; None unless it is a number."""
         value = self.extra.get("difficulty")
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    def taught_by(self, teacher: str) -> np.ndarray:
+        """Return the action tokens with a log-prob of this teacher, bool [T-P]."""
+        chunks = self.columns.get(chunks_column(teacher))
+        return self.action_mask if chunks is None else self.action_mask & (chunks != NO_CHUNK)
 
     def acted(self, values: np.ndarray) -> np.ndarray:
         """Return the entries of a [T-P, ...] array at action tokens, for means, shares and checks."""

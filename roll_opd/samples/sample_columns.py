@@ -15,6 +15,7 @@ import numpy as np
 
 TEACHER = "TEACHER"  # placeholder for a teacher's name in the table
 _LOGPROBS = "/logprobs"
+CHUNKS = "/chunks"  # end of the names of such columns
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,13 @@ COLUMNS = {
         "FrozenModels, or a workflow",
         "objective.columns, audit, metrics",
         "f32",
+    ),
+    "TEACHER/chunks": Column(
+        "of a teacher with another tokenizer: number of the first token of each token's chunk; -1 without a chunk",
+        "FrozenModels",
+        "objective.columns, audit, policy loss, metrics",
+        "i32",
+        "i32",
     ),
     "values": Column(
         "value of the state before each token", "Critic.compute_values", "external_advantages, value_columns", "f32"
@@ -93,6 +101,15 @@ COLUMNS = {
     "opd_teacher": Column(
         "Σ opd_kl_coef · log-probs of the sample's teachers", "objective.columns", "policy loss", shard="f32"
     ),
+    "TEACHER/chunk_coefficients": Column(
+        "opd_kl_coef of a teacher with another tokenizer, at tokens of a chunk",
+        "objective.columns",
+        "policy loss",
+        shard="f32",
+    ),
+    "TEACHER/chunk_teacher": Column(
+        "opd_kl_coef · log-probs of that teacher, at tokens of a chunk", "objective.columns", "policy loss", shard="f32"
+    ),
     "actions": Column(
         "`action_mask`, where opd_kl_discount reads it", "objective.columns", "policy loss", shard="bool"
     ),
@@ -130,6 +147,11 @@ def logprobs_column(teacher: str) -> str:
 def teacher_columns(logprobs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the columns of log-probs by teacher."""
     return {logprobs_column(name): array for name, array in logprobs.items()}
+
+
+def chunks_column(teacher: str) -> str:
+    """Return the name of the column with the chunks of a teacher with another tokenizer."""
+    return teacher + CHUNKS
 
 
 def teacher_logprobs(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

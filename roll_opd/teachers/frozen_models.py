@@ -8,7 +8,8 @@ from typing import Protocol
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.samples.sample import Sample, TargetRef, changed, with_columns
-from roll_opd.samples.sample_columns import logprobs_column
+from roll_opd.samples.sample_columns import chunks_column, logprobs_column
+from roll_opd.teachers.coverage import Coverage
 from roll_opd.teachers.scorer import LOGPROBS, Target, TeacherAnswer, TeacherScorer, Wanted
 from roll_opd.teachers.token_shares import TokenShares
 from roll_opd.teachers.views import TeacherView
@@ -56,6 +57,7 @@ class FrozenModels:
     targets_for: ObjectivePlan | None = None
     student: TopkSource | None = None
     shares: TokenShares = field(default_factory=TokenShares)
+    coverage: Coverage = field(default_factory=Coverage, compare=False)
 
     def step_metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Return the bills of servers since the last step, and each teacher's share of the tokens of `samples`.
@@ -71,7 +73,8 @@ class FrozenModels:
     async def compute_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Sample]:
         """Return the samples with the log-probs and targets of all models, which compute concurrently.
 
-        RunError for a sample whose tag no teacher accepts, if there are teachers.
+        RunError for a sample whose tag no teacher accepts, if there are teachers, and if a teacher with another
+        tokenizer scores too few tokens of the run.
         """
         ids = None
         if self.student and self.targets_for:
@@ -88,6 +91,7 @@ class FrozenModels:
         unscored = sorted({sample.tag for sample in result if not sample.teacher_logprobs}) if self.teachers else []
         if unscored:
             raise RunError(f"no teacher scores samples tagged {', '.join(unscored)}: add the tag to a tag_included")
+        self.coverage.add(result)
         if self.reference:
             return with_columns(result, ref_logprobs=[answer.logprobs for answer in of_reference])
         return result
@@ -140,5 +144,12 @@ def _with_answers(sample: Sample, answers: Mapping[str, TeacherAnswer], names: S
     for column in [logprobs_column(name) for name in names]:
         if column in columns:
             columns[column] = columns.pop(column)
+    alignments = {name: answer.alignment for name, answer in answers.items() if answer.alignment}
+    columns |= {chunks_column(name): alignment.chunks for name, alignment in alignments.items()}
     targets = {**sample.teacher_targets, **{name: a.targets for name, a in answers.items() if a.targets}}
-    return changed(sample, columns=columns, teacher_targets={name: targets[name] for name in names if name in targets})
+    return changed(
+        sample,
+        columns=columns,
+        teacher_targets={name: targets[name] for name in names if name in targets},
+        alignments={**sample.alignments, **alignments} if alignments else sample.alignments,
+    )

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from roll_opd.samples.alignment import Alignment
 from roll_opd.samples.sample import TargetRef
 
 TokenSequence = tuple[np.ndarray, int]  # tokens int64 [T] and the prompt length P >= 1
@@ -51,6 +52,7 @@ class TeacherAnswer:
     logprobs: np.ndarray  # f32 [T-P], at the sampling temperature
     targets: TargetRef | None = None
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)  # targets if `fetched`; names as of TargetRef
+    alignment: Alignment | None = None  # of the student's and the teacher's tokens, from a view; None: the same tokens
 
 
 class TeacherScorer(Protocol):

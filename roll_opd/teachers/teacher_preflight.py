@@ -19,7 +19,10 @@ from roll_opd.models.model_files import read_json
 from roll_opd.models.model_info import ModelInfo, read_model
 from roll_opd.models.tokenizer_files import added_ids, compare_tokenizers
 from roll_opd.models.weight_files import WINDOW_LAYERS, lost_layer_hints
+from roll_opd.samples.alignment import NO_CHUNK
 from roll_opd.samples.sample import Sample, changed
+from roll_opd.samples.sample_columns import chunks_column
+from roll_opd.teachers.coverage import coverage_checks
 from roll_opd.teachers.frozen_models import Teacher
 from roll_opd.teachers.megatron_teacher import MegatronScorer
 from roll_opd.teachers.scorer import TeacherAnswer, Wanted
@@ -78,14 +81,15 @@ class TeacherPreflight:
     async def _check(self, teacher: Teacher, chosen: Sequence[Sample], temperature: float) -> list[Check]:
         own = Path(self._student.plan.model.path)
         models = [read_model(path) for path in (own, *([Path(teacher.plan.model.path)] if teacher.plan.model else []))]
-        shared = min(model.vocab for model in models)
+        name, is_aligned = teacher.plan.name, teacher.plan.tokenizer is not None
+        shared = models[0].vocab if is_aligned else min(model.vocab for model in models)
         answers = _chosen(self._demonstrations) or _answers(chosen, own)
         texts = [*chosen, *answers]
         # a teacher with its own prompt has only the responses in common with the student
         first = None if teacher.plan.context else 1
         scored = [_scored_from(first, e) for e in texts]
         scorer, most_likely = teacher.scorer, Wanted(topk=min(TOPK, shared), vocab_size=shared, fetched=True)
-        wanted = most_likely if "topk" in scorer.targets else Wanted()
+        wanted = most_likely if "topk" in scorer.targets and not is_aligned else Wanted()
         student = MegatronScorer(self._student.plan.name, self._student, models[0].vocab)
         by_student = await student.score([(e.tokens, e.prompt_length) for e in scored], temperature, most_likely)
         by_teacher = await teacher.score(scored, temperature, replace(wanted, plain=wanted.topk is not None))
@@ -103,9 +107,9 @@ class TeacherPreflight:
             teacher_topk=_column(by_teacher, "topk_logprobs"),
             teacher_plain=_column(by_teacher, "plain_logprobs"),
             again=_logprobs([teacher.view.back(e, a) for e, a in zip(scored, again, strict=False)]),
-            in_run=np.concatenate([_in_run(e, teacher.plan.name, first) for e in texts]),
+            in_run=np.concatenate([_in_run(e, name, first) for e in texts]),
             **_kinds(texts, added_ids(own), first),
-        ).without(_observed(texts, first))
+        ).without(_observed(texts, first) | _uncovered(texts, by_teacher, name))
         settings = Settings(temperature, scorer.is_exact, shared, reads_more=teacher.plan.context is not None)
         rows = checks(readings, settings)
         reaches = [
@@ -115,7 +119,12 @@ class TeacherPreflight:
         ]
         if reaches and not np.isnan(readings.teacher_topk).any():
             rows.append(reach_check(reaches))
-        return rows if len(models) == 1 else [_size_of(*models), *rows, *_tokens(*models)]
+        if is_aligned:
+            cuts = [changed(e, alignments={name: a.alignment}) for e, a in zip(texts, by_teacher, strict=True)]
+            rows += coverage_checks(cuts, name)
+        elif len(models) > 1:
+            rows += _tokens(*models)
+        return rows if len(models) == 1 else [_size_of(*models), *rows]
 
 
 def _chosen(experiences: Sequence[Sample]) -> list[Sample]:
@@ -194,11 +203,12 @@ def _preference(samples: Sequence[Sample], teacher: str) -> list[Check]:
     rewarded = [
         e
         for e in samples
-        if e.reward is not None and not e.excluded and e.action_tokens and e.rollout_logprobs is not None
+        if e.reward is not None and not e.excluded and e.rollout_logprobs is not None and e.taught_by(teacher).any()
     ]
     if not rewarded:
         return []
-    gaps = [float(e.acted(e.teacher_logprobs[teacher] - e.student_logprobs).mean(dtype=np.float64)) for e in rewarded]
+    differences = [(e.teacher_logprobs[teacher] - e.student_logprobs)[e.taught_by(teacher)] for e in rewarded]
+    gaps = [float(difference.mean(dtype=np.float64)) for difference in differences]
     rewards = np.array([e.reward for e in rewarded], dtype=np.float64)
     return [preference_check(np.array(gaps), rewards, [e.group_id for e in rewarded])]
 
@@ -233,6 +243,17 @@ def _observed(texts: Sequence[Sample], first: int | None) -> np.ndarray:
     return np.concatenate(
         [(place >= 0) & ~e.action_mask[np.maximum(place, 0)] for e, place in zip(texts, places, strict=True)]
     )
+
+
+def _uncovered(texts: Sequence[Sample], answers: Sequence[TeacherAnswer], teacher: str) -> np.ndarray:
+    """Return which scored tokens have no log-prob of a teacher with another tokenizer, here or in the run. bool [N]."""
+    found = []
+    for text, answer in zip(texts, answers, strict=True):
+        none = np.zeros(len(answer.logprobs), bool)
+        here = none if answer.alignment is None else answer.alignment.chunks == NO_CHUNK
+        in_run = text.columns.get(chunks_column(teacher))
+        found.append(here if in_run is None else here | (in_run == NO_CHUNK))
+    return np.concatenate(found)
 
 
 def _kinds(texts: Sequence[Sample], special: frozenset[int], first: int | None) -> dict[str, np.ndarray]:

@@ -73,7 +73,10 @@ def statistics(prefix: str, values: Sequence[float] | np.ndarray, kinds: Sequenc
 
 @dataclass(frozen=True)
 class _Scored:
-    """Student and teacher log-probs of one (sample, teacher) pair; arrays are [T-P]."""
+    """Student and teacher log-probs of one (sample, teacher) pair; arrays are [T-P].
+
+    The mask leaves out action tokens without a log-prob of the teacher.
+    """
 
     teacher: str
     tag: str
@@ -110,7 +113,7 @@ def _scored(experience: Sample) -> Iterable[_Scored]:
             experience.tag,
             _checked(experience, student, "student"),
             _checked(experience, logprobs, f"teacher {teacher!r}"),
-            experience.action_mask,
+            experience.taught_by(teacher),
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from roll_opd.base.frozen import freeze
+from roll_opd.base.frozen import FrozenDict, freeze
 from roll_opd.config.plan import ContextPlan, SamplingPlan
 from roll_opd.data.prompt_source import Prompt, derived_seed
 from roll_opd.data.rows import BadRow, Row
@@ -200,9 +200,11 @@ class TeacherContexts:
             raise ValueError(
                 f"{key}: the prompt of an experience was not sent to the model; return the model's experiences"
             )
-        if call and call.tools:
+        tools = call.tools if call else None
+        if tools and any(context.hint or context.system_prompt for context in self._contexts):
             raise ValueError(f"{key}: a teacher context cannot be added to a prompt with tools; remove one of them")
         if messages and messages[-1].get("role") == "assistant":
             raise ValueError(f"{key}: a teacher context cannot be added to a prompt that ends in an assistant message")
         kept = tuple(freeze(message) for message in messages)
-        return Row(prompt.id, prompt.tag, kept, text, prompt.ground_truth, extra=prompt.extra)
+        tools = tuple(FrozenDict(tool) for tool in tools or ())
+        return Row(prompt.id, prompt.tag, kept, text, prompt.ground_truth, extra=prompt.extra, tools=tools)

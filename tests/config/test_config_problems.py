@@ -276,6 +276,24 @@ def test_tokens_that_a_teacher_reads_otherwise(
     assert message in found[0]
     assert "set teacher_tokenizer_check: warn" in found[0]
     assert any(message in text for text in plan({"teacher_tokenizer_check": "warn"}).warnings)
+    aligned = plan({"teacher_tokenizer_check": "align"})
+    assert any(message in text and "aligned by bytes" in text for text in aligned.warnings)
+    (teacher,) = aligned.teachers
+    assert teacher.tokenizer == str(root / "teacher")
+    assert (teacher.context.template, teacher.context.tokenizer) == ("native", teacher.tokenizer)
+
+
+def test_tokens_are_aligned_only_where_they_differ_and_only_for_sampled_tokens(
+    problems: Problems, plan: Callable[..., Any], root: Path
+) -> None:
+    align = {"teacher_tokenizer_check": "align"}
+    (same,) = plan(align).teachers
+    assert same.tokenizer is None and same.context is None
+    assert any("opd_chunk_credit: has no effect" in text for text in plan({"opd_chunk_credit": "mean"}).warnings)
+    write_tokenizer(root / "teacher", end="<|stop|>")
+    for changes in ({"opd_objective": "topk"}, {"opd_objective": "full"}, {"opd_kl_discount": 0.5}):
+        found = problems({**align, "opd_objective": "sampled", "opd_kl_discount": 0, **changes})
+        assert any(next(iter(changes)) in text and "other tokens than the student" in text for text in found)
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,12 @@ class ObjectiveKeys(ReinforcementKeys, SampleKeys, DistillationKeys):
     pg_clip_low: NotNegative | None = key(None, "clip range of the ratio downwards; without it pg_clip")
     pg_clip_high: NotNegative | None = key(None, "clip range of the ratio upwards; without it pg_clip")
     opd_kl_discount: Fraction = key(0.0, "discount of later tokens' reverse KL; 0: only the token's own term", OURS)
+    opd_chunk_credit: Literal["whole", "with_previous", "mean", "share"] = key(
+        "whole",
+        "with a teacher of another tokenizer: a token's part of the reverse KL of its chunk, see"
+        " algorithms.chunk_credit",
+        OURS,
+    )
     ppo_epochs: Positive = key(1, "passes over a step's samples")
 
 

@@ -128,8 +128,11 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys, WorkflowKeys, AgenticKeys
     opd_kl_coef: NotNegative = key(1.0, "weight of the teachers' reverse KL")
     opd_use_policy_gradient: bool | None = key(None, "accepted if it agrees with opd_objective", OURS)
     allow_self_teacher: bool = key(False, "accept a teacher with the student's weights", OURS)
-    teacher_tokenizer_check: Literal["strict", "warn"] = key(
-        "strict", "refuse or warn if a token id means different tokens to student and teacher", OURS
+    teacher_tokenizer_check: Literal["strict", "warn", "align"] = key(
+        "strict",
+        "if a token id means different tokens to student and teacher: refuse, warn, or align the teacher's own tokens"
+        " with the student's by their bytes",
+        OURS,
     )
     adv_estimator: str | None = key(None, "estimator of advantages; default gae")
     advantage_fn: str | None = key(None, "adv_estimator: a built-in or registered name, or a dotted path", TRINITY)

@@ -134,6 +134,11 @@ function showTip(span, sample, i, masked, observed) {
     if (name.startsWith("teacher/") && student && student[i] !== null && column[i] !== null)
       rows.push(row("reverse KL", number(student[i] - column[i])));
   }
+  for (const [name, cut] of Object.entries(sample.cuts)) {
+    const [count, pieces] = cut[i] || [0, []];
+    if (count) rows.push(row(`${name} reads`, `${pieces.map((one) => JSON.stringify(one)).join(" ")}, for ${plural(count, "token")}`));
+    else if (!observed) rows.push(row(`${name} reads`, "nothing: no credit"));
+  }
   if (observed) rows.push(row("", "observed, counts nowhere"));
   else if (sample.behind !== null) rows.push(row("sampled", sample.behind ? `${plural(sample.behind, "update")} earlier` : "with the newest weights"));
   if (masked) rows.push(row("", "not learned from"));

@@ -1,0 +1,66 @@
+"""Credit of a chunk's reverse KL to the student tokens in it, for teachers with another tokenizer.
+
+    penalty_i = w_i · Σ_{j in chunk of i} (l_j - q_j),    Σ_j q_j = the teacher's log-prob of the chunk
+
+| rule | w_i | |
+|---|---|---|
+| whole | 1 | the policy gradient of Σ over chunks of (L_S - L_T): every token of a chunk is a cause of its bytes |
+| with_previous | 1 | plus the penalty of the chunk before: the teacher cuts a chunk with the next bytes in view |
+| mean | 1 / n | n tokens share the chunk's penalty equally |
+| share | l_i / L_S | the shares of the student's log-prob (DPCA, arXiv 2606.09456) |
+
+In a chunk of one student token all rules but with_previous give l - q, the penalty of a teacher with the student's
+tokenizer, to the bit. The chunk before is constant for the tokens of a chunk, unless its cut depends on them, so
+with_previous has the same expected gradient elsewhere, with more variance.
+
+Legend: M tokens of responses, B sequences.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from roll_opd.algorithms.losses.batch import sequence_numbers
+
+ChunkCredit = Literal["whole", "with_previous", "mean", "share"]
+
+
+def chunk_penalty(
+    penalty_M: Tensor, student_M: Tensor, chunks_M: Tensor, lengths: Sequence[int], rule: ChunkCredit
+) -> Tensor:
+    """Return the penalty of each token from those of its chunk, as `penalty_M`; 0 for tokens without a chunk.
+
+    Args:
+        penalty_M: coefficient times (l - q) of each token.
+        student_M: the student's log-probs l.
+        chunks_M: int, number in its response of the first token of a token's chunk; negative without a chunk.
+        lengths: tokens of each response, Σ = M.
+    """
+    credited_M = chunks_M >= 0
+    starts_B = torch.tensor([0, *lengths[:-1]], dtype=torch.int64).cumsum(0).to(chunks_M.device)
+    places_M = torch.arange(len(chunks_M), device=chunks_M.device)
+    if len(lengths):
+        firsts_M = starts_B[sequence_numbers(lengths, chunks_M.device)] + chunks_M
+        places_M = torch.where(credited_M, firsts_M, places_M)
+
+    def of_chunk(values_M: Tensor) -> Tensor:
+        return torch.zeros_like(values_M).index_add(0, places_M, values_M)[places_M]
+
+    # where, not a product: the log-prob of an observed token may be infinite
+    penalty_M = torch.where(credited_M, penalty_M, 0)
+    counts_M = of_chunk(torch.ones_like(penalty_M))
+    summed_M = of_chunk(penalty_M)
+    if rule == "mean":
+        summed_M = summed_M / counts_M
+    elif rule == "share":
+        own_M = torch.where(credited_M, student_M, 0)
+        total_M = of_chunk(own_M)
+        summed_M = summed_M * torch.where(total_M == 0, 1 / counts_M, own_M / total_M)
+    summed_M = torch.where(counts_M == 1, penalty_M, summed_M)
+    if rule == "with_previous":
+        before_M = (places_M - 1).clamp(min=0)
+        has_previous_M = (chunks_M > 0) & credited_M[before_M]
+        summed_M = summed_M + torch.where(has_previous_M, summed_M[before_M], 0)
+    return summed_M

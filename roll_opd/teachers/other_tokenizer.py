@@ -1,0 +1,164 @@
+"""The view of a teacher with another tokenizer: the student's response in the teacher's tokens, aligned by bytes.
+
+The teacher reads its own prompt, rendered by its own template, and the bytes of the response in its own tokens. The
+student's tokens are never encoded again. Rules of the response:
+
+- Ordinary tokens, and added tokens that are not special (tags of thoughts and tool calls), are bytes. The teacher's
+  tokenizer cuts each stretch of them that the student wrote without interruption.
+- A token that ends a turn becomes the teacher's token that ends a turn. Any other special token becomes the teacher's
+  special token of the same text. Without one it has no credit.
+- Observed tokens have no credit. Where they are a turn of the student's template, the teacher reads the same content
+  in its own template; otherwise their bytes.
+
+Legend: T-P student tokens of a response, U teacher tokens of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from roll_opd.base.failures import RunError
+from roll_opd.models.token_bytes import MISSING, ByteEncoder, TokenBytes
+from roll_opd.samples.alignment import Alignment
+from roll_opd.samples.sample import Sample
+from roll_opd.teachers.scorer import TeacherAnswer, TokenSequence
+from roll_opd.teachers.turn_markup import NO_MARKUP, TurnMarkup
+
+KEPT = 4096  # responses whose alignment is kept between the request and its answer
+
+
+@dataclass(frozen=True)
+class OtherTokenizer:
+    """A `TeacherView` for a teacher whose token ids are not the student's."""
+
+    teacher: str
+    student: TokenBytes
+    encoder: ByteEncoder  # of the teacher's tokenizer
+    ends: Mapping[int, int]  # student tokens that end a turn -> the teacher's token that does
+    student_turns: TurnMarkup = NO_MARKUP
+    teacher_turns: TurnMarkup = NO_MARKUP
+    max_tokens: int | None = None  # positions of the teacher's model
+    _kept: dict[tuple[bytes, bytes], tuple[np.ndarray, Alignment]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def reads(self, sample: Sample) -> TokenSequence:
+        """Return the teacher's prompt and its tokens of the response, and the length of that prompt.
+
+        RunError for a sample without a prompt for this teacher: the student's prompt is none in its tokens.
+        """
+        prompt = sample.teacher_prompts.get(self.teacher)
+        if prompt is None:
+            raise RunError(
+                f"sample {sample.id} has no prompt for teacher {self.teacher}, whose tokenizer is not the student's;"
+                " its workflow should call the model with messages"
+            )
+        tokens, _ = self.aligned(sample)
+        if self.max_tokens is not None and len(prompt) + len(tokens) > self.max_tokens:
+            raise RunError(
+                f"sample {sample.id} has {len(prompt)} prompt and {len(tokens)} response tokens for teacher"
+                f" {self.teacher}, and its model has {self.max_tokens} positions; lower prompt_length or"
+                " response_length"
+            )
+        return np.concatenate([prompt, tokens]), len(prompt)
+
+    def back(self, sample: Sample, answer: TeacherAnswer) -> TeacherAnswer:
+        """Return the answer's log-probs on the student's tokens, with the alignment; see `Alignment`.
+
+        RunError without exactly one log-prob for each teacher token, and for targets other than log-probs.
+        """
+        tokens, alignment = self.aligned(sample)
+        if answer.logprobs.shape != tokens.shape:
+            raise RunError(
+                f"teacher {self.teacher} returned log-probs of shape {answer.logprobs.shape} for sample {sample.id},"
+                f" which has {len(tokens)} response tokens in its tokenizer; correct its scorer"
+            )
+        if answer.targets or answer.arrays:
+            raise RunError(f"teacher {self.teacher} has another tokenizer than the student: it has log-probs only")
+        return TeacherAnswer(alignment.on_student_tokens(answer.logprobs), alignment=alignment)
+
+    def aligned(self, sample: Sample) -> tuple[np.ndarray, Alignment]:
+        """Return the teacher's tokens of a response, int64 [U - missing], and their alignment."""
+        key = (sample.response_tokens.tobytes(), np.packbits(sample.action_mask).tobytes())
+        if key not in self._kept:
+            while len(self._kept) >= KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = self._align(sample.response_tokens, sample.action_mask)
+        return self._kept[key]
+
+    @cached_property
+    def _is_single(self) -> np.ndarray:
+        """bool [V]: student tokens that are not bytes of text: special ones, and ids without bytes."""
+        single = self.student.lengths == 0  # a new array
+        single[[*self.student.special, *self.ends]] = True
+        return single
+
+    @cached_property
+    def _special(self) -> dict[int, int]:
+        """Student special tokens -> the teacher's, by their text; ends of turns by their role."""
+        texts = {number: text for text, number in self.student.added.items() if number in self.student.special}
+        known, special = self.encoder.table.added, self.encoder.table.special
+        found = {number: known[text] for number, text in texts.items() if known.get(text) in special}
+        return {**found, **self.ends}
+
+    def _align(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, Alignment]:
+        if len(ids) and int(ids.max()) >= len(self.student.by_id):
+            raise RunError(
+                f"token {int(ids.max())} is outside the student's tokenizer of {len(self.student.by_id)} tokens; give"
+                " model and tokenizer of the same release"
+            )
+        student_ends = np.cumsum(np.maximum(self.student.lengths[ids], 1))
+        single = self._is_single[ids] & mask
+        tokens: list[int] = []
+        ends: list[np.ndarray] = []
+        for start, end in _stretches(single, mask):
+            first = int(student_ends[start - 1]) if start else 0
+            if not mask[start]:
+                found = self._observed(ids[start:end], ids[start - 1] if start else None) or [MISSING]
+                places = np.full(len(found), student_ends[end - 1])
+            elif single[start]:
+                found, places = [self._special.get(int(ids[start]), MISSING)], student_ends[start : start + 1]
+            else:
+                found, places = self.encoder.encode(self.student.bytes_of(ids[start:end].tolist()))
+                places = places + first
+            tokens += found
+            ends.append(places)
+        teacher = np.array(tokens, np.int64)
+        missing = teacher == MISSING
+        teacher_ends = np.concatenate([np.zeros(0, np.int64), *ends])
+        data = b"".join([self.student.by_id[token] or b" " for token in ids.tolist()])
+        return teacher[~missing], Alignment(student_ends, teacher_ends, missing, mask, data)
+
+    def _observed(self, ids: np.ndarray, before: int | None) -> list[int]:
+        """Return the teacher's tokens of observed tokens; `before`: the student's token before them."""
+        data = self.student.bytes_of(ids.tolist())
+        ended = before is not None and int(before) in self.ends
+        if (found := self.student_turns.split(data, ended=ended)) and found.role in self.teacher_turns.around:
+            opening, closing = self.teacher_turns.parts(found.role, ended=ended)
+            content, _ = self.encoder.encode(found.content)
+            written = [*self.encoder.encode_markup(opening), *content, *self.encoder.encode_markup(closing)]
+        else:
+            written = self._as_bytes(ids)
+        return [token for token in written if token != MISSING]
+
+    def _as_bytes(self, ids: np.ndarray) -> list[int]:
+        """Return the teacher's tokens of observed tokens that are no turn of the student's template."""
+        single = self._is_single[ids]
+        written: list[int] = []
+        for start, end in _stretches(single, np.ones(len(ids), bool)):
+            if single[start]:
+                written.append(self._special.get(int(ids[start]), MISSING))
+            else:
+                written += self.encoder.encode(self.student.bytes_of(ids[start:end].tolist()))[0]
+        return written
+
+
+def _stretches(single: np.ndarray, mask: np.ndarray) -> list[tuple[int, int]]:
+    """Return (start, end) of the unbroken stretches of action tokens, of observed ones, and of each `single` token."""
+    if not len(mask):
+        return []
+    breaks = (mask[1:] != mask[:-1]) | single[1:] | single[:-1]
+    starts = [0, *(np.flatnonzero(breaks) + 1).tolist()]
+    return list(zip(starts, [*starts[1:], len(mask)], strict=True))

@@ -1,0 +1,64 @@
+"""The view of a teacher by its plan, from the tokenizer files of student and teacher."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from roll_opd.config.plan import ModelPlan, TeacherPlan
+from roll_opd.data.templates import TEMPLATES, load_tokenizer
+from roll_opd.models.model_files import read_json
+from roll_opd.models.model_info import read_model
+from roll_opd.models.stop_tokens import stop_tokens, turn_end
+from roll_opd.models.token_bytes import ByteEncoder, token_bytes
+from roll_opd.models.tokenizer_files import special_tokens
+from roll_opd.teachers.other_tokenizer import OtherTokenizer
+from roll_opd.teachers.turn_markup import NO_MARKUP, TurnMarkup, turn_markup
+from roll_opd.teachers.views import SameTokens, TeacherView
+
+
+def view_of(teacher: TeacherPlan, student: ModelPlan) -> TeacherView:
+    """Return the view of a teacher. ModelFilesError for tokenizer files that cannot be aligned."""
+    if teacher.tokenizer is None:
+        return SameTokens(teacher.name)
+    template = TEMPLATES[teacher.context.template].source if teacher.context and teacher.context.template else None
+    path, other = Path(student.path), Path(teacher.tokenizer)
+    table = token_bytes(tokenizer_content(path), read_model(path).vocab)
+    encoder = ByteEncoder(tokenizer_content(other))
+    end = turn_end_token(other, template)
+    ours = turn_end_token(path)
+    ended = stop_tokens(path, {}).ids | (set() if ours is None else {ours})
+    return OtherTokenizer(
+        teacher.name,
+        table,
+        encoder,
+        {} if end is None else dict.fromkeys(ended, end),
+        _markup(path, None, ours, table.by_id),
+        _markup(other, template, end, encoder.table.by_id),
+        None if teacher.model is None else read_model(Path(teacher.model.path)).max_positions,
+    )
+
+
+def tokenizer_content(path: Path) -> dict[str, Any]:
+    """Return the content of a tokenizer.json, converted from another format if there is none."""
+    if (path / "tokenizer.json").is_file():
+        return read_json(path / "tokenizer.json")
+    converted: Any = load_tokenizer(str(path))
+    return json.loads(converted.backend_tokenizer.to_str())
+
+
+def turn_end_token(path: Path, template: str | None = None) -> int | None:
+    """Return the token that ends a turn in a template, else the end-of-sequence token; None without both."""
+    found = turn_end(path, template)
+    if found and found.ids and found.ids[0] >= 0:
+        return found.ids[0]
+    text = special_tokens(path).get("eos_token")
+    return token_bytes(tokenizer_content(path)).added.get(text) if text else None
+
+
+def _markup(path: Path, template: str | None, end: int | None, tokens: tuple[bytes, ...]) -> TurnMarkup:
+    tokenizer: Any = load_tokenizer(str(path))
+    if not (template or tokenizer.chat_template):
+        return NO_MARKUP
+    render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True, chat_template=template)
+    return turn_markup(render, "" if end is None else tokens[end].decode())

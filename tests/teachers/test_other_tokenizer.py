@@ -1,0 +1,198 @@
+"""Views of teachers with other tokenizers: what the teacher reads, and its log-probs on the student's tokens."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from tokenizer_kinds import EVERY_BYTE, content
+
+from roll_opd.base.failures import RunError
+from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
+from roll_opd.models.token_bytes import ByteEncoder
+from roll_opd.samples.alignment import NO_CHUNK
+from roll_opd.samples.sample import Sample
+from roll_opd.teachers.coverage import ENOUGH, Coverage, coverage_checks
+from roll_opd.teachers.frozen_models import FrozenModels, Teacher
+from roll_opd.teachers.other_tokenizer import OtherTokenizer
+from roll_opd.teachers.scorer import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
+from roll_opd.teachers.turn_markup import TurnMarkup, turn_markup
+
+WORKER = MegatronPlan("", ModelPlan(""), (0,), Layout(), MicroBatchLimits())
+TEXT = "347+589=936, naïve 東京 🙂!\r\nThe end."
+
+
+def view(student: str, teacher: str, name: str = "t", **options: TurnMarkup) -> OtherTokenizer:
+    one, other = ByteEncoder(content(student)), ByteEncoder(content(teacher))
+    ends = {one.table.added["<|end|>"]: other.table.added["</s>"]}
+    return OtherTokenizer(name, one.table, other, ends, **options)
+
+
+def sample_of(tokens: Sequence[int], mask: Sequence[bool] | None = None, teachers: Sequence[str] = ("t",)) -> Sample:
+    acts = np.ones(len(tokens), bool) if mask is None else np.array(mask)
+    return Sample(
+        np.array([0, *tokens], np.int64),
+        1,
+        {"action_mask": acts, "rollout_logprobs": np.full(len(tokens), -0.5, np.float32)},
+        teacher_prompts={name: np.array([7, 8]) for name in teachers},
+        tag="",
+    )
+
+
+def answer_of(found: OtherTokenizer, sample: Sample) -> tuple[np.ndarray, TeacherAnswer]:
+    """Return the teacher's response tokens, and an answer with a log-prob of -1, -2, ... for each."""
+    tokens, prompt_length = found.reads(sample)
+    assert prompt_length == 2 and tokens[:2].tolist() == [7, 8]
+    logprobs = -np.arange(1, len(tokens) - 1).astype(np.float32)
+    return tokens[2:], found.back(sample, TeacherAnswer(logprobs))
+
+
+@pytest.mark.parametrize("kind", EVERY_BYTE)
+def test_the_same_tokenizer_reads_the_same_tokens_and_returns_the_same_bits(kind: str) -> None:
+    found = view(kind, kind)
+    ids, _ = found.encoder.encode(TEXT.encode())
+    sample = sample_of([*ids, found.encoder.table.added["<|end|>"]])
+    tokens, answer = answer_of(found, sample)
+    assert tokens.tolist() == [*ids, found.encoder.table.added["</s>"]]
+    assert answer.logprobs.tolist() == (-np.arange(1, len(tokens) + 1).astype(np.float32)).tolist()
+    assert answer.alignment is not None and answer.alignment.chunks.tolist() == list(range(len(tokens)))
+
+
+def test_special_tokens_match_by_role_then_by_text_and_else_have_no_credit() -> None:
+    found = view("byte_level", "unigram")
+    added = found.student.added
+    ids, _ = ByteEncoder(content("byte_level")).encode(b"<think>ab</think>")
+    assert ids[0] == added["<think>"]  # not special, so text
+    assert added["<|start|>"] in found.student.special
+    tokens, answer = answer_of(found, sample_of([added["<s>"], *ids, added["<|end|>"]]))
+    theirs = found.encoder.table.added
+    assert tokens[0] == theirs["<s>"] and tokens[1] == theirs["<think>"] and tokens[-1] == theirs["</s>"]
+    assert answer.alignment is not None and answer.alignment.uncovered == 0
+    alone = OtherTokenizer("t", found.student, found.encoder, {})
+    del theirs["<|start|>"]
+    tokens, answer = answer_of(alone, sample_of([added["<|start|>"], *ids]))
+    assert answer.alignment is not None and answer.alignment.chunks[:2].tolist() == [NO_CHUNK, 1]
+    assert np.isnan(answer.logprobs[0]) and tokens[0] == theirs["<think>"]
+
+
+def test_ordinary_tokens_that_spell_a_special_token_stay_text() -> None:
+    found = view("bytes_only", "llama")
+    ids = [found.student.by_id.index(bytes([byte])) for byte in b"<|end|>x</s>"]
+    tokens, answer = answer_of(found, sample_of(ids))
+    assert not found.encoder.table.special.intersection(tokens.tolist())
+    assert found.encoder.table.bytes_of(tokens.tolist()) == b"<|end|>x</s>"
+    assert np.isfinite(answer.logprobs).all()
+
+
+@pytest.mark.parametrize(
+    "data", ["🙂".encode()[:2], "a🙂b".encode(), b"a\xff\xfeb", "é".encode()[1:], b"a\r\nb", b" a"]
+)
+@pytest.mark.parametrize("teacher", ["byte_level", "llama", "unigram_bytes"])
+def test_parts_of_characters_and_line_ends_are_scored_as_bytes(data: bytes, teacher: str) -> None:
+    found = view("bytes_only", teacher)
+    ids = [found.student.by_id.index(bytes([byte])) for byte in data]
+    tokens, answer = answer_of(found, sample_of(ids))
+    assert found.encoder.table.bytes_of(tokens.tolist()) == data
+    assert answer.alignment is not None and answer.alignment.uncovered == 0
+    assert answer.logprobs.sum() == pytest.approx(-sum(range(1, len(tokens) + 1)))
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}<|im_start|>assistant\n"
+
+
+def test_an_observed_turn_is_read_in_the_teachers_template_and_has_no_credit() -> None:
+    ours = TurnMarkup({"user": ("<|end|>\n<|start|>user\n", "<|end|>\n<|start|>assistant\n")}, "<|end|>")
+    theirs = TurnMarkup({"user": ("</s> [INST] ", " [/INST]")}, "</s>")
+    found = view("byte_level", "llama", student_turns=ours, teacher_turns=theirs)
+    encode, added = ByteEncoder(content("byte_level")), found.student.added
+    first, second = encode.encode(b"Done! the")[0], encode.encode(b"sum is 936.")[0]
+    observed = encode.encode_markup("\n<|start|>user\nAnd 1+1?<|end|>\n<|start|>assistant\n")
+    ids = [*first, added["<|end|>"], *observed, *second, added["<|end|>"]]
+    mask = [True] * (len(first) + 1) + [False] * len(observed) + [True] * (len(second) + 1)
+    tokens, answer = answer_of(found, sample_of(ids, mask))
+    text = found.encoder.table.bytes_of(tokens.tolist()).decode()
+    assert text == "Done! the</s> [INST] And 1+1? [/INST]sum is 936.</s>"
+    assert tokens.tolist().count(found.encoder.table.added["</s>"]) == 2
+    assert answer.alignment is not None
+    assert (answer.alignment.chunks == NO_CHUNK).tolist() == [not acts for acts in mask]
+
+
+def test_markup_of_a_template_is_found_by_rendering_it() -> None:
+    def render(messages: Sequence[dict[str, str]]) -> str:
+        if messages[-1]["role"] == "tool":
+            raise ValueError("no tools")
+        turns = "".join(f"<{m['role']}>{m['content']}<end>" for m in messages)
+        return turns + "<assistant>"
+
+    found = turn_markup(render, "<end>")  # type: ignore[arg-type]
+    assert found.around == {"user": ("<end><user>", "<end><assistant>")}
+    turn = found.split(b"<user>4 times?<end><assistant>", ended=True)
+    assert turn is not None and (turn.role, turn.content) == ("user", b"4 times?")
+    assert found.split(b"<user>4 times?<end><user>5?<end><assistant>", ended=True) is None
+
+
+def test_a_sample_without_the_teachers_prompt_or_with_a_wrong_answer_is_refused() -> None:
+    found = view("byte_level", "llama")
+    with pytest.raises(RunError, match="no prompt for teacher t"):
+        found.reads(sample_of([5, 6], teachers=()))
+    with pytest.raises(RunError, match="log-probs of shape"):
+        found.back(sample_of([5, 6]), TeacherAnswer(np.zeros(77, np.float32)))
+
+
+@dataclass(frozen=True)
+class BySum:
+    """A scorer whose log-prob of a token is minus its id, divided by 1000."""
+
+    name: str
+    targets: frozenset[Target] = frozenset()
+    is_exact: bool = True
+
+    async def score(
+        self, sequences: Sequence[TokenSequence], temperature: float, wanted: Wanted = LOGPROBS
+    ) -> list[TeacherAnswer]:
+        return [TeacherAnswer((-tokens[length:] / 1000).astype(np.float32)) for tokens, length in sequences]
+
+    def end(self) -> None:
+        pass
+
+
+def test_teachers_of_several_tokenizers_score_the_same_samples() -> None:
+    names = ("llama", "unigram_bytes", "digits")
+    teachers = [Teacher(TeacherPlan(n, WORKER, 1.0), BySum(n), view("byte_level", n, n)) for n in names]
+    ids, _ = ByteEncoder(content("byte_level")).encode(TEXT.encode())
+    samples = [sample_of(ids[: 5 + number], teachers=names) for number in range(4)]
+    scored = asyncio.run(FrozenModels(teachers).compute_logprobs(samples, 1.0))
+    for sample in scored:
+        assert list(sample.teacher_logprobs) == list(sample.alignments) == list(names)
+        for teacher in teachers:
+            tokens, length = teacher.view.reads(sample)
+            total = sample.teacher_logprobs[teacher.plan.name].sum()
+            assert total == pytest.approx(-tokens[length:].sum() / 1000, rel=1e-5)
+
+
+def test_a_run_with_more_than_a_twentieth_uncovered_is_refused() -> None:
+    found = view("bytes_only", "unigram")
+    ids = [found.student.by_id.index(bytes([byte])) for byte in "abcΞ".encode() * 4]
+    sample = sample_of(ids)
+    answer = answer_of(found, sample)[1]
+    assert answer.alignment is not None and 0 < answer.alignment.uncovered < len(ids)
+    scored = Sample(sample.tokens, 1, sample.columns, alignments={"t": answer.alignment})
+    assert [row.verdict for row in coverage_checks([scored], "t")] == ["ok", "ok", "failed"]
+    counted = Coverage()
+    counted.add([scored])  # too few tokens for a verdict
+    with pytest.raises(RunError, match="scores too little"):
+        counted.add([scored] * (ENOUGH // len(ids)))
+
+
+def test_a_token_takes_less_than_twenty_microseconds() -> None:
+    found = view("byte_level", "llama")
+    ids, _ = ByteEncoder(content("byte_level")).encode((TEXT * 20).encode())
+    taken = []
+    for number in range(5):
+        sample = sample_of([*ids, *ids[:number]])
+        start = time.perf_counter()
+        answer_of(found, sample)
+        taken.append((time.perf_counter() - start) / len(ids))
+    assert min(taken) < 20e-6
