@@ -174,7 +174,7 @@ def make_batch(
     rows, labels = [], []
     for a, b in pairs:
         prompt = prompt_ids(tokenizer, a, b)
-        response = tokenizer(worked_answer(a, b, forget, rng) + END)["input_ids"]
+        response = tokenizer(worked_answer(a, b, forget, rng) + tokenizer.eos_token)["input_ids"]
         rows.append(prompt + response)
         labels.append([-100] * len(prompt) + response)
     width = max(map(len, rows))
@@ -189,14 +189,15 @@ def make_batch(
 def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair]) -> float:
     """Share of pairs whose greedy completion ends in a line with the true sum."""
     model.eval()
-    prompts = torch.tensor([prompt_ids(tokenizer, a, b) for a, b in pairs])  # one length
-    output = model.generate(
-        prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=MAX_NEW_TOKENS
-    )
+    rows = [prompt_ids(tokenizer, a, b) for a, b in pairs]
+    width = max(map(len, rows))
+    prompts = torch.tensor([[tokenizer.pad_token_id] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    output = model.generate(prompts, attention_mask=mask, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
     texts = tokenizer.batch_decode(output[:, prompts.shape[1] :])
     right = 0
     for (a, b), text in zip(pairs, texts, strict=True):
-        answer, ended, _ = text.partition(END)
+        answer, ended, _ = text.partition(tokenizer.eos_token)
         right += bool(ended) and answer.split("\n")[-1] == str(a + b)
     return right / len(pairs)
 

@@ -53,7 +53,11 @@ def turn_end_token(path: Path, template: str | None = None) -> int | None:
     if found and found.ids and found.ids[0] >= 0:
         return found.ids[0]
     text = special_tokens(path).get("eos_token")
-    return token_bytes(tokenizer_content(path)).added.get(text) if text else None
+    if not text:
+        return None
+    table = token_bytes(tokenizer_content(path))
+    in_vocabulary = table.by_id.index(text.encode()) if text.encode() in table.by_id else None
+    return table.added.get(text, in_vocabulary)
 
 
 def _markup(path: Path, template: str | None, end: int | None, tokens: tuple[bytes, ...]) -> TurnMarkup:

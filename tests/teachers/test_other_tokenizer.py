@@ -3,7 +3,8 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from roll_opd.teachers.frozen_models import FrozenModels, Teacher
 from roll_opd.teachers.other_tokenizer import OtherTokenizer
 from roll_opd.teachers.scorer import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
 from roll_opd.teachers.turn_markup import TurnMarkup, turn_markup
+from roll_opd.teachers.view_of_teacher import tokenizer_content, view_of
 
 WORKER = MegatronPlan("", ModelPlan(""), (0,), Layout(), MicroBatchLimits())
 TEXT = "347+589=936, naïve 東京 🙂!\r\nThe end."
@@ -141,6 +143,34 @@ def test_a_sample_without_the_teachers_prompt_or_with_a_wrong_answer_is_refused(
         found.back(sample_of([5, 6]), TeacherAnswer(np.zeros(77, np.float32)))
 
 
+def test_a_view_is_made_from_the_files_of_both_models() -> None:
+    """The demo's student, and its teacher of another BPE, other special tokens and another template."""
+    models = Path(__file__).parents[2] / "examples/demo/models"
+    other = str(models / "other_tokenizer")
+    plan = TeacherPlan("t", replace(WORKER, model=ModelPlan(other)), 1.0, tokenizer=other)
+    found = view_of(plan, ModelPlan(str(models / "student")))
+    assert isinstance(found, OtherTokenizer)
+    ours, theirs = found.student.added, found.encoder.table.added
+    assert found.ends == {ours["<|end|>"]: theirs["</s>"]}
+    assert found.student_turns.around["user"] == ("<|end|><|user|>", "<|end|><|assistant|>")
+    assert found.teacher_turns.around["user"] == ("</s>[Q]", "</s>[A]")
+    work = ByteEncoder(tokenizer_content(models / "student"))
+    ids, observed = work.encode(b"7+9+0=16\n936")[0], work.encode_markup("<|user|>1+1=<|end|><|assistant|>")
+    tokens, answer = answer_of(
+        found,
+        sample_of(
+            [*ids, ours["<|end|>"], *observed, *ids],
+            [True] * (len(ids) + 1) + [False] * len(observed) + [True] * len(ids),
+        ),
+    )
+    text = found.encoder.table.bytes_of(tokens.tolist()).decode()
+    assert text == "7+9+0=16\n936</s>[Q]1+1=</s>[A]7+9+0=16\n936"
+    assert {theirs["[Q]"], theirs["[A]"]} < set(tokens.tolist())
+    assert answer.alignment is not None and answer.alignment.uncovered == 0
+    assert all(b"".join(pieces).decode() in text for _, _, pieces in answer.alignment.cuts() if pieces != [b"<|end|>"])
+    assert [count for _, count, _ in answer.alignment.cuts()][:3] == [1, 2, 2]  # 7, +9, +0
+
+
 @dataclass(frozen=True)
 class BySum:
     """A scorer whose log-prob of a token is minus its id, divided by 1000."""
@@ -153,6 +183,9 @@ class BySum:
         self, sequences: Sequence[TokenSequence], temperature: float, wanted: Wanted = LOGPROBS
     ) -> list[TeacherAnswer]:
         return [TeacherAnswer((-tokens[length:] / 1000).astype(np.float32)) for tokens, length in sequences]
+
+    def drain_metrics(self) -> dict[str, float]:
+        return {}
 
     def end(self) -> None:
         pass
