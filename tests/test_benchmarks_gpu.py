@@ -167,6 +167,7 @@ def profiling(monkeypatch: pytest.MonkeyPatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_profile_of_a_tiny_model_on_a_cpu_has_every_family_and_all_of_the_time(tmp_path: Path) -> None:
     command = ["--device", "cpu", "--shape", "tiny", "--without", "all", "--json", str(tmp_path / "found")]

@@ -53,6 +53,7 @@ class PackedModel(GPTModel):
     """GPT model over packed sequences up to the last hidden states; subclasses add a head."""
 
     frequencies: Sequence[Tensor]  # rotary, f32 [rotated width / 2] for each kind of layer
+    embedding_scale: float  # of token embeddings, as in Gemma
     vocab_size_real: int  # vocabulary columns without padding, over which log-probs are normalised
 
     @staticmethod
@@ -83,8 +84,8 @@ class PackedModel(GPTModel):
             # a transposed [1, n, E] has strides with which torch multiplies row by row: slower, and with other last
             # bits than on a rank that received a contiguous tensor
             decoder_input = decoder_input.flatten(0, 1)[:, None]
-            if (scale := pieces_of(self.config).embedding_scale) != 1.0:  # rounded as transformers rounds it
-                decoder_input = decoder_input * torch.tensor(scale, dtype=decoder_input.dtype).item()
+            if self.embedding_scale != 1.0:  # rounded as transformers rounds it
+                decoder_input = decoder_input * torch.tensor(self.embedding_scale, dtype=decoder_input.dtype).item()
             if torch.is_grad_enabled() and not decoder_input.requires_grad:
                 # recomputed layers compute gradients for adapters only if their input requires one
                 decoder_input.requires_grad_(self.config.recompute_granularity == "full")
@@ -267,7 +268,9 @@ def _build_chunk(
             for parameter in experts.parameters():
                 parameter.allreduce = False
     model.vocab_size_real = min(hf_config.vocab_size, vocab_size or hf_config.vocab_size)
-    frequencies = rotary_frequencies(hf_config, pieces_of(config))
+    pieces = pieces_of(config)
+    model.embedding_scale = pieces.embedding_scale
+    frequencies = rotary_frequencies(hf_config, pieces)
     model.frequencies = tuple(each.to(torch.cuda.current_device()) for each, _ in frequencies.values())
     model.rotary_pos_emb.inv_freq = model.frequencies[0]
     return model

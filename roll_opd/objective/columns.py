@@ -69,8 +69,9 @@ def weighs_rewards_alone(teachers: Sequence[TeacherPlan], objective: ObjectivePl
 
     The teachers' part is formed from current log-probs, so it needs no correction (AsyncOPD, arXiv 2606.24143).
     """
-    reads = loss_facts(objective.policy_loss).reads_advantages
-    return bool(objective.max_age and teachers) and objective.opd_objective == "sampled" and reads
+    if not objective.max_age or not teachers or objective.opd_objective != "sampled":
+        return False
+    return loss_facts(objective.policy_loss).reads_advantages
 
 
 def _with_weighted_advantages(sample: Sample) -> Sample:

@@ -215,7 +215,7 @@ def sample_metrics(samples: Sequence[Sample], plan: RunPlan) -> dict[str, float]
     return {
         **train_infer_metrics(sampled),
         **opd_metrics(sampled),
-        **alignment_metrics(sampled),
+        **(alignment_metrics(sampled) if any(sample.alignments for sample in sampled) else {}),
         **reward_metrics(sampled),
         **mask_metrics(sampled),
         **advantage_metrics(sampled, plan.objective),

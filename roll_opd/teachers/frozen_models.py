@@ -65,7 +65,7 @@ class FrozenModels:
         The share of a Megatron teacher of every tag is always 1 and left out.
         """
         partial = [one.plan.name for one in self.teachers if one.plan.tags is not None or one.plan.role is None]
-        metrics = self.shares.metrics(samples, partial)
+        metrics = self.shares.metrics(samples, partial) if partial else {}
         for teacher in self.teachers:
             metrics |= teacher.scorer.drain_metrics()
         return metrics
@@ -91,7 +91,8 @@ class FrozenModels:
         unscored = sorted({sample.tag for sample in result if not sample.teacher_logprobs}) if self.teachers else []
         if unscored:
             raise RunError(f"no teacher scores samples tagged {', '.join(unscored)}: add the tag to a tag_included")
-        self.coverage.add(result)
+        if any(sample.alignments for sample in result):
+            self.coverage.add(result)
         if self.reference:
             return with_columns(result, ref_logprobs=[answer.logprobs for answer in of_reference])
         return result

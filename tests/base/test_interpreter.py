@@ -47,7 +47,7 @@ def bare(tmp_path: Path) -> Path:
 
 def ways(checkout: Path, python: str | Path) -> list[list[str]]:
     launchers = sorted(checkout.glob("examples/start_*_pipeline.py"))
-    assert len(launchers) == 6
+    assert len(launchers) == 7
     return [*([str(python), str(launcher)] for launcher in launchers), [str(python), "-m", "roll_opd", "plan"]]
 
 

@@ -214,6 +214,7 @@ def recorded(
     logger = RunLogger.__new__(RunLogger)
     plan: Any = SimpleNamespace(teachers=teachers, advantage_teachers=teachers, objective=objective)
     logger._plan, logger._run, logger.tokenizer = plan, run, load_tokenizer(str(DEMO / "student"))
+    logger._other_tokenizers = {}
     taught = replace(objective, opd_topk_source="teacher")
     logger._plan.objective = taught
     for step in (1, 2):
