@@ -16,7 +16,7 @@ from roll_opd.config.plan import ModelPlan, SamplingPlan
 from roll_opd.inference.engine_arguments import resolve_engine_args
 
 
-@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed here")
 def test_vision_code_of_transformers_is_importable_without_torchvision() -> None:
     import_without_torchvision()
     module = import_module(IMPORTER)

@@ -150,7 +150,8 @@ class _Parts:
     dim = 0
 
     def parts(self, rows: int, sizes: SliceSizes) -> list[int]:
-        raise NotImplementedError
+        """Return the rows of each part; a subclass has them."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `parts`")
 
     def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: SliceSizes, dim: int = 0) -> Tensor:
         raise ValueError("adapters (LoRA) of fused layers are not available")

@@ -1,5 +1,8 @@
 """Qwen3-Next and the text models of Qwen3.5: Gated DeltaNet layers, and gated attention in every fourth layer."""
 
+from functools import partial
+from typing import Any
+
 from roll_opd.models.delta_sizes import LINEAR, delta_layers
 from roll_opd.models.families.family import DELTA, EXPERTS, LLAMA, Config, Family, Pieces, layer, rotated_share
 from roll_opd.models.families.qwen import SHARED_EXPERT, single_expert
@@ -35,33 +38,25 @@ def _pieces(config: Config) -> Pieces:
     )
 
 
+_hybrid = partial(Family, pieces=_pieces, layer_types=(LINEAR,), rope_types=("default",), has_adapters=False)
+_SHARED_GATE: Any = {
+    "settings": {"moe_shared_expert_gate": True},
+    "problems": lambda config: single_expert(config, normalised=True),
+}
+
 FAMILIES = (
-    Family(
+    _hybrid(
         "qwen3_next",
         LLAMA | _OWN | _NEXT | EXPERTS | SHARED_EXPERT,
-        _pieces,
-        settings={"moe_shared_expert_gate": True},
-        layer_types=(LINEAR,),
-        rope_types=("default",),
-        has_adapters=False,
-        problems=lambda config: single_expert(config, normalised=True),
+        **_SHARED_GATE,
     ),
-    Family(
+    _hybrid(
         "qwen3_5_text",
         LLAMA | _OWN | _QWEN35,
-        _pieces,
-        layer_types=(LINEAR,),
-        rope_types=("default",),
-        has_adapters=False,
     ),
-    Family(
+    _hybrid(
         "qwen3_5_moe_text",
         LLAMA | _OWN | _QWEN35 | EXPERTS | SHARED_EXPERT,
-        _pieces,
-        settings={"moe_shared_expert_gate": True},
-        layer_types=(LINEAR,),
-        rope_types=("default",),
-        has_adapters=False,
-        problems=lambda config: single_expert(config, normalised=True),
+        **_SHARED_GATE,
     ),
 )
