@@ -59,7 +59,7 @@ class GroupWindow:
         """`published` is the version whose weights sample first; default: `first`."""
         self.pace, self._first, self._last = pace, first, last
         self.version = first if published is None else published
-        self._admitted = self._rejected = 0
+        self._admitted = self._rejected = self._earlier = 0
         self._open: dict[int, bool] = {}  # number -> has passed, of groups that are neither rejected nor in a batch
         self._filling: list[int] = []  # numbers of the batch that is being filled
         self.batches = 0  # complete
@@ -69,12 +69,12 @@ class GroupWindow:
         """Number of groups that may be admitted."""
         batches = min(self.version - self._first + 1, self._last - self._first)
         limit = min(batches * self.pace.groups + self.pace.ahead, (self._last - self._first) * self.pace.groups)
-        return max(0, limit - (self._admitted - self._rejected))
+        return max(0, limit - (self.admitted - self._rejected))
 
     @property
     def admitted(self) -> int:
         """Number of groups that have been admitted."""
-        return self._admitted
+        return self._admitted - self._earlier
 
     @property
     def running(self) -> int:
@@ -108,6 +108,12 @@ class GroupWindow:
         self._admitted += count
         self._open |= dict.fromkeys(numbers, False)
         return numbers
+
+    def pass_over(self) -> int:
+        """Return the number of a group that was trained or filtered before a resume: it has a place in the order."""
+        self._admitted += 1
+        self._earlier += 1
+        return self._admitted - 1
 
     def withdraw(self, count: int) -> None:
         """Remove the youngest `count` groups, which are running and not needed; their numbers are given again."""

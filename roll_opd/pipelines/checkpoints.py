@@ -21,10 +21,12 @@ from roll_opd.tracking.run_directory import RUN_FACTS, SUPERSEDED, RunDirectory,
 
 if TYPE_CHECKING:  # imports torch, and the launcher starts its fork server before that
     from roll_opd.cluster.worker_progress import Writing
+    from roll_opd.rollout.finished_groups import FinishedGroup
 
 STATE_FILE = "run_state.json"
 CRITIC = "critic"  # its part of a checkpoint
 FOLLOWERS = "followers"  # teachers that follow the student, by name
+GROUPS = "finished_groups.pickle"  # untrained, of generation that runs ahead
 ADAPTER = "adapter"  # the adapter of a LoRA student, in peft's format
 HF = "hf"  # the model in Hugging Face's format
 _PARTIAL = ".partial_"
@@ -44,6 +46,7 @@ class Checkpoint:
     kl_coef: float | None = None  # of the next step's token-level KL
     began: datetime | None = None  # start of its run, in local time; None: saved by an earlier version
     parts: Any = None  # of the run up to `step`, as `history.parts_of` reads them; None: saved by an earlier version
+    groups: str | None = None  # digest of `GROUPS`; None: no finished group
 
     @property
     def run(self) -> Path:
@@ -68,7 +71,19 @@ class Checkpoint:
         if not whole or not (path / "state").is_dir():
             raise CheckpointError(f"{path} is not a whole checkpoint; {instead_of(path)}")
         began = _local_time(state.get("began")) or _local_time(_facts(path.resolve().parent.parent).get("started"))
-        return cls(path.resolve(), state["step"], state["source"], state.get("kl_coef"), began, state.get("parts"))
+        more = state.get("parts"), state.get("groups")
+        return cls(path.resolve(), state["step"], state["source"], state.get("kl_coef"), began, *more)
+
+    def finished_groups(self) -> "list[FinishedGroup]":
+        """Read the finished groups, by draw. CheckpointError if the file is missing or changed."""
+        if self.groups is None:
+            return []
+        from roll_opd.rollout.finished_groups import read_groups  # imports torch
+
+        try:
+            return read_groups(self.path / GROUPS, self.groups)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{error}; {instead_of(self.path)}") from error
 
 
 Save = Callable[[Path], "Awaitable[Writing | None]"]  # None: all files are written
@@ -113,11 +128,20 @@ class Checkpoints:
         every = self._plan.save_steps
         return step == self._last_step or (every > 0 and step % every == 0)
 
-    async def write(self, step: int, save: Save, source_state: dict[str, Any], kl_coef: float | None = None) -> None:
+    async def write(
+        self,
+        step: int,
+        save: Save,
+        source_state: dict[str, Any],
+        kl_coef: float | None = None,
+        groups: "Sequence[FinishedGroup]" = (),
+    ) -> None:
         """Write a partial checkpoint, in the background with `async_save`; first complete an earlier one.
 
-        CheckpointError on a disk error, here or in `commit`.
+        `groups` are finished and in no batch. CheckpointError on a disk error, here or in `commit`.
         """
+        from roll_opd.rollout.finished_groups import write_groups  # imports torch
+
         await self.commit(wait=True)
         partial = self._partial(step)
         with self._failing(step):
@@ -128,7 +152,9 @@ class Checkpoints:
                 raise TypeError("a pipeline's save returned nothing; return what the student's save did")
             began = self._began and self._began.isoformat()
             parts = self._history.as_json(step) if self._history else None
+            digest = await asyncio.to_thread(write_groups, partial / GROUPS, groups) if groups else None
             state = {"step": step, "source": source_state, "kl_coef": kl_coef, "began": began, "parts": parts}
+            state |= {"groups": digest} if digest else {}
             (partial / STATE_FILE).write_text(json.dumps(state))
         self._pending = _Pending(step, writing)
         if not self._plan.async_save:
@@ -304,7 +330,16 @@ def damage(checkpoint: Path) -> str | None:
 
     OSError if the file system fails, which may be temporary.
     """
-    return next(chain(_of_states(checkpoint), _of_models(checkpoint)), None)
+    return next(chain(_of_groups(checkpoint), _of_states(checkpoint), _of_models(checkpoint)), None)
+
+
+def _of_groups(checkpoint: Path) -> Iterator[str]:
+    try:
+        Checkpoint.read(checkpoint).finished_groups()
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
+            raise error.__cause__ from error
+        yield str(error.__cause__ or error)
 
 
 def _of_states(checkpoint: Path) -> Iterator[str]:

@@ -45,6 +45,14 @@ FIRST = (
 )
 SHARED = ("opd_kl_coef", "training_args.max_grad_norm")  # keys of sections with a common key at the top
 
+# keys that samples, their log-probs of frozen models or their rewards depend on
+OF_SAMPLES = (
+    r"(.*\.)?generating_args\..*|num_return_sequences_in_group|.*(prompt|response|sequence)_length|seed",
+    r"(train_env_manager|custom_envs|workflow|rewards|opd_objective|opd_topk|teacher|rollout_temp).*",
+    r".*(filter|tag_included).*|.*max_model_len",
+)
+ENGINE_LAYOUT = ("device_mapping", "strategy_args", "infer_batch_size")  # of a frozen role; its log-probs stay
+
 Changes = dict[str, tuple[Any, Any]]  # key -> value before, value now; None: not set
 
 
@@ -176,6 +184,18 @@ def differences(before: Settings, now: Settings) -> Changes:
             found = {each: value for each, value in found.items() if each not in sections}
             found[key.rpartition(".")[2]] = change
     return {key: found[key] for key in sorted(found, key=_place)}
+
+
+def changed_samples(changes: Changes, frozen: Sequence[str]) -> str | None:
+    """Return the first changed key that samples, or log-probs of the roles `frozen`, depend on; None without one."""
+    for key in changes:
+        section, _, rest = key.partition(".")
+        if section == "validation":
+            continue
+        is_layout = section in frozen and rest.startswith(ENGINE_LAYOUT)
+        if not is_layout and (section in frozen or any(re.fullmatch(pattern, key) for pattern in OF_SAMPLES)):
+            return key
+    return None
 
 
 def _place(key: str) -> int:

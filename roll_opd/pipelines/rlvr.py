@@ -17,9 +17,11 @@ from roll_opd.objective.filters import group_filter, mask_metrics, masked, witho
 from roll_opd.objective.mismatch import corrected, train_infer_metrics
 from roll_opd.objective.reference_kl import first_kl_coef, kl_coefs
 from roll_opd.pipelines import validation_runs
+from roll_opd.pipelines.history import changed_samples
 from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start_roles import chunk_samples, reads_beside_generation, start_workflow
+from roll_opd.rollout.finished_groups import FinishedGroup
 from roll_opd.rollout.producer import Gate, Rollouts
 from roll_opd.rollout.runs import RolloutContext
 from roll_opd.rollout.workflow import SingleTurn, Workflow
@@ -71,6 +73,8 @@ async def train(run: Run, workers: RunWorkers) -> None:
             if plan.demonstrations:
                 samples = mixed(samples, batch.demonstration_samples, plan.demonstrations.updates)
             samples, metrics = await _learn(samples, run, workers, step)
+            await rollouts.settle()
+            finished = rollouts.finished_groups()
             with clock.phase("weight_sync"):
                 await workers.send_weights(version=step)
             if not in_turns:
@@ -82,9 +86,9 @@ async def train(run: Run, workers: RunWorkers) -> None:
             metrics |= workers.frozen_models.step_metrics([s for s in samples if not s.demonstration])
             metrics |= await run.validation(step, partial(validate, step))
             metrics |= rollouts.drain_metrics()
-            async with run.checkpoint(step, workers.save, kl_coef, batch.source_state):
+            async with run.checkpoint(step, workers.save, kl_coef, batch.source_state, finished):
                 run.logger.step(step, batch, samples, metrics)
-            del batch, samples
+            del batch, samples, finished
             gc.collect()  # between two steps, after the samples of the first have been released
             if in_turns and step < plan.max_steps:
                 await publish(step)
@@ -117,7 +121,19 @@ def rollouts_of(run: Run, workers: RunWorkers, workflow: Workflow) -> Rollouts:
         plan.extra_prompts,
         group_filter(plan.rewards, compared=loss_facts(plan.objective.policy_loss).reads_advantages),
         plan.demonstrations.rows_per_step if plan.demonstrations else 0,
+        in_rounds=plan.deterministic and plan.async_generation_ratio > 0,
+        restored=_restored(run),
     )
+
+
+def _restored(run: Run) -> list[FinishedGroup]:
+    """Return the finished groups of the resumed checkpoint; none if a setting that they depend on has changed."""
+    groups = run.resumed.finished_groups() if run.resumed else []
+    roles = [role.name for role in run.plan.frozen_roles()]
+    if groups and (changed := changed_samples(run.history.changes, roles)):
+        run.logger.note(f"The {len(groups)} finished groups of the checkpoint are sampled again: {changed} has changed")
+        return []
+    return groups
 
 
 async def _validate(run: Run, workers: RunWorkers, workflow: Workflow, step: int) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """`Run`: plan, data, records and checkpoints of one run, for its pipeline."""
 
 import gc
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints, Save
 from roll_opd.pipelines.history import History
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.pipelines.shutdown import Ending
+from roll_opd.rollout.finished_groups import FinishedGroup
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.console import Progress
 
@@ -84,7 +85,12 @@ class Run:
 
     @asynccontextmanager
     async def checkpoint(
-        self, step: int, save: Save, kl_coef: float | None = None, source_state: dict[str, Any] | None = None
+        self,
+        step: int,
+        save: Save,
+        kl_coef: float | None = None,
+        source_state: dict[str, Any] | None = None,
+        groups: Sequence[FinishedGroup] = (),
     ) -> AsyncIterator[None]:
         """Write a checkpoint, if due, before the block, which logs the step; make it valid after the block.
 
@@ -92,13 +98,13 @@ class Run:
         step; after the last step, immediately. Raises Terminated, after a checkpoint, if SIGTERM has arrived.
 
         Args: kl_coef: coefficient of the next step. source_state: state of the prompt source after the step's batch;
-        default: its current state.
+        default: its current state. groups: finished, and in no batch.
         """
         source_state = self.source.state_dict() if source_state is None else source_state
 
         async def write() -> None:
             with self.clock.phase("checkpoint"):
-                await self.checkpoints.write(step, save, source_state, kl_coef)
+                await self.checkpoints.write(step, save, source_state, kl_coef, groups)
 
         is_written = self.checkpoints.due(step) or self.ending.is_asked_for
         if is_written:

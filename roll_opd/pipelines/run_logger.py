@@ -174,7 +174,7 @@ class RunLogger:
         shown = experiences[:: max(1, len(experiences) // max(1, self._plan.logged_samples_per_step))]
         self._run.append_jsonl(SAMPLES, self._samples(step, shown[: self._plan.logged_samples_per_step]))
         if batch.draws:
-            self._ledger.append(step, batch.draws, batch.filtered_draws)
+            self._ledger.append(step, batch.draws, batch.filtered_draws, batch.sampled_by)
         self.log(step, _prompt_ids(batch), row)
 
     def answers(self, step: int, by: str, answers: Sequence[Sample]) -> None:

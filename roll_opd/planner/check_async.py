@@ -27,6 +27,12 @@ def check_async(top: Top, roles: Roles) -> None:
         top.diag.note(KEY, f"{top.async_generation_ratio:g} of {top.rollout_batch_size} prompts is less than one: 0")
     if top.is_use_additional_prompts:
         top.diag.note("is_use_additional_prompts", f"has no effect with {KEY}, whose prompts ahead are the reserve")
+    if top.deterministic and "on_weight_update" in top.written and top.on_weight_update != "wait":
+        top.diag.error(
+            "on_weight_update",
+            f"{top.on_weight_update} makes the weights that sample a token depend on timing, and deterministic is true;"
+            " write wait, or leave it out",
+        )
     _check_devices(top, roles)
     _check_correction(top, roles.mode)
 

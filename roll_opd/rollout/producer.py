@@ -6,13 +6,16 @@ Without groups ahead there is one wave at a time, and sampling and training take
 
 Groups are selected in the order of their prompts, independent of the order in which they finish, so that short answers
 are not preferred; within a window, groups that have finished may pass unfinished ones.
+
+In rounds, no sample depends on timing: the order is strict, waves do not overlap, and the weights change only after all
+groups that were admitted with the old ones have ended (`Rollouts.settle`).
 """
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roll_opd.base.failures import RunError
@@ -22,9 +25,10 @@ from roll_opd.objective.demonstrations import demonstration_samples
 from roll_opd.objective.filters import GroupFilter
 from roll_opd.roles.reward_pool import RewardPool
 from roll_opd.roles.workflow_pool import WorkflowPool
+from roll_opd.rollout.finished_groups import FinishedGroup, within_bound
 from roll_opd.rollout.runs import Batch, PendingRewards, RolloutContext, Selection, roll_out
 from roll_opd.samples.sample import Sample, changed
-from roll_opd.samples.versions import of_mask
+from roll_opd.samples.versions import of_mask, sampling_versions
 
 MAX_REJECTED = 20  # times the batch, and at least MIN_REJECTED: above it, the filters count as unsatisfiable
 MIN_REJECTED = 1000
@@ -55,7 +59,7 @@ class Gate:
         await self._changed.wait()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rollouts:
     """Producer of batches. In strict order, the prompts of a batch do not depend on timing."""
 
@@ -67,22 +71,33 @@ class Rollouts:
     extra_groups: int = 0  # sampled in reserve with each batch, if groups may be filtered and none are ahead
     passes: GroupFilter | None = None
     demonstrations: int = 0  # rows with answers of a batch
+    in_rounds: bool = False  # no sample depends on timing, with groups ahead too
+    restored: Sequence[FinishedGroup] = ()  # of a resumed checkpoint; those above the bound are sampled again
+    _production: "_Production | None" = field(default=None, init=False)
 
     async def batches(self) -> AsyncGenerator[Batch, None]:
         """Yield the batch of each version, in order; a task produces them as far ahead as the gate admits.
 
         Leaving the iterator early (use `aclosing`) aborts running requests.
         """
-        production = _Production(self)
-        producing = asyncio.create_task(production.run())
-        producing.add_done_callback(lambda _: self.gate.notify())
+        self._production = production = _Production(self)
+        producing = production.producing
         try:
             for version in self.versions:
-                yield await production.batch(version, producing)
+                yield await production.batch(version)
             await producing
         finally:
             producing.cancel()
             await asyncio.gather(producing, return_exceptions=True)
+
+    async def settle(self) -> None:
+        """In rounds, wait until all groups of the published version have ended. Raises the errors of the producer."""
+        if self.in_rounds and self._production:
+            await self._production.settle()
+
+    def finished_groups(self) -> list[FinishedGroup]:
+        """Return the groups, by draw, whose sampling has ended and that are in no batch."""
+        return self._production.finished_groups() if self._production else []
 
     def drain_metrics(self) -> dict[str, float]:
         """Return the counts of rewards and workflows since the last call, including validation."""
@@ -109,7 +124,6 @@ class _Position:
 
     state: dict[str, Any]
     epochs: float
-    draws: int  # before it
 
 
 @dataclass
@@ -129,6 +143,9 @@ class _Production:
     def __init__(self, rollouts: Rollouts) -> None:
         self._of, self._gate, self._source = rollouts, rollouts.gate, rollouts.source
         self._pace = Pace.of(rollouts.groups, self._gate.bound, self._gate.depth)
+        if rollouts.in_rounds:
+            self._pace = replace(self._pace, window=1)
+        self._one_wave = rollouts.in_rounds or self._pace.is_synchronous
         versions = rollouts.versions
         self._window = GroupWindow(self._pace, versions.start, versions.stop, self._gate.version)
         self._waves: set[asyncio.Task[None]] = set()
@@ -137,10 +154,14 @@ class _Production:
         self._position = self._here()  # behind all groups before `_oldest`
         self._oldest = 0  # number of the oldest group that is in no batch and not left out
         self._done: dict[int, int] = {}  # number -> draw, of later groups that are
-        self._passed_draws = self._source.passed  # in batches before a resume
+        self._passed = set(self._source.passed)  # later draws that were in batches before a resume
+        kept = within_bound(rollouts.restored, self._source.position, self._passed, versions.start, self._pace)
+        self._restored = {group.draw: group for group in kept}  # without a number
         self._idle, self._idle_since = 0.0, time.perf_counter()  # without a running wave
+        self.producing = asyncio.create_task(self._run())
+        self.producing.add_done_callback(lambda _: self._gate.notify())
 
-    async def run(self) -> None:
+    async def _run(self) -> None:
         """Admit groups until the last batch is complete. Raises the errors of the source and of rollouts."""
         try:
             with self._of.context.clock.track("rollout"):
@@ -150,18 +171,27 @@ class _Production:
                         failed.result()
                     self._window.publish(self._gate.version)
                     self._admit()
+                    if self._of.in_rounds:
+                        self._gate.notify()  # `settle` reads the new state
                     await self._gate.change()
         finally:
             for wave in self._waves:
                 wave.cancel()
             await asyncio.gather(*self._waves, return_exceptions=True)
 
-    async def batch(self, version: int, producing: "asyncio.Task[None]") -> Batch:
-        """Wait for the groups of the batch for `version`. Raises the errors of `producing`."""
+    async def settle(self) -> None:
+        """Wait until no group runs and none may start at the published version. Raises the errors of the producer."""
+        while not (self.producing.done() or self._is_settled):
+            await self._gate.change()
+        if self.producing.done():
+            self.producing.result()
+
+    async def batch(self, version: int) -> Batch:
+        """Wait for the groups of the batch for `version`. Raises the errors of the producer."""
         began = time.perf_counter()
         while (numbers := self._window.take()) is None:
-            if producing.done():
-                await producing
+            if self.producing.done():
+                self.producing.result()
             await self._gate.change()
         self._gate.notify()
         batch = self._assembled(version, numbers)
@@ -169,31 +199,55 @@ class _Production:
             batch.schedule = self._schedule(time.perf_counter() - began)
         return batch
 
+    @property
+    def _is_idle(self) -> bool:
+        return all(wave.done() for wave in self._waves)
+
+    @property
+    def _is_settled(self) -> bool:
+        return self._window.version == self._gate.version and not self._window.room and self._is_idle
+
     def _admit(self) -> None:
         """Start waves for all groups that the window has room for."""
-        while room := self._window.room:
-            if self._pace.is_synchronous and self._waves:
+        while True:
+            self._admit_known()
+            if not (room := self._window.room) or (self._one_wave and self._waves):
                 return
             wave = self._drawn(room)
-            if not self._waves:
-                self._idle += time.perf_counter() - self._idle_since
-            task = asyncio.create_task(self._roll_out(wave))
-            self._waves.add(task)
-            task.add_done_callback(self._wave_ends)
+            self._start(self._roll_out(wave))
 
-    def _wave_ends(self, wave: "asyncio.Task[None]") -> None:
-        if all(other.done() for other in self._waves):
+    def _admit_known(self) -> None:
+        """Give numbers to the next draws that are trained already, or whose groups are restored and have room."""
+        while (draw := self._source.position) in self._passed or (draw in self._restored and self._window.room):
+            if draw in self._passed:
+                self._passed.remove(draw)
+                number = self._window.pass_over()
+                self._done[number] = draw
+                self._advance(range(number, number + 1))
+                continue
+            (prompt,) = self._source.peek(1)
+            numbers = self._window.admit(1)
+            self._advance(numbers)
+            self._start(self._restore(numbers[0], prompt, self._restored.pop(draw)))
+
+    def _start(self, wave: Coroutine[Any, Any, None]) -> None:
+        if not self._waves:
+            self._idle += time.perf_counter() - self._idle_since
+        task = asyncio.create_task(wave)
+        self._waves.add(task)
+        task.add_done_callback(self._wave_ends)
+
+    def _wave_ends(self, _: "asyncio.Task[None]") -> None:
+        if self._is_idle:
             self._idle_since = time.perf_counter()
         self._gate.notify()
 
     def _drawn(self, room: int) -> _Wave:
         """Draw the prompts of a wave: consecutive ones, at most `room`, and in turns some in reserve."""
-        while self._source.position in self._passed_draws:
-            self._source.skip(1)
         first, in_turns = self._source.position, self._pace.is_synchronous
         reserve = self._of.extra_groups if in_turns and self._of.passes else 0
-        later = [draw - first for draw in self._passed_draws if draw > first]
-        prompts = self._source.peek(min([room + reserve, *later]))
+        known = [draw - first for draw in (*self._passed, *self._restored) if draw > first]
+        prompts = self._source.peek(min([room + reserve, *known]))
         numbers = self._window.admit(len(prompts))
         if not in_turns:  # otherwise prompts that are not needed stay in the source
             self._advance(numbers)
@@ -206,14 +260,15 @@ class _Production:
             self._positions[number] = self._here()
 
     def _here(self) -> _Position:
-        return _Position(self._source.state_dict(), self._source.epochs, self._source.position)
+        return _Position(self._source.state_dict(), self._source.epochs)
 
     async def _roll_out(self, wave: _Wave) -> None:
         """Roll out a wave; decide its groups, and without groups ahead only as many as are needed."""
         of, in_turns = self._of, self._pace.is_synchronous
         rewards = PendingRewards(of.context)
         selection = Selection(len(wave.prompts), of.context.sampling.n, wave.wanted, of.passes)
-        sampled_by, first_group = self._gate.version, 0 if in_turns else wave.numbers.start
+        # by the draw, a group has the same engine in a resumed run
+        sampled_by, first_group = self._gate.version, 0 if in_turns else wave.first_draw
         runs = roll_out(of.context, wave.prompts, rewards, wave.first_draw, bool(of.passes), first_group)
         async with aclosing(runs):
             async for number, samples in runs:
@@ -231,6 +286,24 @@ class _Production:
             self._window.withdraw(len(wave.prompts) - selection.used)
         self._decide(wave, selection, rewards, selection.used)
         self._check_rejected()
+
+    async def _restore(self, number: int, prompt: Prompt, group: FinishedGroup) -> None:
+        """Decide a group of a checkpoint, after the models that have not read its samples."""
+        context = self._of.context
+        rewards, samples = PendingRewards(context), list(group.samples)
+        if group.passed:
+            if any(map(context.frozen_models.lacks, samples)):
+                samples = await context.frozen_models.compute_logprobs(samples, context.sampling.temperature)
+            for sample in samples:
+                if not sample.excluded:
+                    rewards.request(sample)
+        self._groups[number] = _Group(prompt, group.draw, group.passed, samples, rewards)
+        self._window.decide(number, passed=group.passed)
+
+    def finished_groups(self) -> list[FinishedGroup]:
+        """Return the groups, by draw, whose sampling has ended and that are in no batch."""
+        decided = [FinishedGroup(group.draw, group.passed, group.samples) for group in self._groups.values()]
+        return sorted([*decided, *self._restored.values()], key=lambda group: group.draw)
 
     def _decide(self, wave: _Wave, selection: Selection, rewards: PendingRewards, end: int) -> None:
         """Decide the groups of a wave before place `end` whose runs have all ended."""
@@ -257,6 +330,9 @@ class _Production:
                 continue
             batch.prompts.append(group.prompt)
             batch.draws.append(group.draw)
+            if not self._pace.is_synchronous:
+                sampled_by = set[int]().union(*(sampling_versions(sample.versions) for sample in group.samples))
+                batch.sampled_by.append([min(sampled_by, default=version), max(sampled_by, default=version)])
             batch.samples += group.samples
             if group.rewards not in batch.rewards:
                 batch.rewards.append(group.rewards)
@@ -281,8 +357,7 @@ class _Production:
         state = dict(self._position.state)
         if isinstance(self._source, MixedSource):
             state["demonstrations"] = self._source.demonstrations.state_dict()
-        earlier = (draw for draw in self._passed_draws if draw >= self._position.draws)
-        passed = sorted({*self._done.values(), *earlier})
+        passed = sorted({*self._done.values(), *self._passed})
         return state | ({PASSED: passed} if passed else {})
 
     def _schedule(self, waited: float) -> dict[str, float]:

@@ -234,6 +234,7 @@ class Batch:
     filtered: list[Prompt] = field(default_factory=list)  # prompts whose groups did not pass
     draws: list[int] = field(default_factory=list)  # numbers of the prompts in the order of the data
     filtered_draws: list[int] = field(default_factory=list)
+    sampled_by: list[list[int]] = field(default_factory=list)  # oldest and newest version of each draw, if ahead
     generated_tokens: int = 0  # of all groups
     demonstrations: list[Prompt] = field(default_factory=list)  # rows with answers
     demonstration_samples: list[Sample] = field(default_factory=list)

@@ -70,6 +70,11 @@ class FrozenModels:
             metrics |= teacher.scorer.drain_metrics()
         return metrics
 
+    def lacks(self, sample: Sample) -> bool:
+        """Whether a model has not computed its log-probs of a sample."""
+        reads = self.reference is not None and sample.ref_logprobs is None
+        return reads or any(teacher.scores(sample) for teacher in self.teachers)
+
     async def compute_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Sample]:
         """Return the samples with the log-probs and targets of all models, which compute concurrently.
 

@@ -3,7 +3,8 @@
 A draw is the number of a prompt in the order of the data, over the whole run; it identifies a prompt of an epoch. A
 row's checksum covers the row and the checksum before it, so a changed, missing or reordered row breaks the chain. A
 resume removes the rows after its checkpoint, which the resumed run writes again. Each draw has one row at most:
-trained, or dropped by a filter. Draws after the last row are in flight.
+trained, or dropped by a filter. Draws after the last row are in flight. With generation ahead of training a row also
+has the versions of the weights that sampled each trained draw: the order in which the run can be repeated.
 """
 
 import json
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from roll_opd.tracking.run_directory import FATES, LEDGER, checkpoints_of, ledger_checksum, read_jsonl
+from roll_opd.tracking.run_directory import FATES, LEDGER, VERSIONS, checkpoints_of, ledger_checksum, read_jsonl
 
 STATE = "run_state.json"
 
@@ -33,12 +34,18 @@ def audit(run: Path) -> tuple[dict[str, int], list[str]]:
             last = row["checksum"]
     fates = Counter(draw for row in rows for fate in FATES for draw in row[fate])
     errors += [f"draw {draw} occurs {times} times" for draw, times in sorted(fates.items()) if times > 1]
+    ages = {row["step"]: [row["step"] - 1 - oldest for oldest, _ in row.get(VERSIONS, ())] for row in rows}
+    errors += [
+        f"step {step} trained a draw of later weights" for step, of_step in ages.items() if min(of_step, default=0) < 0
+    ]
     for step, path in checkpoints_of(run).items():
         if (path / STATE).is_file():
             errors += _of_checkpoint(step, json.loads((path / STATE).read_text(encoding="utf-8")), rows)
     later = set(range(max(fates, default=-1) + 1)) - fates.keys()
     counts = {fate: sum(len(row[fate]) for row in rows) for fate in FATES}
-    return {"steps": len(rows), **counts, "in flight before the last draw": len(later)}, errors
+    counts |= {"in flight before the last draw": len(later)}
+    known = [age for of_step in ages.values() for age in of_step]
+    return {"steps": len(rows), **counts, **({"largest age": max(known)} if known else {})}, errors
 
 
 def _of_checkpoint(step: int, state: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:

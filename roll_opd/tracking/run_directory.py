@@ -33,6 +33,7 @@ SAMPLES = "samples.jsonl"
 PROMPTS = "prompts.jsonl"
 LEDGER = "ledger.jsonl"
 FATES = ("trained", "filtered")  # of a draw in the ledger
+VERSIONS = "versions"  # in the ledger: oldest and newest version of the weights that sampled each trained draw
 SKIPPED_SAMPLES = "skipped_samples.jsonl"
 PREFLIGHT = "teacher_preflight.json"
 VALIDATION_SAMPLES = "validation_samples.jsonl"
@@ -289,13 +290,20 @@ class Ledger:
         rows = read_jsonl(run.path / LEDGER)
         self._last = rows[-1]["checksum"] if rows else 0
 
-    def append(self, step: int, trained: Sequence[int], filtered: Sequence[int]) -> None:
-        """Write the draws of a step. OSError as `RunDirectory.append_jsonl`."""
-        row = {"step": step, "trained": list(trained), "filtered": list(filtered)}
+    def append(
+        self, step: int, trained: Sequence[int], filtered: Sequence[int], versions: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """Write the draws of a step, and of each trained one the oldest and newest version that sampled it, if known.
+
+        OSError as `RunDirectory.append_jsonl`.
+        """
+        row: dict[str, Any] = {"step": step, "trained": list(trained), "filtered": list(filtered)}
+        row |= {VERSIONS: [list(pair) for pair in versions]} if versions else {}
         self._last = ledger_checksum(row, self._last)
         self._run.append_jsonl(LEDGER, [{**row, "checksum": self._last}])
 
 
 def ledger_checksum(row: Mapping[str, Any], before: int) -> int:
     """Return the CRC-32 of a ledger's row after a row with the checksum `before`."""
-    return zlib.crc32(json.dumps([row["step"], *(row[fate] for fate in FATES)]).encode(), before)
+    content = [row["step"], *(row[fate] for fate in FATES), *([row[VERSIONS]] if VERSIONS in row else [])]
+    return zlib.crc32(json.dumps(content).encode(), before)

@@ -261,6 +261,13 @@ def test_stale_rewards_need_a_named_correction(mixed: dict[str, Any], plan: Plan
     assert run.rollout.on_weight_update == "continue"
 
 
+@pytest.mark.parametrize("mode", ["continue", "restart"])
+def test_deterministic_updates_wait_for_running_answers(mixed: dict[str, Any], problems: Problems, mode: str) -> None:
+    changes = {"async_generation_ratio": 1, "train_infer_correction": WEIGHTS, "deterministic": True}
+    (found,) = problems({**changes, "on_weight_update": mode}, pure=False)
+    assert found.startswith(f"on_weight_update: {mode} makes the weights that sample a token depend on timing")
+
+
 def test_generation_ahead_needs_separate_devices(mixed: dict[str, Any], problems: Problems) -> None:
     mixed["is_offload_states"] = True
     mixed["actor_infer"]["device_mapping"] = mixed["actor_train"]["device_mapping"]

@@ -3,7 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 from runs import Run, launch
+from safetensors.torch import load_file
+
+from roll_opd.tracking.ledger import audit
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
@@ -53,13 +57,24 @@ def test_a_killed_run_trains_each_prompt_once(tmp_path: Path, mode: str) -> None
     assert trained(run) == trained(synchronous)  # strict order: the same prompts, in the same order
 
 
-def test_a_deterministic_run_repeats_itself(tmp_path: Path) -> None:
-    """Updates wait for the answers that run, so no sample depends on timing."""
-    settings = (*AHEAD, "max_steps=3", "async_generation_ratio=1", "deterministic=true", "logged_samples_per_step=64")
-    first, second = (launch(tmp_path / name, *settings) for name in ("one", "two"))
-    assert first.code == second.code == 0, first.output[-4000:] + second.output[-4000:]
-    for one, other in zip(first.rows("samples.jsonl"), second.rows("samples.jsonl"), strict=True):
-        assert one == other
+def test_a_deterministic_run_ends_with_the_same_bits_after_a_kill(tmp_path: Path) -> None:
+    """The resumed run trains the finished groups of its checkpoint, and updates wait for the answers that run."""
+    settings = (*AHEAD, "max_steps=4", "async_generation_ratio=1", "deterministic=true", "logged_samples_per_step=64")
+
+    def has_saved() -> bool:
+        return any((tmp_path / "two").glob("demo/*/checkpoints/step_2/run_state.json"))
+
+    whole = launch(tmp_path / "one", *settings)
+    killed = launch(tmp_path / "two", *settings, kill_when=has_saved)
+    assert killed.code < 0
+    assert list((tmp_path / "two").glob("demo/*/checkpoints/step_2/finished_groups.pickle"))
+    resumed = launch(tmp_path / "two", *settings, "resume_from_checkpoint=true")
+    assert whole.code == resumed.code == 0, whole.output[-4000:] + resumed.output[-4000:]
+    for name in ("samples.jsonl", "ledger.jsonl"):
+        assert whole.rows(name) == resumed.rows(name)
+    one, other = (load_file(run.path / "checkpoints/step_4/hf/model.safetensors") for run in (whole, resumed))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert audit(resumed.path)[1] == []
 
 
 def test_a_window_lets_finished_groups_pass(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from roll_opd.cluster.worker_progress import Writing
 from roll_opd.config.plan import CheckpointPlan
-from roll_opd.pipelines.checkpoints import CheckpointError, Checkpoints, complete
+from roll_opd.pipelines.checkpoints import GROUPS, Checkpoint, CheckpointError, Checkpoints, complete, damage
+from roll_opd.rollout.finished_groups import FinishedGroup
 from roll_opd.tracking.run_directory import RunDirectory
 
 
@@ -27,6 +28,29 @@ class Rank:
     async def call(self, method: str, *, wait: bool) -> list[Any]:
         assert method == "written"
         return [[self._file]]
+
+
+def test_finished_groups_are_part_of_a_checkpoint_and_checked(tmp_path: Path) -> None:
+    run = RunDirectory.create(str(tmp_path / "out"), "test")
+    run.checkpoints.mkdir()
+    checkpoints = Checkpoints(run, CheckpointPlan(save_steps=1, max_ckpt_to_keep=0, async_save=False, resume=False), 9)
+
+    async def save(directory: Path) -> None:
+        (directory / "state").mkdir()
+
+    async def saved() -> None:
+        await checkpoints.write(1, save, {}, groups=[FinishedGroup(3, False, [])])
+        checkpoints.mark_logged()
+        await checkpoints.commit(wait=True)
+
+    asyncio.run(saved())
+    checkpoint = Checkpoint.read(run.checkpoint(1))
+    assert checkpoint.finished_groups() == [FinishedGroup(3, False, [])]
+    file = run.checkpoint(1) / GROUPS
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"has other content than when it was saved.*start a new run"):
+        checkpoint.finished_groups()
+    assert str(file) in (damage(run.checkpoint(1)) or "")
 
 
 @pytest.mark.parametrize("shared", [True, False])

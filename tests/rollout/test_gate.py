@@ -4,7 +4,8 @@ import asyncio
 import json
 import random
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from sampling_assets import SAMPLING, Engine, frozen_models, rollout_of, written
 
 from roll_opd.base.failures import RunError
 from roll_opd.inference.completion import Completion
+from roll_opd.rollout.finished_groups import FinishedGroup, read_groups, write_groups
 from roll_opd.rollout.producer import Gate, Rollouts
 from roll_opd.rollout.runs import Batch
 from roll_opd.rollout.workflow import Model, Task, sample_of
@@ -27,6 +29,7 @@ class Learner:
     rollouts: Rollouts
     engine: "VersionedEngine"
     rng: random.Random
+    finished: list[FinishedGroup] = field(default_factory=list)  # after the last batch
 
     async def learn(self, batches: int, *, first: int = 0, is_behind: bool = False) -> list[Batch]:
         """Consume `batches` batches; with `is_behind`, stop when the producer has drawn prompts of a later one."""
@@ -38,9 +41,12 @@ class Learner:
                 for _ in range(self.rng.choice((0, 5, 200))):
                     await asyncio.sleep(0)
                 if len(found) == batches:
+                    await self.rollouts.settle()
                     while is_behind and self.rollouts.source.position == batches * GROUPS:
                         await asyncio.sleep(0)
+                    self.finished = self.rollouts.finished_groups()
                     break
+                await self.rollouts.settle()
                 self.publish(batch.version + 1)
         return found
 
@@ -60,13 +66,19 @@ class VersionedEngine(Engine):
 
 
 def learner_of(
-    source: Any, bound: int, seed: int = 0, first: int = 0, depth: float | None = None, **more: Any
+    source: Any,
+    bound: int,
+    seed: int = 0,
+    first: int = 0,
+    depth: float | None = None,
+    groups: int = GROUPS,
+    **more: Any,
 ) -> Learner:
     engine = VersionedEngine(seed)
     context = rollout_of(engine, frozen_models([], slowness=seed % 4))
     versions = range(first, BATCHES)
     gate = Gate(first - 1, bound, bound if depth is None else depth)
-    rollouts = Rollouts(context, source, gate, versions, GROUPS, **more)
+    rollouts = Rollouts(context, source, gate, versions, groups, **more)
     return Learner(rollouts, engine, random.Random(seed))
 
 
@@ -147,6 +159,75 @@ def test_a_resume_draws_the_prompts_of_later_batches_again(make_source: Any, bou
     assert resumed.position == stopped * GROUPS
     after = learned(learner_of(resumed, bound, first=stopped), BATCHES - stopped, first=stopped)
     assert contents(before) + contents(after) == whole
+
+
+def drawn_by(batches: list[Batch]) -> list[str]:
+    return [prompt.id for batch in batches for prompt in (*batch.prompts, *batch.filtered)]
+
+
+@pytest.mark.parametrize(
+    ("bound", "depth", "groups"), [(3, 1.0, 3), (1, 1.0, 3), (0, 0.0, 3), (2, 2.0, 2), (4, 2.0, 3)]
+)
+@pytest.mark.parametrize("passes", [None, differ], ids=["all", "filtered"])
+def test_a_resumed_run_trains_finished_groups_without_sampling_them_again(
+    make_source: Any, tmp_path: Path, passes: Any, bound: int, depth: float, groups: int
+) -> None:
+    """Also with another bound, depth or batch size; older groups than its bound allows are sampled again."""
+    kept = 0
+    for seed in range(8):
+        stopped = 1 + seed % (BATCHES - 1)
+        before = learner_of(make_source(), 3, seed, depth=1.0, passes=passes)
+        first = learned(before, stopped, is_behind=True)
+        digest = write_groups(tmp_path / "groups", before.finished)
+        restored = read_groups(tmp_path / "groups", digest)
+        resumed = make_source()
+        resumed.load_state_dict(json.loads(json.dumps(first[-1].source_state)))
+        learner = learner_of(resumed, bound, seed + 1, stopped, depth, groups, restored=restored, passes=passes)
+        after = learned(learner, BATCHES - stopped, first=stopped)
+        drawn = drawn_by(first) + drawn_by(after)
+        assert len(drawn) == len(set(drawn))
+        if passes is None:
+            assert sorted(drawn) == sorted(p.id for p in make_source().take(len(drawn)))
+        trained = {s.id: s.versions for batch in after for s in batch.samples}
+        again = [s for group in restored for s in group.samples if trained.get(s.id, s.versions) != s.versions]
+        assert not again or bound < 3  # with the same bound none is sampled again
+        kept += sum(s.id in trained for group in restored for s in group.samples) - len(again)
+        ages = {batch.version - v for batch in after for v in batch.versions}
+        assert ages <= set(range(bound + 1))
+    assert kept or not bound
+
+
+@pytest.mark.parametrize("passes", [None, differ], ids=["all", "filtered"])
+@pytest.mark.parametrize(("bound", "depth"), [(1, 1.0), (3, 2.0)])
+def test_in_rounds_no_sample_and_no_resume_depends_on_timing(
+    make_source: Any, passes: Any, bound: int, depth: float
+) -> None:
+    """Every order of events, and a stop after any batch, gives the same groups, tokens and versions in each batch."""
+
+    def found(batches: list[Batch]) -> list[tuple]:
+        return [
+            (
+                b.version,
+                b.draws,
+                b.filtered_draws,
+                b.sampled_by,
+                [(s.id, tuple(s.tokens), s.versions) for s in b.samples],
+            )
+            for b in batches
+        ]
+
+    more: dict[str, Any] = {"depth": depth, "passes": passes, "in_rounds": True}
+    whole = found(learned(learner_of(make_source(), bound, 0, **more)))
+    for seed in range(1, 6):
+        assert found(learned(learner_of(make_source(), bound, seed, **more))) == whole
+    for stopped in range(1, BATCHES):
+        before = learner_of(make_source(), bound, stopped, **more)
+        first = learned(before, stopped)
+        resumed = make_source()
+        resumed.load_state_dict(first[-1].source_state)
+        restored = before.finished
+        after = learner_of(resumed, bound, stopped + 9, stopped, restored=restored, **more)
+        assert found(first) + found(learned(after, BATCHES - stopped, first=stopped)) == whole
 
 
 def test_rows_with_answers_are_part_of_a_batch_and_of_its_state(make_mixed_source: Any) -> None:

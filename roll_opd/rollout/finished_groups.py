@@ -1,0 +1,96 @@
+"""Finished groups of a checkpoint: groups whose sampling has ended, and that no update has trained.
+
+A resumed run trains them without sampling them again. A teacher's targets are in the object store of another process
+and are left out, together with its log-probs; the teacher scores these samples again. So are missing rewards requested.
+"""
+
+import hashlib
+import pickle
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.models.group_window import Pace
+from roll_opd.samples.sample import Sample, changed
+from roll_opd.samples.sample_columns import chunks_column, logprobs_column
+from roll_opd.samples.transport import Compact
+from roll_opd.samples.versions import sampling_versions
+
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class FinishedGroup:
+    """All samples of a draw, and whether they passed the filters."""
+
+    draw: int
+    passed: bool
+    samples: Sequence[Sample]
+
+
+def write_groups(file: Path, groups: Sequence[FinishedGroup]) -> str:
+    """Write groups to a file; return the digest of its content. OSError if it cannot be written."""
+    facts = [(group.draw, group.passed, len(group.samples)) for group in groups]
+    samples = [_without_targets(sample) for group in groups for sample in group.samples]
+    data = pickle.dumps((facts, Compact(samples)), protocol=5)
+    file.write_bytes(data)
+    return _digest(data)
+
+
+def read_groups(file: Path, digest: str) -> list[FinishedGroup]:
+    """Return the groups of a file, by draw. ValueError if its content has another digest, OSError if it is missing."""
+    data = file.read_bytes()
+    if _digest(data) != digest:
+        raise ValueError(f"{file} has other content than when it was saved: it was changed or cut off")
+    facts, samples = pickle.loads(data)
+    groups, begin = [], 0
+    for draw, passed, count in facts:
+        groups.append(FinishedGroup(draw, passed, samples[begin : begin + count]))
+        begin += count
+    return sorted(groups, key=lambda group: group.draw)
+
+
+def within_bound(
+    groups: Sequence[FinishedGroup], position: int, passed: Collection[int], version: int, pace: Pace
+) -> list[FinishedGroup]:
+    """Return the groups that are trained within the age bound of `pace` by a run that continues at `version`.
+
+    A finished group with i older groups before it, none of them rejected, is in batch version + i // P at the latest.
+
+    Args:
+        groups: by draw.
+        position: of the source; no draw before it is missing.
+        passed: draws after the position that are trained or filtered.
+    """
+    rejected = {group.draw for group in groups if not group.passed}
+    gone = sorted({draw for draw in (*passed, *rejected) if draw >= position})
+    kept = []
+    for group in groups:
+        older = group.draw - position - sum(draw < group.draw for draw in gone)
+        ages = [version + older // pace.groups - oldest for oldest in map(_oldest, group.samples)]
+        if max(ages, default=0) <= pace.max_age:
+            kept.append(group)
+    return kept
+
+
+def _oldest(sample: Sample) -> float:
+    return min(sampling_versions(sample.versions), default=float("-inf"))
+
+
+def _without_targets(sample: Sample) -> Sample:
+    """Return the sample without the targets, log-probs and cuts of teachers that have targets."""
+    names = sample.teacher_targets.keys()
+    if not names:
+        return sample
+    columns = {column for name in names for column in (logprobs_column(name), chunks_column(name))}
+    return changed(
+        sample,
+        columns={name: values for name, values in sample.columns.items() if name not in columns},
+        alignments=FrozenDict({name: cut for name, cut in sample.alignments.items() if name not in names}),
+        teacher_targets=FrozenDict(),
+    )
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
