@@ -43,6 +43,12 @@ class Command:
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    of_run = "predict steps from the times of a run of this configuration that took turns"
+    parser.add_argument("--measured", metavar="RUN_DIR", help=of_run)
+    of_costs = "or from seconds a step: generate=S,teacher=S,train=S,weight_sync=S[,spread=X,longest=X,fixed=X]"
+    parser.add_argument("--costs", metavar="COSTS", help=of_costs)
+    of_devices = "predict for these numbers of devices (default: the configuration's)"
+    parser.add_argument("--devices", metavar="N[,N]", help=of_devices)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -53,12 +59,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     from roll_opd.planner.check_machine import warnings_here
     from roll_opd.planner.describe import to_json
     from roll_opd.planner.plan_text import to_text
+    from roll_opd.planner.schedule_advice import advice_for
 
     try:
         chosen = pipeline_arguments(arguments)
         say = (lambda text: None) if arguments.json else echo
         plan = load_plan(*configuration(arguments), **chosen, runnable=False, say=say)
         plan = replace(plan, warnings=(*plan.warnings, *warnings_here(plan)))
+        advice = advice_for(plan, arguments.measured, arguments.costs, arguments.devices)
     except ConfigError as error:
         echo(f"roll-opd: {error}", sys.stderr)
         return USER_ERROR
@@ -74,7 +82,10 @@ def _plan(arguments: argparse.Namespace) -> int:
                 plan = replace(plan, warnings=(*plan.warnings, *uncalled_rewards(plan)))
         except Exception as error:
             return exit_code(error, is_started=False)
-    print(json.dumps(to_json(plan), indent=2) if arguments.json else to_text(plan, columns()), flush=True)
+    if arguments.json:
+        print(json.dumps(to_json(plan) | ({"schedule": advice.to_json()} if advice else {}), indent=2), flush=True)
+    else:
+        print("\n\n".join([to_text(plan, columns()), *([advice.to_text(columns())] if advice else [])]), flush=True)
     return 0
 
 

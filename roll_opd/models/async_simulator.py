@@ -9,6 +9,7 @@ engines are busy for the share 1/τ, with τ = E[slowest of the runs submitted t
 """
 
 import heapq
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -22,12 +23,17 @@ Length = Callable[[random.Random], float]
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of each part of a step. `run`: draws the seconds of one run in a slot of an engine."""
+    """Seconds of each part of a step. `run`: draws the seconds of one run in a slot of an engine with full slots.
+
+    With n of N slots busy, a token takes the share `fixed + (1 - fixed) * n / N` of its time with full slots. 1: all of
+    it is for reading the weights (GPUs at moderate batch sizes); 0: all of it is computation.
+    """
 
     run: Length
     score: float
     learn: float
     sync: float = 0.0
+    fixed: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Schedule:
 
     step: float  # mean seconds of a step, without the first tenth of the run
     generate: float  # seconds of a batch's sampling if all slots are always busy
-    engine_idle: float  # share of the slots' time
+    engine_idle: float  # share of the engines' capacity
     learner_idle: float  # share of the time in which the learner waits for a batch
     ages: tuple[int, ...] = field(repr=False)  # of each trained group, at its admission
     trained: tuple[int, ...] = field(repr=False)  # numbers of the groups, in the order of training
@@ -44,6 +50,10 @@ class Schedule:
     @property
     def mean_age(self) -> float:
         return fmean(self.ages)
+
+    @property
+    def max_age(self) -> int:
+        return max(self.ages)
 
 
 def lognormal(mean: float, spread: float) -> Length:
@@ -62,78 +72,87 @@ def simulate(pace: Pace, costs: Costs, *, runs: int, slots: int, batches: int, s
 
 
 class _Simulation:
-    """Events by time. One clock; engines and learner act when an event frees them."""
+    """Runs of the engines by their end in sampled seconds, other events by time; each end permits new beginnings."""
 
     def __init__(self, pace: Pace, costs: Costs, runs: int, slots: int, batches: int, seed: int) -> None:
         self._window = GroupWindow(pace, 0, batches)
         self._costs, self._runs, self._slots, self._rng = costs, runs, slots, random.Random(seed)
         self._now, self._count = 0.0, 0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []  # (time, number, action)
+        self._sampled = 0.0  # seconds of full slots that a run busy since the start has sampled for
+        self._busy: list[
+            tuple[float, int, int]
+        ] = []  # (end in sampled seconds, number, group): first come, first served
+        self._learned_at = math.inf
         self._waiting: deque[int] = deque()  # runs without a slot, by group
         self._left: dict[int, int] = {}  # unfinished runs of a group
         self._admitted_at: dict[int, int] = {}
-        self._free, self._is_learning = slots, False
         self._work, self._learner_busy = 0.0, 0.0
         self._ends: list[float] = []
         self._ages: list[int] = []
         self._trained: list[int] = []
 
     def schedule(self) -> Schedule:
-        self._advance()
-        while self._events:
-            self._now, _, act = heapq.heappop(self._events)
-            act()
-            self._advance()
+        self._admit()
+        while self._busy or self._learned_at < math.inf:
+            speed = self._speed
+            run_at = self._now + max(0.0, self._busy[0][0] - self._sampled) / speed if self._busy else math.inf
+            now = min(run_at, self._learned_at)
+            self._sampled += (now - self._now) * speed
+            self._now = now
+            if run_at <= self._learned_at:
+                self._end_run()
+            else:
+                self._end_learning()
         warm = len(self._ends) // 10
         step = (self._ends[-1] - self._ends[warm]) / (len(self._ends) - warm - 1) if len(self._ends) > 1 else self._now
-        per_batch = self._work / len(self._ends) / self._slots
         return Schedule(
             step,
-            per_batch,
+            self._work / len(self._ends) / self._slots,
             1 - self._work / (self._slots * self._now),
             1 - self._learner_busy / self._now,
             tuple(self._ages),
             tuple(self._trained),
         )
 
-    def _advance(self) -> None:
-        """Admit groups, fill free slots, and begin learning, as far as the state permits."""
+    @property
+    def _speed(self) -> float:
+        """Seconds of full slots that a busy run samples for in a second."""
+        fixed = self._costs.fixed
+        return 1 / (fixed + (1 - fixed) * len(self._busy) / self._slots) if self._busy else 0.0
+
+    def _admit(self) -> None:
+        """Admit groups as far as the window permits, and fill free slots."""
         for number in self._window.admit(self._window.room):
             self._left[number], self._admitted_at[number] = self._runs, self._window.version
             self._waiting.extend([number] * self._runs)
-        while self._waiting and self._free:
-            self._begin_run(self._waiting.popleft())
-        if not self._is_learning and not self._window.is_complete and (batch := self._window.take()):
-            self._begin_learning(batch)
+        while self._waiting and len(self._busy) < self._slots:
+            seconds = self._costs.run(self._rng)
+            self._work += seconds
+            self._count += 1
+            heapq.heappush(self._busy, (self._sampled + seconds, self._count, self._waiting.popleft()))
 
-    def _begin_run(self, group: int) -> None:
-        seconds = self._costs.run(self._rng)
-        self._free -= 1
-        self._work += seconds
+    def _end_run(self) -> None:
+        _, _, group = heapq.heappop(self._busy)
+        self._left[group] -= 1
+        if not self._left[group]:
+            self._window.decide(group, passed=True)
+            self._learn()
+        self._admit()
 
-        def end() -> None:
-            self._free += 1
-            self._left[group] -= 1
-            if not self._left[group]:
-                self._window.decide(group, passed=True)
-
-        self._after(seconds, end)
-
-    def _begin_learning(self, batch: list[int]) -> None:
+    def _learn(self) -> None:
+        """Begin training on the next batch, if it is complete and the learner is free."""
+        if self._learned_at < math.inf or self._window.is_complete or not (batch := self._window.take()):
+            return
         version = self._window.batches - 1
         self._ages += [version - self._admitted_at[number] for number in batch]
         self._trained += batch
         seconds = self._costs.score + self._costs.learn + self._costs.sync
-        self._is_learning = True
         self._learner_busy += seconds
+        self._learned_at = self._now + seconds
 
-        def end() -> None:
-            self._is_learning = False
-            self._ends.append(self._now)
-            self._window.publish(version + 1)
-
-        self._after(seconds, end)
-
-    def _after(self, seconds: float, act: Callable[[], None]) -> None:
-        self._count += 1  # first scheduled, first served
-        heapq.heappush(self._events, (self._now + seconds, self._count, act))
+    def _end_learning(self) -> None:
+        self._learned_at = math.inf
+        self._ends.append(self._now)
+        self._window.publish(self._window.batches)
+        self._admit()
+        self._learn()

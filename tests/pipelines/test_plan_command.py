@@ -49,3 +49,58 @@ def test_a_game_of_ones_own_is_looked_up(capsys: pytest.CaptureFixture[str]) -> 
     game = "custom_envs.FrozenLake.env_type=no_such_module.Game"
     assert main(["plan", "examples/games/frozen_lake.yaml", game]) == 2
     assert "no_such_module cannot be" in " ".join(capsys.readouterr().err.split())
+
+
+COSTS = "generate=4,teacher=1,train=2,weight_sync=0.1,spread=0.4"
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["plan", "examples/demo/onpolicy_distill.yaml", *words])
+    printed = capsys.readouterr()
+    return code, printed.out, " ".join(printed.err.split())
+
+
+def test_plan_advises_a_bound_and_a_split(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("student_train.device_mapping=[0]", "teacher.device_mapping=[0]", "student_infer.device_mapping=[1]")
+    code, text, _ = planned(capsys, *words, "--costs", COSTS, "--devices", "8")
+    assert code == 0 and "fastest on 8 devices: async_generation_ratio: " in " ".join(text.split())
+    code, text, _ = planned(capsys, *words, "--costs", COSTS, "--json")
+    schedule = json.loads(text)["schedule"]
+    assert schedule["configuration"]["step"] == pytest.approx(7.1, rel=0.05)
+    assert schedule["fastest"]["2"]["step"] < 5
+
+
+def test_costs_of_a_run_are_medians_of_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first step is left out; stated costs replace measured ones."""
+    rows = [
+        {
+            "step": step,
+            "time/step": 9.0,
+            "time/generate": 100.0 if step == 1 else float(step),
+            "time/train": 2.0,
+            "tokens/response_length/mean": 30.0,
+            "tokens/response_length/max": 60.0,
+        }
+        for step in (1, 2, 3, 4)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, text, _ = planned(capsys, "--measured", str(tmp_path), "--costs", "teacher=0.5", "--json")
+    costs = json.loads(text)["schedule"]["costs"]
+    assert code == 0 and (costs["generate"], costs["teacher"], costs["train"]) == (3.0, 0.5, 2.0)
+    assert 0 < costs["spread"] < 1
+
+
+def test_costs_that_mean_nothing_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ahead = {"step": 1, "time/step": 1.0, "rollout/async/age_mean": 1.0}
+    (tmp_path / "metrics.jsonl").write_text(2 * (json.dumps(ahead) + "\n"))
+    for words, message in (
+        (["--costs", "generate=4"], "teacher, train, weight_sync missing"),
+        (["--costs", "speed=4"], "'speed=4' is not a cost"),
+        (["--costs", f"{COSTS},fixed=2"], "'fixed=2' is not a cost"),
+        (["--devices", "8"], "needs costs"),
+        (["--costs", COSTS, "--devices", "many"], "are not numbers of devices"),
+        (["--measured", str(tmp_path)], "generation ran ahead of training"),
+        (["--measured", str(tmp_path / "none")], "no two steps"),
+    ):
+        code, _, error = planned(capsys, *words)
+        assert code == 2 and message in error, (words, error)

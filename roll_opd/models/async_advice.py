@@ -1,0 +1,163 @@
+"""Predicted steps of splits of devices between engines and training, and of bounds of the samples' age.
+
+Costs are seconds of a step whose parts take turns, on the devices of a measured or planned layout. Engines on more devices have proportionally more slots. Scoring and learning take proportionally less time, down
+to one sequence of an update on each replica of the student. Weight sync takes the same time on any devices.
+Communication between more devices is not counted: costs should be measured near the layout of interest.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from roll_opd.models.async_simulator import Costs, Length, lognormal, simulate
+from roll_opd.models.group_window import Pace
+
+BOUNDS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
+AS_FAST = 1.03  # times the shortest step: among such predictions, the smallest bound is chosen
+RUNS, MIN_BATCHES, MAX_BATCHES = 10_000, 10, 60  # simulated batches: as many as have `RUNS` runs
+STEPS_ASIDE = 32  # share 1 / STEPS_ASIDE of all splits between the simulated ones
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of the parts of a step, and the distribution of the runs' lengths: lognormal with a limit."""
+
+    generate: float
+    score: float
+    learn: float
+    sync: float
+    spread: float = 0.5  # standard deviation of the logarithm of a length
+    longest: float = math.inf  # limit of a length, times the mean of the distribution without limit
+    fixed: float = 1.0  # see `async_simulator.Costs`
+
+
+@dataclass(frozen=True)
+class Work:
+    """A batch, and the devices on which its costs hold."""
+
+    groups: int
+    runs: int  # of a group
+    engines: int  # devices of the engines
+    training: int  # devices of student, teachers, reference and critic
+    is_shared: bool  # both are the same devices, which take turns
+    slots: int  # runs that the engines sample at the same time
+    engine_size: int = 1  # devices of an engine
+    replica_size: int = 1  # devices of a replica of the student
+    most_replicas: int = 1 << 20  # sequences of an update
+
+    @property
+    def devices(self) -> int:
+        return self.engines if self.is_shared else self.engines + self.training
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted schedule of a split and an age bound. `step` is in seconds, idle times are shares, ages in versions."""
+
+    engines: int  # devices
+    training: int  # devices
+    is_shared: bool
+    bound: float
+    step: float
+    engine_idle: float
+    training_idle: float
+    mean_age: float
+    max_age: int
+
+    @property
+    def devices(self) -> int:
+        return self.engines if self.is_shared else self.engines + self.training
+
+
+class Predictor:
+    """Predicts steps of a batch from its costs. Calibrates the runs' seconds when it is made."""
+
+    def __init__(self, costs: StepCosts, work: Work) -> None:
+        self._costs, self._work = costs, work
+        self._batches = max(MIN_BATCHES, min(MAX_BATCHES, RUNS // (work.groups * work.runs)))
+        drawn = lognormal(1.0, costs.spread)
+        self._run: Length = lambda rng: min(drawn(rng), costs.longest)
+        whole = Costs(self._run, 0.0, 0.0, fixed=costs.fixed)
+        in_turns = simulate(
+            Pace.of(work.groups, 0), whole, runs=work.runs, slots=work.slots, batches=self._batches, seed=1
+        )
+        self._seconds = costs.generate / in_turns.step  # of a run of length 1
+        self._busy = self._seconds * in_turns.generate  # seconds of a batch on engines whose slots are all busy
+
+    def predict(self, engines: int, training: int, bound: float = 0.0, *, is_shared: bool = False) -> Prediction:
+        """Return the schedule with these numbers of devices; `is_shared`: the same devices, which take turns."""
+        costs, work, run, seconds = self._costs, self._work, self._run, self._seconds
+        faster = self._replicas(work.training) / self._replicas(training)
+        parts = Costs(
+            lambda rng: run(rng) * seconds, costs.score * faster, costs.learn * faster, costs.sync, costs.fixed
+        )
+        slots = max(1, round(work.slots * engines / work.engines))
+        pace = Pace.of(work.groups, bound)
+        found = simulate(pace, parts, runs=work.runs, slots=slots, batches=self._batches)
+        return Prediction(
+            engines,
+            training,
+            is_shared,
+            bound,
+            found.step,
+            found.engine_idle,
+            found.learner_idle,
+            found.mean_age,
+            found.max_age,
+        )
+
+    def predictions(self, devices: int, bounds: Sequence[float] = BOUNDS) -> list[Prediction]:
+        """Return schedules of all `devices`: shared ones in turns, and splits near the best one with each bound.
+
+        The measured split is among them if it has as many devices. Empty for fewer devices than an engine and a
+        replica of the student need.
+        """
+        work = self._work
+        found = []
+        if devices % work.engine_size == 0 and devices % work.replica_size == 0:
+            found.append(self.predict(devices, devices, is_shared=True))
+        return found + [
+            self.predict(engines, devices - engines, bound) for engines in self._splits(devices) for bound in bounds
+        ]
+
+    def _splits(self, devices: int) -> Iterator[int]:
+        """Yield numbers of engines' devices, ascending: the best one without waiting times, and others near it."""
+        work, costs = self._work, self._costs
+        possible = [
+            engines
+            for engines in range(work.engine_size, devices, work.engine_size)
+            if (devices - engines) % work.replica_size == 0
+        ]
+        if not possible:
+            return
+
+        def longer_side(engines: int) -> float:
+            learn = (costs.score + costs.learn) * self._replicas(work.training) / self._replicas(devices - engines)
+            return max(self._busy * work.engines / engines, learn + costs.sync)
+
+        best = min(range(len(possible)), key=lambda place: longer_side(possible[place]))
+        aside = max(1, len(possible) // STEPS_ASIDE)
+        chosen = {possible[place] for place in (best - aside, best, best + aside) if 0 <= place < len(possible)}
+        if not work.is_shared and devices == work.devices:
+            chosen.add(work.engines)
+        yield from sorted(chosen)
+
+    def _replicas(self, training: int) -> float:
+        return min(training / self._work.replica_size, self._work.most_replicas)
+
+
+def fastest(predictions: Sequence[Prediction]) -> Prediction:
+    """Return the prediction with the smallest bound whose step is at most `AS_FAST` times the shortest."""
+    least = min(one.step for one in predictions)
+    return min((one for one in predictions if one.step <= AS_FAST * least), key=lambda one: (one.bound, one.step))
+
+
+def spread_of(ratio: float, count: int) -> float:
+    """Return the spread of a lognormal whose largest of `count` lengths is typically `ratio` times the mean.
+
+    The largest is near the quantile 1 - 1 / count, exp(z s - s² / 2) times the mean; the smaller root s is meant. At
+    the largest possible ratio, exp(z² / 2), and above, it is z.
+    """
+    z = NormalDist().inv_cdf(1 - 1 / max(count, 3))
+    return z - math.sqrt(max(0.0, z * z - 2 * math.log(max(ratio, 1.0))))

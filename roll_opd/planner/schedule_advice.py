@@ -1,0 +1,199 @@
+"""Advice of `roll-opd plan`: the fastest age bound and split of devices, from measured or stated costs of a step."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from roll_opd.base.failures import ConfigError
+from roll_opd.base.terminal import table, wrapped
+from roll_opd.config.plan import RunPlan
+from roll_opd.models.async_advice import Prediction, Predictor, StepCosts, Work, fastest, spread_of
+from roll_opd.tracking.run_directory import METRICS, read_jsonl
+
+SLOTS = 256  # answers that vLLM samples at the same time by default
+WARM_UP = 1  # steps of a run that are left out: kernels are compiled, caches are filled
+# phase of `time/*` -> field of `StepCosts`; the driver's own seconds count for the learner, which waits for them
+PARTS = {
+    "generate": "generate",
+    "teacher": "score",
+    **dict.fromkeys(("old_logprobs", "values", "train", "reward", "other"), "learn"),
+    "weight_sync": "sync",
+}
+STATED = {"generate": "generate", "teacher": "score", "train": "learn", "weight_sync": "sync"}
+NUMBERS = {**STATED, "spread": "spread", "longest": "longest", "fixed": "fixed"}  # of --costs
+HOW = "generate=S,teacher=S,train=S,weight_sync=S in seconds a step, and spread=X,longest=X,fixed=X"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Predictions for numbers of devices, from costs with their origin."""
+
+    costs: StepCosts
+    origin: str
+    now: Prediction  # of the configuration
+    by_devices: Mapping[int, Sequence[Prediction]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the costs in seconds, the prediction of the configuration, and for each number of devices the best."""
+        return {
+            "costs": {name: getattr(self.costs, field) for name, field in NUMBERS.items()},
+            "configuration": asdict(self.now),
+            "fastest": {devices: asdict(fastest(found)) for devices, found in self.by_devices.items() if found},
+            "predictions": [asdict(one) for found in self.by_devices.values() for one in found],
+        }
+
+    def to_text(self, width: int) -> str:
+        """Return the costs, a table with the fastest split of each bound, and the advice."""
+        costs = ", ".join(f"{name} {getattr(self.costs, field):.3g} s" for name, field in STATED.items())
+        lines = [f"{costs} ({self.origin}); lengths: spread {self.costs.spread:.2g}"]
+        rows = [["devices", "engines", "training", "S", "step", "waits", "free slots", "age", "largest"]]
+        for found in self.by_devices.values():
+            rows += [_cells(one) for one in _by_bound(found)]
+        lines += table(rows, width - 2, indent=0)
+        lines += [self._sentence(devices, found) for devices, found in self.by_devices.items()]
+        return wrapped("\n  ".join(["Schedule (simulated)", *lines]), width)
+
+    def _sentence(self, devices: int, found: Sequence[Prediction]) -> str:
+        if not found:
+            return f"{devices} devices: too few for an engine and a replica of the student, or not a multiple of these"
+        best = fastest(found)
+        place = "all devices in turns" if best.is_shared else f"engines on {best.engines}, training on {best.training}"
+        return (
+            f"fastest on {devices} devices: async_generation_ratio: {best.bound:g}, {place}: {best.step:.3g} s a step,"
+            f" {self.now.step / best.step:.2f} times as fast as this configuration ({self.now.step:.3g} s on"
+            f" {self.now.devices})"
+        )
+
+
+def advice_for(plan: RunPlan, measured: str | None, stated: str | None, devices: str | None) -> Advice | None:
+    """Return the advice for `plan` from options of the command line; None without costs.
+
+    Args:
+        plan: the costs hold for its devices and batch.
+        measured: directory of a run.
+        stated: costs in the form of `--costs`; they take precedence.
+        devices: numbers, separated by commas; None: those of `plan`.
+
+    ConfigError for a plan without generation, for missing or unreadable costs, and for a run whose parts overlap.
+    """
+    if not measured and not stated:
+        if devices:
+            raise ConfigError([f"--devices {devices} needs costs; give --measured RUN_DIR or --costs {HOW}"])
+        return None
+    numbers = [text.strip() for text in devices.split(",")] if devices else []
+    if not all(text.isdecimal() and int(text) for text in numbers):
+        raise ConfigError([f"--devices {devices} are not numbers of devices; give 8, or 8,64,512"])
+    if plan.rollout is None:
+        raise ConfigError([f"the {plan.kind} pipeline generates nothing, so there is no schedule to advise on"])
+    found = measured_costs(Path(measured), plan) if measured else {}
+    origin = [f"medians of {measured}"] if measured else []
+    if stated:
+        found |= stated_costs(stated)
+        origin.append("stated")
+    missing = [name for name, field in STATED.items() if field not in found]
+    if missing:
+        raise ConfigError([f"--costs: {', '.join(missing)} missing; give {HOW}, or --measured RUN_DIR"])
+    costs, work = StepCosts(**found), work_of(plan)
+    predictor = Predictor(costs, work)
+    now = predictor.predict(work.engines, work.training, plan.async_generation_ratio, is_shared=work.is_shared)
+    return Advice(
+        costs,
+        ", ".join(origin),
+        now,
+        {
+            number: predictor.predictions(number)
+            for number in dict.fromkeys([int(text) for text in numbers] or [work.devices])
+        },
+    )
+
+
+def work_of(plan: RunPlan) -> Work:
+    """Return the batch of `plan` and its devices."""
+    assert plan.rollout is not None
+    engines = set(plan.rollout.devices)
+    training = {device for role in plan.megatron_roles().values() for device in role.devices}
+    limit = (
+        -(-plan.rollout.max_running_requests // plan.rollout.engines) if plan.rollout.max_running_requests else SLOTS
+    )
+    layout = plan.student.layout
+    shared = bool(engines & training)
+    return Work(
+        plan.rollout_batch_size,
+        plan.answers_per_prompt,
+        len(engines | training) if shared else len(engines),
+        len(engines | training) if shared else len(training),
+        shared,
+        plan.rollout.engines * int(plan.rollout.engine_args.get("max_num_seqs") or limit),
+        plan.rollout.tp,
+        layout.tp * layout.pp * layout.cp,
+        plan.student.mini_batch_sequences,
+    )
+
+
+def measured_costs(directory: Path, plan: RunPlan) -> dict[str, float]:
+    """Return fields of `StepCosts` from a run's `metrics.jsonl`: medians over its steps without the first.
+
+    ConfigError for a run without two steps, one whose generation ran ahead, and one with another batch.
+    """
+    rows = [row for row in read_jsonl(directory / METRICS) if row.get("time/step") is not None][WARM_UP:]
+    if not rows:
+        raise ConfigError([f"--measured {directory}: {METRICS} has no two steps; give the directory of a longer run"])
+    if any("rollout/async/age_mean" in row for row in rows):
+        raise ConfigError(
+            [
+                f"--measured {directory}: generation ran ahead of training, so the phases overlap; give a run with"
+                " async_generation_ratio: 0, or --costs"
+            ]
+        )
+    found = dict.fromkeys(PARTS.values(), 0.0)
+    for phase, field in PARTS.items():
+        found[field] += median(row.get(f"time/{phase}") or 0.0 for row in rows)
+    lengths = [
+        row["tokens/response_length/max"] / row["tokens/response_length/mean"]
+        for row in rows
+        if row.get("tokens/response_length/mean")
+    ]
+    if lengths:
+        found |= {"spread": spread_of(median(lengths), plan.sequences_per_step), "longest": max(lengths)}
+    return found
+
+
+def stated_costs(text: str) -> dict[str, float]:
+    """Return fields of `StepCosts` from "name=number,…". ConfigError for other text."""
+    found = {}
+    for item in text.split(","):
+        name, _, number = item.partition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        if name.strip() not in NUMBERS or not value >= 0 or (name.strip() == "fixed" and value > 1):
+            raise ConfigError([f"--costs: {item!r} is not a cost; give {HOW} (fixed from 0 to 1)"])
+        found[NUMBERS[name.strip()]] = value
+    return found
+
+
+def _by_bound(found: Sequence[Prediction]) -> list[Prediction]:
+    """Return the fastest prediction of each bound, those in turns on all devices apart."""
+    kinds = dict.fromkeys((not one.is_shared, one.bound) for one in found)
+    return [
+        min((one for one in found if (not one.is_shared, one.bound) == kind), key=lambda one: one.step)
+        for kind in sorted(kinds)
+    ]
+
+
+def _cells(one: Prediction) -> list[str]:
+    split = ["in turns", "in turns"] if one.is_shared else [str(one.engines), str(one.training)]
+    shares = [f"{share:.0%}" for share in (one.training_idle, one.engine_idle)]
+    return [
+        str(one.devices),
+        *split,
+        f"{one.bound:g}",
+        f"{one.step:.3g}",
+        *shares,
+        f"{one.mean_age:.1f}",
+        str(one.max_age),
+    ]
