@@ -1,8 +1,9 @@
 """Predicted steps of splits of devices between engines and training, and of bounds of the samples' age.
 
-Costs are seconds of a step whose parts take turns, on the devices of a measured or planned layout. Engines on more devices have proportionally more slots. Scoring and learning take proportionally less time, down
-to one sequence of an update on each replica of the student. Weight sync takes the same time on any devices.
-Communication between more devices is not counted: costs should be measured near the layout of interest.
+Costs are seconds of a step whose parts take turns, on the devices of a measured or planned layout. Engines on more
+devices have proportionally more slots. Scoring and learning take proportionally less time, down to one sequence of an
+update on each replica of the student. Weight sync takes the same time on any devices. Communication between more
+devices is not counted: costs should be measured near the layout of interest.
 """
 
 import math
