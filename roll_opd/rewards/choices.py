@@ -1,7 +1,7 @@
 """Parse the chosen options of a multiple-choice answer: "B", "(B)", "B. Paris", "A and C", an option's text.
 
 Only separate letters count. "A" and "I" before a word are an article and a pronoun, "A or B" is not an answer, and a
-lower-case letter counts in brackets or before punctuation only.
+lower-case letter counts only in brackets or before punctuation.
 """
 
 import re
@@ -61,7 +61,7 @@ def _without_letter(option: str) -> str:
 
 
 def right_choices(ground_truth: str, options: Mapping[str, str]) -> frozenset[str] | None:
-    """Return the letters that a ground truth names; None without any."""
+    """Return the letters that a ground truth names; None if it names none."""
     named = [_named_by(answer, options) for answer in short_answers.several(ground_truth)]
     return frozenset().union(*named) if all(named) else None
 
@@ -88,8 +88,8 @@ def is_choice(ground_truth: str, options: Mapping[str, str]) -> bool:
 def chosen(text: str, options: Mapping[str, str]) -> tuple[frozenset[str] | None, bool]:
     """Return (chosen letters of a response or None, whether they are boxed).
 
-    The last box decides; without one that names an option, the last sentence that announces an answer; without
-    that, the last line.
+    The last box that names an option decides; if there is none, the last sentence that announces an answer; else the
+    last line.
     """
     text = short_answers.after_thinking(text)
     boxed = short_answers.last_boxed(text)
@@ -104,7 +104,7 @@ def chosen(text: str, options: Mapping[str, str]) -> tuple[frozenset[str] | None
 
 
 def _read(answer: str, options: Mapping[str, str]) -> frozenset[str] | None:
-    """Return the choice of an answer; None without one, empty for an alternative ("A or B")."""
+    """Return the choice of an answer; None if it has no choice, empty if it has alternatives ("A or B")."""
     letters = letters_at_start(answer)
     if letters and _BARE.fullmatch(short_answers.undecorated(answer)):
         return letters
@@ -112,7 +112,7 @@ def _read(answer: str, options: Mapping[str, str]) -> frozenset[str] | None:
 
 
 def letters_at_start(text: str) -> frozenset[str] | None:
-    """Return the letters of the choice at the start of `text`; None without one, empty for "A or B"."""
+    """Return the letters of the choice at the start of `text`; None if there is no choice, empty for "A or B"."""
     text = short_answers.undecorated(text)
     if _SPACED.fullmatch(text):
         return frozenset(text.split())
@@ -147,7 +147,7 @@ def _is_a_word(run: str, text: str, end: int) -> bool:
 
 
 def _with_text(text: str, options: Mapping[str, str]) -> frozenset[str] | None:
-    """Return the only option whose text is `text`; None if there is none or several."""
+    """Return the option whose text is `text`; None if no option or several have it."""
     same = [letter for letter, option in options.items() if short_answers.same_text(text, option)]
     return frozenset(same) if len(same) == 1 else None
 

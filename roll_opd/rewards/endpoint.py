@@ -1,10 +1,10 @@
 """JSON client of one HTTP URL with retries, rate limits and outage detection, and `ChatEndpoint` for judge models.
 
-Rewards and teachers behind a server use it.
+Rewards and teachers on HTTP servers use the client.
 
 Transient failures (429, 5xx, timeouts, lost connections, unreadable answers) are retried for `retry_seconds`, and each
-failed attempt is counted; permanent ones (401, 404) end the request immediately. After several consecutive failures the
-endpoint counts as down: one request at a time probes it, and all others wait.
+failed attempt is counted; permanent failures (401, 404) end the request immediately. After several consecutive failures
+the endpoint counts as down: one request at a time probes it, and all others wait.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class GaveUp(Exception):
-    """Request failed finally; `kind` is a short name for counting, the text has the place and the remedy."""
+    """A request failed after all retries; `kind` is a short name for counting, the message has place and remedy."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -80,7 +80,7 @@ class _Failed(Exception):
 
 
 class Endpoint:
-    """Client of one URL for any number of tasks of one event loop."""
+    """Client of one URL; any number of tasks of one event loop can use it."""
 
     def __init__(
         self,
@@ -92,9 +92,9 @@ class Endpoint:
         method: Literal["POST", "GET"] = "POST",
         gives_up: bool = True,
     ) -> None:
-        """Check the URL and the headers; messages never contain headers or the URL's query.
+        """Check the URL and the headers; error messages never contain headers or the URL's query.
 
-        Args: advice: kind of failure -> what to do. gives_up: False retries without a limit of time.
+        Args: advice: kind of failure -> what to do. gives_up: if False, retries have no time limit.
         """
         self._method = method
         self._retry_seconds = limits.retry_seconds if gives_up else math.inf
@@ -108,9 +108,9 @@ class Endpoint:
         self._last = ""
 
     async def ask(self, body: Any, read: Callable[[Any], Answer], errors: Counter[str]) -> Answer:
-        """Send `body` and return the response JSON parsed by `read`, which raises ValueError for an unusable one.
+        """Send `body`; return the JSON response parsed by `read`, which raises ValueError for an unusable response.
 
-        Retried failures are counted in `errors` by kind. Raises `GaveUp` with the kind of the last failure.
+        `errors` counts the retried failures by kind. Raises `GaveUp` with the kind of the last failure.
         """
         self._bind_to_loop()
         content = b"" if self._method == "GET" else json.dumps(body, default=str).encode()
@@ -147,7 +147,7 @@ class Endpoint:
 
     @property
     def is_failing(self) -> bool:
-        """Whether the last attempt failed in a way that may pass."""
+        """Whether the last attempt failed with a transient failure."""
         return self._failures > 0
 
     @property
@@ -173,7 +173,7 @@ class Endpoint:
         self._resume_at = max(self._resume_at, now + max(pause, failed.pause))
 
     def _down_for(self, arrived: float, now: float) -> float:
-        """Return the seconds that a request from `arrived` has waited in the current outage; 0 without one."""
+        """Return the seconds that a request made at `arrived` has waited in the current outage; 0 if there is none."""
         return now - max(arrived, self._failing_since) if self._down else 0.0
 
     async def _attempt(self, content: bytes, read: Callable[[Any], Answer], arrived: float) -> Answer:
@@ -194,7 +194,7 @@ class Endpoint:
             raise GaveUp("down", f"{self.shown_url}: failing for {waited:.0f} s, last with {self._last}; gave up")
 
     async def _turn(self) -> None:
-        """Wait for the end of a pause and for the slot of `requests_per_minute`."""
+        """Wait for the end of a pause and for the next slot under `requests_per_minute`."""
         while (wait := self._resume_at - time.monotonic()) > 0:
             await asyncio.sleep(wait)
         if self._limits.requests_per_minute is not None:
@@ -239,12 +239,12 @@ class Endpoint:
 
 
 def _delay(failing_for: float) -> float:
-    """Return the delay of a retry: the time of failing so far (exponential backoff), with jitter."""
+    """Return the delay before a retry: the time since the first failure (exponential backoff), with jitter."""
     return random.uniform(0.5, 1.0) * min(max(failing_for, FIRST_DELAY), MAX_DELAY)
 
 
 def _retry_after(response: "httpx.Response") -> float:
-    """Return the seconds of the server's Retry-After header, a number or a date; 0 without one."""
+    """Return the seconds in the server's Retry-After header, which has a number or a date; 0 if it is missing."""
     text = response.headers.get("Retry-After", "").strip()
     seconds = 0.0
     with contextlib.suppress(ValueError, TypeError, OverflowError):
@@ -255,7 +255,7 @@ def _retry_after(response: "httpx.Response") -> float:
 
 
 def _checked_url(text: str) -> "tuple[httpx.URL, str]":
-    """Return (URL, its form in messages without password and query, which may contain a key)."""
+    """Return the URL, and its form for error messages: without password and query, which may contain a key."""
     import httpx
 
     try:
@@ -322,7 +322,7 @@ def chat_url(url: str) -> str:
 
 
 def read_completion(answer: Any) -> str:
-    """Return the text of a chat completion, empty if it has none; raises ValueError for other JSON."""
+    """Return the text of a chat completion, empty if the text is missing; raises ValueError for other JSON."""
     try:
         content = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):

@@ -1,7 +1,7 @@
-"""Reward interface: a sync or async function from a batch of `RewardSample` to one `Score` or `Failure` each.
+"""Reward interface: a sync or async function that maps each `RewardSample` of a batch to a `Score` or a `Failure`.
 
-Rewards get text and the row's other keys; `experience` has tokens and log-probs. `flag`, `choice` and `number` validate
-the configured arguments of a reward.
+Rewards get text and the row's other keys; the field `experience` has tokens and log-probs. `flag`, `choice` and
+`number` validate the configured arguments of a reward.
 """
 
 import math
@@ -16,7 +16,7 @@ TIMEOUT = "timeout"  # kind of a Failure
 
 
 class RewardError(ValueError):
-    """A reward is missing, misconfigured or violates the interface; the message states which and what to do."""
+    """A reward is missing, misconfigured or violates the interface; the message states the problem and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RewardSample:
 
     @property
     def prompt(self) -> str:
-        """Text of the rendered prompt, without special tokens (as `response`)."""
+        """Text of the rendered prompt, without special tokens; `response` has none either."""
         return self.read_prompt()
 
 
@@ -61,7 +61,7 @@ Scores = Sequence[Score | Failure | float | None]
 
 
 class RewardFunction(Protocol):
-    """Callable that scores a batch in order, concurrently from any thread; coroutine functions are awaited."""
+    """Callable that scores a batch in order; calls are concurrent, from any thread. Coroutine functions are awaited."""
 
     def __call__(self, samples: Sequence[RewardSample]) -> Scores | Awaitable[Scores]: ...
 

@@ -1,9 +1,9 @@
 """Judge models: prompt templates, parsers of the verdict, and a cache of verdicts.
 
-`{prompt}`, `{response}`, `{ground_truth}` and similar fields of a template are replaced in one pass and everything else
-is kept, so braces in a template's JSON or in a response are safe. `{boundary}` is a hash of the response, so that no
-response can contain its own end marker. The last JSON object or pattern match of a verdict counts, because a judge may
-quote other verdicts first, including those in the graded response.
+The fields of a template (`{prompt}`, `{response}`, `{ground_truth}` and others) are replaced in one pass and everything
+else is kept, so braces in a template's JSON or in a response are safe. `{boundary}` is a hash of the response, so that
+no response can contain its own end marker. The last JSON object or pattern match of a verdict counts, because a judge
+may quote other verdicts before its own, such as a verdict in the graded response.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ ReadVerdict = Callable[[str], Verdict | None]  # None: no verdict found
 
 
 def by_pattern(pattern: re.Pattern[str], low: float, high: float) -> ReadVerdict:
-    """Return a parser of the last match, by its first group or in full: a number, or a word such as YES."""
+    """Return a parser of the last match (of its first group if it has one): a number, or a word such as YES."""
 
     def read(text: str) -> Verdict | None:
         matches = list(pattern.finditer(_without_thought(text)))
@@ -50,7 +50,7 @@ def by_pattern(pattern: re.Pattern[str], low: float, high: float) -> ReadVerdict
 
 
 def by_json(keys: Sequence[str], low: float, high: float) -> ReadVerdict:
-    """Return a parser of the last JSON object with all `keys`; the value is their mean, each is a part."""
+    """Return a parser of the last JSON object with all `keys`; the score is the mean value, each value is a part."""
 
     def read(text: str) -> Verdict | None:
         found = None
@@ -114,7 +114,7 @@ class _SharedCall(Generic[Answer]):
 
 
 class VerdictCache(Generic[Answer]):
-    """LRU cache of at most `size` answers; 0 disables it."""
+    """LRU cache of at most `size` answers; size 0 disables it."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -122,7 +122,8 @@ class VerdictCache(Generic[Answer]):
         self._pending: dict[str, _SharedCall[Answer]] = {}
 
     async def get(self, question: str, ask: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        """Return the cached answer to `question`, or that of one shared `ask()`, whose error all waiters get."""
+        """Return the cached answer to `question`, else the answer or error of one `ask()` that concurrent calls
+        share."""
         if not self._size:
             return await ask()
         if question in self._known:
@@ -153,7 +154,7 @@ class VerdictCache(Generic[Answer]):
 
 @dataclass(frozen=True)
 class JudgePrompt:
-    """Judge template with the parsing of its verdict."""
+    """Template of a judge's prompt, with the parser of the verdict."""
 
     template: str
     verdict: str = "regex"

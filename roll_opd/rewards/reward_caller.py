@@ -1,7 +1,7 @@
-"""Call a reward with a timeout and per-sample failures: a failing batch is retried one sample at a time.
+"""Call a reward with a timeout and one result per sample: a failing batch is retried one sample at a time.
 
-A plain function runs in a thread, which cannot be stopped: one that times out is counted in `hung`, and the owner
-replaces the process. Exceptions that would affect the event loop (SystemExit, CancelledError, StopIteration) become
+A plain function runs in a thread, which cannot be stopped: a call that times out is counted in `hung`, and the owner of
+the process replaces it. Exceptions that would affect the event loop (SystemExit, CancelledError, StopIteration) become
 failures of the sample.
 """
 
@@ -34,7 +34,8 @@ class Caller:
     def __init__(
         self, name: str, reward: RewardFunction, executor: Executor, timeout: float | None = None, most_calls: int = 256
     ) -> None:
-        """`timeout`: seconds per sample; None: the reward limits itself. `most_calls`: maximum concurrent calls."""
+        """`timeout`: seconds per sample; None if the reward has its own limit. `most_calls`: maximum concurrent
+        calls."""
         self._name, self._reward, self._executor, self._timeout = name, reward, executor, timeout
         self._calls = asyncio.Semaphore(most_calls)
         self._is_async = inspect.iscoroutinefunction(reward)
@@ -98,7 +99,7 @@ def _call(reward: RewardFunction, samples: Sequence[RewardSample]) -> Scores | A
 
 
 async def _awaited(answer: Awaitable[Scores], limit: float | None) -> Scores:
-    """Await with a timeout like `asyncio.wait_for`, without waiting for tasks that ignore their cancellation."""
+    """Await with a timeout like `asyncio.wait_for`, but do not wait for a task that ignores its cancellation."""
     task = asyncio.ensure_future(_guarded(answer))
     try:
         done, _ = await asyncio.wait([task], timeout=limit)
@@ -119,7 +120,7 @@ async def _guarded(answer: Awaitable[Scores]) -> Scores:
 
 
 def weighted(scores: Mapping[str, Scored], weights: Mapping[str, float]) -> Scored:
-    """Return the weighted sum of several rewards' scores of one sample, with each score as a part named by its reward.
+    """Return the weighted sum of several rewards' scores of one sample; each score is a part named after its reward.
 
     A failure of one reward is a failure of the sum; a value of None makes the sum None.
     """

@@ -1,7 +1,8 @@
 """`REWARDS` registry: find a reward by registered name, ROLL's class path, or dotted path.
 
-A function is the reward itself, called with the configured arguments; a class is instantiated once with them, and its
-method `score` is the reward. Functions with the signature of verl or TRL are rejected with the source of an adapter.
+A function is the reward; it is called with the configured arguments. A class is instantiated once with these arguments,
+and its method `score` is the reward. Functions with the signature of verl or TRL are rejected with the source of an
+adapter.
 """
 
 import inspect
@@ -39,9 +40,10 @@ register = REWARDS.register
 
 
 def reward_arguments(worker: str) -> dict[str, inspect.Parameter]:
-    """Return the configurable arguments of reward `worker`; raises as `resolve`.
+    """Return the configurable arguments of reward `worker`; raises the errors of `resolve`.
 
-    A function's first argument is the samples; the creating process passes a class's positional-only arguments.
+    A function's first argument (the samples) is not configurable, nor are the positional-only arguments of a class,
+    which the process that creates it passes.
     """
     found = _find(worker)
     return arguments(found, given_by_us=0 if inspect.isclass(found) else 1)
@@ -51,7 +53,7 @@ def resolve(worker: str, args: Mapping[str, Any] | None = None, *given: Any) -> 
     """Return reward `worker` with `args` bound.
 
     `worker` is a registered name, a ROLL class path (`roll.pipeline....MathRuleRewardWorker`) or a dotted path to a
-    user's function or class. A class gets `given` as first arguments. Raises `RewardError` with the known names.
+    user's function or class. A class gets `given` as its first arguments. Raises `RewardError` with the known names.
     """
     found = _checked(worker, args, given)
     if not inspect.isclass(found):

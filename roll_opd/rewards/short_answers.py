@@ -1,7 +1,7 @@
 r"""Extraction and normalisation of final answers: last `\boxed{...}`, else "the answer is", else the last line.
 
-Every function takes time linear in its text. Regular expressions of users and rows have a timeout: Python's own engine
-cannot be stopped in the middle of `(a+)+b`; the package `regex` can.
+Every function takes time linear in its text. Regular expressions from users and rows have a timeout. They use the
+package `regex`, because Python's engine cannot be stopped in the middle of `(a+)+b`.
 """
 
 import json
@@ -70,12 +70,12 @@ def announced(text: str) -> list[str]:
 
 
 def last_line(text: str) -> str:
-    """Return the last line of `text` that is not blank, or its last characters if it is long; empty without one."""
+    """Return the last line of `text` that is not blank (of a long line, its end); empty if there is none."""
     return text.rstrip().rpartition("\n")[2].strip()[-REACH:]
 
 
 def final_answer(text: str) -> str:
-    """Return the final answer of `text`; empty without one."""
+    """Return the final answer of `text`; empty if there is none."""
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
@@ -83,12 +83,12 @@ def final_answer(text: str) -> str:
 
 
 def undecorated(text: str) -> str:
-    r"""Return `text` without Markdown's stars and LaTeX's dollars, braces and commands for type, such as `\text`."""
+    r"""Return `text` without Markdown's asterisks, and LaTeX's dollars, braces and font commands such as `\text`."""
     return _DECORATION.sub("", text).strip()
 
 
 def without_punctuation(text: str) -> str:
-    """Return `text` without punctuation; -5, 1.5 and 50% keep their signs, 1,000 becomes 1000."""
+    """Return `text` without punctuation; -5, 1.5 and 50% stay unchanged, 1,000 becomes 1000."""
     return _SIGN.sub(lambda sign: sign["kept"] or ("" if sign["dropped"] else " "), text)
 
 
@@ -151,7 +151,7 @@ def compiled(reward: str, key: str, pattern: object) -> Pattern:
 
 
 def matches(pattern: Pattern, text: str, whole: bool) -> bool:
-    """Return whether the `whole` text, or else a part of it, matches; raises `PatternTimeout`."""
+    """Return whether a part of the text matches, or the whole text if `whole`; raises `PatternTimeout`."""
     match = pattern.fullmatch if whole else pattern.search
     try:
         return match(text, timeout=SECONDS) is not None

@@ -1,4 +1,4 @@
-"""Metrics of teachers with another tokenizer: how its cut of the answers differs from the student's."""
+"""Metrics of teachers with another tokenizer: how their cut of the answers into tokens differs from the student's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from roll_opd.samples.sample import Sample
 
 @dataclass(frozen=True)
 class Cut:
-    """Both cuts of the action tokens of some samples. Shares are 0 without tokens."""
+    """Statistics of the student's and the teacher's cut of the same action tokens; shares are 0 without tokens."""
 
     chunks: int
     chunked_bytes: float  # share of the covered bytes in chunks other than one student token and one teacher token
@@ -20,7 +20,7 @@ class Cut:
 
 
 def cut_of(samples: Sequence[Sample], teacher: str) -> Cut:
-    """Return both cuts of the samples that the teacher has scored."""
+    """Return the statistics of both cuts over the samples that the teacher has scored."""
     scored = [sample for sample in samples if teacher in sample.alignments]
     sizes = np.concatenate([np.zeros((0, 3), np.int64), *(sample.alignments[teacher].sizes for sample in scored)])
     students, teachers, lengths = sizes.T
@@ -37,7 +37,7 @@ def cut_of(samples: Sequence[Sample], teacher: str) -> Cut:
 
 
 def alignment_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return `opd/alignment/TEACHER/...` of each teacher with another tokenizer; see docs/metrics.md."""
+    """Return the metrics `opd/alignment/TEACHER/...` of each teacher with another tokenizer; see docs/metrics.md."""
     found: dict[str, float] = {}
     for teacher in dict.fromkeys(name for sample in samples for name in sample.alignments):
         cut = cut_of(samples, teacher)

@@ -1,9 +1,9 @@
 """Wall time of a step by phase, measured in the driver.
 
-Phases of one track are exclusive: overlapping time belongs to the phase opened first. Teacher log-probs computed during
-generation count only after its end, and generation inside a validation is validation. A task, with the tasks that it
-starts, may have a separate track, whose phases count independently of other tracks. "other" is the time without any
-phase; where tracks do not overlap, the phases and "other" sum to the step.
+Phases of one track are exclusive: overlapping time belongs to the phase opened first. So teacher log-probs computed
+during generation count only from the end of the generation, and generation inside a validation counts as validation. A
+task may open a separate track for itself and the tasks that it starts; phases of different tracks count independently.
+"other" is the time without any phase. If tracks do not overlap, the phases and "other" sum to the step.
 """
 
 import threading
@@ -19,7 +19,7 @@ _TRACK: ContextVar[str] = ContextVar("track", default="main")
 
 @dataclass(frozen=True)
 class Moment:
-    """Reading of the clock: finished laps, seconds of the current lap, current phase and its seconds."""
+    """Reading of the clock: finished laps, seconds of the current lap, current phase and seconds of this phase."""
 
     laps: int
     lap_seconds: float
@@ -38,7 +38,7 @@ class PhaseClock:
     """Sums seconds by phase; `lap` reads and resets. Phases may nest, overlap, and run in several tasks and threads."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter, began: float | None = None) -> None:
-        """`began` is the start time of the first lap, by `now`; default: the current time."""
+        """`began` is the start time of the first lap as a value of `now()`; default: the current time."""
         self._now = now
         self._lock = threading.Lock()
         self._open: list[_Phase] = []  # oldest first
@@ -74,7 +74,7 @@ class PhaseClock:
             _TRACK.reset(before)
 
     def lap(self) -> dict[str, float]:
-        """Return the seconds by phase of this lap, with `other` (no phase) and `step` (all); start a new lap."""
+        """Return the seconds of this lap by phase, with `other` (no phase) and `step` (total); start a new lap."""
         with self._lock:
             self._settle()
             step = self._settled - self._lap_began

@@ -1,6 +1,6 @@
 """Console output of a run: a live display of long steps, one line per step, and a table at the end.
 
-Plain text within the width of the terminal, so that it reads the same in a log file and in CI.
+The output is plain text within the width of the terminal, so that it looks the same in a log file and in CI.
 """
 
 import sys
@@ -36,7 +36,7 @@ class Console:
     """Prints the progress lines and the final table of a run of `total_steps` steps."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None, frozen: str = SHORT["teacher"]) -> None:
-        """`frozen` labels the time of frozen models: a run may have a reference policy and no teacher."""
+        """`frozen` is the label for the time of frozen models, which may be a reference policy and not a teacher."""
         self._total = total_steps
         self._stream = stream
         self._short = SHORT | {"teacher": frozen}
@@ -50,16 +50,16 @@ class Console:
         self.note(progress_line(step, self._total, metrics, self._eta(step), width=columns(), short=self._short))
 
     def with_grading(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the metrics with `GRADED` if any earlier step had it, so that the mean reward keeps its label."""
+        """Return the metrics with the last `GRADED` value if they lack it, so that the mean reward keeps its label."""
         self._graded |= {name: metrics[name] for name in (GRADED,) if name in metrics}
         return {**self._graded, **metrics}
 
     def count(self, metrics: Mapping[str, float]) -> None:
-        """Record the duration of a step for the remaining time."""
+        """Record the duration of a step, from which the remaining time is estimated."""
         self._seconds.append(metrics.get(STEP_SECONDS, 0.0))
 
     def unfinished(self, step: int, seconds: float, phase: str | None, counts: str) -> str:
-        """Return the line of a running step: seconds so far, phase and counts; step 0 is before the first."""
+        """Return the line of a running step: seconds so far, phase and counts; step 0 stands for the start-up."""
         parts = [f"step {step}/{self._total}" if step else "before step 1", duration(seconds)]
         left = self._eta(step - 1) - seconds if step else 0.0
         if left > 0:
@@ -90,7 +90,7 @@ def progress_line(
     width: int,
     short: Mapping[str, str] = SHORT,
 ) -> str:
-    """Return the line of one step from its metrics, shortened to `width`."""
+    """Return the line of one step, made from its metrics and shortened to `width`."""
     seconds = metrics.get(STEP_SECONDS, 0.0)
     head = f"step {step:>{len(str(total))}}/{total}"
     tail = [f"ETA {duration(eta_seconds)}"] if step < total else []
@@ -105,7 +105,7 @@ def progress_line(
 
 
 def _numbers(metrics: Mapping[str, float], seconds: float) -> list[str]:
-    """Return the numbers of a step as texts, the most important first."""
+    """Return the numbers of a step as texts, most important first."""
     validation = "val reward" if GRADED in metrics else "acc"
     numbers = [
         f"{label} {metrics[name]:{form}}"
@@ -128,7 +128,7 @@ def _numbers(metrics: Mapping[str, float], seconds: float) -> list[str]:
 
 
 def validation(metrics: Mapping[str, float]) -> str:
-    """Return the validation result as text: accuracy, or mean reward if rewards are graded."""
+    """Return the validation result as text: accuracy, or mean reward if some rewards are neither 0 nor 1."""
     what = "mean validation reward" if GRADED in metrics else "validation accuracy"
     return f"{what} {metrics[ACCURACY]:.3f}"
 
@@ -161,7 +161,7 @@ class Progress:
 
     @contextmanager
     def showing(self, *counts: Count) -> Iterator[None]:
-        """Show `counts` inside the block."""
+        """Show `counts` while the block runs."""
         self._shown += counts
         try:
             yield
@@ -188,7 +188,7 @@ def show_progress(
     Args:
         status: returns the current status.
         line: prints a line; called at increasing intervals.
-        live: replaces its previous line; None if the output is not a terminal.
+        live: prints a line in place of its previous one; None if the output is not a terminal.
     """
     done = threading.Event()
 

@@ -1,11 +1,11 @@
-"""Alarms for degrading runs: one warning each, with the numbers and the remedy.
+"""Alarms for degrading runs: each warns once, with the numbers and the remedy.
 
-Lower entropy, shorter answers and more agreement with the teacher are normal in training, if the reward rises too; in a
-collapse it does not. Self-distillation often collapses after 100 to 200 steps (siyan-zhao/OPSD, issue 20). Another
-known failure of on-policy distillation is answers that grow to the length limit (arXiv 2604.08527).
+Lower entropy, shorter answers and more agreement with the teacher are normal in training if the reward rises too; in a
+collapse the reward does not rise. Self-distillation often collapses after 100 to 200 steps (siyan-zhao/OPSD, issue 20).
+In another known failure of on-policy distillation, answers grow to the length limit (arXiv 2604.08527).
 
-Every alarm is a test: the change must be large, significant against the noise between steps (`significance`), and
-sustained over both halves of the last window.
+An alarm sounds if a change is large, is significant against the noise between steps (`significance`), and lasts over
+both halves of the last window.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ STDERR = "critic/score/stderr"
 
 @dataclass(frozen=True)
 class Remedies:
-    """Advice in alarms: clauses with keys of the configuration."""
+    """Advice given in alarms: clauses that name configuration keys."""
 
     slower: Sequence[str] = ()  # in addition to a lower learning rate
     shorter: Sequence[str] = ()  # against truncated answers
@@ -53,13 +53,13 @@ class Remedies:
 
 @dataclass
 class _Series:
-    """Values of some metrics at the steps with all of them."""
+    """Values of some metrics at the steps that have all these metrics."""
 
     names: tuple[str, ...]
     rows: list[list[float]] = field(default_factory=list)
 
     def add(self, metrics: Mapping[str, float | None]) -> bool:
-        """Append the values of a step that has every metric; return whether it has."""
+        """Append the values of a step if it has every metric; return whether it has."""
         values = [_finite(metrics.get(name)) for name in self.names]
         given = [value for value in values if value is not None]
         if len(given) < len(self.names):
@@ -85,7 +85,7 @@ class DivergenceAlarm:
         self._steps, self._untested = 0, set[str]()
 
     def after(self, metrics: Mapping[str, float | None]) -> list[str]:
-        """Add the metrics of a step; return new warnings. Values that are not finite are None in metrics.jsonl."""
+        """Add the metrics of a step and return new warnings; None stands for a value that is not finite."""
         measured = {name for name, series in self._series.items() if series.add(metrics)}
         if self._rewards.add(metrics):
             measured.add(REWARD)
@@ -140,7 +140,7 @@ class DivergenceAlarm:
         )
 
     def _truncation(self) -> str:
-        """Return a warning if answers grew and more are truncated, independent of the reward, else ""."""
+        """Return a warning if answers grew and more are truncated, whatever the reward does, else ""."""
         values = self._truncated.values()
         steps = values.shape[1]
         window = max(LONG_WINDOW, min(MAX_WINDOW, steps // WINDOW_SHARE))
@@ -163,7 +163,7 @@ class DivergenceAlarm:
         )
 
     def _reward_shift(self) -> Shift | None:
-        """Return the change of the reward since the start, over windows of a quarter of the steps; None without one."""
+        """Return the change of the reward from the first to the last quarter of the steps; None for too few steps."""
         values = self._rewards.values() if self._rewards.rows else np.zeros((1, 0))
         steps = values.shape[1]
         return _change(values, max(WINDOW, min(MAX_WINDOW, steps // 4))) if steps >= 2 * WINDOW else None
@@ -174,7 +174,7 @@ def _is_significant(change: Shift, steps: int) -> bool:
 
 
 def _is_collapse(name: str, change: Shift) -> bool:
-    """Return whether a significant change is large enough for a collapse, in both halves of the last window."""
+    """Return whether a significant change is as large as in a collapse, in both halves of the last window."""
     first, least = float(change.first[0]), float(change.least[0])
     if name == ENTROPY:
         return 0 <= least < MIN_ENTROPY * first
@@ -200,7 +200,7 @@ _COLLAPSED = {
 
 
 def _change(values: np.ndarray, window: int) -> Shift | None:
-    """Return the change from the first window to the last; None for too few steps."""
+    """Return the change from the first window to the last; None if there are too few steps."""
     return shift(values, window) if values.shape[1] >= 2 * window else None
 
 

@@ -1,4 +1,4 @@
-"""Ledger of a run's prompts: a row for each step with the draws that it trained and filtered, in a checksum chain.
+"""Ledger of a run's prompts: a row for each step with the draws trained on or filtered out, in a checksum chain.
 
 A draw is the number of a prompt in the order of the data, over the whole run; it identifies a prompt of an epoch. A
 row's checksum covers the row and the checksum before it, so a changed, missing or reordered row breaks the chain. A
@@ -19,9 +19,9 @@ STATE = "run_state.json"
 
 
 def audit(run: Path) -> tuple[dict[str, int], list[str]]:
-    """Return counts of a run's ledger, and its errors: each draw must be trained once, or filtered once.
+    """Return the counts of a run's ledger, and its errors: each draw must be trained or filtered exactly once.
 
-    The newest checkpoints must have the position in the data that the ledger implies. FileNotFoundError without a
+    Checkpoints must have the position in the data that the ledger implies. Raises FileNotFoundError if there is no
     ledger.
     """
     if not (run / LEDGER).is_file():
@@ -49,7 +49,7 @@ def audit(run: Path) -> tuple[dict[str, int], list[str]]:
 
 
 def _of_checkpoint(step: int, state: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the error of a checkpoint whose position differs from the ledger's; empty without one."""
+    """Return an error if a checkpoint's position in the data differs from the ledger's, else an empty list."""
     source = state["source"]
     position = source["taken"] if "taken" in source else sum(stream["taken"] for stream in source["streams"])
     done = {*range(position), *source.get("passed", ())}

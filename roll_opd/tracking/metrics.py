@@ -1,6 +1,7 @@
 """Metrics of distillation, rewards and validation, and a collector that reduces named values over a step.
 
-`docs/metrics.md` lists every name; names are ROLL's if it has one. Token statistics are over action tokens only.
+`docs/metrics.md` lists every name; a metric that ROLL has too has ROLL's name. Token statistics are over action tokens
+only.
 Statistics of a teacher leave out samples without its log-probs. Legend: K action tokens of all samples.
 """
 
@@ -38,7 +39,7 @@ class Metrics:
     def add(self, name: str, values: float | Sequence[float] | np.ndarray, reduction: str = "mean") -> None:
         """Add one or several values. A suffix of the name such as `@sum` is its reduction.
 
-        Raises `ValueError` for an unknown reduction, and for a name with another reduction.
+        Raises `ValueError` for an unknown reduction, or if the name was added with a different one.
         """
         name, _, suffix = name.partition("@")
         reduction = suffix or reduction
@@ -61,7 +62,7 @@ class Metrics:
 
 
 def statistics(prefix: str, values: Sequence[float] | np.ndarray, kinds: Sequence[str]) -> dict[str, float]:
-    """Return `{prefix/kind: reduction of values}` for each kind; empty without values."""
+    """Return {`prefix/kind`: the values reduced by this kind} for each kind; empty if there are no values."""
     array = np.asarray(values, dtype=np.float64)
     if not array.size:
         return {}
@@ -75,7 +76,7 @@ def statistics(prefix: str, values: Sequence[float] | np.ndarray, kinds: Sequenc
 class _Scored:
     """Student and teacher log-probs of one (sample, teacher) pair; arrays are [T-P].
 
-    The mask leaves out action tokens without a log-prob of the teacher.
+    The mask is false at action tokens without a teacher log-prob.
     """
 
     teacher: str
@@ -101,7 +102,7 @@ def opd_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
 
 
 def distillation_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
-    """Return the metrics `opd/*` of samples that may have no rollout; empty without a teacher's log-probs."""
+    """Return the metrics `opd/*` of samples that may have no rollout; empty if no sample has teacher log-probs."""
     return _distillation([pair for experience in experiences for pair in _scored(experience)])
 
 
@@ -165,12 +166,12 @@ def _distillation(pairs: Sequence[_Scored]) -> dict[str, float]:
 
 
 def _exp(values: np.ndarray) -> np.ndarray:
-    """Return e^values, computed in place."""
+    """Return exp(values), computed in place."""
     return np.exp(values, out=values)
 
 
 def _groups(prefix: str, names: Sequence[str], reverse_kl: np.ndarray, masks: Sequence[np.ndarray]) -> dict[str, float]:
-    """Return the mean of `reverse_kl`, f64 [K], by the names of its samples."""
+    """Return the mean of `reverse_kl`, f64 [K], for each name; `names` has the name of each sample."""
     if len(set(names)) == 1:
         return statistics(f"{prefix}/{names[0]}/reverse_kl", reverse_kl, ("mean",))
     groups: dict[str, list[np.ndarray]] = {}
@@ -195,7 +196,7 @@ def _rewards(experiences: Sequence[Sample]) -> dict[str, float]:
 
 
 def _by_prompt(experiences: Iterable[Sample]) -> dict[str, list[float]]:
-    """Return the rewards of each prompt's samples, without samples that lack a reward."""
+    """Return the rewards of each prompt's samples; samples without a reward are left out."""
     found: dict[str, list[float]] = {}
     for experience in experiences:
         if experience.reward is not None:
@@ -204,7 +205,7 @@ def _by_prompt(experiences: Iterable[Sample]) -> dict[str, list[float]]:
 
 
 def mean_stderr(groups: Sequence[Sequence[float]]) -> float:
-    """Return the standard error of the mean over all values, with two or more groups as the independent units.
+    """Return the standard error of the mean over all values; the groups, at least two, are the independent units.
 
     Rewards of one prompt's samples are correlated, so a step has as many observations as prompts (Cochran,
     Sampling Techniques, eq. 11.29: cluster sampling, ratio estimate).
@@ -230,7 +231,7 @@ def _lengths(experiences: Sequence[Sample]) -> dict[str, float]:
 
 
 def _mismatch(experiences: Sequence[Sample]) -> dict[str, float]:
-    """Return the log-prob gap between inference and training engine, for the same weights and tokens."""
+    """Return the gap between the log-probs of inference and training engine, for the same weights and tokens."""
     both = [item for item in experiences if item.old_logprobs is not None]
     masks = [item.action_mask for item in both]
     gaps = _action_values([_checked(item, item.rollout_logprobs, "rollout") for item in both], masks)
@@ -241,13 +242,13 @@ def _mismatch(experiences: Sequence[Sample]) -> dict[str, float]:
 def validation_metrics(experiences: Sequence[Sample], samples: int) -> dict[str, float]:
     """Return validation metrics from `samples` (k) answers to each held-out prompt, over all prompts and by tag.
 
-    Samples of a prompt share a `group_id`; samples without a reward do not count. A run of several steps is one sample:
-    its reward is the mean over its steps, or their sum if each step has its own reward, as in a game.
+    Samples of a prompt share a `group_id`; samples without a reward do not count. An episode of several steps counts as
+    one sample. Its reward is the mean over its steps, or the sum if each step has its own reward, as in a game.
 
     `val_correct/<tag>/mean` is the mean reward, `stderr` its standard error over prompts. It is an accuracy if every
-    reward is 0 or 1; otherwise `val/reward/{max,min}` (`GRADED`) are returned too. With k > 1, over prompts with k
-    rewards: `avg@k`, the mean share of correct answers (`RIGHT`), and `pass@j` for j in 1, 2, 4, ... and k, the
-    probability that j answers drawn without replacement include a correct one.
+    reward is 0 or 1; otherwise `val/reward/{max,min}` (`GRADED`) are returned too. If k > 1, these are added, over
+    prompts with k rewards: `avg@k`, the mean share of correct answers (`RIGHT`), and `pass@j` for j in 1, 2, 4, ... and
+    k, the probability that j answers drawn without replacement include a correct one.
     """
     rewards: dict[str, dict[str, list[float]]] = {}
     runs = one_a_run(experiences, returns=True)
@@ -275,7 +276,7 @@ def validation_metrics(experiences: Sequence[Sample], samples: int) -> dict[str,
 
 
 def pass_at(draws: int, samples: int, right: int) -> float:
-    """Return the unbiased pass@k of one prompt, 1 - C(n-c, k) / C(n, k), with k draws, n samples, c right.
+    """Return the unbiased pass@k of one prompt, 1 - C(n-c, k) / C(n, k), for k draws from n samples with c right.
 
     Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1. Raises `ValueError` unless
     1 <= draws <= samples and 0 <= right <= samples.

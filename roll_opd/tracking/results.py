@@ -1,4 +1,4 @@
-"""Texts at the end of a run: table of results, times by phase, and a script that loads the model."""
+"""Texts at the end of a run: the table of results, the times by phase, and a script that loads the model."""
 
 import json
 import math
@@ -40,7 +40,7 @@ RULE = 74  # characters
 def before_after_table(summary: Mapping[str, Any]) -> str:
     """Return the table of first and last results from `summary.json`, with a row for each measured quantity.
 
-    Missing values are a dash. A ratio to the first value is left out if the settings changed.
+    A missing value is shown as a dash. The ratio to the first value is left out if the settings changed.
     """
     teacher = summary.get("teacher_val_reward", summary.get("teacher_val_accuracy"))
     rows = []
@@ -76,7 +76,7 @@ def _table_row(label: str, before: str, after: str, teacher: str, ratio: str) ->
 
 
 def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:
-    """Return steps, tokens, wall time of the process, and its parts as text, from `summary.json`."""
+    """Return the steps, the tokens and the wall time of the process with its parts as text, from `summary.json`."""
     counts = {what: summary.get(f"{what}_tokens") for what in ("generated", "learned")}
     if counts["learned"] == counts["generated"]:  # the usual case
         del counts["learned"]
@@ -105,7 +105,7 @@ def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:
 
 
 def loading(directory: Path | str, prompt: str, *, is_chat: bool = True) -> Sequence[str]:
-    """Return a script that loads the model in `directory` with transformers and vLLM, with and without a GPU.
+    """Return a script that loads the model in `directory` with transformers or vLLM; it works with and without a GPU.
 
     It generates an answer to the beginning of `prompt`, with the model's chat template if `is_chat`.
     """
@@ -195,7 +195,7 @@ def _ratio(value: float | None, base: float | None, of: str, stderr: float | Non
 def _ratio_stderr(
     value: float | None, base: float | None, stderr: float | None, base_stderr: float | None
 ) -> float | None:
-    """Return the standard error of value / base, to first order; None if neither is known."""
+    """Return the standard error of value / base, to first order; None if neither value's standard error is known."""
     if value is None or not base or (stderr is None and base_stderr is None):
         return None
     return math.hypot(stderr or 0.0, (base_stderr or 0.0) * value / base) / abs(base)
@@ -213,7 +213,7 @@ HARMLESS = re.compile(
 
 
 def changed_settings(parts: Any) -> str:
-    """Return the reason why metrics are not comparable over `parts` (of `summary.json`); "" if they are."""
+    """Return why metrics of the run's `parts` (in `summary.json`) are not comparable; "" if they are comparable."""
     later = parts[1:] if isinstance(parts, Sequence) and not isinstance(parts, str) else ()
     changes = [part.get("changed") if isinstance(part, dict) else None for part in later]
     if any(not HARMLESS.fullmatch(str(key)) for change in changes if isinstance(change, dict) for key in change):

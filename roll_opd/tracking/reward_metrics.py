@@ -14,7 +14,7 @@ MAX_REASON_LENGTH = 40  # characters of a reason in a metric's name
 
 
 def reward_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
-    """Return the metrics `reward/<domain>/...` of all samples with a reward domain; empty without one."""
+    """Return the metrics `reward/<domain>/...` of all samples with a reward domain; empty if no sample has one."""
     domains = dict.fromkeys(experience.domain for experience in experiences if experience.domain)
     found: dict[str, float] = {}
     for domain in domains:
@@ -29,8 +29,7 @@ def scoring_metrics(
 
     Args:
         errors: failed attempts by kind.
-        latencies: seconds from a sample's end to its score.
-        queued: lengths of the queue, one for each change.
+        latencies: seconds from a sample's end to its score. queued: lengths of the queue, one after each change.
         restarts: number of replaced workers.
     """
     by_name: Counter[str] = Counter()

@@ -1,8 +1,8 @@
 """Run directory: paths of its files, lock, atomic writes, and JSON Lines files that survive a kill.
 
-`<output_dir>/<exp_name>/<run id>/` holds the run, `<output_dir>/<exp_name>/latest` links to the newest. One driver
-locks it: a second one would truncate the files of the first. A kill may leave an incomplete last line in an appended
-file; a resume truncates these files to the resumed step.
+`<output_dir>/<exp_name>/<run id>/` holds a run, and `<output_dir>/<exp_name>/latest` links to the newest run. The
+driver locks the directory, because a second driver would truncate the files of the first. A kill may leave an
+incomplete last line in a file that is appended to; a resume truncates these files to the resumed step.
 """
 
 import errno
@@ -53,9 +53,9 @@ class RunDirectory:
 
     @classmethod
     def create(cls, output_dir: str | Path, exp_name: str) -> "RunDirectory":
-        """Make `<output_dir>/<exp_name>/<run id>` with a new id, and point `latest` at it.
+        """Make the directory `<output_dir>/<exp_name>/<run id>` with a new id, and point `latest` at it.
 
-        Raises `OSError` if it cannot be written, and `FileExistsError` if `latest` is not a link.
+        Raises `OSError` if the directory cannot be written, and `FileExistsError` if `latest` is not a link.
         """
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         path = Path(output_dir) / exp_name / run_id
@@ -84,7 +84,7 @@ class RunDirectory:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the run has metrics (as of step 0) or a checkpoint."""
+        """Whether the run has metrics (those of step 0 count) or a checkpoint."""
         return self.metrics_file.exists() or bool(checkpoints_of(self.path))
 
     def discard(self) -> None:
@@ -137,13 +137,13 @@ class RunDirectory:
         write_atomic(self.config_file, yaml)
 
     def read_config(self) -> dict[str, Any]:
-        """Return the configuration written by `write_config` as plain data; empty before it."""
+        """Return the configuration that `write_config` wrote, as plain data; empty if it was not called."""
         if not self.config_file.exists():
             return {}
         return yaml.safe_load(self.config_file.read_text(encoding="utf-8")) or {}
 
     def write_preflight(self, teacher: str, rows: list[dict[str, str]]) -> None:
-        """Store the preflight results of a teacher, also for a run that the preflight stops."""
+        """Store the preflight results of a teacher, even if the preflight then stops the run."""
         write_atomic(self.path / PREFLIGHT, json.dumps({**self.read_preflight(), teacher: rows}, indent=2) + "\n")
 
     def read_preflight(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class RunDirectory:
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
     def append_jsonl(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append `rows` to the file `name`, one JSON object per line, all or none.
+        """Append `rows` to the file `name`, one JSON object per line; either all rows are written or none.
 
         Raises `OSError` if a row cannot be written, as on a full disk.
         """
@@ -261,7 +261,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 def lock_run(run: Path) -> Iterator[None]:
     """Hold the lock of `run` inside the block; raises `ConfigError` if another process holds it.
 
-    The kernel releases the lock at any end of the process.
+    The kernel releases the lock when the process ends, however it ends.
     """
     with open(run / LOCK, "a+", encoding="utf-8") as file:
         try:
@@ -283,7 +283,7 @@ def lock_run(run: Path) -> Iterator[None]:
 
 
 class Ledger:
-    """Appends the rows of a run; a resumed run continues the chain."""
+    """Appends the ledger rows of a run; a resumed run continues the checksum chain."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run

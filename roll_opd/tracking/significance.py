@@ -1,7 +1,7 @@
 """Statistical tests on noisy series of one value per training step: lost gains and lasting shifts.
 
-Every function is pure and takes many series, f64 [R, T]. Legend: R runs, T steps so far, M last windows,
-L best windows, each directly before a last one.
+Every function is pure and takes many series, f64 [R, T]. Legend: R runs, T steps so far, M lengths of the last window,
+L lengths of the best window, which ends where the last window starts.
 
 Both tests compare means over windows in units of their standard error, for many windows and at many steps of a run.
 The limits `least_evidence` and `threshold` account for all of them; `benchmarks/reward_alarm.py` derives the former by
@@ -37,7 +37,7 @@ TINY = 1e-18
 
 @dataclass(frozen=True)
 class Lost:
-    """For each series, the evidence that a gain is being lost, and the most significant fall with its means."""
+    """For each series, the evidence that a gain is being lost, and the means around the most significant fall."""
 
     evidence: np.ndarray  # [R] log of the mean likelihood ratio of all falls, -inf without one
     errors: np.ndarray  # [R] standard errors of the most significant fall
@@ -47,12 +47,12 @@ class Lost:
 
 
 def is_due(steps: int) -> bool:
-    """Return whether a series of `steps` steps is tested: every fifth step, in long runs less often."""
+    """Return whether a series of `steps` steps is tested: every fifth step, less often in long runs."""
     return steps >= FIRST_STEP and steps % max(5, 5 * round(steps / 100)) == 0
 
 
 def least_evidence(steps: int) -> float:
-    """Return the `Lost.evidence` above which a run of `steps` steps is losing its gain."""
+    """Return the limit of `Lost.evidence`: a run of `steps` steps with more evidence is losing its gain."""
     return EVIDENCE + EVIDENCE_PER_DOUBLING * math.log2(max(steps, FIRST_STEP) / FIRST_STEP)
 
 
@@ -63,11 +63,11 @@ def threshold(steps: int) -> float:
 
 
 def step_variance(values: np.ndarray, stderr2: np.ndarray | None = None) -> np.ndarray:
-    """Return [R] the variance of a step's value around its trend, for the mean over a window of such steps.
+    """Return [R] the variance of a step's value around the trend, from which the error of a window's mean follows.
 
-    Half the mean squared difference of neighbours (von Neumann 1941), at least the mean of `stderr2` [R, T], the
-    squared standard errors on record. If means over blocks of steps vary significantly more than independent steps
-    imply, as with prompts of drifting difficulty, the variance of the blocks (batch means) replaces it.
+    It is half the mean squared difference of neighbours (von Neumann 1941), but at least the mean of `stderr2` [R, T],
+    the recorded squared standard errors. If means over blocks of steps vary significantly more than independent steps
+    imply (prompts of drifting difficulty, for example), the variance is that of the block means (batch means).
     """
     steps = values.shape[1]
     white = (np.diff(values, axis=1) ** 2).mean(1) / 2
@@ -89,13 +89,13 @@ def _lag_variance(values: np.ndarray, lag: int) -> np.ndarray:
 
 
 def lost_gain(values: np.ndarray, stderr2: np.ndarray | None = None) -> Lost:
-    """Test the series [R, T] for a significant gain and a later loss of at least the share `LOST` of it.
+    """Test whether the series [R, T] rise significantly and later lose at least the fraction `LOST` of that gain.
 
-    A fall is the mean of a best window minus the mean of all later steps, level or weighted by 1, 2, ... for a
-    fall that continues. For a rising curve its expectation is not positive. The evidence is the mean, over
+    A fall is the mean of a best window minus the mean of all later steps; these have equal weights, or weights 1, 2,
+    ... for a fall that continues. For a rising curve, the expected fall is not positive. The evidence is the mean, over
     windows and weights, of the likelihood ratio exp(PRIOR z^2 / 2) of a fall of z standard errors with a normal prior
     of its size (up to a factor: Wakefield 2009). Falls are counted only after a significant gain, if both halves of the
-    last window lie below the best one, and if they exceed every earlier fall that the run recovered from.
+    last window lie below the best window, and if they exceed every earlier fall from which the run recovered.
     """
     steps = values.shape[1]
     sums, variance_R = _sums(values), step_variance(values, stderr2)
@@ -128,12 +128,12 @@ def lost_gain(values: np.ndarray, stderr2: np.ndarray | None = None) -> Lost:
 
 
 def _lengths(shares: tuple[float, ...], shortest: int, steps: int) -> np.ndarray:
-    """Return the different lengths, in steps, of windows with these shares of all steps."""
+    """Return the lengths in steps, without duplicates, of windows that span these shares of all steps."""
     return np.unique(np.maximum(shortest, np.round(np.array(shares) * steps)).astype(int))
 
 
 def _later_variance(values: np.ndarray, starts_ML: np.ndarray) -> np.ndarray:
-    """Return [R, M, L] the variance of a step from each start on: rewards near 0 or 1 vary less."""
+    """Return [R, M, L] the variance of the steps after each start, which changes: rewards near 0 or 1 vary less."""
     squares = _sums(np.diff(values, axis=1) ** 2 / 2)
     return (squares[:, -1:, None] - squares[:, starts_ML]) / (values.shape[1] - 1 - starts_ML)
 
@@ -151,7 +151,7 @@ def _gain(
 
 
 def _growing_mean(values: np.ndarray, sums: np.ndarray, ends_M: np.ndarray) -> np.ndarray:
-    """Return [R, M] the means of the last windows with weights 1, 2, ... from their first step on."""
+    """Return [R, M] the means of the last windows, their steps weighted by 1, 2, ... from the first step on."""
     steps = values.shape[1]
     moments = _sums(values * np.arange(1, steps + 1))
     weighted = moments[:, -1:] - moments[:, ends_M] - ends_M * (sums[:, -1:] - sums[:, ends_M])
@@ -159,20 +159,20 @@ def _growing_mean(values: np.ndarray, sums: np.ndarray, ends_M: np.ndarray) -> n
 
 
 def _normal(fall: np.ndarray, squared: np.ndarray, steps: int) -> np.ndarray:
-    """Return the squared z-score of a fall with the likelihood ratio of its Student's t statistic."""
+    """Return the squared z-score that has the same likelihood ratio as a fall's Student's t statistic."""
     freedom = FREEDOM * steps
     return freedom * np.log1p(np.maximum(fall, 0) ** 2 / squared / freedom)
 
 
 def _halves(sums: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return [R, M] the means of the later and of the earlier halves of the last windows."""
+    """Return the means of the later halves and of the earlier halves of the last windows, [R, M] each."""
     middles = sums.shape[1] - 1 - windows // 2
     later = (sums[:, -1:] - sums[:, middles]) / (windows // 2)
     return later, (sums[:, middles] - sums[:, -1 - windows]) / (windows - windows // 2)
 
 
 def _recovered(sums: np.ndarray, windows: np.ndarray, variance_R: np.ndarray) -> np.ndarray:
-    """Return [R, M] the deepest valley between two peaks of the series, smoothed over each window; 0 for noise."""
+    """Return [R, M] the depth of the deepest valley between two peaks of the smoothed series; 0 if it is noise."""
     deepest = []
     for length in windows:
         means = _windows(sums, length)
@@ -185,7 +185,7 @@ def _recovered(sums: np.ndarray, windows: np.ndarray, variance_R: np.ndarray) ->
 
 @dataclass(frozen=True)
 class Shift:
-    """For each series, its last window compared with the first."""
+    """For each series, the comparison of its last window with its first."""
 
     errors: np.ndarray  # [R] standard errors of last - first
     first: np.ndarray  # [R]
@@ -196,7 +196,7 @@ class Shift:
 def shift(values: np.ndarray, window: int, start: int = 0) -> Shift:
     """Return the change of the series [R, T] from the `window` steps after `start` to the last `window` steps.
 
-    The noise of each window is the larger of the series' noise and its own.
+    As the noise of a window counts the larger of the noise of the whole series and that of the window.
     """
     sums, variance = _sums(values), step_variance(values)
     first = (sums[:, start + window] - sums[:, start]) / window
@@ -219,6 +219,6 @@ def _windows(sums: np.ndarray, length: int) -> np.ndarray:
 
 
 def _last_window(sums: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return [R] the means of the last window, of its later half and of its earlier one."""
+    """Return the means of the last window, of its later half and of its earlier half, [R] each."""
     later, earlier = _halves(sums, np.array([length]))
     return (sums[:, -1] - sums[:, -1 - length]) / length, later[:, 0], earlier[:, 0]

@@ -67,7 +67,7 @@ class StdoutTee:
             self._lines = []
 
     def show_live(self, text: str) -> None:
-        """Show a line that the next one replaces and other output erases."""
+        """Show a line until the next call replaces it or other output erases it."""
         with self._lock:
             self._terminal.write(f"{CLEAR}{text[: columns() - 1]}")
             self._terminal.flush()
@@ -124,7 +124,7 @@ class _Copy:
             self.write(line)
 
     def lines(self, text: str) -> list[str]:
-        """Return the lines completed by `text`, as a terminal shows them."""
+        """Return the lines that `text` completes, as a terminal shows them."""
         *whole, rest = (self._rest + text).split("\n")
         self._rest = "\r".join(rest.split("\r")[-2:])  # drops earlier updates of a live line
         return [readable(line) for line in whole]

@@ -1,4 +1,4 @@
-"""Write `summary.json`: results, totals and times of a run.
+"""Writing of `summary.json`: results, totals and times of a run.
 
 Most values are computed from `metrics.jsonl`, so that they cover all parts of a resumed run.
 """
@@ -77,9 +77,10 @@ def write_summary(
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the results of a run from the rows of `metrics.jsonl`; None for a metric without a value.
 
-    `_first` and `_last` of a validation metric are before training and at the last validation; of a step metric, means
-    over the first and the last tenth of the steps. The mean validation reward is `val_accuracy` if all rewards are 0 or
-    1, else `val_reward`. Seconds are wall time over all parts of a run, without steps that a resume repeated.
+    For a validation metric, `_first` is the value before training and `_last` the value at the last validation; for a
+    step metric, they are the means over the first and the last tenth of the steps. The mean validation reward is
+    `val_accuracy` if all rewards are 0 or 1, else `val_reward`. Seconds are wall time over all parts of a run; a step
+    that was repeated after a resume counts once.
     """
     graded = bool(_column(rows, GRADED))
     teacher = _last(_column(rows, TEACHER_ACCURACY))
@@ -120,7 +121,7 @@ def _tokens_sent(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _stderrs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the recorded standard errors of the first and last validation, and of the teacher's."""
+    """Return the recorded standard errors of the first and last validation and of the teacher's validation."""
     first, last = _before_and_after(rows, ACCURACY_STDERR)
     found = {
         "val_stderr_first": first,
@@ -131,10 +132,7 @@ def _stderrs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def within_noise(difference: float, *stderrs: float | None) -> bool:
-    """Return whether a difference of independent means is below `NOISE` of its standard errors.
-
-    False without any known standard error.
-    """
+    """Return whether two independent means differ by less than `NOISE` standard errors; False if none is known."""
     known = [value for value in stderrs if value is not None]
     return bool(known) and abs(difference) < NOISE * math.hypot(*known)
 
@@ -159,7 +157,7 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def _before_and_after(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float | None, float | None]:
-    """Return the first and the last value; a single value is the first if it is of step 0, else the last."""
+    """Return the first and the last value; a single value is the first if it belongs to step 0, else the last."""
     measured = [row for row in rows if row.get(name) is not None]
     if len(measured) > 1:
         return measured[0][name], measured[-1][name]

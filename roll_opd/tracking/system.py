@@ -11,7 +11,7 @@ GIB = 2**30
 
 
 def throughput_metrics(row: Mapping[str, float]) -> dict[str, float]:
-    """Return `system/tps` and `system/generate_tps` from a step's other metrics; without tokens, neither."""
+    """Return `system/tps` and `system/generate_tps` of a step; each needs its tokens and seconds in `row`."""
     rates = {
         "system/tps": (row.get(STEP_TOKENS), row.get(STEP_SECONDS)),
         "system/generate_tps": (row.get(GENERATED_TOKENS), row.get("time/generate")),
@@ -22,7 +22,7 @@ def throughput_metrics(row: Mapping[str, float]) -> dict[str, float]:
 def memory_metrics() -> dict[str, float]:
     """Return `system/memory_gib` of this process and its descendants, and `system/device_memory_gib`.
 
-    The first value is resident private memory. The second is the used memory of the fullest device, by all processes;
+    The first value is resident private memory. The second is the memory that all processes use on the fullest device;
     it is missing without a GPU.
     """
     here = psutil.Process()

@@ -1,4 +1,4 @@
-"""Trackers: registry, background writer, and `Trackers`, which writes the metrics of a step to all of them.
+"""Trackers: their registry, a background writer, and `Trackers`, which writes the metrics of a step to all trackers.
 
 `track_with` names a registered tracker or a dotted path. `metrics.jsonl` is written synchronously; every other tracker
 runs in the background, so that a hanging tracker does not stop training.
@@ -28,7 +28,7 @@ class Tracker(Protocol):
     """Receiver of the metrics of every step, called from one thread."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of `step`. Called again with the same step if it raised."""
+        """Record the metrics of `step`. If it raises, it is called again with the same step."""
 
     def close(self) -> None:
         """Write all pending data. Called once, after the last `log`."""
@@ -40,7 +40,7 @@ TrackerFactory = Callable[..., Tracker]
 
 @dataclass(frozen=True)
 class TrackerFacts:
-    """Properties of a tracker for the configuration check, in addition to its arguments."""
+    """Properties of a tracker that the configuration check needs in addition to its arguments."""
 
     packages: tuple[str, ...] = ()  # additional modules; the package extra has the tracker's name
 
@@ -58,9 +58,9 @@ register, find = TRACKERS.register, TRACKERS.find
 
 
 def run_id(run: RunDirectory, tracker: str, new: Callable[[], str]) -> str:
-    """Return the id of this run at a tracking service; the first call makes it with `new`.
+    """Return the id of this run at a tracking service; the first call creates it with `new`.
 
-    It is stored in the run directory, so that a resumed run continues the service's run.
+    It is stored in the run directory, so that a resumed run continues the same run of the service.
     """
     file = run.path / "tracker_ids" / tracker
     if file.exists():
@@ -77,7 +77,7 @@ def as_list(texts: Sequence[str] | str) -> list[str]:
 
 
 def lacking(names: Iterable[str]) -> list[str]:
-    """Return an error message for each tracker with packages that are not installed."""
+    """Return an error message for each tracker whose packages are not installed."""
     sentences = []
     for name in names:
         builtin = name in TRACKERS.builtin
@@ -105,7 +105,7 @@ class TrackerTimeouts:
 
 
 class BackgroundTracker:
-    """Queue and thread of the tracker made by `make`. No method raises; only `ready` and `join` block."""
+    """Queue and thread of the tracker that `make` creates. No method raises; only `ready` and `join` block."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], timeouts: TrackerTimeouts) -> None:
         self._name, self._make, self._timeouts = name, make, timeouts
@@ -227,10 +227,10 @@ class Trackers:
         args: Mapping[str, Mapping[str, Any]] | None = None,
         timeouts: TrackerTimeouts | None = None,
     ) -> "Trackers":
-        """Open the trackers in `names` concurrently, each with its entry of `args`.
+        """Open the trackers in `names` concurrently, each with its entry in `args`.
 
         `resume_step` is the last step of a resumed run. Raises `TrackerError` for an unknown name; a tracker that
-        cannot be opened (a disk is full, a service is down) is dropped with a warning.
+        cannot be opened (full disk, service down) is dropped with a warning.
         """
         timeouts = timeouts or TrackerTimeouts()
         factories = {name: find(name) for name in dict.fromkeys(names) if name != JSONL}

@@ -30,10 +30,10 @@ MAX_DIGITS = 100_000  # of an integer in a row's cases; parsing one takes 0.1 s
 class CodeSandbox:
     """1.0 for a program that passes all cases of its row, else 0.0; with `partial`, the share of passed cases.
 
-    None for a row with unusable cases. Numbers with a fraction may differ by `tolerance`. `workers` programs run
-    concurrently over all calls (default: the CPUs of this process); programs may import the installed `packages`
-    besides the standard library; the other arguments are fields of `CaseLimits`. Raises `RewardError` if this machine
-    has no sandbox.
+    The score is None for a row with unusable cases. Numbers with a fraction may differ by `tolerance`. At most
+    `workers` programs run concurrently, counted over all calls (default: the CPUs of this process). Programs may import
+    the standard library and the installed `packages`. The other arguments are fields of `CaseLimits`. Raises
+    `RewardError` if this machine has no sandbox.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class CodeSandbox:
         self.close = weakref.finalize(self, _close, self._threads, self._pool)
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score | Failure]:
-        """Return each sample's score, in order; the reason is the result of its first case that did not pass."""
+        """Return each sample's score, in order; the reason is the result of the first case that did not pass."""
         return list(self._threads.map(self._score, samples))
 
     def _score(self, sample: RewardSample) -> Score | Failure:

@@ -34,7 +34,7 @@ _MATHEMATICAL = re.compile(r"[\d\\]")
 
 @register("crossthinkqa", needs_ground_truth=True)
 class CrossThinkQA:
-    """CrossThinkQA score with parts `right` and `boxed`, plus `response_length_penalty_coef` times the shortness."""
+    """CrossThinkQA score with parts `right` and `boxed`, plus `response_length_penalty_coef` times `shortness`."""
 
     def __init__(self, reward_type: RewardType = "loose", response_length_penalty_coef: float = 0.0) -> None:
         self.values = VALUES[choice("crossthinkqa", "reward_type", reward_type, VALUES)]
@@ -59,7 +59,7 @@ class CrossThinkQA:
 
 
 def _judge(sample: RewardSample) -> Score:
-    """Grade a sample 1.0 or 0.0, with the part `boxed`: as multiple choice if the ground truth names options."""
+    """Grade a sample 1.0 or 0.0, with the part `boxed`; as multiple choice if the ground truth names options."""
     truth = sample.ground_truth
     if truth is None:
         return Score(None, reason="no ground truth")

@@ -1,4 +1,4 @@
-"""`format`: reward term, 1.0 if the whole response matches a pattern, else 0.0."""
+"""`format`: reward term that is 1.0 if the whole response matches a pattern, else 0.0."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ THINK_THEN_ANSWER = r"\s*+<think>(?:(?!</?think>).)*+</think>\s*+(?!</?think>)\S
 
 @register("format")
 class Format:
-    """Format reward; `pattern` is a regular expression of the package `regex` in which `.` matches newlines."""
+    """Format reward; `pattern` has the syntax of the package `regex`, and its `.` also matches newlines."""
 
     def __init__(self, pattern: str = THINK_THEN_ANSWER) -> None:
         self.pattern = compiled("format", "pattern", pattern)

@@ -1,4 +1,4 @@
-"""`general_rule`: reward by a named text rule, 1.0 if it holds, else 0.0 (`f1`: between).
+"""`general_rule`: reward by a named text rule: 1.0 if the rule holds, else 0.0 (`f1` also gives values between).
 
 `choice` (ROLL's GeneralValRuleRewardWorker), `exact`, `number` and `f1` read the final answer; `contains` and
 `regex` read all text after the thought.
@@ -40,7 +40,7 @@ def f1(answer: str, gold: str) -> float:
 
 
 def final_number(text: str) -> Fraction | None:
-    """Return the first number of the boxed or announced answer (after its equals sign), else the last of the text."""
+    """Return the first number (after an equals sign) of the boxed or announced answer, else the last of the text."""
     boxed = short_answers.last_boxed(text)
     for part in short_answers.announced(text) if boxed is None else (boxed,):
         numbers = _numbers(part.rpartition("=")[2])

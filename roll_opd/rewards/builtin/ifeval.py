@@ -1,4 +1,4 @@
-"""`ifeval`: reward for verifiable instructions, 1.0 if a response follows all instructions of its row, else 0.0.
+"""`ifeval`: reward for verifiable instructions: 1.0 if a response follows all instructions of its row, else 0.0.
 
 Rows use IFEval's form (`instruction_id_list` and `kwargs`, in the row or in a JSON `ground_truth`) or Tulu 3's and
 ROLL's form (`func_name` and arguments in a JSON `ground_truth`).
@@ -25,9 +25,9 @@ class Unjudgeable(ValueError):
 
 @register("ifeval")
 class IFEval:
-    """Instruction-following score; `loose` is the paper's loose accuracy, `partial` scores the share followed.
+    """Instruction-following score; `loose`: by the paper's loose accuracy; `partial`: by the share followed.
 
-    Part `followed` is always that share. Text before `</think>` is ignored.
+    The part `followed` is the share of followed instructions in any case. Text before `</think>` is ignored.
     """
 
     def __init__(self, loose: bool = False, partial: bool = False) -> None:
@@ -49,14 +49,14 @@ class IFEval:
 
 
 def strict_view(text: str) -> list[str]:
-    """Return the text as the only view; no view for blank text, which follows no instruction."""
+    """Return the text as the only view; empty for blank text, which follows no instruction."""
     return [text] if text.strip() else []
 
 
 def loose_views(text: str) -> list[str]:
-    """Return views of the text without its first line, last line, both or none, each with and without stars.
+    """Return views of the text: in full, without its first line, last line or both; each with and without asterisks.
 
-    An instruction counts as followed if any view follows it.
+    An instruction counts as followed if one of the views follows it.
     """
     lines = text.split("\n")
     parts = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
@@ -90,7 +90,7 @@ def _instructions(names: Any, arguments: Any) -> list[Check]:
 
 
 def _list(value: Any) -> Sequence[Any]:
-    """Return a list or the list in a JSON string; empty for other values."""
+    """Return the value if it is a list, or the list in a JSON string; empty for other values."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -100,7 +100,7 @@ def _list(value: Any) -> Sequence[Any]:
 
 
 def _bound(table: Mapping[str, Callable[..., bool]], name: Any, given: Mapping[str, Any]) -> Check:
-    """Return rule `name` with its converted arguments bound."""
+    """Return rule `name` with its arguments converted and bound."""
     if not isinstance(name, str) or not isinstance(given, Mapping):
         raise Unjudgeable("no instruction")
     if name not in table:

@@ -1,6 +1,6 @@
 """`llm_judge`: reward parsed from the verdict of a language model about each response.
 
-The model is called through a `Complete`, see `roll_opd.rewards.endpoint`.
+A `Complete` calls the model; see `roll_opd.rewards.endpoint`.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ ENDPOINT_ARGUMENTS = """
     endpoint_arguments=frozenset(ENDPOINT_ARGUMENTS.split()),
 )
 class LLMJudge:
-    """Judge's verdict on each sample in 0..1; None for a row without a field of the template."""
+    """Score in 0..1 from a judge's verdict on each sample; None if the row lacks a field of the template."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class LLMJudge:
         concurrency: int = 16,
         requests_per_minute: float | None = None,
     ) -> None:
-        """Create the judge with the keys of docs/rewards/llm_judge.md; `complete` is the engine of type inference."""
+        """Create the judge with the keys of docs/rewards/llm_judge.md; `complete` calls an engine of this run."""
         if judge_model_type not in ("api", "inference"):
             raise RewardError(f"judge_model_type: {judge_model_type!r} is not api or inference")
         if not isinstance(cache_size, int) or cache_size < 0:
@@ -110,7 +110,7 @@ class LLMJudge:
         return Score(verdict.value, verdict.parts, errors=dict(errors))
 
     async def _judge(self, messages: Messages, errors: Counter[str]) -> Verdict:
-        """Request a verdict with retries that include the previous answer, as an equal prompt gets an equal answer."""
+        """Request a verdict; retries include the previous answer, because an equal prompt would get an equal answer."""
         text = await self._complete(messages, errors)
         for _ in range(VERDICT_ATTEMPTS - 1):
             verdict = self._read(text)
@@ -161,7 +161,7 @@ def _reader(
     low: float | None,
     high: float | None,
 ) -> ReadVerdict:
-    """Return the verdict parser, from the configuration or else the prompt's defaults."""
+    """Return the verdict parser from the configuration, or else the prompt's default."""
     low, high = (prompt.min_score if low is None else low), (prompt.max_score if high is None else high)
     if not low < high:
         raise RewardError(f"min_score {low!r} is not below max_score {high!r}; write the range of the judge's scores")
@@ -178,7 +178,7 @@ def _reader(
 
 
 def _key(written: str, variable: str | None) -> str:
-    """Return the API key from the configuration or else the environment; empty without one."""
+    """Return the API key from the configuration, or else from the environment; empty if neither has one."""
     if written:
         return written.strip()
     if variable is not None and not os.environ.get(variable):

@@ -53,7 +53,7 @@ class Remote:
 
 
 def as_json(sample: RewardSample) -> dict[str, Any]:
-    """Return the JSON object of a sample in a request."""
+    """Return the JSON object that represents a sample in a request."""
     return {
         "id": sample.id,
         "prompt": sample.prompt,

@@ -21,7 +21,7 @@ _LOADING = threading.Lock()
 
 
 def is_language(text: str, language: str) -> bool:
-    """Return whether `text` is in `language` (ISO 639-1, "zh" for each Chinese script); False if undetectable."""
+    """Return whether `text` is in `language` (ISO 639-1, "zh" for all Chinese scripts); False if undetectable."""
     with _LOADING:
         detector_factory.init_factory()
     factory: Any = detector_factory._factory  # set by `init_factory`
@@ -61,9 +61,9 @@ def count_capital_words(text: str) -> int:
 def count_sentences(text: str) -> int:
     """Count sentences, which end at `.`, `!`, `?` or `…` before a space, at `。！？`, or at the end of the text.
 
-    No sentence ends after a title or initial ("Dr. A. Smith"), "e.g.", the number of a list item, or before a
-    lower-case letter after another abbreviation ("U.S.", "etc."), an ellipsis or a closing quote. Line breaks do not
-    end sentences.
+    No sentence ends after a title or initial ("Dr. A. Smith"), "e.g." or the number of a list item. After another
+    abbreviation ("U.S.", "etc."), an ellipsis or a closing quote, no sentence ends if a lower-case letter follows. Line
+    breaks do not end sentences.
     """
     return sum(any(map(str.isalnum, sentence)) for sentence in _sentences(text))
 
@@ -144,7 +144,7 @@ def number_sentences(text: str, num_sentences: int, relation: Relation) -> bool:
 
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Number of paragraphs, separated by `***`; an empty first or last one does not count."""
+    """Check the number of paragraphs, which are separated by `***`; an empty first or last paragraph does not count."""
     paragraphs = [paragraph.strip() for paragraph in _PARAGRAPH.split(text)]
     return all(paragraphs[1:-1]) and sum(map(bool, paragraphs)) == num_paragraphs
 
@@ -154,7 +154,7 @@ def number_words(text: str, num_words: int, relation: Relation) -> bool:
 
 
 def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """First word of a paragraph; paragraphs are separated by two newlines, empty ones keep their index."""
+    """Check the first word of a paragraph; paragraphs are separated by two newlines, and empty ones count."""
     paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
     if not 1 <= nth_paragraph <= len(paragraphs) or not paragraphs[nth_paragraph - 1]:
         return False
@@ -198,7 +198,7 @@ def number_highlighted_sections(text: str, num_highlights: int) -> bool:
 
 
 def multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    """Number of sections that start with the splitter and a number, such as `SECTION 1`."""
+    """Check the number of sections, which start with the splitter and a number, such as `SECTION 1`."""
     return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
 
 
@@ -220,7 +220,7 @@ def _has_title(line: str) -> bool:
 
 
 def two_responses(text: str) -> bool:
-    """Exactly two different responses, separated by `******`, with nothing before or after."""
+    """Check for exactly two different responses, separated by `******`, with nothing before or after."""
     responses = [response.strip() for response in text.split("******")]
     given = [response for response in responses if response]
     return all(responses[1:-1]) and len(given) == 2 and given[0] != given[1]

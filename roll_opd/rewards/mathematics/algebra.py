@@ -1,6 +1,6 @@
 r"""Comparison of LaTeX expressions and sets with math-verify and SymPy, for `equality`.
 
-Nothing here limits its run time: it runs in `processes`.
+This module does not limit the run time; `processes` runs it and does.
 """
 
 import re
@@ -117,7 +117,7 @@ def _is_expression(value: Basic | MatrixBase) -> bool:
 
 
 def _set(text: str) -> Set | None:
-    """Parse a set of real numbers; None if the text is not one."""
+    """Parse a set of real numbers; None if the text is not such a set."""
     text = text.strip()
     for separator, combine in (
         (_CUP, Union),

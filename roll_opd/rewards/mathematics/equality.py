@@ -57,14 +57,14 @@ class Algebra(Protocol):
 
 
 def number_in(text: str) -> Fraction | None:
-    """Parse the number in an answer with optional unit, thousands separators or percent sign."""
+    """Parse the number in an answer, which may have a unit, thousands separators or a percent sign."""
     if len(text) > MAX_EXPRESSION:
         return None
     return as_number(split_unit(plain(text))[0].rstrip("%"))
 
 
 def same_answer(gold: str, answer: str, algebra: Algebra) -> bool:
-    """Return whether `answer` equals `gold`, both in any notation."""
+    """Return whether `answer` equals `gold`; each may use any notation."""
     gold, answer = plain(gold), plain(answer)
     if not gold or not answer:
         return False
@@ -178,7 +178,7 @@ def _same_value(gold: str, answer: str, algebra: Algebra) -> bool:
 
 
 def _same_ratio(golds: Sequence[str], answers: Sequence[str], algebra: Algebra) -> bool:
-    """Return whether two ratios are equal: 3:4 is 6:8, and 3/4 if only one is written as a ratio."""
+    """Return whether two ratios are equal: 3:4 equals 6:8; it equals 3/4 if only one of both is written as a ratio."""
     if len(golds) != len(answers):
         quotients = [f"\\frac{{{side[0]}}}{{{side[1]}}}" if len(side) == 2 else side[0] for side in (golds, answers)]
         return max(len(golds), len(answers)) == 2 and _same_value(exact(quotients[0]), exact(quotients[1]), algebra)
@@ -209,8 +209,8 @@ def _sides(gold: str, answer: str) -> tuple[str, str]:
 def _agree(sides: Sequence[str], algebra: Algebra) -> bool:
     """Return whether no two sides of "a ≈ b ≈ c" contradict each other; this rejects lists of guesses.
 
-    A decimal must round each other side; two non-decimals must be equal. Names match any value, and one expression may
-    be close to one other.
+    If a side is a decimal, it must be a rounding of every other side; two sides without decimals must be equal. Names
+    match any value. If the text has only two sides and a letter, they need not be equal.
     """
     texts = [split_unit(_value(split_outside(side, _EQUALS)))[0].strip() for side in sides]
     texts = [text for text in texts if text and not (NAME.fullmatch(text) and text != "\\pi")]
@@ -297,7 +297,7 @@ def _is_set(members: Sequence[str]) -> bool:
 
 
 def _as_one_set(members: Sequence[str], text: str) -> str:
-    """Join members to one set: inequalities intersect unless "or" separates them; intervals form a union."""
+    """Join members into one set: inequalities intersect unless "or" separates them; intervals form a union."""
     together = all(map(_RELATION.search, members)) and not re.search(r"(?<![A-Za-z])or(?![A-Za-z])", text)
     return ("\\cap " if together else "\\cup ").join(exact(member) for member in members)
 

@@ -1,8 +1,8 @@
-"""Normalisation of mathematical notation (LaTeX synonyms, Unicode symbols, numbers), and the structure of answers.
+"""Normalisation of mathematical notation (LaTeX synonyms, Unicode symbols, numbers), and parsers of structured answers.
 
-Decimals become exact fractions, so that no floats are compared: 0.333 is not 1/3. The patterns are linear in the text,
-which is short (`MAX_EXPRESSION`). The structure of an answer: members of a list, coordinates of a point, values by
-name.
+Decimals become exact fractions, so that no floats are compared: 0.333 is not 1/3. Matching a pattern takes time linear
+in the text, which has at most `MAX_EXPRESSION` characters. The parsers return the members of a list, the coordinates of
+a point, or values by name.
 """
 
 import re
@@ -213,7 +213,7 @@ def assigned(members: Sequence[str]) -> dict[str, str] | None:
 
 
 def members_of(text: str) -> list[str]:
-    r"""Return the members of a list, a set in braces or a +-; otherwise the text as the only member."""
+    r"""Return the members of a list, of a set in braces or of a +-; otherwise the text as the only member."""
     text = text.strip()
     inside = brackets_inside(text)
     while inside is not None and text.startswith("(") and len(split_outside(inside, _COMMA)) == 1:
@@ -237,7 +237,7 @@ def _both_signs(text: str) -> list[str]:
 
 
 def point_of(members: Sequence[str]) -> list[str] | None:
-    """Return the coordinates of a single point such as (1, 2) or [0, 1); None for others."""
+    """Return the coordinates of a single point such as (1, 2) or [0, 1); None for other texts."""
     if len(members) != 1:
         return None
     inside = brackets_inside(members[0].strip())
@@ -248,7 +248,7 @@ def point_of(members: Sequence[str]) -> list[str] | None:
 
 
 def brackets_inside(text: str) -> str | None:
-    """Return the content of brackets of any kind around the whole text; None without them."""
+    """Return the content of the brackets, of any kind, that enclose the whole text; None if none do."""
     opening = "\\{" if text.startswith("\\{") else text[:1]
     if opening not in ("(", "[", "\\{", "{"):
         return None
@@ -291,7 +291,7 @@ _RATIONAL = re.compile(
 
 
 def as_number(text: str) -> Fraction | None:
-    """Parse an integer, a decimal or a quotient of two exactly; None for other text."""
+    """Parse an integer, a decimal or a quotient of two of these to its exact value; None for other text."""
     match = _RATIONAL.fullmatch(text.strip())
     if match is None:
         return None

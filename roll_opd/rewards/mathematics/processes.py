@@ -2,8 +2,8 @@ r"""Process pool for `algebra` with a hard CPU-time limit per question.
 
 math-verify limits its time with signals, which work in the main thread only and cannot interrupt one long integer
 operation; `\boxed{9^{9^9}}` then hangs a run. Here a process that exceeds the limit is killed and replaced. The limit
-is CPU time, so that a verdict does not depend on the machine's load. Processes start on first use, up to `PROCESSES`,
-and end with their parent: their input closes, and an alarm ends a busy one.
+is CPU time, so that a verdict does not depend on the machine's load. Up to `PROCESSES` processes start on first use.
+They end with their parent, when their input closes; an alarm ends a busy process.
 """
 
 import json
@@ -47,7 +47,7 @@ class Busy(Exception):
 
 
 class TimedAlgebra:
-    """`equality.Algebra` for one pair of answers, with a CPU budget of `seconds` for all questions."""
+    """Implements `equality.Algebra` for one pair of answers, with `seconds` of CPU time for all questions together."""
 
     def __init__(self, seconds: float) -> None:
         self._left = seconds
@@ -70,7 +70,7 @@ class TimedAlgebra:
 
 
 class _Process:
-    """Algebra process for one question at a time; raises `RewardError` if math-verify cannot be started."""
+    """Process that computes one question at a time; raises `RewardError` if math-verify cannot be started."""
 
     def __init__(self) -> None:
         paths = [_PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]

@@ -1,7 +1,7 @@
 """Units of answers: "12 cm", "5 miles per hour", "\\$18", "72 clips".
 
-An answer without a unit gets the other's unit, because the question names it. Units of a kind are converted
-(3 m = 300 cm); other words must be equal.
+An answer without a unit gets the other answer's unit, because the question names it. Units of the same dimension are
+converted (3 m = 300 cm); unknown unit words must be equal.
 """
 
 import re
@@ -73,7 +73,7 @@ _WORDS = re.compile(r"[A-Za-z$€£]+|/|\^-?\d")
 
 @dataclass(frozen=True)
 class PhysicalUnit:
-    """Unit; `kinds` are powers of kinds, None for unknown words, `size` is in base units."""
+    """A unit. `kinds` has the power of each dimension, and is None for unknown words; `size` is in base units."""
 
     words: frozenset[str]
     kinds: frozenset[tuple[str, int]] | None = None
@@ -81,7 +81,7 @@ class PhysicalUnit:
 
 
 def split_unit(text: str) -> tuple[str, PhysicalUnit | None]:
-    """Return (value, unit) of an answer; the unit is None if it is missing or meaningless."""
+    """Return the value and the unit of an answer; the unit is None if it is missing or meaningless."""
     prefix = _PREFIX.match(text)
     if prefix:  # "$3 per hour" is "3 $ per hour"
         value = prefix[1] + text[prefix.end() :]

@@ -1,8 +1,9 @@
 """Split assertion code into calls for the sandbox and expected values, which the program never sees.
 
 `assert f(1) == [2]` becomes `_seen(0, f(1))` inside, and `[2]` stays outside for the comparison. This works for
-comparisons with a literal anywhere in the code: in a `test_` or `check` function, joined by `and`, in a loop. Other
-assertions are evaluated inside, in the program's process; only their outcome is reported, so each must be reached.
+comparisons with a literal anywhere in the code: in a `test_` or `check` function, in a loop, or joined by `and`. Other
+assertions are evaluated inside the sandbox, in the program's process. Only their outcome is reported, so each of these
+must be reached.
 `check_of_call` does the same for test cases of APPS, TACO and LiveCodeBench, which call a function or a method of class
 `Solution`.
 """
@@ -70,14 +71,14 @@ class Expectation:
 
 @dataclass(frozen=True)
 class HiddenCheck:
-    """Code to run after the program, with the expected values."""
+    """Code that runs after the program, and the values that it is expected to produce."""
 
     code: str
     expected: tuple[Expectation, ...]
     called: frozenset[str] = frozenset()  # names of functions and classes in the test
 
     def passes(self, seen: Any, tolerance: float = TOLERANCE) -> bool:
-        """Return whether `seen` (untrusted pairs of an expectation's number and a written value) is as expected."""
+        """Return whether `seen` meets the expectations; it has untrusted pairs (number of an expectation, value)."""
         reached = set()
         for pair in seen if isinstance(seen, list) else ():
             if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int:
@@ -92,7 +93,7 @@ class HiddenCheck:
 
 
 def hide_expected(code: str) -> HiddenCheck:
-    """Split assertion code into code and expected values; raises SyntaxError."""
+    """Split assertion code into code for the sandbox and expected values; raises SyntaxError."""
     hider = _Hider()
     tree = ast.fix_missing_locations(hider.visit(ast.parse(code)))
     return HiddenCheck(ast.unparse(tree), tuple(hider.expected), frozenset(_names_of_the_program(tree)))
@@ -108,7 +109,7 @@ def _names_of_the_program(tree: ast.AST) -> set[str]:
 
 
 def _has_members(node: ast.expr) -> bool:
-    """Return whether an iterable is surely non-empty: a literal, a range of literals, enumerated or zipped."""
+    """Return whether an iterable is surely non-empty: a literal, or a range of literals, also in enumerate or zip."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         if node.func.id in ("enumerate", "zip", "reversed", "sorted"):
             return bool(node.args) and all(map(_has_members, node.args))
@@ -179,7 +180,7 @@ class _Hider(ast.NodeTransformer):
 
 
 def check_of_call(name: str, arguments: Sequence[Any], answer: Any, wrapped: bool) -> HiddenCheck:
-    """Return the check of one call; `wrapped`: the answer may be in a list of one. Raises ValueError."""
+    """Return the check of one call; `wrapped`: the answer may stand in a one-item list. Raises ValueError."""
     wanted = plain(answer)
     accepted = [wanted, wanted[0]] if wrapped else [wanted]
     written = ", ".join(repr(plain(argument)) for argument in arguments)
@@ -192,7 +193,7 @@ def check_of_call(name: str, arguments: Sequence[Any], answer: Any, wrapped: boo
 
 
 def is_wrapped(answers: Sequence[Any]) -> bool:
-    """Return whether every answer of a row is a list of one, as in APPS; lists that are real answers would differ in
+    """Return whether every answer of a row is a one-item list, as in APPS; real answers that are lists would differ in
     length.
     """
     return all(isinstance(answer, tuple | list) and len(answer) == 1 for answer in answers)

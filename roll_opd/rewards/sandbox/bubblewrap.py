@@ -1,7 +1,7 @@
 """Limits of a sandbox, and the bubblewrap command that starts its supervisor in new namespaces.
 
-The sandbox's root has the interpreter's files (no site-packages but the allowed packages) and the system's libraries,
-read-only, a work directory in memory, and nothing else of the machine (https://github.com/containers/bubblewrap).
+The sandbox's root has the interpreter's files (of site-packages only the allowed packages) and the system's libraries,
+both read-only, a work directory in memory, and nothing else of the machine (https://github.com/containers/bubblewrap).
 """
 
 import os
@@ -21,12 +21,12 @@ MEBI = 1 << 20
 
 
 class SandboxError(RewardError):
-    """A sandbox cannot be started or broke down; the message states what to do."""
+    """A sandbox could not be started or has broken down; the message states what to do."""
 
 
 @dataclass(frozen=True)
 class CaseLimits:
-    """Limits of one test case, enforced inside; `wall_seconds` also from outside."""
+    """Limits of one test case, enforced inside the sandbox; `wall_seconds` is also enforced from outside."""
 
     cpu_seconds: int = 5  # of all processes together
     wall_seconds: float = 10.0  # waiting for a CPU does not count
@@ -111,7 +111,7 @@ def bare_command(directory: str, packages: Sequence[Path]) -> list[str]:
 
 def _masked_proc() -> Iterator[str]:
     """Yield options that hide the machine-wide files of /proc. If the worker is root, the sandbox's user is root for
-    /proc too, although without capabilities, so files for root only are masked.
+    /proc too, although without capabilities; so files that only root may read are masked.
     """
     for entry in sorted(os.scandir("/proc"), key=lambda entry: entry.name):
         if entry.name.isdigit() or entry.is_symlink() or entry.name == "sys":
@@ -151,7 +151,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def files_of_packages(names: Sequence[str]) -> tuple[Path, ...]:
-    """Return the site-packages files and directories of packages (pip names) and their requirements. Raises
+    """Return the files and directories in site-packages of `packages` (pip names) and of their requirements. Raises
     `RewardError` for a missing package.
     """
     found: dict[str, Path] = {}

@@ -21,7 +21,7 @@ class BadCases(ValueError):
 
 @dataclass(frozen=True)
 class Case:
-    """One run of the program: input and expected output, or a check after it."""
+    """One run of the program, with either its input and expected output, or a check that runs after it."""
 
     stdin: str = ""
     expected_stdout: str | None = None  # None: must exit without an error
@@ -66,7 +66,7 @@ def called_by(cases: Sequence[Case]) -> frozenset[str]:
 
 
 def _function(row: Mapping[str, Any]) -> str:
-    """Return the function that the cases call; "" if they run the program."""
+    """Return the name of the function that the cases call; "" if they run the whole program."""
     name = row.get("fn_name") or row.get("test_case_function")
     if name in (None, "", "None"):
         return ""
@@ -155,7 +155,7 @@ def _check(code: str, item: Mapping[str, Any], row: Mapping[str, Any]) -> Hidden
 
 
 def _uncalled_test(tree: ast.Module) -> str | None:
-    """Return the name of an unused test class or coroutine, which any program would pass; None without one."""
+    """Return the name of a test class or coroutine that is never run, so any program would pass; None without such."""
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     for node in tree.body:
         if not isinstance(node, ast.AsyncFunctionDef | ast.ClassDef):

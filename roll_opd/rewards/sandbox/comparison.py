@@ -1,8 +1,8 @@
-"""Comparison of output and returned values with expected ones, with a tolerance for numbers with a fraction.
+"""Comparison of outputs and returned values with the expected ones; numbers with a fraction have a tolerance.
 
 A number is right within `tolerance * max(1, |expected|)`, as in programming contests. Integers of any length are
-compared digit by digit; a number with a fraction in place of an integer is right within `tolerance`. Returned values
-are untrusted: `read_report` decodes them from the form that the supervisor's `plain` wrote.
+compared digit by digit; a number with a fraction where an integer is expected is right within `tolerance`. Returned
+values are untrusted: `read_report` decodes them from the form that the supervisor's `plain` wrote.
 """
 
 import json
@@ -24,7 +24,7 @@ _INSIDE = re.compile(
 
 
 def same_output(output: bytes, expected: str, tolerance: float = TOLERANCE) -> bool:
-    """Return whether output and expected lines have the same words, with numbers equal or within tolerance.
+    """Return whether the output has the same words as the expected lines, with numbers equal or within tolerance.
 
     Spaces around and between words and empty lines at both ends do not count.
     """
@@ -81,7 +81,7 @@ def _same_line(line: str, wanted: str, tolerance: float) -> bool:
 
 
 def _same_word(word: str, wanted: str, tolerance: float) -> bool:
-    """Return whether two words agree. Trailing zeros of a fraction do not count; leading zeros do, as in codes."""
+    """Return whether two words agree. Trailing zeros of a fraction are ignored; leading zeros are not (codes)."""
     if word == wanted:
         return True
     found, expected_number = _NUMBER.fullmatch(word), _NUMBER.fullmatch(wanted)
@@ -135,14 +135,14 @@ def read_report(report: bytes) -> dict[str, Any]:
 
 
 def _key(digits: str) -> int:
-    """Parse an expectation's number, the only JSON integer in a report; rejects long ones, which parse slowly."""
+    """Parse an expectation's number, the only integer in a JSON report; reject long integers, which parse slowly."""
     if len(digits) > 9:
         raise Unreadable
     return int(digits)
 
 
 def read_value(written: Any) -> Any:
-    """Decode a value of the program's process; raises `Unreadable`."""
+    """Decode a value that the program's process wrote; raises `Unreadable`."""
     if written is None or isinstance(written, bool):
         return written
     try:

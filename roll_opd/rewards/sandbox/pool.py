@@ -1,4 +1,4 @@
-"""Pool of pre-started sandboxes, each for one program, and the grade of a test case from its outcome."""
+"""Pool of pre-started sandboxes, each for one program, and the grading of a test case by its outcome."""
 
 import queue
 import threading
@@ -74,9 +74,10 @@ class SandboxPool:
             raise
 
     def run(self, program: str, cases: Sequence[Case], all_cases: bool, tolerance: float = TOLERANCE) -> list[str]:
-        """Return the result of each case; a time limit ends the program, as does any failure unless `all_cases`.
+        """Return the results of the cases; a time limit ends the run, as does any failure unless `all_cases` is set.
 
-        `REFUSED` if only this program breaks its sandbox; raises `SandboxError` if the probe fails too.
+        The result is `REFUSED` if only this program breaks its sandbox; raises `SandboxError` if the probe program
+        fails too.
         """
         for _ in range(ATTEMPTS):
             try:
@@ -147,7 +148,7 @@ class SandboxPool:
         return sandbox
 
     def _keep(self) -> None:
-        """Start sandboxes in this thread only: the kernel kills a sandbox when its starting thread ends."""
+        """Start sandboxes in this thread only: the kernel kills a sandbox when the thread that started it ends."""
         while self._wanted.get():
             try:
                 self._ready.put(Sandbox(self._limits, self._unsafe, self._packages))

@@ -47,8 +47,8 @@ class Sandbox:
     """One sandbox for one program; `close` kills everything in it."""
 
     def __init__(self, limits: CaseLimits, unsafe: bool = False, packages: Sequence[Path] = ()) -> None:
-        """Start the sandbox; raises `SandboxError`. The calling thread must outlive it: the kernel kills the sandbox
-        with that thread, so that nothing is left if the worker is killed.
+        """Start the sandbox; raises `SandboxError`. The calling thread must outlive the sandbox: the kernel kills the
+        sandbox when this thread ends, so that nothing is left if the worker is killed.
         """
         self._limits = limits
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
@@ -63,7 +63,7 @@ class Sandbox:
         os.set_blocking(self._requests, False)
 
     def wait_until_ready(self) -> None:
-        """Wait until it can `run`; raises `SandboxError` if it did not start."""
+        """Wait until the sandbox can `run`; raises `SandboxError` if it did not start."""
         if self._frame(time.monotonic() + START_SECONDS) != READY or self._process.poll() is not None:
             self._errors.seek(0)
             words = self._errors.read(2000).decode("utf-8", "replace").strip() or "no message"

@@ -49,9 +49,9 @@ def answer_of(response: str) -> str:
 def program_of(response: str, called: Collection[str] = ()) -> str | None:
     """Return the program of the answer; None without a code block.
 
-    It is the last block marked as Python, else the last unmarked block with statements, else the last unmarked one. If
-    the tests call functions or classes (`called`), the last such block that defines one of them comes first, so that a
-    usage example after the solution is not mistaken for it.
+    It is the last block marked as Python, else the last unmarked block with statements, else the last unmarked block.
+    If the tests call functions or classes (`called`), the last such block that defines one of these is preferred, so
+    that a usage example after the solution is not mistaken for the solution.
     """
     blocks = [block for block in fenced_blocks(answer_of(response)) if block.code.strip()]
     marked = [block.code for block in blocks if _PYTHON.match(block.info)]
@@ -98,7 +98,7 @@ def _closes(line: str, fence: str) -> bool:
 
 
 def _without_quotes(line: str, quotes: int) -> tuple[str, bool]:
-    """Return a line without the quote markers around a block, and whether it is inside of the quotes."""
+    """Return a line without the quote markers around a block, and whether the line is inside of the quotes."""
     for _ in range(quotes):
         start = line.lstrip(" ")
         if not start.startswith(">"):

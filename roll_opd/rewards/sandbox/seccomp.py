@@ -1,9 +1,9 @@
 """Seccomp filter of the sandbox: denied system calls as a classic BPF program for seccomp(2).
 
-Namespaces isolate; this reduces the kernel's attack surface: no tracing, mounting, new namespaces, keys, BPF, io_uring,
-modules, clocks, sockets (Unix socket pairs are allowed, event loops need one), no memory outside of the limits (memfd,
-System V), nothing counted per user of the machine (inotify), and no control of the scheduling of other processes such
-as the supervisor. System calls newer than this list return ENOSYS.
+Namespaces isolate the sandbox; the filter reduces the kernel's attack surface. It denies tracing, mounting, new
+namespaces, keys, BPF, io_uring, modules, clocks, sockets (except Unix socket pairs, which event loops need), memory
+outside of the limits (memfd, System V), resources that are counted per user of the machine (inotify), and control of
+the scheduling of other processes such as the supervisor. System calls newer than this list return ENOSYS.
 """
 
 import errno
@@ -103,7 +103,7 @@ Step = tuple[int, int, "str | int", "str | int"]  # code, k, jump if true, jump 
 
 
 def filter_program(machine: str | None = None) -> bytes:
-    """Return the filter for a machine such as `x86_64`, default this one; raises KeyError unless in ARCHITECTURES."""
+    """Return the filter for a machine type such as `x86_64` (default: this machine's); KeyError for an unknown type."""
     column, arch = ARCHITECTURES[machine or platform.machine()]
     steps: list[Step] = [
         (_LOAD, _ARCH, 0, 0),

@@ -57,7 +57,7 @@ class MlflowTracker:
 
 
 def _name(name: str) -> str:
-    """Return a metric name valid in MLflow: `pass@4` becomes `pass_at_4`."""
+    """Return a form of the metric name that MLflow accepts: `pass@4` becomes `pass_at_4`."""
     return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))
 
 

@@ -30,7 +30,7 @@ class SwanlabTracker:
     ) -> None:
         """Arguments are those of `swanlab.init`; `login_kwargs` are those of `swanlab.login`.
 
-        `cloud` is ROLL's name for online. The default `mode` is online with a login.
+        ROLL's `mode` `cloud` means online. By default, `mode` is online if a login exists.
         """
         import swanlab
 

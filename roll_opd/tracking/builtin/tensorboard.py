@@ -1,6 +1,6 @@
 """TensorBoard event files: the metrics as charts, and a few samples and the configuration as text.
 
-A metric has a chart if it is neither a duplicate of another nor constant at its default value (`ChartedMetrics`).
+A metric gets a chart unless it always equals another metric or keeps its default value (`ChartedMetrics`).
 """
 
 import json
@@ -22,7 +22,7 @@ DIGITS = 9  # compared between duplicates, which may differ in summation order
 
 
 class ChartedMetrics:
-    """Holds back a metric while it has its default value or equals an earlier one; then returns all its points."""
+    """Withholds a metric while it has its default value or equals an earlier metric; then returns all its points."""
 
     def __init__(self) -> None:
         self._shown: set[str] = set()
@@ -60,7 +60,7 @@ TEXT_GROWTH = 1.25  # factor between steps with samples: 30 such steps in 1,000
 
 @register("tensorboard")
 class TensorBoardTracker:
-    """TensorBoard event files; after a resume the events of later steps are purged from view."""
+    """TensorBoard event files; after a resume TensorBoard hides the old events of the steps that are repeated."""
 
     def __init__(self, run: RunDirectory, resume_step: int | None, log_dir: str | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -93,7 +93,7 @@ class TensorBoardTracker:
         self._writer.close()
 
     def _show_samples(self, step: int) -> None:
-        """Write the samples of the last step up to `step` with new samples."""
+        """Write the samples of the last step that has new samples, up to `step`."""
         if not self._samples.exists():
             return
         with self._samples.open("rb") as file:

@@ -1,4 +1,4 @@
 """Code that runs inside a sandbox; imports only the standard library.
 
-It is bound into the sandbox as package `inside`, so its imports are relative.
+The sandbox has this directory as the package `inside`, so imports are relative.
 """

@@ -38,8 +38,8 @@ FUTURE = functools.reduce(
 
 
 def load_module() -> types.ModuleType:
-    """Return the module for programs with the prelude's names. Created once before forking: filling it in a child would
-    copy the memory of every name.
+    """Return the module in which programs run, with the names of the prelude defined. It is created once before
+    forking: filling it in a child would copy the memory of every name.
     """
     module = types.ModuleType("__main__")
     exec(PRELUDE, module.__dict__)
@@ -76,7 +76,8 @@ def play(
 ) -> NoReturn:
     """Run `before` and the program as `module`, then the check; never returns.
 
-    With a check the program runs as an imported module, so code under `__name__ == "__main__"` does not wait for input.
+    With a check, the program runs as an imported module, so that code under `__name__ == "__main__"` does not wait for
+    input.
     """
     confine(limits)
     random.seed(0)
@@ -119,7 +120,7 @@ def play(
 
 
 def plain(value: object, depth: int = 0) -> list[object] | bool | None:
-    """Encode a value as JSON with its kind of type; [] for unsupported values. values.py decodes it."""
+    """Encode a value as JSON together with its kind of type; [] for unsupported values. comparison.py decodes it."""
     if depth > 100:
         return []
     if value is None or isinstance(value, bool | str):

@@ -1,4 +1,4 @@
-"""Pipes of a case, and cleanup after it: kill its processes and remove its files."""
+"""Pipes of a case, and the cleanup after it, which kills its processes and removes its files."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def feed_some(end: int, data: bytes) -> bytes:
 
 
 def drain(end: int, into: bytearray, room: int) -> bool:
-    """Read available data up to one byte above `room`, which marks an overflow; False at the end of the pipe."""
+    """Read the available data, at most one byte more than `room` to mark an overflow; False at the end of the pipe."""
     while len(into) <= room:
         try:
             part = os.read(end, min(1 << 16, room + 1 - len(into)))
@@ -48,7 +48,7 @@ def drain(end: int, into: bytearray, room: int) -> bool:
 
 
 def close(end: int) -> None:
-    """Close a pipe; it may be closed already."""
+    """Close a pipe, which may already be closed."""
     with suppress(OSError):
         os.close(end)
 
@@ -82,7 +82,7 @@ def kill_all(child: int | None = None) -> None:
 
 
 def empty(directory: str) -> None:
-    """Remove the files of a case in its directory and, in a sandbox, in shared memory. Raises OSError, after which the
+    """Remove the files of a case in its directory and, in a sandbox, in shared memory. If it raises OSError, the
     sandbox must not be reused.
     """
     for place in (directory, SHARED_MEMORY) if IS_INIT else (directory,):
@@ -100,8 +100,8 @@ def empty(directory: str) -> None:
 
 
 def _remove_content(top: int) -> None:
-    """Remove a directory's content without paths and recursion, for which a tree can be too deep: subdirectories are
-    moved to the top first.
+    """Remove a directory's content without paths or recursion, because a tree can be too deep for these: subdirectories
+    are first moved to the top.
     """
     while names := os.listdir(top):
         for name in names:

@@ -1,9 +1,9 @@
 """Supervisor, the first process inside a sandbox: runs test cases in forked children and reports their outcome.
 
-It does not grade: it gets a program, its input and a check without expected values, and returns output, exit status
-and the values that the check saw. It has no secrets, and the child has neither of its pipes. As the first process of
-its pid namespace it cannot be killed from within; it is not dumpable, so its memory and files cannot be opened
-through /proc.
+It does not grade: it gets a program, its input and a check without expected values, and returns output, exit status and
+the values that the check saw. It has no secrets, and the child has neither of its pipes. It is the first process of its
+pid namespace, so it cannot be killed from within. It is not dumpable, so its memory and files cannot be opened through
+/proc.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
 
 def main(directory: str, *packages: str) -> None:
-    """Serve requests on stdin and stdout until they close; `packages` are import directories of programs."""
+    """Serve requests on stdin and stdout until they close; programs import from the directories `packages`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a handler would make the first process killable
     libc = ctypes.CDLL(None)
     if libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:

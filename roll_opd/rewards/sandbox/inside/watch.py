@@ -72,7 +72,7 @@ def watch(
 
 
 def is_late(child: int, seconds: float, wall_seconds: float) -> bool:
-    """Return whether the wall time is exceeded, not counting waits for a CPU, up to `PATIENCE` times the wall time."""
+    """Return whether the wall time is exceeded; waits for a CPU do not count, up to `PATIENCE` times the wall time."""
     if seconds <= wall_seconds:
         return False
     try:
@@ -84,9 +84,10 @@ def is_late(child: int, seconds: float, wall_seconds: float) -> bool:
 
 
 def broken_limit(limits: dict[str, int], directory: str) -> str | None:
-    """Return the limit that all processes of the case together exceed, or None.
+    """Return the limit that the processes of the case exceed together, or None.
 
-    Kernel limits apply per process, RLIMIT_NPROC not to root, and none limits the number of files.
+    This is checked here because kernel limits apply per process, RLIMIT_NPROC does not apply to root, and no kernel
+    limit bounds the number of files.
     """
     if not IS_INIT:
         return None
@@ -111,7 +112,7 @@ def broken_limit(limits: dict[str, int], directory: str) -> str | None:
 
 
 def usage(pid: str) -> tuple[int, int, int]:
-    """Return (threads, resident pages, CPU ticks) of a process including its reaped children."""
+    """Return (threads, resident pages, CPU ticks) of a process, including its reaped children."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()  # from field 3 of proc_pid_stat(5)
