@@ -1,6 +1,6 @@
 """Text environments on GEM's contract: `from roll_opd.environments import ENVIRONMENTS, Environment, make`.
 
-`reset(seed)` returns (observation, info), `step(action)` (observation, reward, terminated, truncated, info).
+`reset(seed)` returns (observation, info); `step(action)` returns (observation, reward, terminated, truncated, info).
 docs/environments.md describes the contract.
 """
 

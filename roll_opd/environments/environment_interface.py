@@ -22,7 +22,7 @@ Step = tuple[str, float, bool, bool, dict[str, Any]]  # observation, reward, ter
 
 
 class EnvironmentFailure(ValueError):
-    """An environment cannot be found, created or stepped; the message states which, where and what to do."""
+    """An environment cannot be found, created or stepped; the message has its name, the place and the remedy."""
 
 
 class Environment:
@@ -35,7 +35,8 @@ class Environment:
     def step(self, action: str) -> Step:
         """Process a response of the model; return (observation, reward, terminated, truncated, info).
 
-        `terminated`: the episode ended by its rules. `truncated`: a limit ended it. After either, only `reset` follows.
+        `terminated`: the episode ended by its rules. `truncated`: a limit ended it. After either of them, only `reset`
+        may be called.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method `step`; write step(action) -> five values")
 

@@ -1,7 +1,7 @@
 """Find, check and create the environment that a configuration names.
 
-A name is registered (`frozen_lake`), a ROLL class path, a dotted path to a user's class, a gymnasium game
-(`gymnasium:Taxi-v3`) or a GEM id with a colon (`game:GuessTheNumber-v0`).
+A name is one of: a registered name (`frozen_lake`), a ROLL class path, a dotted path to a user's class, a gymnasium
+game (`gymnasium:Taxi-v3`), a GEM id with a colon (`game:GuessTheNumber-v0`).
 """
 
 import importlib
@@ -40,8 +40,8 @@ def find(env_type: str) -> Callable[..., Any]:
 def check(env_type: str, config: Mapping[str, Any]) -> list[str]:
     """Return the problems of an environment's name and arguments, one sentence each; empty if it can be created.
 
-    Built-in and gymnasium environments are created and reset once with these arguments, except `http`, which would
-    contact its server. User environments may load a model, GEM's may load data: these are not created.
+    Built-in and gymnasium environments are created with these arguments and reset once, except `http`, which would
+    contact its server. Environments of users and of GEM are not created, because they may load a model or data.
     """
     try:
         problems = _argument_problems(env_type, find(env_type), config)
@@ -58,7 +58,7 @@ def check(env_type: str, config: Mapping[str, Any]) -> list[str]:
 def check_declared(env_type: str, config: Mapping[str, Any], has_plugins: bool = False) -> list[str]:
     """Return the problems that `check` finds without creating an environment or importing outside this package.
 
-    `has_plugins`: unknown names are accepted, as the user's modules may register them.
+    `has_plugins`: accept unknown names, because the user's modules may register them.
     """
     plain = "." not in env_type and ":" not in env_type
     if not (plain or env_type.startswith("roll.")) or (has_plugins and env_type not in {*NEEDS, *ENVIRONMENTS.builtin}):
@@ -151,7 +151,7 @@ NEEDS = {
 
 
 def name_of_roll(path: str) -> str:
-    """Return the name here for a ROLL class path; raises `EnvironmentFailure` without a counterpart."""
+    """Return the name of a ROLL class path in this package; raises `EnvironmentFailure` if it has no counterpart."""
     name = CLASSES.get(path.replace(":", ".").rpartition(".")[2])
     if name is None:
         raise EnvironmentFailure(

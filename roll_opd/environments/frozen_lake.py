@@ -58,7 +58,7 @@ class FrozenLake(Game):
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
         render_mode: str = "text",
     ) -> None:
-        """`p`: share of ice; `map_seed`: the same map in every episode, so the episode's seed sets only the slips."""
+        """`p`: share of ice; `map_seed`: all episodes have the map of this seed, and their seeds set only the slips."""
         only_text(render_mode)
         at_least("size", size, 2)
         if not 0 < p <= 1:
@@ -111,7 +111,7 @@ class FrozenLake(Game):
     def solve(self) -> list[str]:
         """Return the action names of a shortest path to the goal, without slips.
 
-        Raises `EnvironmentFailure` if there is none: in a hole, or if `action_lookup` lacks a direction.
+        Raises `EnvironmentFailure` if there is no path (the player is in a hole, or `action_lookup` lacks a direction).
         """
         way = shortest_way(self._ice, self._player, self._goal, list(self._names or MOVES))
         if way is None:

@@ -35,12 +35,12 @@ INVALID = Action(None)
 
 
 class ActionReader:
-    """Parser with one pattern: group 1 is the action, or with two groups 1 is the thought and 2 the action."""
+    """Parser with one pattern: its only group is the action; of two groups, 1 is the thought and 2 the action."""
 
     def __init__(
         self, pattern: str, lookup: Mapping[Any, str] | None = None, special_tokens: Sequence[str] | None = None
     ) -> None:
-        """Create a parser; `lookup` has case-insensitive action names; None: any non-empty text is an action.
+        """Create a parser; `lookup` has case-insensitive action names; if it is None, any non-empty text is an action.
 
         Raises `EnvironmentFailure` for an invalid pattern and for duplicate names.
         """
@@ -63,7 +63,7 @@ class ActionReader:
         self._keys = {**names, **(self._keys or {})}
 
     def read(self, response: Any) -> Action:
-        """Return the first action in a response, INVALID if there is none; accepts any value."""
+        """Return the first action in a response, INVALID if there is none; the response may be of any type."""
         if not isinstance(response, str):
             return INVALID
         for token in self._special_tokens:
@@ -83,7 +83,7 @@ TEXT = "text"  # the only render mode
 
 
 def numbered(name: str, table: Mapping[Any, str], known: Collection[int]) -> dict[int, str]:
-    """Return a table with integer keys, which may be strings; raises `EnvironmentFailure` for unknown numbers."""
+    """Return the table with its keys (numbers or texts) as integers; `EnvironmentFailure` for unknown numbers."""
     try:
         found = {int(key): str(value) for key, value in table.items()}
     except (TypeError, ValueError):
@@ -108,7 +108,7 @@ def explained(instruction: str, symbols: Mapping[str, str], actions: Mapping[int
 
 
 def only_text(render_mode: str) -> None:
-    """Raise `EnvironmentFailure` unless the render mode is text."""
+    """Check the render mode; raise `EnvironmentFailure` unless it is text."""
     if render_mode != TEXT:
         raise EnvironmentFailure(f"render_mode is {render_mode!r}; set {TEXT}: images are not supported")
 

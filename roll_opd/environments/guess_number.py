@@ -1,4 +1,4 @@
-"""`guess_number`: guess a number within a few turns from higher and lower hints."""
+"""`guess_number`: guess a number within a few turns, with the hints higher and lower."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ class GuessNumber(Game):
         action_pattern: str = PATTERN,
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
     ) -> None:
-        """`max_steps`: guesses; bisection finds any of 2 ** max_steps - 1 numbers."""
+        """`max_steps`: number of guesses; with bisection they suffice for 2 ** max_steps - 1 numbers."""
         if max_number <= min_number:
             raise EnvironmentFailure(f"max_number is {max_number}; set one above min_number, {min_number}")
         if max_number - min_number >= 2**62:
@@ -66,7 +66,7 @@ class GuessNumber(Game):
         return Turn(float(self._found), effective=low <= guess <= high, over=self._found)
 
     def idle(self) -> Turn:
-        """Repeat the form of a guess."""
+        """Show the required form of a guess again."""
         self._observation = "There was no guess; write one in this form: <answer>7</answer>"
         return Turn()
 

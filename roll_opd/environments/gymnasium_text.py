@@ -1,6 +1,6 @@
 """Gymnasium games (https://gymnasium.farama.org) with discrete actions as text environments, mainly toy_text.
 
-A state is rendered with mode `ansi` if the game has it, else as its observation.
+A state is rendered in mode `ansi` if the game supports it, else shown as the raw observation.
 """
 
 import importlib
@@ -19,7 +19,7 @@ SAYS_ACTION = re.compile(r"^ *\(\w[\w ]*\)$\n?", re.MULTILINE)  # line with the 
 
 
 def _passenger(env: Any, observation: Any) -> str:
-    """Return the positions in Taxi, which its map shows by colour only."""
+    """Return the positions in Taxi as text, because the map shows them by colour only."""
     row, column, passenger, destination = map(int, env.unwrapped.decode(observation))
     names = ("R", "G", "Y", "B")
     waits = f"waits at {names[passenger]}" if passenger < len(names) else "is in the taxi"
@@ -80,7 +80,7 @@ class GymnasiumText(Game):
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
         **options: Any,
     ) -> None:
-        """Create the game with id `game`; `max_steps` adds to its own limit, `options` go to `gymnasium.make`.
+        """Create the game with id `game`; `max_steps` is an additional limit, `options` go to `gymnasium.make`.
 
         Actions can be given by name or number.
         """

@@ -1,9 +1,10 @@
 """`http` environment: client for `POST {url}/reset` and `POST {url}/step` with JSON; `serve` is the server.
 
-- /reset takes {seed, episode} and returns {observation, info}, with `repeats: true` if repeated steps are idempotent;
+- /reset takes {seed, episode} and returns {observation, info}, and also `repeats: true` if repeated steps are
+idempotent;
 - /step takes {episode, step, action}, `step` counting from 1, and returns {observation, reward, terminated, truncated,
   info};
-- /close takes {episode}; it is optional for servers.
+- /close takes {episode}; servers need not have it.
 
 A failed request is retried if that is safe: a reset carries the episode's id; a step is retried only if the server
 announced `repeats`, or if the request was not sent.
@@ -44,7 +45,7 @@ class RemoteEnvironment(Environment):
     def __init__(
         self, url: str, timeout: float = 60.0, retries: int = 3, headers: Mapping[str, str] | None = None
     ) -> None:
-        """`timeout`: seconds per request; `retries`: of idempotent requests. Connects at `reset`."""
+        """`timeout`: seconds per request; `retries`: number of retries of idempotent requests. Connects at `reset`."""
         at_least("retries", retries, 0)
         if not 0 < timeout < 10**6:
             raise EnvironmentFailure(f"timeout is {timeout}; set seconds above 0")
@@ -66,7 +67,7 @@ class RemoteEnvironment(Environment):
         return read_reset((found.get("observation"), found.get("info")), f"{self._url}/reset")
 
     def step(self, action: str) -> Step:
-        """Take a step on the server; raises `EnvironmentFailure` with the address, after which only `reset` follows."""
+        """Take a step on the server; raises `EnvironmentFailure` with the address; then only `reset` may be called."""
         if self._episode is None:
             raise EnvironmentFailure(f"{self._url}: no episode is active; call reset")
         self._step += 1
@@ -81,7 +82,7 @@ class RemoteEnvironment(Environment):
         self._client.close()
 
     def _end_episode(self) -> None:
-        """Notify the server of the episode's end, best effort; servers also limit the number of episodes."""
+        """Notify the server of the episode's end; ignore errors, because servers also limit the number of episodes."""
         if self._episode is not None:
             with contextlib.suppress(httpx.HTTPError):
                 self._client.post(f"{self._url}/close", json={"episode": self._episode}, timeout=CLOSE_SECONDS)

@@ -1,6 +1,6 @@
-"""Episodes of an environment server: one pooled environment each, with idempotent requests.
+"""Episodes of an environment server: each has a pooled environment, and its requests are idempotent.
 
-Each episode keeps its last response, so that a repeated request is played once.
+Each episode keeps its last response, so that a repeated request takes no second step.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Episodes:
     """Thread-safe table of the active episodes."""
 
     def __init__(self, name: str, make: Callable[[], Any], most: int) -> None:
-        """Create a table of at most `most` environments; beyond it the least recently used episode ends."""
+        """Create a table of at most `most` environments; for a further one, the least recently used episode ends."""
         self._name, self._make, self._most = name, make, most
         self._episodes: OrderedDict[str, Episode] = OrderedDict()
         self._free: list[Any] = []
@@ -52,7 +52,7 @@ class Episodes:
             return self._answer(episode, 0, lambda: self._first(episode))
 
     def step(self, identifier: str, number: int | None, action: str) -> dict[str, Any]:
-        """Play step `number` (from 1; None: the next one), idempotently for the last step.
+        """Play step `number` (from 1; None: the next step); if it repeats the last step, return that response again.
 
         Raises `Refused` for another number and for an unknown episode.
         """
@@ -141,6 +141,6 @@ class Episodes:
 
 
 def _close(environment: Any) -> None:
-    """Close an environment; ignores a missing or failing `close`, which nothing can handle."""
+    """Close an environment; ignore a missing or failing `close`, after which nothing can be done."""
     with contextlib.suppress(Exception):
         getattr(environment, "close", lambda: None)()

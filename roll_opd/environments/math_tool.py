@@ -40,9 +40,9 @@ except BaseException as _error:
 
 
 def tool_program(response: str) -> str | None:
-    """Return the program in a response; None without one.
+    """Return the program in a response; None if it has none.
 
-    It is between the last <code> and </code> after the thought, else in the last fenced Python block.
+    The program is between the last <code> and </code> after the thought, else in the last fenced Python block.
     """
     text = answer_of(response)
     before, marked, _ = text.rpartition(CLOSE)
@@ -53,7 +53,7 @@ def tool_program(response: str) -> str | None:
 
 
 class PythonTool:
-    """Thread-safe program runner; tools with equal limits share one process per CPU."""
+    """Thread-safe program runner; tools with equal limits share processes, one per CPU."""
 
     def __init__(self, seconds: float, unsafe: bool = False, most_characters: int = 4000) -> None:
         """Create a runner with `seconds` of CPU per program; `unsafe`: no sandbox. Processes start on first use."""
@@ -88,7 +88,7 @@ _STARTING = threading.Lock()
 
 
 def _pool(limits: CaseLimits, unsafe: bool) -> tuple[SandboxPool, threading.Semaphore]:
-    """Return the process's sandbox pool with these limits and its semaphore."""
+    """Return this process's sandbox pool for these limits, and the pool's semaphore."""
     with _STARTING:
         if (limits, unsafe) not in _POOLS:
             if unsafe:
@@ -135,8 +135,8 @@ class MathPython(Environment):
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
     ) -> None:
         """`dataset_name`: a JSONL file with `question_key` and `answer_key` in each row. `mode`: train draws a row with
-        the seed, val uses the seed as row number. If `max_tool_uses` > 0, the model's programs run in the sandbox,
-        `tool_seconds` each, or with `unsafe` without one.
+        the seed, val uses the seed as row number. If `max_tool_uses` > 0, the model's programs run in a sandbox for at
+        most `tool_seconds` each; with `unsafe` they run without a sandbox.
         """
         for name, value in (("max_tool_uses", max_tool_uses), ("max_output_chars", max_output_chars)):
             at_least(name, value, 0)
@@ -158,7 +158,7 @@ class MathPython(Environment):
         self._answer: str | None = None  # None: no active episode
 
     def reset(self, seed: int | None = None) -> Reset:
-        """Start with a question; without a seed the next one of the file."""
+        """Start with a question; without a seed, with the next question of the file."""
         seed = checked_seed(seed)
         if seed is None:
             number, self._next = self._next, self._next + 1
@@ -213,7 +213,7 @@ def questions(file: str, question_key: str, answer_key: str) -> Sequence[tuple[s
 
 @lru_cache(maxsize=16)
 def _read(file: str, question_key: str, answer_key: str, *_: int) -> Sequence[tuple[str, str]]:
-    """Read a file once per process and again after a change."""
+    """Return the rows of a file, which is read once per process and again after a change."""
     rows = []
     try:
         with open(file, encoding="utf-8") as lines:

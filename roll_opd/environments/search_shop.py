@@ -52,7 +52,7 @@ class Wish:
         return f"a {self.color} {self.kind} of {self.material}, size {self.size}, for at most {self.most}"
 
     def score(self, item: Item, size: str | None) -> float:
-        """Return the share of wanted attributes that an item has; 0 for another kind."""
+        """Return the share of wanted attributes that an item has; 0 for a wrong kind of item."""
         if item.kind != self.kind:
             return 0.0
         met = (item.color == self.color, item.material == self.material, size == self.size, item.price <= self.most)
@@ -98,7 +98,7 @@ INSTRUCTION = (
 
 @ENVIRONMENTS.register("search_shop")
 class SearchShop(Game):
-    """Synthetic shop: the reward of a purchase is the share of wanted attributes, 0 for another kind; 1 is success."""
+    """Synthetic shop: the reward is the share of wanted attributes in a purchase, 0 for a wrong kind; 1 is success."""
 
     def __init__(
         self,

@@ -102,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: one line per turn would flood the log."""
+        """Do nothing: one line per turn would flood the log."""
 
 
 def _number(request: dict[str, Any], key: str, least: int) -> int | None:

@@ -133,7 +133,7 @@ def _carved(random: np.random.Generator, rows: int, columns: int) -> list[Cell]:
 def _pulled(
     random: np.random.Generator, floor: frozenset[Cell], player: Cell, targets: Boxes, depth: int, above: int
 ) -> tuple[Cell, Boxes] | None:
-    """Return the hardest state found backwards from the solved one; None if none is harder than `above`.
+    """Return the hardest state found by searching backwards from the solved state; None if none is harder than `above`.
 
     Difficulty is gym-sokoban's: total distance of boxes from their targets times the number of box swaps.
     """
@@ -278,7 +278,7 @@ class Sokoban(Game):
     def solve(self) -> list[str]:
         """Return the action names of a shortest solution from the current state.
 
-        Raises `EnvironmentFailure` if there is none, if the room has too many states (see `solution`), or if
+        Raises `EnvironmentFailure` if there is no solution, if the room has too many states (see `solution`), or if
         `action_lookup` lacks a direction.
         """
         actions = solution(self.room)

@@ -122,7 +122,7 @@ class VerdictCache(Generic[Answer]):
         self._pending: dict[str, _SharedCall[Answer]] = {}
 
     async def get(self, question: str, ask: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        """Return the cached answer to `question`, else the answer or error of one `ask()` that concurrent calls
+        """Return the cached answer to `question`, else the result or error of one `ask()` that concurrent calls
         share."""
         if not self._size:
             return await ask()

@@ -1,4 +1,4 @@
-"""Public interface for user workflows, compatible with Trinity-RFT's: change the import and the workflow runs.
+"""Public interface for user workflows: workflows of Trinity-RFT run here once their import is changed.
 
 from roll_opd.workflows import WORKFLOWS, Experience, Task, Workflow
 """
@@ -133,5 +133,5 @@ def __getattr__(name: str) -> Any:
 
 
 def _is_from_import(caller: FrameType) -> bool:
-    """Return whether a frame executes `from ... import ...`; `hasattr` and `getattr` get an AttributeError instead."""
+    """Return whether a frame executes `from ... import ...`; `hasattr` and `getattr` need an AttributeError instead."""
     return dis.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM"

@@ -18,7 +18,7 @@ class AuxiliaryModel(ModelWrapper):
     """Frozen model in engines of this run, called like the policy; its responses are not trained on."""
 
     def __init__(self, number: int, sampling: SamplingPlan, *args: Any, **settings: Any) -> None:
-        """Create model `number` of `auxiliary_models` with `sampling` as the default of its calls."""
+        """Create model `number` of `auxiliary_models`; `sampling` has the defaults of its calls."""
         super().__init__(*args, **settings)
         self._number, self._sampling = number, sampling
 
@@ -40,7 +40,7 @@ class AuxiliaryModel(ModelWrapper):
         return CallTree(self.tokenizer)
 
     def _state(self) -> RunState:
-        """Return a new state for each call; only the number of calls is recorded in the run."""
+        """Return a new state for each call, because the run records only the number of these calls."""
         run = self._run()
         run.auxiliary_calls += 1
         seed = (*run.seed, AUXILIARY_SEEDS + self._number, run.auxiliary_calls)
@@ -85,7 +85,7 @@ class RemoteModel:
         return self._client(AsyncOpenAI)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Responses:
-        """Return the responses to a conversation; `options` are OpenAI's. Raises openai.APIError."""
+        """Return the responses to a conversation; `options` are those of OpenAI's client. Raises openai.APIError."""
         with self.get_openai_client() as client:
             return _read(client.chat.completions.create(model=self.model_path, messages=messages, **options))
 

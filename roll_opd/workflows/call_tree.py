@@ -1,9 +1,9 @@
 """Tree of a run's model calls: a continued conversation reuses the sampled tokens and never re-tokenizes them.
 
-A request whose text starts with the full text of an earlier call, prompt and response, continues that call: its
-tokens are kept and only the new text is tokenized. A response in later messages is rendered with its sampled text, even
-if a client re-serialized it (for example a parsed tool call). If a template renders earlier turns differently (a
-stripped thought, another system prompt), a new branch starts.
+A request continues an earlier call if its text starts with the prompt and the response of that call: the tokens of the
+call are kept and only the new text is tokenized. A response that recurs in later messages is rendered with its sampled
+text, even if a client has serialized it in another way (a parsed tool call, for example). If a template renders earlier
+turns differently (a stripped thought, another system prompt), a new branch starts.
 
 Legend: T tokens of a call, P tokens of its prompt.
 """
@@ -71,7 +71,7 @@ class CallTree:
         self.calls: list[Call] = []
 
     def continued(self, text: str) -> Call | None:
-        """Return the longest call that `text` continues; the latest on a tie."""
+        """Return the longest call that `text` continues; of equally long calls, the latest."""
         found = [call for call in self.calls if text.startswith(call.text)]
         return max(reversed(found), key=lambda call: len(call.text), default=None)
 
@@ -88,7 +88,7 @@ class CallTree:
         return found
 
     def tokens(self, text: str) -> tuple[np.ndarray, Call | None]:
-        """Return (tokens of a prompt int64 [P], the call that it continues or None)."""
+        """Return the tokens of a prompt, int64 [P], and the call that the prompt continues, or None."""
         parent = self.continued(text)
         new = text[len(parent.text) :] if parent else text
         own = np.array(token_ids(self._tokenizer, [new], [parent is None])[0], dtype=np.int64)
@@ -114,7 +114,7 @@ class CallTree:
     def branches(self) -> list[tuple[Experience, Call]]:
         """Return (experience, last call) for each branch.
 
-        Every response is trained on once: a response shared by several branches counts in the first.
+        Every response is trained on once: a response that several branches share counts in the first branch.
         """
         learned: set[Call] = set()
         found = []
@@ -131,13 +131,13 @@ class CallTree:
 
 
 def text_of(tokenizer: Any, tokens: np.ndarray) -> str:
-    """Return the text of tokens, with special tokens."""
+    """Return the text of tokens, including special tokens."""
     return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 @cache
 def _special(tokenizer: Any) -> dict[int, str]:
-    """Return id -> text of all special tokens, including added ones such as a turn's end."""
+    """Return id -> text of all special tokens, including added tokens such as the end of a turn."""
     added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
 
@@ -159,7 +159,7 @@ def without_special(tokenizer: Any, text: str | None) -> str:
 def digest(before: bytes, message: Mapping[str, Any]) -> bytes:
     """Return the digest of a conversation whose last message is `message`; `before` is the digest of the rest.
 
-    Ids of tool calls and spaces in their arguments do not change it.
+    Ids of tool calls and spaces in their arguments do not change the digest.
     """
     role, content = message.get("role"), message.get("content")
     content = "" if content is None else content
@@ -182,7 +182,7 @@ def _read(arguments: Any) -> Any:
 def experience(path: Sequence[Call], without: "set[Call] | frozenset[Call]" = frozenset()) -> Experience:
     """Return a path of calls as one experience.
 
-    The tokens between responses, and the responses of the calls `without`, are masked.
+    Tokens between responses are masked, as are the responses of the calls listed in `without`.
     """
     first, last = path[0], path[-1]
     length = len(last.tokens) - first.start

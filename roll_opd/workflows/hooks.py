@@ -1,9 +1,9 @@
 """Check that the run of a user's workflow calls the Trinity-RFT hooks that its class overrides.
 
 Calls are found in the bytecode: a method is assumed to call every method whose name it mentions. A hook counts as
-called if code reachable from the run, or any other code of the user's modules, mentions its name. A method that
-passes `self` to other code, or computes the name of an attribute, may call every hook: no hook counts as uncalled then.
-A hook that only roll_opd's code calls must take the arguments of that call.
+called if code reachable from the run, or any other code of the user's modules, mentions its name. If a method passes
+`self` to other code, or computes the name of an attribute, it may call every hook, so no hook counts as uncalled. A
+hook that only roll_opd calls must take the arguments of this call.
 """
 
 import dis
@@ -42,7 +42,7 @@ HOOKS = {
 
 
 def hook_problems(kind: type) -> Iterator[tuple[str, str]]:
-    """Yield (class and method, problem) for each overridden hook that the run of a user's class does not call."""
+    """Yield (class and method, problem) for each hook that a user's class overrides and whose run does not call."""
     own = [base for base in kind.__mro__ if not base.__module__.startswith((PACKAGE, "builtins"))]
     written = {name: base for base in reversed(own) for name in HOOKS.keys() & vars(base).keys()}
     if not any(isinstance(vars(base)[name], FunctionType | staticmethod) for name, base in written.items()):
@@ -77,7 +77,7 @@ def _async_problem(name: str, hook: Any) -> str | None:
 def _call_problem(kind: type, name: str) -> str | None:
     """Return why a hook cannot be called with the arguments of the base class that declares it; None if it can.
 
-    A decorator's own signature counts, as it may change the arguments.
+    If the hook has a decorator, the signature of the decorator counts, because it may change the arguments.
     """
     declared = next(
         (vars(base).get(name) for base in kind.__mro__ if _is_package_class(base) and name in vars(base)), None
@@ -125,7 +125,7 @@ def _mentions(kind: type) -> tuple[dict[str, set[str]], bool]:
 
 
 def _called(kind: type, name: str) -> Iterator[tuple[type, CodeType]]:
-    """Yield (class, code) of a method and, while the code mentions its name (as super() does), of the base's."""
+    """Yield (class, code) of a method and, while the code mentions its name (as super() does), of the base's method."""
     for base in kind.__mro__:
         codes = list(codes_of(vars(base).get(name)))
         yield from ((base, code) for code in codes)
@@ -166,7 +166,7 @@ def codes_of(part: Any) -> Iterator[CodeType]:
 
 
 def _cell_value(cell: CellType) -> Any:
-    """Return the value of a closure's cell; None for an empty one."""
+    """Return the value of a closure's cell; None for an empty cell."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -186,7 +186,7 @@ def _may_be_awaited(hook: Any) -> bool:
 
 
 def _passes_self(code: CodeType, own: str = "") -> bool:
-    """Return whether a method passes its object to other code, or computes the name of an attribute that it reads."""
+    """Return whether a method passes `self` to other code, or computes the name of an attribute that it reads."""
     own = own or next(iter(code.co_varnames), "self")
     found = [(each.opname, each.argval) for each in dis.get_instructions(code)]
     padded = [("", ""), ("", ""), *found, ("", ""), ("", "")]

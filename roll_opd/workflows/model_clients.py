@@ -68,12 +68,12 @@ class ModelClients(RunAccess):
 
     @property
     def session_url(self) -> str:
-        """`base_url` with this run's session, for an OpenAI client with the key `endpoint_api_key`."""
+        """`base_url` with this run's session in it, for an OpenAI client that uses the key `endpoint_api_key`."""
         return f"{self.api_address}/sessions/{self._endpoint.session(self._run()).id}/v1"
 
     @property
     def api_key(self) -> str:
-        """API key of this run, valid until the run ends; requests with it belong to the run."""
+        """API key of this run, valid until the run ends; requests with this key belong to the run."""
         return str(self._endpoint.session(self._run()).key)
 
     def get_openai_client(self) -> Any:

@@ -62,7 +62,7 @@ def text_message(response: Experience) -> dict[str, Any]:
 
 
 class Responses(list):
-    """List of the responses of one call; attributes are those of the first response."""
+    """List of the responses of one call; reading an attribute gives that of the first response."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not self:
@@ -91,7 +91,7 @@ class ModelWrapper(ModelClients):
         self._most_characters = max_model_len * max(map(len, tokenizer.get_vocab()))
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Responses:
-        """Return `n` responses to a conversation, through the tokenizer's chat template.
+        """Return `n` responses to a conversation, rendered with the tokenizer's chat template.
 
         `options` are vLLM's and OpenAI's sampling parameters (n, temperature, top_p, top_k, max_tokens, stop,
         repetition_penalty); the configuration has the defaults. `tools` and `chat_template_kwargs` are passed to the
@@ -114,9 +114,9 @@ class ModelWrapper(ModelClients):
         as_message: AsMessage | None = None,
         **options: Any,
     ) -> list[tuple[Experience, Call]]:
-        """Return `n` responses to a conversation, as `chat`, each with its call.
+        """Return `n` responses to a conversation, as `chat` does, each with its call.
 
-        `as_message` converts a response to an assistant message; None: a message with its text.
+        `as_message` converts a response to an assistant message; None: to a message with the response's text.
         """
         given = [dict(message) for message in messages]
         continues = continue_final_message
@@ -154,7 +154,7 @@ class ModelWrapper(ModelClients):
         return len(tree.tokens(text)[0])
 
     def forget(self, answered: Sequence[tuple[Experience, Call]]) -> None:
-        """Remove responses of `answer` that were not delivered to the client."""
+        """Remove responses of `answer` that could not be delivered to the client."""
         run, lost = RUN.get(), [part for pair in answered for part in pair]
         tree = run.tree_of(self.tokenizer)
         tree.calls = [call for call in tree.calls if call not in lost]
@@ -169,8 +169,8 @@ class ModelWrapper(ModelClients):
         """Return a conversation of this run as one experience with the sampled tokens and log-probs.
 
         Tokens between responses are masked, and text after the last response is dropped. If the chat template rewrites
-        earlier turns, it has the last call only, and `branches` has the others. Raises ValueError if this run has no
-        such conversation.
+        earlier turns, the experience has the last call only, and `branches` has the others. Raises ValueError if the
+        conversation is not one of this run.
         """
         given = [dict(message) for message in messages]
         tree = self._run().tree_of(self.tokenizer)
@@ -198,7 +198,7 @@ class ModelWrapper(ModelClients):
         return [self._described(made, call.completion) for made, call in self._run().tree_of(self.tokenizer).branches()]
 
     def generate(self, prompts: str | Sequence[str], **options: Any) -> Responses:
-        """Return `n` responses to each text, in order; `options` as for `chat`."""
+        """Return `n` responses to each text, in order; `options` are those of `chat`."""
         return self._wait(self.generate_async(prompts, **options))
 
     async def generate_async(self, prompts: str | Sequence[str], **options: Any) -> Responses:
@@ -268,7 +268,7 @@ class ModelWrapper(ModelClients):
         return self._described(made, completion)
 
     def _described(self, made: Experience, last: Completion) -> Experience:
-        """Set the text of the `last` response."""
+        """Set the response text of `made`, decoded from the completion `last`."""
         made.response_text = partial(self.tokenizer.decode, last.tokens, skip_special_tokens=True)
         return made
 

@@ -1,4 +1,4 @@
-"""Load the configured workflow or reward function from a plugin directory, a module, or the built-in ones."""
+"""Load the configured workflow or reward function from a plugin directory, a module, or this package."""
 
 import importlib
 import importlib.util
@@ -24,7 +24,7 @@ VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def load_plugins(directory: str) -> None:
     """Import every module of a directory in this process, each under its file name.
 
-    Raises WorkflowError with the traceback if an import fails, and if a file name is that of another module.
+    Raises WorkflowError if an import fails (with the traceback) or if another module has the name of a file.
     """
     path = Path(directory).resolve()
     if not path.is_dir():
@@ -55,7 +55,7 @@ def load_plugins(directory: str) -> None:
 
 
 def find_workflow(name: str, plugin_dir: str | None) -> Any:
-    """Return the workflow class `name`; raises WorkflowError if there is none or it is incomplete."""
+    """Return the workflow class `name`; raises WorkflowError if it is missing or incomplete."""
     if plugin_dir:
         load_plugins(plugin_dir)
     found: Any = WORKFLOWS.find(name)

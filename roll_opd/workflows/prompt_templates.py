@@ -1,7 +1,7 @@
 """Prompt templates of environments, and ROLL's environment managers that select them.
 
-A template renders a game's turn as a user message. A manager, selected by class path, makes one sample per action or
-one per conversation.
+A template renders a game's turn as a user message. A manager, selected by its class path, makes one sample per action
+or one sample per conversation.
 """
 
 import re
@@ -54,7 +54,7 @@ def template_problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def missing_observation_field(settings: Mapping[str, Any]) -> str | None:
-    """Return the field of the observation if the template lacks it, so that the model would not see it; else None."""
+    """Return the name of the observation's field if the template lacks it (the model would not see it), else None."""
     needed = "current_observation" if makes_steps(settings["env_manager_cls"]) else "observation"
     shown = "agent_template" not in _keys(settings) or needed in map(_name, _fields(settings["agent_template"]))
     return None if shown else needed

@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 @dataclass
 class RunState:
-    """State of one workflow call, which makes one run (or several with `can_repeat`) for a prompt."""
+    """State of one workflow call, which produces one run (or several with `can_repeat`) for a prompt."""
 
     group: int  # calls of one group go to one engine
     seed: tuple[int, ...]  # (training seed, draw)
@@ -42,7 +42,7 @@ class RunState:
     stuck: bool = False  # user code that cannot be stopped still runs in this process
 
     def seeds(self, n: int) -> list[int]:
-        """Return the seeds of the `n` responses of the next call; a run's first call has the seeds of a single turn."""
+        """Return the seeds of the `n` responses of the next call; a run's first call has those of a single-turn run."""
         each = n == len(self.runs)  # one response per run
         numbers = [
             (*self.seed, self.runs[place], *([self.calls] if self.calls else []))
@@ -55,7 +55,7 @@ class RunState:
 
     @property
     def calls_made(self) -> list[Call]:
-        """Calls that had messages."""
+        """Calls whose prompt was given as messages."""
         return self.turns.calls if self.turns else []
 
     def tree_of(self, tokenizer: Any) -> CallTree:
@@ -85,14 +85,14 @@ RUN: ContextVar[RunState] = ContextVar("run")
 
 
 class RunAccess:
-    """Access of a model wrapper to the calling run: history, reward, state; blocking calls from threads."""
+    """Base of a model wrapper: history, reward and state of the calling run, and blocking calls from threads."""
 
     tokenizer: Any
     _loop: asyncio.AbstractEventLoop
 
     @property
     def reward(self) -> float | None:
-        """This run's reward as posted by an agent; None without one."""
+        """The reward that an agent has posted for this run; None if it has not."""
         return self._run().reward
 
     def take_reward(self, body: bytes | str) -> None:
@@ -112,7 +112,7 @@ class RunAccess:
         return found
 
     async def set_workflow_state(self, state: Mapping[str, Any]) -> None:
-        """Store state of the workflow by name, until the run ends."""
+        """Store the workflow's state, values by name, until the run ends."""
         self._run().notes.update(state)
 
     async def get_workflow_state(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class TeacherContexts:
         self._contexts, self._prompts = contexts, TeacherPrompts(contexts, tokenizer)
 
     def prompts(self, tokens: np.ndarray, run: RunState, prompt: Prompt) -> dict[str, np.ndarray]:
-        """Return teacher -> prompt tokens that replace the student's prompt `tokens`, int64 [P].
+        """Return teacher -> prompt tokens, which replace the student's prompt `tokens`, int64 [P].
 
         Raises ValueError if no call of the run has these tokens, or a context cannot be added to the call's prompt.
         """
@@ -192,7 +192,7 @@ class TeacherContexts:
         return found
 
     def _row(self, tokens: np.ndarray, run: RunState, prompt: Prompt) -> Row:
-        """Return the call with the prompt `tokens` as a dataset row."""
+        """Return a dataset row made from the call whose prompt is `tokens`."""
         key = self._contexts[0].key
         call = next((c for c in run.calls_made if np.array_equal(c.tokens[: c.start], tokens)), None)
         messages, text = (call.messages, None) if call else ((), run.texts.get(tokens.astype(np.int64).tobytes()))

@@ -1,7 +1,7 @@
 """Bases of user workflows: multi-step, multi-turn, and agents that call the policy at an OpenAI address.
 
-A step is one call of `step` (or `step_async`) with any number of model calls. Its experiences carry the number in
-`eid.step`, from which multi-step advantages are computed.
+A step is one call of `step` (or `step_async`), which may call the model any number of times. The experiences of a step
+have its number in `eid.step`; multi-step advantages are computed from it.
 """
 
 import json
@@ -33,7 +33,7 @@ class _Steps(Workflow):
 
     @property
     def client(self) -> Any:
-        """OpenAI client of this run, created on first use; None without `use_openai_client`."""
+        """OpenAI client of this run, created on first use; None unless `use_openai_client` is set."""
         if self._own_client is not None:
             return self._own_client
         run = (self.model.base_url, self.model.api_key) if self._uses_client else ("", "")
@@ -161,8 +161,8 @@ def rewarded(
 class MultiTurnWorkflow(Workflow):
     """Base class: convert a multi-turn conversation to one experience; only the model's turns are trained on.
 
-    One call makes one run of a task, as in Trinity-RFT. A subclass whose call makes all runs sets `can_repeat = True`
-    and the `eid.run` of each experience.
+    One call makes one run of a task, as in Trinity-RFT. A subclass that makes all runs in one call sets `can_repeat =
+    True` and the `eid.run` of each experience.
     """
 
     def process_messages_to_experience(
@@ -203,8 +203,8 @@ class MultiTurnWorkflow(Workflow):
 class WorkflowWithRecording(Workflow):
     """Base of workflows that start an agent with `base_url`, `api_key` and `model_name` and train on its requests.
 
-    Implement `run_async`: it calls `update_reward` and returns the run's metrics, numbers by name. Each conversation of
-    a run is one experience, as with `agent_workflow`.
+    Implement `run_async`, which calls `update_reward` and returns the run's metrics as name -> number. Each
+    conversation of a run is one experience, as with `agent_workflow`.
     """
 
     is_async = True

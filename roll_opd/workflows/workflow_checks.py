@@ -46,14 +46,14 @@ _PLACES = {
 
 
 def advice(name: str) -> str | None:
-    """Return how to use a workflow of Trinity-RFT's here; None for other names."""
+    """Return advice on how to run a Trinity-RFT workflow here; None for other names."""
     if name not in _PLACES:
         return None
     return _advice(name, *_PLACES[name])
 
 
 def place_of_class(kind: str) -> str | None:
-    """Return the counterpart of a class of Trinity-RFT's workflows; None for other classes."""
+    """Return the counterpart here of a Trinity-RFT workflow class; None for other classes."""
     module = next((module for module, known in _PLACES.values() if known == kind), None)
     return _advice(kind, module, kind) if module else None
 

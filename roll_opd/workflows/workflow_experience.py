@@ -51,7 +51,8 @@ UNREAD = {
 class EID:
     """Batch, task, run and step of an experience; the pipeline numbers batches and tasks.
 
-    A workflow with several kinds of experiences sets `task` to the kind; advantages compare within a kind.
+    A workflow that makes several kinds of experiences sets `task` to the kind; advantages compare experiences of one
+    kind.
     """
 
     batch: int | str = ""
@@ -169,8 +170,9 @@ class TokenLimits:
 def by_run(made: Sequence[Any], runs: Sequence[int]) -> dict[int, list[tuple[int, Experience]]]:
     """Return run -> [(step, experience)], sorted by step, from the experiences of one call.
 
-    A run whose `eid.step` are all 0 gets one step per experience of a task. If a call makes several runs, `eid.run` is
-    the run; without it, as many experiences as runs are one per run. Raises TypeError and ValueError.
+    If all `eid.step` of a run are 0, each experience of a task becomes one step. If a call makes several runs,
+    `eid.run` is the run. If it is not set and there are as many experiences as runs, each run gets one experience.
+    Raises TypeError and ValueError.
     """
     found: dict[int, list[tuple[int, Experience]]] = {}
     for one in made:
@@ -196,9 +198,9 @@ def by_run(made: Sequence[Any], runs: Sequence[int]) -> dict[int, list[tuple[int
 def trained(
     made: Experience, limits: TokenLimits, prompt: Prompt, draw: int, run: int, place: int, step: int | None = None
 ) -> Sample:
-    """Validate an experience of a run and return it as a `Sample`, number `place` of the run, step `step`.
+    """Validate an experience and return it as a `Sample` with number `place` in its run and step `step`.
 
-    The row's ground truth and other columns are omitted; the receiver has them.
+    The sample lacks the row's ground truth and other columns, which the receiver has.
 
     Raises TypeError and ValueError for an experience that cannot be trained on correctly.
     """
@@ -274,7 +276,7 @@ def _column(values: Any, name: str, length: int) -> np.ndarray | None:
 
 
 def _versions(versions: Versions, length: int) -> Versions:
-    """Return the versions of a response; unknown where the run changed the response's length."""
+    """Return the weight versions of a response; empty (unknown) if the run changed the response's length."""
     return versions if sum(tokens for _, tokens in versions) == length else ()
 
 

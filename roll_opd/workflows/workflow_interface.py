@@ -1,4 +1,4 @@
-"""`Workflow` base class with its `Task`, `RewardFn` base class, and the registries of both."""
+"""Base classes `Workflow` (with its `Task`) and `RewardFn`, and the registries of both."""
 
 import inspect
 import logging
@@ -98,9 +98,9 @@ class Workflow:
 
     @cached_property
     def auxiliary_models(self) -> list | None:
-        """OpenAI clients of the auxiliary models, named by `model_path`; the models are in `auxiliary_model_wrappers`.
+        """OpenAI clients of the auxiliary models, with `model_path`; `auxiliary_model_wrappers` has the models.
 
-        Both are None without auxiliary models.
+        Both are None if there are no auxiliary models.
         """
         is_async = flag(self, "is_async")
         return self.auxiliary_model_wrappers and [
@@ -132,7 +132,7 @@ class Workflow:
         self.repeat_times, self.run_id_base = repeat_times, run_id_base
 
     def set_single_run_context(self, run_id_base: int) -> None:
-        """Make the next call a single run with this number; called for classes that do not repeat."""
+        """Make the next call a single run with this number; called for classes without `can_repeat`."""
         self.repeat_times, self.run_id_base = 1, run_id_base
 
     def run(self) -> list[Experience]:
@@ -149,12 +149,12 @@ class Workflow:
 
 
 class Modules(Registry[dict]):
-    """Registry with Trinity-RFT's method names in addition."""
+    """Registry that also has the method names of Trinity-RFT's registries."""
 
     def register(self, name: str, **facts: Any) -> Callable[[Part], Part]:
-        """Register a class as `name`; a user's class replaces a built-in one, a second user class is an error.
+        """Register a class as `name`; a user's class replaces a built-in class, a second user class is an error.
 
-        Copied files of Trinity-RFT register their original names; some of these are built in here.
+        This lets copied files of Trinity-RFT register their original names; some of these names are built in here.
         """
         built_in = self._declared.get(name)
         registered = super().register(name, **facts)
@@ -175,7 +175,7 @@ class Modules(Registry[dict]):
         return decorate
 
     def register_module(self, name: str, **facts: Any) -> Callable[[Class], Class]:
-        """Register a class as `name`; built-in ones declare their `arguments`."""
+        """Register a class as `name`; built-in classes declare their `arguments`."""
         return self.register(name, **facts)
 
     def find(self, name: str) -> Callable[..., Any]:
@@ -223,7 +223,7 @@ class RewardFn(ABC):
 
 
 def parts_of(function: Any, inputs: Mapping[str, Any]) -> dict[str, float]:
-    """Return the parts of a reward function, called with the subset of `inputs` that it takes."""
+    """Call a reward function with those `inputs` that it takes; return the parts of the reward."""
     taken = inspect.signature(function).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
         inputs = {name: value for name, value in inputs.items() if name in taken}

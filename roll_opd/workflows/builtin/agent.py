@@ -1,4 +1,4 @@
-"""`agent_workflow`: run any OpenAI-client agent, a function or a command, and train on its requests."""
+"""`agent_workflow`: run an agent (a function or a command) that uses an OpenAI client, and train on its requests."""
 
 import asyncio
 import contextlib
@@ -27,17 +27,17 @@ class AgentWorkflow(Workflow):
 
     - `agent`: the dotted path of a function or coroutine function (row, base_url, api_key) that returns the reward
       or None;
-    - `command`: the argument list of a process, in which {base_url} and {api_key} are replaced. It gets the row as
-      JSON on stdin and the address in OPENAI_BASE_URL and OPENAI_API_KEY; its last line of output may be the reward, a
-      number or JSON with `reward` and `metrics`.
+    - `command`: the argument list of a process, in which {base_url} and {api_key} are replaced. The process gets the
+    row as JSON on stdin, and address and key in OPENAI_BASE_URL and OPENAI_API_KEY. Its last line of output may be the
+    reward: a number, or JSON with `reward` and `metrics`.
 
-    and optionally `experiences`: `branch` (default), one per conversation, or `call`, one per request. The agent may
-    also post its reward (`POST {base_url}/reward`); without a reward, the configuration's rewards score.
+    and optionally `experiences`: `branch` (default) makes one per conversation, `call` one per request. The agent may
+    also post its reward (`POST {base_url}/reward`); if it gives no reward, the configuration's rewards score it.
     """
 
     @staticmethod
     def check_arguments(arguments: Mapping[str, Any]) -> None:
-        """Check `workflow_args`; raises WorkflowError if the agent does not take three arguments."""
+        """Check `workflow_args`; raise WorkflowError if the agent does not take three arguments."""
         try:
             agent, _ = _agent(arguments)
         except (ValueError, ImportError) as error:
@@ -100,7 +100,7 @@ class AgentWorkflow(Workflow):
             return self._parse_reward(_tail(output))
 
     def _parse_reward(self, output: str) -> float | None:
-        """Return the reward in a command's last line of output, or the posted one; record its metrics.
+        """Return the reward in a command's last line of output, or the posted reward; record the metrics given with it.
 
         Raises ValueError for a malformed reward.
         """

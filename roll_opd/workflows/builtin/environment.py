@@ -1,4 +1,4 @@
-"""`environment_workflow`: alternate model actions and environment steps until the game, actions or tokens run out."""
+"""`environment_workflow`: alternate model actions and environment steps until the game ends or a limit is reached."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ INVALID_ACTION_NOTE = " (this action is not valid: keep to the form that is aske
 
 @dataclass
 class ModelTurn:
-    """Observation, the model's action, and the reward of that action."""
+    """One observation, the model's action, and the reward of this action."""
 
     observation: str
     info: dict[str, Any]
@@ -50,8 +50,9 @@ class Trajectory:
 class EnvironmentWorkflow(Workflow):
     """Built-in workflow for environments; `workflow_args.environments` maps each tag to its settings.
 
-    A conversation is one experience with the game's total reward; a chat template that rewrites earlier turns splits it
-    into one experience per branch. With a StepEnvManager each action is an experience with its own reward and state.
+    A conversation is one experience with the game's total reward; if the chat template rewrites earlier turns, it is
+    split into one experience per branch. With a StepEnvManager, each action is an experience with its own reward and
+    state.
     """
 
     is_async = can_reset = True
@@ -115,7 +116,7 @@ class EnvironmentWorkflow(Workflow):
         return response
 
     def _next_messages(self, trajectory: Trajectory) -> list[dict[str, str]]:
-        """Return the messages that the latest observation appends to the conversation."""
+        """Return the messages that the latest observation adds to the conversation."""
         settings, turn, number = self.settings, trajectory.turns[-1], len(trajectory.turns)
         if turn.info.get("use_tool"):
             return [{"role": "tool", "content": turn.observation}]
@@ -133,7 +134,7 @@ class EnvironmentWorkflow(Workflow):
         return [*_system(settings), {"role": "user", "content": f"{instruction}\n{text}" if instruction else text}]
 
     def _single_turn_prompt(self, trajectory: Trajectory) -> list[dict[str, str]]:
-        """Return a single-turn prompt with the latest observation and the last turns as text."""
+        """Return a single-turn prompt whose text has the latest observation and the last turns."""
         settings, turns = self.settings, trajectory.turns
         past = turns[-settings["history_length"] : -1] if settings["history_length"] else []
         first = len(turns) - len(past)
@@ -186,7 +187,7 @@ class EnvironmentWorkflow(Workflow):
 
 
 def _state(observation: str) -> str:
-    """Return a digest of the observation itself, without the template around it."""
+    """Return a digest of the observation without the template around it."""
     return blake2b(observation.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 

@@ -1,6 +1,6 @@
-"""Environment session of one trajectory: calls run in threads with a timeout and classified failures.
+"""Environment session of one trajectory: calls run in threads, have a timeout, and classify failures.
 
-A failure ends its own trajectory only. An environment that reached its end is pooled for the next trajectory.
+A failure ends only its trajectory. An environment whose episode has ended goes to a pool for the next trajectory.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ class GameSession:
 
 @asynccontextmanager
 async def lent_game(tag: str, settings: Mapping[str, Any]) -> AsyncIterator[GameSession]:
-    """Context manager: a game for one trajectory, pooled on success and discarded on failure."""
+    """Yield a game for one trajectory; return it to the pool on success, discard it on failure."""
     game = GameSession(tag, settings)
     try:
         yield game

@@ -1,6 +1,6 @@
 """Trinity-RFT's mathematics reward functions, with this package's check of the final answer.
 
-Built-in workflows are scored by the configuration's `rewards`; these are for workflows that call a function.
+The configuration's `rewards` score built-in workflows; these functions are for workflows that call one.
 Arguments are in Trinity-RFT's order; extra keyword arguments are ignored.
 """
 
@@ -82,7 +82,7 @@ class MathRewardFn(RewardFn):
 
 @REWARD_FUNCTIONS.register_module("math_boxed_reward")
 class MathBoxedRewardFn(RewardFn):
-    """1 for a right final answer; with `with_think`, minus `format_score_coef` unless there is exactly one thought."""
+    """1 for a right final answer; `with_think` subtracts `format_score_coef` unless there is exactly one thought."""
 
     def __call__(
         self,
@@ -99,9 +99,9 @@ class MathBoxedRewardFn(RewardFn):
 
 @REWARD_FUNCTIONS.register_module("countdown_reward")
 class CountDownRewardFn(RewardFn):
-    """1 for a formula in `<answer>` that reaches the target with each given number once, 0.1 for any other, else 0.
+    """1 if `<answer>` has a formula that reaches the target with each number once, 0.1 for another formula, else 0.
 
-    The truth is an object with `target` and `numbers`, or its JSON.
+    The truth is an object with `target` and `numbers`, or the JSON of such an object.
     """
 
     def __call__(self, response: str, prompt: Any = None, truth: Any = None, **_: Any) -> dict[str, float]:

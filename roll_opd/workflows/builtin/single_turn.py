@@ -25,7 +25,7 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 class BaseSimpleWorkflow(Workflow):
     """Base of single-turn workflows: build the messages, score the responses.
 
-    One call makes one run unless a subclass sets `can_repeat = True`.
+    One call produces one run unless a subclass sets `can_repeat = True`.
     """
 
     can_reset = True
@@ -45,7 +45,7 @@ class BaseSimpleWorkflow(Workflow):
 
     @property
     def rollout_args(self) -> dict[str, Any]:
-        """Sampling options with one response per run; older workflows assign their own."""
+        """Sampling options for one response per run; older workflows assign other options."""
         return {**(self._rollout_args or asdict(self.task.rollout_args)), "n": self.repeat_times}
 
     @rollout_args.setter
@@ -53,7 +53,7 @@ class BaseSimpleWorkflow(Workflow):
         self._rollout_args = given
 
     def format_messages(self) -> list[dict[str, str]]:
-        """Return the conversation to sample from; raises ValueError if the chat template drops a part of it."""
+        """Return the conversation to sample from; raises ValueError if the chat template drops a part."""
         messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         messages += conversation_of(self.task)
         if left := omission(self.model.tokenizer, messages):
@@ -63,7 +63,7 @@ class BaseSimpleWorkflow(Workflow):
         return messages
 
     def scored(self, responses: list[Experience]) -> list[Experience]:
-        """Return the responses, one per run, each with its reward."""
+        """Set the run and the reward of each response, one per run; return the responses."""
         for run, response in enumerate(responses, self.run_id_base):
             response.eid.run = run
             self.score(response)
@@ -137,7 +137,7 @@ class _Thinking(BaseSimpleWorkflow):
 
 
 class _Boxed(BaseSimpleWorkflow):
-    """Request a boxed answer, from a chat or base model, unless the configuration has its own system prompt."""
+    """Base: requests a boxed answer from a chat or base model, unless the configuration has a system prompt."""
 
     use_base = with_think = False
     format_score_coef = 0.1
@@ -177,7 +177,7 @@ class _BoxedInQuestion(BaseSimpleWorkflow):
 class MathWorkflow(_Thinking, SimpleWorkflow):
     """Mathematics question with DeepSeek-R1-Zero's system prompt unless the configuration has one.
 
-    As in Trinity-RFT, a `workflow_reward` other than `math_reward` omits the prompt.
+    As in Trinity-RFT, there is no such prompt with a `workflow_reward` other than `math_reward`.
     """
 
 
@@ -190,8 +190,8 @@ class AsyncMathWorkflow(_Thinking, AsyncSimpleWorkflow):
 class MathBoxedWorkflow(_Boxed, SimpleWorkflow):
     """Mathematics question with a boxed answer.
 
-    `workflow_args`: `use_base`, text prompt without chat template; `with_think`, ask for a thought in tags first;
-    `format_score_coef`, passed to the reward function with `with_think`.
+    `workflow_args`: `use_base` sends a text prompt without chat template; `with_think` requests a thought in tags
+    before the answer; `format_score_coef` goes to the reward function together with `with_think`.
     """
 
     def run(self) -> list[Experience]:
@@ -216,8 +216,8 @@ class AsyncMathBoxedWorkflow(_Boxed, AsyncSimpleWorkflow):
 class OnPolicyDistillWorkflow(AsyncSimpleWorkflow):
     """Sample an answer to the row's prompt, to be scored by the configuration's teachers.
 
-    A subclass's `compute_reward` gives the reward, as in Trinity-RFT. Pure distillation records it without training on
-    it.
+    The `compute_reward` of a subclass gives the reward, as in Trinity-RFT. Pure distillation records this reward and
+    does not train on it.
     """
 
     def reset(self, task: Task) -> None:
@@ -227,7 +227,7 @@ class OnPolicyDistillWorkflow(AsyncSimpleWorkflow):
 
     @property
     def teacher_model(self) -> Any:
-        """The first auxiliary model, for a `run_async` that calls the teacher itself."""
+        """The first auxiliary model, for subclasses whose `run_async` calls the teacher."""
         if not self.auxiliary_model_wrappers:
             raise ValueError(
                 "teacher_model: auxiliary_models is empty; add the teacher to it, or let the configuration's teachers"

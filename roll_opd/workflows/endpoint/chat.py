@@ -49,7 +49,7 @@ class Refusal(Exception):
     """Error response to a request."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        """Create an error with an HTTP status, the wrong field `param` and a machine-readable `code`."""
+        """Create an error with an HTTP status, the name `param` of the wrong field, and a machine-readable `code`."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
@@ -75,7 +75,7 @@ class ChatRequest:
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """Parse and validate a request body; raises Refusal with the wrong field if it cannot be served exactly."""
+    """Parse and validate a request body; raises Refusal with the wrong field unless it can be served exactly."""
     try:
         request = json.loads(body)
         json.dumps(request, ensure_ascii=False).encode()  # raises for a lone surrogate
@@ -149,7 +149,7 @@ class Answer:
 
     @property
     def token_logprobs(self) -> dict[str, Any]:
-        """Tokens with log-probs in OpenAI's format."""
+        """The tokens with their log-probs in OpenAI's format."""
         entries = [
             {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
             for text, logprob in zip(self.tokens, self.logprobs, strict=True)

@@ -1,7 +1,7 @@
 """HTTP server of the policy in the workflow process, with one session per run.
 
-Responses come from `ModelWrapper.answer`, so they are recorded in the run's call tree. The server starts on first use
-of its address, or with the process if a port is configured.
+Responses come from `ModelWrapper.answer`, so they are recorded in the run's call tree. The server starts when its
+address is first read, or with the process if a port is configured.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class _StreamedError(Exception):
     """Error that has been sent within a stream."""
 
     def __init__(self, response: web.StreamResponse) -> None:
-        """Create it with the stream `response`, which then ends."""
+        """Create the error for the stream `response`, which ends with it."""
         self.response = response
 
 
@@ -61,7 +61,7 @@ class RunSession:
 
 
 class PolicyServer:
-    """HTTP server of one process; a session is identified by its key, or by URL or header with the server's key."""
+    """HTTP server of one process; a session is identified by its key, or by URL or header and the server's key."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class PolicyServer:
         port: int = 0,
         key: str | None = None,
     ) -> None:
-        """Create a server; `parse` finds tool calls, port 0 is any free port, `key` is valid for all sessions."""
+        """Create a server; `parse` finds tool calls, port 0 means any free port, `key` is valid for all sessions."""
         self.counts: Counter[str] = Counter()  # requests by HTTP status or ABANDONED
         self._model, self._loop, self._host, self._port, self._key = model, loop, host, port, key
         self._parse = parse
@@ -117,7 +117,7 @@ class PolicyServer:
             return self._by_run[id(run)]
 
     def close(self, run: RunState) -> None:
-        """Close a run's session, if any: requests in progress and later ones are refused."""
+        """Close a run's session, if it has one: running and later requests are refused."""
         with self._starting:
             run.ended = True
             session = self._by_run.pop(id(run), None)
@@ -149,7 +149,7 @@ class PolicyServer:
 
     @web.middleware
     async def _accounted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Convert errors to OpenAI's error responses and count all responses by status."""
+        """Convert errors to error responses in OpenAI's format; count all responses by status."""
         response: web.StreamResponse
         try:
             if self._active_requests >= MAX_CONCURRENT_REQUESTS:
