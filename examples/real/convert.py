@@ -67,7 +67,8 @@ def convert(gguf: Path, target: Path) -> tuple[Any, Any]:
     target.mkdir(parents=True, exist_ok=True)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     config = model.config.to_dict()
-    config.pop("quantization_config", None)
+    for name in ("quantization_config", "_name_or_path"):  # of the GGUF file
+        config.pop(name, None)
     config["architectures"] = [type(model).__name__]
     (target / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
     AutoTokenizer.from_pretrained(gguf.parent, **read).save_pretrained(target)
