@@ -173,6 +173,7 @@ def preloaded() -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", SERVER], capture_output=True, text=True, env=none, timeout=240)
 
 
+@pytest.mark.nightly
 def test_preloaded_modules_do_not_import_the_compiler_and_have_cpu_kernels(
     preloaded: subprocess.CompletedProcess[str],
 ) -> None:

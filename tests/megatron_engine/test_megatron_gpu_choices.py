@@ -53,6 +53,7 @@ print(json.dumps([before, torch.backends.cuda.cudnn_sdp_enabled(), os.environ["C
 """
 
 
+@pytest.mark.nightly
 def test_a_rank_attends_without_cudnn_and_can_be_deterministic_later() -> None:
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     environment = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}

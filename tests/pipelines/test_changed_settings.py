@@ -58,6 +58,7 @@ def test_changed_settings_are_taken_and_named(whole: Run, tmp_path: Path) -> Non
     assert "changed from step 3" in (run.path / "report.html").read_text()
 
 
+@pytest.mark.nightly
 def test_unchanged_settings_go_on_to_the_bit(whole: Run, tmp_path: Path) -> None:
     run = fork(whole, tmp_path / "fork", "logging_steps=2")
     assert "Settings are the same as in step 2" in run.output

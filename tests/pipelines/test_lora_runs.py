@@ -80,6 +80,7 @@ def test_only_the_adapter_was_trained(whole: Run) -> None:
     assert config["r"] == 4 and config["base_model_name_or_path"] == str(START)
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_has_the_same_bits(whole: Run, tmp_path: Path) -> None:
     resumed = run_of(tmp_path / "output", f"resume_from_checkpoint={whole.path / 'checkpoints/step_1'}")
     for file in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):

@@ -112,6 +112,7 @@ def played(stage: Stage, games: str, game: str, role: str, *more: str, config: t
     return stage.run(*settings_of(games, game, role), *more, config=config, name=f"game_{game}_{config[1]}")
 
 
+@pytest.mark.nightly
 def test_an_agentic_run_learns_from_rewards_alone(stage: Stage, games: str) -> None:
     run = played(
         stage,

@@ -114,6 +114,7 @@ def test_a_hint_that_says_nothing_changes_no_bit(stage: Stage) -> None:
     assert equal == [True, False]
 
 
+@pytest.mark.nightly
 def test_several_teachers_each_with_its_own_prompt(stage: Stage, models: dict) -> None:
     """In mixed mode: one with a hint, one with a system message by its tags, one that reads what the student reads."""
     sections = {

@@ -44,6 +44,7 @@ def own(stage: Stage, source: str, section: str) -> tuple[str, ...]:
     return ("~rewards", f"+rewards={section}")
 
 
+@pytest.mark.nightly
 def test_a_reward_worker_killed_in_a_batch_changes_nothing(stage: Stage) -> None:
     undisturbed = play(stage, "undisturbed")
     (pool,) = next(iter(stage.started.values()))

@@ -102,7 +102,7 @@ DIVERGENCES = {
 }
 
 
-@pytest.mark.parametrize("objective", DIVERGENCES)
+@pytest.mark.parametrize("objective", tiered(DIVERGENCES, ["sampled", "full"]))  # topk: test_staged_hints.py
 def test_distillation_brings_the_student_closer(stage: Stage, objective: str) -> None:
     """To 0.6 x the first reverse KL in six steps; the teacher is on both slots (TP2), the student on one."""
     run = pure(stage, *DIVERGENCES[objective], "max_steps=6")

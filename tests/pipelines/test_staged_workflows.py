@@ -309,6 +309,7 @@ def test_a_model_beside_the_student_is_asked(stage: Stage, mine: tuple[str, ...]
     assert row["critic/score/mean"] > 0.8 and not any(name.startswith("workflow/failed") for name in row)
 
 
+@pytest.mark.nightly
 def test_steps_are_compared_by_the_last_one_of_their_run(stage: Stage, mine: tuple[str, ...]) -> None:
     """A wrong sum is tried again: naively, the rewards of the runs' last tries are compared, and all tries get that."""
     more = ("prompt_key=question", "workflow_reward=accuracy_reward", "workflow_args={max_steps: 2}")

@@ -110,6 +110,7 @@ def test_what_cannot_work_is_refused(
     assert expected in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_student_that_explodes_leaves_the_samples_on_record(tmp_path: Path) -> None:
     """With the log-probs that the skipped update computed."""
     run = launch(

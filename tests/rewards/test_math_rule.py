@@ -58,12 +58,12 @@ def test_answers_that_equal_a_gold_answer_and_answers_that_do_not() -> None:
 
 @pytest.mark.slow
 def test_a_sample_of_the_answers_that_equal_a_gold_answer_and_of_those_that_do_not() -> None:
-    """A twentieth, by a hash of the pair: the same on every day and machine."""
-    assert_verdicts([pair for pair in pairs() if crc32(f"{pair[0]}\n{pair[1]}".encode()) % 20 == 0])
+    """A fortieth, by a hash of the pair: the same on every day and machine."""
+    assert_verdicts([pair for pair in pairs() if crc32(f"{pair[0]}\n{pair[1]}".encode()) % 40 == 0])
 
 
 def assert_verdicts(table: list[tuple[str, str, bool]]) -> None:
-    assert Counter(right for _, _, right in table).keys() == {True, False} and len(table) > 100
+    assert Counter(right for _, _, right in table).keys() == {True, False} and len(table) > 50
     with ThreadPoolExecutor(processes.PROCESSES) as pool:
         found = list(pool.map(lambda pair: is_right(pair[1], pair[0], timeout=60) is True, table))
     assert [pair for pair, verdict in zip(table, found, strict=True) if pair[2] is not verdict] == []
