@@ -1,8 +1,9 @@
 """Send one output per request from vLLM's engine core to its front end, instead of one per token.
 
 For requests with only a final output (`RequestOutputKind.FINAL_ONLY`) vLLM still sends every token and log-prob
-separately; processing them is half of the front end's work for a small model. Here the engine core holds them until the
-request ends. Requests with stop strings are unchanged, because the front end searches for these token by token.
+separately; processing them is half of the front end's work for a small model. Here the engine core holds the outputs
+until the request ends. Requests with stop strings are unchanged, because the front end searches for stop strings token
+by token.
 """
 
 import functools
@@ -16,7 +17,7 @@ Update = Callable[..., dict[int, Any]]  # `Scheduler.update_from_output`: client
 
 
 def coalesces_outputs(update: Update) -> Update:
-    """Wrap `Scheduler.update_from_output`: hold the outputs of unfinished requests and join them at the end."""
+    """Wrap `Scheduler.update_from_output`: hold a request's outputs until it ends, then send them joined."""
 
     @functools.wraps(update)
     def updated(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:

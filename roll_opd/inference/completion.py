@@ -45,13 +45,13 @@ def check_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_mo
 
 
 def stop_token_ids(stop: Sequence[str], tokenizer: "TokenizerLike") -> tuple[int, ...]:
-    """Return the ids of stop strings that are special tokens, since decoded texts do not contain them."""
+    """Return the token ids of the stop strings that are special tokens; decoded text does not contain these."""
     special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return tuple(special[string] for string in stop if string in special)
 
 
 def sampling_params(sampling: SamplingPlan, seed: int, stop_ids: Sequence[int] = ()) -> "SamplingParams":
-    """Return vLLM's parameters for one sample with log-probs of sampled tokens; `stop_ids` are more stop tokens."""
+    """Return vLLM's parameters for one sample with log-probs of its tokens; `stop_ids` are additional stop tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -89,7 +89,7 @@ def token_logprobs(tokens: Iterable[int], entries: Iterable[Any]) -> np.ndarray:
 
 
 def cut_at_stop(completion: Completion, stop: Sequence[str], tokenizer: "TokenizerLike") -> Completion:
-    """Cut `completion` after the token that completes a stop string, as vLLM does; unchanged without one."""
+    """Cut `completion` after the token that completes a stop string, as vLLM does; unchanged without a stop string."""
     for length in range(1, len(completion.tokens) + 1):
         text = tokenizer.decode(completion.tokens[:length].tolist(), skip_special_tokens=True)
         if any(string in text for string in stop):

@@ -1,4 +1,4 @@
-"""Correct vLLM 0.32's linear attention on CPUs for a step of a single token, which ends the engine."""
+"""Fix vLLM 0.32's linear attention on CPUs, where a step with a single token crashes the engine."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from torch import Tensor
 def copies_single_tokens() -> None:
     """Replace the computation of a layer by one that copies the projections of a single token. Idempotent.
 
-    A row of a wider matrix counts as contiguous whatever its stride, and the kernel of the convolution reads strides.
+    PyTorch calls a single row of a wider matrix contiguous whatever its stride, but the convolution kernel reads
+    strides.
     """
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 

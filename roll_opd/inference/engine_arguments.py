@@ -1,6 +1,6 @@
 """Environment variables and engine arguments for vLLM: defaults, the plan's, and the user's.
 
-vLLM reads a part of its environment at import, so this module does not import it at the top.
+vLLM reads some environment variables at import, so this module does not import vLLM at the top.
 """
 
 import difflib
@@ -57,7 +57,7 @@ DEEPSEEK_V3_ROUTERS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
 def prepare_environment(*, eager_on_cpu: bool) -> None:
-    """Set environment variables for vLLM, unless the user has set them, in this process and its children."""
+    """Set vLLM's environment variables for this process and its children, except variables that the user has set."""
     for name, value in (ENVIRONMENT | (EAGER_ENVIRONMENT if eager_on_cpu else {})).items():
         os.environ.setdefault(name, value)
     allowed = os.environ.get("VLLM_PLUGINS")
@@ -66,9 +66,9 @@ def prepare_environment(*, eager_on_cpu: bool) -> None:
 
 
 def kv_cache_bytes(model: ModelPlan, max_model_len: int, sequences: int, block: int, tp: int) -> int:
-    """Return the size in bytes of the KV cache on each of `tp` ranks: for `sequences` of full length.
+    """Return the KV-cache size in bytes on each of `tp` ranks, enough for `sequences` sequences of full length.
 
-    It is at most `KV_CACHE_LIMIT`, but fits one sequence. An engine writes to all of it when it starts.
+    It is at most `KV_CACHE_LIMIT`, but always fits one sequence. An engine writes to the whole cache when it starts.
     """
     info = read_model(Path(model.path))
     each_token = int(info.cached_elements(tp)) * DTYPE_BYTES[model.dtype]
@@ -81,7 +81,7 @@ def kv_cache_bytes(model: ModelPlan, max_model_len: int, sequences: int, block: 
 
 
 def check_plugin_is_installed() -> None:
-    """Raise RuntimeError unless the entry point of our plugin is installed, for vLLM's other processes."""
+    """Raise RuntimeError unless our plugin's entry point is installed; vLLM's other processes load it from there."""
     if PLUGIN_NAME not in {point.name for point in entry_points(group="vllm.general_plugins")}:
         raise RuntimeError(
             "the vllm.general_plugins entry point of roll_opd is not installed, so vLLM's engine process "
@@ -90,7 +90,7 @@ def check_plugin_is_installed() -> None:
 
 
 def check_engine_args(engine_args: Mapping[str, Any], known: set[str]) -> None:
-    """Raise one ValueError with every argument that is unknown to vLLM (with the nearest name) or set by the plan."""
+    """Raise one ValueError that lists the arguments unknown to vLLM (each with the nearest name) or set by the plan."""
     problems = []
     for name in engine_args:
         if name in SET_BY_PLAN:
@@ -103,7 +103,7 @@ def check_engine_args(engine_args: Mapping[str, Any], known: set[str]) -> None:
 
 
 def cpu_block(engine_args: Mapping[str, Any]) -> int:
-    """Return the tokens of a KV-cache block on a CPU: the user's, rounded up to a supported multiple."""
+    """Return the tokens per KV-cache block on a CPU: the user's number, rounded up to a supported multiple."""
     return -(-(engine_args.get("block_size") or CPU_BLOCK) // CPU_BLOCK_MULTIPLE) * CPU_BLOCK_MULTIPLE
 
 
@@ -119,7 +119,7 @@ def resolve_engine_args(
 ) -> dict[str, Any]:
     """Return vLLM's engine arguments: our defaults, overridden by the user's, overridden by the plan's.
 
-    With `routes`, the engine returns the experts of each token; on a CPU through `router_replay.record_routes`.
+    With `routes`, the engine returns the experts of each token; on a CPU, `router_replay.record_routes` does this.
     """
     defaults: dict[str, Any] = {"disable_log_stats": True}
     if tensor_parallel_size > 1:
@@ -168,9 +168,9 @@ def resolve_engine_args(
 
 
 def _without_rotary_kernel(config: Any) -> dict[str, Any]:
-    """Return a compilation config without vLLM's rotary kernel for CPUs, which is wrong for a part of a head.
+    """Return a compilation config without vLLM's rotary kernel for CPUs, which is wrong if only part of a head rotates.
 
-    With latent attention it changes log-probs without an error.
+    With latent attention that kernel changes log-probs without an error.
     """
     if not isinstance(config, Mapping | None):
         raise ValueError(f"engine_args: 'compilation_config' {config!r} should be a mapping for a model like this one")

@@ -1,7 +1,7 @@
 """Report why an engine does not start, since vLLM reports only that its processes have ended.
 
-`start_errors` makes a file and names it in the environment; `record_errors`, called in vLLM's processes by our plugin,
-writes the first exception that vLLM logs to it.
+`start_errors` makes a file and puts its path into the environment. Our plugin calls `record_errors` in vLLM's
+processes; it writes the first exception that vLLM logs to this file.
 """
 
 import logging
@@ -17,7 +17,7 @@ PORT_TAKEN = "ddress already in use"
 
 
 class EngineStartError(RuntimeError):
-    """Failed start of an engine; the message is the reason."""
+    """Failed start of an engine; the message has the reason."""
 
 
 @contextmanager

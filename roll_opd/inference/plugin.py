@@ -1,7 +1,7 @@
 """Entry point `vllm.general_plugins`, which vLLM calls in each of its processes before it builds an engine.
 
-It registers our weight-transfer backends by name (imported on use), and makes vLLM's child processes exit with their
-parent. Other vLLM processes are unchanged.
+The plugin registers our weight-transfer backends by name (they are imported on use), and makes vLLM's child processes
+exit when their parent dies. Other vLLM processes are unchanged.
 """
 
 import multiprocessing

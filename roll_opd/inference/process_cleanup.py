@@ -1,11 +1,11 @@
 """Cleanup after killed processes: exit with the parent process, and unlink shared memory.
 
 A parent killed by SIGKILL cannot stop its children, so a daemon thread of the child exits the process after the kernel
-has given it another parent. Used in vLLM's engine core and other helper processes; `cluster.process_reaper` kills the
+has given it another parent. vLLM's engine core and other helper processes use it; `cluster.process_reaper` kills the
 processes left by a killed driver.
 
-vLLM kills ranks that do not exit within seconds, as on a busy machine. Ray then kills the engine's process group with
-Python's resource tracker, which would leave 160 MiB or more in /dev/shm.
+On a busy machine, vLLM kills ranks that do not exit within seconds. Ray then kills the engine's process group,
+including Python's resource tracker, which would leave 160 MiB or more in /dev/shm.
 """
 
 import os
@@ -23,7 +23,7 @@ _THREAD_NAME = "roll_opd-die-with-parent"
 def die_with_parent(poll_seconds: float = 0.5) -> None:
     """Start a thread that exits this process (`os._exit`) within about `poll_seconds` of its parent's death.
 
-    The parent is the one at the time of the call. A second call has no effect.
+    The parent is the parent process at the time of the call. A second call has no effect.
     """
     if any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
         return
@@ -39,7 +39,7 @@ def _watch(parent_pid: int, poll_seconds: float) -> None:
 
 
 def unlink_shared_memory() -> None:
-    """Close the resource tracker of this process and wait while it unlinks; all children must have exited."""
+    """Close this process's resource tracker and wait until it has unlinked all; all children must have exited."""
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is None or tracker._pid is None:  # no tracker, or another process's
         return

@@ -1,7 +1,7 @@
 """Record the experts of each token in vLLM's engine core on a CPU, and return them in a request's last output.
 
-vLLM's own `enable_return_routed_experts` needs its second model runner and so Triton. Here the routers of a model write
-to a table with a row for each slot of the KV cache, so that a prefix-cache hit has its routes.
+vLLM's option `enable_return_routed_experts` needs vLLM's second model runner, which needs Triton. Here the routers of a
+model write to a table with a row for each slot of the KV cache, so that the routes of a prefix-cache hit are known.
 
 Legend: T tokens of a request, L layers, K experts of a token.
 """
@@ -31,7 +31,7 @@ class RouteTable:
         self._experts[cells.clamp(min=0), layer] = experts.to(self._experts.dtype)
 
     def read(self, blocks: Sequence[int], tokens: int) -> np.ndarray:
-        """Return the experts of a request's first `tokens`, whose KV cache is in `blocks`, [tokens, L, K]."""
+        """Return the experts [tokens, L, K] of a request's first `tokens` tokens; `blocks` hold its KV cache."""
         count = -(-tokens // self.block_size)
         cells = torch.tensor(blocks[:count], dtype=torch.long)[:, None] * self.block_size + torch.arange(
             self.block_size
@@ -40,7 +40,7 @@ class RouteTable:
 
 
 def record_routes() -> None:
-    """Patch vLLM in this engine core to record and return routes. Idempotent; before the engine is built."""
+    """Patch vLLM in this engine core to record and return routes. Idempotent; call it before the engine is built."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -54,7 +54,7 @@ def record_routes() -> None:
 
 
 def with_table(initialize: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `CPUModelRunner.initialize_kv_cache`: afterwards the model's routers write to a table."""
+    """Wrap `CPUModelRunner.initialize_kv_cache`: after it has run, the model's routers write to a table."""
 
     @functools.wraps(initialize)
     def initialized(runner: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:

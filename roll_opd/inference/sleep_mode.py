@@ -1,6 +1,6 @@
 """Sleep state of an engine: which parts of its memory are released, and checks before requests and weight updates.
 
-vLLM for CPUs has no sleep mode: there a sleeping engine stops scheduling and refuses requests, but keeps its memory.
+vLLM for CPUs has no sleep mode: a sleeping CPU engine stops scheduling and refuses requests, but keeps its memory.
 """
 
 from collections.abc import Collection
@@ -23,7 +23,7 @@ class SleepState:
         self._phase = ""
 
     def check_awake(self) -> None:
-        """Raise `RuntimeError` if memory or weights are missing: responses would be noise."""
+        """Raise `RuntimeError` if memory or weights are missing, since responses would be noise."""
         if self.released:
             raise RuntimeError(
                 f"an inference engine cannot generate: it is asleep ({' and '.join(sorted(self.released))} released in"

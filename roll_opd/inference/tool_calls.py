@@ -24,15 +24,16 @@ ToolCallParser = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, list[To
 
 
 def find_parser(name: str, tokenizer: Any) -> ToolCallParser:
-    """Return the tool-call parser with this name: `hermes`, or a name for the --tool-call-parser of vLLM.
+    """Return the tool-call parser with this name: `hermes`, or a name that vLLM's --tool-call-parser accepts.
 
-    Raises ValueError for an unknown name. Other names than `hermes` import vLLM: some seconds, and half a gigabyte.
+    Raises ValueError for an unknown name. Names other than `hermes` import vLLM, which takes seconds and half a
+    gigabyte.
     """
     return read_hermes if name == HERMES else _vllm_parser(name, tokenizer)
 
 
 def read_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
-    """Return the text before the first call, and the calls; the complete text without a call."""
+    """Return the text before the first call and the calls; if there is no call, the complete text."""
     calls, first = [], len(text)
     for start, written in _blocks(_without_thoughts(text)):
         if call := _call(written):
@@ -53,9 +54,10 @@ def _call(written: str) -> ToolCall | None:
 
 
 def _blocks(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (start, content) of each tool-call block, in linear time.
+    """Yield (start, content) of each tool-call block in linear time.
 
-    In a block with two opening marks, the first counts if a complete call follows it, else the last.
+    In a block with two opening marks, the block starts at the first mark if a complete call follows it, else at the
+    last.
     """
     end = 0
     while (close := text.find(CLOSE, end)) >= 0:

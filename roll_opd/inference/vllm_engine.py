@@ -1,6 +1,6 @@
 """vLLM engine: sampling with log-probs, continuous batching, and versioned weight updates.
 
-The engine core is a separate process; this is its asynchronous front end. vLLM is imported when the first engine
+The engine core is a separate process; this module is its asynchronous front end. vLLM is imported when the first engine
 starts. Legend: R response tokens, T tokens of prompt and response.
 """
 
@@ -48,7 +48,7 @@ class WeightUpdateError(RuntimeError):
 
 
 class InferenceEngine:
-    """vLLM engine on this machine, for one event loop. Started by `await InferenceEngine.start(...)`."""
+    """vLLM engine on this machine, for one event loop. Start it with `await InferenceEngine.start(...)`."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class InferenceEngine:
         Args:
             max_model_len: maximum of prompt and response tokens.
             engine_args: passed to vLLM unchanged; ValueError for unknown ones.
-            deterministic: a batch gives the same bits for the same weights: batches run one after another, each from an
+            deterministic: a batch gives the same bits for the same weights. Batches run one after another, each from an
                 empty prefix cache.
             routes: responses include the experts of each token.
             weight_transfer: backend of weight updates.
@@ -140,18 +140,18 @@ class InferenceEngine:
         raise AssertionError
 
     async def generate(self, prompt_tokens: Sequence[int], sampling: SamplingPlan, seed: int) -> Completion:
-        """Sample one response to one prompt; temperature 0 is greedy. `sampling.n` is not read."""
+        """Sample one response to one prompt; temperature 0 means greedy. `sampling.n` is ignored."""
         completions = [c async for _, c in self.generate_batch([prompt_tokens], sampling, [seed])]
         return completions[0]
 
     async def generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingPlan, seeds: Sequence[int]
     ) -> AsyncGenerator[tuple[int, Completion], None]:
-        """Sample one response for each prompt in one batch; yield (index of the prompt, response) as each ends.
+        """Sample one response for each prompt of a batch; yield (prompt index, response) as each response ends.
 
         A response depends on its seed and not on the other prompts, up to rounding in batched kernels. Leaving the
-        iterator early aborts running requests (use `contextlib.aclosing`). Raises ValueError for an empty prompt or one
-        without room for a response.
+        iterator early aborts running requests (use `contextlib.aclosing`). Raises ValueError for a prompt that is empty
+        or leaves no room for a response.
         """
         self._check_awake()
         check_prompts(prompts, seeds, self._max_model_len)
@@ -230,7 +230,7 @@ class InferenceEngine:
     async def update_weights(self, buckets: Iterable[Mapping[str, torch.Tensor]], version: int) -> None:
         """Replace all weights by `buckets` of Hugging Face name -> full tensor, as `version`.
 
-        Buckets are consumed one at a time; together they must hold every weight once. See `begin_update`.
+        Buckets are consumed one at a time; together they must hold every weight exactly once. See `begin_update`.
         """
         await self.begin_update(version)
         memory = BucketMemory()
@@ -246,12 +246,13 @@ class InferenceEngine:
             memory.close()
 
     async def begin_update(self, version: int) -> None:
-        """Begin a weight update; `load_weights` loads its parts, `finish_update` ends it.
+        """Begin a weight update; `load_weights` loads the weights in parts, `finish_update` ends the update.
 
         Running requests depend on `on_update`. wait: they finish on the old weights first. continue: they keep their
-        tokens and go on with the new weights, which compute their KV cache again; the versions of a completion have the
-        spans. restart: they begin again from their prompts. Waiting requests run on the new weights. The prefix cache
-        is emptied. All three methods raise WeightUpdateError if the update failed; the engine is then unusable.
+        tokens, their KV cache is computed again with the new weights, and generation continues; `versions` of a
+        completion records which tokens each version sampled. restart: they start again from their prompts. Waiting
+        requests run on the new weights. The prefix cache is emptied. All three methods raise WeightUpdateError if the
+        update failed; the engine is then unusable.
         """
         await self._exclusive.acquire()
         try:
@@ -286,7 +287,7 @@ class InferenceEngine:
         self._exclusive.release()
 
     async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
-        """Connect to the sender of weights, for backends with a connection."""
+        """Connect to the sender of weights, if the backend needs a connection."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(info)))
@@ -295,7 +296,7 @@ class InferenceEngine:
     def _breaking(self) -> Iterator[None]:
         """Mark the engine as broken on an error inside the block, since its weights may be a mix of two versions.
 
-        EngineDeadError is raised unchanged, as outside of an update.
+        EngineDeadError is re-raised unchanged, as outside an update.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -320,7 +321,7 @@ class InferenceEngine:
             await self._sleep_state.begin(level, phase)
 
     async def wake_up(self, tags: Collection[str]) -> None:
-        """Restore memory: "weights", "kv_cache" or both. After the last part, requests are accepted."""
+        """Restore the memory of "weights", "kv_cache" or both. Once all parts are restored, requests are accepted."""
         async with self._exclusive:
             await self._sleep_state.end(tags)
 
@@ -347,8 +348,8 @@ class InferenceEngine:
     async def close(self, *, collect: bool = True) -> None:
         """Stop the engine core and wait for its end. A second call has no effect.
 
-        Without `collect`, for a process that will be killed next, garbage collection is skipped, and a core on a CPU
-        without rank processes is killed, which saves 1.4 s.
+        Pass `collect=False` in a process that will be killed next: it skips garbage collection, and kills an engine
+        core that runs as one process on a CPU, which saves 1.4 s.
         """
         if self._llm is None:
             return

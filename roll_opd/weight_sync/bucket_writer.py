@@ -1,4 +1,4 @@
-"""Mixins of Ray actors for weight buckets: student ranks write them, one actor per remote host copies them there."""
+"""Ray actor mixins for weight buckets: student ranks write buckets; one actor per remote host copies them there."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +11,7 @@ Written = Iterator[tuple[BucketMemory, bool]]  # see `bucketed`
 
 
 class BucketHost:
-    """Actor that reports its Ray node, and can copy a bucket to it for all receivers on that host."""
+    """Actor that reports its Ray node, and can copy a bucket into that host's memory for all receivers there."""
 
     _held: BucketMemory | None = None
 
@@ -20,7 +20,7 @@ class BucketHost:
         return ray.get_runtime_context().get_node_id()
 
     def hold(self, content: np.ndarray, bucket: Description) -> Description:
-        """Copy a bucket into shared memory of this host; return its new description."""
+        """Copy a bucket into shared memory of this host; return the description of the copy."""
         self._held = self._held or BucketMemory()
         self._held.fill(content, bucket)
         return bucket | self._held.describe()
@@ -33,7 +33,7 @@ class BucketHost:
 
 
 class BucketWriter:
-    """Student rank that exports weights: rank 0 writes bucket after bucket, the others join its collectives."""
+    """Student rank that exports weights: rank 0 writes one bucket after another; other ranks join the collectives."""
 
     _written: Written
     _memories: Sequence[BucketMemory] = ()
@@ -44,7 +44,7 @@ class BucketWriter:
         raise NotImplementedError(f"{type(self).__name__} has no method `begin_writing`")
 
     def export_weights(self, dtype: str, memories: int) -> tuple[Description, bool] | None:
-        """Start the export and return the first bucket (see `next_bucket`); on ranks above 0, run it to its end."""
+        """Start the export and return the first bucket (see `next_bucket`); on ranks above 0, export to the end."""
         self._memories = [BucketMemory() for _ in range(memories)]
         self._written = self.begin_writing(self._memories, dtype)
         if memories:
@@ -59,7 +59,7 @@ class BucketWriter:
         return self._newest.describe(), is_last
 
     def share_bucket(self) -> list[ray.ObjectRef]:
-        """Put the newest bucket into the object store, for other hosts."""
+        """Put the newest bucket into Ray's object store, where other hosts read it."""
         return [ray.put(self._newest.content())]
 
     def end_export(self) -> None:

@@ -1,4 +1,4 @@
-"""Send the student's weights from GPU to GPU, on each of its ranks, with vLLM's senders.
+"""Send the student's weights from GPU to GPU with vLLM's senders; runs on every rank of the student.
 
 A sender reads the weights from a `WeightSource`, announces them to the engines, and packs them into buffers. Importing
 this module imports vLLM.
@@ -28,12 +28,12 @@ BUFFER_BYTES = 256 * 2**20  # of GPU memory; with NCCL two on each side
 
 
 class CudaSender:
-    """Sender of the student's weights to all engines; collective over its ranks."""
+    """Sender of the student's weights to all engines; collective over the student's ranks."""
 
     def __init__(
         self, backend: str, engine: Any, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str
     ) -> None:
-        """Connect to `engines`, `RolloutWorker`s of `engine_ranks` devices each; `dtype` is their model's."""
+        """Connect to `engines`, `RolloutWorker`s of `engine_ranks` devices each; `dtype` is that of their model."""
         uses_ipc = backend == CUDA_IPC
         source = StudentSource(engine, DTYPES[DTYPE_NAMES[dtype]], everywhere=uses_ipc)
         self._engines = WeightSyncClient(engines, engine_ranks, source, sends_handles=uses_ipc)
@@ -111,11 +111,11 @@ class WeightSyncClient:
         )
 
     def start_weight_update(self) -> None:
-        """Begin an update in all engines, after their running requests."""
+        """Begin an update in all engines after their running requests have finished."""
         ray.get([actor.begin_update.remote(self.version) for actor in self._actors])
 
     def update_weights(self, update_info: Any) -> None:
-        """Load the described weights in all engines; return afterwards."""
+        """Load the described weights in all engines; return when all have loaded them."""
         self._load(update_info, last=False)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -135,11 +135,11 @@ class WeightSyncClient:
 
 
 def init_info_of(init_info: Mapping[str, Any], number: int, ranks: int) -> dict[str, Any]:
-    """Return the init info of engine `number`; in an NCCL group, its ranks follow the earlier engines' ranks."""
+    """Return the init info of engine `number`; in an NCCL group, its ranks follow the ranks of earlier engines."""
     offset = {"rank_offset": init_info["rank_offset"] + number * ranks} if "rank_offset" in init_info else {}
     return {**init_info, **offset}
 
 
 def buffer_size(metadata: Sequence[ParamMeta]) -> int:
-    """Return the size of a buffer in bytes: `BUFFER_BYTES`, or that of the largest tensor."""
+    """Return the size of a buffer in bytes: `BUFFER_BYTES`, or more if the largest tensor needs it."""
     return max(BUFFER_BYTES, *(math.prod(m.shape) * m.dtype.itemsize for m in metadata))

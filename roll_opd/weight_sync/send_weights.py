@@ -1,7 +1,7 @@
 """Send the student's weights to the inference engines and to followers (teachers updated from the student).
 
-`choose_backend` chooses one of three transports by the devices of the roles. The driver coordinates; weights never pass
-through it.
+`choose_backend` chooses one of three transports from the devices of the roles. The driver only coordinates; weights
+never pass through the driver.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ class WeightSync(Protocol):
     """Transport of the student's weights."""
 
     async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> None:
-        """Update all engines to the student's weights as `version`, and `followers`; each verifies their arrival."""
+        """Load the student's weights as `version` into all engines and `followers`; each verifies that all arrived."""
         ...
 
 
 def choose_backend(student: Sequence[int], engines: Sequence[int], *, on_gpu: bool) -> str:
     """Return the weight-transfer backend for a student and engines on these devices.
 
-    CUDA IPC handles if every engine's device has a student rank. An NCCL broadcast if no engine shares the device of
-    rank 0, the sender: NCCL does not support two processes of a group on one device. Otherwise, and without GPUs,
-    shared memory.
+    CUDA IPC handles are chosen if every engine's device has a student rank. An NCCL broadcast is chosen if no engine
+    shares the device of rank 0, the sender: NCCL does not support two processes of a group on one device. In all other
+    cases, and without GPUs, the backend is shared memory.
     """
     if not on_gpu:
         return SHARED_MEMORY
@@ -36,7 +36,7 @@ def choose_backend(student: Sequence[int], engines: Sequence[int], *, on_gpu: bo
 
 
 def make_weight_sync(backend: str, student: ActorGroup, engines: ActorGroup, dtype: str, tp: int) -> WeightSync:
-    """Return the transport for `backend` (see `choose_backend`) to engines of `tp` ranks and `dtype`."""
+    """Return the transport of `backend` (see `choose_backend`) for engines with `tp` ranks and weights in `dtype`."""
     if backend == SHARED_MEMORY:
         return SharedMemorySync(student, engines, dtype)
     return CudaSync(student, engines, dtype, backend, tp)
@@ -44,7 +44,7 @@ def make_weight_sync(backend: str, student: ActorGroup, engines: ActorGroup, dty
 
 @dataclass(frozen=True)
 class SharedMemorySync:
-    """Transport through shared memory, bucket by bucket: one is loaded while the next is written."""
+    """Transport through shared memory in buckets: a bucket is loaded while the next is written."""
 
     student: ActorGroup
     engines: ActorGroup
@@ -81,7 +81,7 @@ class ReceivingHost:
     is_senders: bool  # the sending rank runs on this host
 
     async def load(self, bucket: dict[str, Any], content: list[Any], *, last: bool) -> None:
-        """Load a bucket in all receivers; on hosts without the sender, the first one copies `content` there before."""
+        """Load a bucket in all receivers; on hosts without the sender, one receiver first copies `content` there."""
         if not self.is_senders:
             bucket = await self.call_first("hold_bucket", content, bucket)
         await asyncio.gather(
@@ -97,10 +97,10 @@ class ReceivingHost:
 async def stream(
     student: ActorGroup, receivers: Sequence[ActorGroup], dtype: str, version: int, begin: Any = None
 ) -> None:
-    """Send all weights to `receivers` in buckets through shared memory; `begin` runs while the first is written.
+    """Send all weights to `receivers` in buckets through shared memory; `begin` runs while the first bucket is written.
 
-    The student's rank 0 writes into two memories in turn, or one if no receiver is on its host: to other hosts each
-    bucket is sent through Ray's object store.
+    The student's rank 0 writes into two memories in turn, or into one if no receiver is on its host. Buckets reach
+    other hosts through Ray's object store.
     """
     hosts = await hosts_of(student, receivers)
     sends = not all(host.is_senders for host in hosts)

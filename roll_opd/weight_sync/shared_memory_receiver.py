@@ -1,7 +1,7 @@
 """vLLM weight-transfer backend "shared_memory": receives weight updates through host memory.
 
-It runs in vLLM's engine core (and in every tensor-parallel worker), maps buckets written by a process on this machine,
-loads them with vLLM's layerwise reload, and verifies the model.
+It runs in vLLM's engine core and in every tensor-parallel worker. It maps buckets that a process on this machine has
+written, loads them with vLLM's layerwise reload, and verifies the model.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """One bucket, as described by `BucketMemory`, and the version of its update."""
+    """Description of one bucket (see `BucketMemory`) and the version of its update."""
 
     path: str
     size: int
@@ -49,14 +49,14 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         """Do nothing: memory is mapped for each bucket."""
 
     def start_weight_update(self) -> None:
-        """Begin an update: every layer is incomplete until it has all its values."""
+        """Begin an update: every layer counts as incomplete until all its values have arrived."""
         self._verifier = WeightVerifier(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
         """Map one bucket and load it with the model's `load_weights`.
 
-        The bucket may be overwritten afterwards: tensors of incomplete layers are copied.
+        The bucket may be overwritten afterwards, because the tensors of incomplete layers are copied.
         """
         assert self._verifier is not None
         self._verifier.expect(update_info.tensors, update_info.version)
@@ -72,7 +72,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         clone_pending(self.model, memory)
 
     def finish_weight_update(self) -> None:
-        """Finalize the loaded weights, then verify them; raises RuntimeError with the missing ones."""
+        """Finalize the loaded weights, then verify them; raises RuntimeError with the missing weights."""
         assert self._verifier is not None
         self.version = self._verifier.finish(lambda: finalize_layerwise_reload(self.model, self.model_config))
         self._verifier = None

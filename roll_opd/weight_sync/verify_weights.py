@@ -1,8 +1,8 @@
 """Verify that a vLLM model has received all weights of an update.
 
 Runs in vLLM's engine core and in every tensor-parallel worker. Matrices of linear layers are fused, packed or sharded
-and cannot be compared with the sent tensors; their values are counted. Norms and embeddings are compared bit for bit
-through fingerprints.
+and cannot be compared with the sent tensors; the check counts their values. Fingerprints compare norms and embeddings
+bit for bit.
 """
 
 import logging
@@ -18,7 +18,7 @@ from roll_opd.samples.weight_bucket import row_checksums, sampled_rows
 
 
 class WeightVerifier:
-    """Verification of one weight update; made before layerwise reload starts."""
+    """Verification of one weight update; must be constructed before layerwise reload starts."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         # it warns of layers without weights at every update; `incomplete_layers` checks them instead
@@ -54,7 +54,7 @@ class WeightVerifier:
 
 
 def clone_pending(model: torch.nn.Module, memory: torch.Tensor) -> None:
-    """Clone the tensors in `memory`, uint8, that incomplete layers still need, before it is overwritten."""
+    """Clone the tensors in `memory` (uint8) that incomplete layers still need, before the memory is overwritten."""
     first = memory.data_ptr()
     for layer in model.modules():
         for _, arguments in get_layerwise_info(layer).loaded_weights:
@@ -80,7 +80,8 @@ def tied_heads(model: torch.nn.Module) -> list[tuple[str, ParallelLMHead]]:
 def reset_expert_kernels(model: torch.nn.Module) -> None:
     """Reset the CPU kernels of expert layers, so that vLLM packs their weights again after an update.
 
-    vLLM packs them when it makes a layer's kernel, only once: later values would be copied unpacked into packed memory.
+    vLLM packs a layer's weights only once, when it makes the kernel. Later values would be copied unpacked into packed
+    memory.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -90,7 +91,7 @@ def reset_expert_kernels(model: torch.nn.Module) -> None:
 
 
 def incomplete_layers(model: torch.nn.Module, sent: set[str], exempt: set[str]) -> list[str]:
-    """Return layers with missing values, as "name (got of expected values)". To be called before finalizing."""
+    """Return layers with missing values, as "name (got of expected values)". Call it before finalizing."""
     missing = []
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
@@ -132,7 +133,7 @@ def verify_model(model: torch.nn.Module, sent: dict[str, dict[str, Any]], versio
 
 
 def matches_fingerprint(layer: torch.nn.Module, parameter: torch.Tensor, entry: dict[str, Any]) -> bool | None:
-    """Whether `parameter` has the fingerprint in `entry`; None if they cannot be compared."""
+    """Return whether `parameter` has the fingerprint in `entry`; None if the two cannot be compared."""
     expected = entry["fingerprint"].get(str(parameter.dtype).removeprefix("torch."))
     shape = entry["shape"]
     if expected is None or parameter.ndim != len(shape):
