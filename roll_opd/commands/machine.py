@@ -1,6 +1,6 @@
 """Inspect this machine for `roll-opd doctor`: packages, builds, devices, memory, compiler.
 
-A package that may crash or hang when it is imported is imported in a separate process with a time limit.
+Packages that may crash or hang on import are imported in a separate process with a time limit.
 """
 
 import json
@@ -68,7 +68,7 @@ INFINIBAND = Path("/dev/infiniband")
 
 @dataclass(frozen=True)
 class Probe:
-    """Result of an import: last line of the output, or of the error."""
+    """Result of a statement: the last line of its output, or of its error."""
 
     output: str = ""
     error: str = ""
@@ -156,19 +156,19 @@ def probe(statement: str, seconds: float = PROBE_SECONDS) -> Probe:
 
 
 def locked_bytes() -> int | None:
-    """Return the limit on locked memory of a process in bytes; None without a limit."""
+    """Return how many bytes of memory a process may lock; None without a limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def find_compiler(chosen: str | None) -> str | None:
-    """Return the path of the C++ compiler `chosen` (CXX), else of the first of COMPILERS that exists."""
+    """Return the path of the C++ compiler `chosen` (from CXX), else of the first existing one of COMPILERS."""
     names = (chosen.split()[0],) if chosen and chosen.strip() else COMPILERS
     return next(filter(None, map(shutil.which, names)), None)
 
 
 def memory_bytes(limit_file: Path = CGROUP_MEMORY) -> int:
-    """Return the memory of the machine, or of the container if it has less."""
+    """Return the memory in bytes of the machine, or of the container if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(total, int(limit_file.read_text()))

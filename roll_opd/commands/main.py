@@ -33,7 +33,7 @@ from roll_opd.commands import demo, serve_teacher
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: help, arguments, and a function that returns the exit code."""
+    """A subcommand: its help, its arguments, and a function that runs it and returns the exit code."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -216,7 +216,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; overrides may come before, between and after the options."""
+    """Parse the command line; overrides may stand before, between or after the options."""
     parser = build_parser()
     parsed, rest = parser.parse_known_args(arguments)
     is_override = all(not text.startswith("-") for text in rest)

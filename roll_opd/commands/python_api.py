@@ -1,9 +1,9 @@
 """`roll_opd.run`: train from a script or a notebook and return the run's summary.
 
-The run is a separate process, as with `roll-opd run`, and its output is shown live. A run cannot be in this process: it
-patches torch for Megatron, changes the environment and starts Ray and an event loop, so a notebook could have neither a
-second run nor its own Ray or loop, and would be killed with the run. `multiprocessing` would import the caller's main
-module again and so execute a script twice.
+The run is a separate process, as with `roll-opd run`, and its output is shown live. A run cannot use this process,
+because it patches torch for Megatron, changes the environment, and starts Ray and an event loop. A notebook could then
+not run twice or use Ray or an event loop for other work, and would be killed with the run. `multiprocessing` would
+import the caller's main module again and so execute a script twice.
 """
 
 import codecs
@@ -32,10 +32,10 @@ Overrides = Sequence[str] | Mapping[str, Any]
 
 
 class RunFailed(RuntimeError):
-    """A run failed; the message is the one on the command line.
+    """A run failed; the message is the same as on the command line.
 
-    `exit_code` is the exit code of `roll-opd run`, or the negative number of the signal that ended it; `run_directory`
-    has the logs until then, and is None if nothing was started.
+    `exit_code` is the exit code of `roll-opd run`, or -n if signal n ended it. `run_directory` has the logs up to the
+    failure; it is None if nothing was started.
     """
 
     def __init__(self, message: str, exit_code: int, run_directory: Path | None) -> None:
@@ -51,16 +51,16 @@ def run(
     pipeline: str | None = None,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
 ) -> dict[str, Any]:
-    """Train to the end and return `summary.json`, with `run_directory` and `model` added.
+    """Train to the end and return the content of `summary.json`, with `run_directory` and `model` added.
 
-    `config` is the path of a YAML file, or its content as a mapping (`defaults` included). `overrides` are written as
-    on the command line (`["max_steps=20"]`), or as a mapping of dotted keys to values. `pipeline`: distill, rlvr,
-    agentic, sft, dpo, offline_distill or the dotted path of a module; without it the configuration decides. Relative
-    paths are searched from the current directory, then from the file's. `rewards`: domain -> reward function, which may
-    be defined in the script or notebook; see `reward_overrides`. `model` is the newest checkpoint's model directory in
-    Hugging Face's format; None without a checkpoint.
+    `config` is the path of a YAML file, or its content as a mapping (`defaults` included). `overrides` is a list as on
+    the command line (`["max_steps=20"]`), or a mapping of dotted keys to values. `pipeline` is distill, rlvr, agentic,
+    sft, dpo, offline_distill or the dotted path of a module; without it the configuration decides. Relative paths are
+    looked up in the current directory, then in the directory of the YAML file. `rewards` maps a domain to a reward
+    function, which may be defined in the script or notebook; see `reward_overrides`. In the result, `model` is the
+    model directory of the newest checkpoint, in Hugging Face's format; None without a checkpoint.
 
-    Blocks until the run has ended, also in a running event loop. An interrupt (Ctrl-C, the notebook's stop
+    The call blocks until the run has ended, even inside a running event loop. An interrupt (Ctrl-C, the notebook's stop
     button) ends the run as in a terminal. Raises RunFailed.
     """
     with tempfile.TemporaryDirectory(prefix="roll_opd-") as scratch:
@@ -85,14 +85,14 @@ def run_command(
     rewards: Mapping[str, Callable[..., Any]],
     scratch: Path,
 ) -> list[str]:
-    """Return the command that starts a run; files that it reads are written to the directory `scratch`."""
+    """Return the command that starts a run; the files for the command are written to the directory `scratch`."""
     # -P: do not prepend the current directory; `_search_path` has all directories
     command = [sys.executable, "-P", "-m", "roll_opd", "run", *([pipeline] if pipeline else [])]
     return [*command, *_configuration(config, scratch), *reward_overrides(rewards, scratch), *_overrides(overrides)]
 
 
 def run_environment(announced: Path) -> dict[str, str]:
-    """Return the environment of a run, which ends with this process; it writes its directory to `announced`."""
+    """Return the environment of a run that ends with this process and writes its directory to file `announced`."""
     return os.environ | {RUN_DIRECTORY_FILE: str(announced), "PYTHONPATH": os.pathsep.join(_search_path())}
 
 
@@ -106,7 +106,7 @@ globals().update(cloudpickle.loads(Path(__file__).with_suffix(".pickle").read_by
 
 
 def reward_overrides(rewards: Mapping[str, Callable[..., Any]], scratch: Path) -> list[str]:
-    """Write reward functions to `scratch`; return the overrides that make them the rewards of their domains.
+    """Write reward functions to `scratch`; return the overrides that set them as the rewards of their domains.
 
     A function is pickled by value, so it may be defined in a script or in a notebook cell.
     Raises TypeError for a function that cannot be pickled.
@@ -151,7 +151,7 @@ def _configuration(config: Config, scratch: Path) -> list[str]:
 
 
 def _overrides(overrides: Overrides) -> Iterator[str]:
-    """Yield each of `overrides` as on the command line."""
+    """Yield each of `overrides` in the form of the command line."""
     if isinstance(overrides, str):
         raise TypeError(f"overrides: {overrides!r} is a text; give a list of them, or a mapping of keys to values")
     if isinstance(overrides, Mapping):
@@ -178,7 +178,7 @@ def _hydra_literal(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with mappings, sequences and paths as YAML's types."""
+    """Return a value with its mappings, sequences and paths converted to YAML's types."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -187,7 +187,7 @@ def _plain(value: Any) -> Any:
 
 
 def _search_path() -> list[str]:
-    """Return the directories of `sys.path` without installed packages, so that a run finds the user's rewards."""
+    """Return the `sys.path` directories except those of installed packages, so that a run finds the user's rewards."""
     packages = site.getsitepackages([sys.prefix, sys.base_prefix])
     installed = [*packages, site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "platstdlib"))]
     places = [Path(entry).absolute() for entry in sys.path if not entry.endswith(".zip")]
@@ -239,7 +239,7 @@ def show(process: subprocess.Popen[bytes]) -> str:
 
 
 def end_message(code: int, output: str) -> str:
-    """Return the message in the output about the end of a run."""
+    """Return the message about the end of a run from its output."""
     _, found, message = f"\n{output}".rpartition(f"\n{PREFIX}")
     if found:
         return message.strip()

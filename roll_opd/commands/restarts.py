@@ -1,7 +1,7 @@
 """Supervisor of a run: start the command in a separate process, and restart it after a failure.
 
 Every attempt is a new process with the same command and the checkpoint to resume from, so that no state of a failed
-one is left (Ray, partly transferred weights). The supervisor notices every end of an attempt, SIGKILL included.
+attempt is left (Ray, partly transferred weights). The supervisor notices every end of an attempt, also by SIGKILL.
 """
 
 import os
@@ -37,8 +37,8 @@ def restarts_left() -> int:
 def restarted(restarts: int) -> int:
     """Run this process's command in a new process with up to `restarts` restarts; return the last exit code.
 
-    An attempt resumes from the last checkpoint of the run, or starts from the beginning without one. User errors and
-    requested ends (SIGTERM, SIGINT) are not restarted.
+    An attempt resumes from the last checkpoint of the run; without a checkpoint it starts from the beginning. User
+    errors and requested ends (SIGTERM, SIGINT) cause no restart.
     """
     with tempfile.TemporaryDirectory(prefix="roll_opd-") as scratch, guarded() as reaper:
         reaper.remove_at_the_end(Path(scratch))
@@ -61,7 +61,7 @@ _CRASHES = tuple(-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.S
 
 
 class _Attempts:
-    """Attempts of one run; signals are passed on to the current one."""
+    """Attempts of one run; passes signals on to the current attempt."""
 
     def __init__(self, announced: Path) -> None:
         self._announced, self._outer = announced, os.environ.get(RUN_DIRECTORY_FILE)
@@ -87,7 +87,7 @@ class _Attempts:
         return code
 
     def _resumed(self) -> list[str]:
-        """Return the override that makes an attempt resume from the last checkpoint; [] without one."""
+        """Return the override that makes an attempt resume from the last checkpoint; [] without a checkpoint."""
         if not self._announced.exists():
             return []
         directory = self._announced.read_text(encoding="utf-8")

@@ -2,7 +2,7 @@
 
 Exit codes: 0 done; 2 invalid input (message on stderr, nothing started); 1 any other failure; 130 interrupted; 143
 ended by SIGTERM. The launchers in `examples/` and `python -m roll_opd.commands.run` use this module too. Launched on
-several hosts, it runs the driver on host 0; the other hosts run its workers and end with its exit code.
+several hosts, the command runs the driver on host 0; the other hosts run workers and exit with the driver's exit code.
 """
 
 import argparse
@@ -83,10 +83,10 @@ def main(
     arguments: Sequence[str] | None = None,
     backend: "Backend | None" = None,
 ) -> int:
-    """Run the command line and return the exit code; `pure` and `pipeline` are passed to `load_plan`.
+    """Run the command line and return the exit code; `pure` and `pipeline` go to `load_plan`.
 
-    If both are None, the first argument may name the pipeline, as in `roll-opd run`. `backend` has the run's processes;
-    None starts them.
+    If both are None, the first argument may name the pipeline, as in `roll-opd run`. `backend` has the processes of the
+    run; with None the run starts them.
     """
     parser = argparse.ArgumentParser(description=description)
     is_open = pure is None and pipeline is None
@@ -136,7 +136,8 @@ def _launch(
 ) -> int | RunPlan:
     """Return the exit code, or the plan if the command must run in a separate process.
 
-    It must if it may be restarted, and under torchrun, which would signal Ray's processes together with the driver.
+    A separate process is needed if the run may be restarted, and under torchrun, which would signal Ray's processes
+    together with the driver.
     """
     is_here = host is None or is_attempt()  # otherwise imports of this process would be wasted
     with fork_server() if is_here and backend is None else nullcontext(ForkServer()) as server:
@@ -193,7 +194,7 @@ def _terminated(*_: object) -> None:
 
 
 def _for_session(plan: RunPlan) -> RunPlan:
-    """Return the plan of a run whose steps are calls of a session; ConfigError if its student does not sample."""
+    """Return the plan of a run driven by a session's calls; ConfigError if the student does not sample."""
     if plan.rollout is None:
         raise ConfigError([f"a session samples from the student, and {plan.pipeline} trains on given answers"])
     return replace(plan, pipeline="roll_opd.pipelines.session", max_restarts=0)
@@ -239,9 +240,9 @@ def _run(plan: RunPlan, hosts: Hosts | None, backend: "Backend | None") -> int:
 def exit_code(
     error: BaseException, refusals: tuple[type[Exception], ...] = REFUSALS, *, is_started: bool = True
 ) -> int:
-    """Print the reason of a run's end and return the exit code; `refusals` are errors that the user can correct.
+    """Print why a run ended and return the exit code; `refusals` are errors that the user can correct.
 
-    A traceback is printed only for a started run; before `is_started`, every error is printed as a sentence.
+    A traceback is printed only for a started run; without `is_started`, every error is printed as a sentence.
     """
     if isinstance(error, Terminated):
         return _ended(str(error), TERMINATED)

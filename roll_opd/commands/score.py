@@ -46,7 +46,7 @@ ROWS_NAMED = 5  # bad rows with a message each; the rest are counted
 def run(options: argparse.Namespace) -> int:
     """Score the rows; return 0, 2 for invalid input (nothing started), or 1 if torchrun fails.
 
-    Launched on several hosts, each runs its share of the ranks; host 0 reads the rows and writes the results.
+    Launched on several hosts, each host runs its share of the ranks; host 0 reads the rows and writes the results.
     """
     try:
         host = launched(os.environ)

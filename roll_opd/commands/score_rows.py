@@ -1,4 +1,4 @@
-"""Rows of `roll-opd score`: rows of tokens, or rows with answers, tokenised here; and the facts of a teacher file."""
+"""Input rows of `roll-opd score` (tokens, or answers that are tokenised here), and the arguments of a teacher file."""
 
 import argparse
 import json
@@ -16,9 +16,9 @@ PARQUET = ".parquet"
 
 @contextmanager
 def tokenised(options: argparse.Namespace) -> Iterator[Path]:
-    """Yield the file of token rows: the input itself, or a temporary file of its rows with answers, tokenised.
+    """Yield a file of token rows: the input, or a temporary file of the tokenised rows if the input has answers.
 
-    DataError for rows that cannot be used.
+    Raises DataError for rows that cannot be used.
     """
     source = Path(options.input)
     if has_tokens(source):
@@ -45,7 +45,7 @@ def tokenised(options: argparse.Namespace) -> Iterator[Path]:
 
 
 def has_tokens(path: Path) -> bool:
-    """Whether the first row of a file has tokens; a row that cannot be decoded counts, for its own message."""
+    """Return whether a file's first row has tokens; True if undecodable, so that its reader raises the error."""
     if path.suffix == PARQUET:
         return False
     try:
@@ -59,7 +59,7 @@ def has_tokens(path: Path) -> bool:
 
 
 def teacher_file(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the arguments of `TeacherWriter` besides the output; None for a JSONL file of log-probs."""
+    """Return the arguments of `TeacherWriter` except the output; None for a JSONL file of log-probs."""
     if not options.output.endswith(PARQUET):
         return None
     from roll_opd.data.teacher_writer import digest_of

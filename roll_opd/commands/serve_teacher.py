@@ -71,7 +71,7 @@ def server_command(options: argparse.Namespace, model: Path, name: str, on_cpu: 
 
 
 def _section(options: argparse.Namespace, name: str) -> str:
-    """Return the teacher's section for the configuration of a run."""
+    """Return the section of a run's configuration for this teacher."""
     lines = ["teacher:", "  http:", f"    url: http://{options.host}:{options.port}", f"    model_name: {name}"]
     if options.api_key_env:
         lines.append(f"    api_key_env: {options.api_key_env}")

@@ -14,14 +14,14 @@ TREND_POINTS = 100
 
 
 def points(rows: Iterable[Mapping[str, float]], name: str) -> list[Point]:
-    """Return the points of a metric, by step."""
+    """Return the (step, value) points of a metric."""
     return [(int(row["step"]), row[name]) for row in rows if name in row]
 
 
 def downsample(curve: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
-    """Return at most `most` (4 or more) of the points: first, last, and the extremes of equal ranges.
+    """Return at most `most` (4 or more) of the points: the first, the last, and the extremes of ranges of equal length.
 
-    Outliers are kept, and every point is a measured one.
+    Outliers are kept, and no point is interpolated.
     """
     if len(curve) <= most:
         return list(curve)
@@ -33,7 +33,7 @@ def downsample(curve: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
 
 
 def trend(curve: Sequence[Point], most: int = TREND_POINTS) -> list[tuple[float, float]]:
-    """Return the means over `most` equal ranges of a curve; empty below `TREND_FROM` points."""
+    """Return the means over `most` ranges of equal length; empty for a curve of fewer than `TREND_FROM` points."""
     if len(curve) < TREND_FROM:
         return []
     runs = [curve[run.start : run.stop] for run in _ranges(range(len(curve)), most)]
@@ -41,12 +41,12 @@ def trend(curve: Sequence[Point], most: int = TREND_POINTS) -> list[tuple[float,
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean of at least one value."""
+    """Return the mean of `values`, which must not be empty."""
     return sum(values) / len(values)
 
 
 def ends(values: Sequence[float]) -> tuple[float, float]:
-    """Return the means of the first and the last tenth of at least one value, as in `summary.json`."""
+    """Return the means of the first and the last tenth of `values` (not empty), as in `summary.json`."""
     tenth = -(-len(values) // 10)
     return mean(values[:tenth]), mean(values[-tenth:])
 
@@ -59,7 +59,7 @@ def spread(items: Sequence[int], most: int) -> list[int]:
 
 
 def averaged(rows: Sequence[Mapping[str, float]], names: Sequence[str], most: int) -> list[dict[str, float]]:
-    """Return the means of `names` over at most `most` equal ranges of rows, with first `step` and last step `to`."""
+    """Return the means of `names` over up to `most` equal ranges of rows, each with first `step` and last step `to`."""
     groups = [rows[run.start : run.stop] for run in _ranges(range(len(rows)), min(most, len(rows)))]
     return [
         {"step": group[0]["step"], "to": group[-1]["step"]}

@@ -17,10 +17,10 @@ ACTION_PREFIX = "> "
 
 
 def before_and_after(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a game at the first and last validation in two columns; "" if no game was played at both.
+    """Return a game at the first and last validation in two columns; "" if no game was played at both validations.
 
-    `rows` are those of `validation_samples.jsonl`. The game is the first with a higher reward at the last validation,
-    else the first.
+    `rows` are the rows of `validation_samples.jsonl`. The game is the first whose reward is higher at the last
+    validation, else the first game.
     """
     students = [row for row in rows if row.get("by") == "student" and row.keys() >= NEEDED]
     if not students or any("." in str(row["id"]).rpartition("/")[2] for row in students):
@@ -41,12 +41,12 @@ def before_and_after(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    """Return the tag and the seed of a game: its id without the numbers of draw and run."""
+    """Return the tag and seed of a game: its id without the draw number and the run number."""
     return str(row["id"]).rpartition("#")[0]
 
 
 def _lines(row: Mapping[str, Any], when: str) -> list[str]:
-    """Return the lines of one side: observations, and actions after `ACTION_PREFIX`."""
+    """Return the lines of one side: observations, and actions prefixed by `ACTION_PREFIX`."""
     reward = "" if row["reward"] is None else f", reward {row['reward']:g}"
     lines = [*_text_lines(row["prompt"])]
     start_of_turn, acted = 0, None
@@ -66,7 +66,7 @@ def _text_lines(text: str, mark: str = "") -> list[str]:
 
 
 def _columns(text: str) -> int:
-    """Return the width of `text` in terminal columns."""
+    """Return how many terminal columns `text` takes."""
     if text.isascii():
         return len(text)
     wide = sum(unicodedata.east_asian_width(character) in WIDE for character in text)
@@ -74,7 +74,7 @@ def _columns(text: str) -> int:
 
 
 def _cut(line: str) -> str:
-    """Return `line`, cut to `WIDTH` columns with three dots."""
+    """Return `line`; if it is wider than `WIDTH` columns, cut it and end it with three dots."""
     if _columns(line) <= WIDTH:
         return line
     while _columns(line) > WIDTH - 3:

@@ -1,6 +1,7 @@
-"""Write the report page: one HTML file with data, style and scripts inline, and a policy that forbids anything else.
+"""Write the report page: one HTML file with inline data, style and scripts, and a policy that forbids all else.
 
-The scripts (`assets/*.js`) insert text as text, never as HTML; the data are JSON that cannot close their element.
+The scripts (`assets/*.js`) insert text as text, never as HTML. The data is JSON, escaped so that it cannot close its
+`<script>` element.
 """
 
 import base64
@@ -30,9 +31,9 @@ MAX_SENTENCE = 2000  # characters of a message from the run's files
 
 
 def write_report(run: Path, output: Path | None = None) -> Path:
-    """Write the report of the run at `run` to `output`, by default into its directory, atomically; return the file.
+    """Atomically write the report of the run at `run` to `output` (default: in the run directory); return the file.
 
-    Raises `NoRun` without a run at the path, `OSError` if the file cannot be written.
+    Raises `NoRun` if the path has no run, `OSError` if the file cannot be written.
     """
     run = find_run(run)
     output = output or run / REPORT
@@ -41,7 +42,7 @@ def write_report(run: Path, output: Path | None = None) -> Path:
 
 
 def page(data: dict[str, Any]) -> str:
-    """Return the HTML page of `data` (of `contents`)."""
+    """Return the HTML page of `data` (from `contents`)."""
     style, script = _asset("style.css"), "\n".join(_asset(name) for name in SCRIPTS)
     policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'"
     parts = {
@@ -56,7 +57,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def contents(run: RunRecord, now: datetime | None = None) -> dict[str, Any]:
-    """Return all data of the page in JSON types."""
+    """Return all data of the page as JSON types."""
     mode, rows = mode_of(run), with_surprise(run.metrics)
     shown, pairs = samples.chosen_samples(run.samples), samples.answers_by_prompt(run.answers)
     everyone = shown + [row for group in pairs for row in group]
@@ -107,12 +108,12 @@ def _state(run: RunRecord) -> dict[str, str]:
 
 
 def _totals(run: RunRecord) -> dict[str, Any]:
-    """Return the summary of the run; of an unfinished run, the summary of its steps so far."""
+    """Return the summary of the run; for an unfinished run, the summary of its steps so far."""
     return {**summarize(run.metrics), **run.summary}
 
 
 def _figures(run: RunRecord) -> dict[str, float]:
-    """Return steps, generated tokens and wall time, as in the console's final table."""
+    """Return steps, generated tokens and wall time, as in the final table on the console."""
     totals = _totals(run)
     found = {name: number(totals.get(name)) or 0.0 for name in ("steps", "generated_tokens", "wall_seconds")}
     return {
@@ -123,7 +124,7 @@ def _figures(run: RunRecord) -> dict[str, float]:
 
 
 def _time(run: RunRecord) -> dict[str, Any]:
-    """Return the seconds of start-up, phases and end, and seconds by step (means over equal ranges of steps)."""
+    """Return the seconds of start-up, phases and end, and the seconds per step (means over equal ranges of steps)."""
     totals = _totals(run)
     given = totals["phase_seconds"] if isinstance(totals["phase_seconds"], dict) else {}
     total = {name: seconds for name, value in given.items() if (seconds := number(value)) and seconds > 0}
@@ -144,7 +145,7 @@ def _time(run: RunRecord) -> dict[str, Any]:
 
 
 def _preflight(given: Any) -> list[dict[str, Any]]:
-    """Return the preflight table of each teacher; parts of an unexpected type are left out."""
+    """Return the preflight table of each teacher, without entries of an unexpected type."""
     if not isinstance(given, dict):
         return []
     cells = ("check", "value", "verdict", "meaning")
@@ -162,13 +163,13 @@ def _preflight(given: Any) -> list[dict[str, Any]]:
 
 
 def _warnings(run: RunRecord) -> list[str]:
-    """Return the warnings of the start and of the summary, without duplicates."""
+    """Return the warnings from the run's start and from its summary, without duplicates."""
     found = [text for source in (run.facts, run.summary) for text in _list(source.get("warnings"))]
     return [limited(text, MAX_SENTENCE) for text in list(dict.fromkeys(map(str, found)))[:MAX_WARNINGS]]
 
 
 def _facts(run: RunRecord) -> list[list[str]]:
-    """Return models, machine and versions as (name, value)."""
+    """Return (name, value) pairs of models, machine and versions."""
     found = {"run directory": str(run.path)}
     found |= _changes(run)
     for part in ("models", "machine", "versions"):
@@ -182,7 +183,7 @@ def _parts(run: RunRecord) -> list[Any]:
 
 
 def _changes(run: RunRecord) -> dict[str, str]:
-    """Return the changed settings of each later part of a resumed run, by "changed from step N"."""
+    """Return the settings changed at each resume of a run, as texts by "changed from step N"."""
     found = {}
     for part in _parts(run)[1:]:
         changed = part.get("changed") if isinstance(part, dict) else None

@@ -1,4 +1,4 @@
-"""Panels of the report in each mode: charts of main metrics, and the table of values before and after training."""
+"""Panels of the report for each mode: charts of the main metrics, and the table of values before and after training."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ MODES = {  # titles for runs without a recorded title
 
 @dataclass(frozen=True)
 class Panel:
-    """Chart with lines of (metric, name); lines without values are left out."""
+    """Chart; each line is (metric, name), and lines without values are left out."""
 
     title: str
     what: str
@@ -119,30 +119,30 @@ def mode_of(run: RunRecord) -> str:
 
 
 def with_surprise(rows: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """Return the rows with `SURPRISE` added, unless the entropy was measured."""
+    """Return the rows; if the entropy was not measured, add `SURPRISE`."""
     if any("actor/entropy" in row for row in rows):
         return [dict(row) for row in rows]
     return [{**row, **({SURPRISE: -row[STUDENT_LOGPROB]} if STUDENT_LOGPROB in row else {})} for row in rows]
 
 
 def charts(rows: Sequence[Mapping[str, float]], mode: str, *, of_games: bool = False) -> list[dict[str, Any]]:
-    """Return the panels with values as data of the page; `of_games`: for a run in environments."""
+    """Return the panels that have values, as data of the page; `of_games` for a run in environments."""
     panels = [_as_games(panel) if of_games else panel for panel in _panels(rows, mode)]
     drawn = [_chart(panel, rows) for panel in panels]
     return [chart for chart in drawn if chart["lines"]]
 
 
 def all_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, list[list[float]]]:
-    """Return a downsampled curve of every metric by name."""
+    """Return the downsampled curve of every metric, by metric name."""
     names = sorted({name for row in rows for name in row} - {"step", SURPRISE})[:MAX_METRICS]
     return {limited(name): _short(downsample(points(rows, name), METRIC_POINTS)) for name in names}
 
 
 def before_after(rows: Sequence[Mapping[str, float]], mode: str, *, comparable: bool = True) -> list[dict[str, Any]]:
-    """Return a row for each line of the panels: its value before and after training, and the teacher's.
+    """Return a row for each line of the panels: its values before and after training, and the teacher's value.
 
-    For validation metrics these are the first and the last value, for others means over a tenth of the steps. Unless
-    the settings are `comparable`, differences between steps are not judged.
+    For validation metrics these are the first and the last value; for other metrics, the means over the first and the
+    last tenth of the steps. Unless the settings are `comparable`, differences between steps are not judged.
     """
     table = []
     for panel in _panels(rows, mode):
@@ -168,7 +168,7 @@ def before_after(rows: Sequence[Mapping[str, float]], mode: str, *, comparable: 
 
 
 def _as_reward(panel: Panel) -> Panel:
-    """Return the validation panel with the title of a mean reward, for rewards other than 0 and 1."""
+    """Return the validation panel with the title of a mean reward; used if rewards are not just 0 and 1."""
     return replace(panel, title="Validation reward", what="Mean reward of held-out prompts.")
 
 
@@ -186,8 +186,8 @@ def _is_noise(
 ) -> bool | None:
     """Return whether a difference between before and after is within noise; None if unknown.
 
-    Validation metrics have recorded standard errors over prompts. For metrics of every step, the noise is estimated
-    from differences of neighbouring steps.
+    Validation metrics have recorded standard errors over prompts. For metrics of every step, the differences between
+    neighbouring steps estimate the noise.
     """
     if metric == ACCURACY:
         stderrs = [value for _, value in points(rows, ACCURACY_STDERR)]

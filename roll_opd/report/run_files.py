@@ -1,6 +1,7 @@
 """Read a run directory for the report. Missing, broken or incomplete files become sentences in `problems`.
 
-Files may be large, of an older version, or end in an incomplete line; values other than finite numbers are left out.
+A file may be large, come from an older version, or end in an incomplete line. Values that are not finite numbers are
+left out.
 """
 
 import json
@@ -23,12 +24,12 @@ BROKEN = (ValueError, RecursionError)  # of parsing
 
 
 class NoRun(Exception):
-    """A path without a run; the message is for the user."""
+    """The path has no run; the message is shown to the user."""
 
 
 @dataclass(frozen=True)
 class StepLines:
-    """Index of a JSON Lines file by step; lines are parsed on access, since the file may hold gigabytes."""
+    """Index of a JSON Lines file by step; lines are parsed on access, since the file may have gigabytes."""
 
     path: Path
     places: Mapping[int, list[int]] = field(default_factory=dict)  # step -> byte offsets of its lines
@@ -38,7 +39,7 @@ class StepLines:
         return sorted(self.places)
 
     def rows(self, wanted: Iterable[int]) -> Iterator[dict[str, Any]]:
-        """Yield the rows of the `wanted` steps, without broken lines."""
+        """Yield the rows of the `wanted` steps; skip broken lines."""
         try:
             with self.path.open("rb") as file:
                 for step in wanted:
@@ -73,7 +74,7 @@ class RunRecord:
 
 
 def find_run(path: Path) -> Path:
-    """Return the run directory at `path` or at the link `latest` in it. Raises `NoRun` without one."""
+    """Return the run directory at `path` or at the link `latest` in `path`. Raises `NoRun` if both have no run."""
     for place in (path, path / "latest"):
         if any((place / name).exists() for name in RUN_FILES):
             return place.resolve()
@@ -155,7 +156,7 @@ def _lines_of(count: int) -> str:
 
 
 def _lines(path: Path, problems: list[str], optional: bool = False) -> Iterator[bytes]:
-    """Yield the lines of a regular file with their line ends; other files are skipped (a FIFO would block)."""
+    """Yield the lines of a regular file with their line ends; skip other files (reading a FIFO would block)."""
     try:
         if path.is_file():
             with path.open("rb") as file:

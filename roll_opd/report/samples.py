@@ -1,4 +1,4 @@
-"""Samples of a report: selection, shortening, and the recorded values of each token."""
+"""Select and shorten the samples of a report, with the recorded values of each token."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ def chosen_samples(lines: StepLines) -> list[dict[str, Any]]:
 
 
 def answers_by_prompt(lines: StepLines) -> list[list[dict[str, Any]]]:
-    """Return the answers to each held-out prompt: the student's at the first, middle and last step, then teachers'."""
+    """Return the answers to each held-out prompt: the student's at first, middle and last step, then the teachers'."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in lines.rows(spread(lines.steps, 3)):
         groups.setdefault(_prompt(row), []).append(row)
@@ -36,7 +36,7 @@ def answers_by_prompt(lines: StepLines) -> list[list[dict[str, Any]]]:
 
 
 def _prompt(row: Mapping[str, Any]) -> str:
-    """Return the key of a row's prompt: its id without the numbers of draw and sample."""
+    """Return the key of a row's prompt: its id without the draw number and the sample number."""
     return str(row.get("id")).rpartition("#")[0] or str(row.get("prompt"))
 
 
@@ -57,10 +57,10 @@ def length_of(row: Mapping[str, Any]) -> int:
 
 
 def shaped(row: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """Return a recorded sample as data of the page, with at most `limit` tokens from its beginning and end.
+    """Return a recorded sample as data of the page, shortened to `limit` tokens from its beginning and end.
 
     `values` are log-probs (`student`, `rollout`, `reference`, `teacher/NAME`) and `advantage`, null if missing.
-    A sample without recorded token ends is one piece of text without values.
+    A sample without recorded token ends becomes one piece of text without values.
     """
     length, response = length_of(row), str(row.get("response") or "")
     ends = _ends(row.get("token_ends"), length, response)
@@ -99,7 +99,7 @@ def shaped(row: Mapping[str, Any], limit: int) -> dict[str, Any]:
 
 
 def reverse_kl(row: Mapping[str, Any]) -> list[float]:
-    """Return log p(student) - log p(teacher) of a sample's action tokens, for each of its teachers."""
+    """Return log p(student) - log p(teacher) at a sample's action tokens, for each of its teachers."""
     columns = _columns(row, length_of(row))
     student = columns.get("student", [])
     return [
@@ -112,7 +112,7 @@ def reverse_kl(row: Mapping[str, Any]) -> list[float]:
 
 
 def agreement(lines: StepLines, steps: Sequence[int]) -> dict[str, Any] | None:
-    """Return statistics of the reverse KL over tokens recorded in `steps`; None without teacher log-probs."""
+    """Return statistics of the reverse KL over the tokens recorded in `steps`; None without teacher log-probs."""
     rows = list(lines.rows(spread(list(steps), 25)))
     gaps = [gap for row in rows for gap in reverse_kl(row)]
     if not gaps:
@@ -131,7 +131,7 @@ def agreement(lines: StepLines, steps: Sequence[int]) -> dict[str, Any] | None:
 
 
 def _columns(row: Mapping[str, Any], length: int) -> dict[str, list[float | None]]:
-    """Return the recorded values of each response token by column, None at observed tokens."""
+    """Return the recorded values of each response token, by column; None at observed tokens."""
     sampled, trained = row.get("rollout_logprobs"), row.get("student_logprobs")
     by = limited(row.get("by") or STUDENT)  # the model of the sampler's log-probs
     given = {
@@ -150,13 +150,13 @@ def _columns(row: Mapping[str, Any], length: int) -> dict[str, list[float | None
 
 
 def _acted(row: Mapping[str, Any], length: int) -> list[bool]:
-    """Return which response tokens are actions; all without a recorded mask."""
+    """Return a mask of the response tokens that are actions; all are if no mask was recorded."""
     mask = _list(row.get("action_mask"))
     return [bool(acts) for acts in mask] if len(mask) == length else [True] * length
 
 
 def _hits(row: Mapping[str, Any]) -> list[Any]:
-    """Return for each action token whether it is in a teacher's top-k."""
+    """Return, for each action token, whether it is in a teacher's top-k."""
     length = length_of(row)
     acted = _acted(row, length)
     columns = [_list(column) for column in _dict(row.get("teacher_topk_hits")).values()]
@@ -177,7 +177,7 @@ def _turns(acted: Sequence[bool], kept: Sequence[int]) -> list[list[int]]:
 
 
 def _turn_rewards(row: Mapping[str, Any], acted: Sequence[bool]) -> list[float | None]:
-    """Return the reward of each turn; empty if their number differs from the turns."""
+    """Return the reward of each turn; empty unless there is one reward for each turn."""
     rewards = _list(row.get("turn_rewards"))
     turns = sum(acts and not before for before, acts in itertools.pairwise([False, *acted]))
     return [_short(number(reward)) for reward in rewards] if len(rewards) == turns else []
@@ -195,13 +195,13 @@ def _ends(given: Any, length: int, response: str) -> list[int] | None:
 def _masked(
     row: Mapping[str, Any], length: int, kept: Sequence[int], names: Sequence[str] = ("action_mask", "loss_mask")
 ) -> list[int]:
-    """Return which of the `kept` tokens are outside of the loss."""
+    """Return the indices of the `kept` tokens that the loss excludes."""
     masks = [mask for name in names if len(mask := _list(row.get(name))) == length]
     return [shown for shown, place in enumerate(kept) if not all(mask[place] for mask in masks)]
 
 
 def _cut(given: Any, length: int, kept: Sequence[int]) -> list[list[Any] | None]:
-    """Return for each shown token the student tokens of its chunk and the teacher's tokens as text; None without."""
+    """Return for each shown token its chunk: number of student tokens, and teacher tokens as text; else None."""
     by_token: dict[int, list[Any]] = {}
     for chunk in _list(given):
         if isinstance(chunk, list) and len(chunk) == 3 and all(isinstance(one, int) for one in chunk[:2]):
@@ -212,7 +212,7 @@ def _cut(given: Any, length: int, kept: Sequence[int]) -> list[list[Any] | None]
 
 
 def _behind(row: Mapping[str, Any]) -> int | None:
-    """Return the number of updates between the oldest weights that sampled a training row and its step."""
+    """Return the age, in updates, of the oldest weights that sampled a training row; None if unknown."""
     step = row.get("step")
     runs = [run for run in _list(row.get("versions")) if isinstance(run, list) and run]
     versions = [run[0] for run in runs if isinstance(run[0], int)]

@@ -17,7 +17,7 @@ def visible(text: str) -> str:
 
 
 def limited(value: Any, most: int = 300) -> str:
-    """Return the `visible` text of a value, shortened in the middle to `most` characters; "" for None."""
+    """Return the `visible` text of a value, cut in the middle to at most `most` characters; "" for None."""
     text = "" if value is None else str(value)
     if len(text) > most:
         text = f"{text[: most // 2]} … {len(text) - most} characters … {text[-most // 2 :]}"
@@ -33,7 +33,7 @@ def _shown(character: str) -> str:
 def script_json(value: Any) -> str:
     """Return strict JSON for the inside of a `<script>` element: ASCII without `<`, `>` and `&`.
 
-    Raises `ValueError` for a number that is not finite.
+    Raises `ValueError` if a number is not finite.
     """
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for character, escape in ESCAPES.items():
@@ -42,6 +42,6 @@ def script_json(value: Any) -> str:
 
 
 def rounded(value: float, digits: int) -> float | int:
-    """Return `value` rounded to `digits` significant digits; an integral result as int, which is shorter."""
+    """Return `value` rounded to `digits` significant digits; an integral result is an int, whose text is shorter."""
     short = float(f"{value:.{digits}g}")
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
