@@ -1,6 +1,6 @@
 """Ray actors around the Megatron engines, one actor per rank.
 
-Megatron is imported inside methods, only in the actors' processes: the driver may run on a machine without it.
+Megatron is imported inside methods, so only in the actors' processes: the driver's machine may lack Megatron.
 """
 
 import os
@@ -29,7 +29,7 @@ _WRITER = ThreadPoolExecutor(1, "checkpoint")
 
 
 class _Rank(BucketHost):
-    """Base of all ranks: process group, engine, log-probs, offload, background saves."""
+    """Base class of all ranks: process group, engine, log-probs, offload, background saves."""
 
     _engine: Any
     _async_save: bool
@@ -38,7 +38,7 @@ class _Rank(BucketHost):
     _store: Any = None  # rendezvous of the process group, on rank 0
 
     def address(self) -> tuple[str, int]:
-        """Return this node's address and a port for the process group's rendezvous, which is opened by this call."""
+        """Return this node's address and a port for the process group's rendezvous; opens the port."""
         self._listening = socket.create_server(("", 0), backlog=1024)
         return ray.util.get_node_ip_address(), self._listening.getsockname()[1]
 
@@ -52,8 +52,7 @@ class _Rank(BucketHost):
         deterministic: bool,
         async_save: bool = False,
     ) -> tuple[int, Packing]:
-        """Join the process group and load the model; with `async_save`, saves copy the state and write in the
-        background.
+        """Join the process group and load the model; `async_save`: saves copy the state, then write in the background.
 
         Returns the data-parallel rank and the packing rules.
         """
@@ -83,7 +82,7 @@ class _Rank(BucketHost):
         return MegatronEngine(plan, seed=seed, deterministic=deterministic)
 
     def offload(self, parts: Sequence[Part], phase: Phase) -> None:
-        """Release device memory for other roles in a phase."""
+        """Release device memory for the roles that use it in a phase."""
         self._engine.offload(parts, phase)
 
     def onload(self, parts: Sequence[Part]) -> None:
@@ -101,9 +100,10 @@ class _Rank(BucketHost):
     def hold_targets(
         self, shard: DPShard, temperature: float, kept: Sequence[str] | None = None, **wanted: Any
     ) -> tuple[Compact, dict[int, TargetRef]] | None:
-        """Compute targets, put all arrays except log-probs into the object store (or only those in `kept`).
+        """Compute targets; put the arrays in `kept` (default: all except log-probs) into the object store.
 
-        Returns (log-probs, mask of sampled tokens in the top-k or None) for each sample, and references to the rest.
+        Returns, for each sample, (log-probs, mask of sampled tokens in the top-k or None), and references to the stored
+        arrays.
         """
         computed = self._targets(shard, temperature, wanted)
         if computed is None:
@@ -118,7 +118,7 @@ class _Rank(BucketHost):
         return Compact(small), hold(computed)
 
     def _opened(self, shard: DPShard) -> list[dict[str, dict[str, np.ndarray]]]:
-        """Fetch the referenced arrays of this rank's samples; empty except on the last pipeline stage."""
+        """Fetch the referenced arrays of this rank's samples; only the last pipeline stage has any."""
         return opened(shard.held, shard.micro_batches if self._engine.is_last_stage else [])
 
     def _targets(self, shard: DPShard, temperature: float, wanted: dict[str, Any]) -> Any:
@@ -130,7 +130,7 @@ class _Rank(BucketHost):
         return self._engine.compute_targets(temperature=temperature, request=request, **_read(shard))
 
     def written(self, *, wait: bool) -> list[Path] | None:
-        """Return the files of the last save, waiting for them if `wait`; None if they are not complete."""
+        """Return the files of the last save; if they are not complete, wait for them (`wait`) or return None."""
         return self._files.result() if wait or self._files.done() else None
 
     def _write(self, *parts: Callable[[], list[Path]]) -> None:
@@ -142,7 +142,7 @@ class _Rank(BucketHost):
             self._files.set_result(_all_files(parts))
 
     def output_head(self) -> list[ray.ObjectRef] | None:
-        """Return a reference to the full output embedding from one rank, None on others."""
+        """Return a reference to the full output embedding on one rank, None on others."""
         head = self._engine.output_head()
         return None if head is None else [ray.put(head)]
 
@@ -154,7 +154,7 @@ class LogprobWorker(_Rank):
 
 @ray.remote
 class FollowingWorker(_Rank):
-    """Rank of a teacher that is an EMA or a copy of the student (`follows_student`)."""
+    """Rank of a teacher that is an EMA of the student or a copy of it (`follows_student`)."""
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
         from roll_opd.megatron.follower import MegatronFollower
@@ -168,7 +168,7 @@ class FollowingWorker(_Rank):
         self._engine.follow(dict(weights), last=last)
 
     def hold_bucket(self, content: Sequence[ray.ObjectRef], bucket: Description) -> Description:
-        """Copy a bucket to this host; return its new description."""
+        """Copy a bucket to this host; return the description of the copy."""
         return self.hold(ray.get(content[0]), bucket)
 
     def save(self, directory: Path) -> None:
@@ -181,10 +181,10 @@ class FollowingWorker(_Rank):
 
 
 class _TrainableRank(_Rank):
-    """Base of the ranks of trainable models: save and load of the training state."""
+    """Base class of the ranks of trainable models: saves and loads the training state."""
 
     def save(self, directory: Path) -> None:
-        """Save training state in `directory`/state, the model in /hf and an adapter in /adapter; see `written`."""
+        """Save the training state, the model and an adapter in state/, hf/ and adapter/; see `written`."""
         from roll_opd.megatron.checkpoint import save_state
         from roll_opd.megatron.export import save_adapter
 
@@ -226,7 +226,7 @@ class TrainWorker(_TrainableRank, BucketWriter):
         return self._with_gradient(self._engine.update, shard, objective, temperature, step)
 
     def forward_backward(self, shard: DPShard, objective: ObjectivePlan, temperature: float, step: int) -> Compact:
-        """Add the gradient of a mini-batch; see `MegatronTrainer.forward_backward`. The result is that of `update`."""
+        """Accumulate the gradient of a mini-batch; see `MegatronTrainer.forward_backward`. Returns as `update`."""
         return self._with_gradient(self._engine.forward_backward, shard, objective, temperature, step)
 
     def _with_gradient(self, method: Callable[..., Any], shard: DPShard, *args: Any) -> Compact:
@@ -236,7 +236,7 @@ class TrainWorker(_TrainableRank, BucketWriter):
         return Compact(replace(result, logprobs=new_logprobs))
 
     def optim_step(self, learning_rate: float | None) -> Any:
-        """Make one optimizer update from the added gradients; see `MegatronTrainer.optim_step`."""
+        """Make one optimizer update from the accumulated gradients; see `MegatronTrainer.optim_step`."""
         return self._engine.optim_step(learning_rate)
 
     def load_teacher_head(self, name: str, head: Sequence[ray.ObjectRef]) -> None:
@@ -244,7 +244,7 @@ class TrainWorker(_TrainableRank, BucketWriter):
         self._engine.load_teacher_head(name, ray.get(head[0]))
 
     def without_adapter(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of this rank with the LoRA adapters disabled, that is with the initial weights."""
+        """Call a method of this rank with the LoRA adapters disabled, so that it uses the initial weights."""
         with self._engine.adapters.disabled():
             return getattr(self, method)(*args, **kwargs)
 
@@ -298,7 +298,7 @@ def _sequences(shard: DPShard) -> list[tuple[np.ndarray, int]]:
 
 
 def _read(shard: DPShard) -> dict[str, Any]:
-    """Return the arguments of a forward pass; routes only if a sample has some."""
+    """Return the arguments of a forward pass; with `routes` only if a sample has routes."""
     routes = [sample.routes for sample in shard.samples]
     arguments = {"sequences": _sequences(shard), "assigned": shard.micro_batches}
     return arguments if all(taken is None for taken in routes) else {**arguments, "routes": routes}

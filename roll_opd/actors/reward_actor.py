@@ -1,4 +1,4 @@
-"""Ray actor that scores responses with the rewards of one domain, and the client of a local judge model."""
+"""Ray actor that scores responses with the rewards of one domain, and a client for a local judge model."""
 
 import asyncio
 import time
@@ -43,7 +43,7 @@ class RewardWorker:
     _tokenizer: Any
 
     async def setup(self, plan: RewardPlan, model_path: str, engines: Sequence[ray.actor.ActorHandle] = ()) -> None:
-        """Resolve the rewards and load the tokenizer; `engines` are those of the judge model."""
+        """Resolve the rewards and load the tokenizer; `engines` are the engines of the judge model."""
         self._plan = plan
         threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=plan.domain)
         judge = {plan.terms[0].name: (LocalModel(plan.engine, engines),)} if plan.engine else {}
@@ -73,8 +73,8 @@ class RewardWorker:
     async def _calls(self, samples: Sequence[RewardSample]) -> AsyncGenerator[list[tuple[int, Scored]], None]:
         """Call the rewards for all samples; yield each call's scores.
 
-        A call has the number of samples with which all can run concurrently, and more if the reward is so quick that
-        the overhead of a call matters.
+        A call gets as few samples as possible while all calls can run concurrently; it gets more if the reward is so
+        quick that the overhead of a call matters.
         """
         needed = -(-len(samples) // self._plan.max_concurrency)
         calls: set[asyncio.Task[list[tuple[int, Scored]]]] = set()
@@ -139,8 +139,8 @@ class LocalModel:
     async def __call__(self, messages: Sequence[Mapping[str, str]], errors: Counter[str]) -> str:
         """Return the model's response to `messages`.
 
-        Raises the engine's errors without Ray's wrapper, such as ValueError for a prompt that is too long, and
-        RewardError, which ends the run, if the engine has died.
+        Raises the engine's errors without Ray's wrapper, such as ValueError for a prompt that is too long. If the
+        engine has died, raises RewardError, which ends the run.
         """
         text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         tokens = np.array(token_ids(self._tokenizer, [text], [True])[0])

@@ -20,7 +20,7 @@ from roll_opd.weight_sync.send_weights import WeightSync
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample. Requests of one `group` share a prefix and go to the same engine, which caches it."""
+    """One response to sample. Requests of one `group` share a prefix and go to one engine, which caches the prefix."""
 
     group: int
     prompt_tokens: np.ndarray  # int64 [P]
@@ -54,10 +54,8 @@ class Sampler:
 
 
 class SamplingSession:
-    """Running requests. Consecutive requests to an engine are sent as one batch.
-
-    Completions of a batch are returned in the order in which they finish, with a short delay for coalescing, and
-    immediately with the last of each `chunk`.
+    """Running requests. Consecutive requests to an engine are sent as one batch. Completions of a batch are returned in
+    the order in which they finish. They are collected for a short time; a complete `chunk` is returned immediately.
     """
 
     def __init__(self, sampler: Sampler, chunk: int | None = None, *, alone: bool = False) -> None:
@@ -67,7 +65,7 @@ class SamplingSession:
         self._calls: BatchedCalls[tuple[int, SamplingPlan, int], Request] = BatchedCalls(self._generate)
 
     def ask(self, request: Request, sampling: SamplingPlan) -> "asyncio.Future[Completion]":
-        """Return a future of the completion; it raises the engine's errors, and RunError if the engine has died."""
+        """Return a future of the completion. It raises the engine's errors, or RunError if the engine has died."""
         return self._calls.ask((self._sampler.engine_of(request.group), sampling, next(self._numbers)), request)
 
     async def end(self) -> None:
@@ -90,7 +88,7 @@ class SamplingSession:
 
 
 class SamplerEngines:
-    """Engines of a sampler, used from another process; see `roll_opd.workflows.model_wrapper.Engines`."""
+    """Engines of a sampler for use in another process; see `roll_opd.workflows.model_wrapper.Engines`."""
 
     def __init__(self, sampler: Sampler, chunk: int | None, deterministic: bool) -> None:
         self._sampler, self._session = sampler, SamplingSession(sampler, chunk, alone=deterministic)

@@ -1,4 +1,4 @@
-"""Ray actor that runs workflows, each run in a separate thread or coroutine, with a model client and an endpoint."""
+"""Ray actor that runs workflows: a model client, an endpoint, and a thread or coroutine for each run."""
 
 import asyncio
 import contextvars
@@ -39,7 +39,7 @@ RAISED, TIMEOUT, INVALID, API_ERROR = "raised", "timeout", "invalid", "api_error
 
 @dataclass(frozen=True)
 class Job:
-    """Runs of one prompt made by one call of a workflow."""
+    """The runs of one prompt that one call of a workflow makes."""
 
     prompt: Prompt
     draw: int
@@ -68,7 +68,7 @@ class _TimeLimitError(Exception):
 
 
 def _is_api_error(error: BaseException) -> bool:
-    """Whether a model endpoint has failed, after the retries of OpenAI's client."""
+    """Return whether an error means that a model endpoint failed even after the retries of OpenAI's client."""
     openai = sys.modules.get("openai")  # not imported: cannot be its error
     return openai is not None and isinstance(
         error, openai.APIConnectionError | openai.RateLimitError | openai.InternalServerError
@@ -88,7 +88,7 @@ def _failure(error: BaseException, returned: bool) -> tuple[str, str]:
 
 @contextmanager
 def _no_exit() -> Iterator[None]:
-    """Convert SystemExit and KeyboardInterrupt to RuntimeError, since the process has other runs."""
+    """Convert SystemExit and KeyboardInterrupt to RuntimeError, since other runs use the same process."""
     try:
         yield
     except (SystemExit, KeyboardInterrupt) as error:
@@ -101,7 +101,7 @@ async def _without_exit(coroutine: Awaitable[Any]) -> Any:
 
 
 def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    """Create a task; a task started by a run cannot end the event loop."""
+    """Create a task; if a run starts it, a SystemExit in it does not end the event loop."""
     from roll_opd.workflows.run_state import RUN
 
     if RUN in (options.get("context") or contextvars.copy_context()):
@@ -132,8 +132,8 @@ class WorkflowWorker:
     ) -> None:
         """Import the workflow and load the tokenizer.
 
-        `engines` are `RolloutWorker`s of `rollout`; `auxiliary_engines` has those of each auxiliary model, empty for
-        remote ones. `contexts` are the teachers' contexts. `number` is the index of this process.
+        `engines` are the `RolloutWorker`s of `rollout`; `auxiliary_engines` has the engines of each auxiliary model,
+        none for a remote model. `contexts` are the teachers' contexts. `number` is the index of this process.
         """
         from roll_opd.workflows.auxiliary import AuxiliaryModel, RemoteModel
         from roll_opd.workflows.endpoint.server import PolicyServer
@@ -155,7 +155,7 @@ class WorkflowWorker:
         self._endpoints: list[Any] = []
 
         def client_of(kind: Callable[..., Any], plan: RolloutPlan, engines: Sequence, **address: Any) -> Any:
-            """Return a model client for `engines`, with an endpoint."""
+            """Return a model client for `engines`; the client has an endpoint."""
             sampler = SamplerEngines(Sampler(ActorGroup(engines)), chunk, deterministic)
             tokenizer, loop = load_tokenizer(plan.model.path), asyncio.get_running_loop()
             model = kind(sampler, tokenizer, model_path=plan.model.path, max_model_len=plan.max_model_len, loop=loop)
@@ -198,7 +198,7 @@ class WorkflowWorker:
                 task.cancel()
 
     async def _outcome(self, job: Job) -> JobOutcome:
-        """Run one job; errors of its code become a failure in the outcome."""
+        """Run one job; an error in the workflow's code becomes a failure in the outcome."""
         from roll_opd.workflows.run_state import RUN, RunState
         from roll_opd.workflows.workflow_experience import by_run, trained
 
@@ -332,7 +332,7 @@ class WorkflowWorker:
         return workflow
 
     def _watch_memory(self) -> None:
-        """Exit this process if it exceeds its memory limit."""
+        """Exit this process when it exceeds its memory limit."""
         limit = self._plan.workflow_memory_gb * 2**30 / os.sysconf("SC_PAGE_SIZE")
         with open("/proc/self/statm", "rb", buffering=0) as sizes:
             while int(os.pread(sizes.fileno(), 100, 0).split()[1]) <= limit:

@@ -1,4 +1,4 @@
-"""The driver's side of the critic: values of a step's samples, and updates."""
+"""The driver's side of the critic: values of a step's samples, and updates of the critic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Critic(Learner):
     plan: CriticPlan
 
     async def compute_values(self, experiences: Sequence[Sample]) -> list[Sample]:
-        """Fill in `values`. RunError for values that are not finite."""
+        """Fill in the column `values`. RunError if a value is not finite."""
         values = await gathered(self.group, "values", [shard_sample(e) for e in experiences])
         wrong = sum(int((~np.isfinite(array)).sum()) for array in values)
         if wrong:
@@ -47,7 +47,7 @@ class Critic(Learner):
         return _update_metrics(updates) | value_metrics(experiences)
 
     def _shards(self, experiences: Sequence[Sample]) -> ShardedBatch:
-        """Return a mini-batch with the columns that the loss reads, in shards for the data-parallel ranks."""
+        """Return the shards of a mini-batch for the data-parallel ranks, with the columns that the loss reads."""
         samples = value_columns(experiences)
         return shard_batch(samples, self._assigned(samples))
 
@@ -55,8 +55,8 @@ class Critic(Learner):
 def value_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
     """Return `critic/values` and `critic/returns` of action tokens, and `critic/explained_variance`.
 
-    That is 1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a constant mean, below 0 for a worse critic. It is
-    missing if all returns are equal.
+    The explained variance is 1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a critic that predicts a constant,
+    below 0 for a worse one. It is missing if all returns are equal.
     """
     counted = [experience for experience in experiences if experience.is_learned_from]
     values = _of_actions(counted, [present(e.values) for e in counted])
@@ -69,13 +69,13 @@ def value_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
 
 
 def _of_actions(experiences: Sequence[Sample], arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Join arrays [T-P] each to f64 [K], the values of action tokens."""
+    """Select the action tokens of arrays, [T-P] each, and join them to f64 [K]."""
     kept = [array[e.action_mask] for e, array in zip(experiences, arrays, strict=True)]
     return np.concatenate(kept).astype(np.float64) if kept else np.zeros(0)
 
 
 def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Return metrics of a step's updates: means over tokens or updates."""
+    """Return the metrics of a step's updates, as means over tokens or over updates."""
     tokens = total(updates, "tokens") or 1.0
     return {
         "critic/loss": total(updates, "weighted_loss") / len(updates),

@@ -1,4 +1,4 @@
-"""The driver's side of a trained model: updates, skipped updates, checkpoints."""
+"""The driver's side of a trained model: updates, the count of skipped updates, and checkpoints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ Update = Sequence[TrainResult]  # of one optimizer update, by rank
 
 @dataclass
 class Learner:
-    """Trained model; a subclass prepares its samples."""
+    """Trained model; a subclass prepares the samples."""
 
     plan: TrainPlan
     group: WorkerGroup
@@ -34,13 +34,13 @@ class Learner:
         self.updates = Count(f"updates of {self.plan.name}")
 
     async def save(self, directory: Path) -> Writing:
-        """Write training state and a Hugging Face model into `directory`; with `async_save` in the background."""
+        """Write the training state and a Hugging Face model into `directory` (in the background with `async_save`)."""
         (directory / "state").mkdir(parents=True, exist_ok=True)
         await self.group.call("save", directory)
         return Writing([self.group])
 
     async def load(self, directory: Path) -> None:
-        """Restore the state from `save`."""
+        """Restore the state that `save` wrote."""
         await self.group.call("load", directory)
 
     def end(self) -> None:
@@ -55,13 +55,13 @@ class Learner:
     async def _update(
         self, method: str, sharded: ShardedBatch, *args: Any
     ) -> tuple[list[TrainResult], dict[int, np.ndarray]]:
-        """Make one optimizer update from one mini-batch; return each rank's result, and log-probs by sample."""
+        """Make one optimizer update from one mini-batch; return each rank's result, and each sample's log-probs."""
         results: list[tuple[int, TrainResult]] = await self.group.scatter(method, sharded, *args)
         self.updates.one()
         return [result for _, result in results], sharded.merged((rank, result.logprobs) for rank, result in results)
 
     def _check_applied(self, update: Update, samples: Sequence[Any]) -> None:
-        """Count an update that was skipped. SkippedUpdates, with its `samples`, after `SKIPS_ALLOWED` in a row."""
+        """Count skipped updates in a row; at `SKIPS_ALLOWED` raise SkippedUpdates with the last update's `samples`."""
         self._skipped = 0 if update[0].applied else self._skipped + 1
         if self._skipped >= SKIPS_ALLOWED:
             raise SkippedUpdates(
@@ -73,12 +73,12 @@ class Learner:
 
 
 def total(updates: Sequence[Update], name: str) -> float:
-    """Return the sum `name` over all ranks and updates; 0 where no rank reports it."""
+    """Return the sum of `name` over all ranks and updates; ranks that do not report it count as 0."""
     return sum(rank.sums.get(name, 0.0) for update in updates for rank in update)
 
 
 def optimizer_metrics(updates: Sequence[Update], names: tuple[str, str, str] = ACTOR_METRICS) -> dict[str, float]:
-    """Return, under `names`, the gradient norm (mean over updates), the learning rate and the updates skipped."""
+    """Return (under `names`) mean gradient norm over updates, learning rate, and number of skipped updates."""
     grad_norm = float(np.mean([update[0].grad_norm for update in updates]))
     skipped = float(sum(not update[0].applied for update in updates))
     return dict(zip(names, (grad_norm, updates[-1][0].learning_rate, skipped), strict=True))

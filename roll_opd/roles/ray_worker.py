@@ -1,4 +1,4 @@
-"""A Ray actor as a worker of a `ResilientPool`, with detection of a dead or stuck process."""
+"""Wrap a Ray actor as a worker of a `ResilientPool`; detects a dead or stuck process."""
 
 import asyncio
 import math
@@ -17,16 +17,16 @@ DIED, STUCK = "worker_died", "timeout"  # kinds of failures in metrics
 
 
 class RayWorker:
-    """A Ray actor as a `Worker`; it has the methods `setup`, `run` and, with `patience`, `alive`."""
+    """A Ray actor as a `Worker`; the actor has the methods `setup`, `run` and, if `patience` is set, `alive`."""
 
     def __init__(
         self, name: str, actor: Any, settings: Sequence[Any], patience: float = math.inf, limit: float = math.inf
     ) -> None:
         """Args:
-        name: of the pool, for messages.
+        name: name of the pool, for error messages.
         settings: arguments of the actor's `setup`.
-        patience: seconds without an answer after which `alive` is called, with the same limit for its answer.
-        limit: seconds within which all jobs of a call must be answered.
+        patience: seconds without an answer after which `alive` is called; `alive` must answer within the same time.
+        limit: seconds within which all jobs of a call must have an answer.
         """
         self._name, self.actor, self._settings, self._patience, self._limit = name, actor, settings, patience, limit
 
@@ -40,7 +40,7 @@ class RayWorker:
             raise WorkerLost(DIED, str(error)) from error
 
     async def run(self, items: Sequence[Any]) -> AsyncGenerator[Answers, None]:
-        """Yield what the actor's `run` yields; leaving early (use `aclosing`) cancels it."""
+        """Yield the answers of the actor's `run`; leaving the iterator early (use `aclosing`) cancels the call."""
         until = time.monotonic() + self._limit
         stream = self.actor.run.options(num_returns="streaming").remote(Compact(items))
         is_open = True
@@ -70,7 +70,7 @@ async def next_answer(
     patience: float,
     until: float,
 ) -> Answers | None:
-    """Return the result of `receive`. WorkerLost at `until`, or if `alive` takes over `patience` seconds."""
+    """Return the result of `receive`. WorkerLost at time `until`, or if `alive` takes more than `patience` seconds."""
     answer = asyncio.ensure_future(receive)
     reply: asyncio.Future[None] | None = None
     try:

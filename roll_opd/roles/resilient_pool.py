@@ -1,8 +1,8 @@
-"""Pool of replaceable processes: the jobs of a dead or stuck process run again in another process.
+"""Pool of replaceable processes; the jobs of a dead or stuck process run again in another process.
 
 A process gets only as many jobs as it may run concurrently; further jobs wait in the driver for the first process with
-room. A job that was running in two lost processes then runs without other jobs. If the third is lost too, the job is
-the cause, and its result is that of a `WorkerLost`.
+room. A job that was running in two lost processes runs next in a process without other jobs. If this third process is
+lost too, the job is taken as the cause, and `settle` gets a `WorkerLost` for it.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class Member:
 
 
 def in_equal_shares(items: Sequence[Any], loads: Mapping[int, int], capacity: int) -> Iterator[int]:
-    """Assign contiguous shares of the items to the workers, as equal as their room permits."""
+    """Assign contiguous shares of the items to the workers; sizes are as equal as the workers' free room permits."""
     left = len(items)
     for place, number in enumerate(sorted(loads, key=lambda number: -loads[number])):
         share = min(left // (len(loads) - place), capacity - loads[number])
@@ -95,14 +95,14 @@ class ResilientPool(Generic[Item, Result]):
         independent: bool = False,
     ) -> None:
         """Args:
-        name: of the pool in messages.
-        spawn: starts the worker with a number from 0 to `size` - 1.
+        name: name of the pool in error messages.
+        spawn: starts the worker with a given number, from 0 to `size` - 1.
         settle: computes a job's result from its item, its answer or a `WorkerLost`, and the seconds since `submit`.
             Its exception becomes the future's exception.
         capacity: maximum concurrent jobs of a worker.
         assign: selects the worker of each job.
-        independent: jobs sent together do not depend on each other: a worker gets a new job for each finished one
-            (otherwise after the last one), and cancelled futures cancel their jobs.
+        independent: jobs sent together do not depend on each other. A worker gets a new job for each finished one
+            (otherwise only after the last), and cancelled futures cancel their jobs.
         """
         self.name, self._spawn, self._settle_job = name, spawn, settle
         self._size, self._capacity, self._assign, self._independent = size, capacity, assign, independent
@@ -119,7 +119,7 @@ class ResilientPool(Generic[Item, Result]):
         await asyncio.gather(*[self._add(number) for number in range(self._size)])
 
     def submit(self, item: Item) -> "asyncio.Future[Result]":
-        """Return the future result of a job. RunError if it cannot run. Cancel the future if it is not needed."""
+        """Return a future of a job's result; RunError if the job cannot run. Cancel the future if it is not needed."""
         loop = asyncio.get_running_loop()
         job: _Job[Item, Result] = _Job(item, loop.create_future(), time.monotonic())
         if self._broken:
@@ -132,7 +132,7 @@ class ResilientPool(Generic[Item, Result]):
         return job.result
 
     def drain_counts(self) -> tuple[list[int], int]:
-        """Return the lengths of the queue after each dispatch and the number of restarts since the last call."""
+        """Return (queue length after each dispatch, number of restarts), both since the last call."""
         counts = self._queued, self._restarts
         self._queued, self._restarts = [], 0
         return counts
@@ -148,7 +148,7 @@ class ResilientPool(Generic[Item, Result]):
             member.worker.kill()
 
     def _dispatch(self) -> None:
-        """Send waiting jobs to workers that have room; each suspected one to an idle worker."""
+        """Send waiting jobs to workers that have room; a job suspected of killing workers goes to an idle worker."""
         self._dispatch_is_due = False
         waiting = [job for job in self._waiting if not job.result.done()]
         suspects = [job for job in waiting if job.deaths == MAX_DEATHS - 1]
@@ -189,7 +189,7 @@ class ResilientPool(Generic[Item, Result]):
             job.result.add_done_callback(cancel_unneeded)
 
     async def _follow(self, member: Member, left: dict[int, _Job[Item, Result]]) -> None:
-        """Settle jobs as the worker answers, and remove them from `left`; queue the others again if it is lost."""
+        """Settle jobs as the worker answers, removing them from `left`; if it is lost, queue the rest again."""
         stream = member.worker.run([job.item for job in left.values()])
         try:
             async for answers in stream:
@@ -279,9 +279,9 @@ class ResilientPool(Generic[Item, Result]):
 
 @dataclass
 class FailureLog:
-    """Failed jobs of a pool: warns of the first of each kind, and ends the run if it cannot continue.
+    """Failed jobs of a pool: warns of the first failure of each kind, and ends the run if it cannot continue.
 
-    Kinds are counted elsewhere.
+    The failures of each kind are counted elsewhere.
     """
 
     jobs: str  # name of the jobs in messages
@@ -293,7 +293,7 @@ class FailureLog:
     _kinds: set[str] = field(default_factory=set)
 
     def add_success(self) -> None:
-        """Note that a job succeeded."""
+        """Record that a job succeeded."""
         self._initial = None
 
     def add_failure(self, kind: str, text: str) -> None:

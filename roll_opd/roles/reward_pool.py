@@ -1,4 +1,4 @@
-"""The driver's side of the reward workers of one domain, which score each sample when it is finished."""
+"""The driver's side of one domain's reward workers, which score each sample as soon as it is finished."""
 
 import asyncio
 from collections import Counter
@@ -24,7 +24,7 @@ ALIVE_SECONDS = 60.0  # without an answer, after which a worker is checked; at l
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The reward of a sample, or the reason for a missing one."""
+    """The reward of a sample, or the reason why it has none."""
 
     domain: str
     reward: float | None  # None: the reward does not apply to the sample, or failed and the sample is excluded
@@ -58,7 +58,7 @@ class RewardPool:
     ) -> None:
         """`spawn` starts a process; `model_path` has the tokenizer; `sampler` has the engines of `plan.engine`.
 
-        Without `is_learned` rewards are only monitored, and all may fail.
+        Without `is_learned`, rewards are only monitored, and all may fail.
         """
         self.plan = plan
         self._spawn, self._model_path, self._sampler = spawn, model_path, sampler
@@ -82,16 +82,16 @@ class RewardPool:
         await self._pool.start()
 
     def submit(self, experience: Sample) -> "asyncio.Future[RewardResult]":
-        """Return the future reward of a sample. RunError if scoring fails and `on_error` is `stop`.
+        """Return a future of a sample's reward; RunError if scoring fails and `on_error` is `stop`.
 
         Cancel the future if the result is not needed.
         """
         return self._pool.submit(experience)
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return `scoring_metrics` of all samples scored since the last call, in training and validation.
+        """Return `scoring_metrics` of all samples (training and validation) scored since the last call.
 
-        RunError if every sample has failed since the third-last call.
+        RunError if all samples have failed in `MAX_FAILED_STEPS` consecutive steps.
         """
         if scored := len(self._latencies):
             self._failed_steps = self._failed_steps + 1 if self._failed == scored else 0
@@ -122,7 +122,7 @@ class RewardPool:
         return RayWorker(self._key, self._spawn(), (self.plan, self._model_path, engines), patience)
 
     def _result(self, experience: Sample, scored: Scored | WorkerLost, seconds: float) -> RewardResult:
-        """Count a sample's score or failure and return its reward. RunError if the failure ends the run."""
+        """Count a sample's score or failure, and return its reward. RunError if the failure ends the run."""
         if isinstance(scored, WorkerLost):
             scored = Failure(scored.kind, str(scored))
         self._errors.update(scored.errors)

@@ -1,4 +1,4 @@
-"""The driver's side of the student: log-probs, most likely tokens, and the updates of a step."""
+"""The driver's side of the student: log-probs, top-k tokens, and the updates of a step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,14 +29,14 @@ class Student(Learner):
     async def topk_ids(
         self, experiences: Sequence[Sample], temperature: float, objective: ObjectivePlan
     ) -> list[TargetRef]:
-        """Return references to the most likely tokens at every response token."""
+        """Return references to the student's top-k tokens at every response token."""
         wanted: dict[str, Any] = {"topk": objective.opd_topk, "vocab_size": objective.opd_vocab_size}
         samples = _routed(experiences)
         held = await gathered_and_held(self.group, samples, temperature, kept=("topk_ids",), **wanted)
         return [ids for _, ids in held]
 
     async def load_teacher_head(self, teacher: str, head: list[Reference]) -> None:
-        """Load a teacher's output head on the student's ranks, to compute distributions from hidden states."""
+        """Load a teacher's output head on the student's ranks, which compute distributions from its hidden states."""
         await self.group.call("load_teacher_head", teacher, head)
 
     async def learn(
@@ -49,7 +49,7 @@ class Student(Learner):
     ) -> tuple[list[Sample], dict[str, float]]:
         """Run all updates of step `step` of the run.
 
-        Returns the samples, with `old_logprobs` from the update if they were missing, and `actor/*` metrics.
+        Returns the samples and `actor/*` metrics; samples without `old_logprobs` get them from the update.
         """
         learned = list(experiences)
         updates: list[Update] = []
@@ -74,7 +74,7 @@ class Student(Learner):
         temperature: float,
         step: int,
     ) -> tuple[list[Sample], dict[str, float]]:
-        """Add the gradient of the loss of one mini-batch to those since the last update.
+        """Add the gradient of one mini-batch's loss to the gradients accumulated since the last update.
 
         Returns the same as `learn`, without the optimizer's metrics.
         """
@@ -84,7 +84,7 @@ class Student(Learner):
         return _with_old_logprobs(samples, logprobs), _loss_metrics([update])
 
     async def optim_step(self, samples: Sequence[Sample], learning_rate: float | None) -> dict[str, float]:
-        """Make one update from the added gradients of `samples`; default: the schedule's learning rate."""
+        """Make one update from the accumulated gradients of `samples`; default learning rate: the schedule's."""
         update: Update = await self.group.call("optim_step", learning_rate)
         self._check_applied(update, samples)
         return optimizer_metrics([update])
@@ -92,7 +92,7 @@ class Student(Learner):
     def _shards(
         self, experiences: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
     ) -> ShardedBatch:
-        """Return a mini-batch with the columns that the loss reads, in shards for the data-parallel ranks."""
+        """Return the shards of a mini-batch for the data-parallel ranks, with the columns that the loss reads."""
         samples = loss_columns(experiences, teachers, objective)
         has_targets = objective.opd_objective != "sampled"
         return shard_batch(
@@ -121,7 +121,7 @@ def _with_old_logprobs(samples: Sequence[Sample], logprobs: Mapping[int, np.ndar
 
 
 def _loss_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Return metrics of a step's updates: means over tokens or updates."""
+    """Return the metrics of a step's updates, as means over tokens or over updates."""
     tokens = total(updates, "tokens") or 1.0
     reported = {name for update in updates for rank in update for name in rank.sums}
     optional = {
@@ -143,7 +143,7 @@ def _loss_metrics(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def _router_metrics(updates: Sequence[Update], reported: set[str]) -> dict[str, float]:
-    """Return metrics of routers: the share of choices that differ from the engine's, and their losses."""
+    """Return router metrics: the share of expert choices that differ from the engine's, and the routers' losses."""
     parts = {"router/rerouted_tokens": "routed_tokens", "router/rerouted_choices": "routed_choices"}
     shards = {
         name: total(updates, name.removeprefix("router/")) / (total(updates, of) or 1.0)

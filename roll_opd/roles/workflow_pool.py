@@ -1,6 +1,6 @@
-"""The driver's side of the processes in which workflows run; the pool is the workflow of a rollout.
+"""The driver's side of the processes that run workflows; a rollout calls the pool as its workflow.
 
-A process holds several runs. A run that is repeated after a lost process has the same seeds.
+A process executes several runs. A run that is repeated after its process was lost has the same seeds.
 """
 
 import asyncio
@@ -47,9 +47,9 @@ class WorkflowPool:
         chunk: int | None = None,
         deterministic: bool = False,
     ) -> None:
-        """`spawn` starts a process; `repeats`: one call makes all runs of a prompt.
+        """`spawn` starts a process. With `repeats`, one call makes all runs of a prompt.
 
-        Processes send experiences soon after they are made, and immediately with the last of each `chunk`.
+        Processes send experiences a short time after they are made, and immediately when a `chunk` is complete.
         """
         self._chunk, self._deterministic = chunk, deterministic
         self.plan = plan
@@ -71,9 +71,9 @@ class WorkflowPool:
         self._reset()
 
     async def start(self, sampler: Sampler, auxiliaries: Sequence[Sampler | None] = ()) -> None:
-        """Start the processes. `sampler` has the engines of the policy; auxiliary models have other engines.
+        """Start the processes. `sampler` has the engines of the policy; auxiliary models have separate engines.
 
-        Auxiliary engines end with the pool; None stands for a model behind an address.
+        Auxiliary engines end with the pool; None stands for a model on a remote server.
         """
         self._sampler, self._auxiliaries = sampler, auxiliaries
         await self._pool.start()
@@ -100,7 +100,7 @@ class WorkflowPool:
         return self._made(outcome, task)
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return counts of runs and failures by kind, and means over the runs, since the last call."""
+        """Return, since the last call: counts of runs and of failures by kind, and means over the runs."""
         runs = self._failures.total() + self._succeeded
         _, restarts = self._pool.drain_counts()
         metrics = {f"workflow/failed/{kind}": float(count) for kind, count in sorted(self._failures.items())}
@@ -152,7 +152,7 @@ class WorkflowPool:
         return []
 
     def _note_missing(self, job: Job, outcome: JobOutcome) -> None:
-        """Count runs without an experience in a call that made other runs; warn of the first."""
+        """Count runs without an experience in a call that made other runs; warn the first time."""
         missing = [run for run in job.runs if not outcome.made.get(run)]
         if not missing or len(missing) == len(job.runs):
             return  # a call without any experience skips its row
@@ -166,7 +166,7 @@ class WorkflowPool:
             )
 
     def _with_teacher(self, made: Sample) -> Sample:
-        """Return the sample with the workflow's teacher log-probs under the name of the teacher of its tag."""
+        """Return the sample with the workflow's teacher log-probs under the teacher that accepts its tag."""
         if not made.teacher_logprobs:
             return made
         name = next((teacher.name for teacher in self._teachers if teacher.accepts(made.tag)), None)
@@ -202,9 +202,9 @@ class WorkflowPool:
 def near_engines(
     jobs: Sequence[Job], loads: Mapping[int, int], capacity: int, engines: int, processes: int
 ) -> Iterator[int]:
-    """Assign each job to the least loaded process, or to the one for its engine if that has only a few more.
+    """Assign each job to the least loaded process, or to its engine's process if that has only a few more jobs.
 
-    So an engine's requests come mostly from one process, in few batches.
+    An engine's requests then come mostly from one process, in few batches.
     """
     loads = dict(loads)
     for job in jobs:
