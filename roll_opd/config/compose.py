@@ -1,7 +1,7 @@
 """Reads a Hydra configuration: YAML files, `defaults` lists, interpolation and command-line overrides.
 
-The result is a plain dict and a map from each key to the file and line that has it, for messages. The
-directory `configs/` is always on Hydra's search path, so a configuration may compose from its groups.
+The result is a plain dict and, for error messages, a map from each key to its file and line. The
+directory `configs/` is always on Hydra's search path, so a configuration may use its groups.
 """
 
 import json
@@ -52,10 +52,10 @@ DEVICES = re.compile(r"(\+{0,2}(?:[\w-]+\.)*device_mapping)=((?:list|range)\(.*)
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A composed configuration: plain `values`, where each dotted key was written, and its name.
+    """A composed configuration: its name, its plain `values`, and the place of each dotted key.
 
-    `variables` are the top-level keys that some value refers to by `${name}`; `translation` is a list of the keys of
-    another system and their meaning here.
+    `variables` are the top-level keys that some value refers to by `${name}`. `translation` lists the keys of another
+    system with their meaning here.
     """
 
     name: str
@@ -67,7 +67,7 @@ class LoadedConfig:
 
 
 def load_config(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
-    """Compose `config_name` (with or without .yaml) in the directory `config_path`, searched in `config_places`.
+    """Compose `config_name` (with or without .yaml) in directory `config_path`, which is searched in `config_places`.
 
     An override is `key=value`, `+key=value`, `++key=value`, `~key` or `group=option`. Raises ConfigError.
     """
@@ -119,9 +119,9 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
 
 
 def find_config(config_path: str, config_name: str) -> tuple[Path, str]:
-    """Return directory and name of the YAML file in the first of `config_places` that has it.
+    """Return the directory and name of the YAML file, from the first of `config_places` that has it.
 
-    Raises ConfigError where none has it, PathError or OSError where that cannot be seen.
+    Raises ConfigError if none has it, and PathError or OSError if a place cannot be read.
     """
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     places = config_places(config_path)
@@ -139,10 +139,10 @@ def find_config(config_path: str, config_name: str) -> tuple[Path, str]:
 
 
 def config_places(config_path: str) -> list[Path]:
-    """Return the possible places of a directory of configurations, in the order of the search.
+    """Return the places where a directory of configurations may be, in search order.
 
-    In the current directory; in its `examples/`; next to the started script, as in ROLL; in the `examples/` of the
-    repository; in the repository. A directory without that file does not hide the later ones.
+    The order is: the current directory, its `examples/`, the directory of the started script (as in ROLL), the
+    repository's `examples/`, the repository. If a directory lacks the file, the search continues with the next place.
     """
     given, script = expanded(config_path), Path(sys.argv[0]).resolve()
     scripts = [script.parent] if script.suffix == ".py" and not script.is_relative_to(PACKAGE) else []
@@ -189,13 +189,13 @@ def _parsed(text: str) -> Override:
 
 
 def _quoted(text: str) -> str:
-    """Return an override with its value in quotes, "" without a value."""
+    """Return an override with its value in quotes; "" if it has no value."""
     key, equals, value = text.partition("=")
     return f"{key}={QuotedString(value, Quote.double).with_quotes()}" if equals and value else ""
 
 
 def _chosen_groups(name: str, overrides: list[Override], places: SearchPath) -> frozenset[str]:
-    """Return the groups of the defaults lists; read only if an override uses one, since this takes time."""
+    """Return the groups of the defaults lists. Called only if an override uses a group, since reading takes time."""
     if not any(is_group(override, places) for override in overrides):
         return frozenset()
     arguments = [places.argument] if places.argument else []
@@ -204,9 +204,10 @@ def _chosen_groups(name: str, overrides: list[Override], places: SearchPath) -> 
 
 
 class _Loader(ConfigLoaderImpl):
-    """Hydra's loader without Hydra's own configuration, which takes most of the time and is not used.
+    """Hydra's loader without Hydra's own configuration, which is not used and would take most of the time.
 
-    A choice of a file of Hydra's own (`hydra/launcher=basic`) and an override of its keys still compose all of it.
+    All of Hydra's configuration is still composed if one of its files is chosen (`hydra/launcher=basic`) or one of its
+    keys is overridden.
     `defaults` is the defaults list of the composed configuration.
     """
 
@@ -246,7 +247,7 @@ class _Loader(ConfigLoaderImpl):
 
 
 def _check_section_of_hydra(written: Any) -> None:
-    """Raise an OmegaConfBaseException for unknown keys and wrong types in a section `hydra:`."""
+    """Raise an OmegaConfBaseException for unknown keys and wrong types in the section `hydra:`."""
     if (text := str(written)) not in _CHECKED:
         OmegaConf.create({"hydra": OmegaConf.structured(HydraConf)}).merge_with({"hydra": written})
         _CHECKED.add(text)
@@ -256,7 +257,7 @@ _CHECKED: set[str] = set()  # valid sections; building Hydra's schema takes a fi
 
 
 def _chooses_files_of_hydras(primary: ConfigResult | None) -> bool:
-    """Whether the defaults list of a file has an entry of a group `hydra/...`, with or without `override`."""
+    """Whether a file's defaults list has an entry for a group `hydra/...`, with or without `override`."""
     entries = (primary.defaults_list or ()) if primary is not None else ()
     named = (getattr(entry, "group", None) or getattr(entry, "path", None) for entry in entries)
     return any(name is not None and HYDRAS.match(name.lstrip("/")) for name in named)
@@ -294,14 +295,14 @@ def key_lines(file: Path, shown: str, package: str) -> dict[str, str]:
 
 
 def keys_below(key: str, value: Any) -> Iterator[str]:
-    """Yield a dotted key and, if its value is a mapping, the keys in it."""
+    """Yield a dotted key and, if its value is a mapping, the dotted keys below it."""
     yield key
     for name, item in value.items() if isinstance(value, dict) else ():
         yield from keys_below(f"{key}.{name}", item)
 
 
 def resolve(node: DictConfig | ListConfig, diag: Diagnostics) -> Any:
-    """Return plain dicts and lists, with every interpolation resolved; collect what cannot be resolved."""
+    """Return plain dicts and lists with every interpolation resolved; collect the unresolvable interpolations."""
     keys = list(node.keys()) if isinstance(node, DictConfig) else range(len(node))
     resolved = {}
     for key in keys:

@@ -1,6 +1,6 @@
-"""Diagnostics of planning: problems (no plan), blockers (a plan, but no run) and warnings (a plan and a run).
+"""Diagnostics of planning: problems prevent a plan, blockers prevent a run, warnings prevent neither.
 
-All checks add to one `Diagnostics`, so that all problems of a configuration are reported together.
+All checks add to one `Diagnostics`, so that a user sees all problems of a configuration together.
 """
 
 import json
@@ -16,7 +16,8 @@ from roll_opd.base.paths import PathError
 class Diagnostics:
     """Messages of the checks, and the place of each key ("file.yaml:12" or "command line").
 
-    One of a section (`below`) takes keys of that section, "" being the section itself; others take dotted paths.
+    The diagnostics of a section (see `below`) take keys of that section, and "" for the section itself. The outermost
+    diagnostics take dotted paths.
     """
 
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -30,7 +31,7 @@ class Diagnostics:
     path: str = ""
 
     def below(self, path: str) -> "Diagnostics":
-        """Return the same for the keys of the section at `path`."""
+        """Return diagnostics that take the keys of the section at `path` and add to the same lists."""
         return replace(self, path=self.at(path))
 
     def at(self, key: str) -> str:
@@ -42,14 +43,12 @@ class Diagnostics:
         self._add(self.problems, key, text)
 
     def unsupported(self, key: str, text: str) -> None:
-        """Add a blocker about `key`, once: planning continues, a run is refused."""
+        """Add a blocker about `key`, once: planning continues, but a run is refused."""
         self._add(self.blockers, key, text)
 
     @contextmanager
     def catching(self, key: str, kind: type[Exception] = PathError) -> Iterator[None]:
-        """Make problems about `key` of errors of a `kind` inside the block, whose text is a sentence for a user, and
-        of what the system refuses: rights, loops of links, long names.
-        """
+        """Context manager: turn an OSError, PathError or `kind` (its text is a sentence) into a problem of `key`."""
         try:
             yield
         except OSError as error:
@@ -79,7 +78,7 @@ class Diagnostics:
         self.ignored.update(map(self.at, keys))
 
     def warn_unused(self) -> None:
-        """Insert, as the first warnings, one with all keys without effect and one with all unknown keys."""
+        """Insert two warnings before all others: one lists the keys without effect, the other the unknown keys."""
         if self.dropped:
             names = ", ".join(sorted(self.dropped))
             self.warnings.insert(
@@ -99,7 +98,7 @@ class Diagnostics:
         return value in known
 
     def where(self, key: str) -> str:
-        """Return " (file.yaml:12)" for the key or its nearest written ancestor; "" for none."""
+        """Return the place of `key`, or of its nearest written ancestor, as " (file.yaml:12)"; "" if unknown."""
         key = self.at(key)
         while key:
             if place := self.origins.get(self.renamed.get(key, key)):
@@ -123,7 +122,7 @@ def as_yaml(value: object) -> str:
 
 
 def _by_section(keys: Collection[str]) -> str:
-    """Return a short list of keys: the top level, then each section once for all roles."""
+    """Return the keys as a short text: top-level keys first, then the keys of each section once for all roles."""
     sections: dict[str, set[str]] = {}
     for key in keys:
         *path, last = key.split(".")

@@ -1,8 +1,8 @@
 """Translate command-line overrides to Hydra's syntax.
 
-Hydra distinguishes `key=value` (a file has the key) from `+key=value` (no file has it), and `group=option` (in a
-defaults list) from `+group=option` (in none), and rejects the wrong form. Here `key=value` and `group=option` are
-always valid; the schema checks the keys.
+Hydra rejects `key=value` if no file has the key and `+key=value` if one has it. Likewise, it distinguishes
+`group=option` (the group is in a defaults list) from `+group=option` (it is in none). Here `key=value` and
+`group=option` are always valid; the schema checks the keys.
 """
 
 import json
@@ -33,7 +33,7 @@ PLACES = {
 
 @dataclass(frozen=True)
 class SearchPath:
-    """Directories in which Hydra looks for files of a defaults list, in order; `argument` is Hydra's override."""
+    """Directories where Hydra looks for the files of a defaults list, in order; `argument` is the override for it."""
 
     directories: tuple[Path, ...]
     argument: str | None  # None: the written value is not a list, which Hydra rejects
@@ -45,9 +45,9 @@ class SearchPath:
 
 
 def search_path(overrides: Sequence[Override], file: Path) -> SearchPath:
-    """Return the directory of the configuration `file`, the search path that the user wrote, and behind it our own.
+    """Return the search path: the directory of `file`, then the user's `hydra.searchpath`, then our directories.
 
-    As in Hydra, `hydra.searchpath` on the command line takes the place of the one in the file.
+    As in Hydra, `hydra.searchpath` on the command line replaces the value in the file.
     """
     is_named = SEARCH_PATH.rpartition(".")[2] in file.read_text(encoding="utf-8")  # faster than reading YAML
     written: Any = OmegaConf.select(_primary(file), SEARCH_PATH) if is_named else None
@@ -64,7 +64,7 @@ def search_path(overrides: Sequence[Override], file: Path) -> SearchPath:
 
 
 def is_group(override: Override, places: SearchPath) -> bool:
-    """Whether an override chooses a file of a group, rather than setting a key."""
+    """Whether an override chooses a file of a group instead of setting a key."""
     if override.package is not None:
         return True
     return any(next((place / override.key_or_group).glob("*.yaml"), None) for place in places.directories)
@@ -75,7 +75,7 @@ def hydra_arguments(
 ) -> list[str]:
     """Return the arguments for Hydra; `chosen` are the groups in defaults lists, as `group` or `group@package`.
 
-    Raises ConfigError for a group that does not exist or would be put where nothing reads it.
+    Raises ConfigError for a group that does not exist, and for one whose keys nothing would read.
     """
     arguments = [places.argument] if places.argument else []
     problems = []
@@ -100,7 +100,7 @@ def hydra_arguments(
 
 
 def _misplaced(override: Override, file: Path, places: SearchPath, chosen: Collection[str]) -> list[str]:
-    """Return a problem for a group of ours that is a part of a role and whose override names no role."""
+    """Return a problem if one of our groups configures a part of a role and the override names no role."""
     group, option = override.key_or_group, override.value()
     found = next((place for place in places.directories if (place / group / f"{option}.yaml").is_file()), None)
     if override.package is not None or group not in PLACES or found != GROUPS:
@@ -115,7 +115,7 @@ def _misplaced(override: Override, file: Path, places: SearchPath, chosen: Colle
 
 
 def _primary(file: Path) -> DictConfig:
-    """Return the content of a file without its defaults; empty if it is not a mapping, which Hydra rejects."""
+    """Return the content of a file without its defaults list; empty if it is not a mapping, which Hydra rejects."""
     loaded = OmegaConf.load(file)
     return loaded if isinstance(loaded, DictConfig) else OmegaConf.create({})
 

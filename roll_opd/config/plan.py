@@ -1,8 +1,8 @@
 """The run plan: the parsed and checked configuration of a run.
 
 All code after planning reads the plan, never raw configuration. It is immutable, picklable and free of torch. Fields
-that a type inherits from a class of `schema` are the user's keys. Lengths are in tokens, counts of prompts and
-sequences are global (over all ranks) if their name has no other unit.
+that a type inherits from a class of `schema` are the user's keys. Lengths are in tokens. Counts of prompts and
+sequences are global (over all ranks) unless the name states another unit.
 """
 
 from dataclasses import dataclass, field, replace
@@ -73,7 +73,7 @@ class RewardPlan(RewardKeys):
 
     @property
     def is_weighted(self) -> bool:
-        """Whether the reward differs from the value of a single term."""
+        """Whether the reward is a weighted sum, not the value of a single term with weight 1."""
         return len(self.terms) > 1 or any(term.weight != 1 for term in self.terms)
 
     def accepts(self, tag: str) -> bool:
@@ -82,7 +82,7 @@ class RewardPlan(RewardKeys):
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """A share `weight` of the draws, from the rows with one of `tags` or from `files`."""
+    """A stream of rows: the fraction `weight` of all draws comes from the rows with one of `tags`, or from `files`."""
 
     name: str  # reward domain, tag or file name
     weight: float  # the weights of all streams sum to 1
@@ -92,7 +92,7 @@ class StreamPlan:
 
 @dataclass(frozen=True)
 class DataPlan(RowKeys):
-    """Row files, and the handling of unusable rows."""
+    """Row files, and the treatment of unusable rows."""
 
     files: tuple[str, ...]
     prompt_length: int  # limit; for rows with answers, of the prompt and the longest answer together
@@ -116,7 +116,7 @@ class DataPlan(RowKeys):
 
 @dataclass(frozen=True)
 class ValidationPlan:
-    """Answers to held-out prompts, scored by the reward workers; or the loss on held-out rows."""
+    """Validation: rewards of answers to held-out prompts, or the loss on held-out rows."""
 
     data: DataPlan
     sampling: SamplingPlan = field(default_factory=SamplingPlan)
@@ -125,7 +125,7 @@ class ValidationPlan:
 
 @dataclass(frozen=True)
 class TokenFilterPlan:
-    """Tokens outside low <= measure <= high are masked; None: no bound."""
+    """Filter that masks the tokens outside low <= measure <= high; None: no bound."""
 
     measure: Literal["ratio", "difference"]  # ratio or difference of train and infer probabilities
     level: Level
@@ -135,7 +135,7 @@ class TokenFilterPlan:
 
 @dataclass(frozen=True)
 class CorrectionPlan:
-    """Correction for different log-probs of training and inference engine: `algorithms.corrections`."""
+    """Correction for log-probs that differ between training and inference engine; see `algorithms.corrections`."""
 
     weight: Literal["tis", "icepop"] | None = None  # weights of the policy loss; None: no weights
     level: Level = "token"  # level of the weights
@@ -147,7 +147,7 @@ class CorrectionPlan:
 
 @dataclass(frozen=True)
 class ObjectivePlan(ObjectiveKeys):
-    """The objective: the keys' values in the run's mode, and values derived from them."""
+    """The objective: the values of its keys in the run's mode, and values derived from them."""
 
     adv_estimator: str = "on_policy_distill"  # a name of `algorithms.registry.ADVANTAGES`, or a dotted path
     advantage_args: FrozenDict = field(default_factory=FrozenDict)  # its arguments
@@ -170,14 +170,14 @@ class ObjectivePlan(ObjectiveKeys):
 
 @dataclass(frozen=True)
 class CheckpointPlan(CheckpointKeys):
-    """Interval and number of checkpoints, and the source of a resume."""
+    """Interval of checkpoints, how many are kept, and the checkpoint to resume from."""
 
     resume: bool | str = False  # True: the newest of this experiment; a path: that run or checkpoint
 
 
 @dataclass(frozen=True)
 class DemonstrationPlan:
-    """Prompts with answers, a share of each update in addition to the student's samples."""
+    """Demonstrations: prompts with answers that make up a fraction of each update, next to the student's samples."""
 
     data: DataPlan
     rows_per_update: int
@@ -190,7 +190,7 @@ class DemonstrationPlan:
 
 @dataclass(frozen=True)
 class AuxiliaryPlan:
-    """A model for calls of workflows, never trained: engines of the run, or an address."""
+    """A model that workflows call and no update trains: engines of the run, or an address."""
 
     name: str
     engine: RolloutPlan | None = None
@@ -209,7 +209,7 @@ class WorkflowPlan(WorkflowKeys):
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(RunKeys, RolloutKeys):
-    """A whole run. `rollout_batch_size`: prompts, or rows with answers, per step; `eval_steps` 0: never."""
+    """A run. `rollout_batch_size`: prompts, or rows with answers, per step; `eval_steps` 0: no validation."""
 
     mode: str  # pure, mixed or rl; for a supervised pipeline its name
     pipeline: str  # a module of `roll_opd.pipelines`, or a dotted path
@@ -264,12 +264,12 @@ class RunPlan(RunKeys, RolloutKeys):
 
     @property
     def advantage_teachers(self) -> tuple[TeacherPlan, ...]:
-        """The teachers with an advantage term; with `topk` and `full` their term is in the loss."""
+        """The teachers whose term is in the advantage; with `topk` and `full` it is in the loss instead."""
         return self.teachers if self.objective.opd_objective == "sampled" else ()
 
     @property
     def answers_per_prompt(self) -> int:
-        """Sequences per prompt: sampled responses, or the answers of a row."""
+        """Number of sequences per prompt: sampled responses, or the answers of a row."""
         if self.rollout:
             return self.rollout.sampling.n
         return 2 if self.objective.paired else 1
@@ -286,8 +286,8 @@ class RunPlan(RunKeys, RolloutKeys):
     def serving(self, role: MegatronPlan) -> MegatronPlan:
         """Return the role whose processes compute for the frozen `role`.
 
-        Teachers with the same weights, devices and layout are loaded once, as the first of them. A role with the
-        initial weights of a LoRA student, on its devices, is that student without its adapter.
+        Teachers with the same weights, devices and layout are loaded once, under the name of the first. A role that has
+        the initial weights of a LoRA student and is on its devices is computed by the student without its adapter.
         """
         if self.is_base(role):
             return self.student
@@ -301,7 +301,7 @@ class RunPlan(RunKeys, RolloutKeys):
         return student.lora is not None and same and at_hand
 
     def frozen_roles(self) -> list[MegatronPlan]:
-        """Return the Megatron roles of teachers and reference policy, in this order."""
+        """Return the Megatron roles of the teachers, then that of the reference policy."""
         return [role for role in (*(teacher.role for teacher in self.teachers), self.reference) if role]
 
     def megatron_roles(self) -> dict[str, MegatronPlan]:

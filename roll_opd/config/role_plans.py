@@ -1,6 +1,6 @@
 """The plan of a role: its model, devices, layout, limits, and the engine's own options.
 
-Types of `plan.py`, which offers them as well.
+`plan.py` exports these types too.
 """
 
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A Hugging Face model directory, and the precision of the role."""
+    """The model of a role: its Hugging Face directory and its precision."""
 
     path: str
     dtype: Dtype = "fp32"
@@ -53,7 +53,7 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """LoRA: trained pairs of low-rank matrices for each linear layer in `targets`; the student's weights are frozen."""
+    """LoRA: low-rank matrices are trained for each linear layer in `targets`; the student's weights are frozen."""
 
     targets: tuple[str, ...]  # Hugging Face's names, such as q_proj
     rank: int
@@ -90,7 +90,7 @@ class MegatronPlan:
 
 @dataclass(frozen=True)
 class OptimizerPlan(OptimizerKeys):
-    """AdamW, its schedule and gradient clipping. Steps count optimizer updates."""
+    """AdamW, its learning-rate schedule and gradient clipping. A step is an optimizer update."""
 
     max_grad_norm: float = 1.0
     lr_scheduler_type: Schedule = "constant"
@@ -131,7 +131,7 @@ class FollowingPlan(MegatronPlan, FollowKeys):
 
     @property
     def is_live(self) -> bool:
-        """Whether the teacher is the student itself, before the step."""
+        """Whether the teacher is the student itself with its weights before the step."""
         return self.update_interval == 1 and not self.ema_decay
 
 
@@ -162,7 +162,7 @@ class HttpPlan(HttpKeys):
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A teacher whose scores of given answers are in parquet files; see `data.teacher_formats`."""
+    """A teacher that has scored given answers in parquet files; see `data.teacher_formats`."""
 
     name: str
     files: tuple[str, ...]
@@ -197,17 +197,17 @@ class TeacherPlan:
 
     @property
     def role(self) -> MegatronPlan | None:
-        """The Megatron role that computes the log-probs; None for a source of another kind."""
+        """The Megatron role that computes the log-probs; None for another kind of source."""
         return self.source if isinstance(self.source, MegatronPlan) else None
 
     @property
     def following(self) -> FollowingPlan | None:
-        """The role of a teacher that is updated from the student; else None."""
+        """The role of the teacher if the student's weights update it; else None."""
         return self.source if isinstance(self.source, FollowingPlan) else None
 
     @property
     def model(self) -> ModelPlan | None:
-        """The model directory, from which vLLM can sample the teacher's own answers; None without one."""
+        """The model directory, from which vLLM can sample the teacher's own answers; None if there is none."""
         return self.role.model if self.role else None
 
 
@@ -222,7 +222,7 @@ class SamplingPlan(SamplingKeys):
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """An inference role, the student's or a judge's: `engines` vLLM engines of `tp` devices each."""
+    """An inference role (student, judge or auxiliary model): `engines` vLLM engines with `tp` devices each."""
 
     name: str
     model: ModelPlan

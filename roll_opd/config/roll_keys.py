@@ -1,4 +1,4 @@
-"""ROLL's keys: keys without effect here, refused keys, and its names for ours.
+"""ROLL's keys: keys that have no effect here, keys that are refused, and ROLL's names of our keys.
 
 `IGNORED_*` keys are accepted and listed in one warning; docs/coming-from-roll.md has a table of all of ROLL's keys.
 """
@@ -210,7 +210,7 @@ def report_ignored(key: str, value: Any, diag: Diagnostics) -> None:
 
 
 def _setting(value: Any) -> Any:
-    """Return the setting of a value: of a section its `mode`, or None if it is switched off."""
+    """Return the setting that a value makes. For a section, this is its `mode`, or None if it is switched off."""
     if isinstance(value, dict):
         return value.get("mode") if value.get("enable", True) else None
     return value

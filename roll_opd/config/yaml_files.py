@@ -1,7 +1,7 @@
-"""Limit the size of YAML files before Hydra reads them, and the time to compose them.
+"""Limit the size of YAML files before Hydra reads them, and the time for composing them.
 
-A file of a few bytes can expand to billions of values (aliases of aliases, references to references), and Hydra expands
-them all.
+A file of a few bytes can expand to billions of values by aliases of aliases or references to references, and Hydra
+expands them all.
 """
 
 import os
@@ -41,7 +41,7 @@ class BoundedFiles(FileConfigSource):
     """Hydra's source of files, with `check_file` before each read."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return a file's configuration; raises ConfigError as `check_file`."""
+        """Return a file's configuration; raises ConfigError as `check_file` does."""
         path = Path(os.path.realpath(os.path.join(self.path, self._normalize_file_name(config_path))))
         if not path.exists():
             return super().load_config(config_path)
@@ -59,7 +59,7 @@ class HydrasOwnFiles(ImportlibResourcesConfigSource):
 
 
 def _parsed_once(file: Hashable, source: ConfigSource, load: Callable[[str], ConfigResult], path: str) -> ConfigResult:
-    """Return a copy of a file's configuration, parsed once; composing reads each file three times."""
+    """Return a copy of a file's configuration. Each file is parsed once, although composing reads it three times."""
     key = (file, source.provider, path)
     if key not in _PARSED:
         if len(_PARSED) >= MAX_PARSED:
@@ -141,7 +141,7 @@ def _check_nodes(path: Path, text: str) -> None:
 
 
 def yaml_message(error: yaml.YAMLError, path: Path) -> str:
-    """Return the error of an invalid YAML file as a sentence with the line."""
+    """Return a YAML error as a sentence that names the line."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     where = f", line {mark.line + 1}" if mark else ""
     what = getattr(error, "problem", None) or getattr(error, "context", None) or " ".join(str(error).split())
@@ -149,7 +149,7 @@ def yaml_message(error: yaml.YAMLError, path: Path) -> str:
 
 
 def value_problem(value: Any) -> str | None:
-    """Return the problem of a key or value that no part of a run can use; None without one."""
+    """Return the problem of a key or value that no part of a run can use; None if it is usable."""
     if isinstance(value, str) and (found := re.search("[\0\ud800-\udfff]", value)):
         kind = "a NUL character" if found[0] == "\0" else "half a character (a lone surrogate)"
         return f"{value!r} has {kind} in it; remove it"
@@ -161,15 +161,15 @@ def value_problem(value: Any) -> str | None:
 
 
 class _TooMuchWork(BaseException):
-    """Composing takes too long. No `Exception`, which OmegaConf would handle as the failure of one reference."""
+    """Composing takes too long. Not an `Exception`, since OmegaConf would handle it as the failure of one reference."""
 
 
 @contextmanager
 def bounded_work() -> Iterator[None]:
     """Context manager: raise ConfigError if composing takes more than `MAX_SECONDS` of CPU time.
 
-    References to references multiply as aliases do, and Hydra's syntax has too many forms to count them first. Timers
-    need the main thread; others have no limit.
+    References to references multiply as aliases do, and Hydra's syntax has too many forms to count them in advance.
+    Timers work only in the main thread; other threads have no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

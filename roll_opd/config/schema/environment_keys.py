@@ -40,7 +40,7 @@ class EnvironmentKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentsPlayed(Section):
-    """`train_env_manager`, `val_env_manager`: which games are played, and how often."""
+    """`train_env_manager`, `val_env_manager`: the games to play, and the number of trajectories of each."""
 
     ignored = roll.IGNORED_WORKER | roll.IGNORED_ENV_MANAGER | keys_of(Worker).keys() - {"generating_args"}
     tags: Texts = key((), "the environments of custom_envs to play")

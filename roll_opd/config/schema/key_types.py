@@ -18,21 +18,21 @@ def _number(value: Any) -> Any:
 
 
 def _texts(value: Any) -> Any:
-    """Take one text for a list of one."""
+    """Return a single text as a list of one text."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
 
 
 def _numbers(value: Any) -> Any:
-    """Take one number, or a text of numbers with commas, for a list."""
+    """Return one number, or a text of numbers separated by commas, as a list."""
     if isinstance(value, str):
         value = value.split(",")
     return tuple(value) if isinstance(value, list) else (value,)
 
 
 def _temperature(value: float) -> float:
-    """Refuse temperatures that vLLM would replace by another value."""
+    """Refuse temperatures that vLLM would replace with another value."""
     if 0 < value < COLDEST:
         raise ValueError(f"0 (greedy) or from {COLDEST}, which vLLM takes for everything between them")
     return value

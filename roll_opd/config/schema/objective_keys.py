@@ -13,8 +13,8 @@ from roll_opd.config.schema.section import OURS, Section, key
 class ReinforcementKeys(Section):
     """The reward's part of the objective.
 
-    In each reward domain, rewards are normalised by `norm_mean_type` and `norm_std_type` and clipped, and advantages
-    are whitened; then the teachers' term is added. In pure distillation all of it is off.
+    In each reward domain, rewards are normalised by `norm_mean_type` and `norm_std_type` and then clipped; advantages
+    are whitened. Then the teachers' term is added. In pure distillation, none of this applies.
     """
 
     gamma: Fraction = key(1.0, "discount of later rewards")
@@ -126,7 +126,7 @@ class TokenFilter(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainInferCorrection(Section):
-    """`train_infer_correction`: correction for different log-probs of training and inference engine."""
+    """`train_infer_correction`: correction for log-probs that differ between training and inference engine."""
 
     is_weight: ImportanceWeight = key(ImportanceWeight(), "weights of the policy loss")
     filters: Several[TokenFilter] = key((), "masks of tokens")

@@ -1,4 +1,4 @@
-"""Keys of `rewards.<domain>` and of filters by reward."""
+"""Keys of `rewards.<domain>`, and of filters that select samples by their reward."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -20,7 +20,7 @@ class Filter(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Term(Section):
-    """`rewards.<domain>.terms.<name>`: a term of a reward. Keys that are not listed are its arguments."""
+    """`rewards.<domain>.terms.<name>`: a term of a reward. Keys other than those below are arguments of the term."""
 
     worker_cls: str | None = key(
         None, "a built-in reward, ROLL's class path, or a dotted path; default: the domain's name"
@@ -32,7 +32,7 @@ class Term(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardKeys(Section):
-    """Processes of a domain's rewards."""
+    """Processes that compute a domain's rewards."""
 
     world_size: Annotated[int, Field(ge=1, le=4096)] = key(1, "processes", also="num_workers")
     on_error: Literal["zero", "drop", "stop"] = key(

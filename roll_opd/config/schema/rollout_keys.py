@@ -61,14 +61,14 @@ class Validation(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstrations(PromptColumns):
-    """`demonstrations`: rows with answers, a share of each update with policy losses mix and mix_chord."""
+    """`demonstrations`: rows with answers, a fraction of each update with the policy losses mix and mix_chord."""
 
     data_args: DataArgs = key(DataArgs(), "the rows", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkflowKeys(Section):
-    """The workflow of a row, if it is more than one answer."""
+    """The workflow that processes a row, if a row needs more than one answer."""
 
     workflow: Name | None = key(None, "the workflow: a name or a dotted path; default: one answer per prompt", OURS)
     workflow_args: dict[str, Any] = key({}, "its task.workflow_args", OURS)
@@ -106,7 +106,7 @@ class RemoteModelKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys, WorkflowKeys, AgenticKeys):
-    """All keys outside the roles, for a run with a rollout."""
+    """All keys of a run with a rollout, except those of its roles."""
 
     max_steps: Positive = key(500, "steps of the run")
     prompt_length: Positive = key(1024, "maximum tokens of a prompt")

@@ -22,7 +22,7 @@ from roll_opd.config.schema.section import OURS, TRINITY, Section, key
 
 @dataclass(frozen=True, kw_only=True)
 class RowKeys(Section):
-    """Rows that cannot be used."""
+    """Keys for rows that cannot be used."""
 
     on_bad_row: Literal["drop", "refuse"] = key("refuse", "rows that cannot be read", OURS)
     on_long_prompt: Literal["drop", "refuse"] = key("drop", "rows that are too long", OURS)
@@ -30,7 +30,7 @@ class RowKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointKeys(Section):
-    """Interval and number of checkpoints."""
+    """Keys for the interval of checkpoints and the number that is kept."""
 
     save_steps: Count = key(50, "steps between checkpoints; 0: only at the end")
     max_ckpt_to_keep: Count = key(0, "newest checkpoints to keep; 0: all")
@@ -39,7 +39,7 @@ class CheckpointKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class RunKeys(Section):
-    """Keys of a run of any pipeline, outside its roles."""
+    """Keys of a run of any pipeline, except those of its roles."""
 
     output_dir: str = key("./output", "parent of the run's directory <exp_name>/<run>")
     seed: Seed = key(42, "seed of sampling, row order and new weights")
@@ -71,7 +71,7 @@ class RunKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Run(RunKeys, CheckpointKeys, RowKeys):
-    """Keys of every pipeline outside the roles."""
+    """Keys of every pipeline, except those of the roles."""
 
     ignored = roll.IGNORED_TOP
     exp_name: str | None = key(None, "name of the experiment; default: the file's name")

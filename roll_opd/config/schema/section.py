@@ -1,7 +1,7 @@
-"""Declaration of keys, and the base class of the sections that hold them.
+"""Function that declares a key, and the base class of sections.
 
-A section is a dataclass that pydantic validates. `Section` adds to pydantic: ROLL's keys without effect, other names of
-a key, null for a default, and the place of each section in the configuration, for messages.
+A section is a dataclass that pydantic validates. `Section` also accepts ROLL's keys that have no effect, other names of
+a key, and null in place of a default. It stores each section's place in the configuration for error messages.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ OURS, TRINITY = "ours", "Trinity-RFT"  # origins of a key that is not ROLL's
 
 
 def key(default: T, meaning: str, origin: str = "ROLL", *, also: str = "", formerly: str = "") -> T:
-    """Declare a key: its default, meaning and origin; a second name, or a former one that is read with a warning."""
+    """Declare a key: default, meaning, origin. `also` is a second name; `formerly` is a name read with a warning."""
     metadata = {"meaning": meaning, "origin": origin, "also": also, "formerly": formerly}
     if isinstance(default, dict | Section):  # a copy for each section, which stores its path
         return field(default_factory=lambda: copy(default), metadata=metadata)
@@ -31,7 +31,7 @@ def key(default: T, meaning: str, origin: str = "ROLL", *, also: str = "", forme
 
 @dataclass(frozen=True)
 class Reading:
-    """Context of a validation."""
+    """Context that pydantic passes to the validators."""
 
     diag: Diagnostics  # diagnostics of the outermost section
     paths: Mapping[int, str]  # id of a mapping -> its dotted path in that section
@@ -50,7 +50,7 @@ class Section:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return pydantic's schema, strict for every key; the section itself is read from a mapping."""
+        """Return pydantic's schema: every key is strict, but the section itself may be read from a mapping."""
         schema = handler(source)
         inner: Any = handler.resolve_ref_schema(schema)
         while inner["type"] != "dataclass":
@@ -61,7 +61,7 @@ class Section:
     @model_validator(mode="wrap")
     @classmethod
     def _from_mapping(cls, data: Any, read: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        """Validate the keys with an effect; report the others to the diagnostics of the section."""
+        """Validate the keys that have an effect; report the others to the diagnostics of the section."""
         if not isinstance(data, dict) or not isinstance(info.context, Reading):
             return read(data)
         diag = info.context.diag.below(info.context.paths[id(data)])
@@ -72,7 +72,7 @@ class Section:
 
 
 def _current_names(section: type[Section], data: dict[str, Any], diag: Diagnostics) -> dict[str, Any]:
-    """Return `data` with other names of keys replaced; report former names, and keys that are written twice."""
+    """Return `data` under the current names of keys; report former names, and keys that are written twice."""
     names = other_names(section)
     if names.keys().isdisjoint(data):
         return data
@@ -96,7 +96,7 @@ def _current_names(section: type[Section], data: dict[str, Any], diag: Diagnosti
 
 
 def _known_keys(section: type[Section], data: dict[str, Any], diag: Diagnostics, reading: Reading) -> dict[str, Any]:
-    """Return the known keys of `data`, without nulls that stand for a default; report the other keys."""
+    """Return the known keys of `data` without nulls in place of a default; report the unknown keys."""
     kept: dict[str, Any] = {}
     keys = keys_of(section)
     for name, value in data.items():
@@ -124,7 +124,7 @@ def settle(section: Section, diag: Diagnostics, written: frozenset[str]) -> None
 
 
 def changed(section: S, values: Mapping[str, Any]) -> S:
-    """Return `section` with other values, in the same place."""
+    """Return a copy of `section` with changed values and the same place in the configuration."""
     new = replace(section, **values)
     settle(new, section.diag, section.written)
     return new
@@ -139,7 +139,7 @@ def keys_of(section: type[Section]) -> dict[str, Any]:
 
 
 def other_names(section: type[Section]) -> dict[str, tuple[str, bool]]:
-    """Return other name of a key -> (the key, whether that name is a former one)."""
+    """Return a map: other name of a key -> (the key, whether the name is a former one)."""
     if section not in _NAMES:
         keys = [item for item in fields(section) if item.name in keys_of(section)]
         _NAMES[section] = {
@@ -156,5 +156,5 @@ _NAMES: dict[type[Section], dict[str, tuple[str, bool]]] = {}
 
 
 def shared(keys: type[Section], section: Section) -> dict[str, Any]:
-    """Return the values of `section` for the keys of the class `keys`, from which a type of the plan inherits."""
+    """Return the values of `section` for the keys of class `keys`, the base class of a type of the plan."""
     return {name: getattr(section, name) for name in keys_of(keys)}

@@ -24,7 +24,7 @@ class EpochArgs(TrainingArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedWorker(Worker):
-    """The role of a supervised pipeline, without sampling and teachers."""
+    """A role of a supervised pipeline. It has no keys for sampling and teachers."""
 
     ignored = (
         roll.IGNORED_WORKER | roll.PG_KEYS | {"generating_args", "opd_kl_coef", "tag_included", "num_gpus_per_worker"}
@@ -34,7 +34,7 @@ class SupervisedWorker(Worker):
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut(Section):
-    """`validation` without generating: the loss on held-out rows."""
+    """`validation` without generation: the loss on held-out rows."""
 
     ignored = Validation.ignored | {"generating_args"}
     data_args: DataArgs = key(DataArgs(), "held-out rows")
@@ -42,7 +42,7 @@ class HeldOut(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Supervised(Run):
-    """Keys of pipelines that train on rows; each is a subclass with its keys and these facts."""
+    """Keys of pipelines that train on rows; each pipeline is a subclass that adds its keys and sets these facts."""
 
     ignored = roll.IGNORED_TOP | roll.IGNORED_SUPERVISED
     pipeline: ClassVar[str]  # its module in `roll_opd.pipelines`, or a dotted path
@@ -65,7 +65,7 @@ class Supervised(Run):
             SUPERVISED[cls.pipeline] = cls
 
     def refusals(self) -> Mapping[str, str]:
-        """Return key -> why its value cannot be run yet."""
+        """Return a map: key -> reason why a run with its value is not possible yet."""
         return {}
 
 
@@ -74,7 +74,7 @@ SUPERVISED: dict[str, type[Supervised]] = {}  # by pipeline
 
 @dataclass(frozen=True, kw_only=True)
 class Sft(Supervised, PromptColumns):
-    """Keys of the SFT pipeline outside its role `sft_train`."""
+    """Keys of the SFT pipeline, except those of its role `sft_train`."""
 
     pipeline = "sft"
     title = "supervised fine-tuning"
@@ -84,7 +84,7 @@ class Sft(Supervised, PromptColumns):
 
 @dataclass(frozen=True, kw_only=True)
 class Dpo(Supervised):
-    """Keys of the DPO pipeline outside its roles `actor_train` and `reference`."""
+    """Keys of the DPO pipeline, except those of its roles `actor_train` and `reference`."""
 
     pipeline = "dpo"
     title = "direct preference optimization"

@@ -28,7 +28,7 @@ class FileTeacher(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineDistill(Supervised):
-    """Keys of distillation from teacher files outside its role `student_train`."""
+    """Keys of distillation from teacher files, except those of its role `student_train`."""
 
     pipeline = "offline_distill"
     title = "distillation from teacher files"

@@ -118,7 +118,7 @@ class DataArgs(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingKeys(Section):
-    """Sampling distribution of tokens."""
+    """Keys of the distribution from which tokens are sampled."""
 
     top_p: Annotated[Number, Field(gt=0, le=1)] = key(1.0, "nucleus sampling: share of the probability mass")
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = key(
@@ -217,7 +217,7 @@ class ContextKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class FollowKeys(Section):
-    """`follows_student`: a teacher with the student's initial weights, updated from the student's during training."""
+    """`follows_student`: a teacher that starts with the student's weights and is updated from them during training."""
 
     update_interval: Positive = key(1, "steps between two updates of its weights", OURS, formerly="every")
     ema_decay: Annotated[NotNegative, Field(lt=1)] = key(
@@ -230,7 +230,7 @@ class FollowKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class HttpKeys(Section):
-    """`http`: a teacher behind a server. Its log-probs are requested for token ids."""
+    """`http`: a teacher behind a server, which gets token ids and returns log-probs."""
 
     url: Names = key((), "address of the server; of several with the same model, which divide the requests", OURS)
     server: Literal["vllm", "vllm_tokens", "sglang", "openai"] = key(
