@@ -1,6 +1,6 @@
 """Translate command-line overrides to Hydra's syntax.
 
-Hydra rejects `key=value` if no file has the key and `+key=value` if one has it. Likewise, it distinguishes
+Hydra rejects `key=value` if no file has the key and `+key=value` if one has it. It also distinguishes
 `group=option` (the group is in a defaults list) from `+group=option` (it is in none). Here `key=value` and
 `group=option` are always valid; the schema checks the keys.
 """

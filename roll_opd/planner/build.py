@@ -1,7 +1,7 @@
 """From a user's configuration to a `RunPlan`: compose, validate, check everything, then freeze.
 
-`load_plan` is the one entry. It starts nothing, writes nothing, and reports all problems of a configuration together.
-`rollout_parts` has the checks and fields of runs with rollouts, `supervised_parts` those of the others.
+`load_plan` is the only entry. It starts nothing, writes nothing, and reports all problems of a configuration together.
+`rollout_parts` has the checks and fields of runs with rollouts; `supervised_parts` has those of supervised runs.
 """
 
 import os
@@ -41,21 +41,21 @@ def load_plan(
     runnable: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> RunPlan:
-    """Return the plan of a run, or raise ConfigError with every problem that could be found.
+    """Return the plan of a run, or raise ConfigError with all problems found.
 
-    Relative paths inside a configuration are relative to the current directory, as in ROLL; else to the configuration's
-    file, else to the repository (the parent of `examples/`). Modules of the user that Python does not find are imported
-    from the first two.
+    Relative paths inside a configuration are looked up in the current directory, as in ROLL, then in the directory of
+    the configuration file, then in the repository (the parent of `examples/`). The user's modules that Python does not
+    find are imported from the first two.
 
     Args:
         config_path: a directory, looked for in `compose.config_places`.
         config_name: a YAML file in it.
-        pure: True is pure distillation (start_onpolicy_distill_pipeline.py runs it), False the RLVR entry, where
-            `use_opd` decides. Where `pure` and `pipeline` are None, the configuration decides.
-        pipeline: agentic, sft, dpo, or a dotted path. For a configuration of another pipeline, the only problem names
-            the right launcher.
-        runnable: False also plans what cannot be run yet, with the reasons in `warnings`.
-        say: gets the translation report of a Trinity-RFT configuration, for which `pure` and `pipeline` have no effect.
+        pure: True is pure distillation (start_onpolicy_distill_pipeline.py runs it). False is the RLVR entry, where
+        `use_opd` decides. If `pure` and `pipeline` are None, the configuration decides.
+        pipeline: agentic, sft, dpo, or a dotted path. If the configuration is of another pipeline, the only problem
+        names the right launcher.
+        runnable: False also plans configurations that cannot be run yet, with the reasons in `warnings`. say: callback
+        for the translation report of a Trinity-RFT configuration; for these, `pure` and `pipeline` have no effect.
     """
     loaded = _loaded(config_path, config_name, list(overrides))
     if loaded.translation:
@@ -67,7 +67,7 @@ def load_plan(
 
 
 def _loaded(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
-    """Return the composed configuration; one of Trinity-RFT is translated. Raises ConfigError."""
+    """Return the composed configuration; a configuration of Trinity-RFT is translated. Raises ConfigError."""
     try:
         directory, name = find_config(config_path, config_name)
         file = directory / f"{name}.yaml"
@@ -102,7 +102,7 @@ def plan_config(
 def _planned(
     loaded: LoadedConfig, keys: type[Supervised] | None, pure: bool | None, diag: Diagnostics
 ) -> RunPlan | None:
-    """Return the plan of a run; None after problems that prevent a plan.
+    """Return the plan of a run; None if problems prevent one.
 
     `keys` are the keys of a supervised pipeline; None: the student samples.
     """
@@ -125,7 +125,7 @@ def _planned(
 
 
 def _common(loaded: LoadedConfig, top: Run, roles: Roles, validates: bool) -> dict[str, Any]:
-    """Return the fields of a plan that every pipeline has, checked."""
+    """Check the keys that every pipeline has; return their fields of the plan."""
     exp_name = top.exp_name or loaded.name
     output_dir = check_files.check_output(top, exp_name, roles.train.info if roles.train else None)
     trackers = read_trackers(top)

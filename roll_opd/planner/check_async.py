@@ -13,7 +13,7 @@ ADVICE = "train_infer_correction: {is_weight: {enabled: true}} (truncated import
 
 
 def check_async(top: Top, roles: Roles) -> None:
-    """Refuse stale samples without a correction, and engines that share devices with the roles that learn or read."""
+    """Refuse stale samples without a correction, and engines that share devices with Megatron roles."""
     if not top.async_generation_ratio:
         top.diag.unused(*({"async_depth", "on_weight_update"} & top.written))
         return
@@ -38,7 +38,7 @@ def check_async(top: Top, roles: Roles) -> None:
 
 
 def _check_devices(top: Top, roles: Roles) -> None:
-    """Refuse engines that take turns on devices with another role."""
+    """Refuse engines that share devices with another role by taking turns."""
     on_gpu = hardware.has_gpu_driver() or bool(os.environ.get("RAY_ADDRESS"))
     takes_turns = on_gpu if top.is_offload_states is None else top.is_offload_states
     if not (takes_turns and roles.infer):
@@ -57,7 +57,7 @@ def _check_devices(top: Top, roles: Roles) -> None:
 
 
 def _check_correction(top: Top, mode: str) -> None:
-    """Refuse an importance ratio of 1 for the reward's part of stale samples, and weights without such a part."""
+    """Refuse a reward's part on stale samples without a correction, and importance weights without a reward's part."""
     correction = read_correction(top)
     if mode == "pure":
         if correction and correction.weight:

@@ -33,7 +33,7 @@ ROWS_SEEN = 64  # of each file, to find the templates in use
 
 
 def compare_models(roles: Roles, top: Run | None) -> None:
-    """Check that the rollout runs the trained model, teachers differ from it and all models have the same token ids."""
+    """Check that the rollout runs the trained model, the teachers are other models, and all share their token ids."""
     train, infer = roles.train, roles.infer
     if train is None or train.info is None:
         return
@@ -80,7 +80,7 @@ def compare_models(roles: Roles, top: Run | None) -> None:
 def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True) -> bool:
     """Check that every token id of the student is the same token in `role`; False if its files cannot be read.
 
-    All other differences are warnings, and so is another token without `refuses`.
+    All other differences are warnings. Without `refuses`, a differing token is a warning too.
     """
     if role.info is None or train.info is None:
         return False
@@ -115,7 +115,7 @@ def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True
 
 
 def _has_other_tokens(train: Role, role: Role) -> bool:
-    """Whether a token id of the student is another token for the teacher, or none; checks that it can be aligned."""
+    """Whether the teacher's tokens differ from the student's; if so, check that both tokenizers can be aligned."""
     if role.info is None or train.info is None:
         return False
     if not (has_tokenizer(role.info.path) and has_tokenizer(train.info.path)):
@@ -148,7 +148,7 @@ def _check_vocabulary(role: Role) -> None:
 
 
 def turn_end_warnings(plan: RunPlan) -> list[str]:
-    """Return a warning for each template of a run that ends turns without a stop token of the student."""
+    """Return a warning for each template whose turns do not end with a stop token of the student."""
     path, rollout = Path(plan.student.model.path), plan.rollout
     stops = rollout.sampling.stop if rollout else ()
     try:
@@ -164,7 +164,7 @@ def turn_end_warnings(plan: RunPlan) -> list[str]:
 
 
 def _sentence(end: TurnEnd, tokens: StopTokens, stops: tuple[str, ...], path: Path, *, learns: bool) -> str | None:
-    """Return the warning and remedy for a turn end without a stop token; else None. `learns`: a supervised run."""
+    """Return the warning and remedy for a turn that ends without a stop token; else None. `learns`: supervised run."""
     if tokens.ids.intersection(end.ids) or any(stop in end.text for stop in stops):
         return None
     if end.ids:
@@ -209,7 +209,7 @@ def _of_rows(data: DataPlan) -> set[str]:
 
 
 def check_output(top: Run, exp_name: str, student: ModelInfo | None) -> str:
-    """Return `output_dir` with `~` expanded; check that the run directory can be made and has room for a checkpoint."""
+    """Return `output_dir` with `~` expanded; check that the run directory can be created and a checkpoint fits."""
     if not exp_name or "/" in exp_name or exp_name in (".", ".."):
         top.diag.error("exp_name", f"{exp_name!r} cannot name a directory; use letters, digits, - and _")
     elif len(os.fsencode(exp_name)) > MAX_NAME_BYTES:
@@ -238,7 +238,7 @@ def _check_place(top: Run, wanted: Path, student: ModelInfo | None) -> None:
 
 
 def read_resume(top: Run) -> bool | str:
-    """Return the source to resume from: False, True (the newest of this experiment) or an existing directory."""
+    """Return what to resume: False (nothing), True (this experiment's newest checkpoint) or an existing directory."""
     if isinstance(top.resume_from_checkpoint, bool):
         return top.resume_from_checkpoint
     with top.diag.catching("resume_from_checkpoint"):

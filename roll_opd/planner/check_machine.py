@@ -1,6 +1,6 @@
-"""Check a plan against a machine, before its engines would fail at their start. Without torch.
+"""Check a plan against a machine, so that engines do not fail at their start. Imports no torch.
 
-`roll-opd run` refuses a plan with problems; `roll-opd plan`, which may run on another machine, warns.
+`roll-opd run` refuses a plan with problems. `roll-opd plan` may run on another machine and only warns.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
 
 
 def warnings_here(plan: RunPlan) -> list[str]:
-    """Return the problems of a plan on this machine; none for a plan for GPUs of another machine."""
+    """Return the problems of a plan on this machine; none if the plan is for the GPUs of another machine."""
     gpus = hardware.gpus()
     if not gpus and (hardware.has_gpu_driver() or plan.device_memory_gb is not None):
         return []
@@ -35,7 +35,7 @@ def warnings_here(plan: RunPlan) -> list[str]:
 
 
 def other_blocks(plan: RunPlan) -> str | None:
-    """Return a warning for engines whose configured block size is replaced on CPUs; None without any."""
+    """Return a warning for engines whose configured block size is replaced on CPUs; None if there are none."""
     changed = [
         f"{engine.name}.{OPTIONS}.block_size: {engine.engine_args['block_size']} cannot be computed"
         f" on a CPU; it is {cpu_block(engine.engine_args)} here"

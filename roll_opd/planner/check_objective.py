@@ -1,6 +1,7 @@
 """Checks of the objective: its keys against the mode and against each other.
 
-Objectives without a training signal, or with another one than configured, are refused; keys without effect are named.
+Objectives are refused if they give no training signal, or a different signal from the configured one. Keys without
+effect are reported.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,7 +43,7 @@ NORMS = ("norm_mean_type", "norm_std_type")
 
 
 def check_objective(top: Top, mode: str, agentic: bool) -> None:
-    """Report keys that contradict the mode, have no effect in it, or cannot be computed yet."""
+    """Report keys that contradict the mode or have no effect in it, and objectives that cannot be computed yet."""
     top.diag.unused(*(key for key in _unread(top, mode, agentic) if _given(top, key) is not None))
     if top.importance_sampling not in (None, "token", "seq"):
         top.diag.unsupported("importance_sampling", f"{top.importance_sampling} is not available yet; remove the key")
@@ -143,7 +144,7 @@ def _check_reward_part(top: Top, agentic: bool) -> None:
 
 
 def check_samples(top: Top, responses: int, has_rewards: bool) -> None:
-    """Report masks that leave no sample, or that need rewards and have none; `responses` is the number per prompt."""
+    """Report masks that leave no sample, and masks that need rewards in a run without them. `responses`: per prompt."""
     if not has_rewards:
         for key in ("difficulty_mask", "error_max_len_clip"):
             if getattr(top, key):
@@ -161,7 +162,7 @@ def check_samples(top: Top, responses: int, has_rewards: bool) -> None:
 
 
 def _check_beside_teachers(top: Top, mode: str) -> None:
-    """Warn of keys that ROLL applies to the teachers' part of an advantage, and this package does not."""
+    """Warn of keys that ROLL, unlike this package, applies to the teachers' part of an advantage."""
     if top.whiten_advantages:
         pure = mode == "pure"
         instead = "has no effect in pure distillation" if pure else "whitens only the reward's part of an advantage"
@@ -179,7 +180,7 @@ def _check_beside_teachers(top: Top, mode: str) -> None:
 
 
 def check_steps(top: Top, agentic: bool, whole: Sequence[str]) -> None:
-    """Report an advantage over the rewards or states of steps in a run without steps.
+    """Report an advantage that reads the rewards or states of steps, in a run without steps.
 
     `whole` are the tags whose samples are whole trajectories.
     """
@@ -232,10 +233,10 @@ def _check_functions(top: Top, mode: str) -> None:
 
 
 def check_groups(top: Top, responses: int, *, agentic: bool, by_tag: bool) -> None:
-    """Check the keys that depend on the responses per prompt: baselines, and the horizon of the adaptive KL.
+    """Check the keys that depend on the number of responses per prompt: baselines, and the adaptive KL's horizon.
 
-    A group of one response has no baseline, unless groups are tags. With a too short horizon the samples of a step
-    could reduce the coefficient to 0 or below.
+    A group of one response has no baseline, unless the groups are formed by tag. If the horizon is too short, the
+    samples of a step could reduce the coefficient to 0 or below.
     """
     compares = advantage_facts(top.adv_estimator).baseline and not by_tag
     key = "train_env_manager.group_size" if agentic else "num_return_sequences_in_group"
@@ -255,7 +256,7 @@ def check_groups(top: Top, responses: int, *, agentic: bool, by_tag: bool) -> No
 
 
 def check_rewards(top: Top, rewards: Sequence[RewardPlan]) -> None:
-    """Warn of rewards that teach nothing: the loss reads no advantages, and no filter selects samples."""
+    """Warn of rewards without effect on training: the loss reads no advantages, and no filter selects samples."""
     if top.policy_loss not in POLICY_LOSSES.builtin or loss_facts(top.policy_loss).reads_advantages:
         return
     for reward in rewards:
@@ -269,9 +270,10 @@ def check_rewards(top: Top, rewards: Sequence[RewardPlan]) -> None:
 
 
 def check_signals(top: Top, roles: Roles, rewards: Sequence[RewardPlan]) -> None:
-    """Refuse a run in which every teaching signal has the coefficient 0.
+    """Refuse a run whose training signals all have the coefficient 0.
 
-    Missing teachers and rewards are reported elsewhere. A user's functions may need only the samples.
+    Missing teachers and rewards are reported elsewhere. A user's functions are accepted, since they may need only the
+    samples.
     """
     facts, teachers = loss_facts(top.policy_loss), roles.teachers.values()
     own_coefs = [teacher.worker.opd_kl_coef for teacher in teachers]
@@ -311,13 +313,13 @@ def _check_pure(top: Top) -> None:
 
 
 def _given(top: Top, key: str) -> object:
-    """Return the value of a key that the user or the algorithm has set; None for a default."""
+    """Return the value of a key if the user or the algorithm has set it; None for a default."""
     value = getattr(top, key)
     return value if key in top.written or value != getattr(Top, key) else None
 
 
 def _check_distillation(top: Top) -> None:
-    """Refuse combinations of the teachers' keys without a training signal, or with another one than configured."""
+    """Refuse teacher keys that give no training signal, or a different signal from the configured one."""
     objective, policy_gradient = top.opd_objective, top.opd_use_policy_gradient
     if objective == "sampled":
         if policy_gradient is False:

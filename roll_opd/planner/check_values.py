@@ -20,7 +20,7 @@ MAX_SEQUENCES = 10**7  # of a step, limited by the driver's memory
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a step with a rollout; None where a problem was reported."""
+    """Sizes of a step with a rollout; a size with a reported problem is None."""
 
     n: int  # responses a prompt
     response: int | None  # tokens of the longest one
@@ -30,7 +30,7 @@ class Sizes:
 
 
 def read_sizes(top: Top, roles: Roles, agentic: bool) -> Sizes:
-    """Return lengths and batches, checked against the models and against each other."""
+    """Return lengths and batch sizes, checked against the models and against each other."""
     args = roles.infer.worker.generating_args if roles.infer else GeneratingArgs()
     n = _responses_per_prompt(top, args)
     held_out = _held_out_length(top)
@@ -56,7 +56,7 @@ def _responses_per_prompt(top: Top, args: GeneratingArgs) -> int:
 
 
 def _response_length(top: Top, args: GeneratingArgs) -> int | None:
-    """Return the maximum tokens of a response: response_length, or sequence_length minus the prompt."""
+    """Return the maximum tokens of a response: response_length, or sequence_length minus the prompt's length."""
     written, length = args.max_new_tokens, top.response_length
     if length is None and top.sequence_length is not None:
         length = top.sequence_length - top.prompt_length
@@ -85,7 +85,7 @@ def _response_length(top: Top, args: GeneratingArgs) -> int | None:
 
 
 def _held_out_length(top: Top) -> int | None:
-    """Return the configured maximum tokens of an answer in validation; None: as for a response.
+    """Return the configured maximum tokens of an answer in validation; None: the same as of a response.
 
     val_sequence_length minus val_prompt_length overrides all other keys, as in ROLL.
     """
@@ -109,7 +109,7 @@ def _held_out_length(top: Top) -> int | None:
 
 
 def _check_lengths(top: Top, roles: Roles, args: GeneratingArgs, response: int, held_out: int | None) -> None:
-    """Check the tokens of a response, and of `held_out` answers, against the models and a max_model_len."""
+    """Check the lengths of responses and of `held_out` answers against the models and max_model_len."""
     infer, key = roles.infer, args.diag.at("max_new_tokens") if args.max_new_tokens else "response_length"
     its_own = "val_sequence_length" if top.val_sequence_length else "validation.generating_args.max_new_tokens"
     for new, its_key in ((response, key), (held_out, its_own)):
@@ -132,9 +132,9 @@ def _check_lengths(top: Top, roles: Roles, args: GeneratingArgs, response: int, 
 
 
 def check_batched_tokens(engine: RolloutPlan, diag: Diagnostics, on_cpu: bool) -> None:
-    """Check the tokens of a vLLM step, as its `SchedulerConfig.verify_max_model_len` does.
+    """Check the number of tokens in a vLLM step, as vLLM's `SchedulerConfig.verify_max_model_len` does.
 
-    On a CPU engines never split a prompt, and have another default number of sequences.
+    On CPUs, engines never split a prompt, and their default number of sequences differs.
     """
     key, args, longest = f"{OPTIONS}.max_num_batched_tokens", engine.engine_args, engine.max_model_len
     tokens, sequences, whole = args.get("max_num_batched_tokens"), args.get("max_num_seqs"), "enable_chunked_prefill"
@@ -154,7 +154,7 @@ def check_batched_tokens(engine: RolloutPlan, diag: Diagnostics, on_cpu: bool) -
 
 
 def check_positions(top: Run, roles: list[Role], tokens: int, what: str, key: str) -> None:
-    """Check that `tokens` fit into the positions of every model; `what` names them in the message."""
+    """Check that `tokens` fit into the positions of every model; `what` names the tokens in the error message."""
     models = {role.info.path: role.info for role in roles if role.info}
     short = [f"{info.path.name} ({info.max_positions})" for info in models.values() if tokens > info.max_positions]
     if short:
@@ -166,7 +166,7 @@ def check_positions(top: Run, roles: list[Role], tokens: int, what: str, key: st
 
 
 def _check_sampling(args: GeneratingArgs) -> None:
-    """Check the rollout's sampling: refuse greedy decoding, warn of a reshaped distribution."""
+    """Check the rollout's sampling: refuse greedy decoding; warn if settings change the model's distribution."""
     if args.temperature == 0:
         args.diag.error("temperature", "0 does not sample: the student would train on a single answer; use 1")
     reshaped = {"top_p": args.top_p != 1, "top_k": args.top_k > 0, "repetition_penalty": args.repetition_penalty != 1}
@@ -185,7 +185,7 @@ def demonstration_rows(mini_batch: int, share: float) -> int:
 
 
 def _per_update(args: TrainingArgs, dp: int) -> tuple[int, str]:
-    """Return (sequences of an update over `dp` data-parallel ranks, their arithmetic for a message)."""
+    """Return the sequences of an update over `dp` data-parallel ranks, and the computation as text for messages."""
     device, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     arithmetic = (
         f"(per_device_train_batch_size {device} x gradient_accumulation_steps {steps} x data-parallel size {dp})"
@@ -196,8 +196,8 @@ def _per_update(args: TrainingArgs, dp: int) -> tuple[int, str]:
 def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0) -> int | None:
     """Return the sequences of one optimizer update, over all data-parallel ranks.
 
-    A `share` of an update is demonstrations, the rest samples of the step. The number of samples of a trajectory
-    is unknown before an agentic run, where a remainder is only a warning.
+    The fraction `share` of an update is demonstrations; the rest is samples of the step. In an agentic run, the number
+    of samples per trajectory is not known in advance, so a remainder is only a warning.
     """
     if train.strategy.layout is None:
         return None
@@ -239,7 +239,7 @@ def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0
 
 
 def rows_per_step(top: Supervised, train: Role) -> tuple[int, int]:
-    """Return (rows of a step, rows of an optimizer update) of a run over rows with answers."""
+    """Return the rows of a step and the rows of an optimizer update, for a run on rows with answers."""
     dp = train.strategy.layout.dp if train.strategy.layout else 1
     update, arithmetic = _per_update(train.worker.training_args, dp)
     rows = top.train_batch_size or update
@@ -253,7 +253,7 @@ def rows_per_step(top: Supervised, train: Role) -> tuple[int, int]:
 
 
 def _fitting(sequences: int, share: int) -> str:
-    """Return the advice: gradient_accumulation_steps that fit, or another key to change."""
+    """Return the advice: values of gradient_accumulation_steps that fit, or another key to change."""
     if sequences % share:
         return f"make the sequences per step a multiple of {share}, or change device_mapping"
     steps = sequences // share
@@ -262,7 +262,7 @@ def _fitting(sequences: int, share: int) -> str:
 
 
 def check_micro_batches(roles: Sequence[Role], longest: int, answers: int = 0) -> None:
-    """Check that the longest sequence fits into every micro-batch; `answers` of a row stay together in training."""
+    """Check that the longest sequence fits into every micro-batch. Training keeps the `answers` of a row together."""
     what = "one sequence of prompt + " + ("answer" if answers else "response")
     for role in roles:
         if role.job != "rollout":
@@ -282,7 +282,7 @@ def _check_micro_batch(worker: Worker, training: bool, longest: int, what: str) 
 
 
 def _token_limit(worker: Worker, training: bool) -> tuple[str, int | None]:
-    """Return the key that limits micro-batches by tokens, and its value; "" for a limit by sequences."""
+    """Return the key that limits the tokens of micro-batches, and its value; "" if sequences are limited instead."""
     job = "train" if training else "infer"
     if getattr(worker, f"use_dynamic_batching_in_{job}"):
         key = f"max_tokens_per_microbatch_in_{job}"
@@ -302,15 +302,15 @@ def micro_batch(worker: Worker, training: bool) -> MicroBatchLimits:
 
 
 def check_replay_of_turns(workflow: str | None, train: Role | None) -> None:
-    """Refuse replay in workflows and environments, whose turns have no routes."""
+    """Refuse routing replay in workflows and environments, whose turns have no recorded routes."""
     if workflow and train and train.worker.router_replay.mode != "disable":
         train.worker.diag.error(ROUTER_REPLAY, "routes of workflows and environments are not recorded yet; use disable")
 
 
 def check_replay(workers: Iterable[Worker], train: Role | None, infer: Role | None) -> None:
-    """Refuse replay without a rollout, for other roles than the student's, and for a model without experts.
+    """Refuse routing replay without a rollout, for roles other than the student's, and for models without experts.
 
-    `train` and `infer` are the student's roles; None: in a supervised run, or not readable.
+    `train` and `infer` are the student's roles; None in a supervised run, or if a role could not be read.
     """
     students = [role.worker for role in (train, infer) if role]
     for worker in workers:

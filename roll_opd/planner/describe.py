@@ -25,11 +25,11 @@ OTHER_TAGS = "*"  # in `routing`: every tag without a teacher and a reward
 def to_json(plan: RunPlan) -> dict[str, Any]:
     """Return the plan as plain data: `mode`, `pipeline`, `roles`, `routing`, `batch`, `objective`, `warnings`, ….
 
-    A role has `strategy, model, devices, tp, pp, cp, ep, dp, tags, opd_kl_coef, optimizer, lora`, of teachers `context`
-    and `follows_student`, and memory in bytes, `memory_bytes_per_rank` (of the stage that needs most) and
-    `memory_bytes_of_stages` (the parts of each); keys that do not apply are null. For the rollout, `dp` is the number
-    of engines. `routing` maps each tag that a teacher or a reward names, and "*" for all others, to its `teachers` and
-    `rewards`.
+    A role has `strategy, model, devices, tp, pp, cp, ep, dp, tags, opd_kl_coef, optimizer, lora`; a teacher also has
+    `context` and `follows_student`. `memory_bytes_per_rank` is the memory of the stage that needs most, and
+    `memory_bytes_of_stages` lists the parts of each stage, in bytes. Keys that do not apply are null. For the rollout,
+    `dp` is the number of engines. `routing` maps each tag that a teacher or a reward names to its `teachers` and
+    `rewards`; "*" is all other tags.
     """
     return {
         "mode": plan.mode,
@@ -86,7 +86,7 @@ def _roles(plan: RunPlan) -> dict[str, dict[str, Any]]:
 
 
 def _elsewhere(teacher: TeacherPlan, strategy: str, model: str) -> dict[str, Any]:
-    """Return a teacher without devices, with the entries of the other roles."""
+    """Return a teacher without devices, under the same keys as other roles."""
     return {
         "strategy": strategy,
         **dict.fromkeys(SIZES, ""),
@@ -115,7 +115,7 @@ def _reward(reward: RewardPlan) -> dict[str, Any]:
 
 
 def routing(plan: RunPlan) -> dict[str, dict[str, list[str]]]:
-    """Return tag -> {teachers, rewards} for every tag that is named or played, and OTHER_TAGS for the rest."""
+    """Return tag -> {teachers, rewards} for every configured or played tag; OTHER_TAGS stands for all others."""
     routed: tuple[TeacherPlan | RewardPlan, ...] = (*plan.teachers, *plan.rewards)
     named = dict.fromkeys([*plan.data.environments, *(tag for one in routed for tag in one.tags or ())])
     routes = {}

@@ -14,8 +14,8 @@ ACCEPTED = 'write it as "list(range(0,8))", "range(0,8)", "[0,1,2]" or a YAML li
 def parse_device_mapping(value: str | int | Sequence[int]) -> tuple[int, ...]:
     """Return the device numbers that `value` lists, in the written order.
 
-    Raises ValueError with a sentence for anything but non-negative whole numbers, for an empty list and
-    for a device listed twice.
+    Raises ValueError, with a sentence, if the list is empty, has a device twice, or has anything but non-negative whole
+    numbers.
     """
     devices = _parse_text(value) if isinstance(value, str) else _literal_list(value)
     if not devices:

@@ -1,6 +1,6 @@
-"""Runs in environments, from ROLL's sections: games, numbers of trajectories, and the baseline of a trajectory.
+"""Plan runs in environments from ROLL's sections: games, numbers of trajectories, baselines of trajectories.
 
-A group of trajectories is a prompt with `group_size` responses, which `environment_workflow` plays.
+A group of trajectories is planned as a prompt with `group_size` responses, which `environment_workflow` plays.
 """
 
 from collections.abc import Mapping
@@ -54,12 +54,12 @@ UNREAD = {  # key of a run over prompts -> its replacement in environments
 
 
 def is_agentic(values: Mapping[str, Any]) -> bool:
-    """Whether a configuration is for environments; ROLL decides by the started script."""
+    """Whether a configuration is for a run in environments. In ROLL, the started script decides this."""
     return values.get("pure_opd_pipeline_type") == "agentic" or any(values.get(key) for key in SECTIONS)
 
 
 def with_sampling(sections: Sections) -> None:
-    """Take the sampling of a rollout without generating_args from train_env_manager, as in older files of ROLL.
+    """Set the generating_args of a rollout that has none to those of train_env_manager, as older files of ROLL need.
 
     One response answers a turn, whatever `num_return_sequences` is. Also reports sections without an effect.
     """
@@ -145,7 +145,7 @@ def _check(environment: Mapping[str, Any], diag: Diagnostics, has_plugins: bool)
 
 
 def _tags(top: Top) -> list[str]:
-    """Return the tags that are played, in training or validation; reports unknown ones."""
+    """Return the tags that are played in training or validation; report unknown tags."""
     known, found = top.custom_envs or {}, []
     for played in (top.train_env_manager, top.val_env_manager):
         if played is None:
@@ -186,7 +186,7 @@ def _environment(top: Top, tag: str) -> EnvironmentKeys:
 
 
 def _lengths(top: Top, args: GeneratingArgs | None) -> dict[str, Any]:
-    """Return lengths that add up to the whole trajectory."""
+    """Return prompt and response lengths that add up to the length of a whole trajectory."""
     turns = [environment.max_tokens_per_step for environment in (top.custom_envs or {}).values()]
     most = max((turn for turn in turns if turn), default=None)
     turn = args.max_new_tokens if args and args.max_new_tokens else most
@@ -201,7 +201,7 @@ def _lengths(top: Top, args: GeneratingArgs | None) -> dict[str, Any]:
 
 
 def _levels(top: Top) -> dict[str, Any]:
-    """Return the levels at which rewards are normalised, as norm_mean_type and norm_std_type; see also `compared`."""
+    """Return norm_mean_type and norm_std_type: the levels at which rewards are normalised. See also `compared`."""
     normalised = top.reward_normalization
     level = "batch" if normalised.grouping == "batch" else "group"
     by_method: dict[str, tuple[str | None, str | None]] = {
@@ -214,7 +214,7 @@ def _levels(top: Top) -> dict[str, Any]:
 
 
 def compared(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
-    """Return the objective with the groups of level `group`, and the bounds of a normalised reward."""
+    """Return the objective with the groups that level `group` compares, and with the bounds of a normalised reward."""
     normalised = top.reward_normalization
     return replace(
         plan,
@@ -224,7 +224,7 @@ def compared(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
 
 
 def whole_trajectories(top: Top) -> list[str]:
-    """Return the tags of training whose samples are whole trajectories, and not single actions."""
+    """Return the training tags whose samples are whole trajectories instead of single actions."""
     known = top.custom_envs or {}
     tags = top.train_env_manager.tags if top.train_env_manager else ()
     return [tag for tag in tags if tag in known and not makes_steps(known[tag].env_manager_cls)]
@@ -236,7 +236,7 @@ def data(top: Top) -> DataPlan:
 
 
 def held_out(top: Top, args: GeneratingArgs, response: int) -> ValidationPlan | None:
-    """Return the tasks and sampling of validation, training's as defaults; None without val_env_manager.
+    """Return the tasks and sampling of validation; those of training are the defaults. None without val_env_manager.
 
     `args` are the rollout's generating_args, `response` the tokens of a turn.
     """

@@ -1,4 +1,4 @@
-"""Values that an `algorithm_type`, Trinity-RFT's keys and the mode imply for unset keys."""
+"""Set unset keys to the values that an `algorithm_type`, Trinity-RFT's keys and the mode imply."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ RESOLVED = ("policy_loss", "adv_estimator", "policy_loss_fn_args", "advantage_fn
 
 
 def expand(top: Top, workers: Mapping[str, Worker | None], mode: str) -> Top:
-    """Return `top` with the values that its algorithm, its functions' arguments and the mode imply for unwritten keys.
+    """Return `top` with unset keys filled in from its algorithm, its functions' arguments and the mode.
 
     The result has `policy_loss` and, except in pure distillation, `adv_estimator`.
     """
@@ -56,7 +56,7 @@ def expand(top: Top, workers: Mapping[str, Worker | None], mode: str) -> Top:
 
 
 def _variant(top: Top, workers: Mapping[str, Worker | None]) -> "Variant | None":
-    """Return the policy loss of ROLL's `pg_variant`; None without one."""
+    """Return the policy loss of ROLL's `pg_variant`; None if the configuration has no such key."""
     if top.pg_variant is None and not any(worker.written & PG_KEYS for worker in workers.values() if worker):
         return None
     from roll_opd.compat.pg_variants import read_variant  # only for files that have its keys
@@ -65,7 +65,7 @@ def _variant(top: Top, workers: Mapping[str, Worker | None]) -> "Variant | None"
 
 
 def _loss(top: Top, row: Algorithm | None, variant: "Variant | None") -> dict[str, Any]:
-    """Return the values implied by the policy loss that the algorithm, a key or a pg_variant names."""
+    """Return the values implied by the policy loss, which the algorithm, a key or a pg_variant sets."""
     ours = top.policy_loss
     if ours is not None and not top.diag.is_one_of("policy_loss", ours, POLICY_LOSSES.builtin):
         return {}
@@ -113,7 +113,7 @@ def _loss(top: Top, row: Algorithm | None, variant: "Variant | None") -> dict[st
 
 
 def _advantage(top: Top, row: Algorithm | None, mode: str) -> dict[str, Any]:
-    """Return the values implied by the advantage that the algorithm or a key names."""
+    """Return the values implied by the advantage estimator, which the algorithm or a key sets."""
     roll, roll_names = top.adv_estimator, (*ADVANTAGES.builtin, *ADVANTAGES.elsewhere)
     if roll is not None and not top.diag.is_one_of("adv_estimator", roll, roll_names):
         return {}
@@ -150,7 +150,7 @@ def _advantage(top: Top, row: Algorithm | None, mode: str) -> dict[str, Any]:
 
 
 def _known(top: Top, key: str, registry: Registry[Any], name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments under our names; reports unknown ones and wrong types."""
+    """Return the arguments under our names; report unknown arguments and wrong types."""
     defaults, ours = registry.defaults(name), dict(merged_arguments(given, {})[0])
     unknown = merged_arguments(given, defaults)[1]
     for argument in unknown:

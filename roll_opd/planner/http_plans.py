@@ -30,7 +30,7 @@ def http_plan(role: Role, keys: HttpKeys) -> HttpPlan:
 
 
 def check_http_teachers(roles: Roles, top: Top) -> None:
-    """Check the addresses of teachers, and whether their servers compute log-probs for this objective."""
+    """Check the addresses of teachers, and whether their servers compute the log-probs that the objective needs."""
     temperature = roles.infer.worker.generating_args.temperature if roles.infer else 1.0
     for role in roles.teachers.values():
         keys = http_keys(role)

@@ -1,4 +1,4 @@
-"""Keys that only some roles read, and hints for unknown keys: misspelt, or in the wrong section."""
+"""Find keys that a role does not read; give hints for keys that are misspelt or in the wrong section."""
 
 from collections.abc import Collection, Iterator, Mapping, Set
 from functools import cache
@@ -58,7 +58,7 @@ Place = tuple[str, ...]
 
 
 def kind_of(role: str) -> str:
-    """Return the kind of the role with this name in a configuration."""
+    """Return the kind of the role that has this name in a configuration."""
     if role.endswith("_train"):
         return TRAIN
     if role in (TEACHER, CRITIC):
@@ -72,7 +72,7 @@ def has_effect(key: str, kind: str) -> bool:
 
 
 def unread(worker: Worker, kind: str) -> list[str]:
-    """Return the keys with another value than the default that a role of this kind does not read."""
+    """Return the keys that differ from their default although a role of this kind does not read them."""
     default = type(worker)()
     changed = [name for name in keys_of(Worker) if getattr(worker, name, None) != getattr(default, name, None)]
     return [name for name in changed if name not in CHECKED and not has_effect(name, kind)]
@@ -81,7 +81,7 @@ def unread(worker: Worker, kind: str) -> list[str]:
 def typing_error(
     path: str, key: str, value: Any, known: set[str], written: Set[str] = frozenset(), *, may_be_variable: bool = False
 ) -> str | None:
-    """Return the error for an unknown key; None for a key without resemblance, possibly a variable's name.
+    """Return the error for an unknown key; None if it resembles no known key and may be a variable's name.
 
     `may_be_variable`: the key is at the top of a file, where all keys except those of a role are variables.
     """
@@ -103,7 +103,7 @@ def typing_error(
 
 
 def _home(place: Place) -> str:
-    """Return the words before the full path of a key that is at the top."""
+    """Return the words that precede the full path of a key which was written at the top level."""
     if not _is_role(place[0]):
         return "write it at "
     section = ".".join(place[1:])
@@ -112,19 +112,19 @@ def _home(place: Place) -> str:
 
 
 def _best_place(path: Place, key: str, written: Set[str]) -> Place | None:
-    """Return the section in which a key has an effect: the nearest to `path`, then the first; None for no section."""
+    """Return the section nearest to `path` in which a key has an effect (the first of several); None if none has."""
     found = [_named(place, path) for place, keys in _places(path, written) if key in keys and _is_read(place, key)]
     found = [place for place in found if place != path]
     return max(found, key=lambda place: _shared(place, path), default=None)
 
 
 def _shared(one: Place, other: Place) -> int:
-    """Return the length of the common beginning."""
+    """Return the number of leading parts that two places share."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _named(place: Place, path: Place) -> Place:
-    """Return a place with its chosen names taken from `path`, as far as both are in the same section."""
+    """Return a place with its free names filled in from `path`, as far as both are in the same section."""
     found: Place = ()
     for number, part in enumerate(place):
         found += (path[number] if part == NAME and found == path[:number] and len(path) > number else part,)
@@ -132,7 +132,7 @@ def _named(place: Place, path: Place) -> Place:
 
 
 def _is_read(place: Place, key: str) -> bool:
-    """Whether a key has an effect at a place: everywhere outside roles."""
+    """Whether a key has an effect at a place; outside roles, every key has."""
     if not place or not _is_role(place[0]):
         return True
     inside = place[2:] if place[:2] == (TEACHER, NAME) else place[1:]
@@ -140,7 +140,7 @@ def _is_read(place: Place, key: str) -> bool:
 
 
 def _places(path: Place, written: Set[str]) -> Iterator[tuple[Place, Set[str]]]:
-    """Yield (section, its keys) of a configuration with these top-level keys, likely places first."""
+    """Yield (section, its keys) of a configuration with these top-level keys; the likely places come first."""
     train, infer = (
         next((names[at] for names in (PURE_ROLES, MIXED_ROLES) if names[at] in written), None) for at in (0, 1)
     )
@@ -181,7 +181,7 @@ def _tree(section: type[Section], root: Place) -> Mapping[Place, Set[str]]:
 
 
 def _sections(annotation: Any) -> Iterator[tuple[type[Section], Place]]:
-    """Yield (section, name or number of it below the key) for the sections of an annotation."""
+    """Yield (section, its name or number below the key) for the sections in an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation, ()
     names: Place = (NAME,) if get_origin(annotation) is dict else ("0",) if get_origin(annotation) is tuple else ()

@@ -1,4 +1,4 @@
-"""LoRA: the plan of a student's adapters, from its keys or from its initial adapter."""
+"""Plan the LoRA adapters of a student from its keys or from its initial adapter."""
 
 from collections.abc import Iterable
 
@@ -24,7 +24,7 @@ NEVER = ("additional_target", "freeze_module_prefix")
 
 
 def read_lora(args: ModelArgs) -> LoraPlan | None:
-    """Return the adapters of a role that learns, None without any; reports problems."""
+    """Return the adapters of a trained role, None if it has none; report problems."""
     diag = args.diag
     if args.lora_dropout:
         diag.error("lora_dropout", f"{args.lora_dropout}: log-probs of a model under dropout are not defined; use 0")
@@ -48,19 +48,19 @@ def read_lora(args: ModelArgs) -> LoraPlan | None:
 
 
 def check_experts(lora: LoraPlan, args: ModelArgs) -> None:
-    """Refuse adapters of experts, for a model with experts."""
+    """Refuse adapters of the expert layers of a model with experts."""
     if of_mlp := [name for name in lora.targets if name not in ATTENTION]:
         text = f"adapters of experts ({', '.join(of_mlp)}) are not available yet; use {','.join(ATTENTION)}"
         args.diag.unsupported(adapter_key(args) or "lora_rank", text)
 
 
 def adapter_key(args: ModelArgs) -> str | None:
-    """Return the first key of a section that requests an adapter; None without any."""
+    """Return the first key of a section that requests an adapter; None if no key does."""
     return None if args.lora_rank == 0 else next((key for key in KEYS if getattr(args, key)), None)
 
 
 def _as_written(args: ModelArgs, plan: LoraPlan) -> LoraPlan:
-    """Return the plan of the adapter to start with; other written keys must agree with it."""
+    """Return the plan of the initial adapter; other written keys must agree with it."""
     written = {
         "lora_rank": (args.lora_rank, plan.rank),
         "lora_alpha": (args.lora_alpha, plan.alpha),

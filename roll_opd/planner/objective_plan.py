@@ -1,4 +1,4 @@
-"""The objective of a run with rollouts, and its `train_infer_correction` of log-probs that differ between engines."""
+"""Plan the objective of a run with rollouts, and the correction of log-probs that differ between engines."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -73,7 +73,7 @@ def _max_age(top: Top) -> int:
 
 
 def _with_reward(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
-    """Return the objective with the reward's part: advantages, and KLs to the reference policy."""
+    """Return the objective with the reward's part added: advantages, and KLs to the reference policy."""
     assert top.adv_estimator
     name, mean, std = top.adv_estimator, top.norm_mean_type, top.norm_std_type
     if name == "grpo":  # the definition of grpo; an explicit null removes it
@@ -101,8 +101,8 @@ def _with_reward(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
 def _clip_range(top: Top) -> tuple[float, float]:
     """Return the clip range of a ratio below and above 1: pg_clip, or pg_clip_low and pg_clip_high if they apply.
 
-    These apply with use_pg_clip_range: true, as in ROLL (default 0.2), and if a key that ROLL does not have selects the
-    loss.
+    They apply with use_pg_clip_range: true, as in ROLL (default 0.2), and if the loss is selected by a key that ROLL
+    does not have.
     """
     if not _reads_clip_range(top):
         return top.pg_clip, top.pg_clip
@@ -134,7 +134,7 @@ def has_norm_levels(advantage: str) -> bool:
 
 
 def keys_of_steps(advantage: str) -> set[str]:
-    """Return the keys of the rewards of steps that are arguments of a built-in advantage."""
+    """Return the keys for step rewards that are arguments of a built-in advantage."""
     return set(STEP_KEYS & ADVANTAGES.defaults(advantage).keys()) if advantage in ADVANTAGES.builtin else set()
 
 
@@ -170,7 +170,7 @@ def check_correction(top: Top, mode: str) -> None:
 
 
 def check_quantised(options: Mapping[str, object], diag: Diagnostics, top: Top) -> None:
-    """Warn of inference engines whose `options` round the student's weights, in a run without correction."""
+    """Warn if an inference engine's `options` quantise the student's weights and the run has no correction."""
     key = "quantization"
     if options.get(key) and read_correction(top) is None:
         diag.note(
@@ -181,7 +181,7 @@ def check_quantised(options: Mapping[str, object], diag: Diagnostics, top: Top) 
 
 
 def read_correction(top: Top) -> CorrectionPlan | None:
-    """Return the enabled correction; None without any."""
+    """Return the enabled correction; None if there is none."""
     correction = top.train_infer_correction
     filters = tuple(read for rule in correction.filters for read in _filters(rule))
     weight, delta = correction.is_weight, correction.negatives_delta
@@ -192,7 +192,7 @@ def read_correction(top: Top) -> CorrectionPlan | None:
 
 
 def _bounds(weight: ImportanceWeight) -> tuple[float | None, float | None]:
-    """Return the written bounds, null (no bound) included; else the defaults of the method."""
+    """Return the written bounds, where null means no bound; else the defaults of the method."""
     low, high = BOUNDS[weight.method]
     return (
         weight.lower_bound if "lower_bound" in weight.written else low,

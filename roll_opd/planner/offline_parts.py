@@ -1,4 +1,4 @@
-"""Planning of distillation from teacher files: their rows, the teacher and the objective."""
+"""Plan distillation from teacher files: rows, teacher and objective."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

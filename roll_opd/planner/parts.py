@@ -38,12 +38,12 @@ JUDGE_TOKENS = 1024  # of a judge's instructions, and of its answer without max_
 
 
 def environment(*sections: Run | Worker) -> FrozenDict:
-    """Return the environment variables of sections; a later section overrides the ones before it."""
+    """Return the environment variables of sections; later sections override earlier ones."""
     return FrozenDict({name: str(value) for section in sections for name, value in section.system_envs.items()})
 
 
 def megatron_plan(role: Role, top: Run, student: Role | None = None) -> MegatronPlan:
-    """Return the plan of any Megatron role; a frozen model scores only token ids that `student` has, too."""
+    """Return the plan of any Megatron role; a frozen model scores only token ids that `student` has as well."""
     assert role.info and role.strategy.devices and role.strategy.layout
     vocabulary = student.info.vocab if student and student.info else role.info.vocab
     return MegatronPlan(
@@ -59,12 +59,12 @@ def megatron_plan(role: Role, top: Run, student: Role | None = None) -> Megatron
 
 
 def train_plan(role: Role, top: Run, mini_batch: int, total: int, answers: int = 1) -> TrainPlan:
-    """Return a role that learns.
+    """Return the plan of a trained role.
 
     Args:
         mini_batch: sequences of an update.
         total: updates of the run.
-        answers: sequences that stay together in a micro-batch, whose limit counts them as one.
+        answers: sequences that stay together in a micro-batch and count as one for its limit.
     """
     args, limits = role.worker.training_args, micro_batch(role.worker, True)
     if limits.sequences:
@@ -88,7 +88,7 @@ def train_plan(role: Role, top: Run, mini_batch: int, total: int, answers: int =
 
 
 def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
-    """Return the schedule's fields of an `OptimizerPlan` for a run of `total` updates."""
+    """Return the learning-rate schedule's fields of an `OptimizerPlan`, for a run of `total` updates."""
     style, kwargs = SCHEDULES[args.lr_scheduler_type], args.lr_scheduler_kwargs
     warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total)
     peak = args.learning_rate if kwargs.max_lr is None else kwargs.max_lr
@@ -128,7 +128,7 @@ def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
 
 
 def teacher_plan(name: str, role: Role, top: Top, student: Role, response: int) -> TeacherPlan:
-    """Return a teacher of `student` with its own coefficient, else the top-level one."""
+    """Return the plan of a teacher of `student`; its coefficient is the teacher's key, else the top-level key."""
     own = role.worker.opd_kl_coef
     return TeacherPlan(
         name=name,
@@ -150,7 +150,7 @@ def _teacher_source(role: Role, top: Top, student: Role) -> TeacherSource:
 
 
 def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> RolloutPlan:
-    """Return the student's engines: `n` responses a prompt of at most `response` tokens, `held_out` in validation."""
+    """Return the student's engines; `n` responses per prompt, at most `response` tokens (validation: `held_out`)."""
     sampling = sampling_plan(role.worker.generating_args, n, response)
     plan = _engines(role, top, sampling, top.prompt_length + max(response, held_out))
     if top.max_running_requests:  # an engine queues further ones
@@ -167,7 +167,7 @@ def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> 
 
 
 def judge_plan(role: Role, top: Top, response: int) -> RolloutPlan:
-    """Return a judge's engines. Its prompt holds a question, the student's prompt and response, and its last answer."""
+    """Return a judge's engines. A judge reads a question, the student's prompt and response, and the final answer."""
     assert role.info is not None
     args = role.worker.generating_args
     new = args.max_new_tokens or JUDGE_TOKENS

@@ -1,6 +1,6 @@
-"""Pipeline and system that a configuration is written for; one message for pipelines that do not exist here.
+"""Find the pipeline and system for which a configuration is written; refuse pipelines that do not exist here.
 
-Otherwise the checks would report dozens of unknown keys.
+Without this refusal, the checks would report dozens of unknown keys.
 """
 
 import re
@@ -55,7 +55,7 @@ LEARNERS = ("student_train", "actor_train", "sft_train")
 
 
 def is_trinity(file: Path) -> bool:
-    """Whether a YAML file is a configuration of Trinity-RFT; False where it cannot be read."""
+    """Whether a YAML file is a configuration of Trinity-RFT; False if it cannot be read."""
     try:
         if regular_file(file).stat().st_size > MAX_BYTES:
             return False
@@ -73,10 +73,10 @@ def is_trinity(file: Path) -> bool:
 def pipeline_keys(
     values: Mapping[str, Any], pure: bool | None, pipeline: str | None, diag: Diagnostics
 ) -> type[Supervised] | None:
-    """Return the keys of the supervised pipeline that is requested or written; None: the student samples.
+    """Return the keys of the requested or configured supervised pipeline; None: the student samples.
 
-    `pure` and `pipeline` as for `load_plan`. Raises ConfigError, with one problem, if the requested pipeline is not the
-    configuration's, or if the pipeline does not exist here.
+    `pure` and `pipeline` are those of `load_plan`. Raises ConfigError, with one problem, if the configuration is of
+    another pipeline than the requested one, or if its pipeline does not exist here.
     """
     requested = pipeline or (None if pure is None else "distill" if pure else "rlvr")
     problem = _vision_problem(values) or _off_policy_problem(values)
@@ -94,7 +94,7 @@ def pipeline_keys(
 
 
 def _pipeline_of(values: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return (pipeline, decisive key) of a configuration; None if its keys do not decide."""
+    """Return (pipeline, the key that shows it) of a configuration; None if no key shows it."""
     for name, keys in SUPERVISED.items():
         if keys.role in values and keys.role not in (*PURE_ROLES, *MIXED_ROLES):
             return name, keys.role
@@ -122,7 +122,7 @@ def _pipeline_of(values: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def has_files(teacher: Any) -> bool:
-    """Whether a `teacher` section is one of files."""
+    """Whether a `teacher` section is of a teacher file."""
     return isinstance(teacher, Mapping) and "files" in teacher
 
 
@@ -149,7 +149,7 @@ def _wrong_pipeline(values: Mapping[str, Any], requested: str, diag: Diagnostics
 
 
 def _supervised_keys(values: Mapping[str, Any], pure: bool | None, pipeline: str | None) -> type[Supervised] | None:
-    """Return the keys of the supervised pipeline that is requested or written; None: a run with rollouts."""
+    """Return the keys of the requested or configured supervised pipeline; None: a run with rollouts."""
     if pipeline is not None:
         known = f"distill, rlvr, agentic, {', '.join(SUPERVISED)}, or a module's dotted path"
         problem = f"no pipeline {pipeline!r}; known: {known}"

@@ -81,7 +81,7 @@ def _sharing(roles: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _alike(of_devices: Mapping[int, T]) -> dict[T, str]:
-    """Return each value with the devices that have it, written in short."""
+    """Return each value with the devices that have it, in the short form of `short_devices`."""
     groups: dict[T, list[int]] = {}
     for device, value in of_devices.items():
         groups.setdefault(value, []).append(device)
@@ -143,7 +143,7 @@ def _routing_lines(content: dict[str, Any]) -> list[str]:
 
 
 def _frozen_lines(plan: RunPlan) -> list[str]:
-    """Return the contexts of teachers, and the frozen models that share weights with the student."""
+    """Return lines for the contexts of teachers and for the frozen models that share weights with the student."""
     lines = []
     for teacher in plan.teachers:
         if context := teacher.context:
@@ -156,7 +156,7 @@ def _frozen_lines(plan: RunPlan) -> list[str]:
 
 
 def _memory_lines(plan: RunPlan) -> list[str]:
-    """Return each role's memory per rank by part; with several stages their totals and the parts of the largest."""
+    """Return each role's memory per rank by part; for several stages, the totals and the parts of the largest."""
     lines = []
     for name, stages in plan.memory.items():
         parts = fullest(stages)
@@ -171,7 +171,7 @@ def _memory_lines(plan: RunPlan) -> list[str]:
 
 
 def _device_lines(plan: RunPlan) -> list[str]:
-    """Return the memory that the roles on a device need together, one line for each amount."""
+    """Return the total memory of the roles on a device; devices with the same total share a line."""
     limit = int(plan.device_memory_gb * 2**30) if plan.device_memory_gb else None
     needs = device_memory(plan, limit)
     of = f" of {plan.device_memory_gb:g} GiB" if plan.device_memory_gb else ""
@@ -184,7 +184,7 @@ def _device_lines(plan: RunPlan) -> list[str]:
 
 
 def objective_text(plan: RunPlan) -> str:
-    """Return the objective of a plan as text, a line each."""
+    """Return the objective of a plan as lines of text."""
     return "\n".join(_objective_lines(plan))
 
 
@@ -216,7 +216,7 @@ def _objective_lines(plan: RunPlan) -> list[str]:
 
 
 def _ahead_lines(plan: RunPlan) -> list[str]:
-    """Return how far generation runs ahead of training; empty if they take turns."""
+    """Return a line that states how far generation runs ahead of training; empty if they take turns."""
     if not plan.objective.max_age:
         return []
     pace = Pace.of(plan.rollout_batch_size, plan.async_generation_ratio, plan.async_depth)
@@ -228,7 +228,7 @@ def _ahead_lines(plan: RunPlan) -> list[str]:
 
 
 def _offline_lines(plan: RunPlan, lines: Sequence[str]) -> list[str]:
-    """Return the loss of given answers with a teacher's top-k: the likelihood of the answers, if any, and the term."""
+    """Return the loss on given answers: their likelihood, if it has a weight, and the teacher's top-k term."""
     weight = plan.objective.rl_loss_coef
     return [*(f"{weight:g} * {line}" for line in lines if weight), *_distillation_lines(plan)]
 

@@ -1,6 +1,6 @@
 """Split a composed configuration into its sections and validate each of them.
 
-A section with a wrong value is None; later checks use the others. Unknown keys are reported with the nearest
+A section with a wrong value is None; later checks use the other sections. Unknown keys are reported with the nearest
 known key; ROLL's keys without effect are collected.
 """
 
@@ -75,8 +75,8 @@ def read_sections(
 ) -> Sections:
     """Validate `values`; problems and warnings go to `diag`.
 
-    `variables` are top-level keys that other values refer to (`${name}`): unknown keys among them are variables of the
-    user. Other unknown keys are dropped with a warning (see `_variables`). `pipeline` are the keys of a supervised
+    `variables` are top-level keys that other values refer to (`${name}`); an unknown key among them is the user's
+    variable. Other unknown keys are dropped with a warning (see `_variables`). `pipeline` are the keys of a supervised
     pipeline; None: a run with rollouts.
     """
     pretrain = values.get("pretrain")
@@ -108,7 +108,7 @@ def read_sections(
 
 
 def _with_devices(top: Run | None, sections: Sections) -> Run | None:
-    """Set the devices of a node to those of this machine, if neither their number nor any role's devices are set."""
+    """Set the number of devices per node to that of this machine, unless it or some role's devices are set."""
     workers = (*sections.workers.values(), *sections.teachers.values(), *sections.judges.values())
     written = any(worker is not None and worker.device_mapping is not None for worker in workers)
     if top is None or written or "num_gpus_per_node" in top.written:
@@ -125,8 +125,8 @@ def _variables(
 ) -> set[str]:
     """Return the top-level keys that are variables of the file; note unused ones as dropped.
 
-    ROLL ignores all unknown keys. Here a key is a typing error if its name is similar to a known key or is a key of a
-    section, or if its value has keys of a role.
+    ROLL ignores all unknown keys. Here a key is a typing error if its name resembles a known key, if it is a key of
+    some section, or if its value has keys of a role.
     """
     own = set()
     for key, value in values.items():
@@ -143,7 +143,7 @@ def _variables(
 
 
 def _read_teachers(value: Any, sections: Sections, diag: Diagnostics) -> None:
-    """Read the teachers; a section with a worker's keys is the single teacher "teacher"."""
+    """Read the teachers; if the section itself has a worker's keys, it is a single teacher named "teacher"."""
     mapping = _mapping(value, "teacher", diag)
     of_files = [name for name, data in mapping.items() if isinstance(data, dict) and "files" in data]
     if "files" in mapping or of_files:
@@ -165,8 +165,8 @@ def _read_teachers(value: Any, sections: Sections, diag: Diagnostics) -> None:
 def _read_rewards(value: Any, shared: Any, sections: Sections, diag: Diagnostics) -> None:
     """Read the rewards, and the engines of local judges.
 
-    The keys of a judge's engine are in the section of the reward; the first shared judge has the section
-    `reward_model`, `shared`.
+    The keys of a judge's engine are in the section of its reward. The first reward with a shared judge uses section
+    `reward_model`, passed as `shared`.
     """
     for domain, data in _mapping(value, "rewards", diag).items():
         place, judge = diag.below(f"rewards.{domain}"), _judge_type(data)
@@ -203,7 +203,7 @@ def _judge_type(reward: Any) -> Any:
 
 
 def _with_free_keys(data: Any, diag: Diagnostics, model: type[Term] = Reward) -> Any:
-    """Move the arguments of a reward and of its terms into `args`; report a key close to a known one as misspelt."""
+    """Move the arguments of a reward and of its terms into `args`; report keys that resemble known keys."""
     if not isinstance(data, dict):
         return data
     known = {*keys_of(model), *other_names(model), *model.ignored}
@@ -236,9 +236,9 @@ def _mapping(value: Any, path: str, diag: Diagnostics) -> dict[str, Any]:
 
 
 def read_section(model: type[S], data: Any, diag: Diagnostics, also_known: Set[str] = frozenset()) -> S | None:
-    """Validate the section of `diag`; None with a wrong value.
+    """Validate the section of `diag`; return None if it has a wrong value.
 
-    `also_known` are valid keys that are read elsewhere, for hints at misspelt ones.
+    `also_known` are valid keys that are read elsewhere; hints for misspelt keys may name them.
     """
     if data is None:
         data = {}
@@ -263,7 +263,7 @@ def read_section(model: type[S], data: Any, diag: Diagnostics, also_known: Set[s
 
 
 def _copied(value: Any, path: str, paths: dict[int, str]) -> Any:
-    """Return a copy of a value in the types of JSON, and add the path of each mapping in it to `paths`, by its id."""
+    """Return a copy of a value in JSON types; add the path of each mapping in it to `paths`, under the mapping's id."""
     if isinstance(value, dict):
         copied = {str(key): _copied(item, f"{path}.{key}" if path else str(key), paths) for key, item in value.items()}
         paths[id(copied)] = path
@@ -274,7 +274,7 @@ def _copied(value: Any, path: str, paths: dict[int, str]) -> Any:
 
 
 def _validator(model: type[Section]) -> TypeAdapter[Any]:
-    """Return pydantic's validator of a section; making one takes milliseconds."""
+    """Return pydantic's validator of a section, cached because creating one takes milliseconds."""
     if model not in _VALIDATORS:
         _VALIDATORS[model] = TypeAdapter(model)
     return _VALIDATORS[model]
@@ -284,7 +284,7 @@ _VALIDATORS: dict[type[Section], TypeAdapter[Any]] = {}
 
 
 def _report(error: ValidationError, diag: Diagnostics) -> None:
-    """Report pydantic's errors, one sentence a key."""
+    """Report pydantic's errors, one sentence for each key."""
     expected: dict[str, list[str]] = {}
     inputs: dict[str, Any] = {}
     for item in error.errors(include_url=False):

@@ -22,7 +22,7 @@ MAX_REWARD_CALLS = 256  # running calls of a worker
 
 
 def read_rewards(rewards: Mapping[str, Reward | None], mode: str, responses: int) -> tuple[RewardPlan, ...]:
-    """Return the reward workers; each tag may belong to one domain only. `responses`: per prompt.
+    """Return the reward workers; each tag may belong to only one domain. `responses` is the number per prompt.
 
     In pure distillation rewards are only monitored, so their filters have no effect.
     """
@@ -140,7 +140,7 @@ def _worker(section: Term, name: str) -> str:
 
 
 def _arguments(section: Term, worker: str) -> dict[str, object]:
-    """Return the worker's arguments; ROLL keys that it does not take have no effect, other keys are errors."""
+    """Return the worker's arguments. ROLL keys that it does not take have no effect; other such keys are errors."""
     if worker not in REWARDS.builtin:
         return dict(section.args)
     taken, types = reward_arguments(worker), annotations(REWARDS.find(worker))
@@ -158,7 +158,7 @@ def _arguments(section: Term, worker: str) -> dict[str, object]:
 
 
 def _check_spread(reward: Reward, query: FilterPlan | None, response: FilterPlan | None, responses: int) -> None:
-    """Refuse a std_filter over single rewards, whose deviation is 0."""
+    """Refuse a std_filter over single rewards or over groups of one response: their deviation is 0."""
     if response and response.type == "std_filter":
         reward.diag.error(
             "response_filter_config.type",

@@ -1,7 +1,7 @@
-"""Roles of a run: the section, model files, devices and strategy of each.
+"""Read the roles of a run: the section, model files, devices and strategy of each.
 
 A role is the student's training, the student's rollout, a teacher, the reference policy, the critic, or a local judge.
-A part that could not be read is None, and checks that need it are skipped.
+A part that could not be read is None; checks that need it are skipped.
 """
 
 from collections.abc import Mapping
@@ -38,12 +38,12 @@ class Role:
 
     @property
     def diag(self) -> Diagnostics:
-        """The diagnostics of its section."""
+        """The diagnostics of the role's section."""
         return self.worker.diag
 
     @property
     def path(self) -> str:
-        """The dotted key of its section."""
+        """The dotted key of the role's section."""
         return self.diag.path
 
 
@@ -71,14 +71,14 @@ class Roles:
 
     @property
     def shared_vocabulary(self) -> int:
-        """Number of token ids that the student and all teachers with its tokens share; 0 if no model could be read."""
+        """Number of token ids that the student and all teachers with its tokens share; 0 if no model was read."""
         roles = (self.train, *self.teachers.values())
         models = [role.info for role in roles if role is not None and role.info and not role.is_aligned]
         return min((known.vocab for known in models), default=0)
 
 
 def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None, diag: Diagnostics) -> str:
-    """Return the mode. `pure` True: the caller runs pure distillation; None: the configuration decides."""
+    """Return the mode. If `pure` is True, the caller runs pure distillation; if None, the configuration decides."""
     # the written values, since a wrong value elsewhere at the top must not change the mode
     is_pure, mixed = values.get("is_pure_opd") is True, values.get("use_opd") is True
     if mixed and (is_pure or pure):
@@ -113,7 +113,7 @@ class RoleReader:
         self._student: str | None = None
 
     def read(self, pipeline: type[Supervised] | None) -> Roles:
-        """Return the roles; `pipeline` are the keys of a supervised pipeline, None: the student samples."""
+        """Return the roles. `pipeline` has the keys of a supervised pipeline; None: the student samples."""
         return self._rolled_out() if pipeline is None else self._supervised(pipeline)
 
     def _supervised(self, pipeline: type[Supervised]) -> Roles:
@@ -179,7 +179,7 @@ class RoleReader:
             self._roles.train = replace(student, lora=lora)
 
     def _read_reference_and_critic(self) -> None:
-        """Read the reference policy and the critic; by default both have the student's model."""
+        """Read the reference policy and the critic; the default model of both is the student's."""
         top, written = self._sections.top, self._sections.workers
         compares, needs_values = "", False
         if isinstance(top, Top) and self._mode != "pure":
@@ -200,13 +200,13 @@ class RoleReader:
             self._roles.critic = self._megatron("train", critic, self._student)
 
     def _used(self, name: str, is_used: bool, use: str) -> Worker | None:
-        """Return the written section of a used role, else None; warn of an unused section."""
+        """Return the section of a role if it is written and used, else None; warn if it is written but unused."""
         if not is_used and name in self._sections.workers:
             self._diag.add_warning(f"{name}: is written but not used; only {use}, so it is not loaded")
         return self._sections.workers.get(name) if is_used else None
 
     def _student_names(self) -> tuple[str, str]:
-        """Return the names of the student's roles, which do not change if a switch changes the mode of a file."""
+        """Return the names of the student's roles; they stay the same if a switch changes the mode of a file."""
         written, mode = self._sections.workers.keys(), self._mode
         wrong, right = (MIXED_ROLES, PURE_ROLES) if mode == "pure" else (PURE_ROLES, MIXED_ROLES)
         if not written & set(right):
@@ -223,7 +223,7 @@ class RoleReader:
         return self._sections.workers.get(name)
 
     def _engine(self, worker: Worker, model: str | None, dtype: Dtype, student: Strategy | None = None) -> Role:
-        """Return a vLLM role; `model`, `dtype` and the devices of `student` are its defaults."""
+        """Return a vLLM role. Its defaults are `model`, `dtype` and the devices of `student`."""
         strategy = read_vllm(worker, self._strict, student, every=self._devices if student else 0)
         info = self._model(worker, model)
         if info and strategy.layout:
@@ -292,7 +292,7 @@ class RoleReader:
         return next((kind for kind, one in kinds.items() if role is one), key_hints.FROZEN)
 
     def _check_adapters(self) -> None:
-        """Refuse adapters of frozen models, and keys with which other weights than requested would be trained."""
+        """Refuse adapters of frozen models, and keys with which the trained weights would not be the requested ones."""
         student, infer = self._roles.train, self._roles.infer
         never: dict[str, list[str]] = {}
         for args in [worker.model_args for worker in written_workers(self._sections)]:
@@ -319,7 +319,7 @@ class RoleReader:
             self._diag.unsupported(found[0], text + also)
 
     def _check_weights(self, worker: Worker, info: ModelInfo | None) -> None:
-        """Compare weights with config.json, once for all roles of a model; vLLM checks its models itself."""
+        """Compare a model's weights with its config.json, once per model; vLLM checks its models itself."""
         if info is None or info.path in self._checked:
             return
         self._checked.add(info.path)
@@ -328,7 +328,7 @@ class RoleReader:
                 worker.diag.error(MODEL, problem)
 
     def _model(self, worker: Worker, model: str | None) -> ModelInfo | None:
-        """Return the facts of a role's written model, else of `model`; reports one that cannot be run."""
+        """Return the facts of a role's configured model, else of `model`; report a model that cannot be run."""
         model = worker.model_args.model_name_or_path or model
         if model is None:
             needs = f"{worker.diag.path} needs the path of a model (another role's model is not its default)"
@@ -352,6 +352,6 @@ class RoleReader:
 
 
 def _report_unread(role: Role, section: str, why: str, reader: Role | None) -> None:
-    """Report that a `section` of `role` is not read; `reader` is the role of the run that reads such a section."""
+    """Report that `section` of `role` is not read; `reader` is the role that reads such a section."""
     where = f"write it in {reader.path}" if reader else "remove it"
     role.diag.note(section, f"has no effect, as this role {why}; {where}")

@@ -1,4 +1,4 @@
-"""Planning of runs with rollouts: prompts, environments, teachers, rewards, workflows."""
+"""Plan runs with rollouts: prompts, environments, teachers, rewards, workflows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -48,7 +48,7 @@ MAX_TOKENS = 2**31 - 1  # of a row that is not a prompt
 
 
 def complete(sections: Sections, values: Mapping[str, Any], pure: bool | None, diag: Diagnostics) -> str:
-    """Return the mode of a run; complete `sections` with the values that its algorithm and environments imply."""
+    """Return the mode of a run; complete `sections` with the values implied by its algorithm and environments."""
     if environment_sections.is_agentic(values):
         environment_sections.with_sampling(sections)
     mode = choose_mode(values, sections, pure, diag)
@@ -77,7 +77,7 @@ class RolloutParts:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
         return self.top.prompt_length + (self.sizes.response or 0)
 
     def fields(self) -> dict[str, Any] | None:
@@ -133,7 +133,7 @@ class RolloutParts:
         }
 
     def _critic(self, sequences: int) -> CriticPlan | None:
-        """Return the critic, whose updates cover all `sequences` of a step, warm-up steps included."""
+        """Return the critic. Its updates cover all `sequences` of each step, also in warm-up steps."""
         top, role, mini_batch = self.top, self.roles.critic, self.sizes.critic_mini_batch
         if not (role and mini_batch):
             return None
@@ -141,7 +141,7 @@ class RolloutParts:
         return CriticPlan(**vars(parts.train_plan(role, top, mini_batch, total)), **shared(CriticKeys, top))
 
     def _validation(self, response: int) -> ValidationPlan | None:
-        """Return the validation on held-out prompts; None without any."""
+        """Return the validation on held-out prompts; None if there is none."""
         section = self.top.validation
         if not (section and self.held_out):
             return None
@@ -150,12 +150,12 @@ class RolloutParts:
         return ValidationPlan(self.held_out, sampling, section.evaluate_teacher)
 
     def _judge(self, domain: str, response: int) -> RolloutPlan | None:
-        """Return the engines of the judge of a reward domain; None without any."""
+        """Return the engines of a reward domain's judge; None if it has no local judge."""
         role = self.roles.judges.get(domain)
         return parts.judge_plan(role, self.top, response) if role else None
 
     def _auxiliaries(self, response: int) -> list[AuxiliaryPlan]:
-        """Return the models that workflows call, in their written order."""
+        """Return the models that workflows call, in the order of the configuration."""
         found = []
         for name, section in self.sections.auxiliaries.items():
             if isinstance(section, RemoteModelKeys):
@@ -167,7 +167,7 @@ class RolloutParts:
 
 
 def read(sections: Sections, roles: Roles, values: Mapping[str, Any]) -> RolloutParts | None:
-    """Return the checked parts of a run with rollouts; None where its top-level keys could not be read."""
+    """Return the checked parts of a run with rollouts; None if its top-level keys could not be read."""
     top, agentic = sections.top, environment_sections.is_agentic(values)
     if not isinstance(top, Top):
         return None
@@ -201,7 +201,7 @@ def read(sections: Sections, roles: Roles, values: Mapping[str, Any]) -> Rollout
 def _check_rewards(
     top: Top, sections: Sections, rewards: tuple[RewardPlan, ...], responses: int, mode: str, agentic: bool
 ) -> None:
-    """Check the rewards and advantages of a run; `responses` are the responses of a prompt."""
+    """Check the rewards and advantages of a run; `responses` is the number per prompt."""
     check_objective.check_steps(top, agentic, environment_sections.whole_trajectories(top) if agentic else ())
     by_tag = agentic and top.reward_normalization.grouping in environment_sections.BY_TAG
     check_objective.check_groups(top, responses, agentic=agentic, by_tag=by_tag)
@@ -248,7 +248,7 @@ def _for_workflow(data: DataPlan, truth: str) -> DataPlan:
 
 
 def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
-    """Return the rows of demonstrations, with at most `length` tokens of prompt and answer; None without any."""
+    """Return the demonstrations; prompt and answer have at most `length` tokens. None if there are none."""
     share, section = top.expert_data_ratio, top.demonstrations
     if section is None:
         if share:
@@ -282,7 +282,7 @@ def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
 
 
 def _workflow(top: Top) -> WorkflowPlan | None:
-    """Return the workflow; None where a row is answered once."""
+    """Return the workflow; None if each row is answered once, without a workflow."""
     if top.workflow is None:
         top.diag.unused(*sorted(keys_of(WorkflowKeys).keys() & top.written))
         return None

@@ -1,6 +1,6 @@
-"""Rows of a run: files, columns and templates, the mixture of several streams, and the tags that rows have.
+"""Plan the rows of a run: files, columns, templates, the mixture of several streams, and the tags of rows.
 
-Reads a little of the files and reports problems to the sections.
+Reads only the first part of the files; reports problems to the sections.
 """
 
 import os
@@ -24,9 +24,10 @@ SHARE_TOLERANCE = 0.01  # thirds written as 0.33 are meant to be thirds
 
 
 def read_data(args: DataArgs, top: Run, length: int, training: DataArgs | None = None) -> DataPlan | None:
-    """Return the rows' plan with absolute file names, None if a file is missing. Streams: `read_streams`.
+    """Return the rows' plan with absolute file names, None if a file is missing. `read_streams` adds the streams.
 
-    `length` is the maximum tokens of a row. Unnamed columns of held-out data have the names of the `training` data.
+    `length` is the maximum tokens of a row. For held-out data, columns that no key names have the same names as in the
+    `training` data.
     """
     if not args.file_name:
         args.diag.error("file_name", "is missing; name the JSONL file of prompts")
@@ -60,9 +61,9 @@ def read_data(args: DataArgs, top: Run, length: int, training: DataArgs | None =
 def read_answers(
     args: DataArgs, top: Run, keys: Section, length: int, length_key: str, schema: str, training: DataArgs | None = None
 ) -> DataPlan | None:
-    """Return the plan of rows with answers in `schema`, as `read_data`; `keys` may name the answer columns.
+    """Return the plan of rows with answers in `schema`, like `read_data`; `keys` may name the answer columns.
 
-    `length_key` is the key of that limit, for messages.
+    `length_key` is the key of the length limit, for error messages.
     """
     data = read_data(args, top, length, training)
     named = {own: name for own, key in COLUMN_KEYS.items() if (name := getattr(keys, key, None))}
@@ -72,7 +73,7 @@ def read_answers(
 
 
 def _columns(args: DataArgs, training: DataArgs | None) -> FrozenDict:
-    """Return column -> its name in the file, if they differ."""
+    """Return a map: column -> its name in the file, for columns whose names differ."""
     columns: dict[str, str] = {}
     for source in (training, args) if training else (args,):
         written = {key: name for key in ("messages", "prompt", "tag", "id") if (name := getattr(source, key))}
@@ -83,7 +84,7 @@ def _columns(args: DataArgs, training: DataArgs | None) -> FrozenDict:
 
 
 def _template(args: DataArgs, top: Run) -> str:
-    """Return the template of rows whose tag names none; `global_template` takes precedence, as in ROLL."""
+    """Return the template of rows whose tag has no own template; `global_template` takes precedence, as in ROLL."""
     written = {f"tag_to_template.{tag}": name for tag, name in top.tag_to_template.items()}
     if top.global_template:
         written["global_template"] = top.global_template
@@ -100,10 +101,10 @@ def _template(args: DataArgs, top: Run) -> str:
 
 
 def read_streams(args: DataArgs, data: DataPlan, rewards: Sequence[RewardPlan] = ()) -> tuple[StreamPlan, ...]:
-    """Return the streams of rows with weights that sum to 1; empty for unmixed data.
+    """Return the streams of rows with weights that sum to 1; empty if the data is not mixed.
 
-    As in ROLL, `interleave_probs` has no effect with `domain_interleave_probs`, and one probability of 1 is
-    accepted whatever the number of files.
+    As in ROLL, `interleave_probs` has no effect if `domain_interleave_probs` is set, and a single probability of 1 is
+    accepted for any number of files.
     """
     if args.domain_interleave_probs:
         if not rewards and len(args.domain_interleave_probs) == 1:
@@ -165,7 +166,7 @@ def _by_file(args: DataArgs) -> tuple[StreamPlan, ...]:
 
 
 def _with_rest(args: DataArgs, shares: Mapping[str, float]) -> list[float]:
-    """Return the shares; the last domain gets the remainder, as in ROLL."""
+    """Return the probabilities; the last domain gets the remainder, as in ROLL."""
     *others, last = shares
     total = sum(shares.values())
     if total >= 1 - SHARE_TOLERANCE - 1e-9:
@@ -189,7 +190,7 @@ def _weights(args: DataArgs, key: str, shares: Sequence[float]) -> list[float]:
 
 
 def shared_tags(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> str | None:
-    """Return the tag that two parts of a configuration share, None without any."""
+    """Return a tag that two parts of a configuration share; None if they share none."""
     if one is None or other is None:
         return "every tag (no tag_included is written)"
     return next((f"tag {tag!r}" for tag in one if tag in other), None)
@@ -202,7 +203,7 @@ def check_tags(
     validation: DataPlan | None,
     diag: Diagnostics,
 ) -> None:
-    """Check that every tag in the data has a teacher (in training), and a reward worker where rewards count."""
+    """Check that every tag in the data has a teacher (in training) and, if rewards count, a reward worker."""
     teacher_tags = {role.path: role.worker.tag_included or None for role in roles.teachers.values()}
     chosen = teacher_tags | {f"rewards.{reward.domain}": reward.tags for reward in rewards}
     if all(tags is None for tags in chosen.values()):

@@ -1,4 +1,4 @@
-"""Advice of `roll-opd plan`: the fastest age bound and split of devices, from measured or stated costs of a step."""
+"""Advise the fastest age bound and split of devices, from measured or stated costs of a step (`roll-opd plan`)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ HOW = "generate=S,teacher=S,train=S,weight_sync=S in seconds a step, and spread=
 
 @dataclass(frozen=True)
 class Advice:
-    """Predictions for numbers of devices, from costs with their origin."""
+    """Costs with their origin, and the predictions from them for each number of devices."""
 
     costs: StepCosts
     origin: str
@@ -37,7 +37,7 @@ class Advice:
     by_devices: Mapping[int, Sequence[Prediction]]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the costs in seconds, the prediction of the configuration, and for each number of devices the best."""
+        """Return costs in seconds and predictions: for the configuration, and the best for each number of devices."""
         return {
             "costs": {name: getattr(self.costs, field) for name, field in NUMBERS.items()},
             "configuration": asdict(self.now),
@@ -69,15 +69,16 @@ class Advice:
 
 
 def advice_for(plan: RunPlan, measured: str | None, stated: str | None, devices: str | None) -> Advice | None:
-    """Return the advice for `plan` from options of the command line; None without costs.
+    """Return the advice for `plan` from command-line options; None if no costs are given.
 
     Args:
-        plan: the costs hold for its devices and batch.
-        measured: directory of a run.
+        plan: the plan for whose devices and batch the costs hold.
+        measured: directory of a run with measured costs.
         stated: costs in the form of `--costs`; they take precedence.
-        devices: numbers, separated by commas; None: those of `plan`.
+        devices: numbers of devices, separated by commas; None: the number in `plan`.
 
-    ConfigError for a plan without generation, for missing or unreadable costs, and for a run whose parts overlap.
+    Raises ConfigError for a plan without generation, for missing or unreadable costs, and for a run whose parts
+    overlap.
     """
     if not measured and not stated:
         if devices:
@@ -134,9 +135,9 @@ def work_of(plan: RunPlan) -> Work:
 
 
 def measured_costs(directory: Path, plan: RunPlan) -> dict[str, float]:
-    """Return fields of `StepCosts` from a run's `metrics.jsonl`: medians over its steps without the first.
+    """Return fields of `StepCosts` from a run's `metrics.jsonl`: medians over all steps but the first.
 
-    ConfigError for a run without two steps, one whose generation ran ahead, and one with another batch.
+    Raises ConfigError if the run has fewer than two steps, generated ahead of training, or has a different batch.
     """
     rows = [row for row in read_jsonl(directory / METRICS) if row.get("time/step") is not None][WARM_UP:]
     if not rows:
@@ -162,7 +163,7 @@ def measured_costs(directory: Path, plan: RunPlan) -> dict[str, float]:
 
 
 def stated_costs(text: str) -> dict[str, float]:
-    """Return fields of `StepCosts` from "name=number,…". ConfigError for other text."""
+    """Return fields of `StepCosts` from "name=number,…". Raises ConfigError for other text."""
     found = {}
     for item in text.split(","):
         name, _, number = item.partition("=")
@@ -177,7 +178,7 @@ def stated_costs(text: str) -> dict[str, float]:
 
 
 def _by_bound(found: Sequence[Prediction]) -> list[Prediction]:
-    """Return the fastest prediction of each bound, those in turns on all devices apart."""
+    """Return the fastest prediction of each bound; predictions for turns on all devices are a separate kind."""
     kinds = dict.fromkeys((not one.is_shared, one.bound) for one in found)
     return [
         min((one for one in found if (not one.is_shared, one.bound) == kind), key=lambda one: one.step)

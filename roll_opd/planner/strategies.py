@@ -1,7 +1,7 @@
 """Read a role's `strategy_args`: its engine, devices and layout.
 
-A strategy of ROLL's that does not exist here is replaced by the nearest, with a warning (or refused, with
-`strict_strategies: true`). Options of the engine pass through untouched.
+A ROLL strategy that does not exist here is replaced by the nearest one, with a warning; with `strict_strategies: true`
+it is refused. Options of the engine pass through untouched.
 """
 
 from collections.abc import Sequence
@@ -56,8 +56,8 @@ class Strategy:
 def read_devices(worker: Worker, student: Strategy | None, every: int) -> tuple[int, ...] | None:
     """Return the devices of a role; None after a problem.
 
-    The student's default is all `every` devices of the run; the default of other roles is the student's devices, in
-    turns, as in ROLL's documents.
+    The student's default is all devices of the run, `every` in number. Other roles take turns on the student's devices
+    by default, as in ROLL's documentation.
     """
     if worker.device_mapping is not None:
         with worker.diag.catching("device_mapping", ValueError):
@@ -76,7 +76,7 @@ def read_devices(worker: Worker, student: Strategy | None, every: int) -> tuple[
 
 
 def read_strategy(worker: Worker, job: str, strict: bool) -> dict[str, Any] | None:
-    """Return the strategy_config of a role that does `job` (train, frozen, rollout), None if it is wrong."""
+    """Return the strategy_config of a role with the task `job` (train, frozen, rollout); None if it is wrong."""
     wanted, key = STRATEGY[job], "strategy_args.strategy_name"
     if worker.strategy_args is None:
         return {}
@@ -105,10 +105,10 @@ def read_strategy(worker: Worker, job: str, strict: bool) -> dict[str, Any] | No
 
 
 def _carried_over(worker: Worker, name: str, job: str) -> dict[str, Any]:
-    """Return the sizes in the settings of another engine, as options of its replacement.
+    """Convert the parallel sizes in another engine's settings to options of the engine that replaces it.
 
     Ulysses splits a sequence over devices with shards of the model, like tensor parallelism with sequence parallelism:
-    both give devices / size data-parallel ranks. An engine of sglang or Hugging Face has num_gpus_per_worker devices.
+    both give devices / size data-parallel ranks. An sglang or Hugging Face engine has num_gpus_per_worker devices.
     """
     assert worker.strategy_args is not None
     config = worker.strategy_args.strategy_config or {}
@@ -126,9 +126,9 @@ def _carried_over(worker: Worker, name: str, job: str) -> dict[str, Any]:
 def read_megatron(
     worker: Worker, job: str, strict: bool, student: Strategy | None = None, *, every: int = 0
 ) -> Strategy:
-    """Return the placement of a Megatron role; `student` and `every` as for `read_devices`.
+    """Return the placement of a Megatron role; `student` and `every` are those of `read_devices`.
 
-    A role that takes turns with the student has its layout by default.
+    A role that takes turns with the student has the student's layout by default.
     """
     devices = read_devices(worker, student, every)
     if devices is None and worker.device_mapping is None:
@@ -182,7 +182,7 @@ def _sort_settings(config: dict[str, Any], diag: Diagnostics) -> tuple[dict[str,
 
 
 def _counts(engine: str, key: str, value: Any, diag: Diagnostics, also_known: Sequence[str] = ()) -> bool:
-    """Whether an option goes to the engine; reports a wrong one and one without effect."""
+    """Whether an option is passed to the engine; report a wrong option, and an option without effect."""
     if remark := no_effect(engine, key):
         diag.note(key, remark)
     elif problem := option_problem(engine, key, value, also_known):
@@ -193,7 +193,7 @@ def _counts(engine: str, key: str, value: Any, diag: Diagnostics, also_known: Se
 
 
 def _is_taken(key: str, value: Any, diag: Diagnostics) -> bool:
-    """Whether a Megatron option goes to the engine; reports a refused one and one without effect."""
+    """Whether a Megatron option is passed to the engine; report a refused option, and an option without effect."""
     if refusal := supported.refusal(key, value):
         diag.unsupported(key, refusal)
     elif remark := supported.remark(key, has_gpus=hardware.gpu_memory_gb() is not None):
@@ -225,7 +225,7 @@ def _layout(
 
 
 def read_vllm(worker: Worker, strict: bool, student: Strategy | None = None, *, every: int = 0) -> Strategy:
-    """Return the placement of a role's engines; `student` and `every` as for `read_devices`."""
+    """Return the placement of a role's engines; `student` and `every` are those of `read_devices`."""
     devices = read_devices(worker, student, every)
     config = read_strategy(worker, "rollout", strict)
     if config is None:

@@ -1,4 +1,4 @@
-"""Planning of runs over rows with answers: their rows, loss and number of steps."""
+"""Plan runs on rows with answers: rows, loss and number of steps."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from roll_opd.planner.role_reader import Role, Roles
 
 @dataclass(frozen=True)
 class SupervisedParts:
-    """Checked values of a run over rows with answers, from which `fields` makes the fields of its plan."""
+    """Checked values of a run on rows with answers, from which `fields` makes the fields of its plan."""
 
     top: Supervised
     roles: Roles
@@ -33,11 +33,11 @@ class SupervisedParts:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
         return self.top.sequence_length
 
     def fields(self) -> dict[str, Any] | None:
-        """Return the fields of the plan that only a run over rows has; None after a problem."""
+        """Return the fields of the plan that only a run on rows has; None after a problem."""
         top, roles, train, data = self.top, self.roles, self.train, self.data
         check_values.check_micro_batches(roles.all(), self.longest, answers=top.answers)
         rows, update = check_values.rows_per_step(top, train)
@@ -65,7 +65,7 @@ class SupervisedParts:
 
 
 def read(sections: Sections, roles: Roles) -> SupervisedParts | None:
-    """Return the checked parts of a run over rows; None where its keys or its student could not be read."""
+    """Return the checked parts of a run on rows; None if its keys or its student could not be read."""
     top, train = sections.top, roles.train
     if not isinstance(top, Supervised) or train is None:
         return None
@@ -122,7 +122,7 @@ def _objective(top: Supervised) -> ObjectivePlan:
 
 
 def _steps(top: Supervised, train: Role, data: DataPlan | None, rows: int) -> tuple[int, float | None]:
-    """Return (steps of the run, epochs from which they were computed; None with max_steps)."""
+    """Return (steps of the run, epochs from which they were computed); the epochs are None if max_steps is set."""
     args = train.worker.training_args
     assert isinstance(args, EpochArgs)
     epochs, key = args.num_train_epochs, "num_train_epochs"

@@ -1,4 +1,4 @@
-"""Contexts of teachers, and teachers whose weights follow the student's: their plans and checks."""
+"""Plan and check the contexts of teachers, and the teachers whose weights follow the student's."""
 
 from roll_opd.config.plan import ContextPlan
 from roll_opd.config.schema import ContextKeys, TeacherWorker, Top, keys_of, shared
@@ -12,7 +12,7 @@ from roll_opd.planner.role_reader import Role, Roles
 def context_of(name: str, role: Role, top: Top, response: int) -> ContextPlan | None:
     """Return the context of teacher `name` before a response of at most `response` tokens; None: the student's prompt.
 
-    By default a hint may have as many tokens as a response, within the limits of model and micro-batches.
+    By default a hint may have as many tokens as a response, within the limits of the model and micro-batches.
     """
     worker = role.worker
     if not (has_context(role) or role.is_aligned) or not isinstance(worker, TeacherWorker):
@@ -32,7 +32,7 @@ def context_of(name: str, role: Role, top: Top, response: int) -> ContextPlan | 
 
 
 def has_context(role: Role) -> bool:
-    """Whether a teacher reads another context than the student."""
+    """Whether a teacher's context differs from the student's."""
     return any(getattr(role.worker, key, None) is not None for key in keys_of(ContextKeys))
 
 
@@ -42,7 +42,7 @@ def follows(role: Role) -> bool:
 
 
 def check_teachers(roles: Roles, top: Top, response: int) -> None:
-    """Check contexts against templates and lengths, followers against the student, and the objective of chunks."""
+    """Check contexts, teachers that follow the student, and objectives with teachers aligned by chunks of text."""
     if "opd_chunk_credit" in top.written and not any(role.is_aligned for role in roles.teachers.values()):
         top.diag.note("opd_chunk_credit", "has no effect: every teacher has the student's tokens")
     for role in roles.teachers.values():
@@ -59,7 +59,7 @@ def check_teachers(roles: Roles, top: Top, response: int) -> None:
 
 
 def _check_aligned(role: Role, top: Top) -> None:
-    """Check that the objective needs only log-probs of chunks of text."""
+    """Check that log-probs of chunks of text are enough for the objective."""
     if top.opd_objective != "sampled":
         top.diag.error(
             "opd_objective",
@@ -88,7 +88,7 @@ def _check_context(role: Role, worker: TeacherWorker, top: Top, response: int) -
 
 
 def _limits(role: Role) -> dict[str, int]:
-    """Return limit of a teacher's sequences -> tokens."""
+    """Return a map: name of a limit on a teacher's sequences -> its tokens."""
     found = {}
     if role.info:
         found["the positions of its model"] = role.info.max_positions
@@ -98,7 +98,7 @@ def _limits(role: Role) -> dict[str, int]:
 
 
 def _check_follower(role: Role, worker: TeacherWorker, roles: Roles, top: Top) -> None:
-    """Check that a follower starts with the student's weights, and has a context or older weights to teach from."""
+    """Check that a follower starts with the student's weights, and differs from it by its context or older weights."""
     assert worker.follows_student
     follow = worker.follows_student
     if roles.train and roles.train.info and role.info and not same_weights(roles.train.info, role.info):

@@ -1,6 +1,7 @@
 """Trackers of a run and their arguments, from `track_with` and `tracker_kwargs`.
 
-ROLL's form is one tracker and its arguments. Several trackers take a mapping of tracker name to arguments.
+In ROLL's form, there is one tracker with its arguments. For several trackers, `tracker_kwargs` maps each tracker's name
+to its arguments.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ GIVEN_BY_US = 2  # first arguments of a tracker: the run directory and the step 
 
 
 def read_trackers(top: Run) -> dict[str, dict[str, Any]]:
-    """Return the arguments of each tracker in `track_with`, in its order; reports problems."""
+    """Return the arguments of each tracker in `track_with`, in that order; report problems."""
     written = []
     for name in dict.fromkeys(top.track_with):
         with top.diag.catching("track_with", PathError):
@@ -67,7 +68,7 @@ def _check_name(top: Run, name: str) -> bool:
 
 
 def _checked(name: str, written: dict[str, Any], diag: Diagnostics) -> dict[str, Any]:
-    """Return the arguments of a tracker, checked; arguments of a user's class are not."""
+    """Return the arguments of a tracker, checked unless the tracker is a user's class."""
     args = {argument: value for argument, value in written.items() if value is not None}
     if name in TRACKERS.builtin:
         for argument, problem in argument_problems(TRACKERS.find(name), args, GIVEN_BY_US):
