@@ -18,7 +18,7 @@ from roll_opd.megatron.weights.source import FileSource
 from roll_opd.megatron.weights.stream import Shapes
 from roll_opd.models import adapter_files
 from roll_opd.models.device_phases import Part
-from roll_opd.models.model_files import KEPT, with_dtype
+from roll_opd.models.model_files import with_dtype
 from roll_opd.models.model_info import read_model
 from roll_opd.samples.weight_bucket import BUCKET_BYTES, BucketMemory, bucketed
 
@@ -143,7 +143,7 @@ def _write_hf(
 
 
 def _with_kept(bundles: Iterable[Bundle], source: Path) -> Iterator[Bundle]:
-    """Yield the bundles, and after them the tensors of `source` that are never loaded, unchanged."""
+    """Yield the bundles, then the tensors of the model in `source` that are not loaded, bit for bit."""
     is_written = False
     for bundle in bundles:
         is_written = True
@@ -151,8 +151,7 @@ def _with_kept(bundles: Iterable[Bundle], source: Path) -> Iterator[Bundle]:
     if not is_written:  # another rank writes
         return
     with FileSource(source) as files:
-        kept = (name for name in files.names if name.startswith(KEPT))
-        yield from _grouped(((name, files.part(name, 0, 0, files.shape(name)[0])) for name in kept), FILE_BYTES)
+        yield from _grouped(((name, files.whole(name)) for name in read_model(source).kept), FILE_BYTES)
 
 
 def _copy_model_files(

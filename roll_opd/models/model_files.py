@@ -8,6 +8,7 @@ sets that differ are ambiguous. Errors name the file and the remedy.
 import json
 import math
 import operator
+import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from roll_opd.base.paths import PathError, content
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 TEXT_PREFIX = "model.language_model."  # of the decoder's tensors in a multimodal checkpoint
-# tensors that are neither loaded nor trained, and exported unchanged: vision encoder, multi-token prediction
-KEPT = ("model.visual.", "mtp.")
+KEPT = ("model.visual.", "mtp.")  # vision encoder, multi-token prediction (see `is_kept`)
+IN_A_LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 PIECES, PIECE_BYTES = 16, 4096  # compared pieces of a tensor
 
 
@@ -30,6 +31,16 @@ MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 def decoder_name(name: str) -> str:
     """Return the name of a tensor in a checkpoint of the text model only."""
     return name.replace(TEXT_PREFIX, "model.", 1) if name.startswith(TEXT_PREFIX) else name
+
+
+def is_kept(name: str, layers: int) -> bool:
+    """Return whether a tensor is neither loaded nor trained in a model of `layers` layers, and exported unchanged.
+
+    These are the vision encoder and multi-token prediction, which DeepSeek-V3 and GLM-4.5 store as the layers after the
+    last one.
+    """
+    in_a_layer = IN_A_LAYER.match(name)
+    return name.startswith(KEPT) or (in_a_layer is not None and int(in_a_layer[1]) >= layers)
 
 
 def decoder_prefix(names: Iterable[str]) -> str:

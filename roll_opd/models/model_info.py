@@ -16,7 +16,7 @@ from roll_opd.base.paths import PathError, find_path, hub_hint, places
 from roll_opd.models.delta_sizes import KEYS as DELTA_KEYS
 from roll_opd.models.delta_sizes import DeltaSizes, delta_layers
 from roll_opd.models.families import FAMILIES
-from roll_opd.models.model_files import KEPT, MULTIMODAL, decoder_config, stored_tensors, weight_files
+from roll_opd.models.model_files import MULTIMODAL, decoder_config, is_kept, stored_tensors, weight_files
 from roll_opd.models.model_files import ModelFilesError as ModelFilesError
 from roll_opd.models.model_files import StoredTensor as StoredTensor
 from roll_opd.models.model_files import read_json as read_json
@@ -81,6 +81,11 @@ class ModelInfo:
     delta: DeltaSizes | None = None  # None: no Gated DeltaNet layers
     is_delta: tuple[bool, ...] = ()  # of each layer; the others have attention
     has_output_gate: bool = False  # of attention
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Names of the tensors that are neither loaded nor trained, and exported unchanged."""
+        return tuple(name for name in self.tensors if is_kept(name, self.layers))
 
     @property
     def expert_layers(self) -> int:
@@ -215,11 +220,7 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
         shared_intermediate=_size(config, "shared_expert_intermediate_size", default=shared) if experts else 0,
         has_experts=layers_with_experts(config, layers, experts),
         tied=bool(config.get("tie_word_embeddings")),
-        parameters=sum(
-            math.prod(tensor.shape)
-            for name, tensor in tensors.items()
-            if not _is_extra_layer(name, layers) and not name.startswith(KEPT)
-        ),
+        parameters=sum(math.prod(tensor.shape) for name, tensor in tensors.items() if not is_kept(name, layers)),
         weight_files=weights,
         tensors=tensors,
         latent=latent,
@@ -244,12 +245,6 @@ def _latent(config: dict[str, Any]) -> LatentInfo:
         rotated=_size(config, "qk_rope_head_dim"),
         value=_size(config, "v_head_dim"),
     )
-
-
-def _is_extra_layer(name: str, layers: int) -> bool:
-    """Return whether a tensor belongs to a multi-token-prediction layer after the last one, which is not loaded."""
-    parts = name.split(".")
-    return name.startswith("model.layers.") and parts[2].isdigit() and int(parts[2]) >= layers
 
 
 def layers_with_experts(config: Mapping[str, Any], layers: int, experts: int) -> tuple[bool, ...]:

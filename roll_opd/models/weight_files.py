@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from roll_opd.models.families import FAMILIES
-from roll_opd.models.model_files import PIECES, decoder_config, decoder_name, differ, pieces
+from roll_opd.models.model_files import IN_A_LAYER, PIECES, decoder_config, decoder_name, differ, pieces
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, StoredTensor, read_json
 
 # decoders with known tensor names; for others, only layers, embedding and head are compared
@@ -17,7 +17,6 @@ DENSE = ("llama", "mistral", "qwen2", "qwen3")
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 VALUE_HEAD = "score.weight"
-IN_A_LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")  # in older releases; never loaded
 OF_FURTHER_TOKENS = "eh_proj.weight"  # joins a token's embedding and hidden state
 MAX_NAMED = 3  # tensors named in a message; the rest are counted

@@ -1,6 +1,7 @@
 """Tiny random models on disk, of every architecture."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -180,6 +181,8 @@ def save_models(directory: Path) -> None:
         model.save_pretrained(directory / name)
     for name in ("qwen3_5", "qwen3_5_moe"):
         save_multimodal(directory / name, directory / f"{name}_multimodal")
+    for name in ("deepseek_v3", "glm4_moe", "deep"):
+        save_predicting(directory / name, directory / f"{name}_mtp")
     for kind, targets in LORA_TARGETS.items():
         save_adapter(directory / f"adapter-{len(targets)}", str(directory / LORA_MODELS[kind]), targets, **LORA)
 
@@ -207,6 +210,24 @@ def save_multimodal(source: Path, path: Path) -> None:
     tensors["model.visual.blocks.0.norm1.weight"] = torch.randn(12)
     tensors["model.visual.patch_embed.proj.weight"] = torch.randn(4, 3, 2, 2, 2).bfloat16()
     tensors["mtp.layers.0.mlp.up_proj.weight"] = torch.randn(6, 4).bfloat16()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_predicting(source: Path, path: Path) -> None:
+    """Write a model with some tensors of a layer of multi-token prediction after the last one, in several dtypes."""
+    shutil.copytree(source, path)
+    config = json.loads((source / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    torch.manual_seed(0)
+    layer = f"model.layers.{config['num_hidden_layers']}"
+    extra = {
+        "eh_proj.weight": torch.randn(6, 12).bfloat16(),
+        "enorm.weight": torch.randn(6),
+        "embed_tokens.weight": torch.randn(10, 6).bfloat16(),
+        "mlp.experts.0.gate_proj.weight": torch.randn(4, 6).half(),
+        "shared_head.scale": torch.tensor(0.3),  # without dimensions
+    }
+    tensors = load_file(source / "model.safetensors") | {f"{layer}.{name}": tensor for name, tensor in extra.items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -30,7 +30,8 @@ from roll_opd.megatron.weights.tensor_slices import TENSOR_SLICINGS, SliceSizes,
 from roll_opd.models.delta_sizes import delta_sizes
 from roll_opd.models.families import FAMILIES
 from roll_opd.models.families.family import Entry, layer_entries
-from roll_opd.models.weight_files import BUFFERS, EMBEDDING, FINAL_NORM, HEAD, IN_A_LAYER, VALUE_HEAD, may_be_zero
+from roll_opd.models.model_files import IN_A_LAYER
+from roll_opd.models.weight_files import BUFFERS, EMBEDDING, FINAL_NORM, HEAD, VALUE_HEAD, may_be_zero
 
 ENDS = {
     "embedding.word_embeddings.weight": Entry((EMBEDDING,), "vocabulary"),

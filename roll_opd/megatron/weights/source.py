@@ -39,13 +39,22 @@ class FileSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensor(name).shape
 
+    def whole(self, name: str) -> Tensor:
+        """Return a tensor with its shape and dtype in the file."""
+        tensor: Tensor = self._file_of(name).get_tensor(name)
+        return tensor
+
     def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        whole = self._file_of(name).get_slice(name)
+        piece: Tensor = whole[start:stop] if dim == 0 else whole[:, start:stop]
+        return piece
+
+    def _file_of(self, name: str) -> Any:
+        """Return the open file with a tensor."""
         file = self._tensor(name).file
         if file not in self._open:
             self._open[file] = self._files.enter_context(safe_open(file, framework="pt"))
-        whole = self._open[file].get_slice(name)
-        piece: Tensor = whole[start:stop] if dim == 0 else whole[:, start:stop]
-        return piece
+        return self._open[file]
 
     def _tensor(self, name: str) -> StoredTensor:
         if name not in self._stored:
