@@ -1,4 +1,4 @@
-"""The driver's side of one domain's reward workers, which score each sample as soon as it is finished."""
+"""The driver's side of one domain's reward workers, which score each sample when it is finished."""
 
 import asyncio
 from collections import Counter
