@@ -1,4 +1,4 @@
-"""Table of the settings of each part of a run for the model card, without settings of the machine."""
+"""Settings table of the model card: the settings of each part of a run, without machine settings."""
 
 import re
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ MAX_ROWS = 60
 
 
 def settings_table(parts: Sequence[RunPart]) -> str:
-    """Return the table: a column for each part, a row for each setting in `ALWAYS` or with a change; "" for none."""
+    """Return the table: a column for each part, a row for each setting in `ALWAYS` or changed; "" if it has no rows."""
     parts = [part if part.settings is None else replace(part, settings=as_written(part.settings)) for part in parts]
     known = [part.settings for part in parts if part.settings is not None]
     if not known:
@@ -51,12 +51,12 @@ def settings_table(parts: Sequence[RunPart]) -> str:
 
 
 def steps_text(first: int, last: int | None) -> str:
-    """Return consecutive steps as text."""
+    """Return a range of consecutive steps as text."""
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def _keys_below(key: str, before: Settings, now: Settings) -> list[str]:
-    """Return the keys of a change: itself, or the keys of sections that share its name."""
+    """Return the setting keys that a changed key stands for: the key, or all keys that end in it."""
     if key in before or key in now:
         return [key]
     return [each for each in dict.fromkeys((*before, *now)) if each.endswith(f".{key}")]
@@ -79,7 +79,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def public(value: Any) -> str:
-    """Return the publishable text of a value: for a path its hub name or last part, for an address a placeholder."""
+    """Return the publishable text of a value: a path becomes its hub name or last part, an address a placeholder."""
     if isinstance(value, str):
         if "://" in value:
             return "an address"

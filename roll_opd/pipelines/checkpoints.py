@@ -1,4 +1,4 @@
-"""Checkpoints of a run: write to a partial directory, rename when complete, find, check, and remove old ones."""
+"""Checkpoints of a run: write them to a partial directory, rename them when complete, find, check and remove them."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ class Checkpoint:
 
     @property
     def run(self) -> Path:
-        """The run directory it belongs to."""
+        """The run directory of the checkpoint."""
         return self.path.parent.parent
 
     @classmethod
@@ -111,7 +111,7 @@ class Checkpoints:
         began: datetime | None = None,
         history: History | None = None,
     ) -> None:
-        """`began` is the start of the run, `history` the settings of its steps; both are saved in each checkpoint."""
+        """`began` is the start of the run, `history` has the settings of its steps; each checkpoint saves both."""
         self._run, self._plan, self._last_step, self._began = run, plan, last_step, began
         self._history = history
         self._pending: _Pending | None = None
@@ -119,7 +119,7 @@ class Checkpoints:
             shutil.rmtree(leftover)
 
     def newest(self) -> tuple[int, Path] | None:
-        """Return step and path of the newest complete checkpoint; None without one."""
+        """Return step and path of the newest complete checkpoint; None if there is none."""
         found = complete(self._run.path)[:1]
         return (int(found[0].name.removeprefix("step_")), found[0]) if found else None
 
@@ -136,9 +136,9 @@ class Checkpoints:
         kl_coef: float | None = None,
         groups: "Sequence[FinishedGroup]" = (),
     ) -> None:
-        """Write a partial checkpoint, in the background with `async_save`; first complete an earlier one.
+        """Complete an earlier partial checkpoint, then write a new one (in the background with `async_save`).
 
-        `groups` are finished and in no batch. CheckpointError on a disk error, here or in `commit`.
+        `groups` are the finished groups in no batch. A disk error raises CheckpointError, here or in `commit`.
         """
         from roll_opd.rollout.finished_groups import write_groups  # imports torch
 
@@ -161,14 +161,14 @@ class Checkpoints:
             await self._end(self._pending, wait=True)
 
     def mark_logged(self, model_card: str | None = None) -> None:
-        """Permit the partial checkpoint to become valid, because its step is in the logs; see `commit`."""
+        """Record that the step of the partial checkpoint is in the logs, so that `commit` may make it valid."""
         if self._pending:
             self._pending.is_logged, self._pending.model_card = True, model_card
 
     async def commit(self, *, wait: bool) -> None:
         """Make the partial checkpoint valid if its step is logged and its files are on the disk.
 
-        `wait`: wait for the files. Checkpoints beyond `max_ckpt_to_keep` are then removed.
+        With `wait`, wait for the files. Then remove the checkpoints beyond `max_ckpt_to_keep`.
         """
         pending = self._pending
         if pending is None or not pending.is_logged:
@@ -201,7 +201,7 @@ class Checkpoints:
 
     @contextmanager
     def _failing(self, step: int) -> Iterator[None]:
-        """Remove the partial checkpoint of `step` on an error in the block; CheckpointError for a disk error."""
+        """On an error in the block, remove the partial checkpoint of `step`; a disk error becomes a CheckpointError."""
         try:
             yield
         except Exception as error:
@@ -214,7 +214,7 @@ class Checkpoints:
             raise CheckpointError(self._write_failed(step, why)) from error
 
     def _remove(self, checkpoint: Path) -> None:
-        """Remove a checkpoint; a kill in between leaves no incomplete one under its name."""
+        """Remove a checkpoint; if the process is killed meanwhile, no incomplete checkpoint stays under that name."""
         if checkpoint.exists():
             doomed = checkpoint.with_name(f"{_PARTIAL}old_{checkpoint.name}")  # the next one may be in progress
             os.replace(checkpoint, doomed)
@@ -239,7 +239,7 @@ def complete(run: Path) -> list[Path]:
 
 
 def instead_of(checkpoint: Path) -> str:
-    """Return the advice which checkpoint to resume from instead of a damaged one."""
+    """Return the advice from which checkpoint to resume instead of a damaged one."""
     path = checkpoint.resolve()
     steps = {each: step for step, each in checkpoints_of(path.parent.parent).items()}
     earlier = [each for each in complete(path.parent.parent) if steps[each] < steps.get(path, 0)]
@@ -251,9 +251,9 @@ def instead_of(checkpoint: Path) -> str:
 def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | None:
     """Return the checkpoint to resume from, or None for a new run.
 
-    `resume` True takes the newest checkpoint of the experiment's newest run that has one; a path names another
-    experiment's directory, a run or one of its checkpoints. CheckpointError if a named checkpoint does not exist or is
-    superseded.
+    If `resume` is True, this is the newest checkpoint of the experiment's newest run that has one. If it is a path, the
+    path names the directory of an experiment, a run or a checkpoint. CheckpointError if a named checkpoint does not
+    exist or is superseded.
     """
     if plan.resume is False:
         return None
@@ -300,7 +300,7 @@ def _check_all_there(files: Sequence[Path]) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the cause of a chain of exceptions, in one line."""
+    """Return the root cause of an exception as one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -309,7 +309,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _flush(directory: Path) -> None:
-    """Flush all files below `directory` to the disk, so that a rename is not visible before its contents."""
+    """Flush all files below `directory` to the disk, so that a later rename is not visible before the contents."""
     for root, _, files in os.walk(directory):
         for name in files:
             with open(Path(root) / name, "rb") as file:
@@ -326,9 +326,9 @@ def _flush_directory(directory: Path) -> None:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Return the first defect of a checkpoint in words; None: all parts can be loaded.
+    """Return the first defect of a checkpoint as text; None if all parts can be loaded.
 
-    OSError if the file system fails, which may be temporary.
+    Raises OSError if the file system fails, which may be temporary.
     """
     return next(chain(_of_groups(checkpoint), _of_states(checkpoint), _of_models(checkpoint)), None)
 

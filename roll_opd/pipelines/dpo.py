@@ -1,4 +1,4 @@
-"""Direct preference optimization (arXiv 2305.18290): raise the likelihood of the chosen of two given answers.
+"""Direct preference optimization (arXiv 2305.18290): raise the likelihood of the preferred one of two given answers.
 
 The implicit reward of an answer is its log-ratio to the frozen reference policy: β · Σ(logprobs - ref_logprobs).
 """
@@ -25,7 +25,7 @@ VALIDATION_METRICS = ("val/dpo/accuracy", "val/dpo/margin", "val/dpo/chosen_rewa
 
 
 async def train(run: Run, workers: RunWorkers) -> None:
-    """Train from the first step, or from the one after a checkpoint, to `plan.max_steps`."""
+    """Train from the first step, or from the step after the resumed checkpoint, to `plan.max_steps`."""
     plan, source = run.plan, run.source
     student, reference, turns = workers.student, workers.frozen_models.reference, workers.turns
     assert reference is not None
@@ -55,7 +55,7 @@ async def train(run: Run, workers: RunWorkers) -> None:
 
 
 async def _with_reference(rows: Sequence[Prompt], reference: TeacherScorer) -> list[Sample]:
-    """Return two samples a row, chosen and rejected, with the reference policy's log-probs."""
+    """Return two samples for each row, chosen and rejected, with the reference policy's log-probs."""
     samples = supervised_samples((row.tokens, row.answers) for row in rows)
     answers = await reference.score([(sample.tokens, sample.prompt_length) for sample in samples], temperature=1.0)
     return with_columns(samples, ref_logprobs=[answer.logprobs for answer in answers])
@@ -70,7 +70,7 @@ async def _validate(student: Student, samples: Sequence[Sample], plan: RunPlan) 
 def _preferences(
     samples: Sequence[Sample], logprobs: Sequence[np.ndarray], plan: RunPlan, names: Sequence[str]
 ) -> dict[str, float]:
-    """Return means over pairs, under `names`: accuracy, margin, reward of the chosen and of the rejected answer."""
+    """Return (under `names`) means over pairs: accuracy, margin, reward of the chosen and of the rejected answer."""
     beta = float({**POLICY_LOSSES.defaults("dpo"), **plan.objective.policy_loss_args}["beta"])
     gaps = [
         (student - present(sample.ref_logprobs)).sum(dtype=np.float64)

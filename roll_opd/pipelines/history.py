@@ -1,6 +1,6 @@
-"""Track the settings of a run's steps over resumes, as parts: consecutive steps with the same settings.
+"""Track the settings of a run over its resumes. A part is a range of consecutive steps with the same settings.
 
-The parts are saved in every checkpoint, also for runs that continue a moved checkpoint.
+Every checkpoint saves the parts, so that a run can also continue a checkpoint that was moved.
 """
 
 import re
@@ -58,7 +58,7 @@ Changes = dict[str, tuple[Any, Any]]  # key -> value before, value now; None: no
 
 @dataclass(frozen=True)
 class RunPart:
-    """Consecutive steps with the same settings; `settings` None: saved by an earlier version, unknown."""
+    """Consecutive steps with the same settings; `settings` is None if unknown (saved by an earlier version)."""
 
     first: int
     last: int | None  # None: the current part
@@ -67,22 +67,22 @@ class RunPart:
 
 @dataclass(frozen=True)
 class History:
-    """The parts of a run, the current one last. `changes` are the settings changed by the last resume."""
+    """The parts of a run, the current part last. `changes` are the settings that the last resume changed."""
 
     parts: tuple[RunPart, ...]
     resumed_after: int | None = None  # step; None: a new run
     changes: Changes = field(default_factory=dict)
 
     def up_to(self, step: int) -> tuple[RunPart, ...]:
-        """Return the parts after `step`."""
+        """Return the parts as of the end of `step`."""
         return (*self.parts[:-1], replace(self.parts[-1], last=step))
 
     def as_json(self, step: int) -> list[dict[str, Any]]:
-        """Return the parts for a checkpoint after `step`, to be read by `parts_of`."""
+        """Return the parts for a checkpoint after `step`, in the form that `parts_of` reads."""
         return [asdict(part) for part in self.up_to(step)]
 
     def as_facts(self, step: int | None = None) -> list[dict[str, Any]]:
-        """Return first and last step of each part, and the changes from the part before; None: unknown."""
+        """Return first and last step of each part, and its changes from the part before (None if unknown)."""
         found: list[dict[str, Any]] = []
         parts = self.parts if step is None else self.up_to(step)
         for before, part in zip((None, *parts), parts, strict=False):
@@ -96,7 +96,7 @@ class History:
 
     @property
     def line(self) -> str:
-        """Return the line of a resumed run with its changed settings; empty for a new run."""
+        """Return a line for the console with the changed settings of a resumed run; empty for a new run."""
         step = self.resumed_after
         if step is None:
             return ""
@@ -116,7 +116,7 @@ def begun(plan: RunPlan) -> History:
 
 
 def continued(parts: Sequence[RunPart], plan: RunPlan, step: int) -> History:
-    """Return the history of a run resumed after `step`, with a new part if any setting changed."""
+    """Return the history of a run that resumes after `step`, with a new part if any setting changed."""
     settings, known = settings_of(plan), parts[-1].settings
     changes = {} if known is None else differences(known, settings)
     if known is not None and not changes:
@@ -125,7 +125,7 @@ def continued(parts: Sequence[RunPart], plan: RunPlan, step: int) -> History:
 
 
 def parts_of(saved: Any, step: int) -> tuple[RunPart, ...]:
-    """Return the parts in a checkpoint of `step`; one part with unknown settings if they are missing or damaged."""
+    """Return the parts in a checkpoint of `step`; if missing or damaged, one part with unknown settings."""
     try:
         parts = tuple(RunPart(int(each["first"]), int(each["last"]), each["settings"]) for each in saved)
         if parts and all(part.settings is None or isinstance(part.settings, dict) for part in parts):
@@ -136,7 +136,7 @@ def parts_of(saved: Any, step: int) -> tuple[RunPart, ...]:
 
 
 def read_settings(run: Path, like: RunPlan) -> Settings | None:
-    """Return the settings of a run from its config.yaml, for a checkpoint without settings; None if that fails."""
+    """Return the settings of a run from its config.yaml, if its checkpoint has none; None if that fails."""
     if not (run / "config.yaml").is_file():
         return None
     supervised = like.pipeline if like.rollout is None else None
@@ -149,7 +149,7 @@ def read_settings(run: Path, like: RunPlan) -> Settings | None:
 
 
 def optimizer_problems(settings: History, checkpoint: Path) -> list[str]:
-    """Return errors for changed settings with which the optimizer state in `checkpoint` cannot be loaded."""
+    """Return errors for changed settings that prevent loading the optimizer state in `checkpoint`."""
     now, problems = settings.parts[-1].settings or {}, []
     for key, (before, after) in settings.changes.items():
         section = key.removesuffix(f".{DISTRIBUTED_OPTIMIZER}").removesuffix(".model_args.dtype")
@@ -166,7 +166,7 @@ def optimizer_problems(settings: History, checkpoint: Path) -> list[str]:
 
 
 def differences(before: Settings, now: Settings) -> Changes:
-    """Return the changed settings, under the keys of `now`, without those derived from another change."""
+    """Return the changed settings, under the keys of `now`, except settings derived from another change."""
     before, now = renamed(as_written(before), now), as_written(now)
     found: Changes = {
         key: (before.get(key), now.get(key))
@@ -187,7 +187,7 @@ def differences(before: Settings, now: Settings) -> Changes:
 
 
 def changed_samples(changes: Changes, frozen: Sequence[str]) -> str | None:
-    """Return the first changed key that samples, or log-probs of the roles `frozen`, depend on; None without one."""
+    """Return the first changed key that affects samples or the log-probs of the roles `frozen`; None if no key does."""
     for key in changes:
         section, _, rest = key.partition(".")
         if section == "validation":
@@ -203,7 +203,7 @@ def _place(key: str) -> int:
 
 
 def _follows(key: str, found: Changes) -> bool:
-    """Whether a change is derived from another change."""
+    """Return whether a change is derived from another change."""
     if key.endswith(CONTENT):  # the path changed too, or one side has no hash
         return key.removesuffix(CONTENT) in found or None in found[key]
     follows = any(re.fullmatch(pattern, key) and set(others) & found.keys() for pattern, others in FOLLOWS.items())
@@ -211,7 +211,7 @@ def _follows(key: str, found: Changes) -> bool:
 
 
 def renamed(before: Settings, now: Settings) -> Settings:
-    """Return `before` with the section names of student and engines in `now`, which depend on the pipeline."""
+    """Return `before` with the section names of student and engines in `now`; the names depend on the pipeline."""
     names = {}
     for same in (STUDENTS, SAMPLERS):
         old, new = (next((name for name in same if _has(of, name)), None) for of in (before, now))
@@ -221,7 +221,7 @@ def renamed(before: Settings, now: Settings) -> Settings:
 
 
 def _whole_sections(found: Changes, before: Settings, now: Settings) -> Changes:
-    """Return the changes with a single entry for each large section that was added or removed."""
+    """Return the changes; a large section that was added or removed becomes a single entry."""
     whole: dict[str, tuple[Any, Any]] = {}
     keys = Counter(key.partition(".")[0] for key in found if "." in key)
     for section in (name for name, count in keys.items() if count > FEW):
@@ -245,7 +245,7 @@ def changes_text(changes: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
 
 
 def text_of(value: Any) -> str:
-    """Return a value in the configuration's spelling, in one line, cut to `LONGEST` characters."""
+    """Return a value as spelled in the configuration, in one line, cut to `LONGEST` characters."""
     if value is None or isinstance(value, bool):
         text = {None: "none", True: "true", False: "false"}[value]
     elif isinstance(value, float):

@@ -1,6 +1,6 @@
-"""Model card (README.md) of a trained model: origin, data, objective, figures, and how to load it; example prompt.
+"""Model card (README.md) of a trained model: origin, data, objective, figures, loading and an example prompt.
 
-It begins with the YAML front matter for model hubs.
+The card begins with the YAML front matter for model hubs.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from roll_opd.tracking.summary import versions
 def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequence[RunPart] = ()) -> str:
     """Return the card of the student of `plan` after `step`, with the figures of a `summary.json`.
 
-    `parts` are the parts of its run with their settings. Paths, hosts and variables of the machine are omitted.
+    `parts` are the parts of the run with their settings. Paths, hosts and environment variables are omitted.
     """
     head = yaml.safe_dump(_metadata(plan), sort_keys=False, allow_unicode=True)
     last = f" of {steps_text(parts[-1].first, step)}" if len(parts) > 1 else ""
@@ -50,7 +50,7 @@ def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequ
 
 
 def _metadata(plan: RunPlan) -> dict[str, Any]:
-    """Return the YAML front matter for model hubs, with only facts that are known."""
+    """Return the YAML front matter for model hubs; unknown facts are omitted."""
     tags = ["roll_opd"]
     if plan.teachers:
         tags += ["on-policy-distillation", "knowledge-distillation"]
@@ -98,7 +98,7 @@ def _made_from(plan: RunPlan) -> dict[str, str]:
 
 
 def _rewards(plan: RunPlan) -> dict[str, str]:
-    """Return the workflow, if any, and the rewards: from the environment, the workflow, or the configuration."""
+    """Return the workflow, if any, and the rewards, which come from environment, workflow or configuration."""
     purpose = " (measured, not trained on)" if plan.rewards_are_monitored else ""
     if plan.is_agentic:
         return {"reward": f"of the environment{purpose}"}
@@ -120,7 +120,7 @@ def _rewards(plan: RunPlan) -> dict[str, str]:
 
 
 def _environment(plan: RunPlan, tag: str) -> str:
-    """Return the type of an environment, and the limits of an episode."""
+    """Return the type of an environment and the limits of an episode."""
     played = plan.workflow.workflow_args["environments"][tag] if plan.workflow else {}
     return f"`{public(played['env_type'])}`, at most {played['max_steps']} turns"
 
@@ -166,14 +166,14 @@ ROWS_TRIED = 20
 
 
 def example_prompt(plan: RunPlan) -> str:
-    """Return the user's text of the first held-out row, else of the first training row, else `NEUTRAL`."""
+    """Return the user text of the first held-out row, else of the first training row, else `NEUTRAL`."""
     held_out = [plan.validation.data] if plan.validation else []
     key = plan.workflow.prompt_key if plan.workflow else "prompt"
     return next((text for data in (*held_out, plan.data) for text in _texts(data, key)), NEUTRAL)
 
 
 def _texts(data: DataPlan, key: str) -> Iterator[str]:
-    """Yield the users' texts of the first rows of a data set; none for a file that cannot be read."""
+    """Yield the user texts of the first rows of a data set; nothing for a file that cannot be read."""
     if data.schema == "scored":  # teacher files have tokens
         return
     try:

@@ -1,4 +1,4 @@
-"""Distillation from teacher files: given answers, a teacher's scores from the files, the student's side recomputed.
+"""Distillation from teacher files: answers and teacher scores come from files; the student's log-probs are computed.
 
 topk      loss = Σ weight · (opd_kl_coef · divergence over the teacher's top-k + sft_loss_coef · -log p(token))
 sampled   reverse KL on answers that the student sampled before (Lightning-OPD, arXiv 2604.13010): the teacher's
@@ -26,7 +26,7 @@ CHECKED_ROWS = 64  # rows of the preflight
 
 
 async def train(run: Run, workers: RunWorkers) -> None:
-    """Train from the first step, or from the one after a checkpoint, to `plan.max_steps`."""
+    """Train from the first step, or from the step after the resumed checkpoint, to `plan.max_steps`."""
     plan, source, student = run.plan, run.source, workers.student
     (teacher,) = plan.teachers
     held_out = scored_samples(run.held_out, teacher.name)
@@ -67,7 +67,7 @@ async def _validate(student: Student, samples: Sequence[Sample], teacher: str) -
 
 
 async def _check(run: Run, student: Student) -> None:
-    """Report the checks of the teacher's first rows. RunError if one fails, unless `teacher_preflight` is `warn`."""
+    """Report the checks of the teacher's first rows. RunError if a check fails unless `teacher_preflight` is `warn`."""
     plan = run.plan
     (teacher,) = plan.teachers
     assert isinstance(teacher.source, FilePlan)

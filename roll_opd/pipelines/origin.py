@@ -1,6 +1,6 @@
-"""Read a model's origin from its own files: its name on the hub, its licence and its languages.
+"""Read a model's origin from the files of the model: name on the hub, licence and languages.
 
-Only values in a form that model hubs accept are used.
+Values are used only if model hubs accept their form.
 """
 
 import json
@@ -27,7 +27,7 @@ LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE")
 
 
 def cached(path: str, kind: str) -> str | None:
-    """Return the hub name of a path in the hub's cache, else None. `kind`: models or datasets."""
+    """Return the hub name of a path in the hub's cache, else None. `kind` is models or datasets."""
     found = CACHED.search(path)
     return f"{found[2]}/{found[3]}" if found and found[1] == kind else None
 
@@ -38,12 +38,12 @@ def model_name(path: str) -> str:
 
 
 def base_model(model: Path) -> str | None:
-    """Return the hub name of a model, from its path in the cache, its config.json or its card; None if unknown."""
+    """Return the hub name of a model, read from its cache path, config.json or card; None if unknown."""
     return cached(str(model), "models") or next(filter(HUB_ID.fullmatch, _named(model)), None)
 
 
 def licence(model: Path) -> dict[str, Any]:
-    """Return licence and languages from a model's card; without a card the licence from its file."""
+    """Return licence and languages from a model's card; without a card, the licence from the licence file."""
     card, found = _card(model), {}
     name = card.get("license")
     if isinstance(name, str) and LICENCE_ID.fullmatch(name):
@@ -74,7 +74,7 @@ def _named(model: Path) -> Iterator[str]:
 
 
 def _card(model: Path) -> dict[str, Any]:
-    """Return the YAML front matter of a model's README.md; empty without a readable one."""
+    """Return the YAML front matter of a model's README.md; empty if it cannot be read."""
     try:
         text = (model / "README.md").read_text(encoding="utf-8")
         head = yaml.safe_load(text.split("---\n")[1]) if text.startswith("---\n") else None

@@ -114,7 +114,7 @@ AT_THE_TOP = {
 
 
 def settings_of(plan: RunPlan) -> Settings:
-    """Return the settings of a run and hashes of its models and data files; without API keys.
+    """Return the settings of a run (without API keys), and hashes of its models and data files.
 
     Raises OSError if a file cannot be read.
     """
@@ -131,7 +131,7 @@ def settings_of(plan: RunPlan) -> Settings:
 
 
 def as_written(settings: Settings) -> Settings:
-    """Return settings with the keys of a run in environments as its configuration spells them; others unchanged."""
+    """Return settings; keys of a run in environments are spelled as in its configuration."""
     if not any(key.startswith("custom_envs.") for key in settings) or GROUP not in settings:
         return settings
     derived = (GROUP, "prompt_length", "response_length")
@@ -147,7 +147,7 @@ def as_written(settings: Settings) -> Settings:
 
 
 def _top(plan: RunPlan) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a plan under configuration keys; a role's settings are below its section."""
+    """Yield the settings of a plan under configuration keys; a role's settings are under the role's section."""
     sections = {"student": plan.student.name} | ({"rollout": plan.rollout.name} if plan.rollout else {})
     for found, value in _walk(plan, ""):
         section, dot, rest = found.partition(".")
@@ -163,7 +163,7 @@ def _top(plan: RunPlan) -> Iterator[tuple[str, Any]]:
 def _walk(value: Any, key: str, env: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
     """Yield (field path joined by dots, value) of all settings below `value`.
 
-    Entries of a tuple of dataclasses are keyed by name; `env` are the variables common to all processes.
+    Entries of a tuple of dataclasses are keyed by name; `env` has the variables common to all processes.
     """
     if is_dataclass(value) and not isinstance(value, type):
         env = value.env if isinstance(value, RunPlan) else env
@@ -195,7 +195,7 @@ def _of_entry(key: str, item: Any, number: int) -> str:
 
 
 def _spelled(key: str) -> str:
-    """Return a field path with its end renamed by `SPELLED`."""
+    """Return a field path, its end renamed by `SPELLED`."""
     for pattern, spelled in SPELLED.items():
         if match := re.fullmatch(rf"(.+\.)?{pattern}", key):
             return (match[1] or "") + re.sub(pattern, spelled, key.removeprefix(match[1] or ""))
@@ -203,7 +203,7 @@ def _spelled(key: str) -> str:
 
 
 def _at_the_top(key: str) -> str | None:
-    """Return the configuration key of a field path from `AT_THE_TOP`; "" for no setting, None without a match."""
+    """Return a field path's configuration key from `AT_THE_TOP`; "" if it is no setting, None if nothing matches."""
     for pattern, spelled in AT_THE_TOP.items():
         if re.fullmatch(pattern, key):
             return re.sub(pattern, spelled, key)
@@ -211,7 +211,7 @@ def _at_the_top(key: str) -> str | None:
 
 
 def _model_files(directory: Path) -> list[Path]:
-    """Return the files of a model, without broken links."""
+    """Return the files of a model, except broken links."""
     return sorted(file for pattern in MODEL_FILES for file in directory.glob(pattern) if file.is_file())
 
 

@@ -73,7 +73,7 @@ class Inputs:
 
 
 def preflight(plan: RunPlan) -> Inputs:
-    """Check the plan against machine, checkpoint, code and data; print warnings and return the opened inputs.
+    """Check the plan against machine, checkpoint, code and data; print warnings, and return the opened inputs.
 
     Raises ConfigError, CheckpointError, DataError or the error of a function, reward, tracker or model that cannot be
     used.
@@ -115,7 +115,7 @@ def preflight(plan: RunPlan) -> Inputs:
 
 
 def _history(plan: RunPlan, resumed: Checkpoint | None) -> History:
-    """Return the history of the run; for a checkpoint without settings, from its run's config.yaml."""
+    """Return the history of the run; if the checkpoint has no settings, read them from its run's config.yaml."""
     if resumed is None:
         return history.begun(plan)
     parts = history.parts_of(resumed.parts, resumed.step)
@@ -136,7 +136,7 @@ def _restore(source: TaskSource, resumed: Checkpoint) -> None:
 
 
 def cluster_problems(address: str) -> list[str]:
-    """Return why the Ray cluster at host:port cannot be reached, if so; Ray itself would try for minutes."""
+    """Return why the Ray cluster at host:port cannot be reached, if it cannot; Ray would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal() and int(port) < 2**16):
         return []  # "auto" and other special values; Ray reports their errors
@@ -149,7 +149,7 @@ def cluster_problems(address: str) -> list[str]:
 
 
 def emulated_bf16(plan: RunPlan, cpu: Mapping[str, Any]) -> str | None:
-    """Return a warning of roles in bf16 on a CPU without bf16 instructions, else None."""
+    """Return a warning if roles run in bf16 on a CPU without bf16 instructions, else None."""
     names = [role.name for role in plan.roles().values() if role.model.dtype == "bf16"]
     if not names or any(cpu.get(capability) for capability in NATIVE_BF16):
         return None
@@ -160,9 +160,9 @@ def emulated_bf16(plan: RunPlan, cpu: Mapping[str, Any]) -> str | None:
 
 
 def package_problems() -> list[str]:
-    """Return why installed packages break the import of models or engines, if they do.
+    """Return why installed packages break the import of models or engines; empty if they do not.
 
-    If all processes are this one and forks of its server, these packages are hidden instead.
+    If all processes are this process or forks of its fork server, these packages are hidden instead.
     """
     broken = broken_companions()
     hide(broken)
@@ -176,13 +176,13 @@ def package_problems() -> list[str]:
 
 
 def _lost_weights(plan: RunPlan) -> list[str]:
-    """Return the lost (all-zero) weights of the models that Megatron loads, read here to fail early."""
+    """Return a message for each lost (all-zero) weight of the models that Megatron loads, to fail early."""
     paths = {role.model.path: name for name, role in reversed(plan.megatron_roles().items())}
     return [f"{name}: {sentence}" for path, name in paths.items() for sentence in lost_weights(read_model(Path(path)))]
 
 
 def checkpoint_problems(plan: RunPlan, checkpoint: Checkpoint) -> list[str]:
-    """Return the differences of student and critic from the saved ones, apart from their layouts."""
+    """Return how student, critic and followers differ from those in the checkpoint, apart from layouts."""
     problems = _shape_problems(plan.student, checkpoint.path / "hf", checkpoint)
     problems += _adapter_problems(plan.student.lora, checkpoint.path / ADAPTER, checkpoint)
     if plan.critic and not (checkpoint.path / CRITIC).is_dir():
@@ -287,7 +287,7 @@ def _open_scored(
 
 
 def _scored(plan: RunPlan, data: DataPlan, source: FilePlan, tokenizer: PreTrainedTokenizerBase) -> ScoredSet:
-    """Open and check teacher files; DataError names the rows that cannot be used."""
+    """Open and check teacher files; DataError lists the rows that cannot be used."""
     student, objective = Path(plan.student.model.path), plan.objective
     expected = Expected(
         vocab_size=read_model(student).vocab,
@@ -301,7 +301,7 @@ def _scored(plan: RunPlan, data: DataPlan, source: FilePlan, tokenizer: PreTrain
 
 
 def _tagged(plan: RunPlan) -> dict[str, tuple[str, ...] | None]:
-    """Return the parts of a run with a tag list -> their tags."""
+    """Return the tags of each part of a run that has a tag list."""
     return {
         **{f"tag_to_template.{tag}": (tag,) for tag in plan.data.tag_templates},
         **{f"teacher {teacher.name}": teacher.tags for teacher in plan.teachers},
@@ -328,7 +328,7 @@ def _opened(data_sets: Sequence[DataPlan], tokenizer: PreTrainedTokenizerBase) -
 
 
 def miscounted(plan: RunPlan, usable: int) -> str | None:
-    """Return a warning if num_train_epochs was converted to steps with unusable rows; `usable` rows count."""
+    """Return a warning if the steps of num_train_epochs counted unusable rows too; only `usable` rows count."""
     if plan.epochs is None:
         return None
     steps = max(1, whole_steps(plan.epochs, usable, plan.rollout_batch_size))

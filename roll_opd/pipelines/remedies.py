@@ -1,4 +1,4 @@
-"""Advice for the alarms: keys of the configuration that have an effect in this run."""
+"""Advice for the alarms: configuration keys that have an effect in this run."""
 
 from roll_opd.config.plan import RunPlan
 from roll_opd.tracking.divergence_alarm import Remedies
@@ -7,7 +7,7 @@ LENGTH_PENALTY = "length_penalty"
 
 
 def remedies(plan: RunPlan) -> Remedies:
-    """Return the clauses of the alarms' advice for `plan`."""
+    """Return the clauses of advice for the alarms of `plan`."""
     return Remedies(slower=tuple(_slower(plan)), shorter=tuple(_shorter(plan)))
 
 

@@ -1,6 +1,6 @@
-"""Source of a workflow's rewards, from its class: the workflow, its reward function, or the configuration.
+"""Find the source of a workflow's rewards from its class: the workflow, its reward function, or the configuration.
 
-The configuration's `rewards` score only samples that the workflow leaves without a reward.
+The `rewards` of the configuration score only samples to which the workflow gives no reward.
 """
 
 import dis
@@ -54,13 +54,13 @@ def _written_by(kind: type, name: str) -> type | None:
 
 
 def _are_ours(kind: type, *names: str) -> bool:
-    """Whether a class inherits these methods from the package."""
+    """Return whether a class inherits all these methods from the package."""
     found = [_written_by(kind, name) for name in names]
     return all(base is None or base.__module__.startswith(PACKAGE) for base in found)
 
 
 def _may_be_none(kind: type, name: str) -> bool:
-    """Whether a method can return None, explicitly or at its end."""
+    """Return whether a method can return None, explicitly or at its end."""
     base = _written_by(kind, name)
     for code in codes_of(vars(base)[name] if base else None):
         instructions = list(dis.get_instructions(code))
@@ -73,13 +73,13 @@ def _may_be_none(kind: type, name: str) -> bool:
 
 
 def rewards_from(workflow: WorkflowPlan) -> Source:
-    """Return where the rewards of a workflow's samples come from; imports its class."""
+    """Return where the rewards of a workflow's samples come from; imports the workflow's class."""
     kind = find_workflow(workflow.workflow or "", workflow.plugin_dir)
     return reward_source(kind, has_function=bool(workflow.workflow_reward), is_scored=workflow.is_scored)
 
 
 def uncalled_rewards(plan: RunPlan) -> tuple[str, ...]:
-    """Return a warning if a workflow's rewards replace the configured ones; imports its class."""
+    """Return a warning if a workflow's rewards replace the configured rewards; imports the workflow's class."""
     if plan.workflow is None or not plan.rewards or plan.is_agentic:
         return ()
     source = rewards_from(plan.workflow)

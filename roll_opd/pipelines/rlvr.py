@@ -37,7 +37,7 @@ from roll_opd.tracking.summary import LEARNED_TOKENS
 
 
 async def train(run: Run, workers: RunWorkers) -> None:
-    """Train from the first step, or from the one after a checkpoint, to `plan.max_steps`."""
+    """Train from the first step, or from the step after the resumed checkpoint, to `plan.max_steps`."""
     plan, clock = run.plan, run.clock
     in_turns = not plan.async_generation_ratio  # else generation continues during an update and after it
     await run.restore(workers.load)
@@ -97,7 +97,7 @@ async def train(run: Run, workers: RunWorkers) -> None:
 
 
 def rollouts_of(run: Run, workers: RunWorkers, workflow: Workflow) -> Rollouts:
-    """Return the producer of the run's batches; sampling and training take turns unless generation runs ahead."""
+    """Return the producer of the run's batches; sampling and training alternate unless generation runs ahead."""
     plan = run.plan
     assert plan.rollout is not None
     context = RolloutContext(
@@ -127,7 +127,7 @@ def rollouts_of(run: Run, workers: RunWorkers, workflow: Workflow) -> Rollouts:
 
 
 def _restored(run: Run) -> list[FinishedGroup]:
-    """Return the finished groups of the resumed checkpoint; none if a setting that they depend on has changed."""
+    """Return the finished groups of the resumed checkpoint; none if a setting on which they depend has changed."""
     groups = run.resumed.finished_groups() if run.resumed else []
     roles = [role.name for role in run.plan.frozen_roles()]
     if groups and (changed := changed_samples(run.history.changes, roles)):
@@ -164,7 +164,7 @@ def _preflight(run: Run, workers: RunWorkers) -> TeacherPreflight:
 async def _with_model_values(
     samples: list[Sample], plan: RunPlan, workers: RunWorkers, clock: PhaseClock, preflight: TeacherPreflight
 ) -> list[Sample]:
-    """Return samples with the needed log-probs of frozen models and of the student, and the critic's values."""
+    """Return samples with the log-probs needed from frozen models and the student, and the critic's values."""
     assert plan.rollout is not None
     temperature, turns = plan.rollout.sampling.temperature, workers.turns
     await turns.enter(Phase.READ)
@@ -188,7 +188,7 @@ def with_advantages(
 ) -> tuple[list[Sample], float]:
     """Return samples with masks, advantages and importance weights, and the KL coefficient of the next step.
 
-    If `rewarded`, rewards and the token-level KL to the reference policy become advantages.
+    If `rewarded`, the advantages include rewards and the token-level KL to the reference policy.
     """
     assert plan.rollout is not None
     objective, sampling = plan.objective, plan.rollout.sampling
@@ -226,7 +226,7 @@ async def _learn(
 
 
 def sample_metrics(samples: Sequence[Sample], plan: RunPlan) -> dict[str, float]:
-    """Return metrics of the samples of a step, without its demonstrations."""
+    """Return metrics of a step's samples, except its demonstrations."""
     sampled = [sample for sample in samples if not sample.demonstration]
     return {
         **train_infer_metrics(sampled),

@@ -1,4 +1,4 @@
-"""`Run`: plan, data, records and checkpoints of one run, for its pipeline."""
+"""`Run`: plan, data, records and checkpoints of one run, as its pipeline uses them."""
 
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -51,16 +51,16 @@ class Run:
 
     @property
     def steps(self) -> Iterator[int]:
-        """Yield the numbers of the steps to make, from 1 over the whole run.
+        """Yield the numbers of the steps still to make; the whole run counts from 1.
 
-        Garbage is collected only between two steps, after the samples of the first have been released.
+        Garbage is collected only between two steps, after the samples of the finished step have been released.
         """
         for step in range(self.steps_done + 1, self.plan.max_steps + 1):
             yield step
             gc.collect()
 
     async def restore(self, load: Callable[[Path], Awaitable[None]]) -> None:
-        """Load the state of a resumed run with `load`."""
+        """Restore the state of a resumed run by calling `load`."""
         if self.resumed:
             await self.placement.starting.of(f"the state after step {self.resumed.step}", load(self.resumed.path))
 
@@ -76,7 +76,7 @@ class Run:
         self.ending.is_training = True  # from here on a checkpoint is useful
 
     async def validation(self, step: int, validate: Validate) -> dict[str, float]:
-        """Return the metrics of `validate` every `eval_steps` steps and after the last one; otherwise empty."""
+        """Return the metrics of `validate` every `eval_steps` steps and after the last step; otherwise empty."""
         every, is_last = self.plan.eval_steps, step == self.plan.max_steps
         if not (self.held_out and every and (step % every == 0 or is_last)):
             return {}
@@ -92,13 +92,14 @@ class Run:
         source_state: dict[str, Any] | None = None,
         groups: Sequence[FinishedGroup] = (),
     ) -> AsyncIterator[None]:
-        """Write a checkpoint, if due, before the block, which logs the step; make it valid after the block.
+        """Write a checkpoint before the block, if due, and make it valid after the block; the block logs the step.
 
-        So the logs up to a checkpoint are complete. With `async_save` the checkpoint becomes valid after a later
-        step; after the last step, immediately. Raises Terminated, after a checkpoint, if SIGTERM has arrived.
+        The logs up to a valid checkpoint are therefore complete. With `async_save` the checkpoint becomes valid after a
+        later step, but immediately after the last step. If SIGTERM has arrived, writes a checkpoint, then raises
+        Terminated.
 
-        Args: kl_coef: coefficient of the next step. source_state: state of the prompt source after the step's batch;
-        default: its current state. groups: finished, and in no batch.
+        Args: kl_coef: KL coefficient of the next step. source_state: state of the prompt source after the step's batch
+        (default: its current state). groups: finished groups that are in no batch.
         """
         source_state = self.source.state_dict() if source_state is None else source_state
 

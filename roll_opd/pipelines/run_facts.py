@@ -22,7 +22,7 @@ SENTENCES = (RunError, CheckpointError, ConfigError, DiskFull)  # errors with a 
 
 
 def run_facts(plan: RunPlan, history: History) -> dict[str, Any]:
-    """Return mode, models, machine (this node's), versions, and the changed settings of each part of the run."""
+    """Return mode, models, machine (of this node), versions, and the changed settings of each part of the run."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "mode": plan.mode,
@@ -78,7 +78,7 @@ def _gpus() -> list[str]:
 
 
 def _line(path: Path, name: str) -> str:
-    """Return the value of `name:` in a file of the kernel; empty without one."""
+    """Return the value of `name:` in a file of the kernel; empty if it has none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Writes a step's metrics and samples to console, trackers and the JSON lines of the run directory."""
+"""Write a step's metrics and samples to console, trackers and the JSON Lines files of the run directory."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -81,7 +81,7 @@ STUDENT = "student"  # the model that answered held-out prompts; teachers are `t
 
 
 class RunLogger:
-    """Logs a run to console, trackers and files. Its `clock` times the steps."""
+    """Logs a run to console, trackers and files. The `clock` times the steps."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class RunLogger:
         self.startup_parts = {PLAN_AND_DATA: time.perf_counter() - tee.began}  # seconds of each part of the start-up
 
     def _divergence_alarm(self, earlier: Sequence[Mapping[str, Any]]) -> DivergenceAlarm | None:
-        """Return the alarm of a run that samples, after the `earlier` rows of a resumed run."""
+        """Return the divergence alarm of a run that samples, continued from the `earlier` rows of a resumed run."""
         if not self._plan.rollout:
             return None
         student = self._plan.student.model
@@ -128,13 +128,13 @@ class RunLogger:
         self._console.note(text)
 
     def teacher_accuracy(self, name: str, metrics: Mapping[str, float]) -> None:
-        """Keep a teacher's validation metrics; with several teachers, the best accuracy is logged."""
+        """Store a teacher's validation metrics; with several teachers, log the best accuracy."""
         if ACCURACY in metrics:
             self._teachers[name] = metrics
             self.note(f"Teacher {name}: {validation(self._console.with_grading(metrics))}")
 
     def teacher_preflight(self, name: str, rows: Sequence[Check]) -> None:
-        """Print the results of a teacher's preflight, and keep them for the summary."""
+        """Print the results of a teacher's preflight, and store them for the summary."""
         self.note(table(name, rows))
         self._run.write_preflight(name, [asdict(row) for row in rows])
 
@@ -154,7 +154,7 @@ class RunLogger:
         self._trackers.log(0, row)
 
     def restart(self) -> None:
-        """Count the time so far as start-up, apart from validation, and not as a part of a step."""
+        """Count the time so far (except validation) as start-up, not as part of a step."""
         lap = self.clock.lap()
         self._startup = {"time/startup": lap["step"] - lap["validate"]}
         if lap["validate"]:
@@ -178,14 +178,14 @@ class RunLogger:
         self.log(step, _prompt_ids(batch), row)
 
     def answers(self, step: int, by: str, answers: Sequence[Sample]) -> None:
-        """Write answers to held-out prompts: `by` the student after `step` steps, or a teacher."""
+        """Write answers to held-out prompts; `by` is the student (after `step` steps) or a teacher."""
         rows = [
             {"step": step, "by": by, **text_of(answer, self.tokenizer), **logprobs_of(answer)} for answer in answers
         ]
         self._run.append_jsonl(VALIDATION_SAMPLES, rows)
 
     def log(self, step: int, drawn: Mapping[str, Sequence[str]], metrics: Mapping[str, float]) -> None:
-        """Log a finished step: the ids it drew, and its metrics."""
+        """Log a finished step: the ids of its prompts, and its metrics."""
         row = {EPOCH: self._source.epochs, **metrics, **self._startup, **memory_metrics()}
         row |= time_metrics(self.clock.lap())
         row |= throughput_metrics(row)
@@ -199,7 +199,7 @@ class RunLogger:
             self._console.count(row)
 
     def skipped(self, samples: Sequence[Sample]) -> Path:
-        """Write the mini-batch of a skipped update; return the file."""
+        """Write the mini-batch of a skipped update to a file; return the file."""
         step = self._done + 1
         is_sampled = self._plan.rollout is not None
         rows = self._samples(step, samples) if is_sampled else [self._supervised_sample(step, one) for one in samples]
@@ -209,7 +209,7 @@ class RunLogger:
     def unfinished_step(self) -> tuple[float, str] | None:
         """Return the seconds of the running step, and a status line.
 
-        None after the last step, and before the first step without an open phase.
+        None after the last step, and before the first step if no phase is open.
         """
         moment = self.clock.moment()
         is_before = not moment.laps
@@ -221,7 +221,7 @@ class RunLogger:
         return seconds, self._console.unfinished(step, seconds, moment.phase, counts)
 
     def model_card(self, step: int) -> str:
-        """Return the README.md of the model after the logged step `step`."""
+        """Return the model's README.md as of the logged step `step`."""
         summary = summarize(read_jsonl(self._run.metrics_file)) | {"parts": self._history.as_facts(step)}
         return model_card(self._plan, summary, step, self._history.up_to(step))
 
@@ -247,7 +247,7 @@ class RunLogger:
         self.report()
 
     def report(self, ended_by: BaseException | None = None) -> None:
-        """Write `report.html`; `ended_by`: the error that ended the run early. A failure is only noted."""
+        """Write `report.html`; `ended_by` is the error that ended the run early. A failure is only logged."""
         try:
             if ended_by:
                 note_end(self._run, ended_by)
@@ -269,7 +269,7 @@ class RunLogger:
         }
 
     def _samples(self, step: int, experiences: Sequence[Sample]) -> list[dict]:
-        """Return the rows of samples, with their audit columns."""
+        """Return the rows of samples with their audit columns."""
         audit = audited(experiences, self._plan.advantage_teachers, self._plan.objective)
         return [self._sample(step, one) for one in audit]
 
@@ -309,7 +309,7 @@ def _micro_batches() -> list[str]:
 
 
 def not_finite(row: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return array name -> indices of NaN and infinite values on the action mask, which JSON cannot represent."""
+    """Return, by array name, the indices of NaN and infinite values at action tokens; JSON cannot represent them."""
     arrays = {name: value for name, value in row.items() if isinstance(value, np.ndarray)}
     acted = np.asarray(row["action_mask"])
     cuts = row.get("teacher_cuts", {})

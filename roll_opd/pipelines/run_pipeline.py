@@ -1,7 +1,7 @@
-"""Run a pipeline to its last step: run directory, Ray, workers, and the errors that end a run.
+"""Run a pipeline to its last step: sets up run directory, Ray and workers, and handles the errors that end a run.
 
-A pipeline is a module with `async def train(run: Run, workers: RunWorkers)`; `RunPlan.pipeline` is its name in this
-package, or its dotted path.
+A pipeline is a module with `async def train(run: Run, workers: RunWorkers)`; `RunPlan.pipeline` is the module's name in
+this package, or its dotted path.
 """
 
 import gc
@@ -40,7 +40,7 @@ from roll_opd.tracking.trackers import Trackers
 def run(plan: RunPlan, inputs: Inputs, hosts: Hosts | None = None, backend: Backend | None = None) -> None:
     """Create the run directory, start Ray and train to the last step; RunError if the run cannot continue.
 
-    `hosts`: the launched hosts of a multi-host run. A run that fails during start-up leaves no directory.
+    `hosts` are the launched hosts of a multi-host run. A run that fails during start-up leaves no directory.
     """
     with tee_output() as tee, own_directory(plan, inputs.resumed, inputs.history) as directory:
         _run(plan, inputs, directory, tee, hosts, backend or Backend())
@@ -121,7 +121,7 @@ def _full(error: Exception, directory: RunDirectory, ending: Ending) -> DiskFull
 
 
 def devices_text(devices: Mapping[str, Sequence[int]]) -> str:
-    """Return the devices of each host in words."""
+    """Return the devices of each host as text."""
     return ", ".join(f"{short_devices(numbers)} on {address}" for address, numbers in devices.items())
 
 
@@ -134,10 +134,10 @@ async def _trained(train: Callable[[Run, RunWorkers], Awaitable[None]], run: Run
 
 @contextmanager
 def own_directory(plan: RunPlan, resumed: Checkpoint | None, history: History) -> Iterator[RunDirectory]:
-    """Lock and yield the run directory: the resumed run's if it belongs to this experiment, else a new one.
+    """Lock and yield the run directory: the resumed run's directory if it is in this experiment, else a new one.
 
-    A new directory without metrics or checkpoint is removed. RunError if the resumed run has saved a later checkpoint
-    meanwhile.
+    A new directory that has neither metrics nor a checkpoint is removed at the end. RunError if the resumed run has
+    saved a later checkpoint meanwhile.
     """
     experiment = os.path.realpath(os.path.join(plan.output_dir, plan.exp_name))
     with ExitStack() as ends:

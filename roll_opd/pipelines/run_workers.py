@@ -26,7 +26,7 @@ from roll_opd.weight_sync.send_weights import stream
 
 @dataclass(frozen=True)
 class RunWorkers:
-    """The roles of a run. Await `teachers_measured` for the result of teacher validation."""
+    """The roles of a run. `teachers_measured` is an awaitable with the result of teacher validation."""
 
     student: Student
     sampler: Sampler  # no engines in supervised runs
@@ -61,10 +61,10 @@ class RunWorkers:
     async def learn_supervised(
         self, plan: RunPlan, samples: Sequence[Sample], step: int
     ) -> tuple[list[np.ndarray], float, dict[str, float]]:
-        """Update the student with given answers.
+        """Update the student on given answers.
 
-        Returns the log-probs of every answer before its update, the loss (mean over updates), and the metrics of the
-        optimizer.
+        Returns the log-probs of every answer before its update, the loss (mean over updates), and the optimizer
+        metrics.
         """
         learned, metrics = await self.learn(plan, list(samples), step)
         logprobs = [present(sample.old_logprobs) for sample in learned]
@@ -72,13 +72,13 @@ class RunWorkers:
 
     @property
     def updates(self) -> list[Count]:
-        """Counters of the step's updates, one for each trained role."""
+        """Counters of the step's updates, one counter for each trained role."""
         return [learner.updates for learner in (self.student, self.critic) if learner]
 
     async def send_weights(self, version: int, *, updated: bool = True) -> None:
-        """Send the student's weights to the inference engines, as `version`, and to teachers that follow it.
+        """Send the student's weights as `version` to the inference engines, and to teachers that follow the student.
 
-        Without `updated`, not to teachers, which start with these weights.
+        Without `updated`, teachers get no weights: they start with these weights.
         """
         await self.turns.enter(Phase.WEIGHT_SYNC)
         due = [follower for follower in self.followers if updated and follower.is_due(version)]
@@ -88,13 +88,13 @@ class RunWorkers:
         await self._send_heads(due)
 
     async def begin_generation(self, version: int) -> None:
-        """Bring the engines to the device, with the student's weights of `version` if they have discarded them."""
+        """Load the engines onto the device; if they have discarded their weights, send the student's as `version`."""
         if self.turns.lack_weights:
             await self.send_weights(version, updated=False)
         await self.turns.enter(Phase.GENERATE)
 
     async def save(self, directory: Path) -> Writing:
-        """Write the state of student and critic, and the weights of teachers that follow the student."""
+        """Save the state of student and critic, and the weights of teachers that follow the student."""
         await self.turns.enter(Phase.CHECKPOINT)
         parts = [await self.student.save(directory)]
         if self.critic:
@@ -103,7 +103,7 @@ class RunWorkers:
         return Writing([group for part in parts for group in part.groups])
 
     async def load(self, directory: Path) -> None:
-        """Load the state that `save` wrote."""
+        """Restore the state that `save` wrote."""
         await self.turns.enter(Phase.RESTORE)
         await self.student.load(directory)
         if self.critic:
@@ -117,7 +117,7 @@ class RunWorkers:
         await self._send_heads(self.followers)
 
     async def _send_heads(self, followers: Sequence[Follower]) -> None:
-        """Send the changed output heads of `followers` to the student, if its objective needs heads."""
+        """Send the changed output heads of `followers` to the student, if the objective needs heads."""
         objective = self.frozen_models.targets_for
         if objective and objective.opd_objective == "full":
             for teacher in self.frozen_models.teachers:
@@ -130,7 +130,7 @@ class RunWorkers:
         await self.student.load_teacher_head(teacher.plan.name, await teacher.scorer.output_head())
 
     async def end(self) -> None:
-        """End all processes apart from the rewards'."""
+        """End all processes except the reward workers."""
         await self.sampler.end()
         scorers = [teacher.scorer for teacher in self.frozen_models.teachers]
         for role in (self.student, self.critic, self.frozen_models.reference, *scorers):

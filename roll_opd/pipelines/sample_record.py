@@ -37,16 +37,16 @@ def text_of(experience: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str,
 def teacher_prompts_of(
     experience: Sample, tokenizer: PreTrainedTokenizerBase, others: Mapping[str, PreTrainedTokenizerBase]
 ) -> dict[str, Any]:
-    """Return the prompts of teachers that read another prompt than the student, if any.
+    """Return the prompts of the teachers whose prompt differs from the student's, if any.
 
-    `others`: tokenizers of the teachers with other tokens than the student.
+    `others` has the tokenizers of the teachers whose tokens differ from the student's.
     """
     prompts = {name: others.get(name, tokenizer).decode(ids) for name, ids in experience.teacher_prompts.items()}
     return {"teacher_prompts": prompts} if prompts else {}
 
 
 def teacher_cuts_of(experience: Sample) -> dict[str, Any]:
-    """Return the chunks of teachers with another tokenizer: first token, number of tokens, the teacher's tokens."""
+    """Return the chunks of teachers with a different tokenizer: first token, number of tokens, teacher tokens."""
     cuts = {
         name: [
             [first, count, [piece.decode(errors="replace") for piece in pieces]] for first, count, pieces in one.cuts()
@@ -57,7 +57,7 @@ def teacher_cuts_of(experience: Sample) -> dict[str, Any]:
 
 
 def logprobs_of(experience: Sample) -> dict[str, Any]:
-    """Return the log-probs of sampler and frozen models, NaN at observed tokens."""
+    """Return the log-probs of the sampler and the frozen models; NaN at observed tokens."""
     by_teacher = experience.teacher_logprobs.items()
     return {
         "rollout_logprobs": of_actions(experience, experience.rollout_logprobs),
@@ -67,7 +67,7 @@ def logprobs_of(experience: Sample) -> dict[str, Any]:
 
 
 def topk_hits(experience: Sample) -> dict[str, np.ndarray]:
-    """Return by teacher whether each sampled token is among its top-k, [T-P], for teachers with top-k targets.
+    """Return, for each teacher with top-k targets, whether each sampled token is in the teacher's top-k, [T-P].
 
     None at observed tokens.
     """
@@ -77,7 +77,7 @@ def topk_hits(experience: Sample) -> dict[str, np.ndarray]:
 
 
 def of_actions(experience: Sample, array: np.ndarray | None) -> np.ndarray | None:
-    """Return an optional floating [T-P] array with NaN at observed tokens, recorded as null."""
+    """Return an optional floating [T-P] array with NaN (recorded as null) at observed tokens."""
     return None if array is None else experience.without_observed(array)
 
 
@@ -87,11 +87,11 @@ def as_f32(array: np.ndarray | None) -> np.ndarray | None:
 
 
 def token_ends(decode: Callable[[Sequence[int]], str], tokens: Sequence[int], text: str) -> list[int]:
-    """Return for each token the number of characters of `text`, which is `decode(tokens)`, up to its end.
+    """Return for each token its end: an offset in characters of `text`, which is `decode(tokens)`.
 
-    The end of a token with only the first bytes of a character is before that character. Decoding uses short windows,
-    because tokens decode differently at the start of a sequence and inside it. The ends never decrease, and the last
-    one is the length of the text.
+    A token with only the first bytes of a character ends before that character. Decoding uses short windows, because
+    tokens decode differently at the start of a sequence and inside it. The ends never decrease, and the last end is the
+    length of the text.
     """
     ends: list[int] = []
     window = settled = done = 0  # tokens from `window` give the context, those before `settled` are `done` characters

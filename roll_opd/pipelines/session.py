@@ -1,7 +1,7 @@
-"""The pipeline behind `roll_opd.open`: executes calls of a client in another process, one after another.
+"""The pipeline behind `roll_opd.open`: executes the calls of a client process, one after another.
 
-The client (`roll_opd.api`) starts the run, with its socket in the environment. The run ends when the client closes the
-connection.
+The client (`roll_opd.api`) starts the run and passes its socket in the environment. The run ends when the client closes
+the connection.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ async def _serve(connection: Connection, calls: "SessionCalls") -> None:
 
 @dataclass
 class SessionCalls:
-    """The calls of a client, on the roles of a run. `step` counts the optimizer steps."""
+    """Implements the calls of a client on the roles of a run. `step` counts the optimizer steps."""
 
     run: Run
     workers: RunWorkers
@@ -93,13 +93,13 @@ class SessionCalls:
         self._context = rollouts_of(self.run, self.workers, self.workflow).context
 
     async def prompts(self, n: int) -> list[Prompt]:
-        """Return the next prompts of the configuration's files."""
+        """Return the next prompts from the configuration's files."""
         return self.run.source.take(n)
 
     async def sample(
         self, prompts: Sequence[Prompt | str | Sequence[Mapping[str, Any]]], n: int | None, sampling: Mapping[str, Any]
     ) -> tuple[list[Sample], list[str]]:
-        """Return `n` samples a prompt, in the order of the prompts, and the texts of their responses."""
+        """Return `n` samples per prompt, in the order of the prompts, and the texts of their responses."""
         settings = replace(self._context.sampling, **{**sampling, **({"n": n} if n else {})})
         context = replace(self._context, sampling=settings, frozen_models=FrozenModels(), reward_pools=())
         await self.workers.begin_generation(self.step)
@@ -113,7 +113,7 @@ class SessionCalls:
         return made, texts
 
     def _prompt(self, prompt: Prompt | str | Sequence[Mapping[str, Any]], number: int) -> Prompt:
-        """Return a text or a list of messages as a prompt, rendered as a row of the configuration's files."""
+        """Return a text or a list of messages as a prompt, rendered like a row of the configuration's files."""
         if isinstance(prompt, Prompt):
             return prompt
         value = {"prompt" if isinstance(prompt, str) else "messages": prompt}
@@ -123,7 +123,7 @@ class SessionCalls:
         return Prompt(row.id, number, row.tag, tokens, row.ground_truth, row.extra)
 
     async def score(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples with the log-probs of teachers and reference policy."""
+        """Return the samples with log-probs from the teachers and the reference policy."""
         await self.workers.turns.enter(Phase.READ)
         assert self.rollout is not None
         with self.run.clock.phase("teacher"):
@@ -132,7 +132,7 @@ class SessionCalls:
         return [changed(sample, teacher_targets={}) for sample in scored]
 
     async def reward(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples with the rewards of the configuration."""
+        """Return the samples scored by the configuration's rewards."""
         rewards = PendingRewards(self._context)
         for sample in samples:
             rewards.request(sample)
@@ -147,7 +147,7 @@ class SessionCalls:
     async def forward_backward(
         self, samples: Sequence[Sample], objective: Mapping[str, Any], opd_kl_coef: float | None
     ) -> dict[str, float]:
-        """Add the gradient of the loss of a batch; return its metrics."""
+        """Accumulate the gradient of a batch's loss; return its metrics."""
         assert self.rollout is not None
         known = [each.name for each in fields(ObjectivePlan)]
         if unknown := sorted(objective.keys() - set(known)):
@@ -174,7 +174,7 @@ class SessionCalls:
         return metrics
 
     async def optim_step(self, learning_rate: float | None) -> dict[str, float]:
-        """Apply the added gradients; log the step."""
+        """Apply the accumulated gradients with an optimizer step; log the step."""
         if not self._learned:
             raise ValueError("optim_step: there is no gradient; call forward_backward first")
         metrics = await self.workers.student.optim_step(self._learned, learning_rate)
@@ -191,7 +191,7 @@ class SessionCalls:
         return metrics
 
     async def sync(self) -> None:
-        """Send the student's weights to the engines, and to teachers that follow it."""
+        """Send the student's weights to the engines, and to teachers that follow the student."""
         with self.run.clock.phase("weight_sync"):
             await self.workers.send_weights(version=self.step, updated=self._updated)
         self._updated = False
@@ -204,6 +204,6 @@ class SessionCalls:
         return str(Path(directory) / "hf")
 
     async def load(self, directory: str) -> None:
-        """Restore the training state of `save`, and send its weights to the engines."""
+        """Restore the training state that `save` wrote, and send its weights to the engines."""
         await self.workers.load(Path(directory))
         await self.workers.send_weights(version=self.step, updated=False)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: raise the likelihood of given answers; the loss of given answers, also for validation."""
+"""Supervised fine-tuning: raise the likelihood of given answers; also computes their loss for validation."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ from roll_opd.tracking.summary import LEARNED_TOKENS, STEP_TOKENS
 
 
 async def train(run: Run, workers: RunWorkers) -> None:
-    """Train from the first step, or from the one after a checkpoint, to `plan.max_steps`."""
+    """Train from the first step, or from the step after the resumed checkpoint, to `plan.max_steps`."""
     plan, source, student = run.plan, run.source, workers.student
     held_out = _samples(run.held_out)
 
@@ -54,7 +54,7 @@ async def _validate(student: Student, samples: Sequence[Sample], plan: RunPlan) 
 
 
 def supervised_loss(samples: Sequence[Sample], logprobs: Sequence[np.ndarray], objective: ObjectivePlan) -> float:
-    """Return the loss of `samples`, whose answers have `logprobs` (f32 [T-P] each)."""
+    """Return the loss of `samples` from the `logprobs` of their answers (f32 [T-P] each)."""
     masks = [torch.from_numpy(sample.action_mask) for sample in samples]
     weights = token_weights(masks, objective.loss_agg_mode, objective.loss_normaliser)
     logprobs_M = torch.from_numpy(np.concatenate(logprobs)).double()

@@ -23,10 +23,10 @@ SIGTERM_DEDUP_S = 10.0  # interval in which the hosts of a run send the same SIG
 
 
 class Ending:
-    """Ends a run at SIGTERM: after its step and a checkpoint, or after a grace period."""
+    """Ends a run on SIGTERM: after its current step and a checkpoint, or after a grace period."""
 
     def __init__(self, checkpoints: Checkpoints, shutdown_timeout_s: float, say: Callable[[str], None]) -> None:
-        """`shutdown_timeout_s`: grace period of the step; `say` prints a line."""
+        """`shutdown_timeout_s` is the grace period of the step; `say` prints a line."""
         self._checkpoints, self._grace, self._say = checkpoints, shutdown_timeout_s, say
         self.is_asked_for = False
         self._asked_at = 0.0
@@ -39,7 +39,7 @@ class Ending:
 
     @contextmanager
     def before_the_loop(self) -> Iterator[None]:
-        """Handle SIGTERM inside the block, except during `of_the_loop`, and Ctrl-C until `start_up_is_over`."""
+        """Inside the block, handle SIGTERM (except during `of_the_loop`), and Ctrl-C until `start_up_is_over`."""
         if threading.current_thread() is not threading.main_thread():  # Python handles signals only there
             yield
             return
@@ -62,7 +62,7 @@ class Ending:
             self._leave_interrupts_to_python()
 
     def start_up_is_over(self) -> None:
-        """Listen again after Ray has started; raise what a signal raised meanwhile, if Ray's code swallowed it."""
+        """Install the handlers again after Ray has started; raise a signal's exception that Ray's code swallowed."""
         self._is_starting = False
         self._leave_interrupts_to_python()  # asyncio replaces only Python's own handler
         self.listen()
@@ -72,17 +72,17 @@ class Ending:
             raise self._terminated()
 
     def hear_all_hosts(self) -> None:
-        """Ignore a SIGTERM immediately after another one: another host has sent the same signal."""
+        """Ignore a SIGTERM that follows another immediately, since another host has sent the same signal."""
         self._comes_from_all = True
 
     def listen(self) -> None:
-        """Install the handler of SIGTERM, again if a library has replaced it."""
+        """Install the handler of SIGTERM; call it again if a library has replaced the handler."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._stop)
 
     @contextmanager
     def of_the_loop(self) -> Iterator[None]:
-        """Handle SIGTERM for the current task inside the block; Terminated if it ended the task."""
+        """Handle SIGTERM for the current task inside the block; raises Terminated if SIGTERM ended the task."""
         task, events = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
         if threading.current_thread() is threading.main_thread():
@@ -101,7 +101,7 @@ class Ending:
             self.listen()
 
     def lose(self, why: str) -> None:
-        """End the run, from any thread, because a part of its cluster was lost; `why` goes into its error."""
+        """End the run because a part of its cluster was lost; `why` goes into the error. Any thread may call it."""
         if self._lost is None and not self._is_over:
             self._lost = why
             last_resort = threading.Timer(LOST_SECONDS, self._give_up)
@@ -110,15 +110,15 @@ class Ending:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def saved(self, step: int) -> Terminated:
-        """Return the error of a run that was saved after `step`."""
+        """Return the error for a run that ended early and was saved after `step`."""
         return Terminated(f"ended by SIGTERM after step {step}{self.how_to_go_on()}")
 
     def interrupted(self) -> Interrupted:
-        """Return the error of a run ended by Ctrl-C."""
+        """Return the error for a run that Ctrl-C has ended."""
         return Interrupted(f"interrupted{self.how_to_go_on()}")
 
     def how_to_go_on(self) -> str:
-        """Return a clause with the key to resume the run, after a semicolon."""
+        """Return "; " and a clause that names the configuration key for resuming the run."""
         newest = self._checkpoints.newest()
         if newest is None:
             return "; no checkpoint was written, so there is nothing to resume from"
@@ -129,10 +129,10 @@ class Ending:
 
     @contextmanager
     def _ends_in_time(self) -> Iterator[None]:
-        """Inside the block, end the process `START_UP_SECONDS` after a SIGTERM during the start-up.
+        """Inside the block, end the process `START_UP_SECONDS` after a SIGTERM that arrives during start-up.
 
-        Python's handlers run only in the main thread, and not during C code. A signal's number is written to a pipe in
-        any case.
+        Python's handlers run only in the main thread, and not during C code. The signal's number reaches a pipe even
+        then.
         """
         reading, writing = os.pipe()
         os.set_blocking(writing, False)

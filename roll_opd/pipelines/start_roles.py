@@ -53,7 +53,7 @@ SMALL = 100_000_000  # parameters up to which a model may be on a host twice
 
 
 async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
-    """Start all roles apart from rewards, concurrently, and wait until they are ready for the plan's objective."""
+    """Start all roles except rewards concurrently, and wait until they are ready for the plan's objective."""
     turns, rollout = _turns(plan, placement), plan.rollout
     over_gpus = placement.on_gpu and plan.weight_sync == "auto"
     backend = choose_backend(plan.student.devices, rollout.devices, on_gpu=over_gpus) if rollout else ""
@@ -96,7 +96,7 @@ async def start_sampler(
     weight_transfer: str = SHARED_MEMORY,
     turns: DeviceScheduler | None = None,
 ) -> Sampler:
-    """Start the engines of `rollout`, a member of `turns` if it shares devices; see `way_of` for `weight_transfer`."""
+    """Start the engines of `rollout`, which joins `turns` if it shares devices; `weight_transfer`: see `way_of`."""
     turns = turns or DeviceScheduler()
     actor_class: Any = RolloutWorker  # Ray's types do not know its `options`
     actors: list[Any] = []
@@ -124,10 +124,10 @@ async def start_sampler(
 async def teacher_as_student(
     plan: RunPlan, teacher: TeacherPlan, placement: Placement, requests: int
 ) -> AsyncIterator[tuple[Sampler, WorkflowPool | None]]:
-    """Serve a teacher on the student's inference engines inside the block, for its validation.
+    """Inside the block, serve a teacher on the student's inference devices, for the teacher's validation.
 
-    Yields its engines, on the student's inference devices, and the run's workflow with the teacher as its model. On
-    CPUs, where starting an engine takes longer than the answers, only as many engines start as `requests` occupy.
+    Yields the teacher's engines, and the run's workflow with the teacher as its model. On CPUs, where starting an
+    engine takes longer than the answers, only as many engines start as `requests` occupy.
     """
     assert plan.rollout is not None and teacher.model is not None
     engines = plan.rollout.engines
@@ -214,9 +214,9 @@ async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) 
 def chunk_samples(plan: RunPlan) -> int:
     """Return the number of finished samples that an inference engine sends together.
 
-    It fills a micro-batch on every rank of the first teacher, but is at most half of an engine's share of the step, so
-    that log-probs are computed while the other half is still being generated. Smaller chunks are slower if teacher and
-    engine share a device, because the samples of a step end close together.
+    The number fills a micro-batch on every rank of the first teacher, but is at most half of the step's samples per
+    engine, so that log-probs are computed while the other half is still being generated. Smaller chunks are slower if
+    teacher and engine share a device, because the samples of a step end close together.
     """
     assert plan.rollout is not None
     half = -(-plan.sequences_per_step // (2 * plan.rollout.engines))
@@ -231,7 +231,7 @@ def chunk_samples(plan: RunPlan) -> int:
 def starts_beside_measurement(plan: RunPlan, placement: Placement) -> bool:
     """Return whether the roles may start while teachers are validated on other engines.
 
-    True only on CPUs, for small models and non-deterministic runs, because both sets of engines are in memory.
+    True only on CPUs, for small models and non-deterministic runs, because both sets of engines are then in memory.
     """
     assert plan.rollout is not None
     alone = plan.deterministic or placement.on_gpu or _members(plan, placement)
@@ -241,7 +241,7 @@ def starts_beside_measurement(plan: RunPlan, placement: Placement) -> bool:
 
 
 def reads_beside_generation(plan: RunPlan, turns: DeviceScheduler) -> bool:
-    """Return whether teachers and reference policy can read samples while others are being sampled."""
+    """Return whether teachers and reference policy can score samples while other samples are being generated."""
     assert plan.rollout is not None
     readers = {plan.serving(role).name for role in plan.frozen_roles()}
     if plan.objective.opd_topk_source == "student" and plan.objective.opd_objective == "topk":
@@ -257,7 +257,7 @@ def _turns(plan: RunPlan, placement: Placement) -> DeviceScheduler:
 
 
 def _members(plan: RunPlan, placement: Placement) -> Sequence[PhaseMember]:
-    """Return the roles that share devices in turns: on GPUs, or if `is_offload_states` is set."""
+    """Return the roles that take turns on shared devices; empty without offloading (by default, without GPUs)."""
     taken = placement.on_gpu if plan.is_offload_states is None else plan.is_offload_states
     return members_of(plan) if taken else ()
 
@@ -272,7 +272,7 @@ def _frozen(plan: RunPlan, worker: MegatronPlan, placement: Placement, turns: De
 
 
 def _served(plan: RunPlan) -> list[MegatronPlan]:
-    """Return the frozen roles with separate processes."""
+    """Return the frozen roles that have separate processes."""
     return [role for role in plan.frozen_roles() if plan.serving(role) is role]
 
 

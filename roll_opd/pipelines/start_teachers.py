@@ -1,4 +1,4 @@
-"""Start teachers behind a server: their scorers, caches of answers, and the checks of their servers."""
+"""Start teachers behind a server: create their scorers and answer caches, and check their servers."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ ANSWERS = "teacher_answers"  # directory of an experiment with the answers of se
 
 
 def http_scorer(plan: RunPlan, teacher: TeacherPlan, source: HttpPlan) -> HttpScorer:
-    """Return the scorer of a teacher behind a server. RunError without its API key."""
+    """Return the scorer of a teacher behind a server. RunError if the teacher's API key is missing."""
     vocabulary = source.vocab_size or read_model(Path(plan.student.model.path)).vocab
     cache = AnswerCache(Path(plan.output_dir, plan.exp_name, ANSWERS, f"{teacher.name}.sqlite"))
     return HttpScorer(teacher.name, source, vocabulary, cache)
@@ -29,7 +29,7 @@ async def check_servers(plan: RunPlan, teachers: Sequence[Teacher], starting: St
 
 
 def is_http(teacher: Teacher) -> bool:
-    """Whether the teacher is behind a server."""
+    """Return whether the teacher is behind a server."""
     return isinstance(teacher.scorer, HttpScorer)
 
 

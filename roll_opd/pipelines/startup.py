@@ -1,4 +1,4 @@
-"""Start-up of a run: a backend for its processes, rewards and their trial, validation of teachers, roles."""
+"""Start-up of a run: start a backend for its processes, start and try the rewards, validate teachers, start roles."""
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Backend:
-    """Starts Ray and workers for one run, and ends them with it. A subclass may keep them for several runs."""
+    """Starts Ray and workers for one run, and ends them with the run. A subclass may keep them for several runs."""
 
     @contextmanager
     def cluster(self, plan: RunPlan, starting: StartupProgress, hosts: Hosts | None) -> Iterator[None]:
@@ -69,7 +69,7 @@ class Backend:
 async def begin(run: Run, backend: Backend) -> RunWorkers:
     """Start and try the rewards, validate the teachers, and start the roles; raise the first failure.
 
-    The validation of the teachers may still be running at the end.
+    The validation of the teachers may still be running when this returns.
     """
     plan = run.plan
     starting_rewards = asyncio.ensure_future(_start_rewards(run, backend))
@@ -92,7 +92,7 @@ async def begin(run: Run, backend: Backend) -> RunWorkers:
 
 
 def started(plan: RunPlan) -> str:
-    """Return the models that a run starts, in words: "student and inference engines"."""
+    """Return the models that a run starts as text, such as "student and inference engines"."""
     number = "s" if len(plan.teachers) > 1 else ""
     names = {
         f"teacher{number}": plan.teachers,
@@ -125,7 +125,8 @@ TRIAL_SECONDS = 10.0  # time limit of a reward in its trial
 async def try_rewards(pools: Sequence[RewardPool], source: TaskSource) -> None:
     """Let each pool score the first prompt of its domain, with the prompt itself as the response.
 
-    RunError if that fails and `on_error` is `stop`. Rewards that call a service are not tried, because of cost.
+    RunError if scoring fails and `on_error` is `stop`. Rewards that call a service are not tried, because calls cost
+    money.
     """
     prompts = source.peek(TRIAL_PROMPTS)
     chosen = ((pool, next((p for p in prompts if pool.plan.accepts(p.tag)), None)) for pool in pools)

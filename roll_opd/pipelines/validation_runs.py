@@ -1,4 +1,4 @@
-"""Validation of the student during a run, and of each teacher before it."""
+"""Validate the student during a run, and each teacher before the run."""
 
 from collections.abc import Awaitable, Sequence
 
@@ -25,7 +25,7 @@ async def measure(
     workflow: Workflow | None = None,
     turns: DeviceScheduler | None = None,
 ) -> dict[str, float]:
-    """Return the validation metrics of the model in `sampler`, and log some answers with the log-probs of `readers`."""
+    """Return validation metrics of the model in `sampler`; log some answers with the log-probs of `readers`."""
     plan = run.plan
     assert plan.validation is not None and plan.rollout is not None
     sampling = plan.validation.sampling
@@ -51,7 +51,7 @@ async def measure(
 
 
 async def measure_teachers(run: Run, starting_rewards: Awaitable[Sequence[RewardPool]]) -> None:
-    """Validate each teacher and log its accuracy, in a new run with `evaluate_teacher`."""
+    """Validate each teacher and log its accuracy; only in a new run with `evaluate_teacher`."""
     plan = run.plan
     validation = plan.validation if plan.validation and plan.validation.evaluate_teacher else None
     if run.resumed or not (validation and run.held_out and plan.teachers):
