@@ -8,7 +8,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from roll_opd.cluster.forkserver.forkserver_main import MEGATRON
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.runtime import ended_processes
 from roll_opd.cluster.startup_progress import ProcessDied, exit_detail
+from roll_opd.cluster.waits import WAITS
 from roll_opd.config.plan import MegatronPlan
 from roll_opd.samples.sample import Sample, TargetRef
 from roll_opd.samples.sharding import Packing, ShardedBatch, shard_batch
@@ -50,7 +51,7 @@ class ActorGroup:
 
     async def ask(self, actor: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` on one actor and return its result."""
-        return await self._answer(actor, getattr(self.actors[actor], method).remote(*args, **kwargs))
+        return await self._answer(actor, getattr(self.actors[actor], method).remote(*args, **kwargs), method)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` on every actor with the same arguments; return the results in order.
@@ -60,22 +61,28 @@ class ActorGroup:
         """
         shared = [_shared(value) for value in args]
         named = {name: _shared(value) for name, value in kwargs.items()}
-        return await self._answers([getattr(actor, method).remote(*shared, **named) for actor in self.actors])
+        return await self._answers([getattr(actor, method).remote(*shared, **named) for actor in self.actors], method)
 
     async def stream(self, actor: int, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         """Yield the items of the generator `method` of one actor. Leaving early (use `aclosing`) cancels it."""
         remote = getattr(self.actors[actor], method).options(num_returns="streaming").remote(*args)
         ended = False
         try:
-            async for reference in remote:
-                yield await self._answer(actor, reference)
+            with self._waiting(actor, method):
+                async for reference in remote:
+                    WAITS.moved()
+                    yield await self._answer(actor, reference)
             ended = True
         finally:
             if not ended:
                 ray.cancel(remote)
 
-    async def _answers(self, called: Sequence[Any]) -> list[Any]:
-        answers = [asyncio.ensure_future(self._answer(*each)) for each in enumerate(called)]
+    def _waiting(self, actor: int, method: str) -> AbstractContextManager[None]:
+        """Count a block as a wait for a call, if the actor has a name."""
+        return WAITS.of("the driver", f"{self.names[actor]} {method}") if self.names and method else nullcontext()
+
+    async def _answers(self, called: Sequence[Any], method: str = "") -> list[Any]:
+        answers = [asyncio.ensure_future(self._answer(*each, method)) for each in enumerate(called)]
         try:
             return await asyncio.gather(*answers)
         except ray.exceptions.RayError:
@@ -85,9 +92,10 @@ class ActorGroup:
                 raise died from died.__cause__
             raise
 
-    async def _answer(self, actor: int, coming: Any) -> Any:
+    async def _answer(self, actor: int, coming: Any, method: str = "") -> Any:
         try:
-            return await coming
+            with self._waiting(actor, method):
+                return await coming
         except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
             if not (self.names and _is_death(error)):
                 raise
@@ -136,7 +144,7 @@ class WorkerGroup(ActorGroup):
             for rank, actor in zip(self._data_parallel_ranks, self.actors, strict=True)
         ]
         del references  # an object is freed after the last call that reads it
-        return list(zip(self._data_parallel_ranks, await self._answers(calls), strict=True))
+        return list(zip(self._data_parallel_ranks, await self._answers(calls, method), strict=True))
 
 
 class WithoutAdapter:

@@ -19,6 +19,8 @@ from roll_opd.base.full_disk import DiskFull, full_disk
 from roll_opd.cluster.group import watched
 from roll_opd.cluster.multihost.hosts import Hosts
 from roll_opd.cluster.startup_progress import ClusterError, ProcessDied, StartupProgress
+from roll_opd.cluster.waits import watchdog
+from roll_opd.cluster.worker_progress import running_calls
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.rows import DataError
 from roll_opd.pipelines.checkpoints import Checkpoint, CheckpointError, Checkpoints, find
@@ -90,7 +92,10 @@ def _run(
                 plan, devices, inputs.source, inputs.held_out, logger, checkpoints, resumed, inputs.history, ending
             )
             live = tee.show_live if tee.is_live else None
-            with show_progress(logger.unfinished_step, logger.note, live):
+            watching = watchdog(
+                logger.note, ending.lose, plan.stall_timeout_s, running_calls, is_on=lambda: ending.is_training
+            )
+            with show_progress(logger.unfinished_step, logger.note, live), watching:
                 backend.complete(_trained(pipeline.train, opened, backend))
     except KeyboardInterrupt:
         raise ending.interrupted() from None

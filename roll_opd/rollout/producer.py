@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roll_opd.base.failures import RunError
+from roll_opd.cluster.waits import WAITS
 from roll_opd.data.prompt_source import PASSED, MixedSource, Prompt, TaskSource
 from roll_opd.models.group_window import GroupWindow, Pace
 from roll_opd.objective.demonstrations import demonstration_samples
@@ -173,7 +174,9 @@ class _Production:
                     self._admit()
                     if self._of.in_rounds:
                         self._gate.notify()  # `settle` reads the new state
-                    await self._gate.change()
+                    whom = "the learner to publish new weights" if self._is_idle else "running groups"
+                    with WAITS.of("the producer", whom):
+                        await self._gate.change()
         finally:
             for wave in self._waves:
                 wave.cancel()
@@ -181,18 +184,20 @@ class _Production:
 
     async def settle(self) -> None:
         """Wait until no group runs and none may start at the published version. Raises the errors of the producer."""
-        while not (self.producing.done() or self._is_settled):
-            await self._gate.change()
+        with WAITS.of("the weight sync", "running groups to end (deterministic)"):
+            while not (self.producing.done() or self._is_settled):
+                await self._gate.change()
         if self.producing.done():
             self.producing.result()
 
     async def batch(self, version: int) -> Batch:
         """Wait for the groups of the batch for `version`. Raises the errors of the producer."""
         began = time.perf_counter()
-        while (numbers := self._window.take()) is None:
-            if self.producing.done():
-                self.producing.result()
-            await self._gate.change()
+        with WAITS.of("the learner", f"the producer, batch {version}"):
+            while (numbers := self._window.take()) is None:
+                if self.producing.done():
+                    self.producing.result()
+                await self._gate.change()
         self._gate.notify()
         batch = self._assembled(version, numbers)
         if not self._pace.is_synchronous:

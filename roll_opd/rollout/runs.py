@@ -10,11 +10,12 @@ deterministic engine that order does not depend on timing: a deterministic run a
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from roll_opd.actors.sampler import Sampler
+from roll_opd.cluster.waits import WAITS
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompt_source import Prompt
 from roll_opd.objective.filters import GroupFilter
@@ -68,7 +69,8 @@ class PendingRewards:
         A second call changes nothing. Raises the errors of `RewardPool.submit`.
         """
         names = [experience.id for experience in experiences if experience.id in self._requests]
-        with self._progress.showing(self.scored):
+        of = WAITS.of("a selection or the learner", f"the rewards of {len(names)} samples") if names else nullcontext()
+        with self._progress.showing(self.scored), of:
             answers = await asyncio.gather(*[self._requests.pop(name) for name in names])
         results = dict(zip(names, answers, strict=True))
         return [self._with(results[e.id], e) if e.id in results else e for e in experiences]
@@ -116,6 +118,7 @@ async def roll_out(
             task = Task(prompts[position], first_draw + position, attempt, n, context.is_eval)
             model = Model(session, task, first_group + position, context.seed, context.sampling)
             made = await context.workflow.run(task, model)
+            WAITS.moved()
             generated.one()
             if generated.done == generated.total:
                 generating.close()
@@ -156,7 +159,8 @@ class ChunkedLogprobs:
         self._running[engine] -= 1
         if len(self._waiting[engine]) >= self._chunk or not self._running[engine]:
             chunk = self._waiting.pop(engine)
-            read = await self._models.compute_logprobs([waiting for waiting, _ in chunk], self._temperature)
+            with WAITS.of("the scorer", f"teachers and reference, {len(chunk)} samples"):
+                read = await self._models.compute_logprobs([waiting for waiting, _ in chunk], self._temperature)
             for (_, future), one in zip(chunk, read, strict=True):
                 future.set_result(one)
         return [await result for result in results]

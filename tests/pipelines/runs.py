@@ -165,6 +165,19 @@ def _run_program(words: list[str], log: Path) -> None:
     forkserver_worker._run_program(words)
 
 
+def of_run(out: Path, name: str) -> list[psutil.Process]:
+    """Return the processes of a run with a title that begins with `name`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            title = " ".join(process.cmdline())
+            if title.startswith(name) and process.environ().get(MARK, "").startswith(str(out)):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
 def wait_until_gone(mark: str, seconds: float = 10.0) -> None:
     """Fail if a process of the run with `mark` is alive after `seconds`."""
     deadline = time.monotonic() + seconds

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import Run, launch
+from runs import Run, launch, of_run
 from safetensors.torch import load_file
 
 from roll_opd.tracking.ledger import audit
+from roll_opd.tracking.run_directory import read_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
@@ -83,3 +84,20 @@ def test_a_window_lets_finished_groups_pass(tmp_path: Path) -> None:
     assert run.code == 0, run.output[-4000:]
     assert len(trained(run)) == len(set(trained(run))) == STEPS * PROMPTS
     check_ages(run, 2)
+
+
+def test_a_run_with_a_stopped_engine_ends_with_the_list_of_waits(tmp_path: Path) -> None:
+    stopped: list[int] = []
+
+    def has_stepped() -> bool:
+        if not stopped and any(read_jsonl(file) for file in (tmp_path / "out").glob("demo/*/ledger.jsonl")):
+            engine = of_run(tmp_path / "out", "ray::RolloutWorker")[0]
+            stopped.append(engine.pid)
+            engine.suspend()
+        return False
+
+    settings = (*AHEAD, "max_steps=50", "async_generation_ratio=1", "save_steps=0", "stall_timeout_s=6")
+    run = launch(tmp_path / "out", *settings, kill_when=has_stepped)
+    assert run.code == 1 and stopped
+    assert "nothing has moved for 6 s (stall_timeout_s): " in run.output
+    assert "the driver waits for student_infer, engine 0" in run.output

@@ -66,6 +66,11 @@ class RunKeys(Section):
         formerly="grace_seconds",
     )
     host_timeout_s: AboveZero = key(600.0, "time that hosts wait for a missing host, s", OURS, formerly="host_seconds")
+    stall_timeout_s: AboveZero | None = key(
+        None,
+        "time without any movement after which a run ends with the list of who waits for whom, s; default: never",
+        OURS,
+    )
     max_restarts: Count = key(0, "automatic restarts of a failed run from its last checkpoint", OURS)
 
 

@@ -1,0 +1,119 @@
+"""Open waits of the driver: who waits for whom, for how long, and when anything last moved.
+
+Every call of a named actor is a wait, and so is each wait between producer, learner, scorer and weight sync. The start
+and the end of a wait are movements. `watchdog` reports a run in which nothing moves.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+PATIENCE_S = 60.0  # without a movement before the open waits are reported
+CHECKS = 20  # in that time
+SHOWN = 12  # waits in a report
+
+
+@dataclass(frozen=True, eq=False)
+class _Wait:
+    who: str
+    whom: str
+    began: float
+
+
+class Waits:
+    """The open waits of a process; for any thread."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._lock = now, threading.Lock()
+        self._open: dict[int, _Wait] = {}
+        self._last = now()
+
+    @contextmanager
+    def of(self, who: str, whom: str) -> Iterator[None]:
+        """Count the block as a wait of `who` for `whom`."""
+        wait = _Wait(who, whom, self._now())
+        with self._lock:
+            self._open[id(wait)], self._last = wait, wait.began
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._open[id(wait)]
+                self._last = self._now()
+
+    def moved(self) -> None:
+        """Note a movement without a wait, such as an item of a stream."""
+        self._last = self._now()
+
+    def idle_seconds(self) -> float:
+        """Return the seconds since the last movement; 0 without an open wait."""
+        with self._lock:
+            return self._now() - self._last if self._open else 0.0
+
+    def text(self) -> str:
+        """Return the open waits in words, the longest first, with equal ones counted."""
+        with self._lock:
+            now, found = self._now(), list(self._open.values())
+        lines: dict[str, tuple[int, float]] = {}
+        for wait in found:
+            line = f"{wait.who} waits for {wait.whom}"
+            count, seconds = lines.get(line, (0, 0.0))
+            lines[line] = count + 1, max(seconds, now - wait.began)
+        longest = sorted(lines.items(), key=lambda item: -item[1][1])
+        shown = [
+            f"{line}{f' ({count} times)' if count > 1 else ''} since {seconds:.0f} s"
+            for line, (count, seconds) in longest[:SHOWN]
+        ]
+        return "; ".join(shown + ([f"and {len(longest) - SHOWN} more"] if len(longest) > SHOWN else []))
+
+
+WAITS = Waits()  # of the driver
+
+
+@contextmanager
+def watchdog(
+    report: Callable[[str], None],
+    end: Callable[[str], None],
+    limit: float | None = None,
+    progress: Callable[[], Any] = lambda: None,
+    is_on: Callable[[], bool] = lambda: True,
+    waits: Waits = WAITS,
+    patience: float = PATIENCE_S,
+) -> Iterator[None]:
+    """Watch, from a separate thread, for a run in which nothing moves while the block runs.
+
+    Args:
+        report: gets the open waits after `patience` seconds without a movement, and at doubling intervals after that.
+        end: gets them after `limit` seconds, once; None: never.
+        progress: its value changes while a long call makes progress.
+        is_on: whether waits count; starting and ending a run have their own time limits.
+    """
+    done = threading.Event()
+    first = min(patience, limit or patience)
+
+    def work() -> None:
+        due, before, is_ended = first, progress(), False
+        while not done.wait(first / CHECKS):
+            if (now := progress()) != before or not is_on():
+                before = now
+                waits.moved()
+            seconds = waits.idle_seconds()
+            if seconds < first:
+                due = first
+            elif limit and seconds >= limit and not is_ended:
+                is_ended = True
+                end(f"nothing has moved for {seconds:.0f} s (stall_timeout_s): {waits.text()}")
+            elif seconds >= due and not is_ended:
+                due = 2 * seconds
+                report(f"Nothing has moved for {seconds:.0f} s: {waits.text()}")
+
+    thread = threading.Thread(target=work, name="watchdog", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(1.0)
