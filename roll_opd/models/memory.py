@@ -29,6 +29,8 @@ PADDED_TO = 32  # vocabulary columns per tensor rank are padded to a multiple of
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 JUDGE_SEQUENCES = 64  # concurrent sequences in the estimate of a judge
 VLLM_MAX_SEQUENCES = 256  # vLLM's default max_num_seqs
+VLLM_BLOCK = 16  # vLLM's default block_size on GPUs, tokens
+VLLM_IN_FLIGHT = 2  # tokens of a sequence in flight: vLLM schedules a decoding step before the last one has ended
 VLLM_UTILIZATION = 0.9  # vLLM's default gpu_memory_utilization
 GRADIENT_BYTES = 4  # the engine accumulates gradients in fp32
 MOMENT_BYTES = 8  # two fp32 Adam moments per parameter
@@ -248,14 +250,26 @@ def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Par
     """Return the memory of an inference rank: weights, and the KV cache of `sequences` full-length sequences.
 
     kv_cache = 2 * layers * (kv_heads of the rank) * head_dim * bytes * tokens, with latent attention layers *
-    (kv_lora_rank + qk_rope_head_dim) * bytes * tokens. vLLM allocates gpu_memory_utilization
-    and queues sequences that do not fit; this is the memory to run all of them concurrently.
+    (kv_lora_rank + qk_rope_head_dim) * bytes * tokens; layers with windows count `window_tokens` for a sequence. vLLM
+    allocates gpu_memory_utilization and queues sequences that do not fit; this is the memory to run all of them
+    concurrently, without the prompts that are being prefilled.
     """
-    size, shard = BYTES[engines.model.dtype], ModelShard(info, Layout(tp=engines.tp))
-    tokens = engines.max_model_len * min(sequences, VLLM_MAX_SEQUENCES)
+    size, shard, length = BYTES[engines.model.dtype], ModelShard(info, Layout(tp=engines.tp)), engines.max_model_len
+    block = engines.engine_args.get("block_size") or VLLM_BLOCK
+    freed = sum(length - window_tokens(window, length, block) for window in info.windows if window)
+    tokens = (length - freed / info.layers) * min(sequences, VLLM_MAX_SEQUENCES)  # mean of the layers
     cache = info.cached_elements(engines.tp) * size * tokens
     cache += info.state_elements(engines.tp) * size * min(sequences, VLLM_MAX_SEQUENCES)
-    return {"weights": sum(shard.parameters(0)) * size, "kv_cache": int(cache)}
+    return {"weights": sum(shard.parameters(0)) * size, "kv_cache": round(cache)}
+
+
+def window_tokens(window: int, length: int, block: int, in_flight: int = VLLM_IN_FLIGHT) -> int:
+    """Return the tokens that vLLM stores for a sequence of `length` in a layer with a window, in blocks of `block`.
+
+    These are the window without the current token, the tokens in flight, and one more block, because a window may start
+    within a block (vLLM's `SlidingWindowSpec`).
+    """
+    return (-(-min(window - 1 + in_flight, length) // block) + 1) * block
 
 
 def fullest(stages: tuple[Mapping[str, int], ...]) -> Mapping[str, int]:

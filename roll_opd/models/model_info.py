@@ -81,6 +81,7 @@ class ModelInfo:
     delta: DeltaSizes | None = None  # None: no Gated DeltaNet layers
     is_delta: tuple[bool, ...] = ()  # of each layer; the others have attention
     has_output_gate: bool = False  # of attention
+    windows: tuple[int, ...] = ()  # of each layer: keys that a query sees; 0: all before it; empty: no windows
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -227,6 +228,7 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
         delta=_delta(config),
         is_delta=delta_layers(config, layers),
         has_output_gate=_delta(config) is not None,
+        windows=FAMILIES[model_type].pieces(config).windows,
     )
     return info if weights else replace(info, parameters=_parameters_by_size(info))
 

@@ -28,6 +28,7 @@ from roll_opd.models.memory import (
     rollout_memory,
     shard_of,
     train_memory,
+    window_tokens,
 )
 from roll_opd.models.model_info import ModelInfo, read_model
 
@@ -201,6 +202,36 @@ def test_keys_and_values_take_the_planned_bytes(
 ) -> None:
     engines = RolloutPlan("student_infer", ModelPlan("m", "bf16"), tuple(range(tp)), tp, 1, SamplingPlan(), 16384)
     assert rollout_memory(model(name), engines, sequences)["kv_cache"] / GIB == pytest.approx(expected, rel=0.05)
+
+
+def test_layers_with_windows_store_a_window_of_each_sequence(tmp_path: Path) -> None:
+    """Gemma 3 of 1B: 22 of 26 layers see 512 tokens, which with two tokens in flight are in at most 34 blocks."""
+    sizes = {"num_hidden_layers": 26, "hidden_size": 1152, "num_attention_heads": 4, "num_key_value_heads": 1}
+    sizes |= {"head_dim": 256, "intermediate_size": 6912, "vocab_size": 262144, "max_position_embeddings": 32768}
+    config = {"model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 6, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    info = read_model(tmp_path)
+    assert len(info.windows) == 26 and info.windows.count(512) == 22
+    engines = RolloutPlan("student_infer", ModelPlan("m", "bf16"), (0,), 1, 1, SamplingPlan(), 16384)
+    each_token = 2 * 256 * 2  # keys and values of one head, in bytes
+    wanted = 8 * each_token * (4 * 16384 + 22 * (33 + 1) * 16)
+    assert rollout_memory(info, engines, 8)["kv_cache"] == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("in_flight", [1, 2, 300])
+@pytest.mark.parametrize("block", [1, 16, 128])
+def test_tokens_of_a_window_are_those_of_vllm(block: int, in_flight: int) -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    for window in (1, 7, 16, 17, 512, 4096):
+        spec = SlidingWindowSpec(
+            block_size=block, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, sliding_window=window
+        )
+        for length in (1, 15, 16, 100, 5000):
+            blocks = spec.max_admission_blocks_per_request(in_flight, length)
+            assert window_tokens(window, length, block, in_flight) == blocks * block
 
 
 def test_devices_sum_what_stays_and_the_largest_of_what_passes(plan: Callable[..., RunPlan]) -> None:
