@@ -77,5 +77,5 @@ def adapter_config(base: str, rank: int, alpha: float, targets: Sequence[str]) -
 
 
 def tensor_name(module: str, matrix: str) -> str:
-    """Return the tensor name of matrix "A" or "B" of a Hugging Face module."""
+    """Return the tensor name of LoRA matrix "A" or "B" of a Hugging Face module."""
     return f"base_model.model.{module}.lora_{matrix}.weight"

@@ -1,9 +1,9 @@
-"""Predicted steps of splits of devices between engines and training, and of bounds of the samples' age.
+"""Predict step times for splits of devices between engines and training, and for bounds on the age of samples.
 
-Costs are seconds of a step whose parts take turns, on the devices of a measured or planned layout. Engines on more
-devices have proportionally more slots. Scoring and learning take proportionally less time, down to one sequence of an
-update on each replica of the student. Weight sync takes the same time on any devices. Communication between more
-devices is not counted: costs should be measured near the layout of interest.
+Costs are the seconds of each part of a step whose parts take turns, on the devices of a measured or planned layout.
+Engines on more devices have proportionally more slots. Scoring and learning take proportionally less time, down to one
+sequence per update on each replica of the student. Weight sync takes the same time on any number of devices.
+Communication between more devices is not counted: measure the costs near the layout of interest.
 """
 
 import math
@@ -22,7 +22,7 @@ STEPS_ASIDE = 32  # share 1 / STEPS_ASIDE of all splits between the simulated on
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of the parts of a step, and the distribution of the runs' lengths: lognormal with a limit."""
+    """Seconds of the parts of a step, and the distribution of run lengths: lognormal, cut at a limit."""
 
     generate: float
     score: float
@@ -35,7 +35,7 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class Work:
-    """A batch, and the devices on which its costs hold."""
+    """A batch, and the devices for which the costs were measured or planned."""
 
     groups: int
     runs: int  # of a group
@@ -72,7 +72,7 @@ class Prediction:
 
 
 class Predictor:
-    """Predicts steps of a batch from its costs. Calibrates the runs' seconds when it is made."""
+    """Predicts the steps of a batch from its costs; the constructor calibrates the seconds of a run."""
 
     def __init__(self, costs: StepCosts, work: Work) -> None:
         self._costs, self._work = costs, work
@@ -87,7 +87,7 @@ class Predictor:
         self._busy = self._seconds * in_turns.generate  # seconds of a batch on engines whose slots are all busy
 
     def predict(self, engines: int, training: int, bound: float = 0.0, *, is_shared: bool = False) -> Prediction:
-        """Return the schedule with these numbers of devices; `is_shared`: the same devices, which take turns."""
+        """Return the schedule with these numbers of devices; `is_shared`: both sides use the same devices in turns."""
         costs, work, run, seconds = self._costs, self._work, self._run, self._seconds
         faster = self._replicas(work.training) / self._replicas(training)
         parts = Costs(
@@ -109,10 +109,10 @@ class Predictor:
         )
 
     def predictions(self, devices: int, bounds: Sequence[float] = BOUNDS) -> list[Prediction]:
-        """Return schedules of all `devices`: shared ones in turns, and splits near the best one with each bound.
+        """Return schedules for `devices` devices: all shared in turns, and splits near the best split with each bound.
 
-        The measured split is among them if it has as many devices. Empty for fewer devices than an engine and a
-        replica of the student need.
+        The measured split is included if it has as many devices. Empty if the devices are too few for an engine and a
+        replica of the student.
         """
         work = self._work
         found = []
@@ -123,7 +123,7 @@ class Predictor:
         ]
 
     def _splits(self, devices: int) -> Iterator[int]:
-        """Yield numbers of engines' devices, ascending: the best one without waiting times, and others near it."""
+        """Yield numbers of devices for engines, ascending: the best number if nothing waits, and numbers near it."""
         work, costs = self._work, self._costs
         possible = [
             engines
@@ -149,16 +149,16 @@ class Predictor:
 
 
 def fastest(predictions: Sequence[Prediction]) -> Prediction:
-    """Return the prediction with the smallest bound whose step is at most `AS_FAST` times the shortest."""
+    """Of the predictions whose step is at most `AS_FAST` times the shortest, return the one with the smallest bound."""
     least = min(one.step for one in predictions)
     return min((one for one in predictions if one.step <= AS_FAST * least), key=lambda one: (one.bound, one.step))
 
 
 def spread_of(ratio: float, count: int) -> float:
-    """Return the spread of a lognormal whose largest of `count` lengths is typically `ratio` times the mean.
+    """Return the spread of a lognormal for which the largest of `count` lengths is typically `ratio` times the mean.
 
-    The largest is near the quantile 1 - 1 / count, exp(z s - s² / 2) times the mean; the smaller root s is meant. At
-    the largest possible ratio, exp(z² / 2), and above, it is z.
+    The largest length is near the quantile 1 - 1 / count, which is exp(z s - s² / 2) times the mean; the result is the
+    smaller root s. If the ratio is exp(z² / 2), the largest possible, or above, the result is z.
     """
     z = NormalDist().inv_cdf(1 - 1 / max(count, 3))
     return z - math.sqrt(max(0.0, z * z - 2 * math.log(max(ratio, 1.0))))

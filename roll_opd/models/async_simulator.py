@@ -1,7 +1,7 @@
 """Discrete-event simulation of a run's schedule: step time, idle shares and sample ages from stated or measured costs.
 
-The order of groups is that of the run itself (`models.group_window`). Engines sample runs (one response each) in a
-fixed number of slots, in the order of admission; scoring, learning and weight sync of a batch happen in sequence.
+Groups have the same order as in a real run (`models.group_window`). Engines sample runs (one response each) in a fixed
+number of slots, in the order of admission. Scoring, learning and weight sync of a batch happen in sequence.
 
 Two laws bound the result. With disjoint devices a step takes at least max(generate, score + learn + sync), where
 generate is the engines' work of a batch divided by their slots; without groups ahead it takes at least their sum. And
@@ -23,10 +23,10 @@ Length = Callable[[random.Random], float]
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of each part of a step. `run`: draws the seconds of one run in a slot of an engine with full slots.
+    """Seconds of each part of a step. `run` draws the seconds of one run while all slots of the engine are busy.
 
-    With n of N slots busy, a token takes the share `fixed + (1 - fixed) * n / N` of its time with full slots. 1: all of
-    it is for reading the weights (GPUs at moderate batch sizes); 0: all of it is computation.
+    With n of N slots busy, a token takes the share `fixed + (1 - fixed) * n / N` of its time with all slots busy.
+    `fixed` is 1 if all of the time goes into reading weights (GPUs at moderate batch sizes), 0 if all is computation.
     """
 
     run: Length
@@ -38,7 +38,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a simulated run did. Times are in seconds, ages in versions."""
+    """Result of a simulated run. Times are in seconds, ages in versions."""
 
     step: float  # mean seconds of a step, without the first tenth of the run
     generate: float  # seconds of a batch's sampling if all slots are always busy
@@ -57,7 +57,7 @@ class Schedule:
 
 
 def lognormal(mean: float, spread: float) -> Length:
-    """Return a long-tailed length: lognormal of a mean and a standard deviation `spread` of its logarithm."""
+    """Return a long-tailed length: lognormal with this `mean`; `spread` is the standard deviation of the logarithm."""
     return lambda rng: mean * rng.lognormvariate(-spread * spread / 2, spread)
 
 
@@ -67,12 +67,12 @@ def constant(seconds: float) -> Length:
 
 
 def simulate(pace: Pace, costs: Costs, *, runs: int, slots: int, batches: int, seed: int = 0) -> Schedule:
-    """Return the schedule of `batches` batches with `runs` runs a group on `slots` slots of the engines."""
+    """Return the schedule of `batches` batches with `runs` runs per group on `slots` engine slots."""
     return _Simulation(pace, costs, runs, slots, batches, seed).schedule()
 
 
 class _Simulation:
-    """Runs of the engines by their end in sampled seconds, other events by time; each end permits new beginnings."""
+    """Event queues: runs ordered by their end in sampled seconds, other events by time; each end can start new work."""
 
     def __init__(self, pace: Pace, costs: Costs, runs: int, slots: int, batches: int, seed: int) -> None:
         self._window = GroupWindow(pace, 0, batches)
@@ -116,12 +116,12 @@ class _Simulation:
 
     @property
     def _speed(self) -> float:
-        """Seconds of full slots that a busy run samples for in a second."""
+        """Progress of a busy run per second, in seconds of a run with all slots busy."""
         fixed = self._costs.fixed
         return 1 / (fixed + (1 - fixed) * len(self._busy) / self._slots) if self._busy else 0.0
 
     def _admit(self) -> None:
-        """Admit groups as far as the window permits, and fill free slots."""
+        """Admit as many groups as the window permits, and fill free slots."""
         for number in self._window.admit(self._window.room):
             self._left[number], self._admitted_at[number] = self._runs, self._window.version
             self._waiting.extend([number] * self._runs)

@@ -33,7 +33,7 @@ class DeltaSizes:
 
     @property
     def of_key_head(self) -> tuple[int, ...]:
-        """Rows of the input projection for a key head: query, key, values, output gates, betas, decays."""
+        """Rows of the input projection per key head: query, key, values, output gates, betas, decays."""
         values = self.each * self.value_width
         return self.key_width, self.key_width, values, values, self.each, self.each
 
@@ -54,7 +54,7 @@ class DeltaSizes:
 
     @property
     def state(self) -> int:
-        """Numbers of the state of a sequence in a layer, that of the convolution included."""
+        """Number of elements in a layer's state for a sequence, including the state of the convolution."""
         return self.values * self.key_width + (self.taps - 1) * sum(self.channels)
 
 
@@ -66,7 +66,7 @@ def delta_sizes(config: Mapping[str, Any]) -> DeltaSizes | None:
 
 
 def delta_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    """Return which layers are Gated DeltaNet layers; the others have attention."""
+    """Return, for each layer, whether it is a Gated DeltaNet layer; the others have attention."""
     if delta_sizes(config) is None:
         return (False,) * layers
     period = config.get("full_attention_interval") or PERIOD

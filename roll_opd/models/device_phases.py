@@ -1,8 +1,8 @@
-"""State machine of roles that share devices: which memory each role holds in each phase of a step, without processes.
+"""State machine of roles that share devices: the memory that each role holds in each phase of a step. No processes.
 
 A role that is active in a phase holds the parts in `HOLDS`. Roles that share a device with it have released all memory,
-or in a phase of `TOGETHER` all but their parts in `HOLDS`. Phases may follow in any order. Engines that discard their
-weights need a weight sync before they generate again. Invalid calls raise `PhaseError` and move nothing.
+or in a phase of `TOGETHER` all but their parts in `HOLDS`. Phases may follow in any order. Engines that discarded their
+weights need a weight sync before they generate again. Invalid calls raise `PhaseError` and change nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ class Phase(StrEnum):
 
 
 class Part(StrEnum):
-    """Kind of memory that a role holds between calls; vLLM's tags for engines."""
+    """Kind of memory that a role holds between calls; for engines, vLLM's tags."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -136,7 +136,7 @@ class PhaseMachine:
         self.members = {member.name: member for member in members}
 
     def everywhere(self) -> State:
-        """Return the state in which all members hold all memory, as without sharing."""
+        """Return the state in which all members hold all their memory, as if no device were shared."""
         return State(held=FrozenDict({member.name: ALL[member.kind] for member in self.members.values()}))
 
     def enter(self, state: State, phase: Phase) -> tuple[list[Move], State]:
@@ -252,7 +252,7 @@ def members_of(plan: RunPlan) -> list[PhaseMember]:
 
 
 def members_on_gpus(plan: RunPlan) -> list[PhaseMember]:
-    """Return the members that share GPUs exclusively, the default; empty with is_offload_states false."""
+    """Return the members that take turns on shared GPUs (the default); empty if `is_offload_states` is false."""
     return [] if plan.is_offload_states is False else members_of(plan)
 
 

@@ -1,7 +1,7 @@
 """Read the fields of the installed engines' option classes, with types and bounds, in a subprocess.
 
-Importing vLLM takes 5 to 20 s, Megatron-core 2 to 5 s. The subprocess runs once per installed version; its answer is a
-JSON file in the user's cache, `~/.cache/roll_opd/`. The planning process imports neither engine nor torch.
+Importing vLLM takes 5 to 20 s, Megatron-core 2 to 5 s. The subprocess runs once per installed version; its answer is
+cached as a JSON file in `~/.cache/roll_opd/`. The planning process imports no engine and no torch.
 """
 
 import fcntl
@@ -52,7 +52,7 @@ _answers: dict[str, dict[str, Any]] = {}  # engine -> encoded fields, of this pr
 
 
 def engine_fields(engine: str) -> dict[str, Any] | None:
-    """Return option -> type, `Any` for types of the engine's own; None if the engine cannot be imported."""
+    """Return option -> type (`Any` for a type that the engine defines); None if the engine cannot be imported."""
     files = {name: file for name in CLASSES if (file := _cache_file(name))}
     if engine not in files:
         return None
@@ -88,7 +88,7 @@ def _cache_file(engine: str) -> Path | None:
 
 @contextmanager
 def _lock() -> Iterator[bool]:
-    """Context manager: hold the lock of the cache, for one process at a time; yields whether the cache is writable."""
+    """Context manager: hold the cache's lock, which excludes other processes; yield whether the cache is writable."""
     with ExitStack() as stack:
         is_writable = False
         with suppress(OSError):
@@ -108,7 +108,7 @@ def _cached(file: Path) -> dict[str, Any] | None:
 
 
 def _write(file: Path, answer: dict[str, Any]) -> None:
-    """Write an answer to its cache file in one step; failures are not kept."""
+    """Write an answer to its cache file atomically; failures are not cached."""
     partial = file.with_suffix(f".{os.getpid()}")
     with suppress(OSError):
         if "error" not in answer:
@@ -167,7 +167,7 @@ def _with_bounds(text: Any, bounds: dict[str, float] | None) -> Any:
 
 
 def encoded(annotation: Any) -> Any:
-    """Return a type as JSON; "any" if it has other parts than Python's plain types."""
+    """Return a type as JSON; "any" if it has parts that are not plain Python types."""
     try:
         return _encoded(annotation)
     except TypeError:
@@ -193,7 +193,7 @@ def _encoded(annotation: Any) -> Any:
 
 
 def decoded(text: Any) -> Any:
-    """Return the type that `encoded` wrote."""
+    """Return the type from the JSON that `encoded` returned."""
     if isinstance(text, str):
         return (_PLAIN | _CONTAINERS | {"any": Any, "...": ...})[text]
     if "of" in text:

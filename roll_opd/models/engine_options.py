@@ -40,7 +40,7 @@ ENVIRONMENT = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")  # the name of an envir
 
 @cache
 def engine_options(engine: str) -> dict[str, Any] | None:
-    """Return option -> type, `Any` for types of the engine's own; None if the engine is not installed."""
+    """Return option -> type (`Any` for a type that the engine defines); None if the engine is not installed."""
     return engine_fields(engine)
 
 
@@ -55,9 +55,9 @@ def no_effect(engine: str, name: str) -> str | None:
 
 
 def option_problem(engine: str, name: str, value: Any, also_known: Iterable[str] = ()) -> str | None:
-    """Return the problem of an engine option; None without one, or if the engine is not installed.
+    """Return the problem of an engine option; None if it has none, or if the engine is not installed.
 
-    `also_known` are other valid keys, for spelling hints.
+    `also_known` are further valid keys for spelling hints.
     """
     if engine == "Megatron" and name in MEGATRON_DECIDED:
         return "is set by the model's config.json, model_args or the engine; remove it"

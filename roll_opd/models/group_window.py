@@ -1,15 +1,15 @@
 """Order of groups between prompt source and learner: a first-in-first-out queue with a window, without processes.
 
-A group is all samples of one prompt. Groups are numbered in the order of their admission; batch v trains
-weights of version v into version v + 1. Legend: P groups of a batch, A groups ahead of a batch, W window.
+A group consists of all samples of one prompt. Groups are numbered in the order of admission; batch v trains the weights
+from version v to version v + 1. Legend: P groups of a batch, A groups ahead of a batch, W window.
 
 **Admission.** While version v is published, the groups admitted and not rejected number at most (v + 1) · P + A.
 **Order.** A batch takes a finished group only if fewer than W older groups, counted by number, are unfinished or later
 than the oldest one left: at most W - 1 younger groups are trained before any group.
-**Bound.** A group is admitted as number n < (v + 1) · P + A, and at most n + W - 1 groups are trained before it. It
-is in batch (n + W - 1) // P at the latest, so its age in versions is at most (P + A + W - 2) // P. With A = S · P for a
-whole number S this is S + ceil((W - 1) / P). No group is discarded for its age. With A = 0 and W = 1 the bound is 0,
-and sampling and learning take turns.
+**Bound.** A group is admitted as number n < (v + 1) · P + A, and at most n + W - 1 groups are trained before it. The
+group is in batch (n + W - 1) // P at the latest, so its age in versions is at most (P + A + W - 2) // P. With A = S · P
+for a whole number S this is S + ceil((W - 1) / P). No group is discarded for its age. With A = 0 and W = 1 the bound is
+0, and sampling and learning take turns.
 """
 
 import math
@@ -29,10 +29,10 @@ class Pace:
 
     @classmethod
     def of(cls, groups: int, bound: float, depth: float | None = None) -> "Pace":
-        """Return the pace of an age bound in versions, and of a depth in batches that are in flight ahead.
+        """Return the pace for an age bound in versions and a depth (number of batches in flight ahead).
 
-        The bound that the depth leaves unused is the window. Default of the depth: the bound, at most `DEPTH`.
-        ValueError for a depth above the bound.
+        The part of the bound that the depth leaves unused becomes the window. The default depth is the bound, at most
+        `DEPTH`. ValueError if the depth is above the bound.
         """
         depth = min(bound, DEPTH) if depth is None else depth
         if not 0 <= depth <= bound:
@@ -56,7 +56,7 @@ class GroupWindow:
     """Groups of batches `first` to `last - 1` by state: running, passed (finished), rejected, trained."""
 
     def __init__(self, pace: Pace, first: int, last: int, published: int | None = None) -> None:
-        """`published` is the version whose weights sample first; default: `first`."""
+        """`published` is the version of the weights that sample first (default: `first`)."""
         self.pace, self._first, self._last = pace, first, last
         self.version = first if published is None else published
         self._admitted = self._rejected = self._earlier = 0
@@ -83,12 +83,12 @@ class GroupWindow:
 
     @property
     def finished(self) -> int:
-        """Number of groups that have passed and are in no complete batch."""
+        """Number of groups that have passed the filters and are in no complete batch."""
         return len(self._open) - self.running + len(self._filling)
 
     @property
     def head(self) -> int:
-        """Number of the oldest group that is running, or passed and in no batch; the next number without any."""
+        """Number of the oldest group that is running, or passed and in no batch; if there is none, the next number."""
         return min(self._open, default=self._admitted)
 
     @property
@@ -110,19 +110,19 @@ class GroupWindow:
         return numbers
 
     def pass_over(self) -> int:
-        """Return the number of a group that was trained or filtered before a resume: it has a place in the order."""
+        """Return the number of a group that was trained or filtered before a resume; it keeps its place in order."""
         self._admitted += 1
         self._earlier += 1
         return self._admitted - 1
 
     def withdraw(self, count: int) -> None:
-        """Remove the youngest `count` groups, which are running and not needed; their numbers are given again."""
+        """Remove the youngest `count` groups, which are running and not needed; their numbers are used again."""
         for _ in range(count):
             self._admitted -= 1
             del self._open[self._admitted]
 
     def decide(self, number: int, *, passed: bool) -> None:
-        """End the sampling of a running group: it has passed the filters, or is rejected and makes room."""
+        """End the sampling of a running group: either it has passed the filters, or it is rejected and makes room."""
         if self._open.get(number) is not False:
             raise ValueError(f"group {number} is not running")
         if passed:
@@ -134,7 +134,7 @@ class GroupWindow:
     def take(self) -> list[int] | None:
         """Return the numbers of the next batch, ascending, if enough groups have passed; None otherwise.
 
-        The oldest groups that have passed are chosen, inside the window.
+        The batch has the oldest groups that have passed, inside the window.
         """
         while len(self._filling) < self.pace.groups:
             limit = self.head + self.pace.window

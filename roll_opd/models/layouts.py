@@ -1,6 +1,6 @@
-"""Check that a model can be sharded as configured: Megatron layouts, and tensor parallelism of both engines.
+"""Check that a model can be sharded as configured: Megatron layouts, and tensor parallelism of Megatron and vLLM.
 
-Every function reports problems to `Diagnostics` under the key of the setting.
+Every function reports problems to `Diagnostics` under the configuration key of the setting.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""Memory estimates per rank of each role, from the sizes in config.json.
+"""Estimate the memory per rank of each role from the sizes in config.json.
 
-Accurate to some per cent of the allocated memory: fragmentation, communication buffers, the engines' overhead and
-savings of selective recomputation are not included.
+The estimates are within a few per cent of the allocated memory. They omit fragmentation, communication buffers,
+overhead of the engines and the savings of selective recomputation.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,7 +44,7 @@ Parts = dict[str, int]  # name of a part -> bytes per rank
 
 @dataclass(frozen=True)
 class ModelShard:
-    """Sizes of a rank's shard of a model in a layout."""
+    """Sizes of the shard of a model that a rank holds in a layout."""
 
     info: ModelInfo
     layout: Layout
@@ -53,14 +53,14 @@ class ModelShard:
 
     @property
     def kv_heads(self) -> float:
-        """Key and value heads per rank; with more ranks than heads, each rank has a copy of one."""
+        """Key and value heads per rank; with more ranks than heads, each rank has a copy of one head."""
         return max(1.0, self.info.kv_heads / self.layout.tp)
 
     def parameters(self, stage: int) -> tuple[int, int]:
         """Return the (dense, expert) parameters of a rank of pipeline stage `stage`.
 
-        The first stage also has the embedding, the last the head, a copy of the embedding if they are tied. Routers and
-        the down-projections of latent attention are replicated on every tensor rank.
+        The first stage also has the embedding. The last stage has the head, which is a copy of the embedding if they
+        are tied. Routers and the down-projections of latent attention are replicated on every tensor rank.
         """
         info, layout = self.info, self.layout
         each = info.experts * 3 * info.hidden * info.expert_intermediate
@@ -89,7 +89,7 @@ class ModelShard:
         return int(dense / layout.tp + whole), int(experts * share / (layout.ep * layout.expert_tp))
 
     def layers_of(self, stage: int) -> tuple[float, float]:
-        """Return the number of layers (without, with experts) of a stage; the mean if stages are unequal."""
+        """Return a stage's number of layers (without experts, with experts); the mean if stages are unequal."""
         info, pp = self.info, self.layout.pp
         chunks = pp * (self.layout.vpp or 1)
         if info.layers % chunks:
@@ -112,10 +112,10 @@ class ModelShard:
     def layer_elements(self) -> float:
         """Return the elements per token that a layer stores for the backward pass on a rank, averaged over layers.
 
-        With flash attention and a fused SwiGLU these are: both norms' inputs and outputs (4 hidden), queries and keys
-        before and after rotation, values and the attention's output (3 each), the MLP's two projections and their
-        product (3 widths). In a mixture of experts each token goes to `experts_per_token` experts with its hidden
-        state. After Korthikanti et al. 2022, section 4, for widths that are not multiples of hidden.
+        With flash attention and a fused SwiGLU these are: inputs and outputs of both norms (4 hidden); queries and keys
+        before and after rotation, values, and the attention output (3 each); the two MLP projections and their product
+        (3 widths). In a mixture of experts, `experts_per_token` experts each store a copy of the token's hidden state.
+        Follows Korthikanti et al. 2022, section 4, generalised to widths that are not multiples of hidden.
         """
         info, layout = self.info, self.layout
         sequence = layout.tp if layout.sequence_parallel else 1
@@ -138,7 +138,8 @@ class ModelShard:
         """Return the peak elements per token over all layers of a stage, for its micro-batches in flight.
 
         `args` are Megatron's recompute options. 1F1B has pp - stage micro-batches in flight; interleaved stages have
-        more (Narayanan et al. 2021). With full recomputation layers store their input, and one is recomputed.
+        more (Narayanan et al. 2021). With full recomputation, layers store only their input, and one layer at a time is
+        recomputed.
         """
         info, layout = self.info, self.layout
         layers, chunks = info.layers / layout.pp, layout.vpp or 1
@@ -221,7 +222,7 @@ def train_memory(shard: ModelShard, plan: TrainPlan, longest: int, stage: int) -
 def logprob_memory(shard: ModelShard, role: MegatronPlan, longest: int, stage: int) -> Parts:
     """Return the memory of a rank of a frozen model: weights, one layer's activations, the head.
 
-    A follower with averaged weights in another precision also has fp32 averages.
+    A follower that averages weights and does not store them in fp32 also has fp32 averages.
     """
     size = BYTES[role.model.dtype]
     tokens = _tokens(role.forward_limits, longest, role.layout)
@@ -280,9 +281,10 @@ def fullest(stages: tuple[Mapping[str, int], ...]) -> Mapping[str, int]:
 def device_memory(plan: RunPlan, device_bytes: int | None = None, *, computing: bool = True) -> dict[int, int]:
     """Return device -> total bytes of its roles.
 
-    Weights, optimizer and caches of all roles are resident; activations count for one role at a time, and not without
-    `computing`. An engine on a device of known size takes its gpu_memory_utilization. Roles that share devices count
-    with the parts of `held_together` in the phase with the largest total; judges and auxiliary models are resident.
+    Weights, optimizer and caches of all roles are resident. Activations count for one role at a time, and only with
+    `computing`. An engine on a device of known size takes its gpu_memory_utilization. Roles that take turns on shared
+    devices count with the parts in `held_together`, in the phase with the largest total. Judges and auxiliary models
+    are resident.
     """
     stays: dict[int, int] = {}
     turns = {member.name: member for member in members_on_gpus(plan)}
@@ -317,7 +319,7 @@ def device_memory(plan: RunPlan, device_bytes: int | None = None, *, computing: 
 
 
 def _held(parts: Mapping[str, int], held: Held, computes: bool) -> int:
-    """Return the bytes of a member's held parts, and of its temporary parts if it `computes`."""
+    """Return the bytes of the parts that a member holds, plus its temporary parts if it `computes`."""
     names = {str(part) for part in held} | set(BESIDE_WEIGHTS) | (set(PASSING) if computes else set())
     return sum(size for name, size in parts.items() if name in names)
 

@@ -1,8 +1,8 @@
-"""Read the files of a Hugging Face model directory: JSON, headers of safetensors files, choice of the weight files.
+"""Read the files of a Hugging Face model directory: JSON and safetensors headers; choose the weight files.
 
-Tools leave more than one set of weights: `save_pretrained` over a sharded model keeps the old index, a download keeps
-links to deleted files. transformers loads model.safetensors if it exists, vLLM the files of the index. Two complete
-sets that differ are ambiguous. Errors name the file and the remedy.
+Tools can leave more than one set of weights: `save_pretrained` over a sharded model keeps the old index, and a download
+keeps links to deleted files. transformers loads model.safetensors if it exists, vLLM the files of the index. Two
+complete sets that differ are ambiguous. Errors name the file and the remedy.
 """
 
 import json
@@ -49,7 +49,7 @@ def decoder_prefix(names: Iterable[str]) -> str:
 
 
 def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the text model in a multimodal one; return others unchanged."""
+    """Return the text model's part of a multimodal config.json; return other configurations unchanged."""
     text, model_type = config.get("text_config"), MULTIMODAL.get(str(config.get("model_type")))
     if not isinstance(text, dict) or model_type is None:
         return config
@@ -105,7 +105,7 @@ def _stored_tensor(file: Path, value: dict[str, Any], data: int) -> StoredTensor
 
 
 def differ(one: StoredTensor, other: StoredTensor) -> bool:
-    """Return whether two tensors of equal shape and dtype differ in the sampled pieces."""
+    """Return whether the sampled pieces of two tensors of equal shape and dtype differ."""
     return one.dtype == other.dtype and any(
         left != right for left, right in zip(pieces(one), pieces(other), strict=True)
     )
@@ -143,7 +143,7 @@ def pointer_sentence(file: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object. Raises ModelFilesError with file and line if it is not one."""
+    """Return the JSON object in a file. Raises ModelFilesError, with file and line, for other content."""
     try:
         found = content(path)
         if found.startswith(POINTER):
@@ -218,8 +218,8 @@ def engine_problem(path: Path) -> str | None:
 def stored_tensors(path: Path, files: tuple[Path, ...]) -> dict[str, StoredTensor]:
     """Return every tensor of the model in `path` by name, from the headers of its weight `files`.
 
-    For a name in several files, the index decides. Raises ModelFilesError for damaged or truncated files, and for a
-    tensor that the index names and its file lacks.
+    If a name is in several files, the index decides. Raises ModelFilesError for damaged or truncated files, and for a
+    tensor that is missing in the file that the index names.
     """
     headers = {str(file.relative_to(path)): read_header(file) for file in files}
     found = {name: tensor for header in headers.values() for name, tensor in header.items()}
@@ -284,7 +284,8 @@ _DTYPE_KEYS = ("torch_dtype", "dtype")
 def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return a copy of a config.json with every existing dtype key, also of inner models, set to `dtype`.
 
-    transformers 5 writes `dtype` and also reads `torch_dtype`; if both exist, the effective one differs by reader.
+    transformers 5 writes `dtype` and also reads `torch_dtype`; if both exist, it depends on the reader which one
+    counts.
     """
     keys = [key for key in _DTYPE_KEYS if key in config] or ["dtype"]
     inner = {

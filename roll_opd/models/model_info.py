@@ -1,6 +1,6 @@
 """`ModelInfo`: sizes, positions and weights of a Hugging Face model directory, without torch.
 
-Parameter counts come from the headers of the safetensors files, or without weights from the sizes in config.json.
+Parameter counts come from the headers of the safetensors files; without weights, from the sizes in config.json.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ class LatentInfo:
 
     @property
     def cached(self) -> int:
-        """Cached numbers per token and layer, shared by all heads."""
+        """Cached elements per token and layer, shared by all heads."""
         return self.rank + self.rotated
 
     @property
@@ -99,11 +99,11 @@ class ModelInfo:
         return self.layers - sum(self.is_delta)
 
     def state_elements(self, tp: int) -> float:
-        """Return the numbers that one of `tp` inference ranks keeps for a sequence in Gated DeltaNet layers."""
+        """Return how many elements one of `tp` inference ranks keeps for a sequence in Gated DeltaNet layers."""
         return sum(self.is_delta) * self.delta.state / tp if self.delta else 0
 
     def cached_elements(self, tp: int) -> float:
-        """Return the cached numbers per token of one of `tp` inference ranks; surplus ranks have copies of heads."""
+        """Return the cached elements per token on one of `tp` inference ranks; surplus ranks have copies of heads."""
         if self.latent:
             return self.layers * self.latent.cached
         return 2 * self.attention_layers * max(1.0, self.kv_heads / tp) * self.head_dim
@@ -171,7 +171,7 @@ def read_model(path: Path) -> ModelInfo:
 
 
 def _in_its_place(path: Path) -> str:
-    """Return a description of a directory without config.json: an adapter, or no model."""
+    """Describe a directory without config.json: it has an adapter, or no model."""
     if not (path / "adapter_config.json").is_file():
         return "it is not a Hugging Face model directory"
     base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
@@ -182,7 +182,7 @@ def _in_its_place(path: Path) -> str:
 
 
 def is_vision_config(config: dict[str, Any]) -> bool:
-    """Return whether a config.json is that of a vision-language or video model without a supported text model."""
+    """Return whether a config.json is of a vision-language or video model without a supported text model."""
     kind = str(config.get("model_type", ""))
     if kind in MULTIMODAL:
         return False  # its text model can be trained
@@ -250,7 +250,7 @@ def _latent(config: dict[str, Any]) -> LatentInfo:
 
 
 def layers_with_experts(config: Mapping[str, Any], layers: int, experts: int) -> tuple[bool, ...]:
-    """Return which layers of a config.json have experts; the others are dense."""
+    """Return, for each layer of a config.json, whether it has experts; the others are dense."""
     dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
     first = config.get("first_k_dense_replace") or 0
     return tuple(
@@ -279,7 +279,7 @@ def _parameters_by_size(info: ModelInfo) -> int:
 
 
 def _size(config: dict[str, Any], *names: str, default: int | None = None) -> int:
-    """Return the first positive integer of config.json under `names`."""
+    """Return the first positive integer in config.json under one of `names`."""
     for name in names:
         value = config.get(name)
         if value is None:
@@ -309,7 +309,7 @@ def same_weights(one: ModelInfo, other: ModelInfo) -> bool:
 
 
 def fingerprint(file: Path) -> str:
-    """Return a hash of a file's size and of pieces spread over it; fine-tuned models may share first tensors."""
+    """Return a hash of a file's size and of pieces spread over it, as fine-tuned models may share first tensors."""
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with file.open("rb") as stream:

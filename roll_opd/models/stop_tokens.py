@@ -29,14 +29,14 @@ class TurnEnd:
 
 @dataclass(frozen=True)
 class StopTokens:
-    """Stop tokens of generation, with their sources in words."""
+    """Stop tokens of generation, with a text that names their sources."""
 
     ids: frozenset[int]
     words: str
 
 
 class _Generation(Extension):
-    """The tag {% generation %} of transformers, without effect on the text."""
+    """The {% generation %} tag of transformers; it does not change the text."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
@@ -46,7 +46,7 @@ class _Generation(Extension):
 
 
 def turn_end(path: Path, template: str | None = None) -> TurnEnd | None:
-    """Return the text and tokens that `template`, by default the tokenizer's own, writes after an answer.
+    """Return the text and tokens that `template` (default: the tokenizer's) writes after an answer.
 
     None if there is no template, if it cannot be rendered or drops the answer, or if the vocabulary cannot be read.
     """
@@ -86,7 +86,7 @@ def _read(after: str, tokens: Mapping[str, int], added: Mapping[str, int]) -> Tu
 
 
 def added_tokens(path: Path) -> dict[str, int]:
-    """Return a tokenizer's added tokens -> id, such as those of chat templates."""
+    """Return the ids of a tokenizer's added tokens, such as chat-template tokens, by token."""
     found: dict[str, int] = {}
     if (path / "tokenizer.json").is_file():
         added = read_json(path / "tokenizer.json").get("added_tokens") or []

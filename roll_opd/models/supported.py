@@ -1,7 +1,7 @@
 """Check that the Megatron engine supports a model and the Megatron-core options, without torch or Megatron.
 
-Only tested options are accepted. Others need missing components or would be silently ignored (`fp8`, `mtp_num_layers`),
-so they are rejected.
+Only tested options are accepted. Other options need missing components or would be silently ignored (`fp8`,
+`mtp_num_layers`), so they are rejected.
 """
 
 import json
@@ -149,14 +149,14 @@ def refusal(name: str, value: Any) -> str | None:
 
 
 def remark(name: str, *, has_gpus: bool) -> str | None:
-    """Return why an accepted option has no effect; None if it has one."""
+    """Return why an accepted option has no effect; None if it has an effect."""
     if name in WITHOUT_EFFECT:
         return f"has no effect: {WITHOUT_EFFECT[name]}"
     return "has no effect without a GPU" if name in FOR_GPUS and not has_gpus else None
 
 
 def usable(args: Mapping[str, Any], *, has_kernels: bool) -> dict[str, Any]:
-    """Return the options; without Transformer Engine (`has_kernels`), options that need it are removed."""
+    """Return the options; without Transformer Engine (`has_kernels` false), remove the options that need it."""
     if has_kernels:
         return dict(args)
     found = {name: value for name, value in args.items() if name not in FOR_GPUS or not value}

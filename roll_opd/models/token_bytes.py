@@ -1,8 +1,8 @@
-"""The bytes of each token of a tokenizer, and tokens of given bytes; without transformers.
+"""Map the tokens of a tokenizer to bytes, and bytes to tokens; without transformers.
 
-A table of bytes by token id gives the text of any token sequence exactly, also where a token holds a part of a
-character. The encoder cuts given bytes into tokens as the tokenizer would in the middle of a text: without a
-beginning-of-sequence token, without a space before the first word, and without normalisation, which would change bytes.
+A table of bytes by token id gives the exact text of any token sequence, even if a token holds only part of a character.
+The encoder cuts given bytes into tokens as the tokenizer would in the middle of a text: without a beginning-of-sequence
+token, without a space before the first word, and without normalisation, which would change bytes.
 
 Formats: BPE over bytes (GPT-2's table of characters), and BPE or Unigram over characters with `▁` for a space and
 tokens `<0xNN>` for single bytes (SentencePiece).
@@ -41,7 +41,7 @@ class TokenBytes:
         return np.array([len(token) for token in self.by_id], np.int64)
 
     def bytes_of(self, tokens: Sequence[int]) -> bytes:
-        """Return the bytes of tokens end to end. IndexError for an id outside the vocabulary."""
+        """Return the concatenated bytes of tokens. IndexError for an id outside the vocabulary."""
         return b"".join([self.by_id[token] for token in tokens])
 
 
@@ -56,9 +56,9 @@ def check_format(content: dict[str, Any]) -> None:
 
 
 def token_bytes(content: dict[str, Any], size: int = 0) -> TokenBytes:
-    """Return the table of a tokenizer.json, with at least `size` ids.
+    """Return the byte table of a tokenizer.json, with at least `size` ids.
 
-    ModelFilesError for a format without known bytes, such as WordPiece, which loses spaces.
+    ModelFilesError if the format does not give the bytes, such as WordPiece, which loses spaces.
     """
     model, added = content["model"], content.get("added_tokens") or []
     vocabulary = model.get("vocab") or {}
@@ -78,7 +78,7 @@ def token_bytes(content: dict[str, Any], size: int = 0) -> TokenBytes:
 
 
 def _reader(content: dict[str, Any]) -> Callable[[str], bytes]:
-    """Return the function from a token of the vocabulary to its bytes."""
+    """Return the function that maps a token of the vocabulary to its bytes."""
     kinds = {step["type"] for name in ("pre_tokenizer", "decoder", "normalizer") for step in _steps(content.get(name))}
     check_format(content)
     if "ByteLevel" in kinds:
@@ -103,14 +103,14 @@ def _reader(content: dict[str, Any]) -> Callable[[str], bytes]:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return GPT-2's printable character -> byte: printable Latin-1 stands for itself, other bytes for U+0100 on."""
+    """Return GPT-2's map character -> byte: printable Latin-1 maps to itself, characters from U+0100 to other bytes."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     rest = [byte for byte in range(256) if byte not in set(plain)]
     return {chr(byte): byte for byte in plain} | {chr(256 + number): byte for number, byte in enumerate(rest)}
 
 
 def _steps(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a normalizer, pre-tokenizer or decoder, those of sequences one by one."""
+    """Yield the steps of a normalizer, pre-tokenizer or decoder; a sequence yields each of its steps."""
     if part is None:
         return
     for name in ("normalizers", "pretokenizers", "decoders"):
@@ -122,7 +122,7 @@ def _steps(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _is_space(step: dict[str, Any]) -> bool:
-    """Whether a step of normalisation writes `▁` for each space, and nothing else."""
+    """Return whether a normalisation step replaces each space by `▁` and does nothing else."""
     return step["type"] == "Replace" and step["content"] == SPACE and step["pattern"] == {"String": " "}
 
 
@@ -130,7 +130,7 @@ class ByteEncoder:
     """Cuts bytes into the tokens of a tokenizer, as in the middle of a text."""
 
     def __init__(self, content: dict[str, Any], size: int = 0) -> None:
-        """`content` is a tokenizer.json. ModelFilesError as of `token_bytes`."""
+        """`content` is a tokenizer.json. Raises ModelFilesError like `token_bytes`."""
         self.table = token_bytes(content, size)
         self._text = Tokenizer.from_str(json.dumps(_inside_text(content)))
         self._text.encode_special_tokens = True
@@ -139,9 +139,9 @@ class ByteEncoder:
         self._specials = self.table.special
 
     def encode(self, data: bytes) -> tuple[list[int], np.ndarray]:
-        """Return tokens, `MISSING` for bytes without one, and the ends of their bytes, int64 [U].
+        """Return tokens (`MISSING` for bytes without a token) and the end of each token's bytes, int64 [U].
 
-        Text that spells a special token becomes ordinary tokens. Bytes that are no valid UTF-8 become tokens of single
+        Text that spells a special token becomes ordinary tokens. Bytes that are not valid UTF-8 become tokens of single
         bytes.
         """
         try:
@@ -165,7 +165,7 @@ class ByteEncoder:
         return tokens, np.concatenate(ends)
 
     def encode_markup(self, text: str) -> list[int]:
-        """Return the tokens of template text, special tokens included."""
+        """Return the tokens of template text, including special tokens."""
         return list(self._markup.encode(text, add_special_tokens=False).ids)
 
     def _encode_text(self, text: str, data: bytes) -> tuple[list[int], np.ndarray]:
@@ -178,7 +178,7 @@ class ByteEncoder:
     def _by_offsets(
         self, text: str, data: bytes, tokens: Sequence[int], offsets: Sequence[tuple[int, int]]
     ) -> tuple[list[int], np.ndarray]:
-        """Return the tokens that have the bytes of the text at their place, and tokens of single bytes elsewhere."""
+        """Return the tokens whose bytes match the text at their offsets; tokens of single bytes replace the others."""
         byte_of = np.cumsum([0, *(len(one.encode()) for one in text)])
         found: list[int] = []
         ends: list[int] = []
@@ -200,7 +200,7 @@ class ByteEncoder:
 
 
 def _valid_prefix(data: bytes) -> tuple[str, int]:
-    """Return the longest valid text at the start of bytes, and the number of invalid bytes after it."""
+    """Return the longest valid text at the start of `data`, and the number of invalid bytes after it."""
     try:
         return data.decode(), 0
     except UnicodeDecodeError as error:
@@ -208,7 +208,7 @@ def _valid_prefix(data: bytes) -> tuple[str, int]:
 
 
 def _inside_text(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer.json that cuts text as if other text stood before it, and keeps all of its bytes."""
+    """Return a tokenizer.json that splits text as if other text stood before it, and preserves all bytes."""
     kept = [step for step in _steps(content.get("normalizer")) if _is_space(step)]
     return {
         **content,

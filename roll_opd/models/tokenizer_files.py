@@ -1,7 +1,7 @@
 """Compare two tokenizers by their files, and read ids, special tokens and chat templates.
 
 Teachers get token ids, not text, so every id that the student can generate must be the same token in both tokenizers.
-Differences in tokenization, special tokens and chat templates concern the student only and are worth a warning.
+Differences in tokenization, special tokens and chat templates affect only the student and cause a warning.
 """
 
 import hashlib
@@ -41,8 +41,8 @@ def has_tokenizer(path: Path) -> bool:
 def largest_token_id(path: Path) -> int | None:
     """Return the largest id in tokenizer.json, or None if the model has no such file.
 
-    Raises ModelFilesError for an unreadable file, a format other than that of the `tokenizers` library, and a git-LFS
-    pointer.
+    Raises ModelFilesError for an unreadable file, a git-LFS pointer, or a format that the `tokenizers` library does not
+    use.
     """
     file = path / "tokenizer.json"
     if not file.is_file():
@@ -59,7 +59,7 @@ def largest_token_id(path: Path) -> int | None:
 
 
 def added_ids(path: Path) -> frozenset[int]:
-    """Return the ids of tokenizer.json's added tokens, such as those of a template."""
+    """Return the ids of the added tokens in tokenizer.json, such as template tokens."""
     file = path / "tokenizer.json"
     if not file.is_file():
         return frozenset()
@@ -69,7 +69,7 @@ def added_ids(path: Path) -> frozenset[int]:
 def compare_tokenizers(student: Path, other: Path, name: str = "teacher") -> TokenizerComparison:
     """Compare the student's tokenizer with that of `other`, called `name` in messages.
 
-    Raises ModelFilesError if some of the files cannot be read.
+    Raises ModelFilesError if a file cannot be read.
     """
     if student == other:
         return TokenizerComparison()
@@ -140,7 +140,7 @@ def tokens_by_id(path: Path) -> dict[int, str] | None:
 
 
 def vocabulary_fingerprint(path: Path) -> str:
-    """Return a digest of the tokens of a model directory by id, 16 hexadecimal digits; "" without a known format.
+    """Return a digest (16 hexadecimal digits) of a model directory's tokens by id; "" if the format is unknown.
 
     Equal fingerprints mean that every id is the same token. Padding rows and templates do not count.
     """
@@ -172,7 +172,7 @@ def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
 
 
 def _merges(content: dict[str, Any]) -> list[str]:
-    """Return BPE merges as "a b"; newer files write pairs, older ones one string."""
+    """Return BPE merges as "a b"; newer files store pairs, older files one string."""
     merges = content.get("model", {}).get("merges") or []
     return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
 
@@ -228,7 +228,7 @@ def has_chat_template(path: Path) -> bool:
 
 
 def special_tokens(path: Path) -> dict[str, str]:
-    """Return the named special tokens, such as eos_token, for chat templates."""
+    """Return the named special tokens (such as eos_token) that chat templates use."""
     found: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         for name, value in (read_json(path / file) if (path / file).is_file() else {}).items():
@@ -239,7 +239,7 @@ def special_tokens(path: Path) -> dict[str, str]:
 
 
 def chat_template_of(path: Path) -> Any:
-    """Return the chat template of the tokenizer in directory `path` as stored; None without one."""
+    """Return the stored chat template of the tokenizer in directory `path`; None if it has none."""
     if (path / "chat_template.jinja").is_file():
         return (path / "chat_template.jinja").read_text(encoding="utf-8")
     for name in ("chat_template.json", "tokenizer_config.json"):

@@ -1,7 +1,7 @@
 """Check a model's weight files against its config.json before start: names, shapes, dtypes and sampled bytes.
 
 A model whose config.json does not match its weights may load and silently give wrong log-probs: with fewer layers in
-config.json the last ones are dropped, and a quantised matrix is read without its scales. Needs no torch.
+config.json, the last layers are dropped, and a quantised matrix is read without its scales. Needs no torch.
 """
 
 import re
@@ -27,10 +27,10 @@ Shape = tuple[int, ...]
 
 
 def weight_problems(info: ModelInfo, *, needs_head: bool = True) -> list[str]:
-    """Return a message for each mismatch of the weights of `info` and its config.json.
+    """Return a message for each mismatch between the weights of `info` and its config.json.
 
-    Empty without weights. A critic (`needs_head` false) needs no output embedding. Raises ModelFilesError for
-    unreadable files.
+    The result is empty without weights. A critic (`needs_head` false) needs no output embedding. Raises ModelFilesError
+    for unreadable files.
     """
     if not holds_decoder(info):
         return []
@@ -58,7 +58,7 @@ def weight_problems(info: ModelInfo, *, needs_head: bool = True) -> list[str]:
 
 
 def lost_weights(info: ModelInfo) -> list[str]:
-    """Return messages for tensors that are all or half zero; reads a few pieces of each.
+    """Return messages for tensors that are all zero or half zero; reads a few pieces of each tensor.
 
     Such a model loads but gives wrong log-probs, such as -ln V for every token. Biases and many rows of the vocabulary
     may be zero. Raises ModelFilesError for unreadable files.
@@ -101,7 +101,7 @@ def may_be_zero(name: str, *, zero_centred: bool = False) -> bool:
 
 
 def holds_decoder(info: ModelInfo) -> bool:
-    """Return whether the weights have tensors of a decoder, by name."""
+    """Return whether the weights have decoder tensors, judged by name."""
     return any(decoder_name(name) == EMBEDDING or IN_A_LAYER.match(name) for name in info.tensors)
 
 
@@ -156,7 +156,7 @@ def _unexpected(wanted: Mapping[str, Shape], found: Mapping[str, StoredTensor]) 
 
 
 def _other_shapes(wanted: Mapping[str, Shape], found: Mapping[str, StoredTensor]) -> Iterator[str]:
-    """Yield a message for each tensor of a different shape; only the first of equal names in layers."""
+    """Yield a message for each tensor whose shape differs; only one for names that differ just in the layer number."""
     reported = set()
     for name, shape in wanted.items():
         if name in found and found[name].shape != shape and (short := IN_A_LAYER.sub("", name)) not in reported:
@@ -196,7 +196,7 @@ def _zero_pieces(tensor: StoredTensor, count: int) -> list[bool]:
 
 
 def _is_zero(numbers: bytes, width: int) -> bool:
-    """Return whether little-endian floats of `width` bytes are all zero, of either sign."""
+    """Return whether little-endian floats of `width` bytes are all zero (+0 or -0)."""
     signs = numbers[width - 1 :: width].replace(b"\x80", b"\x00")
     return not any(signs) and not any(any(numbers[byte::width]) for byte in range(width - 1))
 
@@ -208,7 +208,7 @@ LESS = 0.95  # minimum ratio of parameters to the size in the name; releases hav
 
 
 def lost_layer_hints(path: Path, layers: int, parameters: int, window_layers: object) -> Iterator[str]:
-    """Yield a message per hint; `window_layers` is the config's `max_window_layers`, or None."""
+    """Yield a message for each hint of lost layers; `window_layers` is the config's `max_window_layers`, or None."""
     if isinstance(window_layers, int) and window_layers > layers and window_layers != ITS_DEFAULT:
         yield f"config.json has {WINDOW_LAYERS} {window_layers} and num_hidden_layers {layers}"
     if named := IN_NAME.findall(path.resolve().name):

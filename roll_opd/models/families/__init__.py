@@ -1,4 +1,4 @@
-"""Families of decoders, a file per kin: tensor names, pieces of layers and keys of config.json (`family.Family`)."""
+"""Decoder families, one file per group: tensor names, pieces of layers and keys of config.json (`family.Family`)."""
 
 import importlib
 import pkgutil

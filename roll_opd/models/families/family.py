@@ -1,6 +1,6 @@
-"""`Family`: what the decoders of one `model_type` have and compute, and its keys in config.json; without torch.
+"""`Family`: the tensors, computations and config.json keys of the decoders of one `model_type`; without torch.
 
-A family has the differences from Llama: names of tensors, and pieces of layers.
+A family lists its differences from Llama: names of tensors, and pieces of layers.
 """
 
 import re
@@ -30,7 +30,7 @@ WINDOWED = "sliding_attention"  # in `layer_types` of config.json
 
 @dataclass(frozen=True)
 class Entry:
-    """Hugging Face tensors in one parameter, and their slicing over tensor ranks.
+    """The Hugging Face tensors in one parameter, and their slicing over tensor ranks.
 
     Names contain `{layer}` and `{expert}`.
     """
@@ -43,7 +43,7 @@ class Entry:
         return tuple(name.format(layer=layer, expert=expert) for name in self.names)
 
     def under(self, prefix: str) -> "Entry":
-        """Return the entry with `prefix` in place of "model." in the names of tensors."""
+        """Return the entry with `prefix` in place of "model." in its tensor names."""
         return Entry(tuple(re.sub(r"^model\.", prefix, name) for name in self.names), self.slicing)
 
     @property
@@ -57,9 +57,9 @@ Entries = Mapping[str, Entry]  # by the name of Megatron's parameter in a layer
 
 @dataclass(frozen=True)
 class Pieces:
-    """What the layers of a model compute where they differ from Llama's.
+    """The differences of a model's layers from Llama's layers.
 
-    A tuple has a value for each layer; the empty tuple stands for the default in all of them.
+    A tuple has a value for each layer; the empty tuple stands for the default in all layers.
     """
 
     qkv_bias: bool = False
@@ -79,12 +79,12 @@ class Pieces:
 
     @property
     def is_plain(self) -> bool:
-        """Whether fused layers compute them: only biases and norms of heads differ from Llama's."""
+        """Whether fused layers can compute these pieces: only biases and norms of heads differ from Llama's."""
         return self == Pieces(qkv_bias=self.qkv_bias, query_key_norm="head" if self.query_key_norm else "")
 
 
 def layer(slicing: Slicing, *names: str) -> Entry:
-    """Return the entry of tensors with these names in a layer."""
+    """Return the entry of a layer's tensors with these names."""
     return Entry(tuple(f"model.layers.{{layer}}.{name}" for name in names), slicing)
 
 
@@ -108,7 +108,7 @@ _OUT_BIAS = {"self_attention.linear_proj.bias": layer("replicated", "self_attn.o
 
 
 def experts(block: str, gate: str, up: str, down: str) -> dict[str, Entry]:
-    """Return the entries of experts and router with these tensor names in `block`."""
+    """Return the entries of router and experts, whose tensors have these names in `block`."""
     each = f"{block}.experts.{{expert}}"
     return {
         "mlp.router.weight": layer("replicated", f"{block}.gate.weight"),
@@ -118,7 +118,7 @@ def experts(block: str, gate: str, up: str, down: str) -> dict[str, Entry]:
 
 
 def shared_experts(block: str) -> dict[str, Entry]:
-    """Return the entries of the experts that see every token, with these tensor names in `block`."""
+    """Return the entries of the shared experts (they see every token), whose tensors are in `block`."""
     return {
         "mlp.shared_experts.linear_fc1.weight": layer(
             "gate_up", f"{block}.gate_proj.weight", f"{block}.up_proj.weight"
@@ -132,7 +132,7 @@ EXPERT_BIAS = {"mlp.router.expert_bias": layer("replicated", "mlp.gate.e_score_c
 
 
 def norms(before_attention: str, before_mlp: str, after_attention: str, after_mlp: str) -> dict[str, Entry]:
-    """Return the entries of a layer's norms with these module names; "": there is none."""
+    """Return the entries of a layer's norms with these module names; "" if the layer lacks a norm."""
     places = {
         "input_layernorm.weight": before_attention,
         "pre_mlp_layernorm.weight": before_mlp,
@@ -150,7 +150,8 @@ def without_norms(entries: Entries) -> dict[str, Entry]:
 def windows(config: Config, *, period: int = 0) -> tuple[int, ...]:
     """Return the window of each layer from `sliding_window` and `layer_types`; () if no layer has one.
 
-    Without `layer_types`, every layer of `period` has a window but the last one; none with period 0.
+    Without `layer_types`, the last layer of each `period` layers has no window, the others have one; none with period
+    0.
     """
     size, layers = config.get("sliding_window") or 0, config["num_hidden_layers"]
     kinds = config.get("layer_types") or layer_kinds(layers, period)
@@ -159,7 +160,7 @@ def windows(config: Config, *, period: int = 0) -> tuple[int, ...]:
 
 
 def layer_kinds(layers: int, period: int) -> list[str]:
-    """Return layer types: all layers of each `period` have a window, except the last one."""
+    """Return layer types: of each `period` layers, all except the last have a window."""
     return [WINDOWED if period and (number + 1) % period else "full_attention" for number in range(layers)]
 
 
@@ -188,7 +189,7 @@ class Family:
 
 
 def layer_entries(tensors: Entries, pieces: Pieces) -> dict[str, Entry]:
-    """Return the entries of a model's layers, with those of its biases and query and key norms."""
+    """Return the entries of a model's layers, including biases, query norms and key norms."""
     return (
         dict(tensors)
         | (_QKV_BIAS if pieces.qkv_bias else {})

@@ -1,6 +1,6 @@
-"""GLM-4: the dense model's norms before and after, with fused gate and up; the mixture's routers as DeepSeek-V3's.
+"""GLM-4: dense models with norms before and after and fused gate and up; mixtures with DeepSeek-V3's routers.
 
-A part of each head is rotated, in the dense model in adjacent pairs.
+Only a part of each head is rotated; dense models rotate adjacent pairs.
 """
 
 from roll_opd.models.families.deepseek import single_biased_expert
