@@ -4,6 +4,7 @@
 
 | rule | w_i | |
 |---|---|---|
+| prefix | 1 | every token is a chunk: q is of a single student token, see teachers.prefix_logprobs |
 | whole | 1 | the policy gradient of Σ over chunks of (L_S - L_T): every token of a chunk is a cause of its bytes |
 | with_previous | 1 | plus the penalty of the chunk before: the teacher cuts a chunk with the next bytes in view |
 | mean | 1 / n | n tokens share the chunk's penalty equally |
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from roll_opd.algorithms.losses.batch import sequence_numbers
 
-ChunkCredit = Literal["whole", "with_previous", "mean", "share"]
+ChunkCredit = Literal["prefix", "whole", "with_previous", "mean", "share"]
 
 
 def chunk_penalty(

@@ -191,6 +191,7 @@ class TeacherPlan:
     tags: tuple[str, ...] | None = None  # None: every tag
     context: ContextPlan | None = None  # None: the student's prompt
     tokenizer: str | None = None  # directory of its tokenizer, if tokens are aligned by bytes; None: the student's
+    prefix_topk: int = 0  # entries of its top-k for log-probs of single student tokens; 0: log-probs of chunks
 
     def accepts(self, tag: str) -> bool:
         return self.tags is None or tag in self.tags

@@ -11,7 +11,7 @@ With several teachers the penalty of a token is the sum over the teachers of its
 Σ coef_i (l - q_i) = (Σ coef_i) · l - Σ coef_i · q_i, so a token needs two columns for any number of teachers. The sum
 over k is over action tokens (`returns.discounted_to_go`).
 
-A teacher with another tokenizer has a reverse KL of chunks instead of tokens; `algorithms.chunk_credit` has its
+A teacher with another tokenizer may have a reverse KL of chunks instead of tokens; `algorithms.chunk_credit` has its
 credit to their tokens. The sum over a chunk is formed here, from the log-probs of the update, as all others are.
 
 Legend: M scored tokens of a pack, B sequences.

@@ -39,8 +39,11 @@ async def _check(plan: RunPlan, teacher: Teacher, scorer: object, starting: Star
     target: Target | None = None
     if objective.opd_objective == "topk":
         target = "ids" if objective.opd_topk_source == "student" else "topk"
+    topk = objective.opd_topk
+    if teacher.plan.prefix_topk:
+        target, topk = "topk", teacher.plan.prefix_topk
     new = plan.rollout.sampling.max_new_tokens
     longest = max(plan.rollout.max_model_len, context.prompt_length + new if context else 0)
     tokenizer = Path(scorer.plan.tokenizer or plan.student.model.path)
-    check = check_server(scorer, tokenizer, plan.rollout.sampling.temperature, target, objective.opd_topk, longest)
+    check = check_server(scorer, tokenizer, plan.rollout.sampling.temperature, target, topk, longest)
     await starting.of(f"{teacher.plan.name} ({scorer.plan.location})", check)

@@ -32,7 +32,7 @@ from roll_opd.config.schema import (
 from roll_opd.planner.check_values import micro_batch
 from roll_opd.planner.http_plans import http_keys, http_plan
 from roll_opd.planner.role_reader import Role
-from roll_opd.planner.teacher_context import context_of
+from roll_opd.planner.teacher_context import context_of, prefix_topk
 
 JUDGE_TOKENS = 1024  # of a judge's instructions, and of its answer without max_new_tokens
 
@@ -135,6 +135,7 @@ def teacher_plan(name: str, role: Role, top: Top, student: Role, response: int) 
         source=_teacher_source(role, top, student),
         context=context_of(name, role, top, response),
         tokenizer=str(role.info.path) if role.is_aligned and role.info else None,
+        prefix_topk=prefix_topk(role, top),
         opd_kl_coef=top.opd_kl_coef if own is None else own,
         tags=role.worker.tag_included or None,
     )

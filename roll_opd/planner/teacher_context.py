@@ -6,7 +6,10 @@ from roll_opd.data.templates import TEMPLATES
 from roll_opd.models.model_info import same_weights
 from roll_opd.models.tokenizer_files import has_chat_template
 from roll_opd.planner.check_values import micro_batch
+from roll_opd.planner.http_plans import http_keys
 from roll_opd.planner.role_reader import Role, Roles
+
+PREFIX_TOPK = 20  # the --max-logprobs of vLLM's servers by default
 
 
 def context_of(name: str, role: Role, top: Top, response: int) -> ContextPlan | None:
@@ -29,6 +32,13 @@ def context_of(name: str, role: Role, top: Top, response: int) -> ContextPlan | 
         tokenizer=str(role.info.path) if (worker.template or role.is_aligned) and role.info else None,
         tags=worker.tag_included or None,
     )
+
+
+def prefix_topk(role: Role, top: Top) -> int:
+    """Return the entries of a teacher's top-k for log-probs of single student tokens; 0: none are needed."""
+    if not role.is_aligned or role.info is None or top.opd_chunk_credit != "prefix":
+        return 0
+    return min(PREFIX_TOPK, role.info.vocab)
 
 
 def has_context(role: Role) -> bool:
@@ -59,18 +69,26 @@ def check_teachers(roles: Roles, top: Top, response: int) -> None:
 
 
 def _check_aligned(role: Role, top: Top) -> None:
-    """Check that log-probs of chunks of text are enough for the objective."""
+    """Check that log-probs of text are enough for the objective, and that the source can compute them."""
     if top.opd_objective != "sampled":
         top.diag.error(
             "opd_objective",
             f"{top.opd_objective} compares distributions over token ids, and {role.path} has other tokens than the"
             " student; use opd_objective: sampled, or a teacher with the student's tokenizer",
         )
-    if top.opd_kl_discount:
+    keys = http_keys(role)
+    if keys and keys.server == "openai" and top.opd_chunk_credit == "prefix":
+        top.diag.error(
+            "opd_chunk_credit",
+            f"prefix reads the teacher's top-k as token ids, and {role.path} returns texts (server: openai); set"
+            " opd_chunk_credit: whole, or use another server",
+        )
+    if top.opd_kl_discount and top.opd_chunk_credit != "prefix":
         top.diag.error(
             "opd_kl_discount",
             f"{top.opd_kl_discount:g} sums later tokens' reverse KL, and with {role.path}, which has other tokens than"
-            " the student, a chunk's reverse KL is credited to all of its tokens; set it to 0",
+            f" the student, opd_chunk_credit: {top.opd_chunk_credit} credits a chunk's reverse KL to all of its tokens;"
+            " set it to 0, or use opd_chunk_credit: prefix",
         )
 
 

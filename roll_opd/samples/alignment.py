@@ -27,7 +27,8 @@ class Alignment:
     teacher_ends: np.ndarray  # int64 [U]
     missing: np.ndarray  # bool [U]
     action_mask: np.ndarray  # bool [T-P]; no chunk has both action tokens and others
-    data: bytes = b""  # of the response, for records
+    data: bytes = b""  # of the response
+    by_token: bool = False  # the teacher's log-probs are of single student tokens, not of chunks
 
     @cached_property
     def _bounds(self) -> np.ndarray:
@@ -60,6 +61,12 @@ class Alignment:
         firsts = np.searchsorted(self._student_chunks, self._student_chunks)
         credited = self._covered[self._student_chunks] & self.action_mask
         return np.where(credited, firsts, NO_CHUNK).astype(np.int32)
+
+    @property
+    def credits(self) -> np.ndarray:
+        """int32 [T-P]: number of the first token that shares a token's credit; `NO_CHUNK` without a credit."""
+        numbers = np.arange(len(self.student_ends), dtype=np.int32)
+        return np.where(self.chunks == NO_CHUNK, self.chunks, numbers) if self.by_token else self.chunks
 
     @cached_property
     def sizes(self) -> np.ndarray:

@@ -39,9 +39,9 @@ def coverage_checks(samples: Sequence[Sample], teacher: str) -> list[Check]:
             "aligned 1:1",
             f"{1 - cut.chunked_bytes:.0%} of bytes, {cut.chunks} chunks",
             "ok",
-            "bytes in tokens that both tokenizers cut alike; in all others a chunk of tokens shares one reverse KL",
+            "bytes in tokens that both tokenizers cut alike; a chunk ends where a token of both ends",
         ),
-        Check("longest chunk", f"{cut.longest_chunk} student tokens", "ok", "tokens that share one reverse KL"),
+        Check("longest chunk", f"{cut.longest_chunk} student tokens", "ok", "tokens from one such end to the next"),
         _covered(cut),
     ]
 

@@ -31,7 +31,8 @@ class Teacher:
         self, samples: Sequence[Sample], temperature: float, wanted: Wanted = LOGPROBS
     ) -> list[TeacherAnswer]:
         """Return an answer for each sample, over the student's response tokens. Errors as of `TeacherScorer.score`."""
-        answers = await self.scorer.score([self.view.reads(sample) for sample in samples], temperature, wanted)
+        sequences = [self.view.reads(sample) for sample in samples]
+        answers = await self.scorer.score(sequences, temperature, self.view.wants(wanted))
         return [self.view.back(sample, answer) for sample, answer in zip(samples, answers, strict=True)]
 
 
@@ -151,7 +152,7 @@ def _with_answers(sample: Sample, answers: Mapping[str, TeacherAnswer], names: S
         if column in columns:
             columns[column] = columns.pop(column)
     alignments = {name: answer.alignment for name, answer in answers.items() if answer.alignment}
-    columns |= {chunks_column(name): alignment.chunks for name, alignment in alignments.items()}
+    columns |= {chunks_column(name): alignment.credits for name, alignment in alignments.items()}
     targets = {**sample.teacher_targets, **{name: a.targets for name, a in answers.items() if a.targets}}
     return changed(
         sample,

@@ -14,7 +14,7 @@ Legend: T-P student tokens of a response, U teacher tokens of it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -23,7 +23,8 @@ from roll_opd.base.failures import RunError
 from roll_opd.models.token_bytes import MISSING, ByteEncoder, TokenBytes
 from roll_opd.samples.alignment import Alignment
 from roll_opd.samples.sample import Sample
-from roll_opd.teachers.scorer import TeacherAnswer, TokenSequence
+from roll_opd.teachers.prefix_logprobs import PrefixLogprobs
+from roll_opd.teachers.scorer import TeacherAnswer, TokenSequence, Wanted
 from roll_opd.teachers.turn_markup import NO_MARKUP, TurnMarkup
 
 KEPT = 4096  # responses whose alignment is kept between the request and its answer
@@ -40,6 +41,7 @@ class OtherTokenizer:
     student_turns: TurnMarkup = NO_MARKUP
     teacher_turns: TurnMarkup = NO_MARKUP
     max_tokens: int | None = None  # positions of the teacher's model
+    prefixes: PrefixLogprobs | None = None  # log-probs of single student tokens; None: of chunks
     _kept: dict[tuple[bytes, bytes], tuple[np.ndarray, Alignment]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -64,10 +66,16 @@ class OtherTokenizer:
             )
         return np.concatenate([prompt, tokens]), len(prompt)
 
-    def back(self, sample: Sample, answer: TeacherAnswer) -> TeacherAnswer:
-        """Return the answer's log-probs on the student's tokens, with the alignment; see `Alignment`.
+    def wants(self, wanted: Wanted) -> Wanted:
+        """Return the targets to request: the teacher's top-k for log-probs of single student tokens."""
+        return replace(wanted, topk=self.prefixes.topk, fetched=True) if self.prefixes else wanted
 
-        RunError without exactly one log-prob for each teacher token, and for targets other than log-probs.
+    def back(self, sample: Sample, answer: TeacherAnswer) -> TeacherAnswer:
+        """Return the answer's log-probs on the student's tokens, with the alignment.
+
+        They are those of `PrefixLogprobs`, or of chunks as in `Alignment.on_student_tokens`; of chunks also with a
+        log-prob that is not finite. RunError without exactly one log-prob for each teacher token, and for targets
+        that `wants` does not request.
         """
         tokens, alignment = self.aligned(sample)
         if answer.logprobs.shape != tokens.shape:
@@ -75,9 +83,14 @@ class OtherTokenizer:
                 f"teacher {self.teacher} returned log-probs of shape {answer.logprobs.shape} for sample {sample.id},"
                 f" which has {len(tokens)} response tokens in its tokenizer; correct its scorer"
             )
-        if answer.targets or answer.arrays:
+        if answer.targets or (answer.arrays and not self.prefixes):
             raise RunError(f"teacher {self.teacher} has another tokenizer than the student: it has log-probs only")
-        return TeacherAnswer(alignment.on_student_tokens(answer.logprobs), alignment=alignment)
+        if self.prefixes is None or not np.isfinite(answer.logprobs).all():
+            return TeacherAnswer(alignment.on_student_tokens(answer.logprobs), alignment=alignment)
+        is_text = sample.action_mask & ~self._is_single[sample.response_tokens]
+        top = answer.arrays["topk_ids"], answer.arrays["topk_logprobs"]
+        found = self.prefixes.on_student_tokens(alignment, is_text, tokens, answer.logprobs, top)
+        return TeacherAnswer(found, alignment=replace(alignment, by_token=True))
 
     def aligned(self, sample: Sample) -> tuple[np.ndarray, Alignment]:
         """Return the teacher's tokens of a response, int64 [U - missing], and their alignment."""

@@ -93,6 +93,7 @@ class TeacherPreflight:
         student = MegatronScorer(self._student.plan.name, self._student, models[0].vocab)
         by_student = await student.score([(e.tokens, e.prompt_length) for e in scored], temperature, most_likely)
         by_teacher = await teacher.score(scored, temperature, replace(wanted, plain=wanted.topk is not None))
+        wanted = teacher.view.wants(wanted)
         repeated = [teacher.view.reads(e) for e in scored[:REPEATED]]
         again = await scorer.score(repeated, temperature, wanted)
         altered = changes([tokens for tokens, _ in repeated])

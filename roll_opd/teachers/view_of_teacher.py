@@ -13,6 +13,7 @@ from roll_opd.models.stop_tokens import stop_tokens, turn_end
 from roll_opd.models.token_bytes import ByteEncoder, token_bytes
 from roll_opd.models.tokenizer_files import special_tokens
 from roll_opd.teachers.other_tokenizer import OtherTokenizer
+from roll_opd.teachers.prefix_logprobs import PrefixLogprobs
 from roll_opd.teachers.turn_markup import NO_MARKUP, TurnMarkup, turn_markup
 from roll_opd.teachers.views import SameTokens, TeacherView
 
@@ -23,19 +24,20 @@ def view_of(teacher: TeacherPlan, student: ModelPlan) -> TeacherView:
         return SameTokens(teacher.name)
     template = TEMPLATES[teacher.context.template].source if teacher.context and teacher.context.template else None
     path, other = Path(student.path), Path(teacher.tokenizer)
-    table = token_bytes(tokenizer_content(path), read_model(path).vocab)
+    own = ByteEncoder(tokenizer_content(path), read_model(path).vocab)
     encoder = ByteEncoder(tokenizer_content(other))
     end = turn_end_token(other, template)
     ours = turn_end_token(path)
     ended = stop_tokens(path, {}).ids | (set() if ours is None else {ours})
     return OtherTokenizer(
         teacher.name,
-        table,
+        own.table,
         encoder,
         {} if end is None else dict.fromkeys(ended, end),
-        _markup(path, None, ours, table.by_id),
+        _markup(path, None, ours, own.table.by_id),
         _markup(other, template, end, encoder.table.by_id),
         None if teacher.model is None else read_model(Path(teacher.model.path)).max_positions,
+        PrefixLogprobs(own, encoder.table, teacher.prefix_topk) if teacher.prefix_topk else None,
     )
 
 

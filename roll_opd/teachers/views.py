@@ -10,7 +10,7 @@ import numpy as np
 
 from roll_opd.base.failures import RunError
 from roll_opd.samples.sample import Sample
-from roll_opd.teachers.scorer import TeacherAnswer, TokenSequence
+from roll_opd.teachers.scorer import TeacherAnswer, TokenSequence, Wanted
 
 
 class TeacherView(Protocol):
@@ -18,6 +18,9 @@ class TeacherView(Protocol):
 
     def reads(self, sample: Sample) -> TokenSequence:
         """Return the tokens that the teacher scores instead of the sample's."""
+
+    def wants(self, wanted: Wanted) -> Wanted:
+        """Return the targets to request from the scorer, for an answer with `wanted`."""
 
     def back(self, sample: Sample, answer: TeacherAnswer) -> TeacherAnswer:
         """Return the answer to `reads(sample)` with an entry for each response token of the student, [T-P]."""
@@ -38,6 +41,10 @@ class SameTokens:
         if prompt is None:
             return sample.tokens, sample.prompt_length
         return np.concatenate([prompt, sample.response_tokens]), len(prompt)
+
+    def wants(self, wanted: Wanted) -> Wanted:
+        """Return `wanted`."""
+        return wanted
 
     def back(self, sample: Sample, answer: TeacherAnswer) -> TeacherAnswer:
         """Return `answer`. RunError without exactly one log-prob for each response token."""

@@ -16,6 +16,7 @@ from config_assets import VOCABULARY, set_key, write_config, write_model, write_
 from roll_opd.base.failures import ConfigError
 from roll_opd.config.compose import LoadedConfig, load_config
 from roll_opd.config.schema import Top
+from roll_opd.models.model_info import read_model
 from roll_opd.planner import check_files
 from roll_opd.planner.build import plan_config
 from tests.cover import tiered
@@ -291,9 +292,37 @@ def test_tokens_are_aligned_only_where_they_differ_and_only_for_sampled_tokens(
     assert same.tokenizer is None and same.context is None
     assert any("opd_chunk_credit: has no effect" in text for text in plan({"opd_chunk_credit": "mean"}).warnings)
     write_tokenizer(root / "teacher", end="<|stop|>")
-    for changes in ({"opd_objective": "topk"}, {"opd_objective": "full"}, {"opd_kl_discount": 0.5}):
-        found = problems({**align, "opd_objective": "sampled", "opd_kl_discount": 0, **changes})
-        assert any(next(iter(changes)) in text and "other tokens than the student" in text for text in found)
+    for changes in ({"opd_objective": "topk"}, {"opd_objective": "full"}):
+        found = problems({**align, **changes})
+        assert any("opd_objective" in text and "other tokens than the student" in text for text in found)
+
+
+def test_log_probs_of_single_tokens_read_the_teachers_top_k_and_those_of_chunks_do_not(
+    problems: Problems, plan: Callable[..., Any], root: Path
+) -> None:
+    changes = {"teacher_tokenizer_check": "align", "opd_objective": "sampled", "opd_kl_discount": 0.5}
+    assert plan(changes).teachers[0].prefix_topk == 0
+    write_tokenizer(root / "teacher", end="<|stop|>")
+    found = plan()
+    assert found.objective.opd_chunk_credit == "prefix"
+    assert found.teachers[0].prefix_topk == min(20, read_model(root / "teacher").vocab)
+    (refused,) = problems({"opd_chunk_credit": "whole"})
+    assert "opd_kl_discount" in refused and "use opd_chunk_credit: prefix" in refused
+    assert plan({"opd_kl_discount": 0}).teachers[0].prefix_topk == 0
+
+
+@pytest.mark.parametrize("server", ["vllm", "vllm_tokens", "sglang", "openai"])
+def test_a_server_that_returns_texts_has_no_log_probs_of_single_tokens(
+    problems: Problems, plan: Callable[..., Any], root: Path, server: str
+) -> None:
+    write_tokenizer(root / "teacher", end="<|stop|>")
+    changes = {"teacher_tokenizer_check": "align", "opd_objective": "sampled", "opd_kl_discount": 0}
+    changes["teacher.http"] = {"url": "http://teacher.example:8000/v1", "server": server, "model_name": "large"}
+    if server == "openai":
+        (refused,) = problems(changes)
+        assert "opd_chunk_credit: prefix reads" in refused and "set opd_chunk_credit: whole" in refused
+        changes["opd_chunk_credit"] = "whole"
+    plan(changes)
 
 
 @pytest.mark.parametrize(

@@ -24,16 +24,22 @@ TEACHERS = [TeacherPlan("plain", WORKER, 0.7), TeacherPlan("bytes", WORKER, 1.5)
 RULES = get_args(ChunkCredit)
 
 
-def with_teacher(sample: Sample, name: str, teacher_ends: np.ndarray, missing: np.ndarray, seed: int) -> Sample:
+def with_teacher(
+    sample: Sample, name: str, teacher_ends: np.ndarray, missing: np.ndarray, seed: int, by_token: bool
+) -> Sample:
     """Return the sample with the log-probs of a teacher whose tokens end at `teacher_ends`."""
     logprobs = -np.random.default_rng(seed).random(np.count_nonzero(~missing)).astype(np.float32)
-    alignment = Alignment(np.arange(1, sample.response_length + 1) * 2, teacher_ends, missing, sample.action_mask)
-    columns = {logprobs_column(name): alignment.on_student_tokens(logprobs), chunks_column(name): alignment.chunks}
+    ends, mask = np.arange(1, sample.response_length + 1) * 2, sample.action_mask
+    alignment = Alignment(ends, teacher_ends, missing, mask, by_token=by_token)
+    columns = {logprobs_column(name): alignment.on_student_tokens(logprobs), chunks_column(name): alignment.credits}
     return changed(sample, columns={**sample.columns, **columns}, alignments={**sample.alignments, name: alignment})
 
 
-def made() -> list[Sample]:
-    """Return samples of 2-byte tokens, without a teacher of bytes, with one, and with three teachers."""
+def made(by_token: bool = False) -> list[Sample]:
+    """Return samples of 2-byte tokens, without a teacher of bytes, with one, and with three teachers.
+
+    `by_token`: each token has its own credit.
+    """
     rng, found = np.random.default_rng(3), []
     for number, length in enumerate((7, 9, 5, 8)):
         own = -rng.random(length).astype(np.float32)
@@ -44,10 +50,10 @@ def made() -> list[Sample]:
         if number:  # chunks of one to three student tokens, one of them without a teacher token
             ends = np.unique([3, 6, 9, 12, 13, 2 * length])
             ends = ends[ends <= 2 * length]
-            sample = with_teacher(sample, "bytes", ends, np.arange(len(ends)) == 1, number)
+            sample = with_teacher(sample, "bytes", ends, np.arange(len(ends)) == 1, number, by_token)
         if number == 3:
             ends = np.array([8, 9, 16])
-            sample = with_teacher(sample, "words", ends, np.zeros(3, bool), 9)
+            sample = with_teacher(sample, "words", ends, np.zeros(3, bool), 9, by_token)
         found.append(sample)
     return found
 
@@ -80,7 +86,7 @@ def of_loops(sample: Sample, rule: str) -> list[float]:
             is_cut = teacher.name in sample.alignments
             if rule == "with_previous" and is_cut and chunk > 0 and chunks[chunk - 1] >= 0:
                 total += sum(own[i] - float(q[i]) for i, other in enumerate(chunks) if other == chunks[chunk - 1])
-            weight = {"whole": 1.0, "with_previous": 1.0, "mean": 1 / max(len(members), 1)}.get(rule)
+            weight = {"prefix": 1.0, "whole": 1.0, "with_previous": 1.0, "mean": 1 / max(len(members), 1)}.get(rule)
             if weight is None:
                 weight = own[t] / sum(own[i] for i in members) if members else 0.0
             found[t] -= teacher.opd_kl_coef * weight * total
@@ -89,7 +95,7 @@ def of_loops(sample: Sample, rule: str) -> list[float]:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_loss_and_audit_credit_chunks_as_loops_do(rule: ChunkCredit) -> None:
-    samples, objective = made(), ObjectivePlan(opd_chunk_credit=rule)
+    samples, objective = made(by_token=rule == "prefix"), ObjectivePlan(opd_chunk_credit=rule)
     wanted = np.concatenate([of_loops(sample, rule) for sample in samples])
     assert advantages(samples, objective) == pytest.approx(wanted, abs=2e-6)
     audit = audited(samples, TEACHERS, objective)
@@ -115,8 +121,10 @@ def test_the_same_cut_gives_the_advantages_of_the_same_tokenizer_to_the_bit(rule
         given = sample.teacher_logprobs["plain"]
         columns = {"plain/logprobs": alignment.on_student_tokens(given), "plain/chunks": alignment.chunks}
         aligned = changed(sample, columns={**sample.columns, **columns})
-        objective = ObjectivePlan(opd_chunk_credit=rule)
-        assert advantages([aligned], objective).tobytes() == advantages([sample], ObjectivePlan()).tobytes()
+        discount = 0.5 if rule == "prefix" else 0.0
+        objective = ObjectivePlan(opd_chunk_credit=rule, opd_kl_discount=discount)
+        plainly = ObjectivePlan(opd_kl_discount=discount)
+        assert advantages([aligned], objective).tobytes() == advantages([sample], plainly).tobytes()
         one, other = (audited([s], TEACHERS, objective)[0].columns["total_advantages"] for s in (aligned, sample))
         assert one.tobytes() == other.tobytes()
 

@@ -15,14 +15,19 @@ import pytest
 import teacher_server
 
 from roll_opd.base.failures import RunError
+from roll_opd.cluster.startup_progress import StartupProgress
 from roll_opd.config.plan import HttpPlan
+from roll_opd.pipelines.start_teachers import check_servers
+from roll_opd.planner.build import load_plan
 from roll_opd.rewards import endpoint
 from roll_opd.teachers import http_teacher
 from roll_opd.teachers.answer_cache import AnswerCache
+from roll_opd.teachers.frozen_models import Teacher
 from roll_opd.teachers.http_checks import check_server, probe_strings
 from roll_opd.teachers.http_protocols import PROTOCOLS, Question
 from roll_opd.teachers.http_teacher import HttpScorer, rest_logprobs
 from roll_opd.teachers.scorer import TokenSequence, Wanted
+from roll_opd.teachers.views import SameTokens
 
 TOKENIZER = Path("examples/demo/models/teacher")
 SEQUENCES: list[TokenSequence] = [
@@ -234,3 +239,19 @@ def test_replicas_with_different_weights_are_refused(url: str, servers: list[str
 
 def test_probe_strings_differ_and_are_at_least_200() -> None:
     assert len(set(probe_strings())) >= 200
+
+
+@pytest.mark.parametrize(("rule", "topk"), [("prefix", 20), ("whole", None)])
+def test_the_start_checks_the_top_k_that_log_probs_of_single_tokens_need(url: str, rule: str, topk: int | None) -> None:
+    section = f"+teacher={{http: {{url: '{url}', model_name: toy}}}}"
+    model = "+teacher.model_args.model_name_or_path=examples/demo/models/other_tokenizer"
+    overrides = ["~teacher", section, model, "teacher_tokenizer_check=align", f"++opd_chunk_credit={rule}"]
+    plan = load_plan("demo", "onpolicy_distill", overrides, pure=True, runnable=False)
+    teacher = Teacher(plan.teachers[0], scorer(url), SameTokens("teacher"))
+    asyncio.run(check_servers(plan, [teacher], StartupProgress(say=lambda line: None)))
+    requested = {one["body"]["prompt_logprobs"] for one in asked(url, "/seen")}
+    assert requested == {0, topk or 0}
+    if topk:
+        asked(url, "/script", {"faults": ["", "", "400"]})
+        with pytest.raises(RunError, match="400"):
+            asyncio.run(check_servers(plan, [teacher], StartupProgress(say=lambda line: None)))

@@ -11,15 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from teacher_assets import logits_of, preflight_of, sampled, student_of, teacher_of
+from teacher_assets import logits_of, megatron, preflight_of, sampled, student_of, teacher_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from roll_opd.base.failures import RunError
 from roll_opd.base.paths import REPOSITORY
+from roll_opd.config.plan import ContextPlan, ModelPlan, TeacherPlan
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.samples.sample import Sample
+from roll_opd.samples.sample import changed as with_fields
 from roll_opd.samples.sample_columns import teacher_columns
 from roll_opd.teachers.teacher_checks import WIDTH, Check, table
+from roll_opd.teachers.view_of_teacher import view_of
 
 DEMO = REPOSITORY / "examples/demo"
 pytestmark = pytest.mark.slow
@@ -164,3 +167,23 @@ def test_a_preflight_reads_the_answers_of_rows(demo: Demo) -> None:
     row = replace(demo, samples=first).check(demo.teacher)["mean log-prob, answers"]
     assert row.verdict == "ok"
     assert float(row.value.split(",")[0]) > -0.1
+
+
+def test_log_probs_of_single_tokens_are_checked_with_the_cut_of_both_tokenizers(demo: Demo) -> None:
+    """The tokenizers are the same, so every token is aligned 1:1."""
+    context = ContextPlan(name="teacher", key="teacher", prompt_length=64, tokenizer=str(TEACHER))
+    plan = TeacherPlan("teacher", megatron(TEACHER), 1.0, context=context, tokenizer=str(TEACHER), prefix_topk=20)
+    teacher = replace(teacher_of(demo.teacher, TEACHER), plan=plan, view=view_of(plan, ModelPlan(str(STUDENT))))
+    scored = [
+        with_fields(
+            e.with_columns(**teacher_columns({"teacher": in_run(demo.teacher, e, TEMPERATURE)})),
+            teacher_prompts={"teacher": e.prompt_tokens},
+        )
+        for e in demo.samples
+    ]
+    logger = Logger()
+    preflight = preflight_of(student_of(demo.student, STUDENT), teacher, logger.teacher_preflight)
+    asyncio.run(preflight.check(scored, TEMPERATURE))
+    assert logger.rows["aligned 1:1"].value.startswith("100% of bytes")
+    assert logger.rows["same sequence twice"].value == "differs by 0.0e+00"
+    assert alarms(logger.rows) == alarms(demo.check(demo.teacher))

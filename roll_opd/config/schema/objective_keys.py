@@ -80,10 +80,10 @@ class ObjectiveKeys(ReinforcementKeys, SampleKeys, DistillationKeys):
     pg_clip_low: NotNegative | None = key(None, "clip range of the ratio downwards; without it pg_clip")
     pg_clip_high: NotNegative | None = key(None, "clip range of the ratio upwards; without it pg_clip")
     opd_kl_discount: Fraction = key(0.0, "discount of later tokens' reverse KL; 0: only the token's own term", OURS)
-    opd_chunk_credit: Literal["whole", "with_previous", "mean", "share"] = key(
-        "whole",
-        "with a teacher of another tokenizer: a token's part of the reverse KL of its chunk, see"
-        " algorithms.chunk_credit",
+    opd_chunk_credit: Literal["prefix", "whole", "with_previous", "mean", "share"] = key(
+        "prefix",
+        "with a teacher of another tokenizer: prefix compares each token's log-prob, the others give it a part of the"
+        " reverse KL of its chunk, see algorithms.chunk_credit",
         OURS,
     )
     ppo_epochs: Positive = key(1, "passes over a step's samples")
