@@ -1,7 +1,7 @@
 """Parse supervised rows into a prompt and its answers: one (schema sft), or chosen and rejected (schema dpo).
 
-Supported forms: conversations, TRL's prompt and completion or prompt, chosen and rejected, ROLL's and Alpaca's
-instruction and output.
+Supported forms: conversations; TRL's columns prompt and completion, or prompt, chosen and rejected; ROLL's and Alpaca's
+columns instruction and output.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,7 +51,7 @@ Question = tuple[Message, ...] | str | None  # a conversation, a text, or nothin
 
 @dataclass(frozen=True)
 class Schema:
-    """Columns of a supervised row, and the function that separates prompt and answers."""
+    """Columns of a supervised row, and the function that separates the prompt from the answers."""
 
     columns: tuple[str, ...]  # in addition to the columns of every row
     # (row, question with an answer in its last turn, column names) -> prompt, answers
@@ -99,7 +99,7 @@ def _parsed(value: Any, fallback_id: str, plan: DataPlan) -> Row:
 
 
 def _unread(value: dict[str, Any], question: Question, columns: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the non-empty columns of the question that no configuration key names."""
+    """Return the non-empty question columns that no configuration key names."""
     if _is_instruction(value, columns):
         names: tuple[str, ...] = tuple(name for name in (*_ADDED, HISTORY) if name not in columns)
     else:
@@ -109,7 +109,7 @@ def _unread(value: dict[str, Any], question: Question, columns: Mapping[str, str
 
 
 def _is_instruction(value: dict[str, Any], columns: Mapping[str, str]) -> bool:
-    """Whether the question is in `instruction`; in a row with `messages` too, only if a key names the column."""
+    """Whether the question is in `instruction`. If the row also has `messages`, a key must name `instruction`."""
     named = columns.get("instruction", "messages") != "messages"
     return "instruction" in value and (named or "messages" not in value)
 
@@ -152,7 +152,7 @@ def _one_answer(
 def _up_to_learned(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """Return a conversation up to the learned turn.
 
-    This is the last turn; if its loss weight is 0, the last earlier assistant turn with loss weight 1.
+    The learned turn is the last one or, if its loss weight is 0, the last earlier assistant turn with loss weight 1.
     """
     mark = loss_mark(messages[-1])
     if mark is None or mark[1]:
@@ -182,8 +182,8 @@ def _two_answers(
 def _prompt(question: Question, before: tuple[Message, ...], name: str) -> Question:
     """Return the prompt of a row from its `question` and the messages `before` the answer in column `name`.
 
-    The messages of an answer may repeat the prompt or its end, with earlier messages before it, or continue it with
-    tool calls and their results.
+    The messages of an answer may repeat the prompt, or its end. They may also continue the prompt with tool calls and
+    their results.
     """
     if not before or question is None:
         return before or question
@@ -211,10 +211,10 @@ SCHEMAS = {
 
 
 def _answer(value: dict[str, Any], name: str) -> tuple[tuple[Message, ...], Message]:
-    """Return the messages before the answer in `value[name]`, and the answer as a message.
+    """Return the messages that precede the answer in `value[name]`, and the answer as a message.
 
-    A text or a single message is taken as the answer. Of several messages, the last is the answer and the others the
-    prompt.
+    A text or a single message is taken as the answer. Of several messages, the last is the answer and the others are
+    part of the prompt.
     """
     item = value[name]
     if isinstance(item, str):

@@ -1,7 +1,7 @@
 """Checks of data sets before a run: tags, ground truths, and overlap between validation and training rows.
 
-Every tag needs a teacher and a reward, and every row the ground truth that its reward reads. Legend: V validation rows,
-L training rows.
+Every tag needs a teacher and a reward; every row needs the ground truth that its reward reads. Legend: V validation
+rows, L training rows.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TagRows:
-    """Prompts of one tag: missing ground truths, and domains named in rows."""
+    """Facts of the prompts of one tag: missing ground truths, and the domains that rows name."""
 
     unanswered: int  # prompts without a ground_truth
     examples: tuple[str, ...]  # `file:line` of the first few
@@ -36,12 +36,12 @@ def check_coverage(
     *,
     scored_by_workflow: bool = False,
 ) -> None:
-    """Check tags against teachers and rewards; raise one `DataError` with all missing ones and missing ground truths.
+    """Check tags against teachers and rewards; raise one `DataError` that lists all that are missing.
 
     `training` and `validation` map the tags of the data sets; `needing_truth` names the reward workers that need a
     ground truth. The domain of a row follows from its tag. A row with another reward's name in its column `domain` is
-    refused too, because ROLL would send it to that reward. Training prompts need no reward in pure distillation, which
-    only logs rewards; no prompt needs one if the workflow scores its samples and no reward is configured.
+    refused too, because ROLL would send it to that reward. Training prompts need no reward in pure distillation, where
+    rewards are only logged. No prompt needs one if the workflow scores its samples and no reward is configured.
     """
     wrong = []
     if teachers:
@@ -61,9 +61,9 @@ def check_coverage(
 
 
 def unused_warnings(named: Mapping[str, Collection[str] | None], tags: Collection[str]) -> list[str]:
-    """Return a warning for each entry of `named` (name -> tags, None: all) with none of its tags in the data's `tags`.
+    """Return a warning for each entry of `named` (name -> tags; None: all) whose tags are all missing from `tags`.
 
-    This is no error: a data set may hold a part of the configured tags.
+    This is no error, since a data set may hold only some of the configured tags.
     """
     known = ", ".join(map(repr, tags))
     return [
@@ -110,7 +110,7 @@ def _misrouted(name: str, tags: Mapping[str, TagRows], rewards: Sequence[RewardP
 
 
 def overlap_warning(validation: "PromptSet", learned: "Sequence[PromptSet]") -> str | None:
-    """Return a warning with the number of validation rows whose prompts are also trained on; None without overlap."""
+    """Return a warning with the number of validation rows whose prompts are also training prompts; None if 0."""
     held_out = validation.prompt_hashes(np.arange(len(validation)))  # [V]
     numbers = [prompts.drawn() for prompts in learned]
     trained = [prompts.prompt_hashes(drawn) for prompts, drawn in zip(learned, numbers, strict=True)]  # [L] each

@@ -1,4 +1,4 @@
-"""Report of a pass over prompt files: usable rows, and bad rows by kind and file with examples as `file:line`."""
+"""Report of a pass over prompt files: counts of usable rows, and of bad rows by kind and file, with examples."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class FileReport:
     unread: Counter = field(default_factory=Counter)  # ignored column -> rows with a value in it, see `Row.unread`
 
     def add_bad(self, kind: str, line: int, detail: str = "") -> None:
-        """Count a bad row; store the position of the first few of each kind."""
+        """Count a bad row; store its position if it is one of the first few of its kind."""
         self.bad_counts[kind] += 1
         if self.bad_counts[kind] <= EXAMPLES_PER_KIND:
             named = f"{self.path}:{line}" + (f" ({detail})" if detail else "")
@@ -37,7 +37,7 @@ class FileReport:
 
     @property
     def bad(self) -> int:
-        """Bad rows of every kind."""
+        """Number of bad rows of all kinds."""
         return self.bad_counts.total()
 
     def describe_bad(self) -> str:
@@ -64,7 +64,7 @@ class DataReport:
 
     @property
     def rows(self) -> int:
-        """Number of rows, without blank lines."""
+        """Number of rows; blank lines do not count."""
         return sum(file.rows for file in self.files)
 
     @property
@@ -74,16 +74,16 @@ class DataReport:
 
     @property
     def bad_counts(self) -> Counter:
-        """Bad rows by kind, over all files."""
+        """Number of bad rows by kind, over all files."""
         return sum((file.bad_counts for file in self.files), Counter())
 
     @property
     def bad(self) -> int:
-        """Bad rows of every kind in every file."""
+        """Number of bad rows of all kinds in all files."""
         return sum(file.bad for file in self.files)
 
     def describe_bad(self) -> str:
-        """Return the bad rows as text, file by file; empty without bad rows."""
+        """Return the bad rows as text, file by file; empty if there are none."""
         wrong = [file for file in self.files if file.bad]
         lines = [file.describe_bad() for file in wrong[:FILES_NAMED]]
         if len(wrong) > FILES_NAMED:
@@ -92,7 +92,7 @@ class DataReport:
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """Return the report as text: one line, and one for each irregularity."""
+        """Return the report as text: a summary line, then a line for each irregularity."""
         files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         lines = [f"{self.prompts} prompts from {self.rows} rows of {files}; the longest row has {self.longest} tokens"]
         if self.streams:

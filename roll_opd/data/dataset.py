@@ -1,6 +1,6 @@
-"""Prompt data sets on disk: one pass checks and indexes every row; a row is read and tokenised when it is drawn.
+"""Prompt data sets on disk: one pass checks and indexes all rows; a row is read and tokenised when it is drawn.
 
-Only the index is in memory, so a data set may be much larger than it.
+Only the index is in memory, so a data set may be much larger than the memory.
 """
 
 from collections import Counter
@@ -76,7 +76,7 @@ class PromptSet:
         return len(self._index.positions)
 
     def read(self, numbers: Sequence[int]) -> list[Prompt]:
-        """Read the rows with these numbers; return their prompts in the same order, with `extra`.
+        """Read the rows with these numbers; return their prompts, with `extra`, in the same order.
 
         Raises `DataError` if a file is missing or a row has changed since the data set was opened.
         """
@@ -128,12 +128,12 @@ class PromptSet:
         return self._index.prompt_hashes[numbers]
 
     def tags(self, numbers: np.ndarray) -> dict[str, int]:
-        """Return the number of prompts of each tag among `numbers`."""
+        """Return the number of prompts among `numbers`, by tag."""
         counts = np.bincount(self._index.tags[numbers], minlength=len(self._index.tag_names))
         return {name: int(n) for name, n in zip(self._index.tag_names, counts, strict=True) if n}
 
     def by_tag(self) -> dict[str, TagRows]:
-        """Return tag -> prompts without a ground truth and domains named in rows, for every tag that is drawn.
+        """Return tag -> `TagRows` (prompts without a ground truth, domains that rows name), for each drawn tag.
 
         Tags are in the order of their first prompts.
         """
@@ -147,7 +147,7 @@ class PromptSet:
         return found
 
     def fingerprint(self) -> list[dict[str, str | int]]:
-        """Return name, prompt count and digest (of explicit ids, tags, ground truths, tokens) of each file."""
+        """Return each file's name, prompt count and digest (of explicit ids, tags, ground truths, tokens)."""
         counts = np.diff(self._index.starts).tolist()
         return [
             {"name": Path(file).name, "prompts": count, "digest": digest}
@@ -195,11 +195,11 @@ class PromptSet:
 
 
 def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[PromptSet, DataReport]:
-    """Check and index all rows of `plan.files` in one pass, at most `plan.limit`; return the prompts and a report.
+    """Check and index the rows of `plan.files` in one pass, at most `plan.limit`; return the prompts and a report.
 
-    `plan.on_long_prompt` sets whether rows longer than `plan.prompt_length` tokens are dropped or refused,
-    `plan.on_bad_row` the same for other unusable rows. Raises `DataError` on refusal, for a missing file, an unknown
-    or absent template, without any prompt, and for a stream with a positive weight and no prompt.
+    `plan.on_long_prompt` sets whether rows longer than `plan.prompt_length` tokens are dropped or refused;
+    `plan.on_bad_row` sets the same for other unusable rows. Raises `DataError` if a row is refused, a file is missing,
+    a template is unknown or absent, there is no prompt, or a stream with a positive weight has no prompt.
     """
     for template in (plan.template, *plan.tag_templates.values()):
         if template not in TEMPLATES:
@@ -244,7 +244,7 @@ def _existing_files(plan: DataPlan) -> list[RowFile]:
 
 
 def _undrawn(prompts: PromptSet, streams: list[np.ndarray]) -> dict[str, int]:
-    """Return the number of prompts of each tag that are in no stream."""
+    """Return the number of prompts that are in no stream, by tag."""
     if not streams:
         return {}
     undrawn = np.ones(len(prompts), dtype=bool)
@@ -254,7 +254,7 @@ def _undrawn(prompts: PromptSet, streams: list[np.ndarray]) -> dict[str, int]:
 
 
 def check_report(report: DataReport, plan: DataPlan) -> None:
-    """Raise `DataError` for rows that `plan` refuses, and without any usable row."""
+    """Raise `DataError` if there are rows that `plan` refuses, or no usable rows."""
     remedies = []
     counts = report.bad_counts
     too_long = counts[TOO_LONG] + counts[WHOLE_TOO_LONG] + counts[TEACHER_TOO_LONG]
@@ -299,7 +299,7 @@ _LEFT_OUT = {
 
 
 def columns_needed(plan: DataPlan) -> frozenset[str] | None:
-    """Return the columns from which `plan` makes tokens, ids, tags and ground truths; None for all.
+    """Return the columns that `plan` reads for tokens, ids, tags and ground truths; None for all columns.
 
     Other columns do not change the prompt. A workflow may read any column of its task.
     """
@@ -312,7 +312,7 @@ def columns_needed(plan: DataPlan) -> frozenset[str] | None:
 
 
 def unread_warnings(files: Sequence[FileReport], schema: str) -> tuple[str, ...]:
-    """Return a warning for each ignored column or key: number of rows, remedy, files."""
+    """Return a warning for each ignored column or key, with the number of rows, the remedy and the files."""
     counts = sum((file.unread for file in files), Counter())
     warnings = []
     for name, count in counts.items():

@@ -1,8 +1,8 @@
 """Row files on disk (JSONL, JSON array, Parquet): find them by name, scan all rows, read single rows by position.
 
-A row has a `line` for messages (from 1; the row number in Parquet and arrays) and a `position` for reading: the offset
-of its first byte in a text file, the row number in Parquet. `first_tags` and `count_rows` read a data set quickly,
-before the pass over all rows.
+A row has a `line` for error messages: its line or, in Parquet and arrays, its row number, counted from 1. Its
+`position` is for seeking: the offset of its first byte in a text file, the row number in Parquet. `first_tags` and
+`count_rows` are fast looks at a data set before the pass over all rows.
 """
 
 import glob
@@ -30,7 +30,7 @@ MAX_LINE = 2**26  # bytes; a longer line is another kind of file, and would fill
 
 
 class RowFile(Protocol):
-    """File of rows; a value that cannot be decoded is returned as a `BadRow`."""
+    """File of rows; a row that cannot be decoded is returned as a `BadRow`."""
 
     path: Path
 
@@ -41,7 +41,7 @@ class RowFile(Protocol):
         """Return the values at `positions`, which must ascend."""
 
     def column(self, name: str) -> Iterator[Any]:
-        """Yield the value of column `name` of every decodable row, None for a missing value."""
+        """Yield the value in column `name` of every decodable row; None for a missing value."""
 
     def count(self) -> int:
         """Return the number of non-blank rows, bad ones included."""
@@ -53,7 +53,7 @@ class RowFile(Protocol):
 def find_files(name: str, dataset_dir: str | None) -> list[Path]:
     """Resolve an entry of `file_name` (file, directory or pattern) to its files.
 
-    Looked up as given, then below `dataset_dir`. Raises `DataError` without a readable file.
+    The entry is looked up as given, then below `dataset_dir`. Raises `DataError` if there is no readable file.
     """
     try:
         return _found(name, dataset_dir)
@@ -87,7 +87,7 @@ def _found(name: str, dataset_dir: str | None) -> list[Path]:
 
 
 def _matching(pattern: str) -> list[Path]:
-    """Return the files matching a pattern with *, ? or [ ], from the first of `candidates` with a match."""
+    """Return the files that match a pattern with *, ? or [ ]; the first of `candidates` with a match counts."""
     for place in candidates(pattern):
         files = [Path(match) for match in glob.glob(str(place), recursive=True)]
         if files := sorted(file.resolve() for file in files if file.is_file()):
@@ -96,7 +96,7 @@ def _matching(pattern: str) -> list[Path]:
 
 
 def open_file(name: str, columns: Collection[str] | None = None) -> RowFile:
-    """Open a row file as Parquet, one JSON array, or else JSONL.
+    """Open a row file as Parquet, as one JSON array or else as JSONL.
 
     A pass over a Parquet file reads only `columns`; None: all. Raises `DataError` for other file types.
     """
@@ -146,10 +146,10 @@ class JsonlFile:
 
 
 class ParquetFile:
-    """`RowFile` over a Parquet file. Reading a row decodes its row group up to the row: small groups are faster."""
+    """`RowFile` over a Parquet file. A read decodes the row group up to the row, so small groups are faster."""
 
     def __init__(self, path: Path, columns: Collection[str] | None = None) -> None:
-        """A pass over the file skips columns outside `columns`, such as test cases."""
+        """A pass over the file skips all columns but `columns`; others, such as test cases, may be large."""
         import pyarrow as pa
 
         self.path = path
@@ -233,7 +233,7 @@ ROWS_SCANNED = 50_000  # over all files; enough to detect a wrong tag or column
 
 
 def first_tags(data: DataPlan) -> tuple[set[str], bool]:
-    """Return the tags of the first rows of each file, and whether all rows were read.
+    """Return the tags of the first rows of each file, and whether these are all rows.
 
     Unreadable rows and files are skipped here; the pass over all rows before a run reports them.
     """
@@ -258,7 +258,7 @@ def _version(name: str) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)  # planning reads the same file for several checks
 def _tags_of_file(name: str, column: str, share: int, version: tuple[int, ...]) -> tuple[frozenset[str], bool]:
-    """Return the tags of the first `share` rows of this version of a file, and whether it has no further rows."""
+    """Return the tags of the first `share` rows of a file, and whether it has no further rows. Cached per version."""
     tags: set[str] = set()
     try:
         rows = open_file(name).column(column)
@@ -277,5 +277,5 @@ def count_rows(data: DataPlan) -> int:
 
 
 def whole_steps(epochs: float, found: int, rows: int) -> int:
-    """Return the number of complete steps of `rows` rows in `epochs` passes over `found` rows."""
+    """Return the number of complete steps, each of `rows` rows, in `epochs` passes over `found` rows."""
     return math.floor(epochs * found) // rows

@@ -1,7 +1,7 @@
 """Detect the format of a row file from its first bytes, since file names are unreliable; read JSON arrays.
 
-An array is decoded element by element, so it need not fit in memory. A row's `line` is its number in the array, from 1,
-and its `position` the offset of its first byte.
+An array is decoded element by element, so it need not fit in memory. A row's `line` is its number in the array, from 1;
+its `position` is the offset of its first byte.
 """
 
 import codecs
@@ -32,12 +32,12 @@ SEPARATORS = {".csv": ",", ".tsv": "\\t"}
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether a file has Parquet's first bytes or file name."""
+    """Whether a file has Parquet's first bytes or file extension."""
     return path.suffix == ".parquet" or _head(path, len(PARQUET)) == PARQUET
 
 
 def is_array(path: Path) -> bool:
-    """Whether a text file is one JSON array of rows, a form that `datasets` reads too."""
+    """Whether a text file is a single JSON array of rows, which `datasets` reads too."""
     with path.open("rb") as file:
         head = file.read(len(BOM))
         file.seek(len(BOM) if head == BOM else 0)

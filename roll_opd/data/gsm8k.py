@@ -21,7 +21,7 @@ ANSWER_MARK = "####"
 
 
 def final_answer(answer: str) -> str:
-    """Return the number after the last "####", without thousands commas; raises `DataError` without it."""
+    """Return the number after the last "####", without thousands commas; raises `DataError` if there is none."""
     _, mark, tail = answer.rpartition(ANSWER_MARK)
     if not mark or not tail.strip():
         raise DataError(f"the answer does not end in {ANSWER_MARK!r} and a number: {answer[-60:]!r}")
@@ -31,8 +31,8 @@ def final_answer(answer: str) -> str:
 def convert(examples: Iterable[Mapping[str, Any]], split: str, instruction: str = "") -> Iterator[dict[str, str]]:
     """Yield one row for each example, in order, with ids `gsm8k-<split>-<n>` from 0.
 
-    `instruction` is added to every question on a separate line. Raises `DataError` with the number of an example in
-    another form.
+    `instruction` is added to every question on a separate line. If an example has another form, raises `DataError` with
+    its number.
     """
     for number, example in enumerate(examples):
         try:
@@ -52,7 +52,7 @@ def convert(examples: Iterable[Mapping[str, Any]], split: str, instruction: str 
 
 
 def read_jsonl(path: str) -> Iterator[Any]:
-    """Yield the objects of a JSONL file; raises `DataError` with the number of a line that is not JSON."""
+    """Yield the objects of a JSONL file; for a line that is not JSON, raises `DataError` with its number."""
     for number, _, value in open_file(path).scan():
         if isinstance(value, BadRow):
             raise DataError(f"{path}:{number} is not JSON: {value.detail}")
@@ -72,7 +72,7 @@ def read_dataset(dataset: str, name: str | None, split: str) -> Iterable[Mapping
 
 
 def write_rows(rows: Iterable[Mapping[str, str]], output: str) -> int:
-    """Write rows as JSONL, atomically; return their number."""
+    """Write rows as a JSONL file, atomically; return their number."""
     path = Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")

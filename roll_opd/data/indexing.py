@@ -1,4 +1,4 @@
-"""Build the index of a data set: one pass checks every row and keeps about thirty bytes for each usable one.
+"""Build the index of a data set: one pass checks every row; a usable row takes about 30 bytes of the index.
 
 Legend: N prompts, F files.
 """
@@ -38,7 +38,7 @@ PROGRESS_DELAY_S = 3.0  # before the progress bar appears
 
 @dataclass(frozen=True)
 class Index:
-    """Place and checksums of every prompt, in the order of files and rows."""
+    """Place and checksums of each prompt, in the order of files and rows."""
 
     starts: np.ndarray  # int64 [F+1], the prompts of file f are starts[f] to starts[f+1]
     positions: np.ndarray  # int64 [N], of the row in its file, see `RowFile`
@@ -203,7 +203,7 @@ def render_row(tokenizer: "PreTrainedTokenizerBase", row: Row, plan: DataPlan) -
 
 
 def dropped_parts(row: Row, prompt: str) -> Iterator[str]:
-    """Yield the names of row parts missing in the prompt; they cause a warning, not a bad row."""
+    """Yield the names of row parts that the prompt lacks; these cause a warning, not a bad row."""
     if drops_text_with_calls(row.messages, prompt):
         yield TEXT_WITH_CALLS
     if row.prompt is not None and any((tool_name(tool) or "") not in prompt for tool in row.tools):
@@ -218,14 +218,14 @@ def template_of(row: Row, plan: DataPlan) -> str:
 def encode(
     tokenizer: "PreTrainedTokenizerBase", rows: Sequence[tuple[PromptText, ...]]
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """Tokenise the texts of all rows together; yield the token ids of each row's texts, int64."""
+    """Tokenise the texts of all rows in one call; for each row, yield the token ids of its texts, int64."""
     tokens = iter(tokenize(tokenizer, [text for texts in rows for text in texts]))
     for texts in rows:
         yield tuple(np.asarray(next(tokens), dtype=np.int64) for _ in texts)
 
 
 def fallback_id(file: RowFile, line: int) -> str:
-    """Return the id for a row without one."""
+    """Return the id of a row whose id is missing."""
     return f"{file.path.stem}:{line}"
 
 
@@ -234,7 +234,7 @@ def _identity(identity: str | None, tag: str, ground_truth: str | None, parts: S
 
 
 def _task(row: Row, plan: DataPlan) -> bytes | None:
-    """Return a workflow task without its id, as bytes; None for rows of other schemas."""
+    """Return the bytes of a workflow task without its id; None for rows of other schemas."""
     if plan.schema != "task":
         return None
     named = plan.columns.get("id", "id")

@@ -1,7 +1,7 @@
 """Parse messages of files and of client requests, in OpenAI's and similar forms, for chat templates.
 
-Contents become texts, arguments of tool calls objects, and roles the names used by templates. Loss weights of rows
-and turns (0: excluded) are read in the spellings of OpenAI, axolotl, ms-swift, verl and slime.
+Contents become texts, arguments of tool calls become objects, and roles get the names that templates use. Loss weights
+of rows and turns (0: excluded) are read in the spellings of OpenAI, axolotl, ms-swift, verl and slime.
 """
 
 import json
@@ -41,7 +41,7 @@ class MessageError(ValueError):
 
 
 def role_of(written: str) -> str:
-    """Return the normalized role, case-insensitively; an unknown role is returned unchanged."""
+    """Return the normalized name of a role in any case; an unknown role is returned unchanged."""
     folded = written.strip().casefold()
     return ROLES.get(folded) or _ALIASES.get(folded) or written
 
@@ -53,7 +53,7 @@ def role_advice(role: str) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return `value` without null entries in objects at any depth, as Parquet adds them."""
+    """Return `value` without the null entries that Parquet adds to objects, at any depth."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
@@ -62,9 +62,10 @@ def without_nulls(value: Any) -> Any:
 
 
 def read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a message with a text in `content` and tool calls with arguments as objects; raises `MessageError`.
+    """Return a message with text in `content`, and with objects as arguments of tool calls; raises `MessageError`.
 
-    Nulls are dropped, text parts joined, and the deprecated `function_call` becomes a tool call. Unknown roles pass.
+    Nulls are dropped, text parts are joined, and the deprecated `function_call` becomes a tool call. Unknown roles are
+    kept.
     """
     read = without_nulls(message)
     if not isinstance(read.get("role"), str):
@@ -78,7 +79,7 @@ def read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_tools(tools: Any, where: str = "tools") -> list[dict[str, Any]] | None:
-    """Return tools from a list of objects or its JSON text; None for anything else.
+    """Return the tools in a list of objects or in its JSON text; None for anything else.
 
     Raises `MessageError` for a text that starts like a JSON list of objects and is not valid.
     """
@@ -187,9 +188,9 @@ _WORDS = {"true": True, "yes": True, "1": True, "1.0": True, "false": False, "no
 
 
 def loss_mark(marked: Mapping[str, Any]) -> tuple[str, bool] | None:
-    """Return the key of the loss weight of a turn or a row, and whether it is learned; None without such a key.
+    """Return the loss-weight key of a turn or row, and whether it is learned; None if there is no such key.
 
-    A key that excludes takes precedence over one that includes.
+    A key that excludes the turn or row takes precedence over one that includes it.
     """
     found = [(name, learned) for name in MARKS if (learned := _learned(marked.get(name))) is not None]
     return min(found, key=lambda mark: mark[1], default=None)

@@ -1,9 +1,9 @@
 """Decode the compressed top-k of DistillKit's parquet files.
 
-A position has k token ids, packed in ceil(log2 d) bits each, and k descending log-probs: the first `exact_k` as floats,
-the others as a polynomial of their rank plus quantised residuals in bins, optionally all as differences to the one
-before. The numbers are in `compression_config.yaml` next to the files. Source: github.com/arcee-ai/DistillKit,
-`distillkit/compression`.
+A position has k token ids, packed in ceil(log2 d) bits each, and k descending log-probs. The first `exact_k` log-probs
+are floats; the others are a polynomial of their rank plus quantised residuals in bins. Optionally, all are differences
+to the log-prob before. These parameters are in `compression_config.yaml` next to the files. Source:
+github.com/arcee-ai/DistillKit, `distillkit/compression`.
 
 Legend: R positions, B bytes of a position, K tokens of the top-k.
 """
@@ -22,7 +22,7 @@ FUNCTIONS = {"sqrt": np.sqrt, "exp": np.exp}  # terms of the polynomial besides 
 
 
 class PackedError(Exception):
-    """A configuration or a row that is not in the format."""
+    """A configuration or a row does not have the format."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Bin:
 
     @property
     def size(self) -> int:
-        """Bytes of the bin, without its scale."""
+        """Number of bytes of the bin, without its scale."""
         return math.ceil(self.num_elements * self.element_bits / 8)
 
 
 @dataclass(frozen=True)
 class LogprobPacking:
-    """The numbers of a `compression_config.yaml`, under its names."""
+    """The parameters in a `compression_config.yaml`, under their names there."""
 
     d: int
     k: int
@@ -59,18 +59,18 @@ class LogprobPacking:
 
     @property
     def id_bytes(self) -> int:
-        """Bytes of the token ids of a position."""
+        """Number of bytes of a position's token ids."""
         return math.ceil(self.k * self.id_bits / 8)
 
     @property
     def logprob_bytes(self) -> int:
-        """Bytes of the log-probs of a position."""
+        """Number of bytes of a position's log-probs."""
         sizes = [self.exact_k * _width(self.exact_dtype), len(self.polynomial_terms) * _width(self.term_dtype)]
         return sum(sizes) + sum(_width(part.scale_dtype) + part.size for part in self.residual_bins)
 
 
 def read_packing(path: Path) -> LogprobPacking:
-    """Read a `compression_config.yaml`. PackedError for an unreadable file or other content."""
+    """Read a `compression_config.yaml`. Raises PackedError for an unreadable file or other content."""
     import yaml
 
     try:
@@ -121,7 +121,7 @@ def unpack_logprobs(packed_RB: np.ndarray, packing: LogprobPacking) -> np.ndarra
 
 
 def _polynomial(packing: LogprobPacking, count: int) -> np.ndarray:
-    """Return the terms at each rank, f64 [count, C]."""
+    """Return the terms of the polynomial at each rank, f64 [count, C]."""
     ranks = np.linspace(0, 1, count) if packing.normalize_t else np.arange(count, dtype=np.float64)
     terms = [FUNCTIONS[term](ranks) if isinstance(term, str) else ranks**term for term in packing.polynomial_terms]
     return np.stack(terms, axis=1) if terms else np.zeros((count, 0))
@@ -147,7 +147,7 @@ def _integers(packed_RB: np.ndarray, bits: int, count: int) -> np.ndarray:
 
 
 def _width(dtype: str) -> int:
-    """Return the bytes of a float."""
+    """Return the number of bytes of a float."""
     if dtype != BFLOAT16 and dtype not in FLOATS:
         raise ValueError(f"unknown float type {dtype!r}")
     return 2 if dtype == BFLOAT16 else FLOATS[dtype].itemsize

@@ -1,9 +1,9 @@
 """Endless streams of prompts and of environment tasks for a run, resumable at any position.
 
 Prompts come from one or several weighted streams. The order within an epoch depends only on seed, epoch and stream
-number; the next stream depends on the number of prompts taken from each. So the counts are the complete state. A task
-is a tag (the game) and a seed (its initial state). Tags take turns in rounds with a fixed number of tasks of each tag;
-every task has another seed. So the number of tasks taken is the complete state.
+number; the next stream depends on the number of prompts taken from each stream. So these counts are the complete state.
+A task is a tag (the game) and a seed (its initial state). Tags take turns in rounds with a fixed number of tasks of
+each tag; every task has a different seed. So the number of tasks taken is the complete state.
 """
 
 import json
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def next_stream(weights: np.ndarray, taken: np.ndarray) -> int:
-    """Return the number of the stream that is furthest below its share.
+    """Return the number of the stream that is furthest below its weight.
 
-    `weights` f64 [S] sum to 1; `taken` int64 [S] counts the prompts taken from each stream. Starting at zeros, any n
-    consecutive draws hold `weights * n` prompts of each stream, within two prompts.
+    `weights` f64 [S] sum to 1; `taken` int64 [S] counts the prompts taken from each stream. If counts start at zero,
+    any n consecutive draws hold `weights * n` prompts of each stream, within two prompts.
     """
     return int(np.argmax(weights * (taken.sum() + 1) - taken))
 
@@ -61,7 +61,7 @@ class DrawOrder:
 
 
 def derived_seed(*numbers: int) -> int:
-    """Return a 31-bit seed derived from `numbers`, all at least 0, and their order."""
+    """Return a 31-bit seed derived from `numbers` (each at least 0) and their order."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint32)[0] & 0x7FFFFFFF)
 
 
@@ -97,8 +97,8 @@ class TaskSource(Protocol):
 class PromptSource:
     """Stream of rows: draws from the streams of `prompts` by weight, with a new permutation in each epoch of a stream.
 
-    A batch that spans the end of an epoch may hold a prompt twice. `position` before `take` is the unique number of
-    the first draw.
+    A batch that spans the end of an epoch may hold a prompt twice. The value of `position` before `take` is the unique
+    number of the first draw.
     """
 
     def __init__(self, prompts: "PromptSet | ScoredSet", seed: int) -> None:
@@ -111,12 +111,12 @@ class PromptSource:
 
     @property
     def position(self) -> int:
-        """Prompts taken since the start of the run."""
+        """Number of prompts taken since the start of the run."""
         return int(self._order.taken.sum())
 
     @property
     def epochs(self) -> float:
-        """Passes over the prompts since the start of the run; the mean by size over several streams."""
+        """Number of passes over the prompts since the start of the run; several streams: the mean weighted by size."""
         return self.position / self._size
 
     def take(self, n: int) -> list[Prompt]:
@@ -126,7 +126,7 @@ class PromptSource:
         return prompts
 
     def peek(self, n: int) -> list[Prompt]:
-        """Read the next `n` prompts, over the ends of epochs, without advancing the position.
+        """Read the next `n` prompts, also across ends of epochs, without advancing the position.
 
         Raises `DataError` if a file is missing or a row has changed since the start of the run.
         """
@@ -140,7 +140,7 @@ class PromptSource:
         self._order.take(n)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, in JSON types: seed, file digests, and prompts taken from each stream."""
+        """Return the state for a checkpoint in JSON types: seed, file digests, number of prompts taken per stream."""
         return {
             "seed": self._seed,
             "files": self._prompts.fingerprint(),
@@ -184,7 +184,7 @@ class PromptSource:
 
 
 class MixedSource(PromptSource):
-    """Prompts and demonstrations (rows with answers), each with its own order and position."""
+    """A stream of prompts and one of demonstrations (rows with answers), each with its own order and position."""
 
     def __init__(self, prompts: PromptSet, demonstrations: PromptSet, seed: int) -> None:
         super().__init__(prompts, seed)
@@ -204,7 +204,7 @@ class MixedSource(PromptSource):
 
 
 def _files_differ(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> str:
-    """Return a description of the first difference, "" for equal files; names are not compared."""
+    """Return a description of the first difference, "" if the files are equal; names are not compared."""
     if len(saved) != len(own):
         return f"{len(saved)} files then, {len(own)} now"
     for then, now in zip(saved, own, strict=True):
@@ -237,8 +237,8 @@ class EnvironmentSource:
         """Make the stream.
 
         Args:
-            shares: tag -> tasks of a round, in the order of the round.
-            rules: of `rules_of`; a state saved with other rules is refused. None: not checked.
+            shares: tag -> number of its tasks in a round; the order of tags is their order in the round.
+            rules: result of `rules_of`; a state that was saved with other rules is refused. None: not checked.
         """
         self.passed: frozenset[int] = frozenset()  # draws after the position that a resumed run leaves out
         self._shares, self._seed = dict(shares), seed
@@ -248,12 +248,12 @@ class EnvironmentSource:
 
     @property
     def position(self) -> int:
-        """Tasks taken since the start of the run."""
+        """Number of tasks taken since the start of the run."""
         return self._taken
 
     @property
     def epochs(self) -> float:
-        """Rounds since the start of the run."""
+        """Number of rounds since the start of the run."""
         return self._taken / len(self._round)
 
     def take(self, n: int) -> list[Prompt]:

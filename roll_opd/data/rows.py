@@ -47,7 +47,7 @@ class DataError(ValueError):
 
 
 class BadRow(Exception):
-    """Unusable row of one of the kinds above; `detail` is the reason."""
+    """A row is unusable: its kind is one of those above; `detail` is the reason."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind, detail)
@@ -56,7 +56,7 @@ class BadRow(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """One usable row: a conversation in `messages`, or a plain text in `prompt`, tokenised without a template."""
+    """One usable row: a conversation in `messages`, or in `prompt` plain text, which is tokenised unchanged."""
 
     id: str
     tag: str
@@ -75,10 +75,11 @@ def parse_row(
 ) -> Row:
     """Parse a decoded value into a row; raises `BadRow`.
 
-    `columns` maps messages, prompt, tag and id to their column names in the value. The conversation is in `messages`, a
-    list of `{"role", "content"}` or its JSON string, else in `prompt`, a plain text or such a list, else in
-    `conversations`, as in ShareGPT. The assistant's last turn is removed as an answer, unless the row `has_answers`.
-    A missing tag becomes `DEFAULT_TAG`, a missing id `fallback_id`.
+    `columns` maps messages, prompt, tag and id to their column names in the value. The conversation is in `messages`: a
+    list of `{"role", "content"}` or its JSON string. If the row has none, it is in `prompt` (plain text or such a
+    list), else in `conversations`, as in ShareGPT. The assistant's last turn is removed as an answer, unless the row
+    `has_answers`.
+    A missing tag becomes `DEFAULT_TAG`; a missing id becomes `fallback_id`.
     """
     value = rename_columns(value, columns)
     messages, prompt = _parse_prompt(value, columns)
@@ -120,7 +121,7 @@ def parse_task(value: Any, fallback_id: str, columns: Mapping[str, str]) -> Row:
 
 
 def rename_columns(value: Any, columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values that are neither None nor NaN, renamed by `columns`; raises `BadRow` for other types."""
+    """Return the row without nulls, its columns renamed by `columns`; raises `BadRow` if it is not an object."""
     if isinstance(value, BadRow):
         raise value
     if not isinstance(value, dict):
@@ -134,7 +135,7 @@ def rename_columns(value: Any, columns: Mapping[str, str]) -> dict[str, Any]:
 
 
 def is_null(value: Any) -> bool:
-    """Whether a value is None or another library's null: NaN, pandas' NaT and NA."""
+    """Whether a value is None or a null of another library: NaN, or pandas' NaT or NA."""
     if value is None or type(value).__name__ in _MISSING:
         return True
     if isinstance(value, Decimal):
@@ -150,7 +151,7 @@ def is_missing(value: Any) -> bool:
 
 
 def tag_of(value: Any) -> str:
-    """Return a row's tag, `DEFAULT_TAG` if the value is missing; raises `BadRow`."""
+    """Return a row's tag, or `DEFAULT_TAG` if it is missing; raises `BadRow`."""
     if is_missing(value):
         return DEFAULT_TAG
     if not isinstance(value, str):
@@ -159,7 +160,7 @@ def tag_of(value: Any) -> str:
 
 
 def without_prompt(names: Sequence[str], columns: Mapping[str, str]) -> BadRow:
-    """Return the `BadRow` for a row without any of the columns `names`, with their names in the file."""
+    """Return the `BadRow` for a row that has none of the columns `names`; it lists their names in the file."""
     looked_for = filter(None, (columns.get(name, name) for name in names))
     return BadRow(NO_PROMPT, f"looked for {', '.join(looked_for)}; name its column in data_args")
 
@@ -188,7 +189,7 @@ def first_present(value: Mapping[str, Any], names: Sequence[str]) -> str | None:
 
 
 def _tools(value: Mapping[str, Any]) -> tuple[tuple[FrozenDict, ...], tuple[str, ...]]:
-    """Return the tools of a row, and the name of a tools column in an unsupported form; raises `BadRow`."""
+    """Return the tools of a row, and the name of a tools column whose form is unsupported; raises `BadRow`."""
     for name in ("tools", "functions"):
         written = value.get(name)
         if not written or is_missing(written):
@@ -207,7 +208,7 @@ def _tools(value: Mapping[str, Any]) -> tuple[tuple[FrozenDict, ...], tuple[str,
 
 
 def _variables(value: Any) -> FrozenDict:
-    """Return the template variables in `chat_template_kwargs`, an object or its JSON; raises `BadRow`."""
+    """Return the template variables in `chat_template_kwargs` (an object or its JSON text); raises `BadRow`."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -242,9 +243,9 @@ def _question(messages: tuple[FrozenDict, ...]) -> tuple[FrozenDict, ...]:
 
 
 def parse_messages(messages: Any) -> tuple[FrozenDict, ...]:
-    """Parse a conversation from a list, or from a JSON string of one, also in ShareGPT's form; raises `BadRow`.
+    """Parse a conversation, a list or its JSON string, in OpenAI's or ShareGPT's form; raises `BadRow`.
 
-    A tuple has been parsed already and is returned unchanged.
+    A tuple is already parsed and is returned unchanged.
     """
     if isinstance(messages, tuple) and messages:
         return messages
@@ -281,7 +282,7 @@ def _parse_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def parse_shared_gpt(value: dict[str, Any]) -> tuple[FrozenDict, ...]:
-    """Return ShareGPT's `conversations`, with column `system` as first message if they have none; raises `BadRow`."""
+    """Return ShareGPT's `conversations`. If they lack a system message, column `system` is it; raises `BadRow`."""
     messages, system = parse_messages(value["conversations"]), value.get("system")
     if not isinstance(system, str) or not system.strip() or messages[0]["role"] == "system":
         return messages
@@ -289,7 +290,7 @@ def parse_shared_gpt(value: dict[str, Any]) -> tuple[FrozenDict, ...]:
 
 
 def _with_role(message: Any) -> dict[str, Any]:
-    """Return a message; one of ShareGPT's form, `{"from", "value"}`, as `{"role", "content"}`."""
+    """Return a message as `{"role", "content"}`, also from ShareGPT's form `{"from", "value"}`."""
     if not isinstance(message, dict):
         raise BadRow(WRONG_TYPE, f"a message must be an object, not {type(message).__name__}")
     if message.get("role") is not None or message.get("from") is None:
@@ -312,7 +313,7 @@ def encodable(text: str, name: str) -> str:
 
 
 def _text(value: dict[str, Any], key: str) -> str | None:
-    """Return a text field, None if it is missing; numbers, common for ids and answers, become texts."""
+    """Return a text field, None if it is missing; numbers, which are common for ids and answers, become texts."""
     item = value.get(key)
     if is_missing(item):
         return None

@@ -1,6 +1,6 @@
-"""Teacher files as a data set: answers with a teacher's scores, checked in one pass and read when they are drawn.
+"""Data set of teacher files: answers with a teacher's scores. One pass checks all rows; a drawn row is read again.
 
-Only the places of the rows are in memory. Reading a row decodes its row group; those of `roll-opd score` have
+Only the places of the rows are in memory. Reading a row decodes its row group; `roll-opd score` writes row groups of
 `ROWS_OF_A_GROUP` rows.
 """
 
@@ -32,7 +32,7 @@ SCHEMA = "scored"  # of `DataPlan`: the rows of teacher files
 
 @dataclass(frozen=True)
 class _Place:
-    """A row: number of the file, of the row group, in the group, and a digest of its content."""
+    """Place of a row: the numbers of its file, of its row group and in the group; and a digest of its content."""
 
     file: int
     group: int
@@ -41,7 +41,7 @@ class _Place:
 
 
 class TeacherFile:
-    """A parquet file of scored answers; DataError where it cannot be read or has another format."""
+    """A parquet file of scored answers. Raises DataError if it cannot be read or has another format."""
 
     def __init__(self, path: Path, tokenizer: "PreTrainedTokenizerBase", packing: str | None = None) -> None:
         self.path = path
@@ -53,7 +53,7 @@ class TeacherFile:
         self._read: OrderedDict[int, list[tuple[str, TeacherScores | BadRow]]] = OrderedDict()
 
     def group(self, number: int) -> list[tuple[str, TeacherScores | BadRow]]:
-        """Return the id ("" without a column `id`) and the content of each row of a row group."""
+        """Return the id ("" if there is no column `id`) and the content of each row in a row group."""
         if number not in self._read:
             while len(self._read) >= GROUPS_IN_MEMORY:
                 self._read.popitem(last=False)
@@ -79,7 +79,7 @@ def _opened(path: Path) -> Any:
 
 
 class ScoredSet:
-    """Scored answers, numbered from 0; made by `open_teacher_files`. Same methods as `PromptSet`."""
+    """Scored answers, numbered from 0; made by `open_teacher_files`. It has the methods of `PromptSet`."""
 
     streams: tuple[StreamPlan, ...] = (DEFAULT_STREAM,)
 
@@ -90,11 +90,11 @@ class ScoredSet:
         return len(self._places)
 
     def members(self, stream: StreamPlan) -> np.ndarray:
-        """Return every number, int64."""
+        """Return the numbers of all rows, int64."""
         return np.arange(len(self), dtype=np.int64)
 
     def read(self, numbers: Sequence[int]) -> list[Prompt]:
-        """Return the rows with these numbers, in order. DataError for a row that has changed since the start."""
+        """Return the rows with these numbers, in order. Raises DataError if a row has changed since the start."""
         found: dict[int, Prompt] = {}
         for number in sorted(set(numbers), key=lambda number: (self._places[number].file, self._places[number].group)):
             place = self._places[number]
@@ -116,11 +116,11 @@ class ScoredSet:
         return [found[number] for number in numbers]
 
     def all(self) -> list[Prompt]:
-        """Return every row, in order; for held-out rows."""
+        """Return all rows in order; for held-out rows."""
         return self.read(range(len(self)))
 
     def fingerprint(self) -> list[dict[str, str | int]]:
-        """Return name, number of rows and digest of each file."""
+        """Return the name, number of rows and digest of each file."""
         found: list[dict[str, str | int]] = []
         for number, file in enumerate(self._files):
             own = [place.digest for place in self._places if place.file == number]
@@ -134,8 +134,8 @@ def open_teacher_files(
 ) -> tuple[ScoredSet, DataReport]:
     """Check every row of `plan.files` in one pass; return the usable rows and a report.
 
-    `plan.on_bad_row` sets whether inconsistent rows are refused or dropped, `plan.on_long_prompt` the same for rows of
-    more than `plan.prompt_length` tokens. DataError on refusal, and without any usable row.
+    `plan.on_bad_row` sets whether inconsistent rows are refused or dropped; `plan.on_long_prompt` sets the same for
+    rows of more than `plan.prompt_length` tokens. Raises DataError if a row is refused or no row is usable.
     """
     files = [TeacherFile(Path(name), tokenizer, packing) for name in plan.files]
     places: list[_Place] = []
@@ -180,7 +180,7 @@ class FileFacts:
 
 
 def facts_of(files: Sequence[str], packing: str | None) -> FileFacts:
-    """Return the facts of teacher files, from little of each. DataError for an unreadable file."""
+    """Return the facts of teacher files, read from a small part of each. Raises DataError for an unreadable file."""
     vocabularies, sizes = [], []
     for name in files:
         with _opened(Path(name)) as file:

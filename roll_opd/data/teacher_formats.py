@@ -1,4 +1,4 @@
-"""Formats of teacher files: from a row group of a parquet file to `TeacherScores`.
+"""Formats of teacher files: decode a row group of a parquet file to `TeacherScores`.
 
     ours          `roll-opd score --topk`: prompt_ids, response_ids, teacher_logprobs, teacher_topk_ids, ...
     Lightning-OPD prompt (text), metadata.response_tokens, metadata.teacher_log_probs; arXiv 2604.13010
@@ -44,7 +44,7 @@ class FileFormat:
 def recognised(
     path: Path, schema: "pa.Schema", tokenizer: "PreTrainedTokenizerBase", packing: str | None = None
 ) -> FileFormat:
-    """Return the format of a file by its columns; DataError for another one.
+    """Return the format of a file, recognised by its columns. Raises DataError for any other format.
 
     `packing` is the path of DistillKit's compression configuration; None: next to the file.
     """
@@ -83,7 +83,7 @@ def _fields(schema: "pa.Schema", name: str) -> set[str]:
 
 
 def packing_of(path: Path, packing: str | None) -> LogprobPacking:
-    """Return the compression of a file of DistillKit. DataError without its configuration."""
+    """Return the compression of a DistillKit file. Raises DataError if its configuration is missing."""
     file = Path(packing) if packing else path.parent / PACKING_FILE
     try:
         return read_packing(file)
@@ -133,7 +133,7 @@ def _lightning_rows(table: "pa.Table", tokenizer: "PreTrainedTokenizerBase") -> 
 
 
 def _is_text_of(row: TeacherScores, text: str, tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether the response tokens decode to `text`, or are its encoding; a truncated answer may be only the first."""
+    """Whether the tokens decode to `text` or are its encoding; only the first may hold for a truncated answer."""
     tokens = row.response_ids.tolist()
     if any(not 0 <= token < len(tokenizer) for token in tokens):
         return False
@@ -166,12 +166,12 @@ def _packed_rows(table: "pa.Table", packing: LogprobPacking) -> Iterator[Teacher
 
 
 def _position_bytes(values: np.ndarray) -> np.ndarray:
-    """Return bytes of positions, uint8 [R, B]; a row without positions gets one column."""
+    """Return the bytes of positions, uint8 [R, B]; for a row without positions, B is 1."""
     return values.reshape(len(values), -1).astype(np.uint8)
 
 
 def _scores(arrays: Mapping[str, np.ndarray | None], facts: Mapping[str, Any]) -> TeacherScores | BadRow:
-    """Return the arrays of a row in their dtypes; a `BadRow` for other content."""
+    """Return the arrays of a row in their dtypes, or a `BadRow` if the content does not fit."""
     made: dict[str, Any] = dict(facts)
     for name, values in arrays.items():
         if values is None:
@@ -202,9 +202,9 @@ def _struct(column: Any) -> dict[str, Any]:
 
 
 def lists(column: Any) -> list[np.ndarray | None]:
-    """Return the value of a list column in each row: [R], [R, K] for lists of lists, None for a missing value.
+    """Return each row's value of a list column: [R], or [R, K] for lists of lists; None for a missing value.
 
-    An array of objects, where the inner lists of a row differ in length.
+    If the inner lists of a row differ in length, its value is an array of objects.
     """
     import pyarrow as pa
 

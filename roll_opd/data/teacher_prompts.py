@@ -1,6 +1,6 @@
-"""Prompts of teachers with their own context: another system message, a hint filled from the row, another template.
+"""Prompts of teachers that have their own system message, template, or hint that is filled in from the row.
 
-The student's response tokens follow such a prompt unchanged.
+The student's response tokens follow such a prompt without change.
 """
 
 import json
@@ -37,7 +37,7 @@ class TeacherPrompts:
     def texts(self, row: Row, template: str) -> dict[str, PromptText]:
         """Return the prompt text of each teacher that accepts the tag of `row`, by name.
 
-        `template` is used by teachers without their own. Raises `BadRow` if the row lacks a value of a hint,
+        A teacher without its own template uses `template`. Raises `BadRow` if the row lacks a value for a hint, and
         `DataError` if a template refuses the row.
         """
         found = {}
@@ -47,7 +47,7 @@ class TeacherPrompts:
         return found
 
     def encode(self, rows: Sequence[Mapping[str, PromptText]]) -> list[dict[str, np.ndarray]]:
-        """Return the tokens of each text of each row, int64 [P]."""
+        """Return the tokens of each text of each row, one int64 [P] per text."""
         encoded: list[dict[str, np.ndarray]] = [{} for _ in rows]
         for name, (_, tokenizer) in self._contexts.items():
             numbers = [number for number, texts in enumerate(rows) if name in texts]
@@ -57,7 +57,7 @@ class TeacherPrompts:
         return encoded
 
     def too_long(self, prompts: Mapping[str, np.ndarray]) -> str | None:
-        """Return a message about the first prompt above its teacher's limit; None if all fit."""
+        """Return an error message about the first prompt that exceeds its teacher's limit; None if all fit."""
         for name, tokens in prompts.items():
             context = self._contexts[name][0]
             if len(tokens) > context.prompt_length:

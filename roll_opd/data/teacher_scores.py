@@ -1,4 +1,4 @@
-"""A teacher's scores of one given answer, as a teacher file has them, and the check of their consistency.
+"""A teacher's scores of one answer in a teacher file, and the check of their consistency.
 
 Legend: P prompt tokens, R response tokens, K tokens of a top-k. Entry t of an array belongs to response token t.
 """
@@ -16,7 +16,7 @@ SHARE_OF_LAST = 100  # a renormalised top-k leaves less than this part of its le
 
 @dataclass(frozen=True)
 class TeacherScores:
-    """Scores of one answer; an array that the file does not have is None."""
+    """Scores of one answer; an array that the file lacks is None."""
 
     prompt_ids: np.ndarray  # int64 [P]
     response_ids: np.ndarray  # int64 [R]
@@ -33,7 +33,7 @@ class TeacherScores:
 
 @dataclass(frozen=True)
 class Expected:
-    """Values that every row of a run must have."""
+    """Values that a run expects in every row."""
 
     vocab_size: int  # token ids of the student
     tokenizer: str = ""  # fingerprint of the student's tokenizer; empty: unknown
@@ -43,15 +43,15 @@ class Expected:
 
 
 def problem(scores: TeacherScores, expected: Expected) -> str | None:
-    """Return the first inconsistency of a row in words, or None."""
+    """Return a sentence about the first inconsistency of a row; None if it is consistent."""
     with np.errstate(over="ignore", invalid="ignore"):
         return next(_problems(scores, expected), None)
 
 
 def with_rest(scores: TeacherScores) -> np.ndarray | None:
-    """Return the log-probs of all tokens outside the top-k together, f32 [R]; None without a top-k.
+    """Return the log of the total probability outside the top-k, f32 [R]; None if there is no top-k.
 
-    Without `topk_rest` it is log(1 - Σp), at least log(`REST_FLOOR`).
+    If the file lacks `topk_rest`, it is log(1 - Σp), but at least log(`REST_FLOOR`).
     """
     if scores.topk_logprobs is None or scores.topk_rest is not None:
         return scores.topk_rest
@@ -131,7 +131,7 @@ def _wrong_ids(scores: TeacherScores, vocab_size: int) -> Iterator[str]:
 
 
 def _not_logprobs(name: str, values: np.ndarray, error: float) -> Iterator[str]:
-    """Find values that are no log-probs; `topk_rest` may be as low as f32 allows."""
+    """Find values that cannot be log-probs; `topk_rest` may be as low as f32 allows."""
     flat = values.reshape(len(values), -1)
     wrong = {
         "is not finite: an overflow of f16, or not computed": ~np.isfinite(flat),
@@ -175,10 +175,10 @@ def _wrong_topk(scores: TeacherScores) -> Iterator[str]:
 
 
 def _is_renormalised(mass: np.ndarray, last: np.ndarray, error: float) -> bool:
-    """Whether Σp is 1 wherever a softmax would leave probability to other tokens.
+    """Whether Σp is 1 even where a softmax must leave some probability to the tokens outside the top-k.
 
-    After a least likely token of probability p, the many others of a vocabulary have together at least p /
-    `SHARE_OF_LAST`. Positions where this is below the precision do not count.
+    If the least likely token of the top-k has probability p, the many other tokens of a vocabulary have at least p /
+    `SHARE_OF_LAST` in total. Positions where this is below the precision do not count.
     """
     decides = last / SHARE_OF_LAST > error
     return int(decides.sum()) >= FEWEST_POSITIONS and bool((np.abs(1 - mass) <= error * 2)[decides].all())

@@ -1,7 +1,7 @@
 """Write a teacher file in parts, so that an interrupted scoring continues after its last part.
 
 A part is a parquet file in `.OUTPUT.parts/`, renamed when it is complete. At the end all parts become one file, which
-is renamed to OUTPUT. Parts of other settings or another input are discarded.
+is renamed to OUTPUT. Parts that were written with other settings or another input are discarded.
 
 Legend: R response tokens, K tokens of a top-k.
 """
@@ -32,10 +32,10 @@ class TeacherWriter:
 
     Args:
         output: the parquet file.
-        facts: columns with one value in all rows: teacher, tokenizer, temperature.
+        facts: columns with the same value in all rows: teacher, tokenizer, temperature.
         topk: K, or None for log-probs of the response tokens only.
-        vocab_size: token ids over which the log-probs are normalised.
-        settings: settings that determine the scores; parts of other settings are discarded.
+        vocab_size: number of token ids over which the log-probs are normalised.
+        settings: settings that determine the scores; parts written with other settings are discarded.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TeacherWriter:
         file.write_text(self._settings, encoding="utf-8")
 
     def missing(self, rows: Iterator[dict[str, Any]]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-        """Yield number and input rows of each part that is not written yet."""
+        """Yield the number and the input rows of each part that is not written yet."""
         for number in count():
             part = list(islice(rows, ROWS_OF_A_PART))
             if not part:
@@ -68,14 +68,14 @@ class TeacherWriter:
                 yield number, part
 
     def write(self, number: int, rows: Sequence[Mapping[str, Any]], scores: Sequence[Mapping[str, np.ndarray]]) -> None:
-        """Write part `number`: input rows (`id`, `tokens`, `prompt_length`) with the arrays of `compute_targets`."""
+        """Write part `number`: input rows (`id`, `tokens`, `prompt_length`) and the arrays of `compute_targets`."""
         table = self._table(rows, scores)
         partial = self._part(number).with_suffix(".partial")
         _write([table], partial, table.schema)
         partial.replace(self._part(number))
 
     def finish(self) -> None:
-        """Join all parts into the output, and remove them."""
+        """Join all parts into the output, and remove the parts."""
         import pyarrow.parquet as pq
 
         files = sorted(self.parts.glob("*.parquet"))
@@ -119,7 +119,7 @@ def digest_of(path: Path) -> str:
 
 
 def _lists(values: Sequence[np.ndarray]) -> "pa.Array":
-    """Return arrays [R] as lists, and arrays [R, K] as lists of lists of K."""
+    """Return arrays [R] as lists, and arrays [R, K] as lists of lists."""
     import pyarrow as pa
 
     ends = np.cumsum([0, *map(len, values)], dtype=np.int32)

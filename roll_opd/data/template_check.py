@@ -1,9 +1,9 @@
 """Detect messages, tools, tool calls and thoughts that a chat template drops without an error.
 
-Two checks complement each other. A probe, once for each conversation shape, replaces every text, tool and call with a
-marker and searches the rendered text for the markers, so a short text that also occurs elsewhere is not mistaken for
-rendered. A search for the texts themselves finds omissions that depend on the text, such as thoughts that are cut off.
-Templates may trim, escape and reorder.
+Two checks complement each other. A probe, made once for each conversation shape, replaces every text, tool and call
+with a marker and searches the rendered text for the markers. So a short text that also occurs elsewhere is not mistaken
+for rendered. A search for the texts themselves finds omissions that depend on the text, such as thoughts that are cut
+off. Templates may trim, escape and reorder texts.
 """
 
 import json
@@ -27,7 +27,7 @@ _FORMS = ((False, False), (True, False), (False, True), (True, True))
 
 
 class TemplateOmission(Exception):
-    """Part of a conversation that a chat template drops; the message continues the words "the chat template"."""
+    """A chat template drops a part of a conversation; the message continues the words "the chat template"."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ _SHAPES: dict[tuple, _Shape] = {}
 def render_complete(write: Write, source: str, variant: str, messages: Messages, tools: list[dict[str, Any]]) -> str:
     """Return a conversation rendered by the template `source`; raises `TemplateOmission` if a part of it is missing.
 
-    `variant` is the rest of the cache key of `write`. Errors of the template pass through.
+    `variant` completes the cache key of `write`. Errors that the template raises pass through.
     """
     shape = _shape(write, (source, variant), messages, tools)
     text = write(_in_form(messages, shape.form), tools)
@@ -62,9 +62,9 @@ def render_complete(write: Write, source: str, variant: str, messages: Messages,
 
 
 def omission(tokenizer: Any, messages: Messages) -> str | None:
-    """Return the message of `TemplateOmission` for the tokenizer's own template; None for a complete rendering.
+    """Return the message of `TemplateOmission` for the tokenizer's own template; None if the rendering is complete.
 
-    None also if the template raises; rendering the conversation then reports the error.
+    Also returns None if the template raises an error, since rendering the conversation reports it.
     """
 
     def write(messages: Messages, tools: list[dict[str, Any]]) -> str:
@@ -82,10 +82,10 @@ def omission(tokenizer: Any, messages: Messages) -> str | None:
 def omission_of_shape(
     write: Write, source: str, variant: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Return the message of `TemplateOmission` for a client's conversation; None for a complete rendering.
+    """Return the message of `TemplateOmission` for a client's conversation; None if the rendering is complete.
 
-    Each conversation shape is probed once; texts are not searched. None also for contents other than text, and if the
-    template raises.
+    Each conversation shape is probed once; texts are not searched. Also returns None for contents other than text, and
+    if the template raises an error.
     """
     contents = [message.get("content") for message in messages]
     if not all(isinstance(content, str | None) for content in contents):
@@ -99,7 +99,7 @@ def omission_of_shape(
 
 
 def check_answer(answer: Mapping[str, Any], text: str) -> None:
-    """Raise `TemplateOmission` if the rendered `text` of an answer lacks its text, its thoughts or a tool call."""
+    """Raise `TemplateOmission` if the rendered `text` lacks the answer's text, its thoughts or a tool call."""
     found = _RenderedText(text)
     for call in answer.get("tool_calls") or ():
         name = tool_name(call) or ""
@@ -128,7 +128,7 @@ def drops_text_with_calls(messages: Sequence[Mapping[str, Any]], text: str) -> b
 def visible(message: Mapping[str, Any]) -> str:
     """Return the text of a message that must be in the prompt.
 
-    Templates may drop thoughts of earlier turns, and switches such as `/no_think`.
+    Templates may drop the thoughts of earlier turns, and switches such as `/no_think`.
     """
     if _SWITCHES.fullmatch(message["content"]):
         return ""
@@ -158,7 +158,7 @@ class _RenderedText:
         return _squeezed(part) in self._text
 
     def has(self, part: str) -> bool:
-        """Whether a text occurs verbatim, escaped as JSON, or by most of its words."""
+        """Whether a text occurs verbatim or escaped as JSON, or whether most of its words occur."""
         if self.exactly(part):
             return True
         if any(self.exactly(json.dumps(part, ensure_ascii=ascii_)[1:-1]) for ascii_ in (False, True)):

@@ -1,8 +1,8 @@
-"""Render rows with a chat template and tokenise them: the tokenizer's template, or one of ROLL's names.
+"""Render rows with a chat template (the tokenizer's, or one that ROLL names), and tokenise them.
 
-A conversation is rendered by the template; a plain `prompt` is tokenised unchanged. A sequence gets one
-beginning-of-sequence token (BOS), if the tokenizer itself adds one, and no other added special token. Templates that
-write the date get the start date of the run, in every process and after a resume.
+A conversation is rendered by the template; a plain `prompt` is tokenised unchanged. If the tokenizer itself adds a
+beginning-of-sequence token (BOS), a sequence gets one; no other special token is added. Templates that write the date
+get the date on which the run started, in every process and after a resume.
 """
 
 import json
@@ -29,7 +29,7 @@ _PROBE = "a"  # any text
 def token_ids(tokenizer: Any, texts: Sequence[str], begins: Sequence[bool]) -> list[list[int]]:
     """Return the token ids of each text, with the BOS for texts that begin a sequence (`begins`).
 
-    A text that already starts with the BOS, after optional blanks, gets no second one.
+    A text that already starts with the BOS (blanks may precede it) gets no second one.
     """
     if not texts:
         return []
@@ -74,7 +74,7 @@ def writes_date(tokenizer: Any) -> bool:
 
 
 def with_date(tokenizer: Any, moment: datetime | None = None) -> Any:
-    """Return `tokenizer` with `moment` as its chat template's date; default: the run's date, else now."""
+    """Return `tokenizer` with `moment` as the date of its chat template; default: the run's date, else now."""
     if writes_date(tokenizer):
         moment = moment or (datetime.fromisoformat(os.environ[VARIABLE]) if VARIABLE in os.environ else datetime.now())
         tokenizer.apply_chat_template = partial(
@@ -104,9 +104,10 @@ BASE = (
 
 @dataclass(frozen=True)
 class PromptText:
-    """Text to tokenise; if it `begins` a sequence, with the beginning-of-sequence token, see `token_ids`.
+    """Text to tokenise. If it `begins` a sequence, a beginning-of-sequence token is added; see `token_ids`.
 
-    Raises `DataError` for text that is not valid UTF-8: row parts that only a template reads are not checked earlier.
+    Raises `DataError` for text that is not valid UTF-8, since row parts that only a template reads are not checked
+    earlier.
     """
 
     text: str
@@ -124,15 +125,15 @@ class UnusableTemplate(DataError):
 
 
 class NoChatTemplate(UnusableTemplate):
-    """A tokenizer without the chat template that the rows need."""
+    """The tokenizer lacks the chat template that the rows need."""
 
 
 @dataclass(frozen=True)
 class Template:
     """Renders a conversation as text.
 
-    `prompt` renders up to the answer; `whole` renders an answer message too. If `whole` is None, an answer follows the
-    prompt unchanged, up to the end-of-sequence token.
+    `prompt` renders up to the answer; `whole` also renders an answer message. If `whole` is None, the answer's text
+    follows the prompt unchanged and ends with the end-of-sequence token.
     """
 
     prompt: Callable[["PreTrainedTokenizerBase", Row], str]
@@ -167,8 +168,8 @@ def _tokenizer_class(path: str) -> str | None:
 def render_prompt(tokenizer: "PreTrainedTokenizerBase", row: Row, template: str = "native") -> PromptText:
     """Return the prompt text of `row`, up to the start of the answer.
 
-    `template` is one of `TEMPLATES`. Raises `DataError` for another name and if the template refuses the conversation,
-    `NoChatTemplate` if the tokenizer lacks the template.
+    `template` is one of `TEMPLATES`. Raises `DataError` for another name or if the template refuses the conversation,
+    and `NoChatTemplate` if the tokenizer lacks the template.
     """
     if template not in TEMPLATES:
         raise DataError(f"unknown template {template!r}; known are {', '.join(sorted(TEMPLATES))}")
@@ -183,7 +184,8 @@ def render_answer(
 ) -> PromptText:
     """Return the text of `answer` after `prompt` (of `render_prompt`), up to the end-of-sequence token.
 
-    It is tokenised separately, as sampled responses are, so that the prompt's tokens are a prefix of the conversation.
+    The answer is tokenised separately, like sampled responses, so that the prompt's tokens are a prefix of the
+    conversation's.
     Raises `DataError` if the prompt is no prefix of the rendered conversation.
     """
     end = tokenizer.eos_token or ""
@@ -205,7 +207,7 @@ def render_answer(
 
 
 def _complete(template: str, row: Row, write: Callable[..., Any], *values: Any) -> Any:
-    """Return `write(*values)`; raises `DataError` if the template drops a part of the row."""
+    """Return the text from `write(*values)`; raises `DataError` if the template drops a part of the row."""
     try:
         return write(*values)
     except TemplateOmission as left:
@@ -218,7 +220,7 @@ def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[PromptText]) 
 
 
 def _chat(chat_template: str | None = None, **variables: Any) -> Template:
-    """Return a template that renders with `chat_template`, by default the tokenizer's."""
+    """Return a template that renders with `chat_template`; the default is the tokenizer's."""
 
     def render(tokenizer: "PreTrainedTokenizerBase", row: Row, *answer: Mapping[str, Any]) -> str:
         import jinja2
