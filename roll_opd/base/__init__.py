@@ -1,1 +1,1 @@
-"""Shared utilities that every package may import: registry, errors, paths, terminal. Standard library and pydantic."""
+"""Shared utilities that every package may import: registry, errors, paths, terminal. Imports only pydantic."""

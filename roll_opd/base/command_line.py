@@ -1,4 +1,4 @@
-"""Arguments shared by all commands that read a configuration, and exit codes."""
+"""Arguments that all commands with a configuration share, and exit codes."""
 
 import argparse
 import gc
@@ -28,7 +28,7 @@ SESSION_SOCKET = "ROLL_OPD_SESSION_SOCKET"
 
 
 def safe_output() -> None:
-    """Print characters outside of the terminal's encoding as escapes instead of failing."""
+    """Print characters that the terminal's encoding lacks as escapes, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -38,8 +38,8 @@ def safe_output() -> None:
 def without_collections() -> Iterator[None]:
     """Disable automatic garbage collection; explicit collections still work.
 
-    Imported modules and a step's samples stay alive, so automatic collections find nothing; they took a sixth of the
-    driver's time in a step of 8,192 samples.
+    Imported modules and a step's samples stay alive, so automatic collections find nothing to free. They took a sixth
+    of the driver's time in a step of 8,192 samples.
     """
     were_on = gc.isenabled()
     gc.disable()
@@ -53,7 +53,7 @@ def without_collections() -> Iterator[None]:
 def add_config_arguments(parser: argparse.ArgumentParser, takes_pipeline: bool = True) -> None:
     """Add the configuration arguments: a YAML file, or a directory and a name as in ROLL, and overrides.
 
-    With `takes_pipeline` the first word may name the pipeline; otherwise the configuration determines it.
+    If `takes_pipeline` is set, the first word may name the pipeline; otherwise the configuration determines it.
     """
     pipeline = f"[{'|'.join(ENTRIES)}|sft|dpo|offline_distill|MODULE] " if takes_pipeline else ""
     parser.usage = (
@@ -69,7 +69,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, takes_pipeline: bool =
 
 
 def pipeline_arguments(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Remove the pipeline from the words of a command line; return its arguments for `load_plan`, empty without one."""
+    """Remove the pipeline from a command line's words; return its arguments for `load_plan`, empty if there is none."""
     first = parsed.overrides[0] if parsed.overrides else ""
     if not first or not _is_name(first):
         return {}
@@ -107,7 +107,7 @@ def _advice(word: str | None) -> str:
 
 
 def _named_yaml(word: str) -> str | None:
-    """Return the YAML file of a word without its ending, as --config_name allows; None if it does not exist."""
+    """Return the YAML file that a word names without .yaml, as --config_name allows; None if it does not exist."""
     return next((word + ending for ending in YAML if os.path.isfile(word + ending)), None)
 
 
@@ -127,7 +127,7 @@ def _is_file(word: str) -> bool:
 
 
 def write_run_directory(path: str | os.PathLike[str]) -> None:
-    """Write a run's directory to the file that the environment variable names, if it is set.
+    """If the environment variable is set, write the run's directory to the file that it names.
 
     The variable is removed, so that nested runs do not overwrite the file.
     """

@@ -73,9 +73,9 @@ def _has_current_directory() -> bool:
 
 
 def place_of(error: BaseException) -> str:
-    """Return "file.py:12", the innermost line of user code, or else of this package, in an error's traceback.
+    """Return the place of an error as "file.py:12": the traceback's innermost line of user code, else of this package.
 
-    Frames of libraries and of Python are skipped; "" for an error that was never raised.
+    Frames of libraries and of Python are skipped. Returns "" for an error that was never raised.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
@@ -87,7 +87,7 @@ def place_of(error: BaseException) -> str:
 
 
 def unexpected(error: BaseException) -> str:
-    """Return a message for an unexpected error before anything was started."""
+    """Return a message for an unexpected error that occurs before anything is started."""
     if isinstance(error, OSError):
         return os_sentence(error)
     if isinstance(error, MemoryError):
@@ -99,14 +99,14 @@ def unexpected(error: BaseException) -> str:
 
 
 def print_unexpected(error: BaseException) -> None:
-    """Print the message of `unexpected`, with ROLL_OPD_DEBUG after the traceback."""
+    """Print the message of `unexpected`; if ROLL_OPD_DEBUG is set, print the traceback first."""
     if DEBUG in os.environ:
         traceback.print_exception(error)
     print(f"roll-opd: {unexpected(error)}", file=sys.stderr)
 
 
 def last_raised(output: str) -> str | None:
-    """Return "Kind: message" of the first traceback in a process's output; None without one.
+    """Return "Kind: message" of the first traceback in a process's output; None if it has no traceback.
 
     The first traceback is the cause of later ones. Prefixes of log lines are removed.
     """
@@ -174,4 +174,4 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Terminated(RunError):
-    """SIGTERM ended the run; the message has the saved checkpoint and how to resume."""
+    """SIGTERM ended the run; the message names the saved checkpoint and how to resume."""

@@ -21,13 +21,13 @@ _WRITER = re.compile(
 
 
 class DiskFull(Exception):
-    """A run ends because a disk is full; the message has the file system and the remedy."""
+    """A run ends because a disk is full; the message names the file system and the remedy."""
 
 
 def full_disk(error: BaseException, *places: Path) -> str | None:
     """Return "the disk is full: ..." if that is the cause of `error`, else None.
 
-    `places` are candidate directories; the fullest is reported if the error names no file.
+    `places` are candidate directories. If the error names no file, the fullest of them is reported.
     """
     for each in _chain(error):
         if isinstance(each, OSError) and each.errno in FULL:
@@ -47,7 +47,7 @@ def reason(error: BaseException, *places: Path) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes, also causes from other processes and exception groups."""
+    """Yield an error and its causes, including those in exception groups and from other processes."""
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:

@@ -19,12 +19,12 @@ def gpus() -> int:
 
 
 def devices() -> int:
-    """Return the number of devices of this node: its GPUs, or without any the slots that share the cores."""
+    """Return the number of devices of this node: its GPUs or, if it has none, the slots that share its cores."""
     return gpus() or min(SLOTS, len(os.sched_getaffinity(0)))
 
 
 def gpu_memory_gb() -> float | None:
-    """Return the memory of this machine's smallest NVIDIA GPU in GiB; None without one."""
+    """Return the memory of this machine's smallest NVIDIA GPU in GiB; None if it has no GPU."""
     return min(_gpu_mebibytes(), default=0) / 1024 or None
 
 

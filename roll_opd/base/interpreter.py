@@ -17,9 +17,9 @@ MODULES = {"megatron-core": "megatron.core", "hydra-core": "hydra", "pyyaml": "y
 
 
 def use_project_environment(needs_packages: "bool | tuple[str, ...]" = True, module: str = "") -> None:
-    """Return if this Python meets the requirements; else re-execute with .venv's, or exit with one line of error.
+    """Return if this Python meets the requirements; else re-execute with .venv's, or exit with a one-line error.
 
-    `needs_packages`: True: those of the project; a tuple: the named ones; False: only the version is checked.
+    `needs_packages`: which packages must be installed. True: those of the project; a tuple: those named; False: none.
     `module`: the program is a module (python -m), not a file.
     """
     lack = lacking(needs_packages)

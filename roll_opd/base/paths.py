@@ -66,7 +66,7 @@ def expanded(text: str) -> Path:
 
 
 def find_path(text: str) -> Path | None:
-    """Return the first existing path of `candidates`; None without one.
+    """Return the first existing path of `candidates`; None if none exists.
 
     Raises PathError if a path cannot be checked: no permission, name too long, ...
     """
@@ -80,7 +80,7 @@ def find_path(text: str) -> Path | None:
 
 
 def regular_file(path: Path) -> Path:
-    """Return `path` if it is a regular file, which can be read repeatedly; raises PathError for others."""
+    """Return `path` if it is a regular file, which can be read repeatedly; raises PathError otherwise."""
     try:
         path.stat()  # raises OSError if missing
         if path.is_file() and not path.resolve().is_relative_to("/proc"):  # files of /proc may block forever
@@ -91,7 +91,7 @@ def regular_file(path: Path) -> Path:
 
 
 def content(path: Path) -> bytes:
-    """Return the content of a non-empty regular file; raises PathError for others."""
+    """Return the content of a regular file; raises PathError if it is empty or not a regular file."""
     try:
         if not regular_file(path).stat().st_size:
             raise PathError(f"{path} is empty; download it again")
@@ -101,12 +101,12 @@ def content(path: Path) -> bytes:
 
 
 def places() -> str:
-    """Return the directories in which relative paths are resolved, for messages."""
+    """Return the directories in which relative paths are resolved, as text for error messages."""
     return " or ".join(map(str, dict.fromkeys((Path.cwd(), *_beside.get(), REPOSITORY))))
 
 
 def hub_hint(name: str, kind: str = "model") -> str | None:
-    """Return how to download a possible Hugging Face Hub name of a model or dataset (`kind`); None for other names."""
+    """Return how to download a model or dataset (`kind`) if its name may be one of the Hugging Face Hub; else None."""
     if not HUB_NAME.fullmatch(name) or Path(name).suffix in FILES:
         return None
     option = "" if kind == "model" else f" --repo-type {kind}"
@@ -121,7 +121,7 @@ def user_cache() -> Path:
 def use_cache_of_compilers(environ: MutableMapping[str, str]) -> None:
     """Set the cache directory of torch's compiler to the user's cache, unless the environment sets another.
 
-    The default, which stays in use if the user's cache is not writable, is a directory in TMPDIR that is never removed.
+    torch's default is a directory in TMPDIR that is never removed; it stays in use if the user's cache is not writable.
     """
     home = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     directory = Path(home, "roll_opd", "torchinductor")

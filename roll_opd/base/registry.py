@@ -1,7 +1,8 @@
 """`Registry` of an extension point: a configuration selects a part by registered name or dotted path.
 
-The planner reads a part's arguments from its signature and its other properties from the facts of its registration.
-Names, facts and defaults of built-in parts are literals, which it reads from the source without importing torch.
+The planner reads a part's arguments from its signature, and its other properties from the facts of its registration.
+Names, facts and defaults of built-in parts are literals, which the planner reads from the source without importing
+torch.
 """
 
 import ast
@@ -75,7 +76,7 @@ class Registry(Generic[Facts]):
 
     @property
     def known(self) -> str:
-        """All names, for messages."""
+        """All names, as text for error messages."""
         return ", ".join(sorted({*self.elsewhere, *self.builtin, *self._registered}))
 
     def find(self, name: str) -> Callable[..., Any]:
@@ -101,9 +102,9 @@ class Registry(Generic[Facts]):
         return found
 
     def facts(self, name: str) -> Facts:
-        """Return the facts of part `name`; raises as `find`.
+        """Return the facts of part `name`; raises `error` as `find` does.
 
-        A part may be registered under several names with different facts; a dotted path gets the first.
+        A part may be registered under several names with different facts; a dotted path gets the facts of the first.
         """
         if self.decorator and name in self._declared:
             return self.facts_type(**self._declared[name].facts)
@@ -141,7 +142,7 @@ class Registry(Generic[Facts]):
 
 
 def declarations(package: str, decorator: str | None) -> Mapping[str, Declared]:
-    """Return name -> declaration of the functions and classes under `decorator`; None: one per module.
+    """Return name -> declaration for functions and classes with `decorator`; None: each module declares one.
 
     Raises ValueError if a name, a fact or a default is not a literal.
     """
@@ -153,7 +154,7 @@ def declarations(package: str, decorator: str | None) -> Mapping[str, Declared]:
 def _declarations(
     package: str, decorator: str | None, directories: tuple[tuple[str, int], ...]
 ) -> Mapping[str, Declared]:
-    """As `declarations`, of the package's directories and the times of their last changes."""
+    """Do what `declarations` does; cached by the package's directories and the times of their last changes."""
     paths = [path for path, _ in directories]
     sources = {Path(d, f"{module.name}.py") for d in paths for module in pkgutil.iter_modules([d])}
     modules = {source.stem: f"{package}.{source.stem}" for source in sources}
@@ -192,7 +193,7 @@ def arguments(part: Callable[..., Any], given_by_us: int) -> dict[str, inspect.P
 
 
 def annotations(part: Callable[..., Any]) -> dict[str, Any]:
-    """Return argument -> type of `part`; empty if its annotations cannot be evaluated."""
+    """Return a map: argument of `part` -> type; empty if its annotations cannot be evaluated."""
     try:
         return get_type_hints(part.__init__ if inspect.isclass(part) else part)
     except (NameError, TypeError):
@@ -210,7 +211,7 @@ def argument_problems(
 ) -> Iterator[tuple[str, str]]:
     """Yield (argument, problem) for unknown, missing and wrongly typed arguments of `part`.
 
-    Types come from annotations and are strict: "1" is not a number. Arguments without annotation are not checked.
+    Types come from annotations and are strict: "1" is not a number. Arguments without an annotation are not checked.
     """
     taken = arguments(part, given_by_us)
     parameters = inspect.signature(part).parameters.values()

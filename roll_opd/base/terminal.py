@@ -50,7 +50,7 @@ def _wrapped(line: str, width: int) -> str:
 def table(rows: Sequence[Sequence[str]], width: int, indent: int = 2) -> list[str]:
     """Return the lines of a table of equally long `rows`.
 
-    If it exceeds `width`, the widest columns are narrowed and their cells wrapped.
+    If the table exceeds `width`, the widest columns are narrowed and their cells are wrapped.
     """
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     room = width - indent - len(GAP) * (len(sizes) - 1)

@@ -1,4 +1,4 @@
-"""Find the thoughts in a response: text between `<think>` and `</think>`, or the tags of other models."""
+"""Find the thoughts in a response: text between `<think>` and `</think>`, or between the tags of other models."""
 
 import re
 from collections.abc import Iterator
@@ -12,7 +12,8 @@ def thought_spans(text: str) -> Iterator[tuple[int, int]]:
     """Yield (start, end) of the thoughts including their tags, in order.
 
     A closing tag without an opening one ends a thought that started at the end of the previous thought, or of the
-    prompt: chat templates write the opening tag. A thought without a closing tag extends to the end of the text.
+    prompt, since chat templates may write the opening tag. A thought without a closing tag extends to the end of the
+    text.
     """
     start, outside = None, 0
     for mark in _MARK.finditer(text):
@@ -36,6 +37,6 @@ def opens_a_thought(prompt: str) -> bool:
 
 
 def after_thoughts(text: str) -> str:
-    """Return the text after the last closing tag; the whole text without one."""
+    """Return the text after the last closing tag; all of the text if there is no closing tag."""
     ends = [mark.end() for mark in _MARK.finditer(text) if mark["close"] or mark["close_mistral"]]
     return text[ends[-1] :] if ends else text

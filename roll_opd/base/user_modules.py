@@ -1,4 +1,4 @@
-"""Find and import modules of the user, in the driver and in its workers.
+"""Find and import the user's modules, in the driver and in its workers.
 
 Search order: Python's own path, the current directory, the directory of the configuration file. The last two are
 appended, so that a file next to a configuration never hides an installed package.
@@ -24,7 +24,7 @@ _appended: set[str] = set()  # directories on sys.path because of this module
 
 
 def search_modules_in(*directories: Path) -> None:
-    """Set the directories with modules of the user, for this process and its workers; replaces earlier ones."""
+    """Set the directories of the user's modules for this process and its workers, in place of earlier ones."""
     _leave(_appended)
     _search([str(directory.resolve()) for directory in directories])
 
@@ -46,7 +46,7 @@ def module_variables() -> dict[str, str]:
 
 
 def users_module(name: str) -> ModuleType:
-    """Import a module that a configuration names. The ImportError has the reason and its place."""
+    """Import a module that a configuration names. On failure, the ImportError states the reason and its place."""
     _extend_path(_directories())
     try:
         return importlib.import_module(name)
@@ -64,9 +64,9 @@ def users_module(name: str) -> ModuleType:
 
 
 def dotted_path(text: str) -> str:
-    """Return `path/to/file.py:name` as the dotted path `file.name`, its directory added to the search path; else as is.
+    """Return `path/to/file.py:name` as `file.name`, and add its directory to the search path; return others unchanged.
 
-    The file is found like a data file. Raises PathError for a missing file, or a name that another module has.
+    The file is found like a data file. Raises PathError if the file is missing or another module has its name.
     """
     found = FILE.fullmatch(text)
     if found is None:
@@ -83,7 +83,7 @@ def dotted_path(text: str) -> str:
 
 
 def origin(name: str) -> str | None:
-    """Return the file of a top-level module, "built-in" without a file, None for an unknown module."""
+    """Return the file of a top-level module; "built-in" if it has no file, None if it is unknown."""
     _extend_path(_directories())
     if module := sys.modules.get(name):
         file = getattr(module, "__file__", None)

@@ -24,9 +24,9 @@ class Answers:
 async def coalesced(
     items: AsyncGenerator[Item, None], seconds: float = BURST_SECONDS, chunk: int | None = None
 ) -> AsyncGenerator[list[Item], None]:
-    """Yield the items in order, in lists: each within `seconds` of its arrival, each full `chunk` immediately.
+    """Yield the items in order, in lists. A list of `chunk` items is yielded immediately, others within `seconds`.
 
-    An exception of `items` is raised after all earlier items.
+    If `items` raises an exception, it is raised here after all earlier items.
     """
     arrived: list[Item] = []
     some_arrived, flush = asyncio.Event(), asyncio.Event()
@@ -74,13 +74,13 @@ class BatchedCalls(Generic[Key, Call]):
     """Running calls, batched by key."""
 
     def __init__(self, send: Callable[[Key, list[Call]], AsyncGenerator[list[tuple[int, Any]], None]]) -> None:
-        """`send` yields (index in the batch, result) as results arrive; it is closed if all callers have left."""
+        """`send` yields (index in the batch, result) as results arrive. It is closed when all callers have left."""
         self._send = send
         self._pending: dict[Key, list[tuple[Call, asyncio.Future[Any]]]] = {}
         self._followers: set[asyncio.Task[None]] = set()
 
     def ask(self, key: Key, call: Call) -> "asyncio.Future[Any]":
-        """Add a call to the next batch; return the future of its result. It raises the exception of `send`."""
+        """Add a call to the next batch; return the future of its result, which raises the exceptions of `send`."""
         loop = asyncio.get_running_loop()
         if key not in self._pending:
             self._pending[key] = []

@@ -1,7 +1,7 @@
 """Groups of Ray actors with collective calls, and a monitor of their deaths. Roles use them without importing Ray.
 
-A call to a dead process fails, but a teacher may be called only minutes after its death, and Ray notices a dead GCS
-after one minute: `watched` polls for both.
+A call to a dead process fails, but the next call to a teacher may come minutes after its death, and Ray notices a dead
+GCS only after one minute. `watched` polls for both.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class ActorGroup:
     """Actors of one role."""
 
     def __init__(self, actors: Sequence[ray.actor.ActorHandle], names: Sequence[str] = ()) -> None:
-        """`names`: names of the actors in ProcessDied; without them, Ray's exceptions are raised."""
+        """`names`: names of the actors for ProcessDied; if empty, Ray's exceptions are raised."""
         self.actors, self.names = tuple(actors), tuple(names)
         self._hosts: list[str] = []
         if names:
@@ -56,7 +56,7 @@ class ActorGroup:
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` on every actor with the same arguments; return the results in order.
 
-        A `Compact` argument is put into the object store once. The first failure is raised immediately, since the other
+        A `Compact` argument is put into the object store once. The first failure is raised immediately, since other
         actors may wait for the failed one in a collective. Raises ProcessDied if an actor has died.
         """
         shared = [_shared(value) for value in args]
@@ -64,7 +64,7 @@ class ActorGroup:
         return await self._answers([getattr(actor, method).remote(*shared, **named) for actor in self.actors], method)
 
     async def stream(self, actor: int, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        """Yield the items of the generator `method` of one actor. Leaving early (use `aclosing`) cancels it."""
+        """Yield the items of one actor's generator `method`. Leaving the loop early (use `aclosing`) cancels it."""
         remote = getattr(self.actors[actor], method).options(num_returns="streaming").remote(*args)
         ended = False
         try:
@@ -134,9 +134,9 @@ class WorkerGroup(ActorGroup):
         self._data_parallel_ranks, (self.packing, *_) = map(list, zip(*found, strict=True))
 
     async def scatter(self, method: str, sharded: ShardedBatch, *args: Any, **kwargs: Any) -> list[tuple[int, Any]]:
-        """Call `method` on every rank with its data-parallel rank's share of a batch, which is one object, and `args`.
+        """Call `method` on every rank with the shard of its data-parallel rank, as one object, and with `args`.
 
-        Returns what each answered, with its data-parallel rank. Failures are raised as by `call`.
+        Returns (data-parallel rank, result) of each rank. Failures are raised as by `call`.
         """
         references = [ray.put(shard) for shard in sharded.shards]
         calls = [
@@ -177,7 +177,7 @@ FrozenGroup = WorkerGroup | WithoutAdapter
 
 
 async def gathered(group: FrozenGroup, method: str, samples: Sequence[Sample], *args: Any, **kwargs: Any) -> list[Any]:
-    """Return the value of `method` for each sample, in order. Ranks get the samples unchanged: see `shard_sample`."""
+    """Return the value of `method` for each sample, in order. Ranks get the samples unchanged; see `shard_sample`."""
     if not samples:
         return []
     sharded = _sharded(group, samples)
@@ -194,7 +194,7 @@ async def gathered_and_held(
 ) -> list[tuple[np.ndarray, TargetRef]]:
     """Return the log-probs of each sample, f32 [T-P], and a reference to its targets, which stay with the ranks.
 
-    `held` are references for each sample that the ranks open.
+    `held` are references of each sample to targets that the ranks hold and read.
     """
     sharded = _sharded(group, samples, held)
     answers = [

@@ -1,9 +1,9 @@
 """Map the device numbers of `device_mapping` to bundles of Ray placement groups.
 
 Device d is device d % devices_per_node of node d // devices_per_node. Node 0 is the driver's host; the others follow in
-the order of their ranks or, in a joined Ray cluster, of their addresses. Roles share a device if they name the same
-number. On a machine without GPUs a device is a slot, and a role has all cores of its node, since roles take turns for
-most of a step.
+the order of their ranks or, in a joined Ray cluster, of their addresses. Roles with the same number share the device.
+On a machine without GPUs, a device is a slot, and a role uses all cores of its node, since roles take turns for most of
+a step.
 """
 
 import ipaddress
@@ -51,8 +51,9 @@ class Placement:
     ) -> None:
         """Reserve the devices: GPUs if the cluster has any, else slots. Raises ClusterError if there are too few.
 
-        `addresses` are the run's hosts in order, if the run has started Ray on them. With `deterministic`, a process
-        has the threads of one device in every role: another number of threads would change the order of sums.
+        `addresses` are the run's hosts in order, if the run has started Ray on them. If `deterministic` is set, a
+        process has the threads of one device in every role, since a different number of threads would change the order
+        of sums.
         """
         self.starting = starting or StartupProgress()
         self._per_node, self._deterministic = devices_per_node, deterministic
@@ -157,7 +158,7 @@ def node_of(group: PlacementGroup) -> str:
 
 
 def node_order(address: str, first: str, ranks: Sequence[str]) -> tuple[int, int, str]:
-    """Return the sort key of a node: its index in `ranks`; else the driver's host `first`, then by IP address."""
+    """Return the sort key of a node: its index in `ranks`, else by IP address after the driver's host `first`."""
     if address in ranks:
         return ranks.index(address), 0, ""
     try:

@@ -1,9 +1,9 @@
-"""Reaper process that kills the descendants of a driver after its end, SIGKILL included.
+"""Reaper process that kills the descendants of a driver after the driver's end, also by SIGKILL.
 
 Ray's processes exit after a killed driver, but its agents first spend a minute on reporting the death to a dead server.
 The reaper tracks the driver's descendants and kills the remaining ones after the driver's end.
 
-`inference.process_cleanup` exits an engine core after the death of its parent. Both are needed, since the engine core
+`inference.process_cleanup` ends an engine core after the death of its parent. Both are needed, since the engine core
 may run on another node than the driver.
 """
 
@@ -40,7 +40,7 @@ class Reaper:
         self._commands = commands
 
     def remove_at_the_end(self, directory: Path, within: str = "") -> None:
-        """Register `directory`, or the matches of a glob pattern `within` it, for removal after all processes."""
+        """Register `directory`, or the matches of glob pattern `within` in it, for removal after all processes."""
         self._send(REMOVE, directory, within)
 
     def cancel_removal(self, directory: Path, within: str = "") -> None:
@@ -78,7 +78,7 @@ def guarded() -> Iterator[Reaper]:
 def watch(driver: int, preexisting: set[int]) -> None:
     """Wait for the end of standard input, then kill the descendants of `driver` except itself and `preexisting`.
 
-    Each input line is a glob pattern of directories to remove afterwards, to keep, or to remove if empty.
+    Each input line is a glob pattern of directories: to remove afterwards, to keep, or to remove if empty.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ended = threading.Event()
@@ -134,7 +134,7 @@ def _shared_memory(process: psutil.Process) -> list[str]:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Whether the process runs; an ended one may remain as a zombie."""
+    """Whether the process runs; an ended process may remain as a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

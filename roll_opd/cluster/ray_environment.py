@@ -44,7 +44,7 @@ TORCH = {
 
 
 def prepare_environment() -> None:
-    """Set the variables that the user has not set, for a joined cluster (RAY_ADDRESS) or the run's own."""
+    """Set the variables that the user has not set, for a joined cluster (RAY_ADDRESS) or for a new one."""
     joins = bool(os.environ.get("RAY_ADDRESS"))
     use_cache_of_compilers(os.environ)
     for name, value in (ALWAYS | TORCH | ({} if joins else OWN_CLUSTER)).items():
@@ -55,7 +55,7 @@ def prepare_environment() -> None:
 
 
 def token_variables() -> dict[str, str]:
-    """Return the variables with which Ray on another host authenticates at this process's cluster.
+    """Return the variables with which Ray on another host authenticates to this process's cluster.
 
     Without a token in the environment, Ray reads it from a file.
     """
@@ -75,7 +75,8 @@ def torch_variables() -> dict[str, str]:
 def use_interface_of(address: str) -> None:
     """Set the network interface of `address` for gloo and vLLM, unless the user has set one.
 
-    By default they resolve the host name, which is often 127.0.0.1, or use the default route, which may not exist.
+    By default, these libraries resolve the host name, which is often 127.0.0.1, or use the default route, which may not
+    exist.
     """
     os.environ.setdefault("VLLM_HOST_IP", address)
     for name, addresses in psutil.net_if_addrs().items():

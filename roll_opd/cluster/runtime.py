@@ -35,8 +35,8 @@ def ray_cluster(
     """Run Ray inside the `with` block, on all `hosts` of a multi-host run.
 
     With RAY_ADDRESS, join that cluster. Otherwise start one on this machine; its processes and session directory are
-    removed with this process, SIGKILL included. In addition to its GPUs the machine offers `devices_per_node` slots,
-    the devices of machines without GPUs.
+    removed when this process ends, also by SIGKILL. In addition to its GPUs, the machine offers `devices_per_node`
+    slots, which are the devices of machines without GPUs.
     """
     starting = starting or StartupProgress()
     prepare_environment()
@@ -91,7 +91,7 @@ def join_node(address: str, here: str, devices_per_node: int) -> Node:
 
 
 def ended_processes(node: Node) -> str | None:
-    """Return a message about Ray processes of `node` on this host that have ended; None if all run."""
+    """Return an error message about Ray processes of `node` on this host that have ended; None if all run."""
     ended = [f"{kind} ({_how(process.returncode)})" for kind, process in node.dead_processes()]
     return f"Ray's {' and '.join(ended)} has ended" if ended else None
 

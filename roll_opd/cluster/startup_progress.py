@@ -1,4 +1,4 @@
-"""Start-up of a run: print the awaited parts at intervals, apply the timeout, and report the reason of a failure."""
+"""Follow the start of a run: print the awaited parts at intervals, apply the timeout, report why a part failed."""
 
 import asyncio
 import math
@@ -20,11 +20,11 @@ MAX_REASON_LINES = 3
 
 
 class ClusterError(RuntimeError):
-    """The cluster is too small, or a part of it does not start; the message names the remedy."""
+    """The cluster is too small, or a part of it does not start; the message states the remedy."""
 
 
 class ProcessDied(ClusterError):
-    """Ended process of a role; the message names the process, its device, and the cause if known."""
+    """A process of a role has ended; the message names the process, its device and, if known, the cause."""
 
     def __init__(self, who: str, error: ray.exceptions.RayError) -> None:
         is_actors = isinstance(error, ray.exceptions.RayActorError)
@@ -45,7 +45,7 @@ class StartupProgress:
 
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Show `what` as awaited inside the block, and record its seconds."""
+        """Show `what` as awaited inside the block, and record how many seconds it takes."""
         entry = object()
         with self._lock:
             self._waiting[entry] = (what, time.monotonic())
@@ -60,7 +60,7 @@ class StartupProgress:
                 self.parts[what] = self.parts.get(what, 0.0) + time.monotonic() - since
 
     async def of(self, what: str, coming: Awaitable[T]) -> T:
-        """Await `coming` as the part `what`; raises ClusterError with the reason if it fails or times out."""
+        """Await `coming`, shown as the part `what`; raises ClusterError with the reason if it fails or times out."""
         with self.waiting_for(what):
             try:
                 async with asyncio.timeout(None if math.isinf(self.seconds) else self.seconds):

@@ -1,7 +1,7 @@
-"""Progress of workers within long calls, published to the driver through Ray's key-value store; files of ranks.
+"""Publish the progress of workers in long calls to the driver, through Ray's key-value store; await ranks' files.
 
-A worker cannot answer while it is in a call. A long call publishes its progress at intervals; a short call publishes
-nothing and has no cost. `Writing` waits for files that ranks write in the background.
+A worker cannot answer during a call, so a long call publishes its progress at intervals. A short call publishes nothing
+and has no extra cost. `Writing` waits for files that ranks write in the background.
 """
 
 import time
@@ -17,7 +17,7 @@ INTERVAL_S = 5.0
 
 
 class MicroBatches:
-    """Publishes the number of micro-batches that a role has started in its call; called with that and the total."""
+    """Callback with (started, total): publishes how many micro-batches a role has started in its current call."""
 
     def __init__(self, role: str) -> None:
         self._key = f"{_prefix()}{role}"
@@ -61,13 +61,13 @@ def _prefix() -> str:
 
 
 class Writing:
-    """Running `save` of some groups of ranks."""
+    """Running `save` calls of some groups of ranks."""
 
     def __init__(self, groups: Sequence[ActorGroup]) -> None:
         self.groups = tuple(groups)
 
     async def files(self, *, wait: bool) -> list[Path] | None:
-        """Return all files when written; None if unfinished, unless `wait`. Raises the exception of a rank."""
+        """Return all files if written. If not, `wait` for them, or return None. Raises the exception of a rank."""
         found: set[Path] = set()
         for group in self.groups:
             for files in await group.call("written", wait=wait):

@@ -1,6 +1,6 @@
-"""Program of the fork server: imports libraries, and serves forks of itself to the user's processes.
+"""Program of the fork server: imports libraries and serves forks of itself to processes of the same user.
 
-It has two processes: one, a fork of the other, imports Megatron's modules while the other imports vLLM.
+The server has two processes. One is a fork of the other; it imports Megatron's modules while the other imports vLLM.
 """
 
 import ctypes
@@ -57,7 +57,7 @@ GPU_CORE = (  # imports of an engine core at its start, on a GPU
 
 
 def exit_with_parent(parent: int) -> None:
-    """Kill this process at the death of its parent process `parent`, also by SIGKILL and during imports."""
+    """Make this process die with its parent process `parent`, also if SIGKILL ends the parent, and during imports."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit()
@@ -67,8 +67,8 @@ def preload_and_serve(requests: TextIO, listeners: Mapping[str, int], alive: int
     """Import Megatron's modules and the requested ones of vLLM; serve forks until the other end of `alive` is closed.
 
     `requests` is JSON that the driver writes after reading its configuration; `listeners` are the sockets of MEGATRON
-    and ENGINES. Failing imports are ignored here: the process that needs the module reports the error. Ray is imported
-    by the forks, since it reads its job from the environment at import. If an import has initialised CUDA, requests are
+    and ENGINES. Failing imports are ignored here; the process that needs the module reports the error. The forks import
+    Ray, since Ray reads its job from the environment at import. If an import has initialised CUDA, requests are
     refused: CUDA cannot be used in a fork of such a process.
     """
     from roll_opd.base.optional_torch_packages import broken_companions, hide
@@ -136,9 +136,10 @@ def _import_engines(request: Mapping[str, Any]) -> None:
 
 
 def _prepare_cores() -> None:
-    """Do the set-up of an engine core once for all forks: logging, and CPU kernels in place of Triton's.
+    """Set up the engine core once for all forks: logging, and CPU kernels in place of Triton's.
 
-    A core searches every module for Triton kernels, which takes 0.7 s; here only vLLM's modules are searched.
+    An engine core would search every module for Triton kernels, which takes 0.7 s. Only vLLM's modules are searched
+    here.
     """
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed

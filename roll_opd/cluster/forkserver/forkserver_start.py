@@ -7,7 +7,8 @@ the interpreter; it requests a fork that runs the worker's program. vLLM's engin
 its client. If a run sets variables that are read at import (`read_at_import`), the server is restarted with
 them, which takes a second or two.
 
-Also with NVIDIA GPUs: the server initialises no CUDA, and refuses requests if an import has (`forkserver_main`).
+The server is also used with NVIDIA GPUs: it does not initialise CUDA, and refuses requests if an import has initialised
+it (`forkserver_main`).
 """
 
 import json
@@ -37,14 +38,14 @@ _SERVE = (
 
 
 class ForkServer:
-    """Handle of the fork server in the driver; without effect where `may_fork` is false."""
+    """Handle of the fork server in the driver; does nothing if `may_fork` is false."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._alive: int | None = None  # pipe end whose closing ends the server's forks
 
     def serve(self, plan: RunPlan, say: Callable[[str], object] = print) -> None:
-        """Import the modules for the processes of `plan`; print roles that start without preloading by `say`."""
+        """Import the modules for the processes of `plan`; print with `say` the roles that start without preloading."""
         if self._process is None:
             return
         wanted = wanted_by(plan)
@@ -124,9 +125,10 @@ def wanted_by(plan: RunPlan) -> dict[str, Any]:
 
 
 def may_fork() -> bool:
-    """Whether workers may be forks: not in a joined cluster, nor if the user has switched the fork server off.
+    """Whether workers may be forks; false in a joined cluster, and if the user has switched the fork server off.
 
-    Only NVIDIA's driver for Linux shows whether a process has initialised its devices; with others workers do not fork.
+    Only NVIDIA's driver for Linux shows whether a process has initialised its devices; with other drivers, workers are
+    not forks.
     """
     can_tell = not has_gpu_driver() or has_nvidia_driver()
     return can_tell and not os.environ.get("RAY_ADDRESS") and os.environ.get(PRELOAD) != "0"
@@ -136,7 +138,7 @@ def may_fork() -> bool:
 def fork_server() -> Iterator[ForkServer]:
     """Run a fork server inside the block; it imports in the background.
 
-    It ends with this process, SIGKILL included.
+    The server ends with this process, also after a SIGKILL.
     """
     outer = {name: os.environ.pop(name) for name in (ADDRESS, SERVED) if name in os.environ}  # of an outer run
     server = ForkServer()
@@ -155,7 +157,7 @@ def is_open() -> bool:
 
 
 def variables(kind: str, system_envs: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that make a worker start as a fork of `kind`; empty for a start without preloading.
+    """Return the variables that make a worker start as a fork of `kind`; empty if it starts without preloading.
 
     `system_envs` are the variables that the run and the worker's role set.
     """
@@ -175,7 +177,7 @@ VLLM_PREFIX = "VLLM_"  # read when vLLM is imported, only in the engines' server
 
 
 def read_at_import(variables: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that a server needs from its start."""
+    """Return the variables that a server must have from its start."""
     return {
         name: str(value)
         for name, value in variables.items()
@@ -184,7 +186,7 @@ def read_at_import(variables: Mapping[str, Any]) -> dict[str, str]:
 
 
 def needed(kind: str, variables: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that a server of `kind` must set before its imports, for forks equal to new processes."""
+    """Return the variables that a server of `kind` must set before its imports, so that forks equal new processes."""
     of_vllm = {name: str(value) for name, value in variables.items() if name.startswith(VLLM_PREFIX)}
     return read_at_import(variables) | (of_vllm if kind == ENGINES else {})
 

@@ -1,6 +1,6 @@
 """Program in place of Ray's `setup_worker.py` that starts a Ray worker as a fork of the fork server.
 
-This file imports only the standard library, and so starts in 0.1 s; see `forkserver_start`.
+This file imports only the standard library, so it starts in 0.1 s; see `forkserver_start`.
 """
 
 import atexit
@@ -46,7 +46,7 @@ class ForkedProcess(ForkServerProcess):
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
-        """Start the fork without importing Ray's worker program as `__main__`, which takes 0.5 s without any use."""
+        """Start the fork without importing Ray's worker program as `__main__`, a useless import that takes 0.5 s."""
         main = sys.modules["__main__"]
         program = getattr(main, "__file__", None)
         if program and RAY_PROGRAMS in program:
@@ -85,7 +85,7 @@ def _set_up_fork(kind: type[ForkedProcess], environment: dict[str, str], output:
 
 
 def fork_instead_of_spawning() -> None:
-    """Make `spawn` of libraries in this process fork from the connected server."""
+    """Make libraries in this process fork from the connected server where they use `spawn`."""
     _CONTEXTS["spawn"] = ForkedContext()
 
 

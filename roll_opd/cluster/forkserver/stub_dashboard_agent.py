@@ -12,7 +12,7 @@ NOT_IN_USE = "-1"
 
 
 def main(arguments: list[str]) -> None:
-    """Write the port files for the session and node in Ray's `arguments`; return at the end of the raylet."""
+    """Write the port files for the session and node in Ray's `arguments`; return when the raylet ends."""
     named = dict(each.removeprefix("--").split("=", 1) for each in arguments if each.startswith("--") and "=" in each)
     for port in PORTS:
         file = Path(named["session-dir"]) / f"{port}_{named['node-id']}"

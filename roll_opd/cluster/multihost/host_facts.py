@@ -22,7 +22,7 @@ def facts() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be equal on all hosts; for this package with a hash of its files."""
+    """Return the versions that must be equal on all hosts; this package's includes a hash of its files."""
     package = Path(roll_opd.__file__).parent
     files = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -47,7 +47,7 @@ def model_files(path: str) -> dict[str, int]:
 
 
 def look(models: Sequence[str], directory: str | None, nonce: str) -> dict[str, Any]:
-    """Return this host's files of `models`, and its answer to host 0's file `nonce` in the shared `directory`."""
+    """Return this host's files of `models`, and its reply to host 0's file `nonce` in the shared `directory`."""
     answer = _answer(Path(directory), nonce) if directory else ""
     return {"models": {path: model_files(path) for path in models}, "answer": answer}
 
@@ -65,7 +65,7 @@ def _answer(directory: Path, nonce: str) -> str:
 
 
 def wait_for_file(path: Path) -> bool:
-    """Wait for `path` to exist, at most `VISIBLE_TIMEOUT_S`; return whether it does."""
+    """Wait until `path` exists, at most `VISIBLE_TIMEOUT_S`; return whether it exists."""
     deadline = time.monotonic() + VISIBLE_TIMEOUT_S
     while not path.exists():
         if time.monotonic() > deadline:
@@ -75,7 +75,7 @@ def wait_for_file(path: Path) -> bool:
 
 
 def differences(own: Mapping[str, Any], other: Mapping[str, Any], devices: int) -> list[str]:
-    """Return the differences of a host from host 0, as predicates for its name. `devices`: GPUs needed of each host."""
+    """Return a host's differences from host 0, as predicates for its name. `devices`: GPUs that each host needs."""
     found = [
         f"has {name} {theirs} and host 0 has {ours}; install the same"
         for name, ours in own["versions"].items()

@@ -28,7 +28,7 @@ class Hosts:
     def __init__(self, host: LaunchedHost, again: float = 0.0) -> None:
         """Listen for the other hosts. Raises LaunchError if the port is in use.
 
-        `again`: seconds for which the others wait for a restarted driver; 0: the run is not restarted.
+        `again`: seconds for which the other hosts wait for a restarted driver; 0: the run is not restarted.
         """
         self._host, self._again = host, again
         self._run = os.environ.get(RUN, "") or uuid.uuid4().hex
@@ -47,7 +47,7 @@ class Hosts:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def gather(self, seconds: float, say: Callable[[str], None]) -> None:
-        """Wait for all hosts, at most `seconds`. Raises LaunchError with the missing ones."""
+        """Wait for all hosts, at most `seconds`. Raises LaunchError with the missing hosts."""
         self._late = 0.0
         with StartupProgress(say=say).waiting_for("the other hosts"):
             self._await_all(time.monotonic() + seconds)
@@ -64,7 +64,7 @@ class Hosts:
     def check(self, models: Sequence[str], directory: str | None, devices: int) -> None:
         """Check versions, `models`, GPUs and the shared `directory` on all hosts; raises LaunchError with all problems.
 
-        `directory` None: not checked. `devices`: GPUs needed of each host, if the hosts have any.
+        `directory` None: not checked. `devices`: GPUs that each host needs, if the hosts have GPUs.
         """
         own, problems = self._facts[0], list(self._refused)
         mine = {path: host_facts.model_files(path) for path in models}
@@ -123,7 +123,7 @@ class Hosts:
         threading.Thread(target=run, daemon=True).start()
 
     def end(self, code: int, *, again: bool = False) -> None:
-        """End the other hosts with exit code `code`; with `again`, they wait for a restarted driver."""
+        """End the other hosts with exit code `code`; if `again` is set, they wait for a restarted driver instead."""
         self._await_all(time.monotonic() + self._late)
         for channel in self._channels.values():
             channel.send(end=code, again=again)
@@ -175,7 +175,7 @@ class Hosts:
         return found
 
     def _take(self, deadline: float | None) -> tuple[int, dict[str, Any] | None] | None:
-        """Return (rank, message) of the next message, with message None for a closed channel; None at `deadline`.
+        """Return (rank, next message), or (rank, None) for a closed channel; None at `deadline`.
 
         Adds joining hosts. Signals received by a host are sent to this process.
         """

@@ -14,7 +14,7 @@ PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # of torchrun's other variables
 
 
 class LaunchError(ConfigError):
-    """Unusable hosts or launch of a multi-host run; `problems` holds one sentence each."""
+    """The hosts or the launch of a multi-host run are unusable; `problems` has one sentence for each problem."""
 
     def __str__(self) -> str:
         numbered = (f"  {number}. {text}" for number, text in enumerate(self.problems, 1))
@@ -31,7 +31,7 @@ class LaunchedHost:
     port: int  # on which host 0 listens
 
     def own_address(self) -> str:
-        """Return this host's address on the route to host 0. Raises LaunchError without a route."""
+        """Return this host's address on the route to host 0. Raises LaunchError if there is no route."""
         try:
             family, kind, *_, there = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
@@ -87,7 +87,7 @@ def launched(environ: Mapping[str, str]) -> LaunchedHost | None:
 
 
 def forget(environ: MutableMapping[str, str]) -> None:
-    """Remove torchrun's variables, which libraries in the processes of a run would read."""
+    """Remove torchrun's variables, which libraries in a run's processes would read."""
     for name in [name for name in environ if name in TORCHRUN_VARIABLES or name.startswith(PREFIXES)]:
         del environ[name]
 

@@ -1,4 +1,4 @@
-"""Program of hosts other than host 0: a Ray node of a run, or a share of the ranks of `roll-opd score`."""
+"""Program of hosts other than host 0: runs a Ray node of a run, or some of the ranks of `roll-opd score`."""
 
 import json
 import queue
@@ -24,7 +24,7 @@ EXIT_GRACE_S = 10.0  # for the Ray node to exit without a signal
 
 
 def serve(host: LaunchedHost, say: Callable[[str], None]) -> int:
-    """Serve the run, over restarts of its driver; return the exit code of the last driver."""
+    """Serve the run, also across restarts of its driver; return the exit code of the last driver."""
     return _Worker(host, say).serve()
 
 
@@ -55,7 +55,7 @@ class _Worker:
         return code
 
     def _serve_one(self, channel: HeartbeatChannel, inbox: "queue.Queue[Any]", node: "_Node") -> int | None:
-        """Serve one driver; return the exit code, None if a restarted driver is expected."""
+        """Serve one driver; return the exit code, or None if a restarted driver is expected."""
         forwarded = 0
         while True:
             for number in self._signals[forwarded:]:
@@ -119,7 +119,7 @@ class _Worker:
 
 
 class _Node:
-    """Process for this host's part of a run; separate, because a process reads Ray's token only once."""
+    """Process for this host's part of a run. It is separate because a process reads Ray's token only once."""
 
     def __init__(self, inbox: "queue.Queue[Any]") -> None:
         self._inbox = inbox

@@ -1,7 +1,7 @@
 """Program for a Ray node on another host of a run; started by `multihost_worker` with a request on standard input.
 
 It writes JSON lines to standard output: {} after the start, {"failed": reason} if it does not start or a Ray process
-ends. It exits when its standard input closes, and so with the process that has started it.
+ends. It exits when its standard input closes, so it ends with the process that started it.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Start a host's share of the ranks of a torch program by torchrun, for `roll-opd score`.
+"""Start a host's ranks of a torch program with torchrun, for `roll-opd score`.
 
 On other hosts it runs as a program, started by `multihost_worker` with a request on standard input. It writes
 {"failed": reason} to standard output if its ranks fail, and exits when its standard input closes.
