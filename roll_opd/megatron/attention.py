@@ -15,14 +15,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from roll_opd.megatron.deterministic_ops import VECTOR
 from roll_opd.megatron.flash_kernels import flash_attention, uses_flash_attention
 from roll_opd.megatron.packing import PackedSequences
+from roll_opd.megatron.sink_attention import attention_with_sinks
 from roll_opd.models.families.family import Pieces
 
 
@@ -51,8 +54,24 @@ class PackedAttention(torch.nn.Module):
             raise ValueError("attention_dropout must be 0: log-probs under dropout are not defined")
         assert config.kv_channels is not None  # Megatron fills it in
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        windows = getattr(config, "pieces", Pieces()).windows
-        self.window = windows[layer_number - 1] if windows else 0  # keys that a query sees; 0: all before it
+        pieces = getattr(config, "pieces", Pieces())
+        self.window = pieces.windows[layer_number - 1] if pieces.windows else 0  # keys that a query sees; 0: all before
+        self.sinks = self._make_sinks(config) if pieces.sinks else None
+
+    def _make_sinks(self, config: TransformerConfig) -> torch.nn.Parameter:
+        """Return the score of the sink of each local head."""
+        heads, device = config.num_attention_heads // config.tensor_model_parallel_size, torch.cuda.current_device()
+        sinks_H = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+        set_tensor_model_parallel_attributes(sinks_H, is_parallel=True, dim=0, stride=1)
+        return sinks_H
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return Megatron's description of the sinks for checkpoints: tensor ranks have those of their heads."""
+        own = dict(self.named_parameters())
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets)
+        return found
 
     def forward(
         self,
@@ -67,7 +86,8 @@ class PackedAttention(torch.nn.Module):
         """Return [n, H·D] for the sequences in `packed_seq_params`."""
         if packed_seq_params is None:
             raise ValueError("PackedAttention needs packed_seq_params: every batch is packed here")
-        if query_nHD.is_cuda and uses_flash_attention(query_nHD, value_nGD, packed_seq_params):
+        has_kernel = query_nHD.is_cuda and self.sinks is None
+        if has_kernel and uses_flash_attention(query_nHD, value_nGD, packed_seq_params):
             qkv = query_nHD, key_nGD, value_nGD
             return flash_attention(*qkv, packed_seq_params, self.scale, self.window).flatten(1)
         key_NGD, value_NGD = (_gather_context(tensor, packed_seq_params) for tensor in (key_nGD, value_nGD))
@@ -76,7 +96,9 @@ class PackedAttention(torch.nn.Module):
             packed_seq_params.blocks = tuple(_blocks(packed_seq_params, self.MAX_PADDING, query_nHD.device))
         for block in packed_seq_params.blocks:
             attend: Any = self._attend
-            if block.is_masked(self.window):  # otherwise every layer would keep masks and rows for the backward pass
+            if self.sinks is not None:
+                attend = self._attend_with_sinks
+            elif block.is_masked(self.window):  # otherwise every layer would keep masks and rows for the backward pass
                 attend = partial(checkpoint, self._attend, use_reentrant=False, preserve_rng_state=False)
             pieces.append(attend(query_nHD, key_NGD, value_NGD, block))
             places.append(block.places_A)
@@ -101,6 +123,16 @@ class PackedAttention(torch.nn.Module):
             q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
         )
         return out[..., :width].transpose(1, 2)[block.real_A].to(query_nHD.dtype)
+
+    def _attend_with_sinks(self, query_nHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, block: "_Block") -> Tensor:
+        """Return the same with sinks."""
+        assert self.sinks is not None
+        q, k, v = _rows(query_nHD, block.query_BQ), _rows(key_NGD, block.key_BL), _rows(value_NGD, block.key_BL)
+        if q.device.type == "cpu":
+            q, k, v = q.float(), k.float(), v.float()
+        seen = partial(block.seen, self.window)
+        out = attention_with_sinks(q, k, v, seen, self.sinks, scale=self.scale)
+        return out.transpose(1, 2)[block.real_A].to(query_nHD.dtype)
 
 
 def with_expanded_packs(attention: type[torch.nn.Module]) -> type[torch.nn.Module]:
@@ -147,10 +179,12 @@ class _Block:
 
     def mask(self, window: int = 0) -> Tensor | None:
         """Return the attention mask, bool [B, 1, Q, L] or [1, 1, Q, L]; None if the plain causal mask is right."""
-        if not self.is_masked(window):
-            return None
+        return self.seen(window, slice(None)) if self.is_masked(window) else None
+
+    def seen(self, window: int, queries: slice) -> Tensor:
+        """Return the keys that these queries see, bool [B, 1, Q, L] or [1, 1, Q, L]."""
         positions_L = torch.arange(self.key_BL.size(1), device=self.key_BL.device)
-        position_BQ1 = (positions_L[None] if self.position_BQ is None else self.position_BQ)[:, :, None]
+        position_BQ1 = (positions_L[None] if self.position_BQ is None else self.position_BQ)[:, queries, None]
         seen_BQL = positions_L <= position_BQ1
         if window:
             seen_BQL &= positions_L > position_BQ1 - window

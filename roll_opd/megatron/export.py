@@ -13,7 +13,7 @@ from torch import Tensor
 
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.model_builder import unwrapped
-from roll_opd.megatron.weights.fused_experts import fused, has_fused_experts
+from roll_opd.megatron.weights.fused_experts import as_stored
 from roll_opd.megatron.weights.source import FileSource
 from roll_opd.megatron.weights.stream import Shapes
 from roll_opd.models import adapter_files
@@ -96,9 +96,7 @@ def save_hf(
 
 def _bundles(engine: MegatronEngine, size: int) -> Iterator[Bundle]:
     """Return host copies of the weights on rank 0 in bundles of at most `size` bytes, or one tensor. Collective."""
-    tensors = hf_tensors(engine)
-    if has_fused_experts(read_model(Path(engine.plan.model.path)).tensors):
-        tensors = fused(tensors, engine.weights.config.num_moe_experts or 0)
+    tensors = as_stored(hf_tensors(engine), read_model(Path(engine.plan.model.path)))
     return _grouped(((name, tensor.to("cpu", copy=True).contiguous()) for name, tensor in tensors), size)
 
 
@@ -163,6 +161,7 @@ def _copy_model_files(
             shutil.copyfile(file, directory / file.name)
     config = json.loads((source / "config.json").read_text())
     config = with_dtype(config, dtype.removeprefix("torch."))
+    config.pop("quantization_config", None)  # the weights are written in `dtype`
     (directory / "config.json").write_text(json.dumps(amended(config), indent=2) + "\n")
 
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
@@ -98,6 +100,29 @@ class FamilyAttention(SelfAttention):
             frequencies = given.pop("rotary_pos_emb")
             given["rotary_pos_emb"] = of_kind(frequencies, self._kinds.index(self._rotary)) if self._rotary else None
         return super().forward(hidden_states, attention_mask, **given)
+
+
+class ExpertOutput(RowParallelLinear):
+    """Output projection of an expert with a bias, which Megatron's MLP adds in place."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output and the bias; a copy where the output is a view, which autograd does not let change."""
+        output, bias = super().forward(input_)
+        return output.clone() if output._is_view() else output, bias
+
+
+class BiasedExperts(SequentialMLP):
+    """Experts with biases, over one expert-tensor rank: several ranks would add the output's bias several times."""
+
+    def __init__(self, experts: int, config: TransformerConfig, *args: Any, **options: Any) -> None:
+        config = copy.copy(config)
+        config.add_bias_linear = True
+        super().__init__(experts, config, *args, **options)
+        expert: Any
+        for expert in self.local_experts:
+            # an expert's bias belongs to one tensor rank: its gradient is not summed over ranks, but is in their norm
+            bias = expert.linear_fc2.bias
+            bias.sequence_parallel, bias.tensor_model_parallel = False, True
 
 
 def pieces_of(config: TransformerConfig) -> Pieces:

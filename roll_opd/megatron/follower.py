@@ -15,7 +15,7 @@ from roll_opd.config.plan import FollowingPlan
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import Written, save_hf
 from roll_opd.megatron.model_builder import unwrapped
-from roll_opd.megatron.weights.fused_experts import UnfusedSource
+from roll_opd.megatron.weights.fused_experts import expert_source
 from roll_opd.megatron.weights.model_weights import StreamedLoad
 from roll_opd.models.device_phases import Part
 
@@ -67,7 +67,7 @@ class MegatronFollower(MegatronEngine):
     def load(self, directory: Path) -> None:
         """Load averages saved in any layout. Collective."""
         with self._averages_as_weights():
-            with UnfusedSource(directory) as files:
+            with expert_source(directory) as files:
                 self.weights.load(self._models, files)
 
     def _tensors(self) -> dict[Part, list[Tensor]]:

@@ -21,7 +21,15 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from roll_opd.megatron.attention import PackedAttention, with_expanded_packs
 from roll_opd.megatron.deterministic_ops import ExactRowParallelLinear
-from roll_opd.megatron.family_layers import FamilyAttention, norm_class, pieces_of, place_norms, query_key_norm
+from roll_opd.megatron.family_layers import (
+    BiasedExperts,
+    ExpertOutput,
+    FamilyAttention,
+    norm_class,
+    pieces_of,
+    place_norms,
+    query_key_norm,
+)
 from roll_opd.megatron.gated_delta_net import gated_delta_net
 from roll_opd.megatron.latent_attention import latent_attention
 from roll_opd.megatron.local_layers import DenseLayer, PackedSelfAttention, fits
@@ -83,6 +91,9 @@ def _local_layer(config: TransformerConfig, number: int, experts: int | None, ex
             layer.mlp.submodules.linear_fc2 = ExactRowParallelLinear
     if experts is not None:
         layer.mlp.submodules.router = PackedRouter
+        if pieces_of(config).expert_bias:
+            layer.mlp.submodules.experts.module = BiasedExperts
+            layer.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
     attention.core_attention = PackedAttention
     if getattr(config, "latent", None) is not None:
         layer.self_attention = latent_attention(attention.linear_proj)

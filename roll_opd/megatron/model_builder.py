@@ -36,7 +36,7 @@ from roll_opd.megatron.rotary import angles, rotary_frequencies, scores_scaled
 from roll_opd.megatron.router import RouterLosses, RouterReplayState
 from roll_opd.megatron.transformer_settings import has_experts, model_pieces, transformer_config
 from roll_opd.megatron.vocabulary import VocabShard
-from roll_opd.megatron.weights.fused_experts import UnfusedSource
+from roll_opd.megatron.weights.fused_experts import expert_source
 from roll_opd.megatron.weights.model_weights import ModelWeights
 from roll_opd.megatron.weights.source import FileSource
 from roll_opd.megatron.weights.stream import tensor_rank
@@ -160,8 +160,9 @@ def build_model(
     pieces = model_pieces(hf_config)
     dtype = DTYPES[plan.model.dtype]
     exact = exact and dtype is torch.float32
+    has_silu = pieces.activation == "silu" and pieces.clipped_swiglu is None
     overrides = {
-        **fusions(dtype, plan.layout),
+        **fusions(dtype, plan.layout, has_silu=has_silu),
         **usable(thaw(plan.megatron_args), has_kernels=uses_transformer_engine(dtype)),
         # required for correct log-probs and the global denominator of the losses; not configurable
         "sequence_parallel": plan.layout.tp > 1 and (plan.layout.sequence_parallel or has_experts(hf_config)),
@@ -171,7 +172,7 @@ def build_model(
         # `fused_updates` replaces Apex, which Megatron's linear layers need for it
         "gradient_accumulation_fusion": is_fused(dtype),
         "fp16": dtype is torch.float16,
-        **({"activation_func": exact_silu(hf_config)} if exact and pieces.activation == "silu" else {}),
+        **({"activation_func": exact_silu(hf_config)} if exact and has_silu else {}),
         **scores_scaled(hf_config, pieces),
     }
     config = transformer_config(hf_config, dtype, plan.layout, overrides)
@@ -193,7 +194,7 @@ def build_model(
     ]
     for chunk in chunks:
         chunk.requires_grad_(trainable and lora is None)
-    with UnfusedSource(Path(plan.model.path)) as files:
+    with expert_source(Path(plan.model.path)) as files:
         weights.load(chunks, files)
         adapters = _adapters(lora, chunks, weights, files, seed) if lora else None
     if dtype is not torch.float32:
@@ -209,17 +210,17 @@ def decoder_hf_config(path: str) -> PretrainedConfig:
     return found
 
 
-def fusions(dtype: torch.dtype, layout: Layout) -> dict[str, bool]:
+def fusions(dtype: torch.dtype, layout: Layout, *, has_silu: bool = True) -> dict[str, bool]:
     """Return the defaults of Megatron's fusion options.
 
     Empty in f32, and on a CPU, where torch would compile the fusions against the port. `bias_dropout_fusion` is off,
-    since there are neither biases nor dropout.
+    since there are neither biases nor dropout. Megatron has no fused activation for layers without `has_silu`.
     """
     if dtype is torch.float32 or not torch.cuda.is_available():
         return {}
     # with context parallelism Transformer Engine would recompute positions
     rope = uses_transformer_engine(dtype) and layout.cp == 1
-    return {"bias_activation_fusion": True, "apply_rope_fusion": rope}
+    return {"bias_activation_fusion": has_silu, "apply_rope_fusion": rope}
 
 
 def is_fused(dtype: torch.dtype) -> bool:

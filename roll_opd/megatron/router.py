@@ -9,6 +9,7 @@ log-prob. Expert outputs and gate weights are still computed by the model.
 Legend: n tokens of a micro-batch on this rank, L layers, K experts of a token, E experts.
 """
 
+import copy
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -21,8 +22,10 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from roll_opd.megatron.family_layers import pieces_of
 from roll_opd.megatron.packing import PackedSequences
 from roll_opd.megatron.weights.stream import tensor_rank
 from roll_opd.samples.sharding import ROUTER_LOSSES
@@ -64,6 +67,12 @@ class PackedRouter(TopKRouter):
 
     counts_E: Tensor | int = 0  # tokens per expert in this update, on this rank
 
+    def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
+        if pieces_of(config).expert_bias:  # Megatron has one setting for the biases of all linear layers
+            config = copy.copy(config)
+            config.add_bias_linear = True
+        super().__init__(config, *args, **options)
+
     def set_layer_number(self, layer_number: int) -> None:
         """Set the layer's number, from 1, which selects the router's part of replayed routes."""
         super().set_layer_number(layer_number)
@@ -74,7 +83,8 @@ class PackedRouter(TopKRouter):
     def gating(self, input: Tensor) -> Tensor:
         """Return logits [..., E]."""
         dtype = ROUTER_DTYPES.get(self.config.moe_router_dtype or "", input.dtype)
-        return F.linear(input.to(dtype), self.weight.to(dtype))
+        bias_E = None if self.bias is None else self.bias.to(dtype)
+        return F.linear(input.to(dtype), self.weight.to(dtype), bias_E)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Attach the z-loss, the mean of (log Σ exp logits)², to the gradient of `logits`."""

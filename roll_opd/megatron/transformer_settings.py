@@ -38,8 +38,8 @@ def transformer_config(
         "ffn_hidden_size": hf_config.__dict__.get("intermediate_size") or hf_config.moe_intermediate_size,
         "layernorm_epsilon": hf_config.rms_norm_eps,
         "normalization": "RMSNorm",
-        "activation_func": ACTIVATIONS[pieces.activation],
         "gated_linear_unit": True,
+        **_activation(pieces),
         "add_bias_linear": False,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -66,6 +66,18 @@ def transformer_config(
     if isinstance(settings.get("attention_backend"), str):
         settings["attention_backend"] = AttnBackend[settings["attention_backend"]]
     return TransformerConfig(**settings)
+
+
+def _activation(pieces: Pieces) -> dict[str, Any]:
+    """Return the settings of the function of gate and up."""
+    if pieces.clipped_swiglu is None:
+        return {"activation_func": ACTIVATIONS[pieces.activation]}
+    limit, alpha = pieces.clipped_swiglu
+    return {
+        "activation_func": lambda gate: gate * torch.sigmoid(alpha * gate),
+        "activation_func_clamp_value": limit,
+        "glu_linear_offset": 1.0,
+    }
 
 
 def has_experts(hf_config: PretrainedConfig) -> bool:

@@ -221,7 +221,7 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
         shared_intermediate=_size(config, "shared_expert_intermediate_size", default=shared) if experts else 0,
         has_experts=layers_with_experts(config, layers, experts),
         tied=bool(config.get("tie_word_embeddings")),
-        parameters=sum(math.prod(tensor.shape) for name, tensor in tensors.items() if not is_kept(name, layers)),
+        parameters=sum(_weights_in(name, tensor) for name, tensor in tensors.items() if not is_kept(name, layers)),
         weight_files=weights,
         tensors=tensors,
         latent=latent,
@@ -231,6 +231,13 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
         windows=FAMILIES[model_type].pieces(config).windows,
     )
     return info if weights else replace(info, parameters=_parameters_by_size(info))
+
+
+def _weights_in(name: str, tensor: StoredTensor) -> int:
+    """Return the number of weights in a tensor; a byte of MXFP4 has two, and its scales are none."""
+    if tensor.dtype != "U8":
+        return math.prod(tensor.shape)
+    return 2 * math.prod(tensor.shape) if name.endswith("_blocks") else 0
 
 
 def _delta(config: dict[str, Any]) -> DeltaSizes | None:

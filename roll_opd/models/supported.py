@@ -45,8 +45,11 @@ def not_yet(role: MegatronPlan) -> list[str]:
         for key, (allowed, why) in ROUTERS.items()
         if (value := role.megatron_args.get(key)) not in allowed
     ]
-    model_type = decoder_config(read_json(Path(role.model.path) / "config.json")).get("model_type")
+    config = decoder_config(read_json(Path(role.model.path) / "config.json"))
+    model_type = config.get("model_type")
     family = FAMILIES.get(str(model_type))
+    if family and not sentences:
+        sentences += _of_role(role, config, family)
     if isinstance(role, TrainPlan) and role.lora and family and not family.has_adapters:
         sentences.append(f"adapters (LoRA) of models of type {model_type} are not available; train all weights")
     biased = [name for name, each in FAMILIES.items() if each.router == "biased_groups"]
@@ -58,6 +61,19 @@ def not_yet(role: MegatronPlan) -> list[str]:
     if isinstance(role, TrainPlan) and role.model.dtype == "fp16":
         sentences.append("training in fp16 is not available; use bf16 or fp32")
     return [f"{role.name}: {sentence}" for sentence in sentences]
+
+
+def _of_role(role: MegatronPlan, config: Mapping[str, Any], family: Family) -> Iterator[str]:
+    if isinstance(role, TrainPlan) and family.stacks_experts:
+        yield (
+            f"training of models of type {family.model_type} is not available: their experts cannot be sent to"
+            " inference engines yet; use the model as a teacher or a reference"
+        )
+    if family.pieces(config).expert_bias and role.layout.expert_tp > 1:
+        yield (
+            f"experts with biases are not split over the {role.layout.expert_tp} ranks of expert_tensor_parallel_size;"
+            " use expert_tensor_parallel_size: 1"
+        )
 
 
 def unsupported(path: Path) -> list[str]:
@@ -72,7 +88,7 @@ def unsupported(path: Path) -> list[str]:
         for key, value in proven.items()
         if config.get(key) not in (None, value)
     ]
-    sentences += [*_of_layers(config, family), *_of_weights(config), *family.problems(config)]
+    sentences += [*_of_layers(config, family), *_of_weights(config, family), *family.problems(config)]
     return [f"{path.name}: {sentence}" for sentence in (*sentences, *_of_rope(config, family))]
 
 
@@ -84,11 +100,15 @@ def _of_layers(config: Mapping[str, Any], family: Family) -> Iterator[str]:
         yield f"layers of the types {', '.join(other)} (layer_types in config.json) are not available yet"
 
 
-def _of_weights(config: Mapping[str, Any]) -> Iterator[str]:
-    if config.get("quantization_config"):
+def _of_weights(config: Mapping[str, Any], family: Family) -> Iterator[str]:
+    if (quantised := config.get("quantization_config")) and not (family.reads_mxfp4 and _is_mxfp4(quantised)):
         yield (
             "quantised weights (quantization_config in config.json) are not available; use the release in bf16 or fp16"
         )
+
+
+def _is_mxfp4(quantised: object) -> bool:
+    return isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4"
 
 
 def _of_rope(config: Mapping[str, Any], family: Family) -> Iterator[str]:

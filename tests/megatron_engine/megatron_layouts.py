@@ -42,6 +42,7 @@ LAYOUTS = {
 }
 EXPERT_MODELS = ("qwen3_moe", "qwen2_moe", "mixtral")
 FAMILY_MODELS = ("smollm3", "seed_oss", "olmo2", "olmo3", "phi3", "glm4", "glm4_moe", "gemma3")
+EXPERT_FAMILY_MODELS = ("gpt_oss",)  # without split experts
 HYBRID_MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 MODELS = ("qwen3", "qwen3_tied", "qwen2_tied", "llama", "llama3")
 DEMO_MODELS = ("demo_student", "demo_teacher")

@@ -18,6 +18,7 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -121,6 +122,17 @@ FAMILIES = {
         **{**FAMILY, "tie_word_embeddings": True}, **LOCAL, head_dim=24, query_pre_attn_scalar=20
     ),
 }
+EXPERT_FAMILIES = {
+    "gpt_oss": lambda: GptOssConfig(
+        **FAMILY,
+        **LOCAL,
+        head_dim=24,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        swiglu_limit=0.7,
+        rope_parameters=YARN | {"truncate": False},
+    ),
+}
 HYBRID = {  # every width is another one; three value heads per key head
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
@@ -164,6 +176,7 @@ CONFIGS = {
     "large_moe": lambda: Qwen3MoeConfig(**LARGE, head_dim=64, num_experts=16, moe_intermediate_size=128),
     "yarn": lambda: Qwen3Config(**COMMON, head_dim=16, tie_word_embeddings=True, rope_parameters=YARN),
     **FAMILIES,
+    **EXPERT_FAMILIES,
 }
 
 
@@ -175,8 +188,9 @@ def save_models(directory: Path) -> None:
         model = kind.from_config(config()).float()
         with torch.no_grad():
             biases = [buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")]
+            stacked = {id(each) for key, each in model.named_parameters() if key.endswith("_bias")}  # of experts
             for parameter in (*model.parameters(), *biases):
-                if parameter.ndim == 1:
+                if parameter.ndim == 1 or id(parameter) in stacked:
                     parameter.add_(0.3 * torch.randn_like(parameter))
         model.save_pretrained(directory / name)
     for name in ("qwen3_5", "qwen3_5_moe"):

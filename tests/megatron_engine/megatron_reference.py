@@ -188,8 +188,10 @@ def descend(
     """
     plan = optimizer_plan(False)
     learning = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    matrices = [parameter for parameter in learning.values() if parameter.ndim > 1]
-    vectors = [parameter for parameter in learning.values() if parameter.ndim == 1]  # never decayed
+    # vectors are never decayed; transformers has those of a layer's experts in one tensor
+    is_vector = {name: each.ndim == 1 or name.endswith("proj_bias") for name, each in learning.items()}
+    matrices = [each for name, each in learning.items() if not is_vector[name]]
+    vectors = [each for name, each in learning.items() if is_vector[name]]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         betas=(plan.adam_beta1, plan.adam_beta2),

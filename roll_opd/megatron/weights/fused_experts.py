@@ -1,23 +1,43 @@
-"""Experts of a layer in one tensor, as in the releases of Qwen3.5: read as tensors of each expert, joined on export.
+"""Experts of a layer in one tensor: read as tensors of each expert, joined on export.
 
-The tensors are `gate_up_proj` [experts, 2 · width, hidden] and `down_proj` [experts, hidden, width].
+The releases of Qwen3.5 have `gate_up_proj` [experts, 2 · width, hidden] and `down_proj` [experts, hidden, width], which
+are read as `gate_proj`, `up_proj` and `down_proj` of each expert. Families that stack experts (gpt-oss) have tensors
+[experts, ...], which are read as those of each expert; quantised ones in bf16 (see `mxfp4`).
 """
 
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from roll_opd.megatron.weights.mxfp4 import BLOCKS, SCALES, dequantised
 from roll_opd.megatron.weights.source import FileSource
+from roll_opd.models.families import FAMILIES
 from roll_opd.models.model_files import KEPT
+from roll_opd.models.model_info import ModelInfo, read_model
 
 EACH = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 FUSED = re.compile(r"(.+\.mlp\.experts)\.(gate_up|down)_proj")
+IN_STACK = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(\w+)")
+STACK = re.compile(r"(.+\.mlp\.experts)\.(\w+)")
 
 
-def has_fused_experts(names: Iterable[str]) -> bool:
-    """Return whether a checkpoint with these tensors has all experts of a layer in one tensor."""
+def as_stored(tensors: Iterable[tuple[str, Tensor]], model: ModelInfo) -> Iterable[tuple[str, Tensor]]:
+    """Return the tensors of a model with experts joined as in its checkpoint."""
+    if FAMILIES[model.model_type].stacks_experts:
+        return _stacked(tensors, model.experts)
+    return _fused(tensors, model.experts) if _has_fused_experts(model.tensors) else tensors
+
+
+def expert_source(directory: Path) -> FileSource:
+    """Return the weights of a model directory, with a tensor of each expert in place of joined ones."""
+    stacks = FAMILIES[read_model(directory).model_type].stacks_experts
+    return StackSource(directory) if stacks else UnfusedSource(directory)
+
+
+def _has_fused_experts(names: Iterable[str]) -> bool:
     return any(FUSED.fullmatch(name) and not name.startswith(KEPT) for name in names)
 
 
@@ -58,8 +78,42 @@ class UnfusedSource(FileSource):
         return f"{match[1]}.{'down' if match[3] == 'down' else 'gate_up'}_proj", int(match[2]), match[3]
 
 
-def fused(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors, with those of the `experts` of a layer joined as soon as all are there."""
+class StackSource(FileSource):
+    """`FileSource` with a tensor of each expert in place of stacks; MXFP4 is read as bf16, transposed as in gpt-oss."""
+
+    @property
+    def names(self) -> Iterable[str]:
+        for name, stored in self._stored.items():
+            match = STACK.fullmatch(name)
+            if match is None:
+                yield name
+            elif not name.endswith(SCALES):
+                yield from (f"{match[1]}.{expert}.{match[2].removesuffix(BLOCKS)}" for expert in range(stored.shape[0]))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if (match := IN_STACK.fullmatch(name)) is None:
+            return super().shape(name)
+        stack = f"{match[1]}.{match[3]}"
+        if stack + BLOCKS not in self._stored:
+            return super().shape(stack)[1:]
+        _, rows, blocks, packed = super().shape(stack + BLOCKS)
+        return 2 * blocks * packed, rows
+
+    def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        if (match := IN_STACK.fullmatch(name)) is None:
+            return super().part(name, dim, start, stop)
+        stack, expert = f"{match[1]}.{match[3]}", int(match[2])
+        if stack + BLOCKS not in self._stored:
+            return super().part(stack, 0, expert, expert + 1)[0].narrow(dim, start, stop - start)
+        blocks = super().part(stack + BLOCKS, 0, expert, expert + 1)[0]
+        scales = super().part(stack + SCALES, 0, expert, expert + 1)[0]
+        if dim == 1:  # rows of the quantised matrix
+            blocks, scales, start, stop = blocks[start:stop], scales[start:stop], 0, stop - start
+        return dequantised(blocks, scales).T.narrow(dim, start, stop - start)
+
+
+def _fused(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors, with those of the `experts` of a layer joined on receipt of the last."""
     held: dict[str, dict[tuple[str, int], Tensor]] = {}
     for name, tensor in tensors:
         if (match := EACH.fullmatch(name)) is None:
@@ -72,3 +126,18 @@ def fused(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple
             both = (torch.cat([parts["gate", expert], parts["up", expert]]) for expert in range(experts))
             yield f"{match[1]}.gate_up_proj", torch.stack(list(both))
             yield f"{match[1]}.down_proj", torch.stack([parts["down", expert] for expert in range(experts)])
+
+
+def _stacked(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors, with each kind of the `experts` of a layer stacked on receipt of the last."""
+    held: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors:
+        if (match := IN_STACK.fullmatch(name)) is None:
+            yield name, tensor
+            continue
+        stack = f"{match[1]}.{match[3]}"
+        parts = held.setdefault(stack, {})
+        parts[int(match[2])] = tensor
+        if len(parts) == experts:
+            del held[stack]
+            yield stack, torch.stack([parts[expert] for expert in range(experts)])

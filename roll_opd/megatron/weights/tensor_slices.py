@@ -125,6 +125,31 @@ class GateUp:
         return [torch.cat([half[which] for half in halves]) for which in range(2)]
 
 
+@dataclass(frozen=True)
+class Transposed(_SingleTensor):
+    """The transpose of a tensor, split along `dim` of the parameter; a vector is only split."""
+
+    dim: int
+
+    def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
+        is_vector = len(source.shape(names[0])) == 1
+        return _transposed(_share(source, names[0], 0 if is_vector else 1 - self.dim, rank, ranks))
+
+    def join(self, shards: Sequence[Tensor], sizes: SliceSizes) -> list[Tensor]:
+        return [_transposed(torch.cat(list(shards), self.dim))]
+
+
+class InterleavedGateUp(Transposed):
+    """Gate and up matrices in one transposed tensor whose columns alternate between both; also their bias."""
+
+    def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
+        both = super().read(source, names, rank, ranks, sizes)
+        return torch.cat([both[::2], both[1::2]])
+
+    def join(self, shards: Sequence[Tensor], sizes: SliceSizes) -> list[Tensor]:
+        return super().join([torch.stack(shard.chunk(2), 1).flatten(0, 1) for shard in shards], sizes)
+
+
 class QKV:
     """Queries, keys and values, grouped by key/value head (queries, key, value); heads are split over ranks."""
 
@@ -192,6 +217,10 @@ class FusedQKV(_Parts):
         return [torch.cat(QKV().join(shards, sizes))]
 
 
+def _transposed(tensor: Tensor) -> Tensor:
+    return tensor if tensor.ndim == 1 else tensor.T.contiguous()
+
+
 def _share(source: SliceSource, name: str, dim: int, rank: int, ranks: int) -> Tensor:
     size = source.shape(name)[dim]
     _check_divides(name, dim, size, ranks)
@@ -214,4 +243,6 @@ TENSOR_SLICINGS: Mapping[Slicing, TensorSlice] = {
     "gate_up": GateUp(),
     "fused_qkv": FusedQKV(),
     "fused_gate_up": FusedGateUp(),
+    "interleaved_gate_up": InterleavedGateUp(0),
+    "transposed_columns": Transposed(1),
 }

@@ -20,6 +20,8 @@ Slicing = Literal[
     "fused_qkv",
     "fused_gate_up",
     "gated_qkv",
+    "interleaved_gate_up",
+    "transposed_columns",
     "delta_key_heads",
     "delta_parts",
     "delta_channels",
@@ -76,6 +78,9 @@ class Pieces:
     embedding_scale: float = 1.0
     mixers: tuple[str, ...] = ()  # what stands in place of attention: DELTA, or "" for attention
     output_gate: bool = False  # the output of attention is multiplied by the sigmoid of a gate
+    sinks: bool = False  # a learned score per query head in the softmax's denominator
+    expert_bias: bool = False  # of routers and experts
+    clipped_swiglu: tuple[float, float] | None = None  # limit and alpha: min(gate, limit) · σ(alpha · gate) · (up + 1)
 
     @property
     def is_plain(self) -> bool:
@@ -185,6 +190,9 @@ class Family:
     layer_types: tuple[str, ...] = ()  # of config.json, besides attention with and without windows
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     has_adapters: bool = True  # LoRA is validated
+    # a checkpoint has the tensors of a layer's experts in one: the name of an expert's tensor without its number
+    stacks_experts: bool = False
+    reads_mxfp4: bool = False  # quantised experts are read in bf16
     problems: Callable[[Config], tuple[str, ...]] = lambda config: ()  # of a config.json, further ones
 
 

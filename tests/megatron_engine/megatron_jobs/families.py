@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 
-from megatron_layouts import FAMILY_MODELS
+from megatron_layouts import EXPERT_FAMILY_MODELS, FAMILY_MODELS
 from megatron_ranks import Job
 from megatron_registry import jobs
 
 LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2", "cp2", "tp2spcp2", "pp2vpp2", "pp2dp2")
-SCORED = [(model, layout) for model in FAMILY_MODELS for layout in LAYOUTS]
+EXPERT_LAYOUTS = ("tp1", "tp2etp1", "pp2", "cp2", "ep2", "tp2ep2", "tp2cp2ep2", "pp2vpp2ep2")
+PLAIN = [(model, layout) for model in FAMILY_MODELS for layout in LAYOUTS]
+SCORED = PLAIN + [(model, layout) for model in EXPERT_FAMILY_MODELS for layout in EXPERT_LAYOUTS]
 TRAINED = [(model, layout) for model in FAMILY_MODELS for layout in ("tp2sp", "pp2cp2", "tp2")]
+TRAINED += [(model, layout) for model in EXPERT_FAMILY_MODELS for layout in ("tp2ep2", "pp2cp2", "cp2ep2", "tp2etp1")]
 
 
 @jobs
