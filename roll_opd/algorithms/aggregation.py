@@ -18,7 +18,7 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 def token_weights(
     masks: Sequence[Tensor], mode: str, normaliser: float | None = None, parts: Sequence[Hashable] | None = None
 ) -> list[Tensor]:
-    """Return the token weights f32 [M_b] of each sequence of the whole batch, 0 off the mask.
+    """Return token weights f32 [M_b] for each sequence of the whole batch, 0 off the mask.
 
     Args:
         masks: bool [M_b] for each of the B sequences over all ranks.
@@ -30,16 +30,16 @@ def token_weights(
 def token_scales(
     tokens: Sequence[int], mode: str, normaliser: float | None = None, parts: Sequence[Hashable] | None = None
 ) -> list[float]:
-    """Return the weight per token of each sequence of the whole batch.
+    """Return, for each sequence of the whole batch, the weight of each of its tokens.
 
     Args:
         tokens: number of tokens in the loss, for each of the B sequences over all ranks.
         mode: token-mean (Σ loss / Σ tokens); seq-mean-token-sum (mean over sequences of their sums);
             seq-mean-token-mean (mean over sequences of their means; ROLL's default);
             seq-mean-token-sum-norm (Σ loss / `normaliser`; Dr. GRPO, arXiv 2503.20783).
-        parts: part of the batch of each sequence; parts are averaged separately, and the means are added.
+        parts: for each sequence, the part of the batch that it belongs to; the means of the parts are added.
 
-    Sequences without an action token count in no denominator.
+    Sequences without an action token are left out of all denominators.
 
     Raises:
         ValueError: for an unknown mode, or a missing normaliser.
@@ -65,15 +65,15 @@ def token_scales(
 
 
 def loss_scales(tokens: Sequence[int], demonstrations: Sequence[bool], objective: ObjectivePlan) -> list[float]:
-    """Return `token_scales` of an update's samples, with demonstrations averaged separately."""
+    """Return `token_scales` of an update's samples; demonstrations are averaged separately."""
     return token_scales(tokens, objective.loss_agg_mode, objective.loss_normaliser, parts=demonstrations)
 
 
 def value_scales(tokens: Sequence[int]) -> list[float]:
-    """Return `token_scales` of a critic's update: as in ROLL, independent of the policy loss."""
+    """Return `token_scales` of a critic's update; as in ROLL they do not depend on the policy loss."""
     return token_scales(tokens, "seq-mean-token-mean")
 
 
 def scaled(masks: Sequence[Tensor], scales: Sequence[float]) -> list[Tensor]:
-    """Return the weights of tokens, f32 [M_b] each, 0 where the mask is False."""
+    """Return each sequence's token weights, f32 [M_b], 0 where the mask is False."""
     return [mask.to(torch.float32) * scale for mask, scale in zip(masks, scales, strict=True)]

@@ -31,12 +31,12 @@ ChunkCredit = Literal["prefix", "whole", "with_previous", "mean", "share"]
 def chunk_penalty(
     penalty_M: Tensor, student_M: Tensor, chunks_M: Tensor, lengths: Sequence[int], rule: ChunkCredit
 ) -> Tensor:
-    """Return the penalty of each token from those of its chunk, as `penalty_M`; 0 for tokens without a chunk.
+    """Return each token's penalty from the penalties in its chunk, in the form of `penalty_M`; 0 without a chunk.
 
     Args:
         penalty_M: coefficient times (l - q) of each token.
         student_M: the student's log-probs l.
-        chunks_M: int, number in its response of the first token of a token's chunk; negative without a chunk.
+        chunks_M: int, index of the first token of each token's chunk in the response; negative without a chunk.
         lengths: tokens of each response, Σ = M.
     """
     credited_M = chunks_M >= 0

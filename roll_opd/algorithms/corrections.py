@@ -1,8 +1,8 @@
 """Mismatch of training and rollout log-probs: metrics, importance weights and token masks.
 
-A ratio is train/infer, a difference p_train - p_infer. Both exist at four levels: of a `token`; `geometric`, the mean
-over a sequence (of log-ratios, then exp); `segment`, that mean over an unbroken stretch of action tokens; and
-`sequence`, the product of its ratios (and the sum of its differences).
+A ratio is train/infer, a difference is p_train - p_infer. Both exist at four levels: `token`; `geometric`, the mean
+over a sequence (for ratios: exp of the mean log-ratio); `segment`, the same mean over an unbroken stretch of action
+tokens; and `sequence`, the product of the sequence's ratios or the sum of its differences.
 
 Legend: M scored tokens of all sequences, concatenated; `lengths` has the number per sequence.
 """
@@ -59,7 +59,7 @@ def importance_weights(mismatch: Mismatch, *, level: Level = "token", upper_boun
     """Return min(ratio, upper_bound), [M]; 1 off the mask: truncated importance sampling.
 
     Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025). The weights multiply
-    the loss, so that its expectation is under the training engine's distribution.
+    the loss, so that its expectation is taken under the training engine's distribution.
     """
     ratio_M = mismatch.ratio(level)
     return ratio_M if upper_bound is None else torch.where(mismatch.mask_M, ratio_M.clamp(max=upper_bound), 1.0)
@@ -75,19 +75,19 @@ def icepop_weights(
 def ratio_within(
     mismatch: Mismatch, *, level: Level = "token", low: float | None = 0.8, high: float | None = 1.2
 ) -> Tensor:
-    """Return the mask of tokens to keep, bool [M]: low <= ratio <= high, None: no bound; True off the mask."""
+    """Return the mask of tokens with low <= ratio <= high, bool [M]. A bound of None is no bound. True off the mask."""
     return _within(mismatch.ratio(level), low, high) | ~mismatch.mask_M
 
 
 def difference_within(
     mismatch: Mismatch, *, level: Level = "token", low: float | None = -0.2, high: float | None = 0.2
 ) -> Tensor:
-    """Return the mask of tokens to keep, bool [M]: low <= difference of probabilities <= high; see `ratio_within`."""
+    """Return the mask of tokens with low <= difference of probabilities <= high, bool [M]; see `ratio_within`."""
     return _within(mismatch.difference(level), low, high) | ~mismatch.mask_M
 
 
 def negatives_near(mismatch: Mismatch, advantages_M: Tensor, *, delta: float = 0.1) -> Tensor:
-    """Return the mask of tokens to keep, bool [M]: drops A < 0 in sequences with mean infer - train above `delta`.
+    """Return the mask of tokens to keep, bool [M]: drop A < 0 in sequences whose mean infer - train exceeds `delta`.
 
     Negative advantages on unlikely text are harmful. DeepSeek-V3.2, arXiv 2512.02556.
     """
@@ -98,8 +98,9 @@ def negatives_near(mismatch: Mismatch, advantages_M: Tensor, *, delta: float = 0
 def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
     """Return the mismatch metrics, which are independent of corrections; empty without masked tokens.
 
-    `logprob_diff_mean` and `_max` of |train - infer|, the same of probabilities; `k1` and `k3`, estimates of
-    KL(infer || train); `ratio_mean`, `_min`, `_max`; `ess`, the effective share of the samples: (Σw)² / (N·Σw²).
+    The metrics are: `logprob_diff_mean` and `_max` of |train - infer|, and the same for probabilities; `k1` and `k3`,
+    estimates of KL(infer || train); `ratio_mean`, `_min` and `_max`; and `ess`, the effective sample size as a fraction
+    of the samples, (Σw)² / (N·Σw²).
     """
     kept = mismatch.mask_M
     if not kept.any():
@@ -144,7 +145,7 @@ def _within(values_M: Tensor, low: float | None, high: float | None) -> Tensor:
 
 
 def _segment_means(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the mean over each stretch of equal mask within a sequence, for each of its tokens."""
+    """Return for each token the mean over its stretch of equal mask values within the sequence."""
     if not len(values_M):
         return values_M
     sequence_M = sequence_numbers(lengths, values_M.device)

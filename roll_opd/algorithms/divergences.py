@@ -1,6 +1,6 @@
 """Divergences between the student's and the teacher's next-token distributions, as sums over columns.
 
-A column is a token of the vocabulary, or the bucket of the tail of a top-k. With s and t the probabilities of
+A column is a token of the vocabulary, or the bucket of all tokens outside the top-k. With s and t the probabilities of
 student and teacher in a column, and m a mixture of both:
 
     reverse_kl            KL(s || t)
@@ -9,14 +9,14 @@ student and teacher in a column, and m a mixture of both:
     skewed_reverse_kl(α)  KL(s || m),                       m = α s + (1-α) t      DistiLLM, arXiv 2402.03898
     skewed_forward_kl(α)  KL(t || m),                       m = α t + (1-α) s
 
-β is the teacher's weight. At β = 0 and 1 the mixture is one of the two and the sum is always 0; there, as in TRL,
-`jsd` is the limit of jsd/β or jsd/(1-β): forward_kl or reverse_kl. α = 0 is the plain KL.
+β is the teacher's weight. At β = 0 and β = 1 the mixture is one of the two distributions, and the sum is always 0.
+There `jsd` is, as in TRL, the limit of jsd/β (forward_kl) or of jsd/(1-β) (reverse_kl). α = 0 is the plain KL.
 
 In each column KL(p || q) counts as p log(p/q) - p + q. Over a whole distribution the added terms cancel, in value and
 in the gradient of the logits; in a column they make the term non-negative and, where p is close to q, of second order,
 so that equal distributions give 0 and not the sum of many rounding errors.
 
-Legend: K columns, M tokens; everything is in log-probs, and a column that one side rules out is -inf there.
+Legend: K columns, M tokens; all values are log-probs; -inf where a model gives a column probability 0.
 """
 
 import math
@@ -31,7 +31,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ColumnSum:
-    """A sum over columns, as two functions of the log-probs in each: (student, teacher), or of the student's only.
+    """A sum over columns, as two functions of a column's log-probs: of (student, teacher), and of the student only.
 
     Neither function returns NaN for log-probs; `value` is inf if the divergence is.
     """
@@ -40,7 +40,7 @@ class ColumnSum:
     slope: Callable[..., Tensor]  # its derivative by the student's log-prob
 
     def __call__(self, student_logprobs: Tensor, *others: Tensor) -> Tensor:
-        """Sum over the last dimension, [..., K] -> [...], with gradient only to `student_logprobs`."""
+        """Sum over the last dimension, [..., K] -> [...]; only `student_logprobs` gets a gradient."""
         return _Sum.apply(self, student_logprobs, *others)
 
 
@@ -62,7 +62,7 @@ def divergence(name: str, *, beta: float = 0.5, alpha: float = 0.1) -> ColumnSum
 
     Args:
         beta: the teacher's weight in the mixture of jsd, 0 to 1.
-        alpha: share of the first argument in the mixture of skewed divergences, from 0 to below 1.
+        alpha: weight of the first argument in the mixture of skewed divergences, in [0, 1).
 
     Raises:
         ValueError: for an unknown name or a parameter out of its range.
@@ -77,14 +77,14 @@ def divergence(name: str, *, beta: float = 0.5, alpha: float = 0.1) -> ColumnSum
 
 
 def topk_divergence(student_ML: Tensor, teacher_ML: Tensor, measure: ColumnSum) -> Tensor:
-    """Return the divergence over K tokens and the bucket of the rest, f32 [M], with gradient to `student_ML`.
+    """Return the divergence over K tokens and the bucket of the rest, f32 [M]; the gradient flows to `student_ML`.
 
     By the data-processing inequality it is at most the divergence over the whole vocabulary, and never negative;
     with K = V, where the bucket is empty, it equals that divergence.
 
     Args:
-        student_ML: student log-probs of K different tokens, and last that of the rest, L = K + 1. The last must be a
-            separate sum: log(1 - Σp) would lose all digits if the tokens have nearly all mass.
+        student_ML: student log-probs of K different tokens, then the log-prob of the rest, L = K + 1. The log-prob of
+        the rest must be a separate sum: log(1 - Σp) would lose all digits if the K tokens have nearly all mass.
         teacher_ML: teacher log-probs of the same columns.
     """
     # renormalised in f64, as f32 rounding would dominate the gradient of a confident student

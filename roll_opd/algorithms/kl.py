@@ -1,6 +1,6 @@
 """Estimators of KL(student || other) from log-probs of sampled tokens. John Schulman, "Approximating KL Divergence".
 
-All take log-probs under the student (`logprobs`) and under the other model, f32 of one shape, and return that shape.
+All take f32 log-probs of the same shape under the student (`logprobs`) and the other model, and return that shape.
 """
 
 import math
@@ -40,15 +40,15 @@ def k3(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def low_var_kl(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Return `k3` clipped at 10, without gradient beyond: ROLL's k3 and Trinity-RFT's low_var_kl."""
+    """Return `k3` clipped at 10, with gradient 0 above the clip: ROLL's k3 and Trinity-RFT's low_var_kl."""
     log_ratio = (other - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # beyond 20 the value is clipped at 10 anyway
     return (log_ratio.exp() - 1 - log_ratio).clamp(-MAX_LOW_VARIANCE, MAX_LOW_VARIANCE)
 
 
 def corrected_k3(logprobs: Tensor, other: Tensor, old: Tensor | None = None) -> Tensor:
-    """Return clamp(r, 0, 2) · `k3`, r = e^(logprobs - old) with gradient: as a loss, that of the reverse KL.
+    """Return clamp(r, 0, 2) · `k3`, r = e^(logprobs - old). As a loss, its gradient is that of the reverse KL.
 
-    `old` are the log-probs of the rollout weights; None: on policy, r is 1.
+    r has a gradient. `old` are the log-probs under the rollout weights; None means on policy, with r = 1.
     """
     old = logprobs.detach() if old is None else old
     return probability_ratio(logprobs, old).clamp(0, MAX_CORRECTION) * k3(logprobs, other)

@@ -1,10 +1,11 @@
 """`POLICY_LOSSES` and `ADVANTAGES`: registries of the losses and advantages that a configuration can name.
 
-A function is registered where it is defined, with facts for the planner; its arguments and defaults are its signature.
+A function is registered where it is defined, with facts for the planner. Its signature gives the arguments and
+defaults.
 Modules in `losses` and `advantages` are found automatically. A user's function needs the same signature; `register_*`
 gives it a name and facts.
 
-Names, facts and defaults are read without torch; only finding a function imports it.
+Names, facts and defaults are read without importing torch; only the lookup of a function imports it.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ Advantage = Callable[..., "Normalised"]  # (RewardBatch, *, its arguments) -> No
 
 
 class AlgorithmError(Exception):
-    """An algorithm, advantage or policy loss is unknown or misused; the message has the reason and the known names."""
+    """Unknown or misused algorithm, advantage or policy loss; the message gives the reason and the known names."""
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
     δ_k = r_k + γ V_{k+1} - V_k        A_k = Σ_{i≥0} (γλ)^i δ_{k+i}        returns_k = A_k + V_k
 
 k is the index of an action token in its sequence; all discounts are per action token. V_k is the value of the state
-before token k, and 0 after the last: a truncated sequence counts as terminated. arXiv 1506.02438, 1707.06347.
+before token k; after the last token it is 0, so a truncated sequence counts as terminated. arXiv 1506.02438,
+1707.06347.
 
-Legend: M tokens of all sequences, concatenated, K action tokens among them.
+Legend: M tokens of all sequences, concatenated; K of them are action tokens.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from torch import Tensor
 def discounted_to_go(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int], discount: float) -> Tensor:
     """Return Σ_{k≥0} discount^k · value of the k-th following action token, [M]; 0 off the mask.
 
-    The discount is per action token; tokens of tools or environments between them do not count.
+    The discount is per action token; tokens from tools or environments between action tokens do not count.
 
     Args:
         values_M: ignored off the mask.
@@ -38,8 +39,8 @@ def discounted_to_go(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int], d
 def turns_to_go(values_M: Tensor, mask_M: Tensor, acted_M: Tensor, lengths: Sequence[int], discount: float) -> Tensor:
     """Return Σ_{k≥0} discount^k · sum of the values of the k-th following turn, [M]; 0 off the mask.
 
-    A turn is a contiguous span of action tokens with one common return, that of `discounted_to_go` if a turn were one
-    token. Masked tokens of a turn add no value and do not split it.
+    A turn is a contiguous span of action tokens. All its tokens get the same return: the one that `discounted_to_go`
+    would give if each turn were one token. Masked tokens of a turn add no value and do not split the turn.
 
     Args:
         values_M: ignored off `mask_M`.
@@ -93,7 +94,7 @@ def gae(
         mask_M: bool, True at action tokens.
         lengths: M_b, tokens of each sequence.
         gamma: discount of one action token.
-        lambd: 0 gives r + γV' - V, 1 the discounted return less V.
+        lambd: 0 gives r + γV' - V, 1 gives the discounted return minus V.
     """
     counts = torch.tensor([int(piece.sum()) for piece in mask_M.split(list(lengths))], dtype=torch.int64)
     rewards_K, values_K = rewards_M[mask_M].double(), values_M[mask_M].double()

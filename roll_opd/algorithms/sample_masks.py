@@ -1,4 +1,4 @@
-"""Filters of groups by their rewards, and ROLL's masks and weights of whole samples: length, difficulty, correctness.
+"""Filters of groups by reward, and ROLL's masks and weights of whole samples by length, difficulty and correctness.
 
 Legend: B samples. Samples of one prompt share a group.
 """
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def mean_filter(rewards: Sequence[float], *, threshold_down: float, threshold_up: float) -> bool:
-    """Return whether the mean is strictly between the thresholds: neither unsolved nor solved."""
+    """Return whether the mean is strictly between the thresholds: the prompt is neither unsolved nor solved."""
     return bool(threshold_down < np.mean(rewards) < threshold_up)
 
 
@@ -43,7 +43,7 @@ def between_difficulties(
 
 
 def right_or_short(rewards: Sequence[float | None], lengths: Sequence[int], *, threshold: int) -> list[bool]:
-    """Return the mask [B] of samples with reward 1 or None, or 0 below `threshold` tokens (`error_max_len_clip`)."""
+    """Return the mask [B] of samples with reward 1 or None, or with reward 0 and below `threshold` tokens."""
     return [
         reward in (None, 1) or (reward == 0 and length < threshold)
         for reward, length in zip(rewards, lengths, strict=True)
@@ -61,7 +61,7 @@ def sample_weights(
     Args:
         lengths: response tokens.
         difficulties: values of the rows; None: not used.
-        by_length: whether lengths are used.
+        by_length: whether the weights depend on the lengths.
     """
     weights = [1.0] * len(lengths)
     if difficulties is not None:

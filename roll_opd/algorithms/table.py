@@ -1,4 +1,4 @@
-"""Table of algorithms: the defaults of each `algorithm_type`, and the check of combinations, without torch.
+"""Table of algorithms without torch: the defaults of each `algorithm_type`, and the check of combinations.
 
 Names and flags are Trinity-RFT's. `losses` and `advantages` define the functions with their defaults and facts. The
 names of KL estimators and divergences, which are not extension points, are also here.
@@ -75,7 +75,7 @@ ARGUMENT_ALIASES: dict[str, tuple[str, ...]] = {
 
 
 def algorithm(name: str) -> Algorithm:
-    """Return the algorithm `name`, or a user's by dotted path; raises `AlgorithmError`."""
+    """Return the algorithm with this name, or a user's algorithm by dotted path; raises `AlgorithmError`."""
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     module_name, _, attribute = name.rpartition(".")
@@ -108,7 +108,7 @@ def advantage_facts(name: str | None) -> AdvantageFacts:
 
 
 def merged_arguments(given: Mapping[str, object], defaults: Mapping[str, object]) -> tuple[FrozenDict, tuple[str, ...]]:
-    """Return (a function's defaults updated by the given arguments, unknown argument names)."""
+    """Return (the function's defaults updated with the given arguments, names of unknown arguments)."""
     ours: dict[str, object] = {}
     for name in sorted(given, key=lambda name: len(ARGUMENT_ALIASES.get(name, ())) != 2):  # clip_range before its parts
         for own in ARGUMENT_ALIASES.get(name, (name,)):
@@ -129,7 +129,7 @@ def check_combination(
     expert_data_ratio: float = 0.0,
     opd_objective: str = "sampled",
 ) -> list[str]:
-    """Return a message for each mathematically empty or wrong part of a combination.
+    """Return a message for each part of a combination that is mathematically empty or wrong.
 
     User functions without facts are assumed to be correct.
     """

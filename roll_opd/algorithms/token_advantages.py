@@ -6,7 +6,7 @@
 R' is the normalised reward of an advantage function (see `advantages`). Every part is optional. The teachers' term is
 added afterwards (see `opd`), because normalising the sum would remove its signal; then the sum is clipped.
 
-Legend: B samples, M scored tokens of all samples, concatenated. Everything is float64: arrays are small, and tests
+Legend: B samples, M scored tokens of all samples, concatenated. All arrays are float64: they are small, and tests
 compare six digits of long sums.
 """
 
@@ -25,7 +25,7 @@ VARIANCE_FLOOR = 1e-8  # of whitening
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """Advantages and returns (a critic's targets), f64 [M], 0 off the mask, with mean and scale of both whitenings.
+    """Advantages and returns (a critic's targets), f64 [M], 0 off the mask; and the mean and scale of both whitenings.
 
     Without whitening, mean is 0 and scale 1.
     """
@@ -50,15 +50,15 @@ def token_advantages(
     whiten_rewards: bool = False,
     whiten_advantages: bool = False,
 ) -> TokenAdvantages:
-    """Return discounted returns-to-go of token rewards, or GAE; whitened (arXiv 2501.03262) if enabled.
+    """Return discounted returns-to-go of token rewards, or GAE; optionally whitened (arXiv 2501.03262).
 
     Args:
         rewards_M: f64 [M], 0 off the mask.
         mask_M: bool [M].
         lengths: tokens of each sample.
         values_M: a critic's values of the state before each token; None: returns-to-go.
-        lambd: of GAE.
-        turns_M: bool [M], all action tokens; gamma discounts their unbroken stretches; None: tokens.
+        lambd: λ of GAE.
+        turns_M: bool [M], all action tokens; gamma discounts per unbroken stretch of them; None: per token.
     """
     rewards_M, reward_mean, reward_scale = _whitened(rewards_M, mask_M, enabled=whiten_rewards)
     if values_M is not None:
@@ -80,7 +80,7 @@ def _whitened(values_M: Tensor, mask_M: Tensor, *, enabled: bool) -> tuple[Tenso
 
 
 def on_last_action(rewards_B: Tensor, masks: Sequence[Tensor]) -> Tensor:
-    """Return each sample's reward on its last action token, f64 [M]; samples without one are skipped."""
+    """Return token rewards with each sample's reward on its last action token, f64 [M]; 0 elsewhere."""
     *begins, end = itertools.accumulate(map(len, masks), initial=0)
     placed_M = np.zeros(end)
     for reward, begin, mask in zip(rewards_B.tolist(), begins, masks, strict=True):
@@ -91,7 +91,7 @@ def on_last_action(rewards_B: Tensor, masks: Sequence[Tensor]) -> Tensor:
 
 
 def last_action(mask: np.ndarray) -> int | None:
-    """Return the index of a mask's last True; None without one."""
+    """Return the index of the last True in a mask; None if there is none."""
     if not mask.any():
         return None
     return len(mask) - 1 - int(mask[::-1].argmax())
@@ -100,7 +100,7 @@ def last_action(mask: np.ndarray) -> int | None:
 def whitening(values_M: Tensor, mask_M: Tensor) -> tuple[float, float]:
     """Return mean and standard deviation (unbiased, variance + 1e-8) over the masked tokens; (0, 1) for fewer than two.
 
-    Non-finite values are ignored, so that they affect only the advantages of their sample.
+    Non-finite values are ignored, so that each affects only the advantages of its sample.
     """
     kept = values_M[mask_M & values_M.isfinite()].double()
     if len(kept) < 2:

@@ -1,7 +1,7 @@
 """`http` environment: client for `POST {url}/reset` and `POST {url}/step` with JSON; `serve` is the server.
 
 - /reset takes {seed, episode} and returns {observation, info}, and also `repeats: true` if repeated steps are
-idempotent;
+  idempotent;
 - /step takes {episode, step, action}, `step` counting from 1, and returns {observation, reward, terminated, truncated,
   info};
 - /close takes {episode}; servers need not have it.

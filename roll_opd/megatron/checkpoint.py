@@ -1,10 +1,10 @@
-"""Save and load sharded training state: weights, optimizer, schedule and random state, loadable in another layout.
+"""Save and load sharded training state (weights, optimizer, schedule, random state), also across layouts.
 
 The caller makes the directory, and turns it into a checkpoint by an atomic rename after every rank has finished.
 
-The state of Megatron's distributed optimizer is saved as pieces of full tensors. Megatron's own layout-independent form
-(`fully_reshardable`) gathers the f32 state of all data-parallel ranks on each of them. A rank owns a contiguous range
-of the elements of each parameter: part of a row, full rows, and part of a row.
+The state of Megatron's distributed optimizer is saved as pieces of full tensors. Megatron's layout-independent format
+(`fully_reshardable`) would gather the f32 state of all data-parallel ranks on every rank. A rank owns a contiguous
+range of each parameter's elements: the end of a row, full rows, and the start of a row.
 """
 
 import random
@@ -42,7 +42,7 @@ from roll_opd.models.device_phases import Part
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """Save strategy for Megatron's `torch_dist` format; `write` writes from any thread of this process.
+    """Save strategy for Megatron's `torch_dist` format; `write` may be called in any thread of this process.
 
     Megatron's strategy forks writer processes. Forking a process with threads (Ray's, gloo's, OpenMP's) can hang, and a
     killed run would leave the writers behind.
@@ -69,10 +69,10 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 
 def save_state(learner: MegatronLearner, directory: Path, *, later: bool = False) -> Written:
-    """Save this rank's shards in `directory`, which is empty; return a callable for the files of all ranks. Collective.
+    """Save this rank's shards to the empty `directory`; return a callable for the files of all ranks. Collective.
 
-    With `later`, only copy the state; the callable writes it, collectively, in any thread. Raises on every rank if one
-    rank cannot write.
+    With `later`, only copy the state; the callable writes it, collectively, in any thread. If one rank cannot write,
+    every rank raises an error.
     """
     learner.memory.check("save its state", Part.WEIGHTS, Part.OPTIMIZER)
     learner.wait_for_weights()
@@ -92,8 +92,8 @@ def save_state(learner: MegatronLearner, directory: Path, *, later: bool = False
 def load_state(learner: MegatronLearner, directory: Path) -> None:
     """Load weights, moments, step counts and random state saved by `save_state`. Collective.
 
-    Learning rates, betas, epsilon and weight decay come from the learner's plan. Raises an error on every rank if one
-    rank cannot read its part.
+    Learning rates, betas, epsilon and weight decay come from the learner's plan. If one rank cannot read its part,
+    every rank raises an error.
     """
     learner.memory.check("load a state", Part.WEIGHTS, Part.OPTIMIZER)
     for optimizer in _optimizers(learner):
@@ -158,7 +158,7 @@ def _state(learner: MegatronLearner, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _for_optimizers(state: dict[Any, Any], optimizers: int) -> dict[Any, Any]:
-    """Convert the loaded state to `optimizers` optimizers, whose non-tensor state (steps, rates) is equal."""
+    """Convert the loaded state to `optimizers` optimizers; all get the same non-tensor state (steps, rates)."""
     numbers = [key for key in state if isinstance(key, int)]
     if optimizers == 1 and numbers:
         return {**state[0], **{key: value for key, value in state.items() if key not in numbers}}
@@ -169,7 +169,7 @@ def _for_optimizers(state: dict[Any, Any], optimizers: int) -> dict[Any, Any]:
 
 
 def _allocate_optimizer_state(optimizer: Any) -> None:
-    """Allocate Adam's zero moments of step 0, since loading needs tensors to load into."""
+    """Allocate Adam's moments as zeros, because loading needs existing tensors to load into."""
     inner = optimizer.optimizer
     rates = [group["lr"] for group in inner.param_groups]
     for group in inner.param_groups:
@@ -208,7 +208,7 @@ _PREFIX = "optimizer.state"  # of names in a checkpoint, as in Megatron's
 
 
 def optimizer_pieces(optimizer: DistributedOptimizer, model: Any) -> dict[str, ShardedTensor]:
-    """Return this rank's f32 weights and moments as sharded tensors, views that are saved and loaded in place.
+    """Return this rank's f32 weights and moments as sharded tensors; they are views, saved and loaded in place.
 
     `model` is Megatron's `sharded_state_dict` of the parameters.
     """
@@ -229,7 +229,7 @@ def optimizer_pieces(optimizer: DistributedOptimizer, model: Any) -> dict[str, S
 
 
 def _owned_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Parameter, int, int]]:
-    """Yield (parameter, start, end) of the element ranges whose state is on this rank."""
+    """Yield (parameter, start, end) for each element range whose state is on this rank."""
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
@@ -238,7 +238,7 @@ def _owned_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Parameter, 
 
 
 def _shards(described: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Return the tensors in a parameter as views: one, or gate and up of an MLP."""
+    """Return views of the tensors in a parameter: usually one, but gate and up separately for an MLP."""
     return [described] if isinstance(described, ShardedTensor) else list(nested_values(described.build()))
 
 

@@ -1,8 +1,8 @@
-"""Context parallelism: split of a pack over ranks along its tokens, and gathering of per-token results.
+"""Context parallelism: splitting a pack's tokens over ranks, and gathering per-token results.
 
 Each sequence is split into 2·C equal chunks; rank r of C has chunks r and 2·C - 1 - r ("zigzag"), which balances causal
-attention. A scored token is predicted on the rank that holds the hidden state before it, which may be another rank than
-the token's.
+attention. A scored token is predicted on the rank that holds the hidden state before it, which may differ from the rank
+that holds the token.
 
 Legend: C context ranks, N packed tokens of all ranks, M scored tokens, m of them predicted by this rank.
 """
@@ -37,7 +37,7 @@ ALONE = ContextRank()
 def zigzag(lengths: Sequence[int], ranks: int) -> np.ndarray:
     """Return the position of each token, int64 [N], in the concatenation of all ranks' tokens.
 
-    `lengths` of the sequences are multiples of 2·ranks, so that all ranks have equally many tokens.
+    The sequence `lengths` are multiples of 2·ranks, so that all ranks have the same number of tokens.
     """
     piece, start, places = sum(lengths) // ranks, 0, [np.zeros(0, np.int64)]
     for length in lengths:
@@ -67,14 +67,14 @@ class TokenOwners:
         return replace(self, owner_M=self.owner_M[rows_R])
 
     def mine_among(self, rows_R: Tensor) -> Tensor:
-        """Return the indices into this rank's m tokens of its tokens in `rows_R`, in order."""
+        """Return, for this rank's tokens in `rows_R`, their indices among its m tokens, in order."""
         number_M = self.mine_M.cumsum(0) - 1
         return number_M[rows_R[self.mine_M[rows_R]]]
 
     def whole(self, values_m: Tensor) -> Tensor:
-        """Gather [M, ...] of all ranks, in order, on every rank. Collective.
+        """Gather the values of all ranks on every rank as [M, ...], in token order. Collective.
 
-        All ranks compute the same from the result, so the gradient of a rank's values is complete on that rank.
+        All ranks do the same computation on the result, so each rank has the complete gradient of its values.
         """
         gathered: Tensor = _Gather.apply(values_m, self)
         return gathered

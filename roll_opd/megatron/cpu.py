@@ -1,6 +1,6 @@
 """A port of megatron-core to CPU and gloo.
 
-megatron-core calls CUDA where any device would do. `install_cpu_port` redirects these calls in this process
+megatron-core calls CUDA even where any device would work. `install_cpu_port` redirects these calls in this process
 permanently. Call it only in processes that run nothing but Megatron: a Hugging Face model built in a patched process
 gets corrupt buffers.
 """
@@ -26,7 +26,7 @@ _CONSTRUCTORS = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "
 
 
 class _NoStream:
-    """CUDA stream or event without effect: operations on a CPU run in order."""
+    """CUDA stream or event that does nothing: operations on a CPU run in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -64,7 +64,7 @@ def _gather_unequal(
     sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """Gather pieces of unequal length, which gloo does not support: padded to equal length."""
+    """Gather pieces of unequal length by padding them to equal length, because gloo needs equal lengths."""
     if sizes is None or group.size() == 1:
         return original(piece, group, sizes, use_global_buffer)
     if not any(sizes):
@@ -95,7 +95,7 @@ def _listed(sizes: Any) -> Any:
 
 
 def _type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Tensor.type` to return CUDA names, by which the optimizer sorts parameters."""
+    """Wrap `Tensor.type` to return CUDA type names, because the optimizer sorts parameters by these names."""
 
     def wrapped(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, *args, **kwargs)
@@ -146,7 +146,7 @@ def install_cpu_port() -> None:
 
 
 class _SharedThreadGloo(dist.ProcessGroupGloo):
-    """gloo process group that shares the connection thread of the first group in this process."""
+    """gloo process group that shares the connection thread of this process's first group."""
 
     devices: ClassVar[list[Any]] = []  # of the first group; kept until the process exits
 
@@ -165,7 +165,7 @@ class _SharedThreadGloo(dist.ProcessGroupGloo):
 
 
 def _yield_to_workers() -> None:
-    """Lower the priority of gloo's connection thread, which spins while a worker it woke holds a lock."""
+    """Lower the priority of gloo's connection thread, which spins while a worker thread holds a lock."""
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # the thread may have ended
             if Path(f"/proc/self/task/{thread}/comm").read_text().strip() == "gloo_tcp_loop":

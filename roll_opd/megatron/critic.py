@@ -1,4 +1,4 @@
-"""Critic: a Megatron model with a value head, one value per token for the state before it, and its training.
+"""Critic: a Megatron model with a value head that predicts the state's value before each token; and its training.
 
 Legend: N packed tokens, M scored tokens, E hidden size.
 """
@@ -28,7 +28,7 @@ from roll_opd.samples.sharding import TrainResult
 
 
 class ValueHead(torch.nn.Module):
-    """Linear layer with one output, computed in f32 and replicated on all tensor ranks.
+    """Linear layer with one output, computed in f32; all tensor ranks have a copy.
 
     Its weight starts at 0, so all initial values are 0. It has the model's dtype, since megatron-core 0.16.1 cannot
     save a distributed optimizer over two dtypes; its master weight is f32.
@@ -90,7 +90,7 @@ class MegatronCritic(MegatronLearner):
     def values(
         self, sequences: Sequence[tuple[np.ndarray, int]], assigned: list[list[int]] | None = None
     ) -> dict[int, np.ndarray] | None:
-        """Return the value of the state before every token after the prompt: entry t is for the state before token P+t.
+        """Return values of the states before all tokens after the prompt: entry t is for the state before token P+t.
 
         Arguments and result as in `compute_logprobs`.
         """
@@ -116,7 +116,7 @@ class MegatronCritic(MegatronLearner):
 
 
 def save_critic_hf(critic: MegatronCritic, directory: Path, *, later: bool = False) -> Written:
-    """Save a Hugging Face directory as `save_hf`, for sequence classification with one label."""
+    """Save a Hugging Face directory like `save_hf`, as a sequence classification model with one label."""
     return save_hf(critic, directory, later=later, amended=_classifier_config)
 
 

@@ -32,7 +32,7 @@ NORM_EPSILON = 1e-6  # of the L2 norm of queries and keys
 
 @dataclass(frozen=True)
 class SequenceRows:
-    """Sequences as rows of padded blocks: of each block the tokens, their cells in it, and its shape (rows, tokens)."""
+    """Sequences as rows of padded blocks; a block has tokens, their cells in it, and a shape (rows, tokens)."""
 
     positions_X: Tensor  # int64, of tokens in their sequences
     bounds: Tensor  # int64, B + 1
@@ -62,9 +62,8 @@ def gated_delta_rule(
 ) -> Tensor:
     """Return the outputs [X, G, R, W], in the dtype of the values.
 
-    Queries and keys are normalised here; `log_decay` and `beta` are f32. On a GPU in half precision FLA's kernel
-    computes it where installed. Otherwise the backward pass repeats the forward pass of a block, and does not keep its
-    chunks.
+    Queries and keys are normalised here; `log_decay` and `beta` are f32. On a GPU in half precision, FLA's kernel is
+    used if installed. Otherwise the backward pass repeats each block's forward pass, so that chunks are not stored.
     """
     given = (query_XGK, key_XGK, value_XGRW, log_decay_XGR, beta_XGR)
     if value_XGRW.is_cuda and value_XGRW.dtype is not torch.float32 and (kernel := _fla_kernel()):
@@ -81,7 +80,7 @@ def gated_delta_rule(
 
 
 def _rows(places_A: Tensor, cells_A: Tensor, shape: tuple[int, int], *given_X: Tensor) -> Tensor:
-    """Return the outputs [A, G, R, W] of the tokens `places_A`, which are the cells `cells_A` of rows of `shape`."""
+    """Return the outputs [A, G, R, W] of the tokens `places_A`, which fill the cells `cells_A` of a block."""
     padded = []
     for tensor in given_X:
         flat = tensor.new_zeros(shape[0] * shape[1], *tensor.shape[1:])
@@ -95,7 +94,7 @@ def chunked_delta_rule(
 ) -> Tensor:
     """Return the outputs f32 [B, L, G, R, W] of rows that start with an empty state.
 
-    Padding with zeros at the end of a row changes nothing before it.
+    Zeros at the end of a row as padding do not change the outputs before them.
     """
     length = query_BLGK.size(1)
     chunk = min(CHUNK, -(-length // SMALLEST_CHUNK) * SMALLEST_CHUNK)
@@ -130,15 +129,15 @@ def chunked_delta_rule(
 
 
 def normalised(tensor: Tensor) -> Tensor:
-    """Return vectors of L2 norm 1 along the last dimension."""
+    """Normalise vectors along the last dimension to L2 norm 1."""
     return tensor * (tensor.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()
 
 
 def causal_convolution(input_XY: Tensor, weight_YC: Tensor, positions_X: Tensor) -> Tensor:
     """Return SiLU of the depthwise causal convolution, [X, Y] in the dtype of the input.
 
-    `weight_YC` has C taps, the last one for the token itself; `positions_X`, int64, are those of the tokens in their
-    sequences, so that no tap reads another sequence.
+    `weight_YC` has C taps, the last one for the token itself; `positions_X`, int64, are the positions of the tokens in
+    their sequences, so that no tap reads another sequence.
     """
     taps, input_f32 = weight_YC.size(1), input_XY.float()
     total = input_f32 * weight_YC[:, -1].float()
@@ -168,7 +167,7 @@ def _fused(
     beta_XGR: Tensor,
     bounds: Tensor,
 ) -> Tensor:
-    """Return the outputs of FLA's kernel, whose heads of queries and keys are as many as those of values."""
+    """Return the outputs of FLA's kernel, which needs as many query and key heads as value heads."""
     query, key = (x.repeat_interleave(value_XGRW.size(2), 1)[None] for x in (query_XGK, key_XGK))
     out_1XHW, _ = kernel(
         query,

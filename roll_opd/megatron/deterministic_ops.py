@@ -2,8 +2,8 @@
 
 The same weights under two layouts should give the same log-probs: a difference would look like a KL. Two effects make
 the last bits depend on the layout: the order of sums over a sharded dimension, and the remainder of a vectorised loop,
-for which a scalar routine computes exp. Both are avoided in f32, the dtype of the numerical tests. Other dtypes are for
-speed and use the usual kernels.
+for which a scalar routine computes exp. In f32, the dtype of the numerical tests, both effects are avoided. Other
+dtypes use the usual, faster kernels.
 
 Legend: N packed tokens, P pieces of an inner dimension, each K wide, O output features.
 """
@@ -46,13 +46,13 @@ class ExactRowParallelLinear(RowParallelLinear):
         return product.view(*input.shape[:-1], -1)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output in the dtype of `input_`, and the bias, as Megatron's layer."""
+        """Return the output in the dtype of `input_`, and the bias, like Megatron's layer."""
         output, bias = super().forward(input_)
         return output.to(input_.dtype), bias
 
 
 def exact_silu(hf_config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
-    """Return SiLU for f32; computed in f64 if the MLP's smallest shard is not a multiple of `VECTOR` wide."""
+    """Return SiLU for f32, computed in f64 if the width of the MLP's smallest shard is not a multiple of `VECTOR`."""
     width = getattr(hf_config, "intermediate_size", None) or hf_config.moe_intermediate_size
     smallest_shard = width // hf_config.num_key_value_heads
     if smallest_shard % VECTOR == 0:

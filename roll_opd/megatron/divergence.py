@@ -23,7 +23,7 @@ BLOCK_COLUMNS = 4096  # columns per evaluation of the measure in forward: bounds
 def vocab_parallel_divergence(
     hidden_ME: Tensor, vocab: VocabShard, teacher_hidden_MF: Tensor, teacher_weight_VF: Tensor, measure: ColumnSum
 ) -> Tensor:
-    """Return the divergence between student and teacher over the vocabulary, f32 [M], with gradient to the student.
+    """Return the divergence of student and teacher over the vocabulary, f32 [M]; only the student gets a gradient.
 
     Args:
         hidden_ME: the student's hidden states; see `logprobs.vocab_parallel_logprobs` for their gradient.
@@ -53,7 +53,7 @@ def shard_of_head(head_WF: Tensor, *, first: int, columns: int) -> Tensor:
 
 
 class _VocabParallelSum(torch.autograd.Function):
-    """Σ over columns of `measure` of student and teacher log-probs, or of the student's without a teacher."""
+    """Σ over columns of `measure`, a function of student and teacher log-probs, or of the student's only."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,8 @@
-"""Megatron engine of one rank: builds a model in a layout and computes token log-probs and distillation targets.
+"""Megatron engine of one rank: build a model in a layout, and compute token log-probs and distillation targets.
 
-Runs under plain `torchrun` or in a Ray worker. Every method is collective: all ranks of the role call it with the same
-arguments, or each data-parallel rank with its shard, `assigned` to micro-batches (see `samples.sharding`).
+The engine runs under plain `torchrun` or in a Ray worker. Every method is collective: all ranks of the role call it.
+They pass the same arguments, or each data-parallel rank passes its shard, which is `assigned` to micro-batches (see
+`samples.sharding`).
 """
 
 import math
@@ -36,7 +37,7 @@ TokenValues = dict[int, dict[str, np.ndarray]]  # sequence number -> arrays by n
 
 @dataclass(frozen=True)
 class TargetRequest:
-    """Values that a distillation objective needs besides log-probs."""
+    """Values that a distillation objective needs in addition to log-probs."""
 
     topk: int | None = None  # number of most likely tokens
     ids: Sequence[np.ndarray] | None = None  # tokens to score, integer [T-P, K] for each sequence, instead of a top-k
@@ -125,7 +126,7 @@ class MegatronEngine:
         """Return the log-prob of every token after the prompt.
 
         Args:
-            sequences: (tokens int64 [T], prompt length P >= 1) each.
+            sequences: each is (tokens int64 [T], prompt length P >= 1).
             temperature: divides the logits.
             routes: experts chosen by the inference engine for each sequence, integer [T-1, L, K]; replayed if the plan
                 requests it (see `router`).
@@ -150,9 +151,9 @@ class MegatronEngine:
     ) -> TokenValues | None:
         """Return log-probs and the requested targets from one forward pass; arguments as `compute_logprobs`.
 
-        The result of each sequence is a dict: `logprobs` f32 [T-P]; with `topk` or `ids` `topk_ids` int32 [T-P, K],
-        `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the log-prob of all other tokens together; with `plain`
-        `plain_logprobs` f32 [T-P, K]; with `hidden` `hidden` [T-P, E] (see `samples.transport`).
+        The result of each sequence is a dict: `logprobs` f32 [T-P]; for `topk` or `ids` also `topk_ids` int32 [T-P, K],
+        `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the log-prob of all other tokens together; for `plain`
+        also `plain_logprobs` f32 [T-P, K]; for `hidden` also `hidden` [T-P, E] (see `samples.transport`).
         """
         columns: Sequence[Mapping[str, np.ndarray]] = [{}] * len(sequences)
         if request.ids is not None:
@@ -270,7 +271,7 @@ class MegatronEngine:
         return outputs
 
     def offload(self, parts: Iterable[Part], phase: Phase) -> None:
-        """Release device memory for other roles in a phase; see `DeviceMemory.offload`. Collective."""
+        """Release device memory during a phase, for other roles; see `DeviceMemory.offload`. Collective."""
         if Part.WEIGHTS in parts:
             self.wait_for_weights()
         self.memory.offload(parts, phase)
@@ -291,7 +292,7 @@ class MegatronEngine:
     def _with_columns(
         self, packed: Sequence[PackedBatch], samples: Sequence[Sample], assigned: Sequence[Sequence[int]]
     ) -> Iterator[PackedBatch]:
-        """Yield micro-batches with columns on the device, since the hidden states of all may exceed its memory."""
+        """Yield micro-batches with columns on the device: the hidden states of all micro-batches may not fit there."""
         for batch, numbers in zip(packed, assigned, strict=True):
             yield replace(batch, columns=columns_of([samples[n] for n in numbers], samples[0], self.device))
 

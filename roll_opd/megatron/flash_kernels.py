@@ -1,4 +1,4 @@
-"""Flash attention over packs on GPUs: torch's kernel, or one of the flash-attn package, by the variable `VARIABLE`.
+"""Flash attention over packs on GPUs, by torch's or a flash-attn kernel, chosen by the environment variable `VARIABLE`.
 
 Legend: N packed tokens, X tokens of the expanded sequences (see `PackedSequences`), H local query heads, G local
 key/value heads, D head width.
@@ -24,7 +24,7 @@ WIDTH_MULTIPLE = 8  # of a head, for all kernels
 
 @dataclass(frozen=True)
 class FlashKernel:
-    """A kernel's package and the tensors that it supports."""
+    """Package of a kernel, and the tensors that the kernel supports."""
 
     module: str | None  # with `flash_attn_varlen_func`; None: torch
     package: str  # for messages
@@ -68,7 +68,7 @@ def check_kernel(capability: tuple[int, int]) -> None:
 
 
 def uses_flash_attention(query_NHD: Tensor, value_NGD: Tensor, pack: PackedSequences) -> bool:
-    """Whether a flash attention kernel supports these tensors; it needs complete sequences on this rank."""
+    """Whether a flash attention kernel supports these tensors; kernels need complete sequences on this rank."""
     width = query_NHD.size(-1)
     return (
         query_NHD.is_cuda
@@ -96,11 +96,11 @@ def _runs_on(kernel: FlashKernel, device: torch.device) -> bool:
 def flash_attention(
     query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, pack: PackedSequences, scale: float, window: int = 0
 ) -> Tensor:
-    """Return the attention output [N, H, D], with gradient, without padding or scattering.
+    """Return the attention output [N, H, D], with a gradient; nothing is padded or scattered.
 
     Queries are each sequence's unshared tokens, contiguous in the pack; keys are gathered only for shared prefixes. All
-    kernels align the causal mask at the end of both. With a `window`, a query sees that many keys, itself included;
-    these layers use torch's kernel.
+    kernels align the causal mask at the ends of queries and keys. With a `window`, a query sees that many keys, its own
+    key included; such layers use torch's kernel.
     """
     own, whole = pack.own, pack.whole
     assert own is not None and whole is not None
@@ -124,7 +124,7 @@ def _torch_kernel(
 ) -> Tensor:
     """Return [N, H, D]; `own` has the segments of queries, `whole` of keys, aligned at their ends.
 
-    The operator is also the one of `torch.nn.attention.varlen`.
+    `torch.nn.attention.varlen` calls the same operator.
     """
     lengths = own.cu_seqlens_q, whole.cu_seqlens_kv, own.max_seqlen_q, whole.max_seqlen_kv
     no_dropout, is_causal, returns_mask = 0.0, True, False

@@ -1,4 +1,4 @@
-"""Engine of a self-distillation teacher: an exponential moving average (EMA) of the student's weights, or a copy.
+"""Engine of a self-distillation teacher: an exponential moving average (EMA) or a copy of the student's weights.
 
 The average is kept in f32 for every model dtype, and computed elementwise, so that its bits do not depend on the
 layout.
@@ -21,7 +21,7 @@ from roll_opd.models.device_phases import Part
 
 
 class MegatronFollower(MegatronEngine):
-    """Teacher model whose weights are the EMA of the student's, or a copy of them; no optimizer."""
+    """Teacher model, without optimizer, whose weights are an EMA or a copy of the student's weights."""
 
     plan: FollowingPlan
 
@@ -38,7 +38,7 @@ class MegatronFollower(MegatronEngine):
     def follow(self, weights: Mapping[str, Tensor], *, last: bool) -> None:
         """Update the average: decay · own + (1 - decay) · `weights`, full tensors by Hugging Face name.
 
-        The weights arrive in parts, up to the `last` one. A model equal to `weights` does not change, to the bit.
+        The weights arrive in parts, up to the `last` one. If the model equals `weights`, it keeps its bits.
         """
         self.memory.check("update its weights", Part.WEIGHTS)
         self._load = self._load or StreamedLoad(self.weights, self._models, self._update_average)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class WeightGradientKernels:
-    """Replacement of Apex's module of the same functions: the matrix product accumulates into the f32 gradient."""
+    """Replacement for Apex's module with the same functions: the matrix product accumulates into the f32 gradient."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(input_nI: Tensor, grad_nO: Tensor, total_OI: Tensor) -> None:
@@ -33,7 +33,7 @@ def fuse_weight_gradients() -> None:
 
 
 def fuse_gradient_norm() -> None:
-    """Replace Megatron's norm and scaling of gradients by versions without a synchronisation per parameter."""
+    """Replace Megatron's gradient norm and scaling by versions that do not synchronise once per parameter."""
     megatron: Any = clip_grads
     if megatron.l2_norm_impl is local_multi_tensor_l2_norm:
         megatron.l2_norm_impl = _norm
@@ -42,13 +42,13 @@ def fuse_gradient_norm() -> None:
 
 
 def _norm(_chunk: int, _flag: Tensor, tensor_lists: Sequence[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
-    """Return the norm of all tensors together, f32 [1]."""
+    """Return the joint norm of all tensors, f32 [1]."""
     norms = torch._foreach_norm([tensor for tensors in tensor_lists for tensor in tensors])
     return torch.linalg.vector_norm(torch.stack(norms))[None], None
 
 
 def _scale(_chunk: int, _flag: Tensor, tensor_lists: Sequence[list[Tensor]], scale: float) -> None:
-    """Write the first list of tensors times `scale` to the second list."""
+    """Write the first list's tensors, multiplied by `scale`, to the tensors of the second list."""
     sources, targets = tensor_lists
     if targets is not sources:
         torch._foreach_copy_(targets, sources)

@@ -1,8 +1,8 @@
 """Gated DeltaNet layers (arXiv 2412.06464) of Qwen3-Next and Qwen3.5 over packed sequences, in place of attention.
 
 Heads are split over tensor ranks. With context parallelism each rank gathers the projections of all ranks, computes
-complete sequences, and keeps the outputs of its tokens: the recurrence is repeated on each context rank, unlike the
-projections. Shared prefixes are expanded.
+complete sequences, and keeps the outputs of its tokens: every context rank computes the whole recurrence, while the
+projections are split. Shared prefixes are expanded.
 
 Legend: n packed tokens of this context rank, s of them on this tensor rank (sequence parallelism), X tokens of the
 expanded sequences, E hidden size, G local key heads, R value heads per key head, K width of keys, W width of values.
@@ -81,7 +81,7 @@ class GatedDeltaNet(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return Megatron's description of the parameters for checkpoints, with the split of those of this module."""
+        """Return Megatron's sharded state dict, with the splits of this module's parameters."""
         found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         split = {name: parameter for name, parameter in self.named_parameters(recurse=False)}
         axes = dict.fromkeys(split, 0)

@@ -1,7 +1,7 @@
-"""Output head of a model: hidden states at the scored positions and the output embedding, instead of logits.
+"""Output head of a model: it holds hidden states at scored positions and the output embedding instead of logits.
 
 Legend: M scored tokens, m of them predicted by this context rank, K requested tokens per position, E and F hidden sizes
-of student and teacher, V vocabulary columns on this rank, W in the whole vocabulary.
+of student and teacher, V vocabulary columns on this rank, W columns of the whole vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -27,9 +27,9 @@ class TeacherHead:
 
 @dataclass(frozen=True)
 class OutputHead:
-    """Output of the last pipeline stage. Every method is collective over the tensor and the context ranks.
+    """Output of the last pipeline stage. Every method is collective over the tensor and context ranks.
 
-    Arguments and results cover all M tokens, independent of their distribution over context ranks.
+    Arguments and results cover all M tokens, however these are distributed over context ranks.
     """
 
     hidden_mE: Tensor
@@ -51,7 +51,7 @@ class OutputHead:
         return self._gather(vocab_parallel_logprobs(self.hidden_mE, self.vocab, self.targets_m))
 
     def logprobs_with_rest(self, ids_MK: Tensor) -> Tensor:
-        """Return log-probs of the tokens `ids_MK`, int64, and in the last column of all others, f32 [M, K+1]."""
+        """Return log-probs of the tokens `ids_MK`, int64, then of all other tokens together, f32 [M, K+1]."""
         ids_mK = self._select(ids_MK)
         return self._gather(vocab_parallel_logprobs(self.hidden_mE, self.vocab, ids_mK, with_rest=True))
 
@@ -74,7 +74,7 @@ class OutputHead:
         return self._gather(vocab_parallel_divergence(self.hidden_mE, common, *teacher_side, measure))
 
     def within(self, vocab_size: int | None) -> "OutputHead":
-        """Return this head over the first `vocab_size` tokens of the vocabulary; None: all."""
+        """Return this head restricted to the first `vocab_size` tokens of the vocabulary; None: all tokens."""
         if vocab_size is None:
             return self
         return replace(self, vocab=replace(self.vocab, vocab_size=min(self.vocab.vocab_size, vocab_size)))

@@ -4,7 +4,8 @@ Keys and values of all heads are projected from one latent vector per token; the
 heads. Keys and values are materialised here, so that `PackedAttention` computes the attention.
 
 Legend: n packed tokens of this context rank, s of them on this tensor rank (sequence parallelism), E hidden size, H
-local heads, D width of a query or key, R of its rotated part, W width of a value, C width of the latent vector.
+local heads, D width of a query or key, R width of the rotated part of it, W width of a value, C width of the latent
+vector.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """Triton kernels of dense layers: norm and rotation of queries and keys, and SwiGLU.
 
-Norm and rotation take one pass instead of separate passes for the norm, the rotation (nine) and the copies around them;
-they compute in f32 from end to end. torch compiles Megatron's SwiGLU, which takes seconds for each of the first pack
+One pass computes norm and rotation, in f32 throughout. Without it the norm, the rotation (nine passes) and the copies
+around them take separate passes. torch would compile Megatron's SwiGLU, which takes seconds for each of the first pack
 sizes. Import this module only on GPUs: Triton compiles each kernel at its first call.
 
 Legend: n packed tokens, H query heads, G key/value heads, D head width, X columns of the projection: G groups, each of
@@ -164,7 +164,7 @@ class NormAndRotate(torch.autograd.Function):
 
 
 def _pointers(mixed_nX: Tensor, *weights_D: Tensor | None) -> list[Tensor]:
-    """Return the weights; a missing one is replaced by `mixed_nX`, which the kernel does not read."""
+    """Return the weights; a missing weight is replaced by `mixed_nX`, which the kernel then does not read."""
     return [mixed_nX if weight is None else weight for weight in weights_D]
 
 

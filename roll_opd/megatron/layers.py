@@ -2,7 +2,8 @@
 
 f32 layers are always local: the numerical tests use them, and Transformer Engine multiplies f32 matrices in TF32.
 megatron-core's local spec supports neither sequence parallelism (its norm) nor packed sequences (its attention);
-`LocalRMSNorm` and `PackedAttention` do, on every device. `family_layers` has what families add to Llama's layers.
+`LocalRMSNorm` and `PackedAttention` support both, on every device. `family_layers` has the additions of model families
+to Llama's layers.
 """
 
 import os
@@ -42,7 +43,7 @@ TRANSFORMER_ENGINE = "ROLL_OPD_TRANSFORMER_ENGINE"  # environment variable; 0: l
 def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool, has_adapters: bool) -> Any:
     """Return the layer spec of a pipeline stage: Transformer Engine's layers if supported, else local ones.
 
-    Layers of mixtures of experts, with latent attention or with pieces of families are always local. For `exact` see
+    Layers with experts, latent attention or pieces of model families are always local. For `exact` see
     `megatron.deterministic_ops`.
     """
     is_plain = getattr(config, "latent", None) is None and not config.num_moe_experts and pieces_of(config).is_plain
@@ -71,7 +72,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool, 
 
 
 def _layer_experts(config: TransformerConfig, vp_stage: int | None) -> list[int | None]:
-    """Return the number of experts of each layer of this stage; None: dense."""
+    """Return the number of experts in each layer of this stage; None for a dense layer."""
     first = get_transformer_layer_offset(config, vp_stage)
     number = get_num_layers_to_build(config, vp_stage)
     pattern = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
@@ -112,7 +113,7 @@ def _local_layer(config: TransformerConfig, number: int, experts: int | None, ex
 
 
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
-    """Whether layers of `dtype` are Transformer Engine's: on a GPU, if it is installed and not disabled, except f32."""
+    """Whether Transformer Engine has the layers of `dtype`: on a GPU, not f32, and if installed and not disabled."""
     is_enabled = os.environ.get(TRANSFORMER_ENGINE) != "0"
     return is_enabled and dtype is not torch.float32 and torch.cuda.is_available() and transformer_engine_installed()
 
@@ -120,8 +121,8 @@ def uses_transformer_engine(dtype: torch.dtype) -> bool:
 def transformer_engine_attends(capability: tuple[int, int], *, has_flash_attention: bool, deterministic: bool) -> bool:
     """Whether Transformer Engine has attention over packs without memory quadratic in their length.
 
-    Without flash-attn 2 it uses cuDNN's, which supports packs from compute capability 9.0, and long ones only if
-    results need not be deterministic (`get_attention_backend` of release 2.20).
+    Without flash-attn 2 it uses cuDNN's attention. This supports packs from compute capability 9.0 on, and long packs
+    only if results need not be deterministic (`get_attention_backend` of release 2.20).
     """
     return has_flash_attention or (capability >= (9, 0) and not deterministic)
 

@@ -54,7 +54,7 @@ class Update:
         return added | (self.router_sums if self.reports else {})
 
     def by_sample(self, name: str) -> dict[int, Any]:
-        """Return sample index -> its entry in the report lists `name`."""
+        """Return sample index -> the sample's entry in the report lists `name`."""
         return {
             number: values
             for numbers, report in zip(self.assigned, self.reports, strict=False)
@@ -113,7 +113,7 @@ class MegatronLearner(MegatronEngine):
         group_size: int = 1,
         assigned: list[list[int]] | None = None,
     ) -> Update:
-        """Add the gradient of a mini-batch's loss to those since the last update. Collective.
+        """Accumulate the gradient of a mini-batch's loss. Collective.
 
         `loss` returns a micro-batch's part of the loss, already divided by the global count, and a report: `sums` of
         tensors, including the loss as `weighted_loss`, and lists with an entry per sequence. `group_size` consecutive
@@ -137,7 +137,7 @@ class MegatronLearner(MegatronEngine):
         return Update(assigned, reports if parallel.returns_results() else [], router_sums=self._router_sums)
 
     def _apply(self, added: Update, learning_rate: float | None = None) -> Update:
-        """Make one optimizer update from the added gradients; return `added` with its result. Collective."""
+        """Make one optimizer update from the accumulated gradients; return `added` with its result. Collective."""
         finalize_model_grads(list(self.chunks))
         finite = self._all_finite()
         self.scheduler.step(1)
@@ -155,7 +155,7 @@ class MegatronLearner(MegatronEngine):
         return replace(added, grad_norm=grad_norm, learning_rate=rate, applied=bool(applied))
 
     def _tensors(self) -> dict[Part, list[Tensor]]:
-        """Return weights, gradients and optimizer state, buffers with their padding."""
+        """Return weights, gradients and optimizer state; buffers include their padding."""
         tensors = super()._tensors()
         buffers = [buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
         tensors[Part.WEIGHTS] += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
@@ -208,7 +208,7 @@ class MegatronLearner(MegatronEngine):
             self._router_sums |= disagreement(packs, expert_layers(config))
 
     def _all_finite(self) -> bool:
-        """Whether all losses and gradients of all ranks are finite, since all ranks must skip an update or none."""
+        """Whether all losses and gradients on all ranks are finite: either all ranks skip an update or none does."""
         finite = [loss.isfinite() for loss in self._losses]
         self._losses.clear()
         for chunk in self.chunks:
@@ -221,7 +221,7 @@ class MegatronLearner(MegatronEngine):
 
 
 def optimizers_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the optimizers in a chain: experts have a separate one."""
+    """Return the optimizers in a chain: experts have a separate optimizer."""
     assert isinstance(optimizer, ChainedOptimizer)
     return optimizer.chained_optimizers
 
@@ -245,7 +245,7 @@ def _optimizer_config(plan: TrainPlan) -> OptimizerConfig:
 
 
 def _learning_rate_schedule(optimizer: MegatronOptimizer, plan: OptimizerPlan) -> OptimizerParamScheduler:
-    """Return Megatron's schedule; stepped before each update, so that the first one has a positive learning rate."""
+    """Return Megatron's schedule; it steps before each update, so that the first update's learning rate is positive."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=plan.initial_learning_rate,

@@ -1,7 +1,7 @@
 """Modules of local layers: RMSNorm for every device, and a dense layer with few kernels for half precision on GPUs.
 
-`DenseLayer` and `PackedSelfAttention` have the parameters of Megatron's modules. Norms and rotation of queries and keys
-are one Triton kernel, SwiGLU another (`layer_kernels`).
+`DenseLayer` and `PackedSelfAttention` have the parameters of Megatron's modules. One Triton kernel computes norms and
+rotation of queries and keys, a second one SwiGLU (`layer_kernels`).
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from roll_opd.megatron.packing import PackedSequences
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm for sequence parallelism, which megatron-core's local norm refuses.
+    """RMSNorm that supports sequence parallelism; megatron-core's local norm does not.
 
     Its weight is marked, so that Megatron sums the weight's gradient over tensor ranks.
     """

@@ -19,8 +19,8 @@ def vocab_parallel_logprobs(
     """Return log softmax(hidden · weightᵀ / temperature)[target] as f32 [M] or [M, K].
 
     Args:
-        hidden_ME: hidden states, equal on all ranks of `vocab.group`. Their gradient is this rank's part: the caller
-            sums it over the group (Megatron's copy-to / gather-from region functions do).
+        hidden_ME: hidden states, equal on all ranks of `vocab.group`. Their gradient is only this rank's part; the
+        caller sums the parts over the group (as Megatron's copy-to / gather-from region functions do).
         targets: int64 [M] or [M, K], token ids of the whole vocabulary, distinct in each row.
         with_rest: append the log-prob of all other tokens together as column K+1; for targets [M, K].
     """

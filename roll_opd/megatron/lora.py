@@ -2,9 +2,9 @@
 
     y = W x + alpha / rank · B A x
 
-Each Hugging Face linear layer has its A and B, as in `peft`, also if Megatron fuses several layers (queries, keys and
-values; gate and up). One of the two matrices is sharded like the layer: B by rows for column-parallel layers, A by
-columns for row-parallel ones. The other is replicated on all tensor ranks.
+Each Hugging Face linear layer has a separate A and B, as in `peft`, even if Megatron fuses several layers (queries,
+keys and values; gate and up). One of the two matrices is sharded like the layer: B by rows for column-parallel layers,
+A by columns for row-parallel ones. The other is replicated on all tensor ranks.
 
 Legend: n tokens on this rank, I inputs and O outputs of a layer on this rank, R rank of the adapters.
 """
@@ -58,7 +58,7 @@ class Pair(torch.nn.Module):
         slicings: tuple[TensorSlice, TensorSlice],
         weight: Tensor,
     ) -> None:
-        """`shape` is that of the layer's full weight; `weight` is this rank's part of Megatron's fused weight."""
+        """`shape`: shape of the layer's full weight; `weight`: this rank's part of Megatron's fused weight."""
         super().__init__()
         self.name, self.inputs, self.slicings = name, shape[1], dict(zip("AB", slicings, strict=True))
         self.A = torch.nn.Parameter(weight.new_zeros(rank, weight.size(1)))
@@ -130,7 +130,7 @@ class Adapter(torch.nn.Module):
         return list(self.pairs.values())  # type: ignore[arg-type]
 
     def _exchange(self, hidden_nR: Tensor) -> Tensor:
-        """Reduce or gather A · x over tensor ranks for B: sums over the inputs, or all tokens."""
+        """Prepare A · x for B over tensor ranks: sum the parts of the inputs, or gather all tokens."""
         if self._ranks == 1:
             return hidden_nR
         if self._row_parallel:
@@ -155,7 +155,7 @@ class Adapters:
             adapter.attach(layer.module)
 
     def initialise(self, seed: int) -> None:
-        """Initialise as `peft`: B is zero, A is uniform; equal numbers in every layout."""
+        """Initialise like `peft`: B is zero, A is uniform, with the same numbers in every layout."""
         for pair in self._pairs():
             key = tensor_name(pair.name, "A")
             generator = torch.Generator().manual_seed(_seed_from(f"{seed} {key}"))
@@ -163,7 +163,7 @@ class Adapters:
             self._fill(pair, "A", TensorSource({key: (2 * whole - 1) / math.sqrt(pair.inputs)}))
 
     def load(self, tensors: Mapping[str, Tensor], where: str) -> None:
-        """Load matrices saved by `peft` in the file `where`; raises ValueError for missing or mismatched ones."""
+        """Load matrices saved by `peft` from the file `where`; ValueError for missing or mismatched matrices."""
         wanted = {tensor_name(pair.name, matrix) for pair in self._pairs() for matrix in "AB"}
         if lacking := sorted(wanted - tensors.keys()):
             raise ValueError(f"{where} has no {lacking[0]} of its adapter_config.json; use a complete adapter")

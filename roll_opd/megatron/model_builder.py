@@ -58,7 +58,7 @@ class PackedModel(GPTModel):
 
     @staticmethod
     def before(hidden: Tensor, batch: PackedBatch) -> Tensor:
-        """Select the states [m, E] that predict the scored tokens from hidden states [n, 1, E]."""
+        """Select, from hidden states [n, 1, E], the states [m, E] that predict the scored tokens."""
         return hidden[:, 0].index_select(0, batch.before_m)
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
@@ -150,9 +150,9 @@ def build_model(
 ) -> BuiltModel:
     """Build this rank's model chunks with the weights of `plan.model` and the adapters of `plan.lora`. Collective.
 
-    If not `trainable`, all weights are frozen; with adapters, only these are trainable. With `exact`, f32 results do
-    not depend on the layout (see `megatron.deterministic_ops`). Raises ValueError for an unsupported model or
-    mismatched weights.
+    If not `trainable`, all weights are frozen; with adapters, only the adapters are trainable. With `exact`, f32
+    results do not depend on the layout (see `megatron.deterministic_ops`). Raises ValueError for an unsupported model
+    or mismatched weights.
     """
     if problems := unsupported(Path(plan.model.path)):
         raise ValueError("; ".join(problems))
@@ -203,7 +203,7 @@ def build_model(
 
 
 def decoder_hf_config(path: str) -> PretrainedConfig:
-    """Return the configuration of the decoder in a model directory, which may be a part of a multimodal model."""
+    """Return the decoder's configuration from a model directory; the decoder may be part of a multimodal model."""
     whole = AutoConfig.from_pretrained(path)
     found: PretrainedConfig = whole.get_text_config()
     found.tie_word_embeddings = bool(whole.tie_word_embeddings or found.tie_word_embeddings)
@@ -224,7 +224,7 @@ def fusions(dtype: torch.dtype, layout: Layout, *, has_silu: bool = True) -> dic
 
 
 def is_fused(dtype: torch.dtype) -> bool:
-    """Whether matrix products accumulate weight gradients: in half precision on a GPU, in local layers."""
+    """Whether matrix products accumulate weight gradients: only for half precision on a GPU in local layers."""
     return dtype is not torch.float32 and torch.cuda.is_available() and not uses_transformer_engine(dtype)
 
 

@@ -35,7 +35,7 @@ class DeviceMemory:
     def __init__(self, name: str, device: torch.device, tensors: TensorsOf, *, is_constant: bool) -> None:
         """`tensors` returns the current tensors of each part. With `is_constant`, weights are copied only once.
 
-        A storage belongs to the first part, in the order of `Part`, that contains a tensor of it.
+        A storage belongs to the first part, in the order of `Part`, that has a tensor in this storage.
         """
         self._name, self._device, self._tensors, self._is_constant = name, device, tensors, is_constant
         self._offloaded: dict[Part, list[_Stored]] = {}
@@ -56,7 +56,7 @@ class DeviceMemory:
         return {part: sum(s.nbytes() for s in stored.values()) for part, stored in self._storages().items()}
 
     def offload(self, parts: Iterable[Part], phase: Phase) -> None:
-        """Copy parts to the host and free their device memory, for a phase. Offloaded parts are skipped."""
+        """Copy parts to the host and free their device memory, for one phase. Parts already offloaded are skipped."""
         storages = self._storages()
         torch.cuda.synchronize()
         for part in Part:
@@ -70,7 +70,7 @@ class DeviceMemory:
         torch.cuda.empty_cache()
 
     def onload(self, parts: Iterable[Part]) -> None:
-        """Restore parts on the device. Parts on the device are skipped."""
+        """Restore parts on the device. Parts that are already on the device are skipped."""
         for part in [part for part in Part if part in parts and part in self._offloaded]:
             for each in self._offloaded.pop(part):
                 each.storage.resize_(each.size)
@@ -82,7 +82,7 @@ class DeviceMemory:
         torch.cuda.synchronize()
 
     def _storages(self) -> dict[Part, dict[int, torch.UntypedStorage]]:
-        """Return the storages of each part by their identity, which is stable when they are emptied."""
+        """Return each part's storages by their identity, which stays the same when a storage is emptied."""
         found: dict[Part, dict[int, torch.UntypedStorage]] = {part: {} for part in Part}
         taken: set[int] = set()
         tensors = self._tensors()

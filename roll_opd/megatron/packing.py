@@ -1,8 +1,8 @@
 """Packed micro-batches: sequences concatenated without padding, and the arrays of their scored tokens.
 
-Sequences with a common prefix may store it once; the layers then compute its tokens once for all of them. With context
-parallelism a pack is split over ranks (see `context_parallel`), and positions in the pack number the tokens of all
-ranks.
+A prefix that sequences have in common may be stored once; the layers then compute it once for all of these sequences.
+With context parallelism a pack is split over ranks (see `context_parallel`), and positions in the pack number the
+tokens of all ranks.
 
 Legend: N packed tokens, n of them on this rank, X tokens of the expanded sequences (each with its prefix), M scored
 tokens (all tokens after a prompt), m of them predicted by this rank, B sequences.
@@ -28,7 +28,7 @@ class PackedSequences(PackedSeqParams):
     """Parameters of a pack for Megatron's layers: one segment, since positions are given per token.
 
     Only attention needs the sequences. It reads them expanded: token x of the expanded sequences is token `places_X[x]`
-    of the pack, and the first `shared` tokens of a sequence belong to another one's prefix.
+    of the pack, and the first `shared` tokens of a sequence are stored in another sequence.
     """
 
     bounds: tuple[int, ...] = ()  # B + 1, boundaries of the expanded sequences
@@ -100,9 +100,9 @@ def pack(
 ) -> PackedBatch:
     """Concatenate `samples` to a pack, padded with unscored tokens so that each rank has a multiple of `multiple`.
 
-    With `share_prefixes`, a prompt prefix equal to the previous sample's is stored once where that saves work (see
-    `samples.sharding`). Without samples, the batch has empty columns of the names and dtypes in `like`. With `routes`,
-    (L, K), the pack has the samples' routes.
+    With `share_prefixes`, a prompt prefix that equals the previous sample's prefix is stored once if that saves work
+    (see `samples.sharding`). Without samples, the batch has empty columns with the names and dtypes in `like`. With
+    `routes`, (L, K), the pack includes the samples' routes.
     """
     rows = _rows(samples, multiple * context.ranks, context.multiple, share_prefixes)
     routes_N = _routes(samples, rows.places, (rows.end, *routes)) if routes else None
@@ -135,7 +135,7 @@ def pack(
 
 
 def columns_of(samples: Sequence[Sample], like: Sample | None, device: torch.device) -> dict[str, Tensor]:
-    """Concatenate the columns of `samples`, each [M] or [M, K]; without samples, return those of `like`, empty."""
+    """Concatenate the columns of `samples`, each [M] or [M, K]; without samples, return empty columns as in `like`."""
     known = samples[0] if samples else like
     assert known is not None
     return {
@@ -145,7 +145,7 @@ def columns_of(samples: Sequence[Sample], like: Sample | None, device: torch.dev
 
 
 def _rows(samples: Sequence[Sample], multiple: int, row_multiple: int, share_prefixes: bool) -> _PackedRows:
-    """Return the rows of all samples, and of padding up to a multiple of `multiple` tokens."""
+    """Return the rows of all samples and of the padding up to a multiple of `multiple` tokens."""
     rows = _PackedRows(row_multiple)
     for number, sample in enumerate(samples):
         earlier = samples[number - 1].tokens if share_prefixes and number else _NOTHING
@@ -159,7 +159,7 @@ def _rows(samples: Sequence[Sample], multiple: int, row_multiple: int, share_pre
 def _scored_places(
     samples: Sequence[Sample], places: Sequence[np.ndarray]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the places of each sample's scored tokens, and of the tokens before them; both start with an empty one."""
+    """Return places of each sample's scored tokens, and of the tokens before; both lists start with an empty array."""
     scored, before = [_NOTHING], [_NOTHING]
     for sample, whole in zip(samples, places, strict=False):
         start, end = sample.prompt_length, len(sample.tokens)
@@ -169,7 +169,7 @@ def _scored_places(
 
 
 def _routes(samples: Sequence[Sample], places: Sequence[np.ndarray], shape: tuple[int, int, int]) -> np.ndarray:
-    """Return the routes of the packed tokens, int16 [N, L, K]; a shared prefix has those of its last sample."""
+    """Return the routes of the packed tokens, int16 [N, L, K]; a shared prefix has the routes of its last sample."""
     routes_N = np.full(shape, -1, np.int16)
     for sample, whole in zip(samples, places, strict=False):
         if sample.routes is not None:

@@ -1,6 +1,6 @@
 """Process groups and device of one Megatron rank; chooses between CUDA and CPU.
 
-Reads the environment variables that `torchrun` and our Ray workers set: RANK, WORLD_SIZE,
+The environment variables come from `torchrun` or the project's Ray workers: RANK, WORLD_SIZE,
 LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
 """
 
@@ -73,9 +73,9 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
 def disable_cudnn_attention() -> None:
     """Disable cuDNN's attention in this process.
 
-    On Hopper torch prefers it in bf16, and it builds a plan for every new pack shape: 0.1 to 1.9 s each on an H100,
-    against 1 ms for flash attention. Importing vLLM also disables it; otherwise processes with and without vLLM would
-    use different attention kernels.
+    On Hopper torch prefers cuDNN in bf16, and cuDNN builds a plan for every new pack shape. On an H100 a plan takes 0.1
+    to 1.9 s, flash attention 1 ms. Importing vLLM also disables it; otherwise processes with and without vLLM would use
+    different attention kernels.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -83,15 +83,15 @@ def disable_cudnn_attention() -> None:
 def use_expandable_segments() -> None:
     """Enable expandable segments of CUDA's allocator, unless the environment configures it. Call before any allocation.
 
-    Packs differ in length, which fragments segments of fixed size. Not for processes that share memory through CUDA IPC
-    handles, which expandable segments may not support, nor for vLLM, whose memory pool excludes them.
+    Packs differ in length, which fragments segments of fixed size. Do not use this in processes that share memory
+    through CUDA IPC handles, which expandable segments may not support, or in vLLM, whose memory pool excludes them.
     """
     if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATORS):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def returns_results() -> bool:
-    """Whether this rank returns the results of its model replica: last stage, first tensor and context rank."""
+    """Whether this rank returns its model replica's results: it is in the last stage, first tensor and context rank."""
     return (
         parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -15,7 +15,7 @@ from roll_opd.megatron.export import save_hf
 
 
 def write_parity(model: str, tp: int, sequences: list[list[int]], directory: Path) -> None:
-    """Write `logprobs.npz`, f32 [T-1] by number of the sequence, and the exported model to `hf/`. Collective."""
+    """Write `logprobs.npz` (sequence number -> f32 [T-1]), and export the model to `hf/`. Collective."""
     layout = Layout(tp=tp)
     plan = MegatronPlan("check-model", ModelPlan(model), tuple(range(tp)), layout, MicroBatchLimits())
     engine = MegatronEngine(plan, seed=0)

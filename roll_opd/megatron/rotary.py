@@ -1,9 +1,9 @@
 """Rotary embeddings of packed sequences: rotation of queries and keys, and the frequencies of scaled variants.
 
-The rotation gives the bits of megatron-core's in half of its passes over memory. megatron-core computes cosines and
-sines again in each layer, for queries and for keys, concatenates halves twice, and on a GPU waits each time for the
-lengths on the host. Here they are computed once per pack, and the gradient is the inverse rotation. With context
-parallelism megatron-core would compute positions itself, from sequence lengths that packs do not have.
+The rotation gives the same bits as megatron-core's rotation with half as many passes over memory. megatron-core
+computes cosines and sines again in each layer, for queries and for keys, concatenates halves twice, and on a GPU waits
+each time for the lengths on the host. Here they are computed once per pack, and the gradient is the inverse rotation.
+With context parallelism megatron-core would compute positions itself, from sequence lengths that packs do not have.
 
 Legend: N packed tokens, H heads, D head width, R rotated width.
 """
@@ -98,7 +98,7 @@ def _rotate(t_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
 
 
 def rotary_kinds(pieces: Pieces) -> tuple[str, ...]:
-    """Return the keys in rope_parameters of a model's layers, each once."""
+    """Return the unique keys in rope_parameters of a model's layers."""
     return tuple(dict.fromkeys(key for key in pieces.rotary if key))
 
 
@@ -117,7 +117,7 @@ def angles(positions_N: Tensor, frequencies: Sequence[Tensor]) -> Tensor:
 def inverse_frequencies(hf_config: PretrainedConfig, kind: str | None = None) -> tuple[Tensor, float]:
     """Return the rotary frequencies of transformers, f32 [rotated width / 2], and the factor of cosines and sines.
 
-    For the rope types in `supported`. `kind` is a key in `rope_parameters` that has an entry per type of layer.
+    Supports the rope types in `supported`. `kind` is a key of `rope_parameters` if that has an entry per type of layer.
     """
     rope = hf_config.rope_parameters if kind is None else hf_config.rope_parameters[kind]
     if (scaled := _scaled_rope(hf_config, kind)) is not None:
@@ -130,7 +130,7 @@ def inverse_frequencies(hf_config: PretrainedConfig, kind: str | None = None) ->
 def scores_scaled(hf_config: PretrainedConfig, pieces: Pieces) -> dict[str, float]:
     """Return Megatron's `softmax_scale` for scaled queries and rope types with an attention factor (yarn).
 
-    transformers multiplies cosines and sines by the factor, so scores by its square. Empty without either.
+    transformers multiplies cosines and sines by the factor, and thus scores by its square. Empty if neither applies.
     """
     if hasattr(hf_config, "kv_lora_rank"):  # see `latent_scaling`
         return {}
@@ -144,8 +144,8 @@ def scores_scaled(hf_config: PretrainedConfig, pieces: Pieces) -> dict[str, floa
 def latent_scaling(hf_config: PretrainedConfig) -> tuple[float, float]:
     """Return the factor of rotated queries and keys, and the scale of scores, for latent attention.
 
-    Only a part of queries and keys is rotated, so the first cannot be a factor of scores. The second is the square of
-    yarn's `mscale` divided by the root of the head width.
+    Only a part of queries and keys is rotated, so the first factor cannot be moved to the scores. The scale is the
+    square of yarn's `mscale` divided by the square root of the head width.
     """
     scaled, rope = _scaled_rope(hf_config), hf_config.rope_parameters
     scale = 1.0 / math.sqrt(hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim)

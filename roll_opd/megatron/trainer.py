@@ -51,8 +51,9 @@ class MegatronTrainer(MegatronLearner):
         the loss), `policy_loss` (without the KL loss), `kl_loss` (KL to the reference policy without its coefficient),
         `ratio`, `clipped` (ratios outside of the loss's bounds) and `approx_kl` (r - 1 - log r, of old against new);
         for objectives with such a term, `opd_loss` (divergence from the teachers with their coefficients) and `entropy`
-        (without its coefficient). Losses are weighted by the token weights. Demonstrations count only in the loss;
-        `demonstration_tokens` is their number, and `demonstration_loss` their weighted -logprobs, for any policy loss.
+        (without its coefficient). Losses are weighted by the token weights. Demonstrations count only in the loss:
+        `demonstration_tokens` is the number of their tokens, `demonstration_loss` their weighted -logprobs, for any
+        policy loss.
         """
         loss = self._loss(objective, step)
         done = self._update(samples, loss, temperature, 2 if objective.paired else 1, assigned)
@@ -67,12 +68,12 @@ class MegatronTrainer(MegatronLearner):
         *,
         assigned: list[list[int]] | None = None,
     ) -> TrainResult:
-        """Add the gradient of a mini-batch's loss to those since the last update; see `update`."""
+        """Accumulate the gradient of a mini-batch's loss; see `update`."""
         loss = self._loss(objective, step)
         return _result(self._add_gradient(samples, loss, temperature, 2 if objective.paired else 1, assigned))
 
     def optim_step(self, learning_rate: float | None = None) -> TrainResult:
-        """Make one optimizer update from the added gradients; default: the schedule's learning rate."""
+        """Make one optimizer update from the accumulated gradients; the default learning rate is the schedule's."""
         return _result(self._apply(Update([], []), learning_rate))
 
     def _loss(self, objective: ObjectivePlan, step: int) -> LossFunction:

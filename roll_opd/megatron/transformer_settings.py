@@ -20,7 +20,7 @@ ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": partial(functional.gelu, ap
 
 
 def model_pieces(hf_config: PretrainedConfig) -> Pieces:
-    """Return what the layers of a model compute."""
+    """Return the pieces that a model's layers consist of."""
     return FAMILIES[hf_config.model_type].pieces(hf_config.to_dict())
 
 
@@ -86,7 +86,7 @@ def has_experts(hf_config: PretrainedConfig) -> bool:
 
 
 def _expert_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Megatron's settings of experts from a config.json; empty for dense models."""
+    """Return Megatron's expert settings from a config.json; empty for dense models."""
     experts = next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)
     has_experts = layers_with_experts(config, config["num_hidden_layers"], experts)
     if not any(has_experts):
@@ -122,9 +122,10 @@ def _grouped_experts(config: Mapping[str, Any], *, is_v3: bool) -> dict[str, Any
 
 
 def enabled_attention_backend() -> AttnBackend:
-    """Return the attention backend enabled by Transformer Engine's environment variables; `auto` without any.
+    """Return the attention backend that Transformer Engine's environment variables enable; `auto` if none is set.
 
-    Megatron raises an error if they contradict its setting, as in ROLL configurations that set them in `system_envs`.
+    Megatron raises an error if the variables contradict its setting, as in ROLL configurations that set them in
+    `system_envs`.
     """
     kinds = ("flash", "fused", "unfused")
     on = [kind for kind in kinds if os.environ.get(f"NVTE_{kind.upper()}_ATTN", "1") != "0"]

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel logits: one rank's columns, chunked logits, log-normalisers and the backward pass.
+"""Vocabulary-parallel logits: a rank's columns, logits in chunks, log-normalisers, and the backward pass.
 
 The logits of a batch are never stored. Forward computes chunks of rows of bounded size and keeps a few numbers per
 token; backward recomputes the logits in tiles, without further sums over the vocabulary.
@@ -67,7 +67,7 @@ class Columns:
     def log_rest(self, logits_CV: Tensor, taken_CK: Tensor) -> Tensor:
         """Return log Σ exp over the vocabulary without the columns `taken_CK`, f64 [C]; -inf if none remains.
 
-        Summed directly: 1 - Σ p of the taken columns would lose all digits where their mass is close to 1.
+        The sum is computed directly: 1 - Σ p of the taken columns would lose all digits where their mass is close to 1.
         Columns are numbered from this rank's first column. Collective; overwrites `logits_CV`.
         """
         logits_CV.masked_fill_(is_taken(taken_CK, logits_CV.size(1)), float("-inf"))
@@ -80,7 +80,7 @@ class Columns:
     def logprobs(logits: Tensor, log_normaliser_C: Tensor) -> Tensor:
         """Subtract the log-normaliser (f64) from `logits`, in place.
 
-        In two steps (high and low part): near the largest logit the first difference is exact in f32.
+        The high and the low part are subtracted in turn: near the largest logit the first difference is exact in f32.
         """
         high_C = log_normaliser_C.float()
         return logits.sub_(high_C[:, None]).sub_((log_normaliser_C - high_C).float()[:, None])
@@ -93,7 +93,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Output embedding of one tensor rank, with the temperature and vocabulary of its softmax."""
+    """Output embedding of one tensor rank, with the temperature and vocabulary of the softmax."""
 
     weight_VE: Tensor
     temperature: float  # divides the logits
@@ -116,7 +116,7 @@ class VocabShard:
 def raw_logits(hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
     """Return the product of hidden states and output embedding, f32 [C, V].
 
-    On a GPU, bf16 matrices are multiplied into f32: rounded to bf16, a logit of 16 may be off by 0.06, as much as
+    On a GPU, products of bf16 matrices are stored in f32: rounding to bf16 may change a logit of 16 by 0.06, as much as
     student and teacher differ at the end of training. torch's CPU kernels only return rounded results.
     """
     if hidden_CE.is_cuda and hidden_CE.dtype is not torch.float32:
@@ -148,7 +148,7 @@ def backward_through_logits(
     """Return the gradients of hidden states and output embedding; the logits of each tile are recomputed.
 
     Args:
-        weight_grad_VE: f32 buffer to which the embedding's gradient is added; None: it is returned.
+        weight_grad_VE: f32 buffer to which the embedding's gradient is added; None: the gradient is returned.
         logits_grad: (raw f32 logits of a tile, its rows, its columns) -> gradient of these logits, in any dtype; may
             overwrite the logits. See `tempered`.
         weight_trainable: if False, the embedding has no gradient.
@@ -173,7 +173,7 @@ def backward_through_logits(
 
 
 def tempered(columns: Columns, logits_grad: LogitsGradient) -> LogitsGradient:
-    """Wrap `logits_grad`, a gradient with respect to logits / temperature, for raw logits."""
+    """Turn `logits_grad`, a gradient with respect to logits / temperature, into one with respect to raw logits."""
     scale = columns.inverse_temperature
     if scale == 1.0:
         return logits_grad

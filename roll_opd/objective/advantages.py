@@ -1,10 +1,10 @@
-"""Token rewards and advantages of a step's samples: the external reward's part, the teachers' part, and their sum.
+"""Token rewards and advantages of a step's samples: external reward's part, teachers' part, and the sum of both.
 
     token_level_rewards = external_reward - Σ opd_kl_coef · reverse_kl - kl_coef · KL(student, reference)
     A_t                 = clip(A_external_t - Σ_{k≥0} opd_kl_discount^k · Σ opd_kl_coef · reverse_kl_{t+k})
 
-The sums are over the teachers of the sample. In pure distillation there is no external part. The external part is
-computed for each reward domain separately, because rewards of two domains have no common scale.
+The sums are over the teachers of the sample. Pure distillation has no external part. The external part is computed
+separately for each reward domain, because the rewards of two domains have no common scale.
 """
 
 from collections import Counter
@@ -35,15 +35,16 @@ def external_advantages(
     workflow: str | None = None,
     runs: int = 1,
 ) -> list[Sample]:
-    """Fill the columns `advantages` and, from a critic's `values`, `returns`; put their constants into `metrics`.
+    """Fill the column `advantages` and, if a critic gives `values`, `returns`; write their constants to `metrics`.
 
     The constants are `reward_mean` and `reward_scale` of the normalisation, `token_reward_mean`, `token_reward_scale`,
     `advantage_mean` and `advantage_scale` of the two whitenings, and `kl_coef`.
 
-    Excluded samples count in no mean and get an empty `loss_mask`. If the samples of a prompt are compared and all but
-    one are excluded, or all but one of its `runs` have made no sample, the remaining reward is 0 before the whitening.
-    Samples that the advantage function drops get an empty `loss_mask` after the comparison, except with teachers
-    (`taught`). RunError for a sample without a reward from a reward worker or from the `workflow`.
+    Excluded samples count in no mean and get an empty `loss_mask`. The samples of a prompt may be compared with each
+    other. If exclusions or runs without samples then leave only one of the prompt's `runs`, its reward is set to 0
+    before the whitening. Samples that the advantage function drops get an empty `loss_mask` after the comparison,
+    unless teachers train on them (`taught`). RunError for a sample without a reward from a reward worker or from the
+    `workflow`.
     """
     for sample in samples:
         if not sample.excluded:
@@ -61,9 +62,10 @@ def external_advantages(
 
 
 def _reduced_to_one(samples: Sequence[Sample], objective: ObjectivePlan, runs: int) -> set[str]:
-    """Return the groups that exclusions or failed runs have reduced to one run, with nothing to compare it with.
+    """Return the groups in which exclusions or failed runs have left a single run, which cannot be compared.
 
-    A kind of samples that only one run of a workflow has made keeps its rewards: the workflow chose not to compare it.
+    If only one run of a workflow has made samples of a kind, they keep their rewards: the workflow chose not to compare
+    them.
     """
     compares = ADVANTAGES.facts(objective.adv_estimator).baseline
     if objective.advantage_args.get("mean_cal_level", "group" if compares else None) != "group":
@@ -111,7 +113,7 @@ def _normalised(samples: Sequence[Sample], uncompared: set[str], objective: Obje
 
 
 def compared_in(samples: Sequence[Sample], objective: ObjectivePlan) -> list[str]:
-    """Return the group that each sample's reward is compared in: its prompt's, or its tag's."""
+    """Return for each sample the group in which its reward is compared: its prompt's group or its tag's."""
     return [s.tag if objective.reward_groups == "tag" else s.group_id for s in samples]
 
 
@@ -125,7 +127,7 @@ def run_numbers(samples: Sequence[Sample]) -> list[int]:
 
 
 def _states(samples: Sequence[Sample], reader: str) -> list[str]:
-    """Return the state before each sample's step, with its prompt: states of different prompts are never equal."""
+    """Return the state before each sample's step, made unique to its prompt."""
     found = []
     for s in samples:
         if s.state is None:
@@ -138,7 +140,7 @@ def _states(samples: Sequence[Sample], reader: str) -> list[str]:
 
 
 def by_runs(function: Advantage, batch: RewardBatch) -> Normalised:
-    """Return steps normalised by the statistics of their runs, because some runs have more steps than others.
+    """Return step rewards normalised by statistics over runs instead of steps: some runs have more steps than others.
 
     A run's reward is the mean of its steps' rewards. A step's reward is centred on its run's baseline and divided by
     the larger of its run's scale and the steps' scale: equal runs may have very different steps, and the deviation of
@@ -237,5 +239,5 @@ def _action_logprobs(samples: Sequence[Sample]) -> Sequence[Tensor]:
 
 
 def _joined_masks(samples: Sequence[Sample]) -> np.ndarray:
-    """Return the action masks end to end, bool [M]."""
+    """Return the action masks of all samples, concatenated, bool [M]."""
     return end_to_end([sample.action_mask for sample in samples], np.bool_)

@@ -1,8 +1,8 @@
-"""The f64 audit of an update: token rewards and advantages as columns, computed once a step, and their metrics.
+"""The f64 audit of an update: columns of token rewards and advantages, computed once per step, and their metrics.
 
 The update computes its advantages in f32, in `objective.loss`; see `objective.advantages` for the formulas.
 
-Legend: M tokens of all responses, end to end.
+Legend: M tokens of all responses, concatenated.
 """
 
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ def _penalties(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objec
 def _of_chunks(
     gap_M: np.ndarray, student_M: np.ndarray, samples: Sequence[Sample], teacher: str, objective: ObjectivePlan
 ) -> np.ndarray:
-    """Return the reverse KL by chunks at each token, f64 [M], of a teacher with another tokenizer."""
+    """Return each token's reverse KL, computed by chunks, for a teacher with another tokenizer, f64 [M]."""
     none = [np.full(sample.response_length, NO_CHUNK, np.int32) for sample in samples]
     chunks = [sample.columns.get(chunks_column(teacher), no) for sample, no in zip(samples, none, strict=True)]
     chunks_M = torch.from_numpy(end_to_end(chunks, np.int32))
@@ -93,7 +93,7 @@ def _of_chunks(
 
 
 def _student_logprobs(sample: Sample) -> np.ndarray:
-    """Return the student's log-probs, f32 [T-P]; 0 for a demonstration of a step without an update."""
+    """Return the student's log-probs, f32 [T-P]; 0 for a demonstration in a step without an update."""
     if sample.demonstration and sample.old_logprobs is None:
         return np.zeros(sample.response_length, np.float32)
     return sample.student_logprobs
@@ -102,8 +102,8 @@ def _student_logprobs(sample: Sample) -> np.ndarray:
 def advantage_metrics(samples: Sequence[Sample], objective: ObjectivePlan) -> dict[str, float]:
     """Return `critic/rewards` (Σ of a sample's token rewards), `critic/advantages` (of action tokens): mean, max, min.
 
-    Excluded samples are left out. With a token-level KL also `critic/kl_coef` and `critic/reference_kl`, its
-    mean over samples of token means.
+    Excluded samples are left out. With a token-level KL, also return `critic/kl_coef` and `critic/reference_kl` (the
+    mean over samples of the mean over tokens).
     """
     samples = [sample for sample in samples if not sample.excluded]
     rewards = [sample.columns["token_level_rewards"].sum() for sample in samples]

@@ -1,7 +1,7 @@
 """The columns that losses read, computed on the driver before a mini-batch is cut into shards.
 
-`samples.sample_columns` has the table of their names. A rank packs and computes the loss from these columns: it has
-neither teachers nor rewards. Legend: T tokens of a sample, P prompt tokens.
+`samples.sample_columns` has the table of their names. A rank packs these columns and computes the loss from them: it
+has neither teachers nor rewards. Legend: T tokens of a sample, P prompt tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,13 @@ from roll_opd.samples.sample_columns import as_columns, chunks_column
 
 
 def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> list[Sample]:
-    """Return the samples of one mini-batch for shards, with every column of the policy loss except teacher targets.
+    """Return the samples of one mini-batch, to be sharded, with every column of the policy loss except teacher targets.
 
     If the teachers are a part of the advantage (`opd_objective: sampled`), their log-probs are merged into
-    `opd_coefficients` and `opd_teacher`, except those of a teacher with another tokenizer, which has its own three
-    columns. If the teachers are a part of the loss instead, both columns are 0 and each teacher has a `share` column.
-    With generation ahead of training see `weighs_rewards_alone`. ValueError if only some of the sampled ones have a
-    column that the loss reads.
+    `opd_coefficients` and `opd_teacher`. Only a teacher with another tokenizer has three separate columns. If the
+    teachers are a part of the loss instead, both columns are 0 and each teacher has a `share` column. For generation
+    ahead of training see `weighs_rewards_alone`. ValueError if only some of the sampled samples have a column that the
+    loss reads.
     """
     if weighs_rewards_alone(teachers, objective):
         samples = [_with_weighted_advantages(sample) for sample in samples]
@@ -65,9 +65,9 @@ def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], obj
 
 
 def weighs_rewards_alone(teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> bool:
-    """Whether importance weights of stale samples multiply the reward's part of an advantage, and not the teachers'.
+    """Whether the importance weights of stale samples multiply only the reward's part of an advantage.
 
-    The teachers' part is formed from current log-probs, so it needs no correction (AsyncOPD, arXiv 2606.24143).
+    The teachers' part is computed from current log-probs, so it needs no correction (AsyncOPD, arXiv 2606.24143).
     """
     if not objective.max_age or not teachers or objective.opd_objective != "sampled":
         return False
@@ -75,7 +75,7 @@ def weighs_rewards_alone(teachers: Sequence[TeacherPlan], objective: ObjectivePl
 
 
 def _with_weighted_advantages(sample: Sample) -> Sample:
-    """Return the sample with its importance weights in the advantages of the reward instead of in the loss."""
+    """Return the sample with its importance weights moved from the loss to the advantages of the reward."""
     weights = sample.importance_weights
     if weights is None or sample.advantages is None:
         return sample
@@ -83,7 +83,7 @@ def _with_weighted_advantages(sample: Sample) -> Sample:
 
 
 def value_columns(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples of one mini-batch for shards, with the columns of the value loss."""
+    """Return the samples of one mini-batch, to be sharded, with the columns of the value loss."""
     masks = [sample.action_mask & sample.is_learned_from for sample in samples]
     scales = value_scales([int(np.count_nonzero(mask)) for mask in masks])
     return [
@@ -121,7 +121,7 @@ def _teachers_part(sample: Sample, coefficients: Mapping[str, np.float32]) -> di
 
 
 def _chunked_part(sample: Sample, teacher: str, coefficient: np.float32) -> dict[str, np.ndarray]:
-    """Return the three columns of a teacher with another tokenizer, [T-P]; without a chunk off its samples."""
+    """Return the three columns [T-P] of a teacher with another tokenizer; no token of other samples has a chunk."""
     chunks = sample.columns.get(chunks_column(teacher), np.full(sample.response_length, NO_CHUNK, np.int32))
     credited = chunks != NO_CHUNK
     logprobs = sample.teacher_logprobs.get(teacher, np.zeros(sample.response_length, np.float32))
@@ -139,7 +139,7 @@ def _advantages(sample: Sample) -> np.ndarray:
 
 
 def _optional(sample: Sample, weight: float | None, *, is_scored: bool) -> dict[str, np.ndarray]:
-    """Return the columns that only some objectives have; `is_scored`: every sample of the mini-batch has a reward."""
+    """Return the columns that only some objectives use; `is_scored`: every sample of the mini-batch has a reward."""
     reward = (0.0 if sample.excluded else sample.reward) if is_scored else None
     return as_columns(
         old_logprobs=sample.old_logprobs,
@@ -150,7 +150,7 @@ def _optional(sample: Sample, weight: float | None, *, is_scored: bool) -> dict[
 
 
 def _common_names(samples: Sequence[Sample], optional: Sequence[dict[str, np.ndarray]]) -> list[str]:
-    """Return the names of the optional columns, which all samples but demonstrations have, or none."""
+    """Return the names of the optional columns; each exists in all samples except demonstrations, or in none."""
     sampled = [arrays for s, arrays in zip(samples, optional, strict=True) if not s.demonstration]
     names = list(dict.fromkeys(name for arrays in sampled for name in arrays))
     for name in names:
@@ -178,7 +178,7 @@ def _sample_weights(samples: Sequence[Sample], objective: ObjectivePlan) -> list
 
 
 def _importance_weights(sample: Sample, weight: float | None) -> np.ndarray | None:
-    """Return token weights of the policy loss, f32 [T-P]: weights of a correction times the weight of the sample."""
+    """Return token weights of the policy loss, f32 [T-P]: the correction's weights times the sample's weight."""
     corrected = sample.importance_weights
     if weight is None:
         return corrected

@@ -1,6 +1,6 @@
-"""Rows with answers as samples: for SFT and DPO, and as demonstrations among the student's samples of a step.
+"""Samples from dataset rows with answers: for SFT and DPO, and as demonstrations among a step's student samples.
 
-They are not sampled, and demonstrations have neither rewards nor log-probs by frozen models.
+The student does not sample them. Demonstrations have neither rewards nor log-probs from frozen models.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from roll_opd.samples.sample import Sample
 
 
 def supervised_samples(rows: Iterable[tuple[np.ndarray, tuple[np.ndarray, ...]]]) -> list[Sample]:
-    """Return one sample for each answer of (prompt, answers) in tokens; the loss covers every token of the answer."""
+    """Return one sample for each answer in tokenized (prompt, answers); the loss covers every token of the answer."""
     return [
         _answered(prompt, answer, id=f"{row}/{number}", group_id=str(row))
         for row, (prompt, answers) in enumerate(rows)
@@ -22,7 +22,7 @@ def supervised_samples(rows: Iterable[tuple[np.ndarray, tuple[np.ndarray, ...]]]
 
 
 def demonstration_samples(rows: Sequence[Prompt], first_draw: int) -> list[Sample]:
-    """Return one sample for each row, with ids that count the `first_draw` rows drawn before in the run."""
+    """Return one sample for each row; the ids continue after the `first_draw` rows that the run drew earlier."""
     return [_demonstration(row, f"{row.id}#demonstration{draw}") for draw, row in enumerate(rows, first_draw)]
 
 
@@ -38,7 +38,7 @@ def _answered(prompt: np.ndarray, answer: np.ndarray, **fields: Any) -> Sample:
 
 
 def mixed(sampled: Sequence[Sample], demonstrations: Sequence[Sample], updates: int) -> list[Sample]:
-    """Return sampled samples and demonstrations in one list, in `updates` equal parts with equal numbers of each."""
+    """Return student samples and demonstrations in one list of `updates` equal parts, each with the same mixture."""
     both: list[Sample] = []
     for update in range(updates):
         for samples in (sampled, demonstrations):

@@ -1,4 +1,4 @@
-"""Samples and groups that a step's update leaves out: filters by reward, rejection sampling, masks of whole samples."""
+"""Selection of a step's samples and groups: filters by reward, rejection sampling, masks of whole samples."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,10 +15,10 @@ MASKED = "masked_by"  # prefix of a sample's `metrics` for the masks that exclud
 def group_filter(rewards: Sequence[RewardPlan], *, compared: bool = True) -> GroupFilter | None:
     """Return the filter of groups; None if no reward domain has a filter.
 
-    A domain's `query_filter` reads the rewards of the whole group, its `response_filter` each reward. If the samples of
-    a group are `compared`, one rejected sample rejects the group; otherwise one accepted sample accepts it, and
-    `without_rejected` masks the others. A group without rewards passes. If a workflow makes several kinds of samples,
-    each with a `group_id`, one kind that passes is enough.
+    A domain's `query_filter` tests the rewards of the whole group, its `response_filter` tests each reward. If the
+    samples of a group are `compared`, one rejected sample rejects the group. Otherwise one accepted sample accepts the
+    group, and `without_rejected` masks the rejected samples. A group without rewards passes. If a workflow makes
+    several kinds of samples, each with a `group_id`, one kind that passes is enough.
     """
     filters = {reward.domain: (reward.query_filter, reward.response_filter) for reward in rewards}
     if not any(one for both in filters.values() for one in both):
@@ -56,10 +56,10 @@ def _passes(filter_: FilterPlan | None, rewards: Sequence[float]) -> bool:
 
 
 def masked(samples: Sequence[Sample], objective: ObjectivePlan, sampling: SamplingPlan) -> list[Sample]:
-    """Empty the `loss_mask` of samples that a mask leaves out; their rewards stay in the means of their group.
+    """Empty the `loss_mask` of samples that a sample mask rejects; their rewards still count in the group's mean.
 
-    Masks treat a sample whose reward failed as one without a reward. The mask by difficulty needs several responses to
-    a prompt.
+    If a sample's reward failed, masks treat the sample as one without a reward. The mask by difficulty needs several
+    responses to a prompt.
     """
     lengths = [sample.action_tokens for sample in samples]
     rewards = [None if sample.excluded else sample.reward for sample in samples]
@@ -86,7 +86,7 @@ def _masked_by(sample: Sample, masks: dict[str, bool]) -> Sample:
 
 
 def mask_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return `rollout/masked/*`: the share of the samples that each mask leaves out, and `any` mask."""
+    """Return `rollout/masked/*`: the fraction of samples that each mask rejects, and that `any` mask rejects."""
     found: dict[str, list[float]] = {}
     for sample in samples:
         of_sample = {name: value for name, value in sample.metrics.items() if name.startswith(MASKED)}

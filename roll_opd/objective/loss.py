@@ -45,16 +45,16 @@ def opd_loss(
     arguments: Mapping[str, Any],
     step: int,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a pack's part of the loss, f32 [], and its sums for metrics (see `MegatronTrainer.update`).
+    """Return a pack's part of the loss, f32 [], and the pack's sums for metrics (see `MegatronTrainer.update`).
 
-    A log-prob or advantage that is not finite makes the loss NaN, and the update is skipped.
+    If a log-prob or advantage is not finite, the loss is NaN and the update is skipped.
 
     Args:
         logprobs_M: current log-probs, with a gradient.
-        columns: of `objective.columns`, [M] each.
+        columns: the columns of `objective.columns`, [M] each.
         lengths: scored tokens of each sequence.
         arguments: keyword arguments of the policy loss, with defaults.
-        step: of the run, from 1.
+        step: number of the run's step, from 1.
     """
     mask_M, demonstration_M = columns["mask"], columns.get("demonstration")
     sampled_M = sampled_mask(columns)
@@ -119,7 +119,7 @@ def opd_penalty(student_M: Tensor, coefficients_M: Tensor, weighted_teacher_M: T
 
 
 def sampled_mask(columns: Mapping[str, Tensor]) -> Tensor:
-    """Return the sampled tokens of the mask, bool [M]: without demonstrations."""
+    """Return the mask without the tokens of demonstrations, bool [M]."""
     mask_M, demonstration_M = columns["mask"], columns.get("demonstration")
     return mask_M if demonstration_M is None else mask_M & ~demonstration_M
 
@@ -132,7 +132,7 @@ def _finite(batch: LossBatch) -> Tensor:
 
 
 def _kl_loss(batch: LossBatch, name: str, weight_M: Tensor) -> Tensor:
-    """Return the weighted KL loss to the reference policy; without a reference policy 0, with gradient 0."""
+    """Return the weighted KL loss to the reference policy; without a reference, loss and gradient are 0."""
     logprobs_M = batch.action_logprobs_M
     reference_M = logprobs_M.detach() if batch.ref_logprobs_M is None else batch.ref_logprobs_M
     others = [torch.where(batch.mask_M, other_M, 0) for other_M in (reference_M, batch.old_logprobs_M)]

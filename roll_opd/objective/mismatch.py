@@ -26,7 +26,7 @@ _WITHIN: dict[str, Callable[..., Tensor]] = {"ratio": ratio_within, "difference"
 
 
 def mismatch_of(samples: Sequence[Sample]) -> Mismatch:
-    """Return the log-probs of both engines end to end, f64, for the samples with `old_logprobs`."""
+    """Return the concatenated log-probs of training and inference engine, f64, for the samples with `old_logprobs`."""
     computed = [sample for sample in samples if sample.old_logprobs is not None]
     return Mismatch(
         _joined([present(s.old_logprobs) for s in computed], np.float64),
@@ -63,17 +63,18 @@ def corrected(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], object
 
 
 def check_staleness(samples: Sequence[Sample], version: int, updates: int, max_age: int = 0) -> None:
-    """Raise RunError for samples whose importance ratio would silently be 1, because other weights sampled them.
+    """Raise RunError for samples from other weights whose importance ratio would silently be 1.
 
-    Without old log-probs the loss takes the current ones, and old log-probs are those of the step's first weights. So
-    samples of other weights are allowed only with importance weights of a correction; with generation ahead of training
-    (`max_age`), also if no reward is a part of their advantages: the teachers' part is formed from current log-probs.
+    Without old log-probs the loss uses the current log-probs, and old log-probs come from the step's first weights. So
+    samples from other weights are allowed only with the importance weights of a correction. With generation ahead of
+    training (`max_age`) they are also allowed if no reward is a part of their advantages, because the teachers' part is
+    computed from current log-probs.
 
     Args:
-        samples: of a mini-batch.
-        version: of the weights at the beginning of the step.
-        updates: of the step, before this one.
-        max_age: largest age of a token in versions, which generation ahead of training promises.
+        samples: the samples of a mini-batch.
+        version: version of the weights at the beginning of the step.
+        updates: number of earlier updates in the step.
+        max_age: largest age of a token, in versions, that generation ahead of training guarantees.
     """
     sampled = [s for s in samples if s.rollout_logprobs is not None and not s.demonstration and s.learned_tokens]
     others = [s for s in sampled if s.importance_weights is None and sampling_versions(s.versions) != {version}]
@@ -116,7 +117,7 @@ def train_infer_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _correction_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the share of the action tokens that are masked, and the mean weight of the others."""
+    """Return the fraction of action tokens that are masked, and the mean weight of the other action tokens."""
     acted = sum(s.action_tokens for s in samples)
     kept = np.concatenate([np.zeros(0), *[present(s.importance_weights)[s.loss_mask] for s in samples]])
     if not acted:

@@ -18,7 +18,7 @@ def first_kl_coef(objective: ObjectivePlan, saved: float | None) -> float:
 
 
 def kl_coefs(samples: Sequence[Sample], objective: ObjectivePlan, kl_coef: float | None = None) -> list[float]:
-    """Return the KL coefficient of each reward domain's samples in turn, and last that of the next step.
+    """Return the KL coefficient for each reward domain's samples in turn, then the coefficient of the next step.
 
     With a `target_kl`, the coefficient adapts after each domain to the KL of its samples, as in ROLL.
     """
@@ -38,7 +38,7 @@ def kl_coefs(samples: Sequence[Sample], objective: ObjectivePlan, kl_coef: float
 
 
 def by_domain(samples: Sequence[Sample]) -> list[list[int]]:
-    """Return the numbers of each reward domain's samples, in the order in which the domains first appear."""
+    """Return the sample numbers of each reward domain, in the order in which the domains first appear."""
     members: dict[str, list[int]] = {}
     for number, sample in enumerate(samples):
         members.setdefault(sample.domain, []).append(number)
@@ -46,7 +46,7 @@ def by_domain(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def reference_kl_mean(samples: Sequence[Sample], objective: ObjectivePlan) -> float:
-    """Return the mean over samples of token means; NaN if no sample has an action token."""
+    """Return the mean over samples of the mean over tokens; NaN if no sample has an action token."""
     acted = [s for s in samples if s.action_mask.any()]
     means = [reference_kl(s, objective.kl_penalty).sum() / s.action_mask.sum() for s in acted]
     return float(np.mean(means)) if means else math.nan

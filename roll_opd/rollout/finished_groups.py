@@ -1,7 +1,8 @@
-"""Finished groups of a checkpoint: groups whose sampling has ended, and that no update has trained.
+"""Finished groups in a checkpoint: groups that are sampled completely and that no update has trained on.
 
-A resumed run trains them without sampling them again. A teacher's targets are in the object store of another process
-and are left out, together with its log-probs; the teacher scores these samples again. So are missing rewards requested.
+A resumed run trains on them without sampling them again. A teacher's targets are in another process's object store, so
+they are not saved, nor are that teacher's log-probs: the teacher scores these samples again. Missing rewards are also
+requested again.
 """
 
 import hashlib
@@ -54,13 +55,13 @@ def read_groups(file: Path, digest: str) -> list[FinishedGroup]:
 def within_bound(
     groups: Sequence[FinishedGroup], position: int, passed: Collection[int], version: int, pace: Pace
 ) -> list[FinishedGroup]:
-    """Return the groups that are trained within the age bound of `pace` by a run that continues at `version`.
+    """Return the groups that a run continuing at `version` can train on within the age bound of `pace`.
 
     A finished group with i older groups before it, none of them rejected, is in batch version + i // P at the latest.
 
     Args:
         groups: by draw.
-        position: of the source; no draw before it is missing.
+        position: position of the source; no draw before it is missing.
         passed: draws after the position that are trained or filtered.
     """
     rejected = {group.draw for group in groups if not group.passed}
@@ -79,7 +80,7 @@ def _oldest(sample: Sample) -> float:
 
 
 def _without_targets(sample: Sample) -> Sample:
-    """Return the sample without the targets, log-probs and cuts of teachers that have targets."""
+    """Return the sample without targets, and without log-probs and chunks of the teachers that have targets."""
     names = sample.teacher_targets.keys()
     if not names:
         return sample

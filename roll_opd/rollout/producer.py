@@ -1,7 +1,8 @@
 """`Rollouts`, the producer of a run's batches: draws prompts, rolls them out, and selects groups.
 
 A batch belongs to a version of the weights: the update with batch v makes version v + 1. A `Gate` publishes versions;
-`models.group_window` has the order and the bound of ages. Groups that are admitted together are a wave: one rollout.
+`models.group_window` has the order and the bound of ages. Groups that are admitted together form a wave, which is one
+rollout.
 Without groups ahead there is one wave at a time, and sampling and training take turns.
 
 Groups are selected in the order of their prompts, independent of the order in which they finish, so that short answers
@@ -39,7 +40,7 @@ class Gate:
     """The published version of the weights, and how far sampling may be ahead of it: see `Pace.of`."""
 
     def __init__(self, version: int, bound: float = 0, depth: float | None = None) -> None:
-        """`version` is published already."""
+        """Start with `version` as already published."""
         self.version, self.bound, self.depth = version, bound, depth
         self._changed = asyncio.Event()
 
@@ -51,7 +52,7 @@ class Gate:
         self.notify()
 
     def notify(self) -> None:
-        """Resume all that wait for a change."""
+        """Resume all tasks that wait for a change."""
         changed_now, self._changed = self._changed, asyncio.Event()
         changed_now.set()
 
@@ -110,7 +111,7 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class _Group:
-    """A decided group, until it is part of a batch or left out of it."""
+    """A decided group that is not yet part of a batch or rejected from one."""
 
     prompt: Prompt
     draw: int
@@ -222,7 +223,7 @@ class _Production:
             self._start(self._roll_out(wave))
 
     def _admit_known(self) -> None:
-        """Give numbers to the next draws that are trained already, or whose groups are restored and have room."""
+        """Number the next draws that are already trained, or whose groups are restored and fit into the window."""
         while (draw := self._source.position) in self._passed or (draw in self._restored and self._window.room):
             if draw in self._passed:
                 self._passed.remove(draw)
@@ -248,7 +249,7 @@ class _Production:
         self._gate.notify()
 
     def _drawn(self, room: int) -> _Wave:
-        """Draw the prompts of a wave: consecutive ones, at most `room`, and in turns some in reserve."""
+        """Draw the consecutive prompts of a wave, at most `room`; when taking turns, also draw some in reserve."""
         first, in_turns = self._source.position, self._pace.is_synchronous
         reserve = self._of.extra_groups if in_turns and self._of.passes else 0
         known = [draw - first for draw in (*self._passed, *self._restored) if draw > first]
@@ -268,7 +269,7 @@ class _Production:
         return _Position(self._source.state_dict(), self._source.epochs)
 
     async def _roll_out(self, wave: _Wave) -> None:
-        """Roll out a wave; decide its groups, and without groups ahead only as many as are needed."""
+        """Roll out a wave and decide its groups; without groups ahead, decide only as many as are needed."""
         of, in_turns = self._of, self._pace.is_synchronous
         rewards = PendingRewards(of.context)
         selection = Selection(len(wave.prompts), of.context.sampling.n, wave.wanted, of.passes)
@@ -293,7 +294,7 @@ class _Production:
         self._check_rejected()
 
     async def _restore(self, number: int, prompt: Prompt, group: FinishedGroup) -> None:
-        """Decide a group of a checkpoint, after the models that have not read its samples."""
+        """Decide a group of a checkpoint, after scoring its samples by the models that have not scored them."""
         context = self._of.context
         rewards, samples = PendingRewards(context), list(group.samples)
         if group.passed:
@@ -321,7 +322,7 @@ class _Production:
                 self._gate.notify()
 
     def _assembled(self, version: int, numbers: list[int]) -> Batch:
-        """Return the batch of groups, with the rejected groups before its last one."""
+        """Return the batch of groups, with the rejected groups that come before the batch's last group."""
         batch, chosen = Batch(version), set(numbers)
         for number in sorted(n for n in self._groups if n <= numbers[-1]):
             if self._groups[number].passed and number not in chosen:
@@ -358,7 +359,7 @@ class _Production:
             batch.demonstration_samples = demonstration_samples(batch.demonstrations, first_draw)
 
     def _state(self) -> dict[str, Any]:
-        """Return the state of the source without the prompts of later batches: a resumed run draws these again."""
+        """Return the state of the source before the prompts of later batches, which a resumed run draws again."""
         state = dict(self._position.state)
         if isinstance(self._source, MixedSource):
             state["demonstrations"] = self._source.demonstrations.state_dict()
@@ -366,7 +367,7 @@ class _Production:
         return state | ({PASSED: passed} if passed else {})
 
     def _schedule(self, waited: float) -> dict[str, float]:
-        """Return metrics of the production since the last batch; `waited`: the learner's seconds for this batch."""
+        """Return metrics of the production since the last batch; `waited`: seconds that the learner waited for it."""
         idle, self._idle = self._idle, 0.0
         return {
             "rollout/async/learner_idle": waited,
@@ -396,5 +397,5 @@ class _Production:
 
 
 def _with_version(sample: Sample, version: int) -> Sample:
-    """Return a workflow's sample without versions with `version`."""
+    """Return a workflow's sample; if it has no versions, set `version`."""
     return sample if sample.versions else changed(sample, versions=of_mask(sample.action_mask, version))

@@ -1,4 +1,4 @@
-"""Concurrent runs of a workflow at several prompts: samples with log-probs of frozen models and rewards.
+"""Concurrent runs of a workflow on several prompts: samples with log-probs of frozen models and rewards.
 
 Samples are scored while others are still being sampled: a reward is requested when its run ends, and awaited only if a
 filter reads it. Frozen models read samples in chunks, in the order in which the runs of an engine end. With a
@@ -46,7 +46,7 @@ class RolloutContext:
 
 
 class PendingRewards:
-    """Reward requests in flight, by sample id."""
+    """Open reward requests, by sample id."""
 
     def __init__(self, context: RolloutContext) -> None:
         self._pools, self._exclude_failed = context.reward_pools, context.exclude_failed
@@ -54,7 +54,7 @@ class PendingRewards:
         self._progress, self.scored = context.progress, Count("scored")
 
     def request(self, experience: Sample) -> None:
-        """Request a sample's score from the pool of its tag, unless its run scored it."""
+        """Request a sample's score from the reward pool of its tag, unless the run already scored the sample."""
         if experience.reward is not None:
             return
         for pool in self._pools:
@@ -64,7 +64,7 @@ class PendingRewards:
                 answer.add_done_callback(self.scored.one)
 
     async def added_to(self, experiences: Sequence[Sample]) -> list[Sample]:
-        """Wait for the requested rewards of the samples and return the samples with them.
+        """Wait for the samples' requested rewards and return the samples with these rewards.
 
         A second call changes nothing. Raises the errors of `RewardPool.submit`.
         """
@@ -99,9 +99,9 @@ async def roll_out(
     Run k of prompt p has the number p · n + k. Leaving early (use `aclosing`) aborts running requests.
 
     Args:
-        first_draw: number of prompts drawn before in the training; numbers the groups and seeds the samples.
-        wait_for_rewards: yield samples with their rewards; else these are in flight.
-        first_group: number of the first prompt's group, by which groups are distributed over the engines.
+        first_draw: number of prompts that the training drew before; group numbers and sample seeds depend on it.
+        wait_for_rewards: yield samples with their rewards; otherwise the rewards are still pending.
+        first_group: number of the first prompt's group; groups are distributed over the engines by number.
     """
     n, sampler, temperature = context.sampling.n, context.sampler, context.sampling.temperature
     engines = [sampler.engine_of(first_group + number // n) for number in range(len(prompts) * n)]
@@ -168,7 +168,7 @@ class ChunkedLogprobs:
 
 @contextmanager
 def _timed(context: RolloutContext) -> Iterator[ExitStack]:
-    """Count the time as `generate` until the yielded stack is closed, and the rest as the frozen models'."""
+    """Count the time until the yielded stack is closed as `generate`, and the rest for the frozen models."""
     models = context.frozen_models
     with ExitStack() as generating:  # the phase opened first counts the time of both
         generating.enter_context(context.clock.phase("generate"))
@@ -196,7 +196,7 @@ class Selection:
             self._advance()
 
     def _advance(self) -> None:
-        """Use decided groups, in order, while more are wanted."""
+        """Use decided groups, in order, while more groups are wanted."""
         while self._used < len(self._passed) and not self.enough and self._passed[self._used] is not None:
             if self._passed[self._used]:
                 self._chosen.append(self._used)
@@ -209,7 +209,7 @@ class Selection:
 
     @property
     def used(self) -> int:
-        """Number of groups, from the first on, that are decided and needed; later prompts stay undrawn."""
+        """Number of leading groups that are decided and needed; the prompts of later groups count as not drawn."""
         return self._used
 
     @property
@@ -250,11 +250,11 @@ class Batch:
 
     @property
     def versions(self) -> Counter[int]:
-        """Sampled tokens by version of the weights."""
+        """Number of sampled tokens by version of the weights."""
         return tokens_by_version(sample.versions for sample in self.samples)
 
     def ahead_metrics(self) -> dict[str, float]:
-        """Return `rollout/async/*` of generation that runs ahead: its schedule, and ages in versions of the tokens.
+        """Return `rollout/async/*` of generation that runs ahead: its schedule, and the tokens' ages in versions.
 
         Empty if generation and training take turns.
         """

@@ -1,4 +1,4 @@
-"""Validation: accuracy of a sampler on held-out prompts, and a few answers for the record."""
+"""Validation: accuracy of a sampler on held-out prompts, and a few answers to record."""
 
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -28,10 +28,10 @@ async def validate(context: RolloutContext, prompts: Sequence[Prompt]) -> tuple[
 async def read_answers(
     models: FrozenModels, answers: Sequence[Sample], sampling: SamplingPlan, most_tokens: int
 ) -> list[Sample]:
-    """Return the answers with the log-probs of teachers and reference policy, at the sampling temperature.
+    """Return the answers with log-probs from the teachers and the reference policy, at the sampling temperature.
 
-    Answers without a teacher, or with more than `most_tokens` tokens, the limit of the models' batches, are returned
-    unchanged. Teachers with a context are left out, because held-out rows may lack its columns.
+    Answers without a teacher are returned unchanged, as are those longer than `most_tokens` tokens, the limit of the
+    models' batches. Teachers with a context are left out, because held-out rows may lack its columns.
     """
     teachers = [teacher for teacher in models.teachers if teacher.plan.context is None]
     plain = replace(models, teachers=teachers, targets_for=None, student=None)
@@ -50,14 +50,14 @@ async def read_answers(
 
 
 def first_answers(answers: Sequence[Sample], samples: int, most: int) -> list[Sample]:
-    """Return the first of each prompt's `samples` answers, of `most` prompts: always the same ones, evenly spread."""
+    """Return the first of each prompt's `samples` answers for `most` evenly spread prompts, always the same prompts."""
     firsts = answers[::samples]
     most = min(most, len(firsts))
     return [firsts[place * len(firsts) // most] for place in range(most)]
 
 
 def _by_main_reward(answer: Sample, reward_pools: Sequence[RewardPool]) -> Sample:
-    """Return an answer with the main reward of its domain, without added terms and weights, which are for training."""
+    """Return an answer with its domain's main reward, without the additional terms and weights used in training."""
     plan = next((pool.plan for pool in reward_pools if pool.plan.domain == answer.domain), None)
     if plan is None or not plan.is_weighted or plan.terms[0].name not in answer.reward_parts:
         return answer

@@ -1,4 +1,4 @@
-"""Workflow: one run at a prompt, which calls the model once or several times and returns samples.
+"""Workflow: one run on a prompt, which calls the model one or more times and returns samples.
 
 A rollout is a set of runs, each a coroutine. The samples of every workflow are scored, selected and trained on alike.
 """
@@ -19,7 +19,7 @@ from roll_opd.samples.sample_columns import as_columns
 
 @dataclass(frozen=True)
 class Task:
-    """One run at one prompt: run number `run` of `runs`, of draw number `draw` in the whole training."""
+    """One run on one prompt: run number `run` of `runs`, for draw number `draw` of the training."""
 
     prompt: Prompt
     draw: int
@@ -44,7 +44,7 @@ class Model:
 
 
 class Workflow(Protocol):
-    """Makes samples of a task: none, one or several."""
+    """Makes any number of samples from a task."""
 
     async def run(self, task: Task, model: Model) -> Sequence[Sample]: ...
 
@@ -59,7 +59,7 @@ class SingleTurn:
 
 
 def sample_seed(seed: int, draw: int, run: int, call: int = 0) -> int:
-    """Return the seed of a model call, from the seed of the training and the numbers of draw, run and call."""
+    """Return the seed of a model call, from the training's seed and the numbers of the draw, run and call."""
     return derived_seed(seed, draw, run, *([call] if call else []))
 
 

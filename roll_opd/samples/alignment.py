@@ -1,10 +1,10 @@
-"""Alignment of a response in the tokens of two tokenizers, by byte offsets.
+"""Alignment of a response's tokens in two tokenizers, by byte offsets.
 
 Both models read the same response bytes. A chunk ends at every byte where a student token and a teacher token end, so
-it is the smallest run of tokens whose bytes both models score. The student's log-prob of a chunk is a sum over its
-student tokens, the teacher's a sum over its teacher tokens. Text is never decoded to be compared.
+it is the smallest run of tokens whose bytes both models score. The student's log-prob of a chunk is the sum over the
+student tokens in it, the teacher's log-prob the sum over the teacher tokens. Bytes are compared, never decoded text.
 
-Legend: T-P student tokens of a response, U teacher tokens of it, C chunks.
+Legend: T-P student tokens and U teacher tokens of a response, C chunks.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ NO_CHUNK = -1  # of a student token without teacher log-prob, and of observed to
 class Alignment:
     """Ends of student and teacher tokens in the bytes of a response, and their common chunks.
 
-    Both `ends` never decrease and have the same last value. A teacher entry that is `missing` stands for bytes, or a
-    special token, that the teacher's tokenizer cannot write: its chunk has no teacher log-prob.
+    Both arrays of `ends` are non-decreasing and have the same last value. A `missing` teacher entry stands for bytes or
+    a special token that the teacher's tokenizer cannot encode; its chunk has no teacher log-prob.
     """
 
     student_ends: np.ndarray  # int64 [T-P], bytes of the response up to the end of each token
@@ -41,7 +41,7 @@ class Alignment:
 
     @cached_property
     def _student_chunks(self) -> np.ndarray:
-        """int64 [T-P], number of each student token's chunk."""
+        """int64 [T-P], index of each student token's chunk."""
         return np.searchsorted(self._bounds, self.student_ends)
 
     @cached_property
@@ -55,7 +55,8 @@ class Alignment:
 
     @cached_property
     def chunks(self) -> np.ndarray:
-        """int32 [T-P]: number in the response of the first token of each token's chunk; `NO_CHUNK` without a credit."""
+        """int32 [T-P]: index of the first token of each token's chunk in the response; `NO_CHUNK` for tokens without
+        credit."""
         if not len(self.student_ends):
             return np.zeros(0, np.int32)
         firsts = np.searchsorted(self._student_chunks, self._student_chunks)
@@ -70,7 +71,7 @@ class Alignment:
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """int64 [C, 3] of the chunks with a credit: student tokens, teacher tokens, bytes."""
+        """int64 [C, 3]: numbers of student tokens, teacher tokens and bytes of each chunk with a credit."""
         count = len(self._bounds)
         students = np.bincount(self._student_chunks[self.chunks != NO_CHUNK], minlength=count)
         teachers = np.bincount(self._teacher_chunks, minlength=count)
@@ -78,7 +79,7 @@ class Alignment:
         return sizes[students > 0]
 
     def cuts(self) -> list[tuple[int, int, list[bytes]]]:
-        """Return (first student token, student tokens, bytes of each teacher token) of the chunks with a credit."""
+        """Return (first student token, number of student tokens, bytes by teacher token) of chunks with a credit."""
         found = []
         starts = np.append(0, self.teacher_ends[:-1])
         bounds = np.searchsorted(self._teacher_chunks, np.arange(len(self._bounds) + 1))
@@ -95,10 +96,10 @@ class Alignment:
         return int(np.count_nonzero(self.action_mask & (self.chunks == NO_CHUNK)))
 
     def on_student_tokens(self, logprobs: np.ndarray) -> np.ndarray:
-        """Return the teacher's log-probs on the student's tokens, f32 [T-P]; NaN without a credit.
+        """Return the teacher's log-probs spread over the student's tokens, f32 [T-P]; NaN for tokens without a credit.
 
-        A chunk's entries sum to the teacher's log-prob of the chunk. Each token has the share of its bytes, so the
-        entry of a chunk of one student token and one teacher token is the teacher's log-prob to the bit.
+        A chunk's entries sum to the teacher's log-prob of the chunk. Each token gets a share in proportion to its
+        bytes. If a chunk is one student token and one teacher token, the entry is the teacher's log-prob to the bit.
 
         Args:
             logprobs: f32 [U - missing], of the teacher's tokens.

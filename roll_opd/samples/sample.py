@@ -1,6 +1,6 @@
 """`Sample`: one sequence from the engine's answer to the loss.
 
-The driver holds samples with their identity, reward and records; a shard for a rank has samples of tokens, prompt
+The driver holds samples with their identity, reward and records. The samples in a rank's shard have only tokens, prompt
 length, routes and the columns that a forward pass or a loss reads (`shard_sample`).
 
 Legend: T tokens in all, P prompt tokens, L layers with experts, K experts of a token.
@@ -28,9 +28,9 @@ def _empty() -> FrozenDict:
 class TargetRef:
     """Reference to a teacher's targets of one sample, in the object store of the rank that computed them.
 
-    The arrays are, for top-k, `topk_ids` int32 [T-P, K], `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the
-    log-prob of all other tokens together; for the whole vocabulary the final hidden states `hidden` [T-P, F] (see
-    `samples.transport`), to which the student's ranks apply the teacher's output head.
+    For top-k the arrays are `topk_ids` int32 [T-P, K], `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the
+    log-prob of all other tokens together. For the whole vocabulary the array is `hidden` [T-P, F] (see
+    `samples.transport`), the final hidden states, to which the student's ranks apply the teacher's output head.
     """
 
     bundle: Any  # a reference to the arrays of several samples; None: they are released
@@ -39,7 +39,7 @@ class TargetRef:
     hits: np.ndarray | None = None  # bool [T-P], which sampled tokens are in the top-k; for records
 
     def for_ranks(self) -> "TargetRef":
-        """Return the reference without the record of hits, for ranks that fetch the arrays."""
+        """Return a copy of the reference without the record of hits, for ranks that fetch the arrays."""
         return replace(self, hits=None)
 
     def released(self) -> None:
@@ -49,7 +49,7 @@ class TargetRef:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence as an immutable value, with its columns: see the table `samples.sample_columns.COLUMNS`.
+    """One immutable sequence with its columns, which the table `samples.sample_columns.COLUMNS` describes.
 
     All arrays are numpy on the CPU, so that they travel through Ray's object store. A stage returns new samples:
     `with_columns(samples, ...)` for arrays over the response, `changed(sample, ...)` for fields.
@@ -104,7 +104,7 @@ class Sample:
 
     @property
     def teacher_logprobs(self) -> dict[str, np.ndarray]:
-        """f32 [T-P] by teacher."""
+        """Teacher name -> log-probs f32 [T-P]."""
         return teacher_logprobs(self.columns)
 
     @property
@@ -119,7 +119,7 @@ class Sample:
 
     @property
     def advantages(self) -> np.ndarray | None:
-        """f64 [T-P], of the external reward only."""
+        """f64 [T-P], computed from the external reward only."""
         return self.columns.get("advantages")
 
     @property
@@ -154,12 +154,12 @@ class Sample:
 
     @property
     def action_tokens(self) -> int:
-        """Number of tokens that the student generated, or of a demonstration's answer."""
+        """Number of tokens that the student generated, or that a demonstration's answer has."""
         return int(np.count_nonzero(self.action_mask))
 
     @property
     def in_loss(self) -> np.ndarray:
-        """Tokens in the loss, bool [T-P]: `loss_mask`, or all action tokens."""
+        """Mask of the tokens in the loss, bool [T-P]: `loss_mask` if set, else all action tokens."""
         mask = self.loss_mask
         return self.action_mask if mask is None else mask
 
@@ -175,7 +175,7 @@ class Sample:
 
     @property
     def is_of_a_kind(self) -> bool:
-        """Whether its workflow makes several kinds of samples; `group_id` then has the kind after the draw."""
+        """Whether the sample's workflow makes several kinds of samples; `group_id` then has the kind after the draw."""
         return ":" in self.group_id.rpartition("#")[2]
 
     @property
@@ -185,12 +185,12 @@ class Sample:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def taught_by(self, teacher: str) -> np.ndarray:
-        """Return the action tokens with a log-prob of this teacher, bool [T-P]."""
+        """Return the mask of action tokens for which this teacher gave a log-prob, bool [T-P]."""
         chunks = self.columns.get(chunks_column(teacher))
         return self.action_mask if chunks is None else self.action_mask & (chunks != NO_CHUNK)
 
     def acted(self, values: np.ndarray) -> np.ndarray:
-        """Return the entries of a [T-P, ...] array at action tokens, for means, shares and checks."""
+        """Return the entries of a [T-P, ...] array at action tokens, for means, fractions and checks."""
         return values[self.action_mask]
 
     def without_observed(self, values: np.ndarray) -> np.ndarray:
@@ -222,7 +222,7 @@ def changed(sample: Sample, **fields: Any) -> Sample:
 
 
 def with_columns(samples: Sequence[Sample], **columns: Iterable[np.ndarray]) -> list[Sample]:
-    """Return the samples with some columns filled; each is given as one array for each sample."""
+    """Return the samples with some columns filled; each column is given as a list with one array for each sample."""
     rows = zip(*columns.values(), strict=True)
     return [
         changed(sample, columns={**sample.columns, **dict(zip(columns, row, strict=True))})
@@ -238,8 +238,8 @@ def shard_sample(sample: Sample, *, routed: bool = False) -> Sample:
 def one_a_run(samples: Sequence[Sample], *, returns: bool = False) -> list[Sample]:
     """Return the first sample of each run with the mean reward of the run's samples.
 
-    With `returns`, the reward of a run whose steps all have a state is the sum over steps: these have separate rewards
-    instead of copies of the run's.
+    With `returns`, the reward of a run whose steps all have a state is the sum over its steps: such steps have separate
+    rewards, not copies of the run's reward.
     """
     steps: dict[tuple[str, int], list[Sample]] = {}
     for number, sample in enumerate(samples):

@@ -1,10 +1,10 @@
 """The columns of a sample: arrays over its response, in one table.
 
 Entry t of every column belongs to token `tokens[P+t]`. A stage fills a column for a whole batch with
-`samples.sample.with_columns`. A shard for a rank has exactly the columns with a `shard` dtype, computed by
-`objective.columns`.
+`samples.sample.with_columns`. A rank's shard has exactly the columns with a `shard` dtype, which `objective.columns`
+computes.
 
-Legend: T tokens of a sample, P prompt tokens, K tokens of a top-k, F hidden size, M tokens of a batch end to end.
+Legend: T tokens of a sample, P prompt tokens, K tokens of a top-k, F hidden size, M tokens of a batch, concatenated.
 """
 
 import itertools
@@ -20,7 +20,7 @@ CHUNKS = "/chunks"  # end of the names of such columns
 
 @dataclass(frozen=True)
 class Column:
-    """One row of the table. An empty dtype: the column does not exist there."""
+    """One row of the table. With an empty dtype the column does not exist in that place."""
 
     meaning: str
     filled_by: str
@@ -135,22 +135,22 @@ COLUMNS = {
 
 
 def as_columns(**arrays: np.ndarray | None) -> dict[str, np.ndarray]:
-    """Return the given arrays by column name; None: the sample has no such column."""
+    """Return column name -> array, without the columns given as None."""
     return {name: array for name, array in arrays.items() if array is not None}
 
 
 def logprobs_column(teacher: str) -> str:
-    """Return the name of the column with a teacher's log-probs."""
+    """Return the name of the column that holds a teacher's log-probs."""
     return teacher + _LOGPROBS
 
 
 def teacher_columns(logprobs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the columns of log-probs by teacher."""
+    """Return the log-prob columns of these teachers."""
     return {logprobs_column(name): array for name, array in logprobs.items()}
 
 
 def chunks_column(teacher: str) -> str:
-    """Return the name of the column with the chunks of a teacher with another tokenizer."""
+    """Return the name of the column that holds the chunks of a teacher with another tokenizer."""
     return teacher + CHUNKS
 
 
@@ -160,7 +160,7 @@ def teacher_logprobs(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
 
 
 def end_to_end(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    """Return one array [M] from an array [T-P] of each sample; empty without samples."""
+    """Return the samples' arrays [T-P] concatenated to one array [M]; empty if there are no samples."""
     return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
 
 
@@ -171,5 +171,5 @@ def split_by_length(values_M: np.ndarray, lengths: Sequence[int]) -> list[np.nda
 
 
 def picked(values_M: np.ndarray, mask_M: np.ndarray) -> np.ndarray:
-    """Return the values under the mask; without a copy if the mask is True everywhere."""
+    """Return the values under the mask; no copy is made if the mask is True everywhere."""
     return values_M if mask_M.all() else values_M[mask_M]

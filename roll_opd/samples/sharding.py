@@ -1,8 +1,8 @@
 """Assign a batch's samples to data-parallel ranks and micro-batches, and cut it into a shard for each rank.
 
-The assignment is balanced by tokens, deterministic and computed once, on the driver; nothing is padded. A shard has
-template samples, one for each set of columns in the batch: samples without a scored token, so that all ranks build the
-same columns.
+The driver computes the assignment once. It is deterministic and balances the number of tokens; nothing is padded. A
+shard also has a template sample for each set of columns in the batch: a sample without a scored token. With these
+templates all ranks build the same columns.
 """
 
 import heapq
@@ -52,7 +52,8 @@ def neighbours(lengths: Sequence[int], size: int) -> list[Unit]:
 def shared_prefix(earlier: np.ndarray, tokens: np.ndarray, prompt_length: int) -> int:
     """Return the length of the prompt prefix shared with the sequence `earlier`, which is computed only once.
 
-    0 if it saves less than its attention mask costs. Both int64 [T]; `prompt_length` belongs to `tokens`.
+    The length is 0 if sharing saves less than its attention mask costs. Both sequences are int64 [T]; `prompt_length`
+    belongs to `tokens`.
     """
     end = min(len(earlier), prompt_length)
     differing = np.flatnonzero(earlier[:end] != tokens[:end])
@@ -61,10 +62,10 @@ def shared_prefix(earlier: np.ndarray, tokens: np.ndarray, prompt_length: int) -
 
 
 def relatives(sequences: Sequence[tuple[np.ndarray, int]], ranks: int, limits: MicroBatchLimits) -> list[Unit]:
-    """Return units of sequences that share prefixes, each sequence with the previous one; a prefix is computed once.
+    """Return units in which each sequence shares a prefix with the previous one; a shared prefix is computed once.
 
-    The size of the units minimises the tokens of the largest rank. `sequences` are (tokens int64 [T], prompt
-    length) each.
+    The unit size is chosen so that the largest rank has as few tokens as possible. `sequences` are (tokens int64 [T],
+    prompt length) each.
     """
     order = sorted(range(len(sequences)), key=lambda number: sequences[number][0].tobytes())
     families: list[list[_Relative]] = []
@@ -107,8 +108,8 @@ def _cut(family: Sequence[_Relative], size: int, limits: MicroBatchLimits) -> li
 def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """Split sequence numbers into `parts` lists of nearly equal total length; each list ascends.
 
-    Longest first, always to the lightest part (ties: the part with fewer sequences, then the first), so no part is
-    empty if there are at least `parts` sequences.
+    Each sequence, longest first, is added to the part with the fewest tokens (ties: the part with fewer sequences, then
+    the first). No part is empty if there are at least `parts` sequences.
     """
     bins: list[list[int]] = [[] for _ in range(parts)]
     lightest = [(0, 0, part) for part in range(parts)]  # a heap of (tokens, sequences, part)
@@ -162,9 +163,9 @@ def _first(fits: Callable[[int], bool], start: int) -> int:
 def assign(
     units: Sequence[Unit], ranks: int, limits: MicroBatchLimits, multiple: int = 1, *, equal: bool = False
 ) -> list[list[list[int]]]:
-    """Return the micro-batches of sequence numbers of each rank; see `micro_batches`.
+    """Return each rank's micro-batches as lists of sequence numbers; see `micro_batches`.
 
-    With `equal`, all ranks have equally many micro-batches, as many as the largest needs.
+    With `equal`, all ranks have the same number of micro-batches: the number that the largest rank needs.
     """
     shares = [[units[n] for n in share] for share in split_balanced([unit.tokens for unit in units], ranks)]
     split = [micro_batches(share, limits, multiple) for share in shares]
@@ -176,7 +177,7 @@ def assign(
 def _equal(
     shares: Sequence[list[Unit]], split: Sequence[list[list[Unit]]], limits: MicroBatchLimits, multiple: int
 ) -> list[list[list[int]]]:
-    """Return the assignment with equally many micro-batches on each rank, the fewest that all ranks can have."""
+    """Return the assignment with the smallest number of micro-batches that all ranks can have."""
     most = max(map(len, split))
     while True:
         split = [micro_batches(share, limits, multiple, most) for share in shares]
@@ -191,7 +192,7 @@ def _numbers(parts: Sequence[Sequence[Unit]]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Packing:
-    """Rules by which an engine assigns sequences to ranks and micro-batches, without the limits of a call."""
+    """Rules for assigning an engine's sequences to ranks and micro-batches; the limits are given in each call."""
 
     ranks: int  # data-parallel
     multiple: int = 1  # divides the number of micro-batches
@@ -201,7 +202,7 @@ class Packing:
     def assign(
         self, sequences: Sequence[tuple[np.ndarray, int]], limits: MicroBatchLimits, group_size: int = 1
     ) -> Assignment:
-        """Return each rank's micro-batches of `sequences`, (tokens int64 [T], prompt length) each.
+        """Return each rank's micro-batches of `sequences`; each sequence is (tokens int64 [T], prompt length).
 
         `group_size` consecutive sequences stay in one micro-batch.
         """
@@ -217,7 +218,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class DPShard:
-    """One data-parallel rank's part of a batch: the template samples, then the rank's samples, which numbers index."""
+    """One data-parallel rank's part of a batch: template samples, then the rank's samples, in one numbering."""
 
     samples: Sequence[Sample]
     micro_batches: list[list[int]]
@@ -226,13 +227,13 @@ class DPShard:
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """All shards of a batch, and for each shard the batch's numbers of its samples, -1 for template samples."""
+    """All shards of a batch, and for each shard the numbers of its samples in the batch (-1 for template samples)."""
 
     shards: list[DPShard]
     numbers: list[list[int]]
 
     def merged(self, answers: Iterable[tuple[int, Mapping[int, Any] | None]]) -> dict[int, Any]:
-        """Return values by the batch's numbers, from (data-parallel rank, values by the numbers of its shard)."""
+        """Return values by sample number in the batch, from (rank, values by sample number in its shard)."""
         return {
             self.numbers[rank][number]: value for rank, values in answers for number, value in (values or {}).items()
         }
@@ -243,7 +244,8 @@ def shard_batch(
 ) -> ShardedBatch:
     """Return the batch sharded by `assignment`.
 
-    Every shard has a template of each layout in the batch: with or without routes, and the names of targets in `held`.
+    Every shard has a template for each layout in the batch. A layout is: routes or not, and the names of targets in
+    `held`.
     """
     templates: dict[Hashable, int] = {}
     for number, sample in enumerate(samples):
@@ -263,7 +265,7 @@ def shard_batch(
 
 @dataclass(frozen=True)
 class TrainResult:
-    """One rank's part of an update: sums over its tokens, and the log-probs of its forward pass."""
+    """One rank's result of an update: sums over the rank's tokens, and the log-probs from its forward pass."""
 
     sums: dict[str, float]  # name -> Σ over this rank's action tokens; see `update` of the trainer and the critic
     logprobs: dict[int, np.ndarray]  # sample number -> f32 [T-P], before the update

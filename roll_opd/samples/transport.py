@@ -1,8 +1,9 @@
 """Samples and tensors in messages between processes.
 
-`Compact` pickles many small arrays as one buffer. A step's samples have thousands of arrays of a few dozen numbers, and
-Ray stores each array separately, which takes longer than some stages. Many instances of a dataclass are pickled field
-by field, with the arrays of a field concatenated. Many weights travel in a bucket (`samples.weight_bucket`).
+`Compact` pickles many small arrays as one buffer. A step's samples have thousands of arrays of a few dozen numbers; Ray
+would store each array separately, and this would take longer than some stages. Many instances of a dataclass are
+pickled field by field, with the arrays of a field concatenated. Many weights travel in a bucket
+(`samples.weight_bucket`).
 """
 
 import itertools
@@ -23,7 +24,7 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 
 
 class Compact:
-    """Wrapper of a value. Unpickling returns the value itself, its arrays as read-only views of one buffer."""
+    """Wrapper of a value. Unpickling returns the value itself; its arrays are read-only views of one buffer."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -109,13 +110,13 @@ def _listed(values: list[Any], _: None) -> list[Any]:
 def as_array(tensor: Tensor) -> np.ndarray:
     """Return `tensor`, from any device and without its gradient, as an array of the same shape.
 
-    numpy has no bf16: a bf16 tensor becomes int16, a dtype without another use here.
+    numpy has no bf16: a bf16 tensor becomes an int16 array; int16 has no other use here.
     """
     tensor = tensor.detach().cpu()
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
 def as_tensor(array: np.ndarray) -> Tensor:
-    """Return the tensor of an array from `as_array`, on the CPU."""
+    """Return the tensor from which `as_array` made this array, on the CPU."""
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if tensor.dtype is torch.int16 else tensor

@@ -1,7 +1,7 @@
 """Versions of the weights that sampled a response, as runs of (version, tokens).
 
-`((3, 12), (None, 5), (4, 9))`: version 3 sampled 12 tokens, 5 were not sampled (an observation, a user's turn), and
-version 4 sampled 9. The runs cover the whole response. `()`: unknown, or nothing was sampled.
+`((3, 12), (None, 5), (4, 9))`: version 3 sampled 12 tokens, 5 tokens were not sampled (an observation or a user's
+turn), and version 4 sampled 9. The runs cover the whole response. `()`: unknown, or nothing was sampled.
 """
 
 from collections import Counter
@@ -34,12 +34,12 @@ def truncated(runs: Versions, tokens: int) -> Versions:
 
 
 def of_mask(action_mask: np.ndarray, version: int) -> Versions:
-    """Return the runs of a response whose action tokens `version` sampled."""
+    """Return the runs of a response whose action tokens were all sampled by `version`."""
     return concatenated([((version if sampled else None, 1),) for sampled in action_mask.tolist()])
 
 
 def sampling_versions(runs: Versions) -> set[int]:
-    """Return the versions that sampled a token of a response."""
+    """Return all versions that sampled at least one token of a response."""
     return {version for version, tokens in runs if version is not None and tokens}
 
 

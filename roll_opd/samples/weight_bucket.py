@@ -1,6 +1,7 @@
 """Buckets of named tensors in anonymous shared memory, with fingerprints that a reader verifies.
 
-A bucket is a memfd, without a name in any file system: the kernel frees it when its last user ends, even by SIGKILL.
+A bucket is a memfd, which has no name in any file system. The kernel frees it when its last user exits, even by
+SIGKILL.
 Readers on the same machine map it through `/proc/<pid>/fd/<fd>`.
 """
 
@@ -33,7 +34,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def sampled_rows(rows: int) -> list[int]:
-    """Return the row numbers in a fingerprint: first, last and evenly spread between; sorted, unique."""
+    """Return the row numbers in a fingerprint, sorted and unique: first, last, and evenly spaced rows between."""
     return sorted({round(i * (rows - 1) / (SAMPLED_ROWS - 1)) for i in range(SAMPLED_ROWS)})
 
 
@@ -44,9 +45,9 @@ def row_checksums(tensor: torch.Tensor, rows: list[int]) -> list[int]:
 
 
 def fingerprint(tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, list[int]]:
-    """Return checksums in the tensor's dtype and in the model's: dtype name -> CRC-32 of each sampled row.
+    """Return dtype name -> CRC-32 of each sampled row, for the tensor's dtype and the model's dtype.
 
-    A vector is one row. At most `SAMPLED_ROWS` rows of a matrix are read, to save time.
+    A vector counts as one row. To save time, at most `SAMPLED_ROWS` rows of a matrix are read.
     """
     rows = tensor.detach().reshape(1, -1) if tensor.ndim == 1 else tensor.detach()
     picked = rows[sampled_rows(rows.shape[0])]
@@ -55,7 +56,7 @@ def fingerprint(tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, lis
 
 
 def entry_of(name: str, tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, Any]:
-    """Return the description of a tensor for readers, without its place; ValueError for a tensor that is no weight."""
+    """Return a tensor's description for readers, without its offset; ValueError for a tensor that is not a weight."""
     if tensor.numel() == 0 or tensor.ndim == 0:
         raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}: expected at least one dimension, none 0")
     shape, dtype = list(tensor.shape), dtype_name(tensor.dtype)
@@ -63,7 +64,7 @@ def entry_of(name: str, tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[
 
 
 class BucketMemory:
-    """Memory for successive buckets. It grows to the size of the largest.
+    """Memory for successive buckets. It grows to the size of the largest bucket.
 
     A reader must have finished with a bucket, or copied from it, before the next one is written.
     """
@@ -93,14 +94,14 @@ class BucketMemory:
         self.size = -(-end // ALIGNMENT) * ALIGNMENT
 
     def fill(self, content: np.ndarray, description: Description) -> None:
-        """Copy in a bucket that another `BucketMemory` describes; `content` has its bytes, uint8 [size]."""
+        """Copy a bucket of another `BucketMemory` into this memory; `content` has its bytes, uint8 [size]."""
         if len(content) > self._memory.numel():
             self._grow(len(content))
         self._memory.numpy()[: len(content)] = content
         self._entries, self.size = description["tensors"], len(content)
 
     def content(self) -> np.ndarray:
-        """Return the bucket's bytes, uint8 [size]: a view, until the next bucket."""
+        """Return the bucket's bytes, uint8 [size]: a view that is valid until the next bucket."""
         return self._memory.numpy()[: self.size]
 
     def describe(self) -> Description:
@@ -110,7 +111,7 @@ class BucketMemory:
         return {"path": f"/proc/{os.getpid()}/fd/{self._descriptor}", "size": self.size, "tensors": self._entries}
 
     def close(self) -> None:
-        """Release the memory; a process that has mapped it keeps its mapping."""
+        """Release the memory; processes that have mapped it keep their mappings."""
         if self._descriptor >= 0:
             self._memory = torch.empty(0, dtype=torch.uint8)
             os.close(self._descriptor)
@@ -130,7 +131,8 @@ def bucketed(
 ) -> Iterator[tuple[BucketMemory, bool]]:
     """Yield (bucket, is last) until all named tensors are written; nothing if there are no tensors.
 
-    A bucket has at most `limit` bytes, or one tensor. It is written lazily, into the next of `memories` in turns.
+    A bucket has at most `limit` bytes, or one tensor if that is larger. Buckets are written lazily, into each of
+    `memories` in turn.
     `model_dtype` is the dtype of the models that load the tensors.
     """
     turns = cycle(memories)
@@ -150,7 +152,7 @@ def bucketed(
 def map_bucket(
     path: str, size: int, tensors: Iterable[dict[str, Any]]
 ) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
-    """Return a bucket's memory, uint8 [size], and its tensors, as views that keep the memory alive.
+    """Return a bucket's memory, uint8 [size], and its tensors. The tensors are views that keep the memory alive.
 
     The mapping is private: writing to a tensor changes no other process's view. FileNotFoundError or PermissionError
     if the writer is on another machine, has ended, or belongs to another user.

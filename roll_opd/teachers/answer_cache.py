@@ -1,7 +1,7 @@
-"""Answers of a server on disk, so that a resumed run does not pay for a sequence twice.
+"""On-disk cache of a server's answers, so that a resumed run does not pay for a sequence twice.
 
-One SQLite file for each teacher of an experiment; a key is the hash of a request, which has no API key. The oldest
-answers are removed beyond `MAX_BYTES`.
+Each teacher of an experiment has one SQLite file. A key is the hash of a request, without the API key. When the file
+exceeds `MAX_BYTES`, the oldest answers are removed.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ MAX_BYTES = 2**30
 
 
 class AnswerCache:
-    """A table from requests to arrays. A file that cannot be read or written is a cache without entries."""
+    """A table from requests to arrays. If the file cannot be read or written, the cache is empty."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the file."""
@@ -30,7 +30,7 @@ class AnswerCache:
             self._table.execute("CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, value BLOB)")
 
     def read(self, key: bytes) -> dict[str, np.ndarray] | None:
-        """Return the arrays of a request; None if it is unknown."""
+        """Return the arrays of a request; None if the request is unknown."""
         try:
             row = self._table.execute("SELECT value FROM answers WHERE key = ?", (key,)).fetchone()
             return dict(np.load(io.BytesIO(row[0]), allow_pickle=False)) if row else None

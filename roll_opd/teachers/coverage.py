@@ -1,4 +1,4 @@
-"""How much of a run's text the teachers with other tokenizers score: checks of the preflight and of every step."""
+"""Fraction of a run's text that teachers with other tokenizers score: checks of the preflight and of every step."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Coverage:
         self._uncovered: Counter[str] = Counter()
 
     def add(self, samples: Sequence[Sample]) -> None:
-        """Count samples. RunError if more than `MAX_UNCOVERED` of a teacher's action tokens have no credit."""
+        """Count samples. RunError if over `MAX_UNCOVERED` of a teacher's action tokens have no credit."""
         for sample in samples:
             for name, alignment in sample.alignments.items():
                 self._tokens[name] += sample.action_tokens
@@ -32,7 +32,7 @@ class Coverage:
 
 
 def coverage_checks(samples: Sequence[Sample], teacher: str) -> list[Check]:
-    """Return the rows of the preflight on a teacher with another tokenizer."""
+    """Return the preflight's rows for a teacher with another tokenizer."""
     cut = cut_of(samples, teacher)
     return [
         Check(

@@ -1,7 +1,8 @@
-"""Checks of a teacher file before the first update: its teacher, and its log-probs next to those of the student.
+"""Checks of a teacher file before the first update: which teacher it has, and its log-probs against the student's.
 
 The rows were checked one by one when the files were opened (`data.teacher_scores`). These checks find faults that no
-row shows: another model's answers, log-probs of a shifted token, a teacher other than that of the fine-tuning.
+single row shows: answers of another model, log-probs shifted by a token, or a teacher other than the one of the
+student's fine-tuning.
 
 Legend: N tokens of all answers.
 """
@@ -52,7 +53,7 @@ def _origin(rows: Sequence[Prompt]) -> Check:
 
 
 def _consistency(rows: Sequence[Prompt], source: FilePlan, objective: ObjectivePlan) -> Check:
-    """Compare the teacher of the file with that of the student's fine-tuning (arXiv 2604.13010)."""
+    """Compare the teacher of the file with the teacher of the student's fine-tuning (arXiv 2604.13010)."""
     name = "teacher consistency"
     if objective.opd_objective == "topk":
         return Check(name, "not needed", "ok", "a divergence on given answers needs no earlier fine-tuning")
@@ -85,7 +86,7 @@ def _alignment(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Check:
 
 
 def _correlation(pairs: Sequence[tuple[np.ndarray, np.ndarray]], shift: int) -> float:
-    """Return the correlation of teacher t and student t + shift, over the answers' tokens that all shifts have."""
+    """Return the correlation of teacher token t with student token t + shift, over the tokens that all shifts share."""
     cut = [(teacher[1:-1], own[1 + shift : len(own) - 1 + shift]) for teacher, own in pairs if len(own) > 2]
     if not cut:
         return 0.0

@@ -1,6 +1,7 @@
-"""Samples of teacher files: given answers with a teacher's log-probs, and its top-k as targets of the loss.
+"""Samples from teacher files: given answers with a teacher's log-probs, and the teacher's top-k as loss targets.
 
-A file has scores of its answers only, so it is no `TeacherScorer`: the pipeline `offline_distill` draws its rows.
+A file has scores only for the answers in it, so it is not a `TeacherScorer`: the pipeline `offline_distill` draws its
+rows.
 """
 
 from collections.abc import Sequence

@@ -24,7 +24,7 @@ class Teacher:
     view: TeacherView
 
     def scores(self, sample: Sample) -> bool:
-        """Whether the sample's tag is the teacher's, and no workflow has set the teacher's log-probs."""
+        """Whether the teacher accepts the sample's tag, and no workflow has set the teacher's log-probs."""
         return self.plan.accepts(sample.tag) and self.plan.name not in sample.teacher_logprobs
 
     async def score(
@@ -42,15 +42,15 @@ class TopkSource(Protocol):
     async def topk_ids(
         self, samples: Sequence[Sample], temperature: float, objective: ObjectivePlan, /
     ) -> list[TargetRef]:
-        """Return references to the most likely tokens at every response token."""
+        """Return references to the most likely next tokens at every response token."""
 
 
 @dataclass(frozen=True)
 class FrozenModels:
     """The teachers of a run and its reference policy.
 
-    With an objective in `targets_for`, teachers also compute its targets. With a `student`, the
-    targets are log-probs of its most likely tokens.
+    With an objective in `targets_for`, teachers also compute the targets of that objective. With a `student`, the
+    targets are the log-probs of the student's most likely tokens.
     """
 
     teachers: Sequence[Teacher] = ()
@@ -61,9 +61,9 @@ class FrozenModels:
     coverage: Coverage = field(default_factory=Coverage, compare=False)
 
     def step_metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Return the bills of servers since the last step, and each teacher's share of the tokens of `samples`.
+        """Return the servers' bills since the last step, and the fraction of tokens that each teacher scored.
 
-        The share of a Megatron teacher of every tag is always 1 and left out.
+        A Megatron teacher for all tags always scores all tokens, so its fraction is left out.
         """
         partial = [one.plan.name for one in self.teachers if one.plan.tags is not None or one.plan.role is None]
         metrics = self.shares.metrics(samples, partial) if partial else {}
@@ -79,8 +79,8 @@ class FrozenModels:
     async def compute_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Sample]:
         """Return the samples with the log-probs and targets of all models, which compute concurrently.
 
-        RunError for a sample whose tag no teacher accepts, if there are teachers, and if a teacher with another
-        tokenizer scores too few tokens of the run.
+        RunError if there are teachers and none accepts a sample's tag, or if a teacher with another tokenizer scores
+        too few tokens of the run.
         """
         ids = None
         if self.student and self.targets_for:
@@ -121,7 +121,7 @@ class FrozenModels:
 
 
 def wanted_for(objective: ObjectivePlan | None, ids: Sequence[TargetRef]) -> Wanted:
-    """Return the targets of an objective. `ids`: the student's most likely tokens, if the objective is over these."""
+    """Return the targets of an objective. `ids`: the student's most likely tokens, if the objective uses them."""
     if objective is None:
         return LOGPROBS
     if objective.opd_objective == "full":
@@ -130,7 +130,7 @@ def wanted_for(objective: ObjectivePlan | None, ids: Sequence[TargetRef]) -> Wan
 
 
 def check_targets(teachers: Sequence[Teacher], objective: ObjectivePlan) -> None:
-    """Check that every teacher computes the targets of an objective. RunError with the first teacher that does not."""
+    """Check that every teacher can compute the targets of an objective. RunError names the first that cannot."""
     if objective.opd_objective == "sampled":
         return
     needed: Target = "hidden"
@@ -146,7 +146,7 @@ def check_targets(teachers: Sequence[Teacher], objective: ObjectivePlan) -> None
 
 
 def _with_answers(sample: Sample, answers: Mapping[str, TeacherAnswer], names: Sequence[str]) -> Sample:
-    """Return the sample with answers by teacher, in the order of `names`, for reproducible sums."""
+    """Return the sample with the teachers' answers, in the order of `names`, so that sums are reproducible."""
     columns = {**sample.columns, **{logprobs_column(name): answer.logprobs for name, answer in answers.items()}}
     for column in [logprobs_column(name) for name in names]:
         if column in columns:

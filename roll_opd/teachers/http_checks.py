@@ -1,7 +1,8 @@
-"""Checks of a teacher's server at the start of a run, by requests: model, context, tokenizer, temperature, top-k, and
-whether repeated scoring agrees over its replicas.
+"""Test requests to a teacher's server at the start of a run. They check the model, context, tokenizer, temperature and
+top-k, and that repeated scoring agrees across replicas.
 
-A failed check ends the start with the reason; a property that a server does not report is left out and logged.
+If a check fails, the run does not start and the error gives the reason. A property that a server does not report is
+logged and not checked.
 """
 
 import asyncio
@@ -44,8 +45,8 @@ async def check_server(
 
     Args:
         tokenizer: directory of the teacher's tokenizer.
-        target: kind of targets of the run's objective.
-        longest: tokens of the longest sequence to score.
+        target: the kind of targets that the run's objective reads.
+        longest: length of the longest sequence to score, in tokens.
     """
     await _find_model(scorer, longest)
     await _check_tokenizer(scorer, tokenizer)
@@ -62,7 +63,7 @@ async def check_server(
 
 
 async def _find_model(scorer: HttpScorer, longest: int) -> None:
-    """Set the scorer's model to the only listed one; check that a given one is listed, and its context."""
+    """Set the scorer's model to the only listed one, or check that it is listed; check its context length."""
     for url in scorer.plan.url:
         listed = _by_name(await _answer(scorer, _endpoint(scorer, url, scorer.protocol.listing, "GET"), None))
         if listed is None:
@@ -83,7 +84,7 @@ async def _find_model(scorer: HttpScorer, longest: int) -> None:
 
 
 def _by_name(answer: Any) -> dict[str, int | None] | None:
-    """Return the length of the context of each listed model; None without a list."""
+    """Return model -> context length of the listed models; None if the server has no list."""
     try:
         return {str(model["id"]): model.get("max_model_len") for model in answer["data"]} or None
     except (KeyError, TypeError, AttributeError):
@@ -91,7 +92,7 @@ def _by_name(answer: Any) -> dict[str, int | None] | None:
 
 
 async def _check_tokenizer(scorer: HttpScorer, tokenizer: Path) -> None:
-    """Compare token ids of probe strings by the server with those by the files, where the server tokenizes."""
+    """If the server tokenizes, compare its token ids of the probe strings with those from the tokenizer files."""
     probes = probe_strings()
     expected = token_ids(load_tokenizer(str(tokenizer)), probes, [False] * len(probes))
     for url in scorer.plan.url:
@@ -112,7 +113,7 @@ async def _check_tokenizer(scorer: HttpScorer, tokenizer: Path) -> None:
 
 
 async def _check_repeats(scorer: HttpScorer, question: Question) -> None:
-    """Score one sequence several times at each address, and compare."""
+    """Score one sequence several times at each address, and compare the log-probs."""
     scorings = [scorer.ask(question, replica) for replica in range(len(scorer.plan.url)) for _ in range(REPEATS)]
     replies = np.stack([reply.logprobs for reply in await asyncio.gather(*scorings)]).astype(np.float64)
     worst = float(np.abs(replies - np.median(replies, 0)).mean(1).max())
@@ -138,7 +139,7 @@ async def _check_temperature(scorer: HttpScorer, tokens: np.ndarray, temperature
 
 
 def _endpoint(scorer: HttpScorer, url: str, path: str, method: Literal["POST", "GET"]) -> Endpoint:
-    """Return the client of a path, which fails after `START_SECONDS`."""
+    """Return a client of a path that gives up after `START_SECONDS`."""
     given = scorer.plan.retry_seconds
     return scorer.endpoint(url, path, method, START_SECONDS if given is None else min(START_SECONDS, given))
 

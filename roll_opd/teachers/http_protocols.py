@@ -1,7 +1,7 @@
-"""Protocols of servers that return log-probs of given tokens: the body of a request, and the values of an answer.
+"""Protocols of servers that return log-probs of given tokens: building a request's body, and reading an answer.
 
-An answer is checked against its request: the model, the number of tokens, the tokens themselves where the server
-returns them, and log-probs that are finite and at most 0.
+An answer is checked against its request: the model, the number of tokens, and the tokens themselves if the server
+returns them. All log-probs must be finite and at most 0.
 
 Legend: T tokens, P prompt tokens, K tokens of a top-k. Entry t of a [T-P] array belongs to token P+t.
 """
@@ -50,7 +50,7 @@ class Reply:
 
 
 class HttpProtocol(Protocol):
-    """A server's way to score tokens."""
+    """How a server scores tokens."""
 
     path: str  # below the server's address
     listing: str  # path that names the models
@@ -66,7 +66,7 @@ class HttpProtocol(Protocol):
 class VllmCompletions:
     """vLLM's /v1/completions with `prompt_logprobs`, at temperature 1.
 
-    Log-probs of given ids need the whole vocabulary in the answer, and a server with `--max-logprobs -1`.
+    For log-probs of given ids the answer must have the whole vocabulary, so the server needs `--max-logprobs -1`.
     """
 
     path, listing = "/v1/completions", "/v1/models"
@@ -84,7 +84,7 @@ class VllmCompletions:
 class VllmTokens:
     """vLLM's /inference/v1/generate with `prompt_logprob_token_ids`, at temperature 1.
 
-    Log-probs come as one array [T-P, 1+K]: of each token of the sequence, then of the given ids.
+    Log-probs arrive as one array [T-P, 1+K]: first the sequence's own token, then the given ids.
     """
 
     path, listing = "/inference/v1/generate", "/v1/models"
@@ -160,9 +160,9 @@ class Sglang:
 
 
 class OpenaiEcho:
-    """Completions with `echo` (Together, Fireworks), at temperature 1: log-probs of the sequence's own tokens.
+    """Completions with `echo` (Together, Fireworks), at temperature 1: log-probs of the sequence's tokens.
 
-    Top-k entries are texts, which several ids can share, so that there are no targets.
+    Top-k entries are texts, and several ids can have the same text, so targets are not supported.
     """
 
     path, listing = "/v1/completions", "/v1/models"
@@ -198,7 +198,7 @@ PROTOCOLS: Mapping[Literal["vllm", "vllm_tokens", "sglang", "openai"], HttpProto
 
 
 def _field(answer: Any, *path: str | int) -> Any:
-    """Return the value at a path of a JSON value. BadAnswer without it."""
+    """Return the value at a path inside a JSON value. BadAnswer if it is missing."""
     value = answer
     for step in path:
         try:
@@ -211,7 +211,7 @@ def _field(answer: Any, *path: str | int) -> Any:
 
 
 def _last_rows(rows: Any, question: Question) -> list[Any]:
-    """Return the rows of response tokens; rows end with the sequence and may begin inside its prompt."""
+    """Return the rows of the response tokens; `rows` end with the sequence and may start inside the prompt."""
     length, total = len(question.response), len(question.tokens)
     if not isinstance(rows, list) or not length <= len(rows) <= total:
         count = len(rows) if isinstance(rows, list) else "no"

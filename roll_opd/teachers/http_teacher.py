@@ -1,7 +1,8 @@
 """Teachers behind a server: `HttpScorer` requests log-probs of token ids, one request for each sequence.
 
-A request is repeated until the server answers: failures and timeouts stall a run, with a warning each minute. An answer
-that contradicts its request is requested again, then ends the run. Nothing is trained on a missing or wrong log-prob.
+A request is repeated until the server answers: on failures and timeouts the run waits, with a warning each minute. If
+an answer contradicts its request, the request is repeated; if that fails too, the run ends. No update uses a missing or
+wrong log-prob.
 
 Legend: T tokens, P prompt tokens, K tokens of a top-k.
 """
@@ -53,17 +54,17 @@ class Bill:
 
 
 class HttpScorer:
-    """A server, or several with the same model, as a `TeacherScorer`."""
+    """A `TeacherScorer` for one server, or for several servers of the same model."""
 
     is_exact = False  # servers batch requests by load, which changes the rounding
 
     def __init__(self, name: str, plan: HttpPlan, vocab_size: int, cache: AnswerCache | None = None) -> None:
-        """Read the API key from the environment. RunError without it.
+        """Read the API key from the environment. RunError if it is not set.
 
         Args:
             name: the teacher's name.
             vocab_size: number of token ids that the teacher has.
-            cache: of answers, over a resume.
+            cache: cache of answers, kept for a resume.
         """
         self.name, self.plan, self._cache = name, plan, cache
         self.protocol = PROTOCOLS[plan.server]
@@ -78,7 +79,7 @@ class HttpScorer:
     def endpoint(
         self, url: str, path: str, method: Literal["POST", "GET"] = "POST", retry_seconds: float | None = None
     ) -> Endpoint:
-        """Return the client of a path of a server; `retry_seconds` None: as of the plan."""
+        """Return the client of a path on a server; `retry_seconds` None: the plan's value."""
         plan, key = self.plan, self._api_key()
         given = [plan.retry_seconds, REPLICA_SECONDS if len(plan.url) > 1 else None]
         limit = min((one for one in given if one is not None), default=None) if retry_seconds is None else retry_seconds
@@ -107,7 +108,7 @@ class HttpScorer:
         return [_as_answer(*one, wanted) for one in zip(questions, replies, plain, strict=True)]
 
     async def ask(self, question: Question, replica: int | None = None) -> Reply:
-        """Return the answer of the server to one question; of address number `replica`, if given."""
+        """Return a server's answer to one question; `replica`, if given, is the number of the address to ask."""
         if not len(question.response):
             return _empty(question)
         body, bad = self.protocol.body(question, self.model), 0
@@ -200,7 +201,7 @@ class HttpScorer:
         return min(range(len(self._busy)), key=lambda n: (self._endpoints[n].is_failing, self._busy[n]))
 
     def _of_model(self, answer: Any) -> Any:
-        """Return `answer`. BadAnswer if it names another model than the requested one."""
+        """Return `answer`. BadAnswer if it names a different model than the request."""
         named = answer.get("model") if isinstance(answer, dict) else None
         if self.model and isinstance(named, str) and named != self.model:
             raise BadAnswer(f"the answer is from model {named!r}, not {self.model!r}")
@@ -230,13 +231,13 @@ class HttpScorer:
 
 
 def _joined(url: str, path: str) -> str:
-    """Return the URL of `path`; `url` may end with its first part, as in http://host/v1."""
+    """Return the URL of `path` at `url`; `url` may already end with the first part of `path`, as in http://host/v1."""
     first = "/" + path.split("/")[1]
     return url + path.removeprefix(first) if url.endswith(first) else url + path
 
 
 def _is_final(error: GaveUp) -> bool:
-    """Whether a repetition cannot help: the server refuses the request."""
+    """Whether the server refuses the request, so that repeating it cannot help."""
     return error.kind.startswith("http_4") and error.kind not in ("http_408", "http_425", "http_429")
 
 
@@ -249,7 +250,7 @@ def _given_ids(wanted: Wanted) -> list[np.ndarray]:
 
 
 def _as_answer(question: Question, reply: Reply, plain: Reply, wanted: Wanted) -> TeacherAnswer:
-    """Return log-probs with the targets in the form of `wanted`; `plain` has the top-k at temperature 1."""
+    """Return log-probs, and targets in the form that `wanted` asks for; `plain` has the top-k at temperature 1."""
     if reply.topk_ids is None or reply.topk_logprobs is None:
         return TeacherAnswer(reply.logprobs)
     if wanted.vocab_size and reply.topk_ids.size and int(reply.topk_ids.max()) >= wanted.vocab_size:
@@ -271,14 +272,14 @@ def _as_answer(question: Question, reply: Reply, plain: Reply, wanted: Wanted) -
 
 
 def rest_logprobs(topk_logprobs: np.ndarray) -> np.ndarray:
-    """Return f32 [N], the log-prob of all other tokens together, from the log-probs [N, K] of distinct tokens."""
+    """Return the log-prob of all other tokens together, f32 [N], from the log-probs [N, K] of K distinct tokens."""
     inside = np.exp(topk_logprobs.astype(np.float64)).sum(-1)
     smallest = np.finfo(np.float32).eps  # the rounding of the log-probs
     return np.log(np.maximum(1 - inside, smallest)).astype(np.float32)
 
 
 def _empty(question: Question) -> Reply:
-    """Return the answer for a sequence without response."""
+    """Return the answer for a sequence without response tokens."""
     width = question.topk if question.ids is None else question.ids.shape[1]
     none = np.zeros((0, width), np.float32)
     return Reply(none[:, 0] if width else np.zeros(0, np.float32), none.astype(np.int32), none)

@@ -45,11 +45,11 @@ class MegatronScorer:
         return [TeacherAnswer(*one) for one in kept]
 
     async def output_head(self) -> list[Reference]:
-        """Return a reference to the whole output embedding."""
+        """Return a reference to the output embedding of the whole vocabulary."""
         return next(head for head in await self.group.call("output_head") if head)
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return no metrics: the clock measures the ranks."""
+        """Return no metrics: the run's clock already measures the ranks."""
         return {}
 
     def end(self) -> None:
@@ -77,13 +77,13 @@ class Follower:
         return step % self.plan.update_interval == 0
 
     async def save(self, directory: Path) -> Writing:
-        """Write the weights into `directory`/NAME; a live follower has none, its weights are the student's."""
+        """Write the weights to `directory`/NAME; a live follower writes none, as it has the student's weights."""
         if self.plan.is_live:
             return Writing([])
         await self.group.call("save", directory / self.plan.name)
         return Writing([self.group])
 
     async def load(self, directory: Path) -> None:
-        """Restore the weights from `save`. A live follower gets the student's weights by weight sync."""
+        """Restore the weights that `save` wrote. A live follower gets the student's weights by weight sync."""
         if not self.plan.is_live:
             await self.group.call("load", directory / self.plan.name)

@@ -1,16 +1,16 @@
 """The view of a teacher with another tokenizer: the student's response in the teacher's tokens, aligned by bytes.
 
 The teacher reads its own prompt, rendered by its own template, and the bytes of the response in its own tokens. The
-student's tokens are never encoded again. Rules of the response:
+student's own tokens never change. Rules for the response:
 
 - Ordinary tokens, and added tokens that are not special (tags of thoughts and tool calls), are bytes. The teacher's
-  tokenizer cuts each stretch of them that the student wrote without interruption.
+  tokenizer encodes each uninterrupted stretch of them.
 - A token that ends a turn becomes the teacher's token that ends a turn. Any other special token becomes the teacher's
-  special token of the same text. Without one it has no credit.
-- Observed tokens have no credit. Where they are a turn of the student's template, the teacher reads the same content
-  in its own template; otherwise their bytes.
+  special token of the same text. If the teacher has none, the token has no credit.
+- Observed tokens have no credit. If they are a turn of the student's template, the teacher reads the same content in
+  the teacher's template; otherwise it reads their bytes.
 
-Legend: T-P student tokens of a response, U teacher tokens of it.
+Legend: T-P student tokens and U teacher tokens of a response.
 """
 
 from collections.abc import Mapping
@@ -47,9 +47,9 @@ class OtherTokenizer:
     )
 
     def reads(self, sample: Sample) -> TokenSequence:
-        """Return the teacher's prompt and its tokens of the response, and the length of that prompt.
+        """Return the teacher's prompt followed by the response in the teacher's tokens, and the length of that prompt.
 
-        RunError for a sample without a prompt for this teacher: the student's prompt is none in its tokens.
+        RunError for a sample without a prompt for this teacher: the student's prompt is not in the teacher's tokens.
         """
         prompt = sample.teacher_prompts.get(self.teacher)
         if prompt is None:
@@ -110,7 +110,7 @@ class OtherTokenizer:
 
     @cached_property
     def _special(self) -> dict[int, int]:
-        """Student special tokens -> the teacher's, by their text; ends of turns by their role."""
+        """Student special token -> teacher special token with the same text, or with the same role at turn ends."""
         texts = {number: text for text, number in self.student.added.items() if number in self.student.special}
         known, special = self.encoder.table.added, self.encoder.table.special
         found = {number: known[text] for number, text in texts.items() if known.get(text) in special}
@@ -145,7 +145,7 @@ class OtherTokenizer:
         return teacher[~missing], Alignment(student_ends, teacher_ends, missing, mask, data)
 
     def _observed(self, ids: np.ndarray, before: int | None) -> list[int]:
-        """Return the teacher's tokens of observed tokens; `before`: the student's token before them."""
+        """Return the teacher's tokens for observed tokens; `before`: the student's token before them."""
         data = self.student.bytes_of(ids.tolist())
         ended = before is not None and int(before) in self.ends
         if (found := self.student_turns.split(data, ended=ended)) and found.role in self.teacher_turns.around:
@@ -157,7 +157,7 @@ class OtherTokenizer:
         return [token for token in written if token != MISSING]
 
     def _as_bytes(self, ids: np.ndarray) -> list[int]:
-        """Return the teacher's tokens of observed tokens that are no turn of the student's template."""
+        """Return the teacher's tokens for observed tokens that are not a turn of the student's template."""
         single = self._is_single[ids]
         written: list[int] = []
         for start, end in _stretches(single, np.ones(len(ids), bool)):
@@ -169,7 +169,7 @@ class OtherTokenizer:
 
 
 def _stretches(single: np.ndarray, mask: np.ndarray) -> list[tuple[int, int]]:
-    """Return (start, end) of the unbroken stretches of action tokens, of observed ones, and of each `single` token."""
+    """Return (start, end) of each unbroken stretch of action tokens or observed tokens, and of each `single` token."""
     if not len(mask):
         return []
     breaks = (mask[1:] != mask[:-1]) | single[1:] | single[:-1]

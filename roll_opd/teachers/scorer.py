@@ -1,7 +1,7 @@
 """The interface of a teacher: log-probs of given tokens, and targets for distillation over several tokens.
 
-Everything above (routing by tag, the order of teachers, the preflight, metrics) is the same for every implementation:
-`megatron_teacher.MegatronScorer` is the first. docs/extending.md shows how to add one.
+The layers above (routing by tag, the order of teachers, the preflight, metrics) are the same for every implementation,
+such as `megatron_teacher.MegatronScorer`. docs/extending.md shows how to add one.
 
 Legend: T tokens of a sequence, P prompt tokens, K tokens of a top-k. Entry t of a [T-P] array belongs to token P+t.
 """
@@ -60,7 +60,7 @@ class TeacherScorer(Protocol):
 
     @property
     def name(self) -> str:
-        """Name in error messages."""
+        """The teacher's name for error messages."""
 
     @property
     def targets(self) -> frozenset[Target]:
@@ -68,16 +68,16 @@ class TeacherScorer(Protocol):
 
     @property
     def is_exact(self) -> bool:
-        """Whether it computes in f32, so that two computations of a log-prob differ by rounding errors only."""
+        """Whether the scorer computes in f32, so that two computations of a log-prob differ only by rounding errors."""
 
     async def score(
         self, sequences: Sequence[TokenSequence], temperature: float, wanted: Wanted = LOGPROBS
     ) -> list[TeacherAnswer]:
         """Return an answer for each sequence, in order. Calls may run concurrently.
 
-        Logits are divided by `temperature` before the softmax. A log-prob that is not finite is returned unchanged:
-        the update that reads it is skipped and counted. RunError, with the scorer's name and a remedy, for a token
-        outside the vocabulary, for targets that it cannot compute, and after a failure.
+        Logits are divided by `temperature` before the softmax. A log-prob that is not finite is returned unchanged: the
+        update that reads it is skipped and counted. RunError, with the scorer's name and a remedy, for a token outside
+        the vocabulary, for targets that the scorer cannot compute, and after a failure.
         """
 
     def drain_metrics(self) -> dict[str, float]:

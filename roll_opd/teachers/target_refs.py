@@ -18,7 +18,7 @@ BUNDLE_BYTES = 2**20  # targets of small samples share an object, since each obj
 
 
 def hold(targets: Mapping[int, dict[str, np.ndarray]]) -> dict[int, TargetRef]:
-    """Put arrays by sample number into the object store of this node."""
+    """Put arrays, keyed by sample number, into the object store of this node."""
     found = {}
     for numbers in _bundles(targets):
         bundle = ray.put(Compact([targets[number] for number in numbers]))
@@ -31,7 +31,7 @@ def hold(targets: Mapping[int, dict[str, np.ndarray]]) -> dict[int, TargetRef]:
 def opened(
     held: Sequence[Mapping[str, TargetRef]], needed: Sequence[Sequence[int]]
 ) -> list[dict[str, dict[str, np.ndarray]]]:
-    """Return the arrays of the samples in micro-batches of sample numbers, by name; empty arrays for other samples."""
+    """Return, by name, the arrays of the samples in these micro-batches; empty arrays for all other samples."""
     numbers = {number for part in needed for number in part}
     wanted = {id(one): one for number in numbers for one in held[number].values()}.values()
     references = list({one.bundle: None for one in wanted})

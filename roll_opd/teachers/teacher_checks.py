@@ -1,7 +1,7 @@
-"""Verdicts on a teacher from its log-probs of a few samples.
+"""Checks of a teacher by its log-probs on a few samples.
 
 A wrong teacher raises no error: it returns plausible log-probs, and the student trains on them. The checks compare the
-teacher's log-probs with each other and with those of the student, which sampled the texts.
+teacher's log-probs with each other, and with the log-probs of the student that sampled the texts.
 
 Legend: N scored tokens of all texts, K tokens of a top-k, S samples.
 """
@@ -42,9 +42,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Readings:
-    """Log-probs by student and teacher of the same N tokens, at the sampling temperature.
+    """Log-probs from student and teacher on the same N tokens, at the sampling temperature.
 
-    Observed tokens are not among the N.
+    The N tokens include no observed tokens.
     """
 
     student_logprobs: np.ndarray  # f32 [N]
@@ -78,12 +78,12 @@ class Settings:
 
     @property
     def tolerance(self) -> float:
-        """Nats that two computations of a log-prob may differ by, on average."""
+        """Largest allowed mean difference of two computations of a log-prob, in nats."""
         return EXACT if self.exact else ROUNDED
 
 
 def checks(readings: Readings, settings: Settings) -> list[Check]:
-    """Return the verdicts that depend on log-probs; those on a top-k only if the teacher gives one."""
+    """Return the verdicts that depend on log-probs; verdicts on the top-k only if the teacher returns one."""
     finite = _finite(readings)
     if finite.verdict != "ok":
         return [finite]
@@ -100,7 +100,7 @@ def checks(readings: Readings, settings: Settings) -> list[Check]:
 
 
 def standard_errors(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str]) -> float:
-    """Return the slope of `gaps` [S] over `rewards` [S] in its standard errors, which are robust to groups; 0: flat.
+    """Return the slope of `gaps` [S] over `rewards` [S] divided by its group-robust standard error; 0 if it is flat.
 
     Samples of one group are dependent, so their residuals are summed first (Liang and Zeger 1986).
     """
@@ -118,7 +118,7 @@ def standard_errors(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str]
 
 
 def preference_check(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str]) -> Check:
-    """Return the verdict on teacher minus student log-prob, mean a token of each sample, against its reward.
+    """Return the verdict on each sample's mean of teacher minus student log-prob per token against its reward.
 
     It is a warning if the teacher significantly prefers samples of lower reward.
     """
@@ -141,7 +141,7 @@ def preference_check(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str
 
 
 def table(name: str, rows: Sequence[Check]) -> str:
-    """Return the rows as text of `WIDTH` columns, and the meanings of warnings and failures."""
+    """Return the rows as text `WIDTH` characters wide, followed by the meanings of warnings and failures."""
     lines = [f"Teacher preflight: {name}", "-" * WIDTH]
     for row in rows:
         value = textwrap.wrap(row.value, WIDTH - 36) or [""]
@@ -180,7 +180,7 @@ def _twice(readings: Readings, settings: Settings) -> Check:
 
 
 def _temperature(readings: Readings, settings: Settings) -> Check:
-    """Differences of log-probs at temperature T are 1/T of those at 1; the update must use temperature T."""
+    """Check the update's temperature T: differences of log-probs at T are 1/T of the differences at 1."""
     wanted = settings.temperature
     plain = (readings.teacher_plain[:, :1] - readings.teacher_plain[:, 1:]).astype(np.float64)
     scored = (readings.teacher_topk[:, :1] - readings.teacher_topk[:, 1:]).astype(np.float64)
@@ -202,7 +202,7 @@ def _temperature(readings: Readings, settings: Settings) -> Check:
 
 
 def _reads_input(readings: Readings, settings: Settings) -> Check:
-    """Check for a lost embedding, norm or head: a uniform distribution, or the same one after every token."""
+    """Check for a lost embedding, norm or head: a uniform distribution, or the same distribution after every token."""
     above = readings.teacher_topk[:, 0].mean(dtype=np.float64) + math.log(settings.vocab_size)
     flat = above < FLAT
     same = len(readings.teacher_ids) > 1 and bool(
@@ -236,7 +236,7 @@ def _enough(readings: Readings) -> Iterator[Check]:
 
 
 def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarray) -> Check:
-    """Check the mean log-prob of a text against the student's and a uniform distribution's."""
+    """Check the teacher's mean log-prob of a text against the student's and that of a uniform distribution."""
     teacher = float(readings.teacher_logprobs[chosen].mean(dtype=np.float64))
     student = float(readings.student_logprobs[chosen].mean(dtype=np.float64))
     gaps = (readings.teacher_logprobs - readings.student_logprobs)[chosen].astype(np.float64)

@@ -50,7 +50,7 @@ class TeacherPreflight:
         demonstrations: Sequence[Sample] = (),
     ) -> None:
         """Args:
-        mode: `teacher_preflight` of the run.
+        mode: the run's `teacher_preflight` setting.
         student: the ranks of the student.
         report: prints and stores the checks of a teacher, by name.
         """
@@ -61,7 +61,7 @@ class TeacherPreflight:
     async def check(self, experiences: Sequence[Sample], temperature: float) -> None:
         """Check and report every teacher that has scored some of `experiences` and was not checked before.
 
-        RunError if one fails, unless the mode is `warn`.
+        RunError if a check fails, unless the mode is `warn`.
         """
         for teacher in list(self._left):
             taught = [e for e in experiences if teacher.plan.name in e.teacher_logprobs]
@@ -129,7 +129,7 @@ class TeacherPreflight:
 
 
 def _chosen(experiences: Sequence[Sample]) -> list[Sample]:
-    """Return some samples, spread over the step; more if their turns are short."""
+    """Return a few samples, spread over the step; more samples if their turns are short."""
     cut = [_cut(experience) for experience in experiences]
     written = [experience for experience in cut if experience.action_tokens]
     stride = max(1, -(-len(written) // PREFLIGHT_SAMPLES))
@@ -164,7 +164,7 @@ def _logprobs(answers: Sequence[TeacherAnswer]) -> np.ndarray:
 
 
 def _column(answers: Sequence[TeacherAnswer], name: str) -> np.ndarray:
-    """Return an array of all answers, [N, K]; K is 0 for a scorer without it."""
+    """Return one array of all answers, concatenated, [N, K]; K is 0 if the scorer does not return it."""
     return np.concatenate([a.arrays.get(name, np.zeros((len(a.logprobs), 0), np.float32)) for a in answers])
 
 
@@ -195,7 +195,7 @@ def _answers(chosen: Sequence[Sample], model: Path) -> list[Sample]:
 
 
 def _scored_from(first: int | None, text: Sample) -> Sample:
-    """Return `text` with its tokens scored from number `first` on; None: its response tokens."""
+    """Return `text` scored from token number `first` on; None: only its response tokens are scored."""
     return text if first is None else changed(text, prompt_length=first)
 
 
@@ -215,7 +215,7 @@ def _preference(samples: Sequence[Sample], teacher: str) -> list[Check]:
 
 
 def _size_of(student: ModelInfo, teacher: ModelInfo) -> Check:
-    """Return layers and parameters from the models' files, with hints at lost layers of the teacher."""
+    """Return numbers of layers and parameters from the models' files, with hints that the teacher may lack layers."""
     window_layers = read_json(teacher.path / "config.json").get(WINDOW_LAYERS)
     hints = list(lost_layer_hints(teacher.path, teacher.layers, teacher.parameters, window_layers))
     sizes = [f"{one.layers} layers {_counted(one.parameters)}" for one in (teacher, student)]
@@ -230,7 +230,7 @@ def _counted(parameters: int) -> str:
 
 
 def _in_run(text: Sample, teacher: str, first: int | None) -> np.ndarray:
-    """Return the log-probs that the update reads, for every scored token; NaN in prompts and in answers of rows."""
+    """Return for every scored token the log-prob that the update reads; NaN in prompts and in answers of rows."""
     start = _scored_from(first, text).prompt_length
     found = np.full(len(text.tokens) - start, np.nan, np.float32)
     if not text.demonstration:
@@ -239,7 +239,7 @@ def _in_run(text: Sample, teacher: str, first: int | None) -> np.ndarray:
 
 
 def _observed(texts: Sequence[Sample], first: int | None) -> np.ndarray:
-    """Return which scored tokens are observed: written by an environment, a tool or a user. bool [N]."""
+    """Return the mask of scored tokens that an environment, a tool or a user wrote, bool [N]."""
     places = [np.arange(_scored_from(first, e).prompt_length, len(e.tokens)) - e.prompt_length for e in texts]
     return np.concatenate(
         [(place >= 0) & ~e.action_mask[np.maximum(place, 0)] for e, place in zip(texts, places, strict=True)]
@@ -247,7 +247,7 @@ def _observed(texts: Sequence[Sample], first: int | None) -> np.ndarray:
 
 
 def _uncovered(texts: Sequence[Sample], answers: Sequence[TeacherAnswer], teacher: str) -> np.ndarray:
-    """Return which scored tokens have no log-prob of a teacher with another tokenizer, here or in the run. bool [N]."""
+    """Return the mask of scored tokens without a log-prob from a teacher with another tokenizer, bool [N]."""
     found = []
     for text, answer in zip(texts, answers, strict=True):
         none = np.zeros(len(answer.logprobs), bool)
@@ -258,7 +258,7 @@ def _uncovered(texts: Sequence[Sample], answers: Sequence[TeacherAnswer], teache
 
 
 def _kinds(texts: Sequence[Sample], special: frozenset[int], first: int | None) -> dict[str, np.ndarray]:
-    """Return for every scored token whether it was sampled, is of a prompt or of a row's answer, or ended a sample."""
+    """Return for every scored token whether it was sampled, is in a prompt or in a row's answer, or ended a sample."""
     places = [np.arange(_scored_from(first, e).prompt_length, len(e.tokens)) for e in texts]
     of_row = np.concatenate([np.full(len(place), e.demonstration) for e, place in zip(texts, places, strict=True)])
     behind = np.concatenate([place >= e.prompt_length for e, place in zip(texts, places, strict=True)])

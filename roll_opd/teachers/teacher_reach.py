@@ -1,10 +1,10 @@
 """The reach of a teacher's context: a change of early text must change the log-probs of all later tokens.
 
-A teacher whose context is truncated computes plausible log-probs. They do not change, to the last bit, if text beyond
-its context changes. Both texts have the same length, and so the same micro-batches and shapes: rounding causes no
-difference, and noise could only hide a fault.
+A teacher whose context is truncated computes plausible log-probs. These do not change by a single bit if text beyond
+the context changes. The original and the changed text have the same length and therefore the same micro-batches and
+shapes. So rounding causes no difference, and noise could only hide a fault.
 
-Legend: T tokens of a text, N scored tokens of it, K tokens of a top-k.
+Legend: T tokens of a text, N of them scored, K tokens of a top-k.
 """
 
 from collections.abc import Sequence
@@ -31,14 +31,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Reach:
-    """Distances after a changed part, in tokens: the last change of a log-prob, and the last token."""
+    """Distances from the end of a changed part, in tokens: to the last changed log-prob, and to the last token."""
 
     seen: int
     tested: int
 
     @property
     def falls_short(self) -> bool:
-        """Whether the change has no effect on the end of the text after it."""
+        """Whether the change has no effect on the end of the text."""
         return self.tested >= SHORT and self.seen < FAR * self.tested
 
 
@@ -58,19 +58,19 @@ def changes(texts: Sequence[np.ndarray]) -> list[Change]:
 
 
 def difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return f64 [N], the largest difference of two computations [N, 1 + K] of each token's log-prob and top-k."""
+    """Return for each token the largest difference of two computations [N, 1 + K] of log-prob and top-k, f64 [N]."""
     return np.abs(one.astype(np.float64) - other).max(1)
 
 
 def reach(differences: np.ndarray, first: int, end: int) -> Reach:
-    """Return the distance from `end` to the last change in `differences` [N] of the tokens from number `first` on."""
+    """Return distances from `end` to the last change and last token; `differences` [N] start at token `first`."""
     distances = first + np.arange(len(differences)) - end
     seen = distances[~(differences <= SMALLEST) & (distances >= 0)]
     return Reach(int(seen.max(initial=0)), int(distances.max(initial=0)))
 
 
 def reach_check(found: Sequence[Reach]) -> Check:
-    """Return the verdict on the changes of several texts: failed if two, or the farthest one, have no late effect."""
+    """Return the verdict on several changed texts: failed if two changes, or the farthest one, have no late effect."""
     farthest = max(found, key=lambda one: one.tested)
     short = [one for one in found if one.falls_short]
     verdict: Verdict = "warning" if short else "ok"

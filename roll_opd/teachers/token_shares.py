@@ -1,4 +1,4 @@
-"""The share of a step's tokens that each teacher scored, with an alarm for a teacher without tokens."""
+"""The fraction of a step's tokens that each teacher scored, with a warning for a teacher without tokens."""
 
 import logging
 from collections import Counter
@@ -12,13 +12,13 @@ _log = logging.getLogger(__name__)
 
 
 class TokenShares:
-    """Shares of tokens by teacher, over the steps of a run."""
+    """Fraction of tokens scored by each teacher, over the steps of a run."""
 
     def __init__(self) -> None:
         self._without: Counter[str] = Counter()  # teacher -> steps in a row without a token
 
     def metrics(self, samples: Sequence[Sample], teachers: Sequence[str]) -> dict[str, float]:
-        """Return `opd/teacher/NAME/token_share` of the samples of a step: of their action tokens."""
+        """Return `opd/teacher/NAME/token_share`: the fraction of a step's action tokens that each teacher scored."""
         total = sum(sample.action_tokens for sample in samples)
         found = {}
         for name in teachers:

@@ -28,12 +28,12 @@ class TurnMarkup:
     end: str = ""  # text of the token that ends an answer, at the start of the text before
 
     def parts(self, role: str, *, ended: bool) -> tuple[str, str]:
-        """Return the text before and after the content; `ended`: the token that ends the answer stands before it."""
+        """Return the text before and after the content; `ended`: the answer already ends with its end token."""
         before, after = self.around[role]
         return before.removeprefix(self.end) if ended else before, after
 
     def split(self, data: bytes, *, ended: bool) -> ObservedTurn | None:
-        """Return the turn that `data` between two answers is in this template; None if it is none, or several."""
+        """Return the turn that `data` between two answers encodes in this template; None if not exactly one turn."""
         for role in self.around:
             before, after = (part.encode() for part in self.parts(role, ended=ended))
             if len(data) >= len(before) + len(after) and data.startswith(before) and data.endswith(after):
@@ -47,7 +47,7 @@ NO_MARKUP = TurnMarkup()
 
 
 def turn_markup(render: Render, end: str) -> TurnMarkup:
-    """Return the markup of a template; `end`: text of its token after an answer. Roles that it refuses are left out."""
+    """Return a template's markup, without roles that it refuses; `end`: text of the token that ends an answer."""
     around = {}
     for role in ROLES:
         turns = [

@@ -1,4 +1,4 @@
-"""Views of teachers: the tokens that a teacher scores for a sample, and its answer over the student's tokens.
+"""Views of teachers: the tokens that a teacher scores for a sample, and the answer mapped to the student's tokens.
 
 Legend: T tokens of the student's sequence, P prompt tokens.
 """
@@ -28,7 +28,7 @@ class TeacherView(Protocol):
 
 @dataclass(frozen=True)
 class SameTokens:
-    """The view of a teacher with the student's token ids: the student's response after the teacher's own prompt.
+    """The view for a teacher with the student's token ids: the student's response after the teacher's prompt.
 
     The prompt is the student's if the sample has none for this teacher.
     """
@@ -36,7 +36,7 @@ class SameTokens:
     teacher: str
 
     def reads(self, sample: Sample) -> TokenSequence:
-        """Return prompt and response tokens, and the length of that prompt."""
+        """Return prompt and response tokens, and the length of the prompt."""
         prompt = sample.teacher_prompts.get(self.teacher)
         if prompt is None:
             return sample.tokens, sample.prompt_length
@@ -47,7 +47,7 @@ class SameTokens:
         return wanted
 
     def back(self, sample: Sample, answer: TeacherAnswer) -> TeacherAnswer:
-        """Return `answer`. RunError without exactly one log-prob for each response token."""
+        """Return `answer`. RunError unless it has exactly one log-prob for each response token."""
         if answer.logprobs.shape != (sample.response_length,):
             raise RunError(
                 f"teacher {self.teacher} returned log-probs of shape {answer.logprobs.shape} for sample {sample.id},"

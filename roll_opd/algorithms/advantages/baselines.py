@@ -12,7 +12,7 @@ from roll_opd.algorithms.registry import register_advantage
 
 @register_advantage("rloo", baseline=True)
 def rloo(batch: RewardBatch) -> Normalised:
-    """Return R minus the mean of the rest of its group: (R - mean) · G/(G-1). arXiv 2402.14740."""
+    """Return R minus the mean of the other rewards in its group: (R - mean) · G/(G-1). arXiv 2402.14740."""
     rewards_B = batch.rewards_B.double()
     others_B = torch.zeros_like(rewards_B)
     for members in group_members(batch.groups):
@@ -23,7 +23,7 @@ def rloo(batch: RewardBatch) -> Normalised:
 
 @register_advantage("opmd", baseline=True)
 def opmd(batch: RewardBatch, *, opmd_baseline: Literal["mean", "logavgexp"] = "mean", tau: float = 1.0) -> Normalised:
-    """Return R - baseline, with the group's mean or τ · (logsumexp(R/τ) - log G). Trinity-RFT, arXiv 2505.17826."""
+    """Return R minus the group's mean or τ · (logsumexp(R/τ) - log G). Trinity-RFT, arXiv 2505.17826."""
     if opmd_baseline not in ("mean", "logavgexp"):
         raise ValueError(f"opmd_baseline {opmd_baseline!r} is unknown; use mean or logavgexp")
 
@@ -43,10 +43,10 @@ def asymre(batch: RewardBatch, *, baseline_shift: float = -0.1) -> Normalised:
 
 @register_advantage("rec", baseline=True)
 def rec(batch: RewardBatch, *, std_normalize: bool = False, drop: Literal["balance"] | None = None) -> Normalised:
-    """Return R - mean, with `std_normalize` divided by (biased std + 1e-6). arXiv 2509.24203.
+    """Return R - mean; `std_normalize` divides it by (biased std + 1e-6). arXiv 2509.24203.
 
-    With `drop` balance, if more than half of a group is below its mean, the surplus is dropped from the end: dropped
-    samples get 0 and do not count in mean and std.
+    With `drop` balance, if more than half of a group is below its mean, the surplus is dropped from the end. Dropped
+    samples get 0 and do not count in the mean and std.
     """
     if drop not in (None, "balance"):
         raise ValueError(f"drop {drop!r} of advantage rec is unknown; use balance or nothing")

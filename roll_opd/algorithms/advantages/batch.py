@@ -4,7 +4,7 @@ An advantage function is `f(batch, *, arguments) -> Normalised`: the reward of e
 batch, (R - mean) / scale; `token_advantages` computes the tokens' advantages from it. The standard deviation is
 unbiased unless stated otherwise. The reward of a group or batch of one is unchanged.
 
-Legend: B samples. Everything is float64: arrays are small, and tests compare six digits.
+Legend: B samples. All arrays are float64: they are small, and tests compare six digits.
 """
 
 from collections.abc import Sequence
@@ -57,8 +57,8 @@ class Normalised:
 def normalised_rewards(rewards_B: Tensor, groups: Sequence[str], mean_over: Level, std_over: Level) -> Normalised:
     """Normalise rewards over their `group`, the whole `batch`, or nothing (None).
 
-    With std normalisation, equal rewards become 0 for every mean; dividing by the floor would make them
-    the largest.
+    With std normalisation, equal rewards become 0 for every kind of mean; division by the floor would make them the
+    largest advantages.
     """
     rewards_B = rewards_B.double()
     mean_B, scale_B = torch.zeros_like(rewards_B), torch.ones_like(rewards_B)
@@ -92,7 +92,7 @@ def step_returns(batch: RewardBatch, discount: float) -> Tensor:
 
 
 def group_members(groups: Sequence[str], level: Level = "group") -> list[list[int]]:
-    """Return the sample numbers of each group, or of the batch, that are compared with each other."""
+    """Return the sample numbers of each group of samples that are compared with each other, or of the whole batch."""
     if level is None:
         return []
     members: dict[str, list[int]] = {}

@@ -31,12 +31,12 @@ def gigpo(
     """Return episode_reward_weight · A_E + step_reward_weight · A_S per step. arXiv 2505.10978; ROLL's defaults.
 
     A_E is the sum of a trajectory's rewards, normalised over trajectories. A_S is the step's return, discounted with
-    step_reward_gamma and normalised over the steps from the same state in all trajectories of the prompt; a step with a
-    unique state gets 0, as do steps of equal returns with std normalisation.
+    step_reward_gamma and normalised over the steps from the same state in all trajectories of the prompt. A step with a
+    unique state gets 0. With std normalisation, steps with equal returns also get 0.
 
     Args:
-        mean_cal_level, std_cal_level: level of A_E's normalisation; None: none. A_S uses the mean or std of its
-            state if A_E uses that of the group or batch.
+        mean_cal_level, std_cal_level: level of A_E's normalisation; None: no normalisation. A_S uses the mean (or std)
+        of its state if A_E uses the mean (or std) of the group or batch.
         step_reward_gamma: discount of a later step's reward.
         episode_reward_weight, step_reward_weight: weights of the two parts.
 

@@ -55,9 +55,9 @@ def step_wise_grpo(
     std_threshold: float | None = None,
     enable_step_norm: bool = False,
 ) -> Normalised:
-    """Return `grpo` of the reward of each run's last step for all its steps, as in Trinity-RFT.
+    """Return for all steps of a run the `grpo` advantage of its last step's reward, as in Trinity-RFT.
 
-    Every run of a prompt counts once. With `enable_step_norm` it is divided by the number of steps.
+    Every run of a prompt counts once. `enable_step_norm` divides the advantage by the run's number of steps.
     """
     steps = run_members(batch)
     rewards_B = batch.rewards_B.double()

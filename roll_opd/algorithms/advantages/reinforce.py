@@ -12,7 +12,7 @@ from roll_opd.algorithms.registry import register_advantage
 @register_advantage("agentic_reinforce", discounts_turns=True)
 @register_advantage("reinforce")
 def reinforce(batch: RewardBatch, *, mean_cal_level: Level = None, std_cal_level: Level = None) -> Normalised:
-    """Return R, normalised as ROLL's norm_mean_type and norm_std_type."""
+    """Return R, normalised as by ROLL's norm_mean_type and norm_std_type."""
     return normalised_rewards(batch.rewards_B, batch.groups, mean_cal_level, std_cal_level)
 
 

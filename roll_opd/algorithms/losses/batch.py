@@ -1,8 +1,8 @@
 """`LossBatch`: input of policy losses.
 
 A policy loss is a function `loss(batch, *, arguments) -> [M]`, one number per token: 0 off the mask, finite if the
-log-probs on the mask are. It is independent of weights, ranks and packs: the sum over tokens, weighted by
-`aggregation.token_weights`, is minimised.
+log-probs on the mask are. It does not depend on weights, ranks or packs; training minimises its sum over tokens,
+weighted by `aggregation.token_weights`.
 
 Legend: M scored tokens of a pack, B sequences.
 """
@@ -71,12 +71,12 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 
 
 def sequence_sums(values_M: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the sum over each sequence, [B]; 0 for an empty one."""
+    """Return the sum over each sequence, [B]; 0 for an empty sequence."""
     return values_M.new_zeros(len(lengths)).index_add(0, sequence_numbers(lengths, values_M.device), values_M)
 
 
 def sequence_means(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the mean over the masked tokens of each sequence, [B]; 0 without any."""
+    """Return the mean over the tokens on each sequence's mask, [B]; 0 for an empty mask."""
     sums_B = sequence_sums(torch.where(mask_M, values_M, 0), lengths)
     return sums_B / sequence_sums(mask_M.to(values_M.dtype), lengths).clamp(min=1)
 

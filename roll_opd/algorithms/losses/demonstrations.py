@@ -1,6 +1,6 @@
 """Losses of mixed batches: (1-μ) · PPO on the student's samples, μ · SFT on demonstrations.
 
-Both parts are normalised separately through `parts` of `aggregation.token_weights`. Legend: see `batch`.
+The two parts are normalised separately by the argument `parts` of `aggregation.token_weights`. Legend: see `batch`.
 """
 
 import math
@@ -38,7 +38,7 @@ def mix_chord(
 ) -> Tensor:
     """Return `mix` with a schedule of μ (`chord_mu`) and -sg(p(1-p)) · logprobs on demonstrations. arXiv 2508.11408.
 
-    CHORD. The factor p(1-p) is small for probabilities near 0 or 1; `enable_phi_function` false omits it.
+    CHORD. The factor p(1-p) is small for probabilities near 0 or 1; `enable_phi_function: false` omits it.
     """
     mu = chord_mu(batch.step, mu_warmup_steps, mu_decay_steps, mu_peak, mu_valley)
     demonstration_M = sft(batch)
@@ -52,7 +52,7 @@ def mix_chord(
 def chord_mu(step: int, warmup_steps: int, decay_steps: int, peak: float, valley: float) -> float:
     """Return μ at `step`, from 1: linear warm-up to `peak`, cosine decay to `valley`, then constant.
 
-    The first of W warm-up steps has peak/W, as in Trinity-RFT; the decay starts at step W.
+    At the first of W warm-up steps μ is peak/W, as in Trinity-RFT; the decay starts at step W.
     """
     if step < warmup_steps:
         return peak * step / warmup_steps

@@ -31,8 +31,8 @@ def rec(
 
     Args:
         clip_mode: two-side keeps 1-low <= r <= 1+high; one-side applies the upper bound where A >= 0 and the lower
-            one where A <= 0; gspo-one-side does this with the geometric mean s of the sequence; ring is two-side
-            plus r <= 1-low' where A >= 0 and r >= 1+high' where A <= 0.
+        bound where A <= 0; gspo-one-side is one-side with the sequence's geometric mean s instead of r; ring also keeps
+        r <= 1-low' where A >= 0 and r >= 1+high' where A <= 0, in addition to two-side.
         weight: w = 1, r, s or exp(A/temp); none has a gradient.
         regularizer: forward-kl adds -coef · logprobs, k2 adds coef · (logprobs - old_logprobs)².
     """
@@ -70,7 +70,7 @@ def in_range(
     epsilon_high_prime: float,
     **_: object,
 ) -> Tensor:
-    """Return the mask of tokens in range, bool [M]; arguments as in `rec`, others are ignored."""
+    """Return the mask of tokens in range, bool [M]; the arguments are those of `rec`, all others are ignored."""
     ratio_M, sequence_ratio_M = batch.ratio_M.detach(), batch.sequence_ratio_M.detach()
     good_M, bad_M = batch.advantages_M >= 0, batch.advantages_M <= 0
     low, high = 1 - epsilon_low, 1 + epsilon_high

@@ -28,8 +28,8 @@ class AgentWorkflow(Workflow):
     - `agent`: the dotted path of a function or coroutine function (row, base_url, api_key) that returns the reward
       or None;
     - `command`: the argument list of a process, in which {base_url} and {api_key} are replaced. The process gets the
-    row as JSON on stdin, and address and key in OPENAI_BASE_URL and OPENAI_API_KEY. Its last line of output may be the
-    reward: a number, or JSON with `reward` and `metrics`.
+      row as JSON on stdin, and address and key in OPENAI_BASE_URL and OPENAI_API_KEY. Its last line of output may be
+      the reward: a number, or JSON with `reward` and `metrics`.
 
     and optionally `experiences`: `branch` (default) makes one per conversation, `call` one per request. The agent may
     also post its reward (`POST {base_url}/reward`); if it gives no reward, the configuration's rewards score it.
