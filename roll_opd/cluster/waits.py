@@ -24,7 +24,7 @@ class _Wait:
 
 
 class Waits:
-    """The open waits of a process; for any thread."""
+    """The waits in progress of a process. Thread-safe."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._lock = now, threading.Lock()

@@ -51,7 +51,7 @@ class BoundedFiles(FileConfigSource):
 
 
 class HydrasOwnFiles(ImportlibResourcesConfigSource):
-    """Hydra's source of the files in its package, cached."""
+    """A Hydra `ConfigSource` of the files in Hydra's package, which parses each file once."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return a file's configuration."""

@@ -282,7 +282,8 @@ def _parse_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def parse_shared_gpt(value: dict[str, Any]) -> tuple[FrozenDict, ...]:
-    """Return ShareGPT's `conversations`. If they lack a system message, column `system` is it; raises `BadRow`."""
+    """Return ShareGPT's `conversations`. If they lack a system message, it is read from column `system`. Raises
+    `BadRow`."""
     messages, system = parse_messages(value["conversations"]), value.get("system")
     if not isinstance(system, str) or not system.strip() or messages[0]["role"] == "system":
         return messages

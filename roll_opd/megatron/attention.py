@@ -164,7 +164,7 @@ def with_expanded_packs(attention: type[torch.nn.Module]) -> type[torch.nn.Modul
 class _Block:
     """Rows of similar length: places of keys in the pack [B, L], and indices of queries among the n tokens [B, Q].
 
-    A of the queries are real; the others are padding or belong to a shared prefix.
+    Of the queries, A are real; the others are padding or belong to a shared prefix.
     """
 
     key_BL: Tensor

@@ -162,7 +162,7 @@ class PhaseMachine:
         return moves, state
 
     def act(self, state: State, name: str, call: str) -> tuple[list[Move], State]:
-        """Return (moves in order, state) before `call` of a member.
+        """Return the moves to make before a member's method `call`, in order, and the state after them.
 
         Raises PhaseError if the phase does not allow the call.
         """

@@ -101,8 +101,8 @@ class ResilientPool(Generic[Item, Result]):
             Its exception becomes the future's exception.
         capacity: maximum concurrent jobs of a worker.
         assign: selects the worker of each job.
-        independent: jobs sent together do not depend on each other. A worker gets a new job for each finished one
-            (otherwise only after the last), and cancelled futures cancel their jobs.
+        independent: jobs sent together do not depend on each other. Then a worker gets a new job when one finishes,
+            instead of when all have finished, and cancelling a future cancels its job.
         """
         self.name, self._spawn, self._settle_job = name, spawn, settle
         self._size, self._capacity, self._assign, self._independent = size, capacity, assign, independent

@@ -74,8 +74,8 @@ class OtherTokenizer:
         """Return the answer's log-probs on the student's tokens, with the alignment.
 
         They are those of `PrefixLogprobs`, or of chunks as in `Alignment.on_student_tokens`; of chunks also with a
-        log-prob that is not finite. RunError without exactly one log-prob for each teacher token, and for targets
-        that `wants` does not request.
+        log-prob that is not finite. RunError if a teacher token has not exactly one log-prob, and for targets that
+        `wants` does not request.
         """
         tokens, alignment = self.aligned(sample)
         if answer.logprobs.shape != tokens.shape:

@@ -1,8 +1,9 @@
 """A teacher's log-probs of the student's tokens, from one pass over its own tokens of the same text.
 
-A teacher cuts text with the next bytes in view: if it expects the token `\\n1`, its log-prob of the token `\\n` is low,
-though it finds the byte `\\n` certain. The exact quantity is a probability of text. With P(n) the probability that the
-teacher's text begins with the first n bytes of the response, a student token of the bytes m to n has the log-prob
+How a tokenizer splits text depends on the bytes that follow. If a teacher expects the token `\\n1`, its log-prob of the
+token `\\n` is low, although the byte `\\n` has a probability near 1. The exact quantity is a probability of text. With
+P(n) the probability that the teacher's text begins with the first n bytes of the response, a student token of the bytes
+m to n has the log-prob
 
     q = log P(n) - log P(m)
 

@@ -133,7 +133,8 @@ def _lengths(shares: tuple[float, ...], shortest: int, steps: int) -> np.ndarray
 
 
 def _later_variance(values: np.ndarray, starts_ML: np.ndarray) -> np.ndarray:
-    """Return [R, M, L] the variance of the steps after each start, which changes: rewards near 0 or 1 vary less."""
+    """Return [R, M, L] the variance of the steps after each start. It is not constant: rewards near 0 or 1 vary
+    less."""
     squares = _sums(np.diff(values, axis=1) ** 2 / 2)
     return (squares[:, -1:, None] - squares[:, starts_ML]) / (values.shape[1] - 1 - starts_ML)
 

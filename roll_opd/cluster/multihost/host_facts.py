@@ -75,7 +75,7 @@ def wait_for_file(path: Path) -> bool:
 
 
 def differences(own: Mapping[str, Any], other: Mapping[str, Any], devices: int) -> list[str]:
-    """Return a host's differences from host 0, as predicates for its name. `devices`: GPUs that each host needs."""
+    """Return a host's differences from host 0, as phrases that follow its name. `devices`: GPUs that each needs."""
     found = [
         f"has {name} {theirs} and host 0 has {ours}; install the same"
         for name, ours in own["versions"].items()

@@ -1,6 +1,6 @@
 """Slicing of the tensors of Gated DeltaNet and of gated attention over tensor ranks; see `tensor_slices`.
 
-Ranks have equal shares of key heads, with the value heads of these.
+Each rank has an equal part of the key heads, and the value heads that belong to them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -32,7 +32,7 @@ def as_stored(tensors: Iterable[tuple[str, Tensor]], model: ModelInfo) -> Iterab
 
 
 def expert_source(directory: Path) -> FileSource:
-    """Return the weights of a model directory, with a tensor of each expert in place of joined ones."""
+    """Return the weights of a model directory, with fused tensors of experts split into one tensor per expert."""
     stacks = FAMILIES[read_model(directory).model_type].stacks_experts
     return StackSource(directory) if stacks else UnfusedSource(directory)
 

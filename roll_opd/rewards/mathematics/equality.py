@@ -178,7 +178,8 @@ def _same_value(gold: str, answer: str, algebra: Algebra) -> bool:
 
 
 def _same_ratio(golds: Sequence[str], answers: Sequence[str], algebra: Algebra) -> bool:
-    """Return whether two ratios are equal: 3:4 equals 6:8; it equals 3/4 if only one of both is written as a ratio."""
+    """Return whether two ratios are equal: 3:4 equals 6:8. If only one of the two is written as a ratio, 3:4 equals
+    3/4."""
     if len(golds) != len(answers):
         quotients = [f"\\frac{{{side[0]}}}{{{side[1]}}}" if len(side) == 2 else side[0] for side in (golds, answers)]
         return max(len(golds), len(answers)) == 2 and _same_value(exact(quotients[0]), exact(quotients[1]), algebra)
