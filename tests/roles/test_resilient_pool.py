@@ -343,10 +343,11 @@ class Doubler:
     """A real process that doubles numbers; negative ones take for ever."""
 
     async def setup(self, factor: int) -> None:
-        self._factor, self.cancelled = factor, 0
+        self._factor, self.begun, self.cancelled = factor, 0, 0
 
     async def run(self, numbers: Sequence[int]) -> AsyncGenerator[Answers, None]:
         for place, number in enumerate(numbers):
+            self.begun += 1
             try:
                 await (asyncio.sleep(0) if number >= 0 else asyncio.Event().wait())
             except asyncio.CancelledError:
@@ -357,8 +358,8 @@ class Doubler:
     async def alive(self) -> None:
         pass
 
-    async def state(self) -> tuple[int, int]:
-        return os.getpid(), self.cancelled
+    async def state(self) -> tuple[int, int, int]:
+        return os.getpid(), self.begun, self.cancelled
 
 
 def real_pool(options: dict[str, Any], **settings: Any) -> ResilientPool[int, int]:
@@ -368,7 +369,7 @@ def real_pool(options: dict[str, Any], **settings: Any) -> ResilientPool[int, in
     return ResilientPool("the pool", spawn, lambda item, answer, seconds: answer, 1, 8, independent=True)
 
 
-async def state_of(pool: ResilientPool[int, int]) -> tuple[int, int]:
+async def state_of(pool: ResilientPool[int, int]) -> tuple[int, int, int]:
     return await pool.members[0].worker.actor.state.remote()
 
 
@@ -383,7 +384,7 @@ def test_the_jobs_of_a_real_process_that_is_lost_run_again(
     async def main() -> None:
         pool = real_pool(warm_options, **settings)
         await pool.start()
-        process, _ = await state_of(pool)
+        process = (await state_of(pool))[0]
         os.kill(process, signal_number)
         async with asyncio.timeout(30):
             assert await asyncio.gather(*[pool.submit(number) for number in range(3)]) == [0, 2, 4]
@@ -401,9 +402,11 @@ def test_a_cancelled_job_is_cancelled_in_its_real_process(
         await pool.start()
         quick, endless = pool.submit(1), pool.submit(-1)
         assert await quick == 2
-        endless.cancel()
         async with asyncio.timeout(30):
-            while (await state_of(pool))[1] == 0:
+            while (await state_of(pool))[1] < 2:  # a job cancelled earlier never begins
+                await asyncio.sleep(0.02)
+            endless.cancel()
+            while (await state_of(pool))[2] == 0:
                 await asyncio.sleep(0.02)
         assert await pool.submit(3) == 6 and pool.drain_counts()[1] == 0
         await pool.end()

@@ -279,7 +279,7 @@ def test_a_worker_that_says_nothing_is_stuck(start, loop, tmp_path: Path, monkey
 
     async def both() -> RewardResult:
         asked = pool.submit(sample(1, trouble="nap", log=str(log)))
-        while not log.exists():
+        while not (log.exists() and log.read_text().split()):
             await asyncio.sleep(0.01)
         os.kill(int(log.read_text().split()[0]), signal.SIGSTOP)
         return await asyncio.wait_for(asked, 60)
