@@ -1,6 +1,6 @@
 """Causal attention over packs with shared prefixes: `PackedAttention`, and an adapter for Transformer Engine.
 
-On GPUs `PackedAttention` calls flash attention (`flash_kernels`) where that supports the tensors.
+On GPUs `PackedAttention` calls flash attention if the kernel supports the tensors (see `flash_kernels`).
 
 Legend: N packed tokens, n of them on this context rank, X tokens of the expanded sequences (see `PackedSequences`), H
 local query heads, G local key/value heads, D head width; in a block: B sequences, L keys and Q queries per sequence.
@@ -30,12 +30,12 @@ from roll_opd.models.families.family import Pieces
 
 
 class PackedAttention(torch.nn.Module):
-    """Attention with `scaled_dot_product_attention` on every device, or flash attention where it is available.
+    """Attention with flash attention if it is available, else with `scaled_dot_product_attention` (on every device).
 
-    Sequences are rows of right-padded blocks. Under a causal mask a query never sees the padding behind it, so a mask
-    tensor is needed only for rows without queries for all their tokens: rows with a shared prefix, and rows split over
-    context ranks, from which keys and values are gathered. Rows are sorted by length and grouped into blocks of bounded
-    padding, so that one long sequence does not inflate the others.
+    Sequences are rows of right-padded blocks. Under a causal mask a query never sees the padding to its right, so most
+    rows need no mask tensor. A mask tensor is needed for rows in which some tokens have a key but no query: rows with a
+    shared prefix, and rows split over context ranks (their keys and values are gathered). Rows are sorted by length and
+    grouped into blocks of bounded padding, so that one long sequence does not add padding to all others.
     """
 
     MAX_PADDING = 2.0  # largest ratio of padded to real tokens in a block
@@ -55,11 +55,11 @@ class PackedAttention(torch.nn.Module):
         assert config.kv_channels is not None  # Megatron fills it in
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         pieces = getattr(config, "pieces", Pieces())
-        self.window = pieces.windows[layer_number - 1] if pieces.windows else 0  # keys that a query sees; 0: all before
+        self.window = pieces.windows[layer_number - 1] if pieces.windows else 0  # keys that a query sees; 0: all
         self.sinks = self._make_sinks(config) if pieces.sinks else None
 
     def _make_sinks(self, config: TransformerConfig) -> torch.nn.Parameter:
-        """Return the score of the sink of each local head."""
+        """Return a parameter with one sink score per local head."""
         heads, device = config.num_attention_heads // config.tensor_model_parallel_size, torch.cuda.current_device()
         sinks_H = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
         set_tensor_model_parallel_attributes(sinks_H, is_parallel=True, dim=0, stride=1)
@@ -68,7 +68,7 @@ class PackedAttention(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return Megatron's description of the sinks for checkpoints: tensor ranks have those of their heads."""
+        """Return Megatron's checkpoint description of the sinks: each tensor rank has the sinks of its heads."""
         own = dict(self.named_parameters())
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets)
         return found
@@ -92,13 +92,13 @@ class PackedAttention(torch.nn.Module):
             return flash_attention(*qkv, packed_seq_params, self.scale, self.window).flatten(1)
         key_NGD, value_NGD = (_gather_context(tensor, packed_seq_params) for tensor in (key_nGD, value_nGD))
         pieces, places = [], []
-        if packed_seq_params.blocks is None:  # shared by all layers: creating them synchronises with the GPU
+        if packed_seq_params.blocks is None:  # all layers share the blocks: creating them synchronises with the GPU
             packed_seq_params.blocks = tuple(_blocks(packed_seq_params, self.MAX_PADDING, query_nHD.device))
         for block in packed_seq_params.blocks:
             attend: Any = self._attend
             if self.sinks is not None:
                 attend = self._attend_with_sinks
-            elif block.is_masked(self.window):  # otherwise every layer would keep masks and rows for the backward pass
+            elif block.is_masked(self.window):  # recompute in backward: no layer keeps its masks and rows
                 attend = partial(checkpoint, self._attend, use_reentrant=False, preserve_rng_state=False)
             pieces.append(attend(query_nHD, key_NGD, value_NGD, block))
             places.append(block.places_A)
@@ -110,13 +110,13 @@ class PackedAttention(torch.nn.Module):
         """Return the outputs of the A real queries of a block, [A, H, D]."""
         q = _rows(query_nHD, block.query_BQ)
         k, v = _rows(key_NGD, block.key_BL), _rows(value_NGD, block.key_BL)
-        if q.device.type == "cpu":  # its backward pass takes eight times longer in bf16 than in f32
+        if q.device.type == "cpu":  # on CPUs the backward pass takes eight times longer in bf16 than in f32
             q, k, v = q.float(), k.float(), v.float()
         mask, width = block.mask(self.window), v.size(-1)
-        if width != q.size(-1):  # kernels without materialised scores need equal widths; zeros change nothing
+        if width != q.size(-1):  # kernels without materialised scores need equal widths; padding with zeros is exact
             q, k, v = (F.pad(x, (0, max(width, q.size(-1)) - x.size(-1))) for x in (q, k, v))
         if q.is_cuda and (mask is not None or q.dtype is torch.float32):
-            # among kernels without materialised scores, only flash attention supports groups, and it supports neither
+            # of the kernels without materialised scores only flash attention supports groups, but no masks and no f32
             k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
         grouped = q.size(1) != k.size(1)
         out = F.scaled_dot_product_attention(
@@ -125,7 +125,7 @@ class PackedAttention(torch.nn.Module):
         return out[..., :width].transpose(1, 2)[block.real_A].to(query_nHD.dtype)
 
     def _attend_with_sinks(self, query_nHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, block: "_Block") -> Tensor:
-        """Return the same with sinks."""
+        """Return the same outputs as `_attend`, with sinks in the softmax."""
         assert self.sinks is not None
         q, k, v = _rows(query_nHD, block.query_BQ), _rows(key_NGD, block.key_BL), _rows(value_NGD, block.key_BL)
         if q.device.type == "cpu":
@@ -162,27 +162,27 @@ def with_expanded_packs(attention: type[torch.nn.Module]) -> type[torch.nn.Modul
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows of similar length: places of keys in the pack [B, L], and indices of queries among the n tokens [B, Q].
+    """Rows of similar length: indices of keys among the pack's N tokens [B, L], of queries among the n tokens [B, Q].
 
-    Of the queries, A are real; the others are padding or belong to a shared prefix.
+    A of the B · Q queries are real; the others are padding or belong to a shared prefix.
     """
 
     key_BL: Tensor
     query_BQ: Tensor
     real_A: tuple[Tensor, Tensor]  # int64, rows and columns of the real queries
     places_A: Tensor  # int64, their indices among the n tokens
-    position_BQ: Tensor | None = None  # of the queries in their sequence; None: every key has a query, in order
+    position_BQ: Tensor | None = None  # of each query in its sequence; None: Q = L and query i is token i
 
     def is_masked(self, window: int) -> bool:
-        """Whether the plain causal mask is not right for queries that see `window` keys (0: all before them)."""
+        """Whether the block needs a mask tensor if each query sees `window` keys (0: all keys before it)."""
         return self.position_BQ is not None or 0 < window < self.key_BL.size(1)
 
     def mask(self, window: int = 0) -> Tensor | None:
-        """Return the attention mask, bool [B, 1, Q, L] or [1, 1, Q, L]; None if the plain causal mask is right."""
+        """Return the attention mask, bool [B, 1, Q, L] or [1, 1, Q, L]; None if the causal mask is enough."""
         return self.seen(window, slice(None)) if self.is_masked(window) else None
 
     def seen(self, window: int, queries: slice) -> Tensor:
-        """Return the keys that these queries see, bool [B, 1, Q, L] or [1, 1, Q, L]."""
+        """Return the mask of `queries`, bool [B, 1, Q, L] or [1, 1, Q, L]: true at the keys that a query sees."""
         positions_L = torch.arange(self.key_BL.size(1), device=self.key_BL.device)
         position_BQ1 = (positions_L[None] if self.position_BQ is None else self.position_BQ)[:, queries, None]
         seen_BQL = positions_L <= position_BQ1
@@ -193,7 +193,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _QuerySpan:
-    """Consecutive queries of this rank: `count` from position `first` of the expanded sequence at `start`."""
+    """Consecutive queries of this rank: `count` tokens from position `first` in the sequence that starts at `start`."""
 
     start: int
     first: int
@@ -206,7 +206,7 @@ class _QuerySpan:
 
 
 def _query_spans(pack: PackedSequences) -> Iterator[_QuerySpan]:
-    """Yield the queries of each sequence: its unshared tokens, or this context rank's two chunks of them."""
+    """Yield the queries of each sequence: its unshared tokens, or this context rank's two chunks of these tokens."""
     ranks, rank = pack.context.ranks, pack.context.rank
     for (start, end), shared in zip(itertools.pairwise(pack.bounds), pack.shared, strict=True):
         own = end - start - shared
@@ -219,10 +219,10 @@ def _query_spans(pack: PackedSequences) -> Iterator[_QuerySpan]:
 
 
 def _blocks(pack: PackedSequences, max_padding: float, device: torch.device) -> Iterator[_Block]:
-    """Yield blocks with all queries of this rank, of bounded padding.
+    """Yield blocks of bounded padding that contain all queries of this rank.
 
-    Without context parallelism, spans that start in the first half of their keys also query their prefix: the plain
-    causal mask halves the work, and a mask tensor does not.
+    Without context parallelism, a span that starts in the first half of its keys is computed together with its prefix,
+    as plain causal attention: the causal mask halves the work, and a mask tensor does not.
     """
     spans = [one for one in _query_spans(pack) if one.count]
     plain: list[_QuerySpan] = []
@@ -260,7 +260,7 @@ def _span_columns(block: Sequence[_QuerySpan], device: torch.device) -> tuple[Te
 def blocks_of_similar_size(sizes: Sequence[tuple[int, ...]], max_padding: float) -> list[list[int]]:
     """Group indices of `sizes` into blocks, largest first, whose padded size is at most `max_padding` × the real one.
 
-    In each dimension of the sizes, members are padded to the largest one.
+    The padded size of a block is, in each dimension of `sizes`, its largest size times its number of members.
     """
     blocks: list[list[int]] = []
     largest: tuple[int, ...] = ()
@@ -279,7 +279,7 @@ def blocks_of_similar_size(sizes: Sequence[tuple[int, ...]], max_padding: float)
 
 
 def _padded_offsets(sizes_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the offsets in each row of a padded block, [B, L], and the mask of real ones."""
+    """Return the token offsets in each row of a padded block, [B, L], and a mask of the real tokens, bool [B, L]."""
     longest = -(-int(sizes_B1.max()) // VECTOR) * VECTOR
     offsets = torch.arange(longest, device=sizes_B1.device)
     real_BL = offsets < sizes_B1
@@ -287,17 +287,17 @@ def _padded_offsets(sizes_B1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _places(pack: PackedSequences, cells_BL: Tensor) -> Tensor:
-    """Return the places in the pack of tokens of the expanded sequences."""
+    """Return the positions in the pack of tokens of the expanded sequences."""
     return cells_BL if pack.places_X is None else pack.places_X[cells_BL]
 
 
 def _gather_context(tensor_nGD: Tensor, pack: PackedSequences) -> Tensor:
-    """Gather [n, G, D] of all context ranks to [N, G, D]; the gradient is summed over the ranks."""
+    """Gather [n, G, D] from all context ranks into [N, G, D]; the backward pass sums the gradient over the ranks."""
     if pack.context.ranks == 1:
         return tensor_nGD
     return gather_from_sequence_parallel_region(tensor_nGD, group=pack.context.group)
 
 
 def _rows(packed: Tensor, places_BL: Tensor) -> Tensor:
-    """Gather rows of a block: [N, heads, D] -> [B, heads, L, D]."""
+    """Gather the rows of a block from the pack: [N, heads, D] -> [B, heads, L, D]."""
     return packed.index_select(0, places_BL.flatten()).view(*places_BL.shape, *packed.shape[1:]).transpose(1, 2)

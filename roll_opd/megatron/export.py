@@ -23,9 +23,9 @@ from roll_opd.models.model_info import read_model
 from roll_opd.samples.weight_bucket import BUCKET_BYTES, BucketMemory, bucketed
 
 Bundle = list[tuple[str, Tensor]]  # weights of one file, by name
-Written = Callable[[], list[Path]]  # finishes a save, and returns all files
+Written = Callable[[], list[Path]]  # finishes a save and returns the paths of all files
 FILE_BYTES = 5 * 10**9
-# weights of any framework, and the description of the old model
+# name endings: weights of any framework, and the README.md of the old model
 _NOT_COPIED = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", "readme.md")
 
 
@@ -40,7 +40,7 @@ def hf_tensors(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
 
 
 def hf_tensors_on_all_ranks(engine: MegatronEngine, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, full tensor) on every rank; `shapes` are those of all tensors. Collective."""
+    """Yield (Hugging Face name, full tensor) on every rank; `shapes` has the shapes of all tensors. Collective."""
     engine.wait_for_weights()
     return engine.weights.whole_tensors([unwrapped(chunk) for chunk in engine.chunks], shapes)
 
@@ -53,9 +53,9 @@ def weight_buckets(
 
 
 def save_adapter(engine: MegatronEngine, directory: Path, *, later: bool = False) -> Written:
-    """Save the adapters in `peft`'s format on rank 0; return a callable for the files. Collective.
+    """Save the adapters in `peft`'s format on rank 0; return a callable that returns the files. Collective.
 
-    With `later`, only copy the adapters; the callable writes them.
+    With `later`, the adapters are only copied to host memory, and the callable writes them.
     """
     adapters = engine.adapters
     assert adapters is not None
@@ -83,11 +83,12 @@ def save_hf(
     later: bool = False,
     amended: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> Written:
-    """Save a Hugging Face model directory for `transformers` and vLLM; return a callable for the files. Collective.
+    """Save a model directory for `transformers` and vLLM; return a callable that returns its files. Collective.
 
-    Rank 0 writes one file after another, and holds one in memory. With `later`, it only copies the whole model, and the
-    callable writes it. The config.json of the loaded model is edited by `amended`; tokenizer files are copied, its
-    README.md is not. Raises OSError if a file cannot be written; the caller removes the unfinished directory.
+    Rank 0 writes one file after another and holds only one in memory. With `later`, it copies the whole model to host
+    memory, and the callable writes the files. The config.json of the loaded model is edited by `amended`. Its tokenizer
+    files are copied; its README.md is not. Raises OSError if a file cannot be written; the caller removes the
+    unfinished directory.
     """
     bundles: Iterable[Bundle] = _bundles(engine, FILE_BYTES)
     write = partial(_write_hf, Path(engine.plan.model.path), directory, list(bundles) if later else bundles, amended)
@@ -95,13 +96,13 @@ def save_hf(
 
 
 def _bundles(engine: MegatronEngine, size: int) -> Iterator[Bundle]:
-    """Return host copies of the weights on rank 0 in bundles of at most `size` bytes, or one tensor. Collective."""
+    """Yield host copies of the weights on rank 0, in bundles of one tensor or of at most `size` bytes. Collective."""
     tensors = as_stored(hf_tensors(engine), read_model(Path(engine.plan.model.path)))
     return _grouped(((name, tensor.to("cpu", copy=True).contiguous()) for name, tensor in tensors), size)
 
 
 def _grouped(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Bundle]:
-    """Yield the tensors in bundles of at most `size` bytes, or one tensor."""
+    """Yield the tensors in bundles of one tensor or of at most `size` bytes."""
     bundle: Bundle = []
     held = 0
     for name, tensor in tensors:
@@ -117,7 +118,7 @@ def _grouped(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Bundl
 def _write_hf(
     source: Path, directory: Path, bundles: Iterable[Bundle], amended: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> list[Path]:
-    """Write a model directory with the files of `source` and new weights; return its files, [] without weights."""
+    """Write a model directory with new weights and the other files of `source`; return its files ([]: no weights)."""
     files: list[Path] = []
     places: dict[str, int] = {}  # tensor name -> index of its file
     size = 0
@@ -141,7 +142,7 @@ def _write_hf(
 
 
 def _with_kept(bundles: Iterable[Bundle], source: Path) -> Iterator[Bundle]:
-    """Yield the bundles, then the tensors of the model in `source` that are not loaded, bit for bit."""
+    """Yield the bundles, then unchanged the tensors of `source` that are never loaded (`ModelInfo.kept`)."""
     is_written = False
     for bundle in bundles:
         is_written = True
@@ -166,7 +167,7 @@ def _copy_model_files(
 
 
 def _write_tensors(tensors: dict[str, Tensor], file: Path, config: Path) -> Path:
-    """Write a safetensors file with the permissions of `config`; by default only the owner could read it."""
+    """Write a safetensors file with the permissions of `config`; without them only the owner could read the file."""
     save_file(tensors, file, metadata={"format": "pt"})
     shutil.copymode(config, file)
     return file

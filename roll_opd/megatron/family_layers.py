@@ -1,4 +1,4 @@
-"""Pieces of layers that differ from Llama's, as `models.families` describes them (`Pieces`).
+"""Parts of layers that differ from Llama's; `models.families` describes them (`Pieces`).
 
 Legend: n packed tokens of this context rank, H local heads, D head width, K kinds of rotary frequencies.
 """
@@ -24,7 +24,7 @@ from roll_opd.megatron.local_layers import LocalRMSNorm
 from roll_opd.megatron.rotary import rotary_kinds
 from roll_opd.models.families.family import Pieces
 
-# frequencies of all kinds -> those of each kind
+# tensor with the frequencies of all kinds -> list of tensors, one per kind
 _CACHE: Any = WeakTensorKeyDictionary()
 
 
@@ -38,9 +38,9 @@ class ZeroCentredRMSNorm(LocalRMSNorm):
 
 
 class HeadsRMSNorm(LocalRMSNorm):
-    """RMSNorm over the queries or keys of all heads together, which tensor ranks share.
+    """RMSNorm over the queries or keys of all heads together, also over the heads of other tensor ranks.
 
-    The weight of all heads is on every rank, so that Megatron sums its gradient as that of other norms of queries.
+    Every rank has the weights of all heads, so that Megatron sums the gradient as for other norms of queries and keys.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-5) -> None:
@@ -61,14 +61,14 @@ class HeadsRMSNorm(LocalRMSNorm):
 
 
 class OutputNorm(torch.nn.Module):
-    """Norm of the output of attention or MLP before it is added to the residual; replaces Megatron's addition."""
+    """Norm of the output of attention or MLP, then the addition to the residual; replaces Megatron's addition."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.norm = norm_class(config)(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """Return the addition; there is no dropout."""
+        """Return the function that adds the normalised output to the residual; there is no dropout."""
         return self._add
 
     def _add(self, output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
@@ -78,11 +78,11 @@ class OutputNorm(torch.nn.Module):
 
 
 class FamilyAttention(SelfAttention):
-    """Self-attention with the bias of its output and the rotation of its layer."""
+    """Self-attention with an optional output bias and with the rotary embedding of its layer."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
         pieces = pieces_of(config)
-        if pieces.out_bias:  # Megatron has one setting for this bias and those of the MLP
+        if pieces.out_bias:  # Megatron has a single setting for this bias and the biases of the MLP
             config = copy.copy(config)
             config.add_bias_linear = True
         super().__init__(config, *args, **options)
@@ -103,16 +103,16 @@ class FamilyAttention(SelfAttention):
 
 
 class ExpertOutput(RowParallelLinear):
-    """Output projection of an expert with a bias, which Megatron's MLP adds in place."""
+    """Output projection of an expert with a bias; Megatron's MLP adds the bias in place."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output and the bias; a copy where the output is a view, which autograd does not let change."""
+        """Return the output and the bias; views are copied, because autograd forbids to change them in place."""
         output, bias = super().forward(input_)
         return output.clone() if output._is_view() else output, bias
 
 
 class BiasedExperts(SequentialMLP):
-    """Experts with biases, over one expert-tensor rank: several ranks would add the output's bias several times."""
+    """Experts with biases; needs one expert-tensor rank, because each of several ranks would add the output bias."""
 
     def __init__(self, experts: int, config: TransformerConfig, *args: Any, **options: Any) -> None:
         config = copy.copy(config)
@@ -120,7 +120,7 @@ class BiasedExperts(SequentialMLP):
         super().__init__(experts, config, *args, **options)
         expert: Any
         for expert in self.local_experts:
-            # an expert's bias belongs to one tensor rank: its gradient is not summed over ranks, but is in their norm
+            # only one tensor rank has this bias: its gradient is not summed over ranks, but counts in the gradient norm
             bias = expert.linear_fc2.bias
             bias.sequence_parallel, bias.tensor_model_parallel = False, True
 
@@ -131,7 +131,7 @@ def pieces_of(config: TransformerConfig) -> Pieces:
 
 
 def of_kind(frequencies_nK1D: Tensor, kind: int) -> Tensor:
-    """Return the frequencies of one kind, [n, 1, 1, D]; the same tensor for all layers, since rotations are cached."""
+    """Return the frequencies of one kind, [n, 1, 1, D]: one tensor for all layers, so that its rotations are cached."""
     if frequencies_nK1D.size(1) == 1:
         return frequencies_nK1D
     if frequencies_nK1D not in _CACHE:
@@ -146,14 +146,14 @@ def norm_class(config: TransformerConfig) -> type[LocalRMSNorm]:
 
 
 def query_key_norm(config: TransformerConfig, heads: int) -> Any:
-    """Return the spec of the norm of queries or keys with this number of heads, on all ranks together."""
+    """Return the layer spec of the norm of queries or keys; `heads` is their number on all tensor ranks together."""
     if pieces_of(config).query_key_norm == "heads":
         return ModuleSpec(module=HeadsRMSNorm, params={"heads": heads})
     return norm_class(config)
 
 
 def place_norms(layer: Any, config: TransformerConfig) -> None:
-    """Set the norms in the submodules of a layer spec: before or after attention and MLP, or both."""
+    """Place the norms in the submodules of a layer spec: before attention and MLP, after them, or both."""
     place = pieces_of(config).norms
     before: Any = IdentityOp if place == "after" else norm_class(config)
     layer.input_layernorm = layer.pre_mlp_layernorm = before

@@ -1,10 +1,11 @@
 """Routers of mixtures of experts: auxiliary losses with one global denominator, expert biases, and routing replay.
 
-Megatron's router needs Transformer Engine, counts padding, and divides its losses by each rank's number of tokens.
+It replaces Megatron's router, which needs Transformer Engine, counts padding, and divides its losses by the number of
+tokens on each rank.
 
-Routing replay (R3, arXiv 2510.11370) sends tokens to the experts chosen by the inference engine. A router that reads
-the same states with other kernels may choose another expert if two scores are close, which changes the token's
-log-prob. Expert outputs and gate weights are still computed by the model.
+Routing replay (R3, arXiv 2510.11370) sends each token to the experts that the inference engine chose for it. Without
+replay, the trainer's kernels can give slightly different scores; if two scores are close, the router then chooses a
+different expert, and the token's log-prob changes. Expert outputs and gate weights are still computed by the model.
 
 Legend: n tokens of a micro-batch on this rank, L layers, K experts of a token, E experts.
 """
@@ -35,13 +36,13 @@ ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 @dataclass
 class RouterLosses:
-    """Auxiliary losses of a rank's routers in one update."""
+    """Auxiliary losses of the routers on one rank in one update."""
 
     tokens: float = 1.0  # of the mini-batch, without padding
     values: dict[str, Tensor] = field(default_factory=dict)  # sums over this rank's layers and micro-batches
 
     def reset(self, tokens: float) -> None:
-        """Start an update of `tokens` tokens."""
+        """Start an update whose mini-batch has `tokens` tokens."""
         self.tokens, self.values = max(tokens, 1.0), {}
 
     def add(self, name: str, value: Tensor) -> None:
@@ -49,7 +50,7 @@ class RouterLosses:
         self.values[name] = self.values.get(name, torch.zeros_like(value)) + value
 
     def replica_sums(self, config: Any) -> dict[str, float]:
-        """Return each loss without its coefficient, summed over the ranks of the model replica. Collective."""
+        """Return each loss, without its coefficient, as a sum over the ranks of the model replica. Collective."""
         names = [name for name, coefficient in zip(ROUTER_LOSSES, _coefficients(config), strict=True) if coefficient]
         zero = torch.zeros((), device=torch.cuda.current_device())
         sums = torch.stack([self.values.get(name, zero) for name in names])
@@ -62,19 +63,19 @@ class PackedRouter(TopKRouter):
     """Top-k router whose losses are means over all tokens of a mini-batch, independent of the layout.
 
     The z-loss is a mean over tokens. The balancing loss is computed per micro-batch over its tensor and context ranks
-    (E · Σ_e f_e · P_e, Fedus et al. 2022, over the number of choices) and weighted by the micro-batch's tokens.
+    (E · Σ_e f_e · P_e, Fedus et al. 2022, with f_e the fraction of the choices) and weighted by its number of tokens.
     """
 
     counts_E: Tensor | int = 0  # tokens per expert in this update, on this rank
 
     def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
-        if pieces_of(config).expert_bias:  # Megatron has one setting for the biases of all linear layers
+        if pieces_of(config).expert_bias:  # Megatron has a single setting for the biases of all linear layers
             config = copy.copy(config)
             config.add_bias_linear = True
         super().__init__(config, *args, **options)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Set the layer's number, from 1, which selects the router's part of replayed routes."""
+        """Set the layer number, counted from 1; it selects this router's part of the replayed routes."""
         super().set_layer_number(layer_number)
         shared: Any = self.config
         best = 2 if self.enable_expert_bias else 1  # DeepSeek-V3 and DeepSeek-V2
@@ -87,7 +88,7 @@ class PackedRouter(TopKRouter):
         return F.linear(input.to(dtype), self.weight.to(dtype), bias_E)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Attach the z-loss, the mean of (log Σ exp logits)², to the gradient of `logits`."""
+        """Return `logits`; their backward pass adds the gradient of the z-loss, the mean of (log Σ exp logits)²."""
         coefficient = self.config.moe_z_loss_coeff
         if not (coefficient and self.training and torch.is_grad_enabled()):
             return logits
@@ -110,9 +111,9 @@ class PackedRouter(TopKRouter):
         return self._attach(probs, "load_balancing_loss", value, coefficient)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count each expert's tokens without padding, once per update; Megatron's version is compiled, even on CPUs.
+        """Count the micro-batch's tokens per expert, without padding; Megatron's version is compiled, even on CPUs.
 
-        With recomputed layers, the first forward pass has no gradient and is not counted.
+        With recomputed layers, the first forward pass runs without gradients and is not counted.
         """
         if not (self.config.moe_router_bias_update_rate and self.enable_expert_bias and torch.is_grad_enabled()):
             return
@@ -120,7 +121,7 @@ class PackedRouter(TopKRouter):
         self.counts_E = self.counts_E + real.sum(0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedRouter":
-        """Keep expert biases in fp32: a lower precision would lose small updates and loaded bits."""
+        """Keep expert biases in fp32 in conversions: a lower precision would lose small updates and loaded bits."""
         exact = self.expert_bias
         super()._apply(fn, recurse)
         if exact is not None:
@@ -142,9 +143,10 @@ def reset_expert_counts(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def update_biases(chunks: Iterable[torch.nn.Module], rate: float) -> None:
-    """Raise each expert's bias by `rate` if it had fewer tokens than the mini-batch mean, lower it if more.
+    """Raise an expert's bias by `rate` if it had fewer tokens than the mean expert in the mini-batch; lower it if more.
 
-    DeepSeek-V3 (arXiv 2412.19437, section 2.1.2; arXiv 2408.15664). Collective over the ranks of a pipeline stage.
+    Source: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2; arXiv 2408.15664). Collective over the ranks of a pipeline
+    stage.
     """
     routers = _with_biases(chunks) if rate else []
     if not routers:
@@ -190,13 +192,13 @@ Choice = tuple[Tensor, Tensor]  # scores [n, K] and experts int64 [n, K]
 class RouterReplayState:
     """State shared by a rank's routers: the current micro-batch with its routes."""
 
-    replays: bool = False  # False: routes are only compared with the routers' choices
+    replays: bool = False  # False: the routes are not used, only compared with the routers' choices
     _pack: PackedSequences | None = None
-    # micro-batches whose layers are recomputed in the backward pass, per layer in forward order
+    # layer -> micro-batches, in forward order, for which the backward pass still has to recompute the layer
     _to_recompute: dict[int, deque[PackedSequences | None]] = field(default_factory=lambda: defaultdict(deque))
 
     def begin_run(self) -> None:
-        """Reset the state before a forward or training run."""
+        """Reset the state before a run of forward passes or of training."""
         self._pack = None
         self._to_recompute.clear()
 
@@ -205,7 +207,7 @@ class RouterReplayState:
         self._pack = pack
 
     def choose(self, layer: int, own: Choice, scores: Tensor) -> Choice:
-        """Return the choice of `layer` (from 0) among `scores` [n, E]: replayed routes, or `own` without replay."""
+        """Return the choice of `layer` (from 0): replayed experts, scored by `scores` [n, E]; `own` without replay."""
         pack, is_recomputed = self._pack_of(layer)
         if pack is None or pack.routes_n is None:
             return own
@@ -234,25 +236,25 @@ class RouterReplayState:
 
 @dataclass
 class RouterReplayHook:
-    """Value of Megatron's `router_replay` for one router."""
+    """Object for Megatron's `router_replay` of one router."""
 
     replay: RouterReplayState
     layer: int  # from 0
-    best_of_group: int = 1  # number of scores whose sum ranks a group of experts
+    best_of_group: int = 1  # groups of experts are ranked by the sum of this many scores
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, own: Callable[..., Choice]
     ) -> Choice:
-        """Return scores and experts of each token; `own` is the router's top-k."""
+        """Return scores and experts of each token; `own` is the router's top-k function."""
         allowed = in_best_groups(scores, num_groups, group_topk, self.best_of_group) if group_topk else scores
         return self.replay.choose(self.layer, own(allowed, topk, None, None), scores)
 
 
 def in_best_groups(scores_nE: Tensor, groups: int | None, chosen: int, best: int) -> Tensor:
-    """Set scores [n, E] to -inf outside of each token's `chosen` best of `groups` equal groups of experts.
+    """Return scores [n, E], -inf outside of the `chosen` best groups of each token; experts form `groups` equal groups.
 
-    Groups are ranked by the sum of their `best` highest scores: one in DeepSeek-V2, two in DeepSeek-V3. Megatron sums
-    as many scores as it chooses per group.
+    Groups are ranked by the sum of their `best` highest scores (1 in DeepSeek-V2, 2 in DeepSeek-V3). Megatron instead
+    sums as many scores as it chooses experts per group.
     """
     assert groups
     grouped = scores_nE.unflatten(1, (groups, -1))
@@ -262,10 +264,10 @@ def in_best_groups(scores_nE: Tensor, groups: int | None, chosen: int, best: int
 
 
 def disagreement(packs: Iterable[PackedSequences], expert_layers: int) -> dict[str, float]:
-    """Count the tokens in this data-parallel rank's `packs` whose routers would have differed from the routes.
+    """Count the tokens in this data-parallel rank's `packs` for which a router's choice differs from the routes.
 
-    Returns `routed_tokens`, `rerouted_tokens` (different in at least one layer), and the same for choices, one per
-    token and expert layer. Collective over the ranks of a model replica.
+    Returns `routed_tokens` and `rerouted_tokens` (different in at least one layer). `routed_choices` and
+    `rerouted_choices` count one choice per token and expert layer. Collective over the ranks of a model replica.
     """
     pairs = [(pack.routes_n, pack.differs_n) for pack in packs]
     known = [routes_n[:, :, 0].amax(1) >= 0 for routes_n, _ in pairs if routes_n is not None]

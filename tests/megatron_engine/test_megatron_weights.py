@@ -107,7 +107,7 @@ def test_a_tensor_of_a_layer_without_a_place_is_an_error() -> None:
     weights = ModelWeights(hf_config, config, padded_vocab=32)
     nothing = torch.zeros(1)
     for name in ("model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"):
-        with pytest.raises(ValueError, match=f"{name} have no parameter here"):
+        with pytest.raises(ValueError, match=f"no parameter for {name}"):
             weights.load([], TensorSource({name: nothing}))
 
 

@@ -1,6 +1,6 @@
-"""Slicing of the tensors of Gated DeltaNet and of gated attention over tensor ranks; see `tensor_slices`.
+"""Slicing of the tensors of Gated DeltaNet and gated attention over tensor ranks (see `tensor_slices`).
 
-Each rank has an equal part of the key heads, and the value heads that belong to them.
+Each rank has an equal number of key heads, and the value heads of these key heads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,24 +12,24 @@ from torch import Tensor
 from roll_opd.megatron.weights.tensor_slices import QKV, SliceSizes, SliceSource, TensorSlice
 from roll_opd.models.families.family import Slicing
 
-Sections = tuple[tuple[int, ...], ...]  # of a tensor's rows: numbers of the parts in `DeltaSizes.of_key_head`
+Sections = tuple[tuple[int, ...], ...]  # per section of a tensor's rows: indices in `DeltaSizes.of_key_head`
 
 
 class _WithoutAdapters:
     dim = 0
 
     def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: SliceSizes, dim: int = 0) -> Tensor:
-        raise ValueError("adapters (LoRA) of Gated DeltaNet and gated attention are not available")
+        raise ValueError("LoRA adapters are not supported for Gated DeltaNet and gated attention")
 
 
 @dataclass(frozen=True)
 class KeyHeadRows(_WithoutAdapters):
-    """Rows of the input projection, grouped by key head; each tensor has one section after another."""
+    """Rows of the input projection, grouped by key head; the rows of a tensor are its sections one after another."""
 
     tensors: tuple[Sections, ...]
 
     def _widths(self, sizes: SliceSizes) -> list[list[int]]:
-        """Return the rows of a key head in each section of each tensor."""
+        """Return how many rows a key head has in each section of each tensor."""
         assert sizes.delta is not None
         rows = sizes.delta.of_key_head
         return [[sum(rows[part] for part in section) for section in sections] for sections in self.tensors]
@@ -52,7 +52,7 @@ class KeyHeadRows(_WithoutAdapters):
 
 
 class DeltaChannels(KeyHeadRows):
-    """Channels of the convolution [channels, 1, taps]: of queries, keys and values, grouped by key head."""
+    """Channels of the convolution, [channels, 1, taps], for queries, keys and values; grouped by key head."""
 
     def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
         return super().read(source, names, rank, ranks, sizes).flatten(1)
@@ -62,7 +62,7 @@ class DeltaChannels(KeyHeadRows):
 
 
 class GatedQKV(_WithoutAdapters):
-    """Queries, output gates, keys and values by key/value head; the first tensor has a query and a gate per head."""
+    """Queries, output gates, keys and values, by key/value head; the first tensor has a query and a gate per head."""
 
     def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
         queries, keys, values = (_sections(source, name, [source.shape(name)[0]], rank, ranks)[0] for name in names)
@@ -79,11 +79,11 @@ class GatedQKV(_WithoutAdapters):
 
 
 def _sections(source: SliceSource, name: str, rows: Sequence[int], rank: int, ranks: int) -> list[Tensor]:
-    """Return this rank's share of each section of a tensor, which have `rows` rows."""
+    """Return this rank's part of each section of a tensor; `rows` has the number of rows of each section."""
     found, start = [], 0
     if sum(rows) != source.shape(name)[0] or any(size % ranks for size in rows):
         raise ValueError(
-            f"{name}: {source.shape(name)[0]} rows are not {' + '.join(map(str, rows))} of config.json, each divisible"
+            f"{name}: {source.shape(name)[0]} rows, config.json implies {' + '.join(map(str, rows))}, each divisible"
             f" by {ranks} tensor ranks; use the config.json of the same release, or fewer ranks"
         )
     for size in rows:
@@ -92,8 +92,8 @@ def _sections(source: SliceSource, name: str, rows: Sequence[int], rank: int, ra
     return found
 
 
-# by name in `models.families`: the layouts of Qwen3-Next's in_proj_qkvz and in_proj_ba, and of Qwen3.5's in_proj_qkv,
-# in_proj_z, in_proj_b and in_proj_a
+# by their names in `models.families`; delta_key_heads: in_proj_qkvz and in_proj_ba of Qwen3-Next; delta_parts:
+# in_proj_qkv, in_proj_z, in_proj_b and in_proj_a of Qwen3.5
 DELTA_SLICINGS: Mapping[Slicing, TensorSlice] = {
     "gated_qkv": GatedQKV(),
     "delta_key_heads": KeyHeadRows((((0, 1, 2, 3),), ((4, 5),))),

@@ -1,8 +1,8 @@
-"""Experts of a layer in one tensor: read as tensors of each expert, joined on export.
+"""Checkpoint tensors that contain all experts of a layer: reading splits them by expert, exporting joins the experts.
 
-The releases of Qwen3.5 have `gate_up_proj` [experts, 2 · width, hidden] and `down_proj` [experts, hidden, width], which
-are read as `gate_proj`, `up_proj` and `down_proj` of each expert. Families that stack experts (gpt-oss) have tensors
-[experts, ...], which are read as those of each expert; quantised ones in bf16 (see `mxfp4`).
+Qwen3.5 has fused tensors: `gate_up_proj` [experts, 2 · width, hidden] and `down_proj` [experts, hidden, width]. They
+are read as `gate_proj`, `up_proj` and `down_proj` of each expert. gpt-oss has stacks, tensors of shape [experts, ...].
+Each is read as one tensor per expert; quantised stacks are read in bf16 (see `mxfp4`).
 """
 
 import re
@@ -25,14 +25,14 @@ STACK = re.compile(r"(.+\.mlp\.experts)\.(\w+)")
 
 
 def as_stored(tensors: Iterable[tuple[str, Tensor]], model: ModelInfo) -> Iterable[tuple[str, Tensor]]:
-    """Return the tensors of a model with experts joined as in its checkpoint."""
+    """Return the tensors of a model, with its experts joined into the tensors of its checkpoint."""
     if FAMILIES[model.model_type].stacks_experts:
         return _stacked(tensors, model.experts)
     return _fused(tensors, model.experts) if _has_fused_experts(model.tensors) else tensors
 
 
 def expert_source(directory: Path) -> FileSource:
-    """Return the weights of a model directory, with fused tensors of experts split into one tensor per expert."""
+    """Return the weights of a model directory; fused or stacked experts are split into one tensor per expert."""
     stacks = FAMILIES[read_model(directory).model_type].stacks_experts
     return StackSource(directory) if stacks else UnfusedSource(directory)
 
@@ -42,7 +42,7 @@ def _has_fused_experts(names: Iterable[str]) -> bool:
 
 
 class UnfusedSource(FileSource):
-    """`FileSource` with a tensor of each expert in place of fused ones."""
+    """`FileSource` that splits fused tensors into one tensor per expert."""
 
     @property
     def names(self) -> Iterable[str]:
@@ -71,7 +71,7 @@ class UnfusedSource(FileSource):
         return whole.narrow(dim, start, stop - start)
 
     def _fused(self, name: str) -> tuple[str, int, str] | None:
-        """Return the fused tensor, the number and the part of an expert's tensor; None for another one."""
+        """Return the fused tensor, expert and part (gate, up or down) of an expert's tensor; None for other tensors."""
         match = EACH.fullmatch(name)
         if match is None or name in self._stored:
             return None
@@ -79,7 +79,7 @@ class UnfusedSource(FileSource):
 
 
 class StackSource(FileSource):
-    """`FileSource` with a tensor of each expert in place of stacks; MXFP4 is read as bf16, transposed as in gpt-oss."""
+    """`FileSource` that splits stacks into one tensor per expert; gpt-oss's MXFP4 is read as bf16 and transposed."""
 
     @property
     def names(self) -> Iterable[str]:
@@ -113,7 +113,7 @@ class StackSource(FileSource):
 
 
 def _fused(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors, with those of the `experts` of a layer joined on receipt of the last."""
+    """Yield the tensors; the tensors of a layer's `experts` are joined when the last of them has arrived."""
     held: dict[str, dict[tuple[str, int], Tensor]] = {}
     for name, tensor in tensors:
         if (match := EACH.fullmatch(name)) is None:
@@ -129,7 +129,7 @@ def _fused(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tupl
 
 
 def _stacked(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors, with each kind of the `experts` of a layer stacked on receipt of the last."""
+    """Yield the tensors; each tensor of a layer's `experts` is stacked when that of the last expert has arrived."""
     held: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors:
         if (match := IN_STACK.fullmatch(name)) is None:

@@ -1,4 +1,4 @@
-"""Weights of a Megatron model under Hugging Face names: load from files or streamed tensors, and export.
+"""Weights of a Megatron model by Hugging Face name: loaded from files or from streamed tensors, and exported.
 
 Each rank reads only its parts.
 """
@@ -37,7 +37,7 @@ ENDS = {
     "embedding.word_embeddings.weight": Entry((EMBEDDING,), "vocabulary"),
     "output_layer.weight": Entry((HEAD,), "vocabulary"),
     "decoder.final_layernorm.weight": Entry((FINAL_NORM,), "replicated"),
-    "value_head.weight": Entry((VALUE_HEAD,), "replicated"),  # of critics, as in models for sequence classification
+    "value_head.weight": Entry((VALUE_HEAD,), "replicated"),  # of critics; name as in sequence classifiers
 }
 SLICINGS = {**TENSOR_SLICINGS, **DELTA_SLICINGS}
 SAMPLED_ROWS = 64  # evenly spaced rows of a matrix that are checked for zeros
@@ -47,9 +47,9 @@ EXPERT = re.compile(r"(?<=local_experts)\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Place:
-    """Identity of a parameter: its name in its layer, or in the model, and global layer and expert indices from 0.
+    """Identity of a parameter: its name in its layer or in the model, and its global layer and expert index (from 0).
 
-    Names of expert parameters have a star in place of the expert's index.
+    In the names of expert parameters, a star replaces the index of the expert.
     """
 
     name: str
@@ -58,9 +58,9 @@ class Place:
 
 
 class ModelWeights:
-    """Mapping of one model's parameters to Hugging Face tensors in any layout; `config` is Megatron's.
+    """Mapping between a model's parameters, in any layout, and Hugging Face tensors; `config` is Megatron's.
 
-    `prefix` is that of the tensors of the decoder.
+    `prefix` is the prefix of the decoder's tensor names.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ModelWeights:
         """Load the parameters of this rank's model chunks from `source`.
 
         Raises:
-            ValueError: for a missing, unknown or mismatched tensor, or one that is zero in at least half of its rows.
+            ValueError: if a tensor is missing, is unknown, has a wrong shape, or is zero in at least half of its rows.
         """
         self._check_names(source)
         read_from = CheckedSource(source, self._zero_centred) if isinstance(source, FileSource) else source
@@ -96,14 +96,14 @@ class ModelWeights:
             part = self.part_at(place, read_from)
             if part.shape != parameter.shape:
                 raise ValueError(
-                    f"{source}: {' and '.join(names)} have the shape {list(part.shape)} on this rank, config.json"
+                    f"{source}: {' and '.join(names)} have shape {list(part.shape)} on this rank, but config.json"
                     f" implies {list(parameter.shape)}; use the config.json of the same release"
                 )
             with torch.no_grad():
                 parameter.copy_(part)
 
     def names_at(self, place: Place) -> Sequence[str]:
-        """Return the Hugging Face names of the tensors in a parameter."""
+        """Return the names of the Hugging Face tensors that make up a parameter."""
         return self._entry(place).of(place.layer, place.expert)
 
     def part_at(self, place: Place, source: SliceSource) -> Tensor:
@@ -117,8 +117,8 @@ class ModelWeights:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) on rank 0, nothing on other ranks. Collective: iterate to the end.
 
-        With `everywhere`, the shapes of all tensors, yield them on every rank. Adapters are merged. A tensor may share
-        memory with its parameter.
+        With `everywhere` (the shapes of all tensors) every rank yields the tensors. Adapters are merged. A tensor may
+        share memory with its parameter.
         """
         shards = []
         for place, module, parameter in parameters_of(models):
@@ -149,11 +149,11 @@ class ModelWeights:
             return self._ends["embedding.word_embeddings.weight"]
         known = self._ends if place.layer is None else self._layer
         if place.name not in known:
-            raise ValueError(f"Megatron parameter {place.name} has no entry in its file of models/families; add one")
+            raise ValueError(f"Megatron parameter {place.name} has no entry in its family's file; add one")
         return known[place.name]
 
     def _check_names(self, source: FileSource | TensorSource) -> None:
-        """Raise ValueError if a layer's tensor has no parameter in this model: the tensor would be ignored."""
+        """Raise ValueError if `source` has a layer's tensor without a parameter in this model: it would be ignored."""
         known: set[str] = set()
         for entry in self._layer.values():
             experts = range(self.config.num_moe_experts or 0) if entry.is_expert else [None]
@@ -162,10 +162,10 @@ class ModelWeights:
         in_layers = [name for name in source.names if self._is_in_a_layer(name) and not name.endswith(BUFFERS)]
         if unknown := [name for name in in_layers if name not in known]:
             names = ", ".join(unknown[:3])
-            raise ValueError(f"{source}: {names} have no parameter here; use the config.json of the same release")
+            raise ValueError(f"{source}: no parameter for {names}; use the config.json of the same release")
 
     def _is_in_a_layer(self, name: str) -> bool:
-        """Whether a tensor belongs to a layer, excluding multi-token prediction layers after the last one."""
+        """Whether a tensor belongs to a layer; the multi-token prediction layers after the last layer do not count."""
         match = IN_A_LAYER.match(name)
         extra = range(self.config.num_layers, self.config.num_layers + self._predicting_layers)
         return match is not None and int(match[1]) not in extra
@@ -173,7 +173,7 @@ class ModelWeights:
 
 @dataclass(frozen=True)
 class CheckedSource:
-    """SliceSource that raises ValueError for a tensor that is zero in at least half of its rows."""
+    """SliceSource that raises ValueError on reading a tensor that is zero in at least half of its rows."""
 
     source: FileSource | TensorSource
     zero_centred: bool = False  # norms multiply by 1 + weight
@@ -191,7 +191,7 @@ class CheckedSource:
 
 
 def is_zeroed(name: str, tensor: Tensor) -> bool:
-    """Whether a tensor is zero in at least half of its rows, which a forward pass would not report.
+    """Whether a tensor is zero in at least half of its rows; a forward pass would raise no error.
 
     Biases and rows of the vocabulary may be zero.
     """
@@ -214,7 +214,7 @@ def with_adapter(module: torch.nn.Module, parameter: Tensor) -> Tensor:
 
 
 def _of_module(module: torch.nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's direct parameters, and the expert biases of routers, which are buffers."""
+    """Yield a module's direct parameters, and a router's expert biases (a buffer)."""
     yield from module.named_parameters(path, recurse=False)
     bias = module._buffers.get("expert_bias")
     if bias is not None:
@@ -256,11 +256,11 @@ class StreamedLoad:
 
     def __init__(self, weights: ModelWeights, models: Sequence[torch.nn.Module], put: Put) -> None:
         self._weights, self._put = weights, put
-        self._held: dict[str, Tensor] = {}  # tensors of incomplete parameters
+        self._held: dict[str, Tensor] = {}  # received tensors of parameters that still lack one
         self._waiting = [(place, parameter, weights.names_at(place)) for place, _, parameter in parameters_of(models)]
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write the parameters completed by `tensors`, full ones by Hugging Face name; not kept afterwards."""
+        """Write the parameters that `tensors` complete, full tensors by name; the caller may reuse their memory."""
         available = self._held | dict(tensors)
         waiting = []
         for place, parameter, names in self._waiting:
@@ -280,7 +280,7 @@ class StreamedLoad:
         }
 
     def finish(self) -> None:
-        """Raise ValueError if a tensor has not arrived."""
+        """Raise ValueError if a parameter still lacks a tensor."""
         if self._waiting:
             _, _, names = self._waiting[0]
-            raise ValueError(f"weights did not arrive: {' and '.join(names)}, and {len(self._waiting) - 1} more")
+            raise ValueError(f"{len(self._waiting)} parameters lack weights, first {' and '.join(names)}")

@@ -1,4 +1,4 @@
-"""Sources of weights: the safetensors files of a model directory, read in slices, or tensors in memory."""
+"""Sources of weights: the safetensors files of a model directory (read in slices), and tensors in memory."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -13,7 +13,7 @@ from roll_opd.models.model_info import StoredTensor, read_model
 
 
 class FileSource:
-    """Weights of a model directory; a context manager that keeps files open."""
+    """Weights of a model directory; as a context manager it keeps the files open until exit."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -40,7 +40,7 @@ class FileSource:
         return self._tensor(name).shape
 
     def whole(self, name: str) -> Tensor:
-        """Return a tensor with its shape and dtype in the file."""
+        """Return a full tensor, with the shape and dtype that it has in the file."""
         tensor: Tensor = self._file_of(name).get_tensor(name)
         return tensor
 
@@ -50,7 +50,7 @@ class FileSource:
         return piece
 
     def _file_of(self, name: str) -> Any:
-        """Return the open file with a tensor."""
+        """Return the open file that contains a tensor."""
         file = self._tensor(name).file
         if file not in self._open:
             self._open[file] = self._files.enter_context(safe_open(file, framework="pt"))
@@ -58,7 +58,7 @@ class FileSource:
 
     def _tensor(self, name: str) -> StoredTensor:
         if name not in self._stored:
-            raise ValueError(f"{self}: has no {name}; use a complete model with its config.json")
+            raise ValueError(f"{self} has no tensor {name}; use a complete model with its config.json")
         return self._stored[name]
 
 

@@ -1,4 +1,4 @@
-"""Gather the parameters of a Megatron model: full tensors one by one, on rank 0 or on all ranks."""
+"""Gather the parameters of a Megatron model into full tensors, one by one, on rank 0 or on all ranks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from roll_opd.megatron.weights.tensor_slices import SliceSizes, TensorSlice
 class ParameterShard:
     """Description of a rank's part of a parameter.
 
-    `names` has the Hugging Face names; for an expert's parameter one entry per expert rank, else a single entry.
+    `names` has tuples of Hugging Face names: one tuple per expert rank for an expert's parameter, else a single tuple.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -34,8 +34,8 @@ Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # of full tensors, b
 def gather_to_rank_0(parameters: RankParameters, sizes: SliceSizes) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) of all ranks' shards on rank 0, nothing on other ranks. Collective.
 
-    Parameters are gathered one by one, in the order of pipeline stages: rank 0 holds about one tensor, or one per
-    expert rank. The ranks of a stage have parameters of the same shapes in the same order.
+    Parameters are gathered one by one, in the order of pipeline stages. Rank 0 therefore holds about one tensor at a
+    time, or one per expert rank. All ranks of a stage must list parameters of the same shapes in the same order.
     """
     for shard, parts in _gathered(parameters):
         if parts is not None:
@@ -45,7 +45,7 @@ def gather_to_rank_0(parameters: RankParameters, sizes: SliceSizes) -> Iterator[
 def gather_to_all_ranks(parameters: RankParameters, sizes: SliceSizes, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) on every rank, in the order of `gather_to_rank_0`. Collective.
 
-    `shapes` has dtype and shape of every tensor.
+    `shapes` has the dtype and shape of every tensor.
     """
     for shard, parts in _gathered(parameters):
         whole = dict(_join(shard, parts, sizes)) if parts is not None else {}
@@ -60,14 +60,14 @@ def gather_to_all_ranks(parameters: RankParameters, sizes: SliceSizes, shapes: S
 
 
 def _gathered(parameters: RankParameters) -> Iterator[tuple[ParameterShard, list[Tensor] | None]]:
-    """Yield each parameter's shard, with the parts of all ranks on rank 0 and None on the others."""
+    """Yield (shard, parts) for each parameter: on rank 0 the parts of all ranks, on other ranks None."""
     stage, group = parallel_state.get_pipeline_model_parallel_rank(), _pipeline_group()
     listed: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(listed, [shard for shard, _ in parameters], group=group)
     seen: set[str] = set()
     for owner, shards in enumerate(listed):
         for number, shard in enumerate(shards):
-            if shard.names[0][0] in seen:  # tied embeddings, on two stages
+            if shard.names[0][0] in seen:  # tied embeddings are on two stages
                 continue
             seen.add(shard.names[0][0])
             parts = _gather_parts(parameters[number][1], shard) if owner == stage else None
@@ -84,7 +84,7 @@ def _join(shard: ParameterShard, parts: list[Tensor], sizes: SliceSizes) -> Iter
 
 
 def tensor_rank(*, expert: bool = False) -> tuple[int, int]:
-    """Return rank and size of the tensor-parallel group, or with `expert` of the expert-tensor-parallel group."""
+    """Return (rank, size) in the tensor-parallel group; with `expert`, in the expert-tensor-parallel group."""
     if expert:
         group = parallel_state.get_expert_tensor_parallel_group()
         return dist.get_rank(group), dist.get_world_size(group)
@@ -92,7 +92,7 @@ def tensor_rank(*, expert: bool = False) -> tuple[int, int]:
 
 
 def peers_of_expert(expert: int, config: TransformerConfig) -> list[int]:
-    """Return the experts at the local position of `expert` on each expert rank."""
+    """Return, for each expert rank, the expert whose local index on that rank equals that of `expert`."""
     assert config.num_moe_experts
     ranks = config.expert_model_parallel_size
     each = config.num_moe_experts // ranks
@@ -108,7 +108,7 @@ def _is_first_in_stage() -> bool:
 
 
 def _gather_parts(part: Callable[[], Tensor], shard: ParameterShard) -> list[Tensor] | None:
-    """Gather a parameter's parts of all tensor and expert ranks on the first rank of the stage; None elsewhere.
+    """Gather a parameter's parts from all tensor and expert ranks on the stage's first rank; return None elsewhere.
 
     Collective over all ranks of a stage; data-parallel replicas do not take part.
     """
@@ -129,7 +129,7 @@ def _gather_parts(part: Callable[[], Tensor], shard: ParameterShard) -> list[Ten
 
 
 def _to_first_stage(parts: list[Tensor] | None, owner: int, shard: ParameterShard) -> list[Tensor] | None:
-    """Send a parameter's parts from stage `owner` to the first stage, which returns them; None on other stages."""
+    """Send a parameter's parts from stage `owner` to the first stage; return them there, None on other stages."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if stage == owner:
         assert parts is not None

@@ -1,6 +1,6 @@
-"""Slicing of Hugging Face tensors over tensor ranks: their order in a Megatron parameter, and the inverse.
+"""Slicing of Hugging Face tensors over tensor ranks: slices are arranged into a Megatron parameter, and joined back.
 
-Only this rank's part is read.
+Each rank reads only its part.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from roll_opd.models.families.family import Slicing
 
 
 class SliceSource(Protocol):
-    """Full tensors by Hugging Face name, which can be read in slices."""
+    """Full tensors by Hugging Face name; slices of a tensor can be read."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of tensor `name`."""
@@ -28,7 +28,7 @@ class SliceSource(Protocol):
 
 @dataclass(frozen=True)
 class SliceSizes:
-    """Sizes of a model for slicings."""
+    """Sizes of a model that the slicings need."""
 
     heads: int
     kv_heads: int
@@ -46,11 +46,11 @@ class TensorSlice(Protocol):
         ...
 
     def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: SliceSizes, dim: int = 0) -> Tensor:
-        """Join this rank's slices, one per name, to the parameter; `dim` is the dimension of the parameter's rows."""
+        """Join this rank's slices, one per name, into the parameter; `dim` is the dimension of the parameter's rows."""
         ...
 
     def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
-        """Read the parameter of tensor rank `rank` of `ranks`."""
+        """Read the parameter of tensor rank `rank` out of `ranks`."""
         ...
 
     def join(self, shards: Sequence[Tensor], sizes: SliceSizes) -> list[Tensor]:
@@ -59,7 +59,7 @@ class TensorSlice(Protocol):
 
 
 class _SingleTensor:
-    """Base of slicings of a parameter that corresponds to a single Hugging Face tensor."""
+    """Base of slicings in which a parameter corresponds to a single Hugging Face tensor."""
 
     def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: SliceSizes, dim: int = 0) -> Tensor:
         return shares[0]
@@ -110,7 +110,7 @@ class VocabRows(_SingleTensor):
 
 
 class GateUp:
-    """Gate and up matrices: each rank has its rows of the first, then its rows of the second."""
+    """Gate and up matrices: each rank has its rows of the gate matrix, then its rows of the up matrix."""
 
     dim = 0
 
@@ -127,7 +127,7 @@ class GateUp:
 
 @dataclass(frozen=True)
 class Transposed(_SingleTensor):
-    """The transpose of a tensor, split along `dim` of the parameter; a vector is only split."""
+    """The transpose of a tensor, split along `dim` of the parameter; a vector is split without transposing."""
 
     dim: int
 
@@ -140,7 +140,7 @@ class Transposed(_SingleTensor):
 
 
 class InterleavedGateUp(Transposed):
-    """Gate and up matrices in one transposed tensor whose columns alternate between both; also their bias."""
+    """Gate and up matrices in one transposed tensor, in alternating columns; also their biases."""
 
     def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
         both = super().read(source, names, rank, ranks, sizes)
@@ -151,7 +151,7 @@ class InterleavedGateUp(Transposed):
 
 
 class QKV:
-    """Queries, keys and values, grouped by key/value head (queries, key, value); heads are split over ranks."""
+    """Queries, keys and values, grouped by key/value head (its queries, key and value); heads are split over ranks."""
 
     dim = 0
 
@@ -170,16 +170,16 @@ class QKV:
 
 
 class _Parts:
-    """Base of slicings of one Hugging Face tensor that has the rows of several: `parts` gives their sizes."""
+    """Base of slicings in which one Hugging Face tensor fuses several parts; `parts` returns their numbers of rows."""
 
     dim = 0
 
     def parts(self, rows: int, sizes: SliceSizes) -> list[int]:
-        """Return the rows of each part; a subclass has them."""
+        """Return the number of rows of each part; defined by subclasses."""
         raise NotImplementedError(f"{type(self).__name__} has no method `parts`")
 
     def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: SliceSizes, dim: int = 0) -> Tensor:
-        raise ValueError("adapters (LoRA) of fused layers are not available")
+        raise ValueError("LoRA adapters are not supported for fused layers")
 
     def _shares(self, source: SliceSource, name: str, rank: int, ranks: int, sizes: SliceSizes) -> list[Tensor]:
         found, start = [], 0
@@ -204,7 +204,7 @@ class FusedGateUp(_Parts):
 
 
 class FusedQKV(_Parts):
-    """Queries, keys and values of all heads in one tensor, in this order."""
+    """One tensor with the queries of all heads, then their keys, then their values."""
 
     def parts(self, rows: int, sizes: SliceSizes) -> list[int]:
         each = rows // (sizes.heads + 2 * sizes.kv_heads)
