@@ -1,10 +1,12 @@
 """Save and load sharded training state (weights, optimizer, schedule, random state), also across layouts.
 
-The caller makes the directory, and turns it into a checkpoint by an atomic rename after every rank has finished.
+The caller creates the directory. After every rank has finished, it turns the directory into a checkpoint by an atomic
+rename.
 
-The state of Megatron's distributed optimizer is saved as pieces of full tensors. Megatron's layout-independent format
-(`fully_reshardable`) would gather the f32 state of all data-parallel ranks on every rank. A rank owns a contiguous
-range of each parameter's elements: the end of a row, full rows, and the start of a row.
+The state of Megatron's distributed optimizer is saved as pieces of full tensors, because Megatron's layout-independent
+format (`fully_reshardable`) would gather the f32 state of all data-parallel ranks on every rank. A rank owns a
+contiguous range of each parameter's elements. Such a range consists of up to three rectangular pieces: the end of a
+row, full rows, and the start of a row.
 """
 
 import random
@@ -44,8 +46,8 @@ from roll_opd.models.device_phases import Part
 class _Strategy(TorchDistSaveShardedStrategy):
     """Save strategy for Megatron's `torch_dist` format; `write` may be called in any thread of this process.
 
-    Megatron's strategy forks writer processes. Forking a process with threads (Ray's, gloo's, OpenMP's) can hang, and a
-    killed run would leave the writers behind.
+    Megatron's own strategy forks writer processes. Forking a process with threads (of Ray, gloo or OpenMP) can hang,
+    and if a run is killed, its writer processes continue to run.
     """
 
     write: Callable[[], Any]
@@ -69,10 +71,10 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 
 def save_state(learner: MegatronLearner, directory: Path, *, later: bool = False) -> Written:
-    """Save this rank's shards to the empty `directory`; return a callable for the files of all ranks. Collective.
+    """Save this rank's shards to the empty `directory`; return a callable that returns all ranks' files. Collective.
 
-    With `later`, only copy the state; the callable writes it, collectively, in any thread. If one rank cannot write,
-    every rank raises an error.
+    With `later`, the state is only copied to the host, and the callable writes it. The callable is collective and may
+    run in any thread. If one rank cannot write, every rank raises an error.
     """
     learner.memory.check("save its state", Part.WEIGHTS, Part.OPTIMIZER)
     learner.wait_for_weights()
@@ -109,7 +111,7 @@ def load_state(learner: MegatronLearner, directory: Path) -> None:
     for group, own in zip(learner.optimizer.param_groups, settings, strict=True):
         group |= own
     for each in _optimizers(learner):
-        # Megatron loads one step tensor for all parameters, which AdamW would advance once per parameter
+        # after loading, all parameters share one step tensor: AdamW would advance it once per parameter
         fused = each.optimizer.param_groups[0].get(
             "fused"
         )  # fused AdamW counts on the device, other variants on the host
@@ -128,7 +130,7 @@ def _optimizers(learner: MegatronLearner) -> list[MegatronOptimizer]:
 
 
 def _settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group, without parameters and step count."""
+    """Return the settings of each parameter group; parameters and step count are left out."""
     return [{k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups]
 
 
@@ -158,7 +160,7 @@ def _state(learner: MegatronLearner, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _for_optimizers(state: dict[Any, Any], optimizers: int) -> dict[Any, Any]:
-    """Convert the loaded state to `optimizers` optimizers; all get the same non-tensor state (steps, rates)."""
+    """Convert the loaded state to the state of `optimizers` optimizers; non-tensor state (steps, rates) goes to all."""
     numbers = [key for key in state if isinstance(key, int)]
     if optimizers == 1 and numbers:
         return {**state[0], **{key: value for key, value in state.items() if key not in numbers}}
@@ -173,14 +175,14 @@ def _allocate_optimizer_state(optimizer: Any) -> None:
     inner = optimizer.optimizer
     rates = [group["lr"] for group in inner.param_groups]
     for group in inner.param_groups:
-        group["lr"] = 0.0  # changes no weight, not even by decay
+        group["lr"] = 0.0  # the step below then changes no weight, not even by decay
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     inner.step()
     inner.zero_grad()
     for group, rate in zip(inner.param_groups, rates, strict=True):
         group["lr"] = rate
-        if "step" in group:  # of Transformer Engine's Adam; torch's counts with the moments
+        if "step" in group:  # Transformer Engine's Adam counts here, torch's AdamW next to the moments
             group["step"] = 0
     for moments in inner.state.values():
         if "step" in moments:
@@ -192,7 +194,7 @@ def _chunk_key(index: int) -> str:
 
 
 def _random_state() -> dict[str, Any]:
-    # of rank 0: without dropout training draws no random numbers, and sampling is seeded per request
+    # rank 0's state for all: without dropout training draws no random numbers, and sampling is seeded per request
     state = [{"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}]
     dist.broadcast_object_list(state, src=0)
     return state[0]
@@ -208,7 +210,7 @@ _PREFIX = "optimizer.state"  # of names in a checkpoint, as in Megatron's
 
 
 def optimizer_pieces(optimizer: DistributedOptimizer, model: Any) -> dict[str, ShardedTensor]:
-    """Return this rank's f32 weights and moments as sharded tensors; they are views, saved and loaded in place.
+    """Return this rank's f32 weights and moments as sharded tensors. These are views, so that loading writes in place.
 
     `model` is Megatron's `sharded_state_dict` of the parameters.
     """
@@ -238,12 +240,12 @@ def _owned_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Parameter, 
 
 
 def _shards(described: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Return views of the tensors in a parameter: usually one, but gate and up separately for an MLP."""
+    """Return views of the tensors that a parameter contains: usually one; for an MLP's first layer, gate and up."""
     return [described] if isinstance(described, ShardedTensor) else list(nested_values(described.build()))
 
 
 def _rectangles(values: Tensor, begin: int, shard: ShardedTensor, key: str) -> Iterator[ShardedTensor]:
-    """Yield `values`, the elements of a shard from index `begin`, as rectangular pieces of the tensor `key`."""
+    """Split `values`, elements of a shard from index `begin` on, into rectangular pieces of the tensor `key`."""
     dimensions = len(shard.local_shape)
     if dimensions > 2:
         raise ValueError(f"{shard.key}: optimizer state of {dimensions} dimensions is not supported; expected 1 or 2")

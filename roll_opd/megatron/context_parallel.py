@@ -1,8 +1,8 @@
 """Context parallelism: splitting a pack's tokens over ranks, and gathering per-token results.
 
-Each sequence is split into 2·C equal chunks; rank r of C has chunks r and 2·C - 1 - r ("zigzag"), which balances causal
-attention. A scored token is predicted on the rank that holds the hidden state before it, which may differ from the rank
-that holds the token.
+Each sequence is split into 2·C equal chunks. Rank r of C has chunks r and 2·C - 1 - r ("zigzag"), because this balances
+the work of causal attention. A scored token is predicted on the rank that holds the hidden state before it, which may
+differ from the rank that holds the token.
 
 Legend: C context ranks, N packed tokens of all ranks, M scored tokens, m of them predicted by this rank.
 """
@@ -35,7 +35,7 @@ ALONE = ContextRank()
 
 
 def zigzag(lengths: Sequence[int], ranks: int) -> np.ndarray:
-    """Return the position of each token, int64 [N], in the concatenation of all ranks' tokens.
+    """Return each token's position, int64 [N], in the concatenation of the tokens of all ranks.
 
     The sequence `lengths` are multiples of 2·ranks, so that all ranks have the same number of tokens.
     """
@@ -67,14 +67,14 @@ class TokenOwners:
         return replace(self, owner_M=self.owner_M[rows_R])
 
     def mine_among(self, rows_R: Tensor) -> Tensor:
-        """Return, for this rank's tokens in `rows_R`, their indices among its m tokens, in order."""
+        """Return the index among this rank's m tokens of each token in `rows_R` that belongs to this rank, in order."""
         number_M = self.mine_M.cumsum(0) - 1
         return number_M[rows_R[self.mine_M[rows_R]]]
 
     def whole(self, values_m: Tensor) -> Tensor:
         """Gather the values of all ranks on every rank as [M, ...], in token order. Collective.
 
-        All ranks do the same computation on the result, so each rank has the complete gradient of its values.
+        All ranks compute the same loss from the result, so each rank has the complete gradient of its own values.
         """
         gathered: Tensor = _Gather.apply(values_m, self)
         return gathered

@@ -1,8 +1,8 @@
 """A port of megatron-core to CPU and gloo.
 
-megatron-core calls CUDA even where any device would work. `install_cpu_port` redirects these calls in this process
-permanently. Call it only in processes that run nothing but Megatron: a Hugging Face model built in a patched process
-gets corrupt buffers.
+megatron-core calls CUDA even for operations that any device could run. `install_cpu_port` permanently redirects these
+calls in this process. Call it only in processes that run nothing but Megatron: a Hugging Face model that is built after
+this call has corrupt buffers.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ def _gather_unequal(
     sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """Gather pieces of unequal length by padding them to equal length, because gloo needs equal lengths."""
+    """Gather pieces of unequal length, padded to equal length because gloo requires it."""
     if sizes is None or group.size() == 1:
         return original(piece, group, sizes, use_global_buffer)
     if not any(sizes):
@@ -82,7 +82,7 @@ def _reduce_scatter_unequal(
     sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """Reduce-scatter pieces of unequal length: all-reduce, and return this rank's piece."""
+    """Reduce-scatter pieces of unequal length: all-reduce everything, then return this rank's piece."""
     if sizes is None or group.size() == 1:
         return original(whole, group, sizes, use_global_buffer)
     summed = whole.clone()
@@ -139,7 +139,7 @@ def install_cpu_port() -> None:
     exchange = token_dispatcher.all_to_all
     token_dispatcher.all_to_all = lambda group, tokens, *sizes: exchange(group, tokens, *map(_listed, sizes))
 
-    # both devices share one random state, so the warning that the CPU's changed with the GPU's is expected
+    # "CUDA" calls use the CPU's random state; Megatron's warning that the CPU's state changed is therefore expected
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
@@ -148,7 +148,7 @@ def install_cpu_port() -> None:
 class _SharedThreadGloo(dist.ProcessGroupGloo):
     """gloo process group that shares the connection thread of this process's first group."""
 
-    devices: ClassVar[list[Any]] = []  # of the first group; kept until the process exits
+    devices: ClassVar[list[Any]] = []  # devices of the first group; kept until the process exits
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
         options: Any
@@ -165,7 +165,7 @@ class _SharedThreadGloo(dist.ProcessGroupGloo):
 
 
 def _yield_to_workers() -> None:
-    """Lower the priority of gloo's connection thread, which spins while a worker thread holds a lock."""
+    """Lower the priority of gloo's connection thread, because it spins while a worker thread holds a lock."""
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # the thread may have ended
             if Path(f"/proc/self/task/{thread}/comm").read_text().strip() == "gloo_tcp_loop":
@@ -174,9 +174,10 @@ def _yield_to_workers() -> None:
 
 @contextlib.contextmanager
 def shared_groups() -> Iterator[None]:
-    """Create one process group per set of ranks inside the `with` block, instead of about thirty in Megatron.
+    """Inside the `with` block, create only one process group per set of ranks; Megatron would create about thirty.
 
-    Each gloo group has a thread that wakes up a hundred times per second; the groups of a process share one here.
+    Each gloo group normally has a thread that wakes up a hundred times per second; here all groups of a process share
+    one.
     """
     create, made = parallel_state.create_group, {}
 

@@ -1,4 +1,4 @@
-"""Critic: a Megatron model with a value head that predicts the state's value before each token; and its training.
+"""Critic: a Megatron model whose value head predicts, before each token, the value of the state; and its training.
 
 Legend: N packed tokens, M scored tokens, E hidden size.
 """
@@ -30,8 +30,8 @@ from roll_opd.samples.sharding import TrainResult
 class ValueHead(torch.nn.Module):
     """Linear layer with one output, computed in f32; all tensor ranks have a copy.
 
-    Its weight starts at 0, so all initial values are 0. It has the model's dtype, since megatron-core 0.16.1 cannot
-    save a distributed optimizer over two dtypes; its master weight is f32.
+    Its weight is initialised to 0, so all initial values are 0. The weight has the model's dtype, because megatron-core
+    0.16.1 cannot save a distributed optimizer over two dtypes; the optimizer's master weight is f32.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -45,7 +45,7 @@ class ValueHead(torch.nn.Module):
 
 
 class TokenValueModel(PackedModel):
-    """GPT model with a value head; `value_head` is added to the last stage after the other weights are loaded."""
+    """GPT model with a value head. `value_head` is added to the last stage after the other weights are loaded."""
 
     value_head: ValueHead
 
@@ -55,7 +55,7 @@ class TokenValueModel(PackedModel):
             del self.output_layer
 
     def forward(self, batch: PackedBatch, temperature: float) -> Tensor:  # type: ignore[override]
-        """Return values of the states before scored tokens, f32 [M], on the last pipeline stage; else hidden states.
+        """Return the values of the states before scored tokens, f32 [M]; before the last stage, hidden states.
 
         `temperature` has no effect.
         """
@@ -63,7 +63,7 @@ class TokenValueModel(PackedModel):
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
-            # every rank computes the same from the full sequence, so its slice of the gradient is complete
+            # every rank computes the same values from the full sequence, so its slice of the gradient is complete
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         values_m = self.value_head(self.before(hidden, batch))
         return values_m if batch.owners is None else batch.owners.whole(values_m)
@@ -90,7 +90,7 @@ class MegatronCritic(MegatronLearner):
     def values(
         self, sequences: Sequence[tuple[np.ndarray, int]], assigned: list[list[int]] | None = None
     ) -> dict[int, np.ndarray] | None:
-        """Return values of the states before all tokens after the prompt: entry t is for the state before token P+t.
+        """Return the value of the state before each token after the prompt: entry t is for the state before token P+t.
 
         Arguments and result as in `compute_logprobs`.
         """
@@ -106,9 +106,9 @@ class MegatronCritic(MegatronLearner):
     ) -> TrainResult:
         """Make one optimizer update from a mini-batch with the columns of `objective.columns.value_columns`.
 
-        `sums` of the result has `weighted_loss` (its sum over all ranks is the loss), and over this rank's action
-        tokens: `tokens`, `values`, `squared_error` and `clipped` (tokens whose clipped error is larger). With
-        `assigned`, `samples` are only this data-parallel rank's shard: see `samples.sharding`.
+        `sums` of the result has `weighted_loss`, whose sum over all ranks is the loss. It also has sums over this
+        rank's action tokens: `tokens`, `values`, `squared_error` and `clipped` (tokens whose clipped error is the
+        larger one). With `assigned`, `samples` are only this data-parallel rank's shard (see `samples.sharding`).
         """
         loss = partial(_loss, clip=self.plan.value_clip)
         done = self._update(samples, loss, 1.0, assigned=assigned)
@@ -116,7 +116,7 @@ class MegatronCritic(MegatronLearner):
 
 
 def save_critic_hf(critic: MegatronCritic, directory: Path, *, later: bool = False) -> Written:
-    """Save a Hugging Face directory like `save_hf`, as a sequence classification model with one label."""
+    """Save a Hugging Face model directory like `save_hf`: a sequence classification model with one label."""
     return save_hf(critic, directory, later=later, amended=_classifier_config)
 
 
@@ -126,7 +126,7 @@ def _classifier_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_head(head: ValueHead, path: Path) -> None:
-    """Load the value head if the model has one: a reward model or a saved critic."""
+    """Load the value head if the model has one, as reward models and saved critics do."""
     with FileSource(path) as files:
         if VALUE_HEAD not in files.names:
             return

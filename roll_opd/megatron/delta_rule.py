@@ -1,11 +1,12 @@
 """Gated delta rule and causal convolution over packed sequences, with gradients (Gated DeltaNet, arXiv 2412.06464).
 
-The state S [K, W] of a head starts at zero in each sequence. For each token, with decay a = exp(log_decay):
+At the start of each sequence, the state S [K, W] of a head is zero. Each token updates it, with decay a =
+exp(log_decay):
 
     S <- a S;    S <- S + beta k (v - k S)^T;    output = q S / √K,   with |q| = |k| = 1
 
-Tokens are computed in chunks (section 3.3 of the paper): within a chunk one triangular system gives the updates of all
-tokens, and only the states between chunks are sequential. All of it is in f32.
+Tokens are computed in chunks (section 3.3 of the paper): solving one triangular system gives the updates of all tokens
+of a chunk, so that only the states between chunks are computed sequentially. All computation is in f32.
 
 Legend: X tokens of the concatenated sequences, B rows, L tokens of a row, J chunks of C tokens, G key heads, R value
 heads per key head, K width of queries and keys, W width of values, Y channels.
@@ -32,7 +33,7 @@ NORM_EPSILON = 1e-6  # of the L2 norm of queries and keys
 
 @dataclass(frozen=True)
 class SequenceRows:
-    """Sequences as rows of padded blocks; a block has tokens, their cells in it, and a shape (rows, tokens)."""
+    """Sequences as rows of padded blocks; a block is (tokens, their cells in the block, shape (rows, tokens))."""
 
     positions_X: Tensor  # int64, of tokens in their sequences
     bounds: Tensor  # int64, B + 1
@@ -40,7 +41,7 @@ class SequenceRows:
 
 
 def sequence_rows(bounds: Sequence[int], device: torch.device) -> SequenceRows:
-    """Return the rows of the sequences between `bounds`; sequences of similar length are in one block."""
+    """Return the sequences between `bounds` as rows; a block has sequences of similar length."""
     ranges = [torch.arange(start, end) for start, end in itertools.pairwise(bounds)]
     filled, blocks = [tokens for tokens in ranges if len(tokens)], []
     for block in blocks_of_similar_size([(len(tokens),) for tokens in filled], MAX_PADDING):
@@ -62,8 +63,9 @@ def gated_delta_rule(
 ) -> Tensor:
     """Return the outputs [X, G, R, W], in the dtype of the values.
 
-    Queries and keys are normalised here; `log_decay` and `beta` are f32. On a GPU in half precision, FLA's kernel is
-    used if installed. Otherwise the backward pass repeats each block's forward pass, so that chunks are not stored.
+    Queries and keys are normalised here; `log_decay` and `beta` are f32. For half precision on a GPU, the kernel of
+    flash-linear-attention is used if it is installed. Otherwise the backward pass recomputes each block's forward pass,
+    so that chunks are not stored.
     """
     given = (query_XGK, key_XGK, value_XGRW, log_decay_XGR, beta_XGR)
     if value_XGRW.is_cuda and value_XGRW.dtype is not torch.float32 and (kernel := _fla_kernel()):
@@ -80,7 +82,7 @@ def gated_delta_rule(
 
 
 def _rows(places_A: Tensor, cells_A: Tensor, shape: tuple[int, int], *given_X: Tensor) -> Tensor:
-    """Return the outputs [A, G, R, W] of the tokens `places_A`, which fill the cells `cells_A` of a block."""
+    """Return the outputs [A, G, R, W] of the tokens `places_A`, computed in the cells `cells_A` of a block."""
     padded = []
     for tensor in given_X:
         flat = tensor.new_zeros(shape[0] * shape[1], *tensor.shape[1:])
@@ -92,15 +94,15 @@ def _rows(places_A: Tensor, cells_A: Tensor, shape: tuple[int, int], *given_X: T
 def chunked_delta_rule(
     query_BLGK: Tensor, key_BLGK: Tensor, value_BLGRW: Tensor, log_decay_BLGR: Tensor, beta_BLGR: Tensor
 ) -> Tensor:
-    """Return the outputs f32 [B, L, G, R, W] of rows that start with an empty state.
+    """Return the outputs, f32 [B, L, G, R, W], of rows that start with a zero state.
 
-    Zeros at the end of a row as padding do not change the outputs before them.
+    Padding with zeros at the end of a row does not change the outputs before the padding.
     """
     length = query_BLGK.size(1)
     chunk = min(CHUNK, -(-length // SMALLEST_CHUNK) * SMALLEST_CHUNK)
 
     def chunked(tensor: Tensor) -> Tensor:
-        """Return [B, G, ..., J, C, width] of [B, L, G, ..., width], in f32."""
+        """Reshape [B, L, G, ..., width] to chunks, f32 [B, G, ..., J, C, width]."""
         pad = -length % chunk
         padded = F.pad(tensor.float(), (0, 0) * (tensor.dim() - 2) + (0, pad))
         return padded.unflatten(1, (-1, chunk)).movedim((1, 2), (-3, -2))
@@ -114,7 +116,8 @@ def chunked_delta_rule(
     scores = query @ key.mT * between
     system = beta * (key @ key.mT) * between
     both = torch.cat([beta * value, beta * total.exp() * key], -1)
-    # the diagonal of the system is taken as one: these are the updates of an empty state, and what the state takes off
+    # solved with a unit diagonal: the updates for a zero state, and the matrix whose product with the state reduces
+    # them
     both = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
     update, removed = both.split([value.size(-1), key.size(-1)], -1)
     read, kept = query * total.exp(), key * (total[..., -1:, :] - total).exp()
@@ -134,10 +137,10 @@ def normalised(tensor: Tensor) -> Tensor:
 
 
 def causal_convolution(input_XY: Tensor, weight_YC: Tensor, positions_X: Tensor) -> Tensor:
-    """Return SiLU of the depthwise causal convolution, [X, Y] in the dtype of the input.
+    """Return the depthwise causal convolution followed by SiLU, [X, Y], in the dtype of the input.
 
-    `weight_YC` has C taps, the last one for the token itself; `positions_X`, int64, are the positions of the tokens in
-    their sequences, so that no tap reads another sequence.
+    `weight_YC` has C taps, the last one for the token itself. `positions_X`, int64, has each token's position in its
+    sequence, so that no tap reads the previous sequence.
     """
     taps, input_f32 = weight_YC.size(1), input_XY.float()
     total = input_f32 * weight_YC[:, -1].float()
@@ -167,7 +170,7 @@ def _fused(
     beta_XGR: Tensor,
     bounds: Tensor,
 ) -> Tensor:
-    """Return the outputs of FLA's kernel, which needs as many query and key heads as value heads."""
+    """Return the outputs of the flash-linear-attention kernel, which needs equally many query, key and value heads."""
     query, key = (x.repeat_interleave(value_XGRW.size(2), 1)[None] for x in (query_XGK, key_XGK))
     out_1XHW, _ = kernel(
         query,

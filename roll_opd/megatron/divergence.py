@@ -1,8 +1,8 @@
 """Vocabulary-parallel divergence and entropy over the whole vocabulary, from hidden states.
 
-Both are sums over columns of a function f of the student's log-prob (and the teacher's). With g = ∂f/∂log-prob,
-the gradient of the logits is g - p Σg: forward keeps Σg and the log-normalisers, a few numbers per token, and backward
-recomputes the columns.
+Both are sums over columns of a function f of the student's log-prob (and, for the divergence, the teacher's). With g =
+∂f/∂log-prob, the gradient of the logits is g - p Σg. Forward therefore keeps only Σg and the log-normalisers, a few
+numbers per token, and backward recomputes the columns.
 
 Legend: M scored tokens, C of them in a chunk, E and F hidden sizes of student and teacher, V vocabulary columns on this
 rank.
@@ -17,19 +17,19 @@ from torch import Tensor
 from roll_opd.algorithms.divergences import ENTROPY, ColumnSum
 from roll_opd.megatron.vocabulary import Columns, VocabShard, backward_through_logits, raw_logits, tempered
 
-BLOCK_COLUMNS = 4096  # columns per evaluation of the measure in forward: bounds its temporaries
+BLOCK_COLUMNS = 4096  # forward evaluates the measure on this many columns at a time, to bound its temporaries
 
 
 def vocab_parallel_divergence(
     hidden_ME: Tensor, vocab: VocabShard, teacher_hidden_MF: Tensor, teacher_weight_VF: Tensor, measure: ColumnSum
 ) -> Tensor:
-    """Return the divergence of student and teacher over the vocabulary, f32 [M]; only the student gets a gradient.
+    """Return the divergence of student and teacher over the vocabulary, f32 [M], with a gradient only for the student.
 
     Args:
         hidden_ME: the student's hidden states; see `logprobs.vocab_parallel_logprobs` for their gradient.
         vocab: the student's output embedding. Its `temperature` and `vocab_size` hold for both models: each
             distribution is normalised over the first `vocab_size` columns.
-        teacher_hidden_MF: the teacher's hidden states, equal on all ranks of the group.
+        teacher_hidden_MF: the teacher's hidden states; all ranks of the group pass the same states.
         teacher_weight_VF: the teacher's output embedding for the same V columns; see `shard_of_head`.
         measure: the divergence.
     """
@@ -53,7 +53,7 @@ def shard_of_head(head_WF: Tensor, *, first: int, columns: int) -> Tensor:
 
 
 class _VocabParallelSum(torch.autograd.Function):
-    """Σ over columns of `measure`, a function of student and teacher log-probs, or of the student's only."""
+    """Σ over columns of `measure`, a function of the student's log-prob and, with a teacher, also of the teacher's."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
-"""Megatron engine of one rank: build a model in a layout, and compute token log-probs and distillation targets.
+"""Megatron engine of one rank: builds a model in a layout, and computes token log-probs and distillation targets.
 
 The engine runs under plain `torchrun` or in a Ray worker. Every method is collective: all ranks of the role call it.
-They pass the same arguments, or each data-parallel rank passes its shard, which is `assigned` to micro-batches (see
-`samples.sharding`).
+Either all ranks pass the same arguments, or each data-parallel rank passes its own shard with the micro-batches in
+`assigned` (see `samples.sharding`).
 """
 
 import math
@@ -40,7 +40,7 @@ class TargetRequest:
     """Values that a distillation objective needs in addition to log-probs."""
 
     topk: int | None = None  # number of most likely tokens
-    ids: Sequence[np.ndarray] | None = None  # tokens to score, integer [T-P, K] for each sequence, instead of a top-k
+    ids: Sequence[np.ndarray] | None = None  # tokens to score in place of a top-k, integer [T-P, K] for each sequence
     hidden: bool = False  # final hidden states
     plain: bool = False  # log-probs of the top-k at temperature 1
     vocab_size: int | None = None  # `topk` and `ids` are over the first `vocab_size` tokens; None: over all
@@ -68,10 +68,10 @@ class MegatronEngine:
     chunks: Sequence[torch.nn.Module]
 
     def __init__(self, plan: MegatronPlan, *, seed: int, deterministic: bool = True) -> None:
-        """Initialise the process group and load the weights; raises ValueError for an unsupported model or layout.
+        """Initialise the process group and load the weights. Raises ValueError for an unsupported model or layout.
 
-        With `deterministic`, results are bit-equal between runs, and in f32 between layouts without context parallelism
-        (see `deterministic_ops`). Otherwise computation is faster, and layouts differ by rounding.
+        With `deterministic`, two runs give the same bits; in f32, so do two layouts without context parallelism (see
+        `deterministic_ops`). Without it, computation is faster, and results differ between layouts by rounding.
         """
         self.plan, self._exact = plan, deterministic
         if not self.trainable:  # inference engines may read a trainable model's weights through IPC handles
@@ -79,14 +79,14 @@ class MegatronEngine:
         self.device = parallel.initialize(plan.layout, seed, deterministic)
         built = self._build(seed)
         self.chunks, self.weights, self.adapters = built.chunks, built.weights, built.adapters
-        # ranks exchange tokens of experts in every micro-batch, so all need the same number of micro-batches
+        # expert ranks exchange tokens in every micro-batch, so all ranks need the same number of micro-batches
         self._needs_equal_micro_batches = bool(self.weights.config.num_moe_experts)
         self._context = parallel.context_rank()
-        # shared prefixes change the order of sums, and so the last bits; and with context parallelism Transformer
-        # Engine finds the pieces of a sequence by its length
+        # Sharing prefixes changes the order of sums and so the last bits. With context parallelism, Transformer Engine
+        # locates a sequence's pieces by its length, so prefixes cannot be shared.
         can_share = self._context.ranks == 1 or not uses_transformer_engine(self.weights.config.params_dtype)
         self.share_prefixes = not deterministic and can_share
-        # equal slices for sequence parallelism, and full vectors for `deterministic_ops`
+        # a multiple of tp gives equal slices for sequence parallelism; of VECTOR, full vectors for `deterministic_ops`
         self._pack_multiple = math.lcm(plan.layout.tp, VECTOR)
         # callback before each micro-batch and after the last: (number started, total)
         self.on_micro_batch: Callable[[int, int], None] = lambda started, total: None
@@ -102,12 +102,12 @@ class MegatronEngine:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this is the last pipeline stage, the only one that reads columns."""
+        """Whether this is the last pipeline stage; only that stage reads columns."""
         return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
     @property
     def packing(self) -> Packing:
-        """Rules for the distribution of sequences over data-parallel ranks and micro-batches."""
+        """Rules by which sequences are distributed over data-parallel ranks and micro-batches."""
         return Packing(
             parallel_state.get_data_parallel_world_size(),
             # required by the interleaved schedule
@@ -149,11 +149,11 @@ class MegatronEngine:
         routes: Sequence[np.ndarray | None] | None = None,
         assigned: list[list[int]] | None = None,
     ) -> TokenValues | None:
-        """Return log-probs and the requested targets from one forward pass; arguments as `compute_logprobs`.
+        """Return log-probs and the requested targets from one forward pass; takes the arguments of `compute_logprobs`.
 
-        The result of each sequence is a dict: `logprobs` f32 [T-P]; for `topk` or `ids` also `topk_ids` int32 [T-P, K],
-        `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the log-prob of all other tokens together; for `plain`
-        also `plain_logprobs` f32 [T-P, K]; for `hidden` also `hidden` [T-P, E] (see `samples.transport`).
+        The result of each sequence is a dict with `logprobs`, f32 [T-P]. `topk` or `ids` add `topk_ids` int32 [T-P, K],
+        `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the log-prob of all other tokens together. `plain` adds
+        `plain_logprobs` f32 [T-P, K]. `hidden` adds `hidden` [T-P, E] (see `samples.transport`).
         """
         columns: Sequence[Mapping[str, np.ndarray]] = [{}] * len(sequences)
         if request.ids is not None:
@@ -185,9 +185,9 @@ class MegatronEngine:
         read: Reader,
         assigned: list[list[int]] | None = None,
     ) -> TokenValues | None:
-        """Run forward passes without gradients; return the values of `read` for each sample of this replica's shard.
+        """Run forward passes without gradients; return the values that `read` returns for this replica's samples.
 
-        None on ranks that do not return results.
+        Returns None on ranks that do not return results.
         """
         if assigned is None:
             assigned = self._assigned(samples, self.plan.forward_limits)
@@ -220,11 +220,10 @@ class MegatronEngine:
         finish: Callable[[Any, PackedBatch], Any],
         forward_only: bool,
     ) -> list[Any]:
-        """Run Megatron's schedule over this rank's micro-batches, `assigned` as indices of `samples`.
+        """Run Megatron's schedule over this rank's micro-batches; `assigned` has the indices of their samples.
 
-        `finish` is called with the model's output and the batch on the last pipeline stage. The result has one entry
-        per micro-batch on that stage: the value of `finish` if `forward_only`, else the report of the loss function
-        `finish`.
+        On the last pipeline stage, `finish` is called with the model's output and the batch, and the result has one
+        entry per micro-batch: the value of `finish` if `forward_only`, else the report of the loss function `finish`.
         """
         self.memory.check("compute", Part.WEIGHTS)
         if not assigned:
@@ -271,7 +270,7 @@ class MegatronEngine:
         return outputs
 
     def offload(self, parts: Iterable[Part], phase: Phase) -> None:
-        """Release device memory during a phase, for other roles; see `DeviceMemory.offload`. Collective."""
+        """Free device memory for other roles during a phase; see `DeviceMemory.offload`. Collective."""
         if Part.WEIGHTS in parts:
             self.wait_for_weights()
         self.memory.offload(parts, phase)
@@ -281,18 +280,18 @@ class MegatronEngine:
         return {Part.WEIGHTS: [parameter for chunk in self.chunks for parameter in chunk.parameters()]}
 
     def wait_for_weights(self) -> None:
-        """Wait for pending weight updates before weights are read. Collective."""
+        """Wait for pending weight updates; called before weights are read. Collective."""
 
     def _before_run(self, packed: Sequence[PackedBatch]) -> None:
-        """Hook before the micro-batches are run. Collective."""
+        """Hook that runs before the micro-batches. Collective."""
 
     def _after_run(self, packed: Sequence[PackedBatch]) -> None:
-        """Hook after the micro-batches were run. Collective."""
+        """Hook that runs after the micro-batches. Collective."""
 
     def _with_columns(
         self, packed: Sequence[PackedBatch], samples: Sequence[Sample], assigned: Sequence[Sequence[int]]
     ) -> Iterator[PackedBatch]:
-        """Yield micro-batches with columns on the device: the hidden states of all micro-batches may not fit there."""
+        """Yield micro-batches, each with its columns moved to the device; the columns of all at a time may not fit."""
         for batch, numbers in zip(packed, assigned, strict=True):
             yield replace(batch, columns=columns_of([samples[n] for n in numbers], samples[0], self.device))
 

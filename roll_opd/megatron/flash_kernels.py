@@ -1,4 +1,4 @@
-"""Flash attention over packs on GPUs, by torch's or a flash-attn kernel, chosen by the environment variable `VARIABLE`.
+"""Flash attention over packs on GPUs; the environment variable `VARIABLE` chooses torch's or a flash-attn kernel.
 
 Legend: N packed tokens, X tokens of the expanded sequences (see `PackedSequences`), H local query heads, G local
 key/value heads, D head width.
@@ -26,14 +26,14 @@ WIDTH_MULTIPLE = 8  # of a head, for all kernels
 class FlashKernel:
     """Package of a kernel, and the tensors that the kernel supports."""
 
-    module: str | None  # with `flash_attn_varlen_func`; None: torch
+    module: str | None  # module that has `flash_attn_varlen_func`; None: torch
     package: str  # for messages
     majors: range  # of the compute capability
     max_width: int  # of a head
 
 
-# sources: torch 2.11 to 2.13; flash-attn 2.8's flash_attn_interface.py, hopper/flash_attn_interface.py and
-# flash_attn/cute/interface.py, whose wider heads are limited to some architectures
+# sources: torch 2.11 to 2.13; flash_attn_interface.py, hopper/flash_attn_interface.py and flash_attn/cute/interface.py
+# of flash-attn 2.8 (the last supports wider heads only on some architectures)
 KERNELS = {
     "torch": FlashKernel(None, "torch", range(8, 100), 256),
     "flash2": FlashKernel("flash_attn", "flash-attn", range(8, 100), 256),
@@ -43,10 +43,10 @@ KERNELS = {
 
 
 def chosen_kernel() -> FlashKernel:
-    """Return the kernel of this process; ValueError for an unknown name in `VARIABLE`."""
+    """Return the kernel of this process; raises ValueError for an unknown name in `VARIABLE`."""
     name = os.environ.get(VARIABLE) or DEFAULT
     if name not in KERNELS:
-        raise ValueError(f"{VARIABLE}={name} is not a kernel; use one of {', '.join(KERNELS)}")
+        raise ValueError(f"{VARIABLE}={name} is not a known kernel; use one of {', '.join(KERNELS)}")
     return KERNELS[name]
 
 
@@ -68,7 +68,7 @@ def check_kernel(capability: tuple[int, int]) -> None:
 
 
 def uses_flash_attention(query_NHD: Tensor, value_NGD: Tensor, pack: PackedSequences) -> bool:
-    """Whether a flash attention kernel supports these tensors; kernels need complete sequences on this rank."""
+    """Whether a flash attention kernel supports these tensors; all kernels need complete sequences on this rank."""
     width = query_NHD.size(-1)
     return (
         query_NHD.is_cuda
@@ -82,7 +82,7 @@ def uses_flash_attention(query_NHD: Tensor, value_NGD: Tensor, pack: PackedSeque
 
 
 def _kernel_for(width: int) -> FlashKernel:
-    """Return the chosen kernel, or torch's for heads that are too wide for it."""
+    """Return the chosen kernel, or torch's kernel if the heads are too wide for the chosen one."""
     kernel = chosen_kernel()
     return kernel if width <= kernel.max_width else KERNELS[DEFAULT]
 
@@ -98,9 +98,9 @@ def flash_attention(
 ) -> Tensor:
     """Return the attention output [N, H, D], with a gradient; nothing is padded or scattered.
 
-    Queries are each sequence's unshared tokens, contiguous in the pack; keys are gathered only for shared prefixes. All
-    kernels align the causal mask at the ends of queries and keys. With a `window`, a query sees that many keys, its own
-    key included; such layers use torch's kernel.
+    The queries of a sequence are its unshared tokens, which are contiguous in the pack. Keys are gathered only if there
+    are shared prefixes. All kernels align the last query with the last key in the causal mask. With a `window`, a query
+    sees that many keys, including its own key; layers with a window use torch's kernel.
     """
     own, whole = pack.own, pack.whole
     assert own is not None and whole is not None
@@ -122,7 +122,7 @@ def _torch_kernel(
     scale: float,
     window: int = 0,
 ) -> Tensor:
-    """Return [N, H, D]; `own` has the segments of queries, `whole` of keys, aligned at their ends.
+    """Return [N, H, D]; `own` has the segments of the queries, `whole` those of the keys; their ends are aligned.
 
     `torch.nn.attention.varlen` calls the same operator.
     """

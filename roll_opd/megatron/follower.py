@@ -1,6 +1,6 @@
-"""Engine of a self-distillation teacher: an exponential moving average (EMA) or a copy of the student's weights.
+"""Engine of a self-distillation teacher: its weights are an exponential moving average (EMA) or copy of the student's.
 
-The average is kept in f32 for every model dtype, and computed elementwise, so that its bits do not depend on the
+The average is kept in f32 for every model dtype. It is computed elementwise, so that its bits do not depend on the
 layout.
 """
 
@@ -21,7 +21,7 @@ from roll_opd.models.device_phases import Part
 
 
 class MegatronFollower(MegatronEngine):
-    """Teacher model, without optimizer, whose weights are an EMA or a copy of the student's weights."""
+    """Teacher model without an optimizer; its weights are an EMA or a copy of the student's weights."""
 
     plan: FollowingPlan
 
@@ -29,16 +29,17 @@ class MegatronFollower(MegatronEngine):
         super().__init__(plan, seed=seed, deterministic=deterministic)
         self._models: list[torch.nn.Module] = [unwrapped(chunk) for chunk in self.chunks]
         self._parameters = list(dict.fromkeys(p for model in self._models for p in model.parameters()))
-        self._average_of: dict[Tensor, Tensor] = {}  # parameter -> f32 average, for models of another dtype
+        self._average_of: dict[Tensor, Tensor] = {}  # parameter -> f32 average; empty for copies and f32 models
         self._load: StreamedLoad | None = None
         if plan.ema_decay and plan.model.dtype != "fp32":
             self._average_of = {p: torch.empty_like(p, dtype=torch.float32) for p in self._parameters}
             self.load(Path(plan.model.path))
 
     def follow(self, weights: Mapping[str, Tensor], *, last: bool) -> None:
-        """Update the average: decay · own + (1 - decay) · `weights`, full tensors by Hugging Face name.
+        """Set the average to decay · average + (1 - decay) · `weights` (full tensors by Hugging Face name).
 
-        The weights arrive in parts, up to the `last` one. If the model equals `weights`, it keeps its bits.
+        The weights arrive in parts; `last` marks the last part. If the average equals `weights`, its bits do not
+        change.
         """
         self.memory.check("update its weights", Part.WEIGHTS)
         self._load = self._load or StreamedLoad(self.weights, self._models, self._update_average)
@@ -52,7 +53,8 @@ class MegatronFollower(MegatronEngine):
         own = parameter.data if average is None else average
         theirs = theirs.to(own)
         if self.plan.ema_decay and isinstance(parameter, torch.nn.Parameter):  # expert biases of routers are copied
-            # three separate roundings: a fused multiply-add would differ between vector and remainder elements
+            # three operations, each rounded: a fused multiply-add may round differently in vectors and in their
+            # remainder
             own.add_((theirs - own).mul_(1 - self.plan.ema_decay))
         else:
             own.copy_(theirs)
@@ -60,12 +62,12 @@ class MegatronFollower(MegatronEngine):
             parameter.data.copy_(average)
 
     def save(self, directory: Path, *, later: bool = False) -> Written:
-        """Save the averages in f32; see `save_hf`."""
+        """Save the averages as an f32 model directory; see `save_hf`."""
         with self._averages_as_weights():
             return save_hf(self, directory, later=later)
 
     def load(self, directory: Path) -> None:
-        """Load averages saved in any layout. Collective."""
+        """Load averages that were saved in any layout. Collective."""
         with self._averages_as_weights():
             with expert_source(directory) as files:
                 self.weights.load(self._models, files)
@@ -77,7 +79,7 @@ class MegatronFollower(MegatronEngine):
 
     @contextmanager
     def _averages_as_weights(self) -> Iterator[None]:
-        """Use the f32 averages as weights inside the `with` block; round them to the weights afterwards."""
+        """Use the f32 averages as weights inside the `with` block; afterwards the weights are the rounded averages."""
         self.memory.check("use its weights", Part.WEIGHTS)
         rounded = [parameter.data for parameter in self._parameters]
         for parameter, own in zip(self._parameters, rounded, strict=True):

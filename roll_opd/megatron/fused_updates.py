@@ -1,7 +1,7 @@
-"""Fused weight gradients, gradient norm and AdamW on GPUs with torch operations, without Apex or Transformer Engine.
+"""Fused weight gradients, gradient norm and AdamW on GPUs, in torch operations: Apex and Transformer Engine not needed.
 
-Megatron's fallbacks take two more passes per weight gradient, one synchronisation per parameter for the gradient norm,
-and about ten passes for AdamW.
+Without these two packages, Megatron needs two more passes over memory per weight gradient, one synchronisation per
+parameter for the gradient norm, and about ten passes for AdamW.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class WeightGradientKernels:
-    """Replacement for Apex's module with the same functions: the matrix product accumulates into the f32 gradient."""
+    """Functions with the names of Apex's module: the matrix product accumulates into the f32 gradient."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(input_nI: Tensor, grad_nO: Tensor, total_OI: Tensor) -> None:
@@ -25,7 +25,7 @@ class WeightGradientKernels:
 
 
 def fuse_weight_gradients() -> None:
-    """Enable `gradient_accumulation_fusion` of Megatron's linear layers in this process, for bf16 and fp16 on a GPU."""
+    """Enable `gradient_accumulation_fusion` of Megatron's linear layers in this process (bf16 and fp16 on a GPU)."""
     megatron: Any = layers
     if not megatron._grad_accum_fusion_available:
         megatron.fused_weight_gradient_mlp_cuda = WeightGradientKernels
@@ -33,7 +33,7 @@ def fuse_weight_gradients() -> None:
 
 
 def fuse_gradient_norm() -> None:
-    """Replace Megatron's gradient norm and scaling by versions that do not synchronise once per parameter."""
+    """Replace Megatron's gradient norm and scaling by versions without a synchronisation per parameter."""
     megatron: Any = clip_grads
     if megatron.l2_norm_impl is local_multi_tensor_l2_norm:
         megatron.l2_norm_impl = _norm
@@ -48,7 +48,7 @@ def _norm(_chunk: int, _flag: Tensor, tensor_lists: Sequence[list[Tensor]], *_: 
 
 
 def _scale(_chunk: int, _flag: Tensor, tensor_lists: Sequence[list[Tensor]], scale: float) -> None:
-    """Write the first list's tensors, multiplied by `scale`, to the tensors of the second list."""
+    """Multiply the tensors of the first list by `scale` and write the products to the tensors of the second list."""
     sources, targets = tensor_lists
     if targets is not sources:
         torch._foreach_copy_(targets, sources)

@@ -1,8 +1,8 @@
 """Gated DeltaNet layers (arXiv 2412.06464) of Qwen3-Next and Qwen3.5 over packed sequences, in place of attention.
 
-Heads are split over tensor ranks. With context parallelism each rank gathers the projections of all ranks, computes
-complete sequences, and keeps the outputs of its tokens: every context rank computes the whole recurrence, while the
-projections are split. Shared prefixes are expanded.
+Heads are split over tensor ranks. With context parallelism, only the projections are split over context ranks: each
+rank gathers the projections of all ranks, computes the recurrence over complete sequences, and keeps the outputs of its
+tokens. Shared prefixes are expanded.
 
 Legend: n packed tokens of this context rank, s of them on this tensor rank (sequence parallelism), X tokens of the
 expanded sequences, E hidden size, G local key heads, R value heads per key head, K width of keys, W width of values.
@@ -46,14 +46,14 @@ class GatedNorm(torch.nn.Module):
 
     def forward(self, input_nHW: Tensor, gate_nHW: Tensor) -> Tensor:
         """Return [n, H, W] in the dtype of the input."""
-        # each tensor rank has the gradient of its heads: their sum is that of the weight
+        # each tensor rank has the gradient from its heads; the weight's gradient is the sum over tensor ranks
         weight_W = copy_to_tensor_model_parallel_region(self.weight)
         normed = F.rms_norm(input_nHW.float(), self.weight.shape, eps=self.epsilon).to(input_nHW.dtype)
         return (weight_W * normed * F.silu(gate_nHW.float())).to(input_nHW.dtype)
 
 
 class GatedDeltaNet(MegatronModule):
-    """Gated DeltaNet in place of a layer's `self_attention`, with the sizes in `config.delta`."""
+    """Gated DeltaNet that replaces a layer's `self_attention`; its sizes are in `config.delta`."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, linear_out: Any, attn_mask_type: Any = None, **groups: Any
@@ -81,7 +81,7 @@ class GatedDeltaNet(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return Megatron's sharded state dict, with the splits of this module's parameters."""
+        """Return Megatron's sharded state dict, which describes how this module's parameters are split."""
         found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         split = {name: parameter for name, parameter in self.named_parameters(recurse=False)}
         axes = dict.fromkeys(split, 0)
@@ -121,9 +121,9 @@ class GatedDeltaNet(MegatronModule):
         """Return the outputs [X, G, R, W] of complete sequences."""
         sizes, groups = self.sizes, self.local_heads
         convolve: Any = causal_convolution
-        if torch.is_grad_enabled():  # it would keep the input of each tap in f32
+        if torch.is_grad_enabled():  # without recomputation, the input of each tap would be kept in f32
             convolve = partial(checkpoint, causal_convolution, use_reentrant=False, preserve_rng_state=False)
-        # grouped by key head, so that the parameters of all tensor ranks in order are that of one rank
+        # grouped by key head: the shards of all tensor ranks in order are the parameter of a single rank
         taps = self.convolution.unflatten(0, (groups, -1)).split(sizes.of_key_head[:3], 1)
         taps_YC = torch.cat([part.flatten(0, 1) for part in taps])
         mixed_XY = convolve(qkv_XY, taps_YC, sequences.positions_X)
@@ -141,7 +141,7 @@ class GatedDeltaNet(MegatronModule):
 
 
 def _rows_of(pack: PackedSequences) -> SequenceRows:
-    """Return the rows of a pack, created by the first layer for all layers."""
+    """Return the rows of a pack; the first layer creates them for all layers."""
     if pack.rows is None:
         assert pack.padding_n is not None
         pack.rows = sequence_rows(pack.bounds, pack.padding_n.device)
@@ -150,7 +150,7 @@ def _rows_of(pack: PackedSequences) -> SequenceRows:
 
 
 def _expanded(tensor_nY: Tensor, pack: PackedSequences) -> Tensor:
-    """Return the expanded sequences [X, Y] of all context ranks' tokens; the gradient is summed over the ranks."""
+    """Gather this rank's rows from all context ranks and expand the sequences, [X, Y]; backward sums over the ranks."""
     if pack.context.ranks > 1:
         tensor_nY = gather_from_sequence_parallel_region(tensor_nY, group=pack.context.group)
     return tensor_nY if pack.places_X is None else tensor_nY.index_select(0, pack.places_X)

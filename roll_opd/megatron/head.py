@@ -1,4 +1,4 @@
-"""Output head of a model: it holds hidden states at scored positions and the output embedding instead of logits.
+"""Output head of a model: holds the hidden states at scored positions and the output embedding, but no logits.
 
 Legend: M scored tokens, m of them predicted by this context rank, K requested tokens per position, E and F hidden sizes
 of student and teacher, V vocabulary columns on this rank, W columns of the whole vocabulary.
@@ -19,7 +19,7 @@ from roll_opd.megatron.vocabulary import VocabShard
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """A teacher's output embedding for the vocabulary columns of this rank of the student."""
+    """The rows of a teacher's output embedding for the vocabulary columns of this student rank."""
 
     weight_VF: Tensor
     vocab_size: int  # of the teacher, without padding
@@ -29,7 +29,7 @@ class TeacherHead:
 class OutputHead:
     """Output of the last pipeline stage. Every method is collective over the tensor and context ranks.
 
-    Arguments and results cover all M tokens, however these are distributed over context ranks.
+    Arguments and results are for all M tokens, even if these are split over context ranks.
     """
 
     hidden_mE: Tensor
@@ -39,7 +39,7 @@ class OutputHead:
 
     @property
     def device(self) -> torch.device:
-        """The device of the hidden states; Megatron's schedule reads it from the output of a stage."""
+        """The device of the hidden states; Megatron's schedule reads this attribute of a stage's output."""
         return self.hidden_mE.device
 
     def hidden(self) -> Tensor:
@@ -51,12 +51,12 @@ class OutputHead:
         return self._gather(vocab_parallel_logprobs(self.hidden_mE, self.vocab, self.targets_m))
 
     def logprobs_with_rest(self, ids_MK: Tensor) -> Tensor:
-        """Return log-probs of the tokens `ids_MK`, int64, then of all other tokens together, f32 [M, K+1]."""
+        """Return log-probs of the tokens `ids_MK` (int64), and last of all other tokens together, f32 [M, K+1]."""
         ids_mK = self._select(ids_MK)
         return self._gather(vocab_parallel_logprobs(self.hidden_mE, self.vocab, ids_mK, with_rest=True))
 
     def topk(self, k: int) -> tuple[Tensor, Tensor]:
-        """Return the `k` most likely tokens: ids int64 [M, K] and log-probs f32 [M, K+1], as `logprobs_with_rest`."""
+        """Return the `k` most likely tokens: ids int64 [M, K] and log-probs f32 [M, K+1] (see `logprobs_with_rest`)."""
         ids_mK, logprobs_mL = vocab_parallel_topk(self.hidden_mE, self.vocab, k)
         return self._gather(ids_mK), self._gather(logprobs_mL)
 
@@ -80,11 +80,11 @@ class OutputHead:
         return replace(self, vocab=replace(self.vocab, vocab_size=min(self.vocab.vocab_size, vocab_size)))
 
     def at_temperature(self, temperature: float) -> "OutputHead":
-        """Return this head with another temperature."""
+        """Return this head with the temperature `temperature`."""
         return replace(self, vocab=replace(self.vocab, temperature=temperature))
 
     def at(self, rows_R: Tensor) -> "OutputHead":
-        """Return this head at R of its M tokens, int64 [R]."""
+        """Return this head restricted to R of its M tokens; the argument has their indices, int64 [R]."""
         rows_r = rows_R if self.owners is None else self.owners.mine_among(rows_R)
         return replace(
             self,
@@ -114,6 +114,6 @@ def whole_head(weight_VE: Tensor, vocab_size: int, group: dist.ProcessGroup) -> 
 
 
 def teacher_head(head_WF: Tensor, columns: int, group: dist.ProcessGroup, device: torch.device) -> TeacherHead:
-    """Return the part of a teacher's output embedding for the `columns` of this rank in the student's `group`."""
+    """Return the rows of a teacher's output embedding for the `columns` of this rank in the student's `group`."""
     shard_VF = shard_of_head(head_WF, first=dist.get_rank(group) * columns, columns=columns)
     return TeacherHead(shard_VF.to(device), head_WF.size(0))

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """Triton kernels of the output head: softmax statistics and log-prob gradients in one pass over the logits.
 
-torch's operations need six passes over the f32 logits forward and eight backward, which took half as long as the head's
-matrix products on an H100. Import this module only on GPUs: Triton compiles each kernel at its first call.
+torch's operations need six passes over the f32 logits in forward and eight in backward. On an H100 these passes took
+half as long as the matrix products of the head. Import this module only on GPUs: Triton compiles each kernel at its
+first call.
 
 Legend: C tokens of a chunk, V vocabulary columns.
 """
@@ -22,7 +23,7 @@ _WARPS = 8
 def _peaks_kernel(logits, peaks, sums, columns, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
-    # per lane, reduced only at the end; finite, so that no difference of infinities arises
+    # one per lane, reduced only at the end; finite, because the difference of two infinities is NaN
     peak = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, columns, BLOCK):
@@ -62,10 +63,10 @@ def peaks_and_sums(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
 def logprob_gradient(
     logits_CV: Tensor, log_normaliser_C: Tensor, grad_C: Tensor, target_C: Tensor, scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """Return the gradient of raw f32 logits [C, V], in `dtype`, from the gradient `grad_C`, f32, of the log-probs.
+    """Return the gradient of raw f32 logits [C, V], in `dtype`, given the gradient of the log-probs `grad_C` (f32).
 
     Args:
-        log_normaliser_C: f64, of logits · `scale`.
+        log_normaliser_C: f64, log-normalisers of logits · `scale`.
         target_C: int64, columns of the targets; columns outside of 0 to V - 1 are on other ranks.
         scale: inverse temperature.
     """

@@ -1,10 +1,10 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) over packed sequences.
 
-Keys and values of all heads are projected from one latent vector per token; the rotated part of a key is shared by all
-heads. Keys and values are materialised here, so that `PackedAttention` computes the attention.
+Keys and values of all heads are projected from one latent vector per token; all heads share the rotated part of a key.
+This module materialises keys and values, and `PackedAttention` computes the attention.
 
 Legend: n packed tokens of this context rank, s of them on this tensor rank (sequence parallelism), E hidden size, H
-local heads, D width of a query or key, R width of the rotated part of it, W width of a value, C width of the latent
+local heads, D width of a query or key, R width of its rotated part, W width of a value, C width of the latent
 vector.
 """
 
@@ -70,7 +70,7 @@ def latent_attention(linear_proj: Any) -> ModuleSpec:
 
 
 class DownProjection(torch.nn.Linear):
-    """Linear layer replicated on all tensor ranks; with sequence parallelism each rank applies it to its tokens."""
+    """Linear layer that all tensor ranks replicate; with sequence parallelism each rank applies it to its tokens."""
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         device = torch.cuda.current_device()
@@ -84,7 +84,7 @@ def _up_projection(options: dict[str, Any], inputs: int, outputs: int) -> Column
 
 
 class LatentSelfAttention(MegatronModule):
-    """Latent attention in place of a layer's `self_attention`, with the sizes in `config.latent`."""
+    """Latent attention that replaces a layer's `self_attention`; its sizes are in `config.latent`."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, linear_proj: Any, attn_mask_type: Any = None, **groups: Any

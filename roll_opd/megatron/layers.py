@@ -1,9 +1,9 @@
 """Layer specs: Transformer Engine's layers for bf16 and fp16 on a GPU if it is installed, otherwise local layers.
 
-f32 layers are always local: the numerical tests use them, and Transformer Engine multiplies f32 matrices in TF32.
-megatron-core's local spec supports neither sequence parallelism (its norm) nor packed sequences (its attention);
-`LocalRMSNorm` and `PackedAttention` support both, on every device. `family_layers` has the additions of model families
-to Llama's layers.
+f32 layers are always local, because Transformer Engine multiplies f32 matrices in TF32 and the numerical tests need
+f32. In megatron-core's local spec, the norm does not support sequence parallelism and the attention does not support
+packed sequences. `LocalRMSNorm` and `PackedAttention` support these on every device. `family_layers` has the additions
+of model families to Llama's layers.
 """
 
 import os
@@ -43,7 +43,7 @@ TRANSFORMER_ENGINE = "ROLL_OPD_TRANSFORMER_ENGINE"  # environment variable; 0: l
 def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool, has_adapters: bool) -> Any:
     """Return the layer spec of a pipeline stage: Transformer Engine's layers if supported, else local ones.
 
-    Layers with experts, latent attention or pieces of model families are always local. For `exact` see
+    Layers with experts, with latent attention or with additions of a model family are always local. For `exact` see
     `megatron.deterministic_ops`.
     """
     is_plain = getattr(config, "latent", None) is None and not config.num_moe_experts and pieces_of(config).is_plain
@@ -113,16 +113,16 @@ def _local_layer(config: TransformerConfig, number: int, experts: int | None, ex
 
 
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
-    """Whether Transformer Engine has the layers of `dtype`: on a GPU, not f32, and if installed and not disabled."""
+    """Whether layers of `dtype` are Transformer Engine's: on a GPU, not f32, and only if installed and enabled."""
     is_enabled = os.environ.get(TRANSFORMER_ENGINE) != "0"
     return is_enabled and dtype is not torch.float32 and torch.cuda.is_available() and transformer_engine_installed()
 
 
 def transformer_engine_attends(capability: tuple[int, int], *, has_flash_attention: bool, deterministic: bool) -> bool:
-    """Whether Transformer Engine has attention over packs without memory quadratic in their length.
+    """Whether Transformer Engine's attention over packs needs only memory linear in the pack length.
 
-    Without flash-attn 2 it uses cuDNN's attention. This supports packs from compute capability 9.0 on, and long packs
-    only if results need not be deterministic (`get_attention_backend` of release 2.20).
+    Without flash-attn 2, Transformer Engine uses cuDNN's attention. cuDNN supports packs from compute capability 9.0
+    on, and long packs only if results need not be deterministic (`get_attention_backend` of release 2.20).
     """
     return has_flash_attention or (capability >= (9, 0) and not deterministic)
 

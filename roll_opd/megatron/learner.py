@@ -1,4 +1,4 @@
-"""Trainable engine: Megatron's optimizer and learning-rate schedule, and one optimizer update from a mini-batch.
+"""Trainable engine with Megatron's optimizer and learning-rate schedule: makes one optimizer update per mini-batch.
 
 An update with a non-finite loss or gradient is skipped on all ranks.
 """
@@ -43,18 +43,18 @@ class Update:
     ]  # of the loss function, one per micro-batch; empty on ranks that do not return results
     grad_norm: float = float("nan")
     learning_rate: float = float("nan")
-    applied: bool = False  # or skipped because of a non-finite loss or gradient
-    router_sums: dict[str, float] = field(default_factory=dict)  # of a mixture of experts, over the model replica
+    applied: bool = False  # False: skipped because of a non-finite loss or gradient
+    router_sums: dict[str, float] = field(default_factory=dict)  # for a mixture of experts; sums over the model replica
 
     @property
     def sums(self) -> dict[str, float]:
-        """Sums over this rank's micro-batches of the `sums` in their reports."""
+        """The reports' `sums`, added up over this rank's micro-batches."""
         sums = [report["sums"] for report in self.reports]
         added = {name: float(sum(tensors[name].double() for tensors in sums)) for name in (sums[0] if sums else ())}
         return added | (self.router_sums if self.reports else {})
 
     def by_sample(self, name: str) -> dict[int, Any]:
-        """Return sample index -> the sample's entry in the report lists `name`."""
+        """Return a dict from sample index to the sample's entry in the list `name` of its report."""
         return {
             number: values
             for numbers, report in zip(self.assigned, self.reports, strict=False)
@@ -90,8 +90,8 @@ class MegatronLearner(MegatronEngine):
         config.routing_replay.replays = plan.router_replay == "R3"  # type: ignore[attr-defined]
         self._router_sums: dict[str, float] = {}
         config.grad_scale_func = self.optimizer.scale_loss
-        self._has_gradient = False  # added since the last update
-        self._losses: list[Tensor] = []  # of the micro-batches whose gradients are added up
+        self._has_gradient = False  # whether a gradient was accumulated since the last update
+        self._losses: list[Tensor] = []  # of the micro-batches whose gradients are accumulated
 
     def _update(
         self,
@@ -115,10 +115,10 @@ class MegatronLearner(MegatronEngine):
     ) -> Update:
         """Accumulate the gradient of a mini-batch's loss. Collective.
 
-        `loss` returns a micro-batch's part of the loss, already divided by the global count, and a report: `sums` of
-        tensors, including the loss as `weighted_loss`, and lists with an entry per sequence. `group_size` consecutive
-        samples stay in one micro-batch. With `assigned`, micro-batches as indices of `samples`, `samples` are only this
-        rank's shard.
+        `loss` returns a micro-batch's part of the loss, already divided by the global count, and a report. The report
+        has `sums`, tensors that include the loss as `weighted_loss`, and lists with an entry per sequence. `group_size`
+        consecutive samples stay in one micro-batch. With `assigned` (micro-batches as indices of `samples`), `samples`
+        are only this rank's shard.
         """
         self.memory.check("update", *Part)
         if not self._has_gradient:
@@ -128,7 +128,7 @@ class MegatronLearner(MegatronEngine):
             reset_expert_counts(self.chunks)
             self._losses.clear()
         elif self.plan.optimizer.overlap_grad_reduce:
-            raise ValueError("overlap_grad_reduce reduces each gradient immediately: make one forward_backward a step")
+            raise ValueError("with overlap_grad_reduce, call forward_backward only once per optimizer step")
         if assigned is None:
             assigned = self._assigned(samples, self.plan.train_limits, group_size)
         reports = self._run(samples, assigned, temperature, loss, forward_only=False)
@@ -137,7 +137,7 @@ class MegatronLearner(MegatronEngine):
         return Update(assigned, reports if parallel.returns_results() else [], router_sums=self._router_sums)
 
     def _apply(self, added: Update, learning_rate: float | None = None) -> Update:
-        """Make one optimizer update from the accumulated gradients; return `added` with its result. Collective."""
+        """Make one optimizer update from the accumulated gradients; return `added` with the result set. Collective."""
         finalize_model_grads(list(self.chunks))
         finite = self._all_finite()
         self.scheduler.step(1)
@@ -155,7 +155,7 @@ class MegatronLearner(MegatronEngine):
         return replace(added, grad_norm=grad_norm, learning_rate=rate, applied=bool(applied))
 
     def _tensors(self) -> dict[Part, list[Tensor]]:
-        """Return weights, gradients and optimizer state; buffers include their padding."""
+        """Return weights, gradients and optimizer state, with the padding of their buffers."""
         tensors = super()._tensors()
         buffers = [buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
         tensors[Part.WEIGHTS] += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
@@ -169,7 +169,7 @@ class MegatronLearner(MegatronEngine):
     def _overlap(self, config: Any) -> None:
         """Overlap gradient reduction and parameter gathering with computation."""
         self._needs_equal_micro_batches = (
-            True  # collectives run in the last micro-batch, and in the first one after an update
+            True  # collectives run in the last micro-batch and in the first one after an update
         )
         no_syncs = [chunk.no_sync for chunk in self.chunks]
         config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
@@ -185,8 +185,8 @@ class MegatronLearner(MegatronEngine):
             chunk.start_param_sync(force_sync=True)
 
     def _before_run(self, packed: Sequence[PackedBatch]) -> None:
-        """Count the tokens of all ranks, the denominator of the routers' auxiliary losses."""
-        if self.adapters:  # hooks read them, and Megatron's own hooks do not wait for them
+        """Count the tokens of all ranks; the count is the denominator of the routers' auxiliary losses."""
+        if self.adapters:  # adapters are read by hooks, and Megatron's hooks do not wait for adapters
             self.wait_for_weights()
         if not has_losses(self.weights.config):
             return
@@ -208,12 +208,12 @@ class MegatronLearner(MegatronEngine):
             self._router_sums |= disagreement(packs, expert_layers(config))
 
     def _all_finite(self) -> bool:
-        """Whether all losses and gradients on all ranks are finite: either all ranks skip an update or none does."""
+        """Whether all losses and gradients are finite on all ranks; so either all ranks skip an update or none does."""
         finite = [loss.isfinite() for loss in self._losses]
         self._losses.clear()
         for chunk in self.chunks:
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                # min and max: isfinite of all elements would take some bytes per parameter
+                # test min and max: isfinite of all elements would allocate a few bytes per parameter
                 finite += [extreme.isfinite() for extreme in buffer.grad_data.aminmax()]
         all_finite = torch.stack(finite).all().float()  # one synchronisation for all losses
         dist.all_reduce(all_finite, op=dist.ReduceOp.MIN)
@@ -221,7 +221,7 @@ class MegatronLearner(MegatronEngine):
 
 
 def optimizers_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the optimizers in a chain: experts have a separate optimizer."""
+    """Return the optimizers of a chain; a model with experts has a separate optimizer for them."""
     assert isinstance(optimizer, ChainedOptimizer)
     return optimizer.chained_optimizers
 
@@ -245,7 +245,7 @@ def _optimizer_config(plan: TrainPlan) -> OptimizerConfig:
 
 
 def _learning_rate_schedule(optimizer: MegatronOptimizer, plan: OptimizerPlan) -> OptimizerParamScheduler:
-    """Return Megatron's schedule; it steps before each update, so that the first update's learning rate is positive."""
+    """Return Megatron's schedule; it steps before each update, so that the first learning rate is positive."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=plan.initial_learning_rate,

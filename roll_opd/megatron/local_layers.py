@@ -1,7 +1,7 @@
-"""Modules of local layers: RMSNorm for every device, and a dense layer with few kernels for half precision on GPUs.
+"""Modules of local layers: RMSNorm for every device, and for half precision on GPUs a dense layer with few kernels.
 
-`DenseLayer` and `PackedSelfAttention` have the parameters of Megatron's modules. One Triton kernel computes norms and
-rotation of queries and keys, a second one SwiGLU (`layer_kernels`).
+`DenseLayer` and `PackedSelfAttention` have the same parameters as Megatron's modules. One Triton kernel computes the
+norms and the rotation of queries and keys; a second one computes SwiGLU (see `layer_kernels`).
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from roll_opd.megatron.packing import PackedSequences
 class LocalRMSNorm(torch.nn.RMSNorm):
     """RMSNorm that supports sequence parallelism; megatron-core's local norm does not.
 
-    Its weight is marked, so that Megatron sums the weight's gradient over tensor ranks.
+    The weight has the attribute that makes Megatron sum its gradient over tensor ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -49,7 +49,7 @@ def fits(config: TransformerConfig) -> bool:
 
 
 class DenseLayer(TransformerLayer):
-    """Transformer layer over a pack: norm, attention, residual, norm, SwiGLU, residual."""
+    """Transformer layer over a pack: norm, attention, residual addition, norm, SwiGLU, residual addition."""
 
     def __call__(self, *args: Any, **settings: Any) -> Any:
         """Skip Megatron's checks for CUDA graphs."""
@@ -58,7 +58,7 @@ class DenseLayer(TransformerLayer):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, context: Tensor | None = None, **given: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [s, 1, E], and `context`; `given` has the pack and its rotary frequencies."""
+        """Return the output [s, 1, E] and `context`; `given` has the pack and its rotary frequencies."""
         pack = {name: given[name] for name in ("rotary_pos_emb", "packed_seq_params")}
         attended, bias = self.self_attention(self.input_layernorm(hidden_states), **pack)
         hidden_states = hidden_states + (attended if bias is None else attended + bias)
@@ -105,7 +105,7 @@ class PackedSelfAttention(SelfAttention):
 
 
 def cos_sin(freqs_n11D: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of a pack, f32 [n, D/2], cached for all layers."""
+    """Return the cosines and the sines of a pack, each f32 [n, D/2]; cached, so that all layers use them."""
     if freqs_n11D not in _CACHE:
         angles = freqs_n11D[:, 0, 0, : freqs_n11D.size(-1) // 2]
         _CACHE[freqs_n11D] = angles.cos().contiguous(), angles.sin().contiguous()

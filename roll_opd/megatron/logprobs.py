@@ -21,8 +21,8 @@ def vocab_parallel_logprobs(
     Args:
         hidden_ME: hidden states, equal on all ranks of `vocab.group`. Their gradient is only this rank's part; the
         caller sums the parts over the group (as Megatron's copy-to / gather-from region functions do).
-        targets: int64 [M] or [M, K], token ids of the whole vocabulary, distinct in each row.
-        with_rest: append the log-prob of all other tokens together as column K+1; for targets [M, K].
+        targets: int64 [M] or [M, K], token ids in the whole vocabulary; the ids of a row are distinct.
+        with_rest: append a column K+1, the log-prob of all other tokens together; only for targets [M, K].
     """
     columns = vocab.columns
     targets_MK = (targets[:, None] if targets.ndim == 1 else targets) - columns.first
@@ -38,7 +38,7 @@ def vocab_parallel_topk(hidden_ME: Tensor, vocab: VocabShard, k: int) -> tuple[T
     `vocab.vocab_size`.
     """
     if not 1 <= k <= vocab.vocab_size:
-        raise ValueError(f"top-k of {k} tokens: the vocabulary has {vocab.vocab_size}; use 1 to {vocab.vocab_size}")
+        raise ValueError(f"top-k of {k} tokens, but the vocabulary has {vocab.vocab_size}; use 1 to {vocab.vocab_size}")
     columns, weight_VE, group = vocab.columns, vocab.weight_VE, vocab.group
     ids, logprobs = [], []
     with torch.no_grad():
@@ -53,7 +53,7 @@ def vocab_parallel_topk(hidden_ME: Tensor, vocab: VocabShard, k: int) -> tuple[T
 
 
 def _with_rest(picked_CK: Tensor, log_rest_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-probs f32 [C, K+1] and log-normalisers f64 [C] from the picked logits and the rest's log Σ exp."""
+    """Return log-probs f32 [C, K+1] and log-normalisers f64 [C], given the picked logits and log Σ exp of the rest."""
     both_CL = torch.cat([picked_CK.double(), log_rest_C[:, None]], dim=1)
     log_normaliser_C = both_CL.logsumexp(1)
     return (both_CL - log_normaliser_C[:, None]).float(), log_normaliser_C
@@ -103,7 +103,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_MK: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ME, weight_VE, targets_MK, log_normaliser_M, log_rest_M = ctx.saved_tensors
-        if not grad_MK.any():  # all advantages are zero, as in a loss that is only a divergence
+        if not grad_MK.any():  # all advantages are zero, for example if the loss is only a divergence
             # autograd needs a gradient for the weight, even zeros
             needs_zeros = ctx.needs_input_grad[1] and ctx.weight_grad_VE is None
             zeros_VE = torch.zeros_like(weight_VE) if needs_zeros else None
@@ -114,7 +114,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             # Σ_k g_k · d log p[k] / d logit = Σ_k g_k · onehot(k) - p · Σ_k g_k
             grad_CK, targets_CK = grad_MK[rows], targets_MK[rows] - part.start
             rest_CV = None
-            if log_rest_M is not None:  # instead of a onehot, the rest has the distribution over its tokens
+            if log_rest_M is not None:  # for the rest, its distribution over tokens replaces the onehot
                 taken_CV = is_taken(targets_CK, logits_CV.size(1))
                 rest_CV = Columns.logprobs(logits_CV.clone(), log_rest_M[rows]).exp_().masked_fill_(taken_CV, 0.0)
                 rest_CV *= grad_CK[:, -1:]

@@ -2,9 +2,9 @@
 
     y = W x + alpha / rank · B A x
 
-Each Hugging Face linear layer has a separate A and B, as in `peft`, even if Megatron fuses several layers (queries,
-keys and values; gate and up). One of the two matrices is sharded like the layer: B by rows for column-parallel layers,
-A by columns for row-parallel ones. The other is replicated on all tensor ranks.
+Each Hugging Face linear layer has a separate A and B, as in `peft`, even if Megatron fuses several layers into one
+(queries, keys and values; gate and up). One of the two matrices is sharded like the layer: B by rows for
+column-parallel layers, A by columns for row-parallel layers. The other matrix is replicated on all tensor ranks.
 
 Legend: n tokens on this rank, I inputs and O outputs of a layer on this rank, R rank of the adapters.
 """
@@ -38,11 +38,11 @@ ADAPTER = "lora"  # name of the adapter module in its layer
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """Linear layer of Megatron, with the Hugging Face layers fused into it."""
+    """Linear layer of Megatron and the names of the Hugging Face layers that are fused in it."""
 
     module: torch.nn.Module
-    names: tuple[str, ...]  # of the Hugging Face modules, in their order in the weight
-    shapes: tuple[tuple[int, ...], ...]  # of their full weights
+    names: tuple[str, ...]  # of the Hugging Face modules, in the order of their rows in the weight
+    shapes: tuple[tuple[int, ...], ...]  # shapes of the modules' full weights
     slicing: TensorSlice  # of the weight
 
 
@@ -58,7 +58,7 @@ class Pair(torch.nn.Module):
         slicings: tuple[TensorSlice, TensorSlice],
         weight: Tensor,
     ) -> None:
-        """`shape`: shape of the layer's full weight; `weight`: this rank's part of Megatron's fused weight."""
+        """`shape` is the shape of the layer's full weight; `weight` is this rank's part of Megatron's fused weight."""
         super().__init__()
         self.name, self.inputs, self.slicings = name, shape[1], dict(zip("AB", slicings, strict=True))
         self.A = torch.nn.Parameter(weight.new_zeros(rank, weight.size(1)))
@@ -70,7 +70,7 @@ class Pair(torch.nn.Module):
 
 
 class Adapter(torch.nn.Module):
-    """Adapter of one Megatron linear layer: the pairs of its Hugging Face layers, added to the layer's output."""
+    """Adapter of one Megatron linear layer: adds the products of its Hugging Face layers' pairs to the output."""
 
     is_on = True
 
@@ -96,7 +96,7 @@ class Adapter(torch.nn.Module):
                 _set_parallel_attributes(parameter, slicing, self._sequence_parallel)
 
     def forward(self, input_nI: Tensor) -> Tensor:
-        """Return the addition to the layer's output, [n, 1, O]."""
+        """Return the term that is added to the layer's output, [n, 1, O]."""
         pairs = self._pairs()
         hidden_nR = functional.linear(input_nI, torch.cat([pair.A for pair in pairs]))
         hidden = dict(zip(self._places, self._exchange(hidden_nR).chunk(len(pairs), -1), strict=True))
@@ -118,7 +118,7 @@ class Adapter(torch.nn.Module):
         return (weight + self._slicing.arrange(shares, self._ranks, self._sizes) * self._scale).to(weight.dtype)
 
     def attach(self, module: torch.nn.Module) -> None:
-        """Register this adapter as a submodule and forward hook of `module`, Megatron's linear layer."""
+        """Register this adapter as a submodule and as a forward hook of `module`, a linear layer of Megatron."""
         module.add_module(ADAPTER, self)
 
         def add(_: torch.nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
@@ -130,7 +130,7 @@ class Adapter(torch.nn.Module):
         return list(self.pairs.values())  # type: ignore[arg-type]
 
     def _exchange(self, hidden_nR: Tensor) -> Tensor:
-        """Prepare A · x for B over tensor ranks: sum the parts of the inputs, or gather all tokens."""
+        """Exchange A · x between tensor ranks before B applies: sum the parts of the inputs, or gather all tokens."""
         if self._ranks == 1:
             return hidden_nR
         if self._row_parallel:
@@ -155,7 +155,7 @@ class Adapters:
             adapter.attach(layer.module)
 
     def initialise(self, seed: int) -> None:
-        """Initialise like `peft`: B is zero, A is uniform, with the same numbers in every layout."""
+        """Initialise like `peft`: B is zero, A is uniform; every layout draws the same numbers."""
         for pair in self._pairs():
             key = tensor_name(pair.name, "A")
             generator = torch.Generator().manual_seed(_seed_from(f"{seed} {key}"))
@@ -163,16 +163,16 @@ class Adapters:
             self._fill(pair, "A", TensorSource({key: (2 * whole - 1) / math.sqrt(pair.inputs)}))
 
     def load(self, tensors: Mapping[str, Tensor], where: str) -> None:
-        """Load matrices saved by `peft` from the file `where`; ValueError for missing or mismatched matrices."""
+        """Load the matrices of the `peft` file `where`; raises ValueError if one is missing or has a wrong shape."""
         wanted = {tensor_name(pair.name, matrix) for pair in self._pairs() for matrix in "AB"}
         if lacking := sorted(wanted - tensors.keys()):
-            raise ValueError(f"{where} has no {lacking[0]} of its adapter_config.json; use a complete adapter")
+            raise ValueError(f"{where} lacks {lacking[0]} of its adapter_config.json; use a complete adapter")
         for pair in self._pairs():
             for matrix in "AB":
                 self._fill(pair, matrix, TensorSource(tensors))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full A and B with `peft`'s names on rank 0, nothing on other ranks. Collective."""
+        """Yield (name in `peft`, full A or B) for all adapters on rank 0, nothing on other ranks. Collective."""
         shards = []
         for pair in self._pairs():
             for matrix, slicing in pair.slicings.items():
@@ -183,7 +183,7 @@ class Adapters:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Compute without adapters inside the `with` block."""
+        """Disable all adapters inside the `with` block."""
         for adapter in self._adapters:
             adapter.is_on = False
         try:
@@ -208,7 +208,7 @@ class Adapters:
 
 
 def sharded_state(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the sharded state dict of a model chunk's adapters, loadable in every layout."""
+    """Return the sharded state dict of a model chunk's adapters; it can be loaded in every layout."""
     state: dict[str, Any] = {}
     for path, module in model.named_modules():
         if isinstance(module, Pair):
@@ -228,7 +228,7 @@ def module_name(name: str) -> str:
 
 
 def _set_parallel_attributes(parameter: Any, slicing: TensorSlice, sequence_parallel: bool) -> None:
-    """Set Megatron's sharding attributes; gradients of replicated parameters are summed over tensor ranks."""
+    """Set Megatron's sharding attributes, so that gradients of replicated parameters are summed over tensor ranks."""
     parameter.tensor_model_parallel = slicing.dim is not None
     parameter.partition_dim, parameter.partition_stride = slicing.dim or 0, 1
     parameter.sequence_parallel = sequence_parallel and slicing.dim is None

@@ -52,19 +52,19 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class PackedModel(GPTModel):
     """GPT model over packed sequences up to the last hidden states; subclasses add a head."""
 
-    frequencies: Sequence[Tensor]  # rotary, f32 [rotated width / 2] for each kind of layer
-    embedding_scale: float  # of token embeddings, as in Gemma
-    vocab_size_real: int  # vocabulary columns without padding, over which log-probs are normalised
+    frequencies: Sequence[Tensor]  # of rotary embeddings, f32 [rotated width / 2] per kind of layer
+    embedding_scale: float  # factor of token embeddings, as in Gemma
+    vocab_size_real: int  # columns without padding; log-probs are normalised over these
 
     @staticmethod
     def before(hidden: Tensor, batch: PackedBatch) -> Tensor:
-        """Select, from hidden states [n, 1, E], the states [m, E] that predict the scored tokens."""
+        """Select the states [m, E] that predict the scored tokens from hidden states [n, 1, E]."""
         return hidden[:, 0].index_select(0, batch.before_m)
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
         """Return this pipeline stage's hidden states [n, 1, E] of a pack."""
         self.config.routing_replay.set_pack(batch.sequences)  # type: ignore[attr-defined]
-        no_mask: Any = None  # `packed_seq_params` has the sequences
+        no_mask: Any = None  # `packed_seq_params` bounds the sequences
         return GPTModel.forward(
             self,
             batch.tokens_n[None],
@@ -75,21 +75,21 @@ class PackedModel(GPTModel):
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         decoder_input, rotary_pos_emb, *rest = super()._preprocess(input_ids, position_ids, *args, **kwargs)
-        if self.config.num_moe_experts:  # Megatron splits the mask over tensor ranks only on the first stage
+        if self.config.num_moe_experts:  # Megatron splits the mask over tensor ranks on the first stage only
             padding_1n = kwargs["packed_seq_params"].padding_n[None]
             if self.config.sequence_parallel:
                 padding_1n = padding_1n.chunk(self.config.tensor_model_parallel_size, 1)[tensor_rank()[0]]
             rest[3] = padding_1n
         if decoder_input is not None:
-            # a transposed [1, n, E] has strides with which torch multiplies row by row: slower, and with other last
-            # bits than on a rank that received a contiguous tensor
+            # Make the tensor contiguous. With the strides of a transposed [1, n, E], torch multiplies row by row: this
+            # is slower, and the last bits differ from those of a stage that received a contiguous tensor.
             decoder_input = decoder_input.flatten(0, 1)[:, None]
-            if self.embedding_scale != 1.0:  # rounded as transformers rounds it
+            if self.embedding_scale != 1.0:  # same rounding as in transformers
                 decoder_input = decoder_input * torch.tensor(self.embedding_scale, dtype=decoder_input.dtype).item()
             if torch.is_grad_enabled() and not decoder_input.requires_grad:
                 # recomputed layers compute gradients for adapters only if their input requires one
                 decoder_input.requires_grad_(self.config.recompute_granularity == "full")
-        # a row per token instead of per position: to the rotary kernels a pack is one sequence
+        # one row per token, not per position, because for the rotary kernels a pack is one sequence
         if len(self.frequencies) > 1:
             return decoder_input, angles(position_ids[0], self.frequencies), *rest
         return decoder_input, rotary_pos_emb[position_ids[0]], *rest
@@ -103,7 +103,7 @@ class HeadModel(PackedModel):
 
     # whether the output embedding's gradient is added to Megatron's buffer; False: autograd, for hooks that communicate
     fills_buffer = True
-    # called before the output embedding is read, because no forward hook of a module runs then
+    # called before the output embedding is read: no module's forward hook runs at that point
     before_head: Callable[[Tensor], None] = staticmethod(lambda weight: None)
 
     def forward(self, batch: PackedBatch, temperature: float) -> Tensor | OutputHead:  # type: ignore[override]
@@ -131,14 +131,14 @@ class HeadModel(PackedModel):
         )
 
     def output_weight(self) -> Tensor:
-        """Return this rank's rows of the output embedding, on the last pipeline stage."""
+        """Return this rank's rows of the output embedding; only on the last pipeline stage."""
         tied = self.share_embeddings_and_output_weights
         return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """Model chunks of this rank (one per virtual pipeline stage), with their weight mapping and adapters."""
+    """Model chunks of this rank (one per virtual pipeline stage), their weight mapping and their adapters."""
 
     chunks: Sequence[torch.nn.Module]
     weights: ModelWeights
@@ -150,9 +150,9 @@ def build_model(
 ) -> BuiltModel:
     """Build this rank's model chunks with the weights of `plan.model` and the adapters of `plan.lora`. Collective.
 
-    If not `trainable`, all weights are frozen; with adapters, only the adapters are trainable. With `exact`, f32
-    results do not depend on the layout (see `megatron.deterministic_ops`). Raises ValueError for an unsupported model
-    or mismatched weights.
+    Without `trainable`, all weights are frozen. With adapters, only the adapters are trainable. With `exact`, f32
+    results do not depend on the layout (see `megatron.deterministic_ops`). Raises ValueError if the model is
+    unsupported or the weights do not match its configuration.
     """
     if problems := unsupported(Path(plan.model.path)):
         raise ValueError("; ".join(problems))
@@ -169,7 +169,7 @@ def build_model(
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "calculate_per_token_loss": True,
-        # `fused_updates` replaces Apex, which Megatron's linear layers need for it
+        # Megatron's linear layers need Apex for this fusion; `fused_updates` replaces Apex
         "gradient_accumulation_fusion": is_fused(dtype),
         "fp16": dtype is torch.float16,
         **({"activation_func": exact_silu(hf_config)} if exact and has_silu else {}),
@@ -203,7 +203,7 @@ def build_model(
 
 
 def decoder_hf_config(path: str) -> PretrainedConfig:
-    """Return the decoder's configuration from a model directory; the decoder may be part of a multimodal model."""
+    """Return the decoder's configuration from a model directory, also if the decoder is part of a multimodal model."""
     whole = AutoConfig.from_pretrained(path)
     found: PretrainedConfig = whole.get_text_config()
     found.tie_word_embeddings = bool(whole.tie_word_embeddings or found.tie_word_embeddings)
@@ -213,8 +213,9 @@ def decoder_hf_config(path: str) -> PretrainedConfig:
 def fusions(dtype: torch.dtype, layout: Layout, *, has_silu: bool = True) -> dict[str, bool]:
     """Return the defaults of Megatron's fusion options.
 
-    Empty in f32, and on a CPU, where torch would compile the fusions against the port. `bias_dropout_fusion` is off,
-    since there are neither biases nor dropout. Megatron has no fused activation for layers without `has_silu`.
+    The result is empty in f32 and on a CPU, where torch would compile the fusions with the calls that `cpu` replaces.
+    `bias_dropout_fusion` is off, because there are neither biases nor dropout. Without `has_silu`, Megatron has no
+    fused activation.
     """
     if dtype is torch.float32 or not torch.cuda.is_available():
         return {}
@@ -224,7 +225,7 @@ def fusions(dtype: torch.dtype, layout: Layout, *, has_silu: bool = True) -> dic
 
 
 def is_fused(dtype: torch.dtype) -> bool:
-    """Whether matrix products accumulate weight gradients: only for half precision on a GPU in local layers."""
+    """Whether matrix products accumulate weight gradients; they do in local layers in half precision on a GPU."""
     return dtype is not torch.float32 and torch.cuda.is_available() and not uses_transformer_engine(dtype)
 
 
@@ -263,7 +264,7 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     if config.num_moe_experts and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
-        # with one expert rank Megatron assumes that experts are sharded like other layers, and does not reduce replicas
+        # with one expert rank Megatron assumes experts sharded like other layers and does not reduce over replicas
         for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
             experts: Any = layer.experts
             for parameter in experts.parameters():
@@ -278,7 +279,7 @@ def _build_chunk(
 
 
 def unwrapped(module: torch.nn.Module) -> PackedModel:
-    """Return the model without Megatron's wrappers."""
+    """Return the model inside Megatron's wrappers."""
     inner: Any = module
     while isinstance(inner, DistributedDataParallel | Float16Module):
         inner = inner.module

@@ -1,8 +1,8 @@
 """Offload of an engine's device memory to the host while other roles use the device.
 
-Storages are moved instead of tensors: a storage is copied to the host, emptied, and later refilled, so that all views
-stay valid (parameters and gradients in Megatron's buffers, shards of the distributed optimizer). Gradients are not
-copied, since they are zeroed before use. On a CPU the host acts as the device.
+Storages are moved, not tensors: a storage is copied to the host, emptied, and later refilled. All views therefore stay
+valid (parameters and gradients in Megatron's buffers, shards of the distributed optimizer). Gradients are not copied,
+because they are set to zero before use. On a CPU, host memory takes the place of device memory.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ class OffloadedError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Stored:
-    """Emptied storage with its size and host copy; None: the content is not kept."""
+    """An emptied storage, its size, and the host copy of its content (None: the content is not kept)."""
 
     storage: torch.UntypedStorage
     size: int
@@ -30,17 +30,18 @@ class _Stored:
 
 
 class DeviceMemory:
-    """Parts of an engine's memory, each on its device or offloaded."""
+    """Parts of an engine's memory; each part is on the device or offloaded."""
 
     def __init__(self, name: str, device: torch.device, tensors: TensorsOf, *, is_constant: bool) -> None:
         """`tensors` returns the current tensors of each part. With `is_constant`, weights are copied only once.
 
-        A storage belongs to the first part, in the order of `Part`, that has a tensor in this storage.
+        If tensors of several parts are in one storage, the storage belongs to the first of these parts (order of
+        `Part`).
         """
         self._name, self._device, self._tensors, self._is_constant = name, device, tensors, is_constant
         self._offloaded: dict[Part, list[_Stored]] = {}
         self._since: dict[Part, Phase] = {}
-        self._copies: dict[Part, dict[int, Tensor]] = {}  # kept, since allocating pinned memory is slow
+        self._copies: dict[Part, dict[int, Tensor]] = {}  # kept, because allocating pinned memory is slow
 
     def check(self, action: str, *parts: Part) -> None:
         """Raise OffloadedError unless `parts` are on the device; `action` is a verb phrase for the message."""
@@ -56,7 +57,7 @@ class DeviceMemory:
         return {part: sum(s.nbytes() for s in stored.values()) for part, stored in self._storages().items()}
 
     def offload(self, parts: Iterable[Part], phase: Phase) -> None:
-        """Copy parts to the host and free their device memory, for one phase. Parts already offloaded are skipped."""
+        """Copy parts to the host and free their device memory for one phase. Offloaded parts are skipped."""
         storages = self._storages()
         torch.cuda.synchronize()
         for part in Part:
@@ -70,7 +71,7 @@ class DeviceMemory:
         torch.cuda.empty_cache()
 
     def onload(self, parts: Iterable[Part]) -> None:
-        """Restore parts on the device. Parts that are already on the device are skipped."""
+        """Restore offloaded parts on the device. Parts that are on the device are skipped."""
         for part in [part for part in Part if part in parts and part in self._offloaded]:
             for each in self._offloaded.pop(part):
                 each.storage.resize_(each.size)
@@ -82,7 +83,7 @@ class DeviceMemory:
         torch.cuda.synchronize()
 
     def _storages(self) -> dict[Part, dict[int, torch.UntypedStorage]]:
-        """Return each part's storages by their identity, which stays the same when a storage is emptied."""
+        """Return each part's storages by identity; emptying a storage does not change its identity."""
         found: dict[Part, dict[int, torch.UntypedStorage]] = {part: {} for part in Part}
         taken: set[int] = set()
         tensors = self._tensors()

@@ -1,8 +1,8 @@
 """Packed micro-batches: sequences concatenated without padding, and the arrays of their scored tokens.
 
-A prefix that sequences have in common may be stored once; the layers then compute it once for all of these sequences.
-With context parallelism a pack is split over ranks (see `context_parallel`), and positions in the pack number the
-tokens of all ranks.
+A prefix that several sequences share may be stored only once; the layers then compute it once for all of them. With
+context parallelism a pack is split over ranks (see `context_parallel`); positions in the pack then count the tokens of
+all ranks.
 
 Legend: N packed tokens, n of them on this rank, X tokens of the expanded sequences (each with its prefix), M scored
 tokens (all tokens after a prompt), m of them predicted by this rank, B sequences.
@@ -25,19 +25,20 @@ from roll_opd.samples.transport import as_tensor
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Parameters of a pack for Megatron's layers: one segment, since positions are given per token.
+    """Parameters of a pack for Megatron's layers: a single segment, because positions are passed per token.
 
-    Only attention needs the sequences. It reads them expanded: token x of the expanded sequences is token `places_X[x]`
-    of the pack, and the first `shared` tokens of a sequence are stored in another sequence.
+    Only attention needs to know the sequences, and it reads them expanded, each with its prefix. Token x of the
+    expanded sequences is token `places_X[x]` of the pack; the first `shared` tokens of a sequence are stored in another
+    sequence.
     """
 
     bounds: tuple[int, ...] = ()  # B + 1, boundaries of the expanded sequences
     shared: tuple[int, ...] = ()  # B
     places_X: Tensor | None = None  # int64; None: the identity
-    cells_N: Tensor | None = None  # int64, the first of the X tokens that equals each packed token; None: the identity
+    cells_N: Tensor | None = None  # int64, index of each packed token among the X tokens (the first); None: identity
     whole: PackedSeqParams | None = None  # segments of the expanded sequences
     own: PackedSeqParams | None = None  # segments of their unshared tokens; None: split over context ranks
-    blocks: tuple[Any, ...] | None = None  # of `PackedAttention`; its first layer creates them for all layers
+    blocks: tuple[Any, ...] | None = None  # of `PackedAttention`; the first layer creates them for all layers
     rows: Any = None  # `SequenceRows` of Gated DeltaNet layers; the first one creates them for all layers
     context: ContextRank = ALONE
     first: int = 0  # position of this rank's first token
@@ -53,7 +54,7 @@ class PackedBatch:
     tokens_n: Tensor  # int64
     positions_n: Tensor  # int64, from 0 in each sequence
     targets_m: Tensor  # int64, the scored tokens
-    before_m: Tensor  # int64, index into the n tokens of the token before each scored one
+    before_m: Tensor  # int64, index among the n tokens of the token before each scored token
     lengths: tuple[int, ...]  # scored tokens of each sequence
     sequences: PackedSequences
     columns: dict[str, Tensor]  # each [M] or [M, K]
@@ -67,7 +68,7 @@ _NOTHING = np.zeros(0, np.int64)
 class _PackedRows:
     """Arrays of a pack on the host, in packing order; one entry per sequence."""
 
-    multiple: int  # of the number of unshared tokens of a sequence
+    multiple: int  # each sequence's unshared tokens are padded to a multiple of this number
     tokens: list[np.ndarray] = field(default_factory=list)  # unshared tokens, padded
     positions: list[np.ndarray] = field(default_factory=list)  # of the unshared tokens
     padding: list[np.ndarray] = field(default_factory=list)  # bool, of the unshared tokens
@@ -76,7 +77,7 @@ class _PackedRows:
     end: int = 0
 
     def append(self, sequence: np.ndarray, prefix: np.ndarray = _NOTHING, *, is_padding: bool = False) -> None:
-        """Append a sequence whose first tokens are at the places `prefix` of the pack."""
+        """Append a sequence; its first tokens are already in the pack, at the positions `prefix`."""
         own = sequence[len(prefix) :]
         pad = -len(own) % self.multiple
         self.padding.append(np.concatenate([np.full(len(own), is_padding), np.ones(pad, bool)]))
@@ -98,11 +99,11 @@ def pack(
     like: Sample | None = None,
     routes: tuple[int, int] | None = None,
 ) -> PackedBatch:
-    """Concatenate `samples` to a pack, padded with unscored tokens so that each rank has a multiple of `multiple`.
+    """Concatenate `samples` into a pack; unscored padding makes the number of tokens per rank a multiple of `multiple`.
 
-    With `share_prefixes`, a prompt prefix that equals the previous sample's prefix is stored once if that saves work
-    (see `samples.sharding`). Without samples, the batch has empty columns with the names and dtypes in `like`. With
-    `routes`, (L, K), the pack includes the samples' routes.
+    With `share_prefixes`, a prompt prefix that two consecutive samples share is stored once if this saves work (see
+    `samples.sharding`). Without samples, the batch has empty columns with the names and dtypes of `like`. With
+    `routes`, a pair (L, K), the pack includes the routes of the samples.
     """
     rows = _rows(samples, multiple * context.ranks, context.multiple, share_prefixes)
     routes_N = _routes(samples, rows.places, (rows.end, *routes)) if routes else None
@@ -135,7 +136,7 @@ def pack(
 
 
 def columns_of(samples: Sequence[Sample], like: Sample | None, device: torch.device) -> dict[str, Tensor]:
-    """Concatenate the columns of `samples`, each [M] or [M, K]; without samples, return empty columns as in `like`."""
+    """Concatenate the columns of `samples`, each [M] or [M, K]; without samples, return empty columns like `like`'s."""
     known = samples[0] if samples else like
     assert known is not None
     return {
@@ -145,7 +146,7 @@ def columns_of(samples: Sequence[Sample], like: Sample | None, device: torch.dev
 
 
 def _rows(samples: Sequence[Sample], multiple: int, row_multiple: int, share_prefixes: bool) -> _PackedRows:
-    """Return the rows of all samples and of the padding up to a multiple of `multiple` tokens."""
+    """Return rows with all samples, and with padding up to a multiple of `multiple` tokens."""
     rows = _PackedRows(row_multiple)
     for number, sample in enumerate(samples):
         earlier = samples[number - 1].tokens if share_prefixes and number else _NOTHING
@@ -159,7 +160,7 @@ def _rows(samples: Sequence[Sample], multiple: int, row_multiple: int, share_pre
 def _scored_places(
     samples: Sequence[Sample], places: Sequence[np.ndarray]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return places of each sample's scored tokens, and of the tokens before; both lists start with an empty array."""
+    """Return the positions of each sample's scored tokens and of the tokens before these, each after an empty array."""
     scored, before = [_NOTHING], [_NOTHING]
     for sample, whole in zip(samples, places, strict=False):
         start, end = sample.prompt_length, len(sample.tokens)
@@ -169,7 +170,7 @@ def _scored_places(
 
 
 def _routes(samples: Sequence[Sample], places: Sequence[np.ndarray], shape: tuple[int, int, int]) -> np.ndarray:
-    """Return the routes of the packed tokens, int16 [N, L, K]; a shared prefix has the routes of its last sample."""
+    """Return the routes of the packed tokens, int16 [N, L, K]; for a shared prefix, the routes in its last sample."""
     routes_N = np.full(shape, -1, np.int16)
     for sample, whole in zip(samples, places, strict=False):
         if sample.routes is not None:

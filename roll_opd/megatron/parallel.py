@@ -1,4 +1,4 @@
-"""Process groups and device of one Megatron rank; chooses between CUDA and CPU.
+"""Process groups and device (CUDA or CPU) of one Megatron rank.
 
 The environment variables come from `torchrun` or the project's Ray workers: RANK, WORLD_SIZE,
 LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
@@ -30,7 +30,7 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
     """Initialise the process group and Megatron's groups for `layout`; return this rank's device.
 
     Raises:
-        ValueError: if WORLD_SIZE does not match the layout, or the chosen flash attention kernel is not available.
+        ValueError: if WORLD_SIZE does not match the layout, or if the chosen flash attention kernel is not available.
     """
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size != layout.world_size:
@@ -42,7 +42,8 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         check_kernel(torch.cuda.get_device_capability(device))
-        # the current device is this rank's; `device_id` of init_process_group would also connect all groups eagerly
+        # this rank's device is current already; passing `device_id` to init_process_group would connect all groups
+        # eagerly
         warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
         backend = "nccl"
         groups: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -53,7 +54,7 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
         install_cpu_port()
     install_rotary()
     disable_cudnn_attention()
-    for name, value in CUBLAS_WORKSPACE.items():  # read once, possibly before a deterministic learner is made
+    for name, value in CUBLAS_WORKSPACE.items():  # cuBLAS reads it once, possibly before a deterministic learner exists
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(deterministic)
     with groups:
@@ -73,25 +74,26 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
 def disable_cudnn_attention() -> None:
     """Disable cuDNN's attention in this process.
 
-    On Hopper torch prefers cuDNN in bf16, and cuDNN builds a plan for every new pack shape. On an H100 a plan takes 0.1
-    to 1.9 s, flash attention 1 ms. Importing vLLM also disables it; otherwise processes with and without vLLM would use
-    different attention kernels.
+    On Hopper torch prefers cuDNN in bf16, and cuDNN builds a plan for every new pack shape. On an H100, building a plan
+    takes 0.1 to 1.9 s, while flash attention takes 1 ms. Importing vLLM also disables cuDNN's attention; without this
+    function, processes with and without vLLM would use different kernels.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def use_expandable_segments() -> None:
-    """Enable expandable segments of CUDA's allocator, unless the environment configures it. Call before any allocation.
+    """Enable expandable segments in CUDA's allocator, unless the environment configures it; call before any allocation.
 
-    Packs differ in length, which fragments segments of fixed size. Do not use this in processes that share memory
-    through CUDA IPC handles, which expandable segments may not support, or in vLLM, whose memory pool excludes them.
+    Packs differ in length, and this fragments segments of fixed size. Do not call this function in processes that share
+    memory through CUDA IPC handles, because these may not work with expandable segments. Do not call it in vLLM either:
+    its memory pool excludes them.
     """
     if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATORS):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def returns_results() -> bool:
-    """Whether this rank returns its model replica's results: it is in the last stage, first tensor and context rank."""
+    """Whether this rank returns its model replica's results: last stage, first tensor rank, first context rank."""
     return (
         parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -100,7 +102,7 @@ def returns_results() -> bool:
 
 
 def context_rank() -> ContextRank:
-    """Return this rank's place in its context-parallel group."""
+    """Return this rank's number, size and group in context parallelism."""
     group = parallel_state.get_context_parallel_group()
     return ContextRank(dist.get_rank(group), dist.get_world_size(group), group)
 

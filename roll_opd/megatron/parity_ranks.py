@@ -1,4 +1,4 @@
-"""Log-probs and exported weights of a model in one layout, for `roll-opd check-model`; runs under torchrun."""
+"""Write log-probs and exported weights of a model in one layout, for `roll-opd check-model`; runs under torchrun."""
 
 import json
 import sys

@@ -1,9 +1,10 @@
 """Rotary embeddings of packed sequences: rotation of queries and keys, and the frequencies of scaled variants.
 
-The rotation gives the same bits as megatron-core's rotation with half as many passes over memory. megatron-core
-computes cosines and sines again in each layer, for queries and for keys, concatenates halves twice, and on a GPU waits
-each time for the lengths on the host. Here they are computed once per pack, and the gradient is the inverse rotation.
-With context parallelism megatron-core would compute positions itself, from sequence lengths that packs do not have.
+The rotation gives the same bits as megatron-core's rotation, with half as many passes over memory. megatron-core
+recomputes cosines and sines in each layer for queries and for keys, and concatenates halves twice. On a GPU it also
+waits each time until the host has the lengths. Here cosines and sines are computed once per pack, and the gradient is
+the inverse rotation. With context parallelism megatron-core would compute positions itself, from sequence lengths that
+packs do not contain.
 
 Legend: N packed tokens, H heads, D head width, R rotated width.
 """
@@ -22,17 +23,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from roll_opd.models.families.family import Pieces
 
-# frequencies of a pack -> cosines and signed sines
+# frequencies of a pack -> its cosines and its sines with sign
 _CACHE: Any = WeakTensorKeyDictionary()
 
 
 def apply_rotary(
     t_NHD: Tensor, freqs: Tensor, config: TransformerConfig, cu_seqlens: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Rotate queries or keys [N, H, D] by their positions; replaces megatron-core's `apply_rotary_pos_emb`.
+    """Rotate queries or keys [N, H, D] according to their positions; replaces megatron-core's `apply_rotary_pos_emb`.
 
-    With `apply_rope_fusion`, Transformer Engine's kernel rotates, in f32. `freqs` f32 [N, 1, 1, R] has a row per token,
-    and the first R of D elements are rotated; `cu_seqlens` int32 [2] bounds the pack, which is one segment.
+    `freqs`, f32 [N, 1, 1, R], has one row per token; the first R of the D elements are rotated. `cu_seqlens`, int32
+    [2], bounds the pack, a single segment. With `apply_rope_fusion`, Transformer Engine's kernel computes the rotation
+    in f32.
     """
     if config.apply_rope_fusion and config.context_parallel_size == 1:
         return stock(t_NHD, freqs, config, cu_seqlens, **options)
@@ -46,7 +48,7 @@ def apply_rotary(
     )
     if not usual:
         if config.context_parallel_size > 1:
-            raise ValueError("context parallelism has no rotary embeddings of this kind; use context_parallel_size 1")
+            raise ValueError("these rotary embeddings do not support context parallelism; use context_parallel_size 1")
         return stock(t_NHD, freqs, config, cu_seqlens, **options)
     width, interleaved = freqs.size(-1), getattr(config, "pieces", Pieces()).interleaved
     if width == t_NHD.size(-1):
@@ -58,7 +60,8 @@ def apply_rotary(
 def rotate(t_NHD: Tensor, freqs: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotate `t_NHD` by `freqs` f32 [N, 1, 1, D]; with `interleaved`, the two elements of a pair are adjacent.
 
-    The result is not interleaved (first elements of all pairs, then second ones), which does not change scores.
+    The result is not interleaved: it has the first elements of all pairs, then the second elements. This order does not
+    change attention scores, because queries and keys share it.
     """
     if interleaved:
         t_NHD = torch.cat([t_NHD[..., ::2], t_NHD[..., 1::2]], -1)
@@ -69,13 +72,13 @@ def rotate(t_NHD: Tensor, freqs: Tensor, *, interleaved: bool = False) -> Tensor
 
 
 def install_rotary() -> None:
-    """Replace the rotation in Megatron's attention by `apply_rotary`, in this process."""
+    """Replace the rotation in Megatron's attention by `apply_rotary` (in this process only)."""
     module: Any = attention
     module.apply_rotary_pos_emb = apply_rotary
 
 
 def _cos_sin(freqs_N1D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines, and sines with a minus sign in the first half, each [N, 1, D]."""
+    """Return cosines and sines, each [N, 1, D]; the first half of the sines is negated."""
     first, second = torch.sin(freqs_N1D).chunk(2, -1)
     return torch.cos(freqs_N1D).to(dtype), torch.cat([-first, second], -1).to(dtype)
 
@@ -98,26 +101,26 @@ def _rotate(t_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
 
 
 def rotary_kinds(pieces: Pieces) -> tuple[str, ...]:
-    """Return the unique keys in rope_parameters of a model's layers."""
+    """Return the distinct keys of `rope_parameters` that a model's layers use."""
     return tuple(dict.fromkeys(key for key in pieces.rotary if key))
 
 
 def rotary_frequencies(hf_config: PretrainedConfig, pieces: Pieces) -> dict[str, tuple[Tensor, float]]:
-    """Return frequencies and factor (see `inverse_frequencies`) of each kind of layer."""
+    """Return kind of layer -> (frequencies, factor); see `inverse_frequencies`."""
     kinds = rotary_kinds(pieces) or ("default",)
     return {kind: inverse_frequencies(hf_config, None if kind == "default" else kind) for kind in kinds}
 
 
 def angles(positions_N: Tensor, frequencies: Sequence[Tensor]) -> Tensor:
-    """Return the angles of all tokens for K kinds of frequencies, each f32 [R/2], as [N, K, 1, R]."""
+    """Return the angles of all tokens, [N, K, 1, R], for K kinds of frequencies, each f32 [R/2]."""
     angles_NKR = torch.stack([positions_N[:, None] * each for each in frequencies], 1)
     return torch.cat([angles_NKR, angles_NKR], -1)[:, :, None]
 
 
 def inverse_frequencies(hf_config: PretrainedConfig, kind: str | None = None) -> tuple[Tensor, float]:
-    """Return the rotary frequencies of transformers, f32 [rotated width / 2], and the factor of cosines and sines.
+    """Return rotary frequencies as transformers does, f32 [rotated width / 2], and the factor of cosines and sines.
 
-    Supports the rope types in `supported`. `kind` is a key of `rope_parameters` if that has an entry per type of layer.
+    Supports the rope types in `supported`. If `rope_parameters` has an entry per type of layer, `kind` is its key.
     """
     rope = hf_config.rope_parameters if kind is None else hf_config.rope_parameters[kind]
     if (scaled := _scaled_rope(hf_config, kind)) is not None:
@@ -128,13 +131,14 @@ def inverse_frequencies(hf_config: PretrainedConfig, kind: str | None = None) ->
 
 
 def scores_scaled(hf_config: PretrainedConfig, pieces: Pieces) -> dict[str, float]:
-    """Return Megatron's `softmax_scale` for scaled queries and rope types with an attention factor (yarn).
+    """Return Megatron's `softmax_scale` for models that scale queries or have an attention factor (rope type yarn).
 
-    transformers multiplies cosines and sines by the factor, and thus scores by its square. Empty if neither applies.
+    transformers multiplies cosines and sines by the factor, and thus scores by its square. The result is empty for
+    other models.
     """
     if hasattr(hf_config, "kv_lora_rank"):  # see `latent_scaling`
         return {}
-    scaled = None if pieces.rotary else _scaled_rope(hf_config)  # factors of types of layers: see `FamilyAttention`
+    scaled = None if pieces.rotary else _scaled_rope(hf_config)  # factors per type of layer: see `FamilyAttention`
     factor = 1.0 if scaled is None else scaled[1]
     if factor == 1.0 and pieces.attention_scale is None:
         return {}
@@ -142,10 +146,10 @@ def scores_scaled(hf_config: PretrainedConfig, pieces: Pieces) -> dict[str, floa
 
 
 def latent_scaling(hf_config: PretrainedConfig) -> tuple[float, float]:
-    """Return the factor of rotated queries and keys, and the scale of scores, for latent attention.
+    """Return the factor of rotated queries and keys and the scale of scores for latent attention.
 
-    Only a part of queries and keys is rotated, so the first factor cannot be moved to the scores. The scale is the
-    square of yarn's `mscale` divided by the square root of the head width.
+    Only a part of queries and keys is rotated, so the factor cannot be applied to the scores instead. The scale is
+    mscale² / √(head width), with yarn's `mscale`.
     """
     scaled, rope = _scaled_rope(hf_config), hf_config.rope_parameters
     scale = 1.0 / math.sqrt(hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim)
@@ -157,7 +161,7 @@ def latent_scaling(hf_config: PretrainedConfig) -> tuple[float, float]:
 
 
 def _scaled_rope(hf_config: PretrainedConfig, kind: str | None = None) -> tuple[Tensor, float] | None:
-    """Return the frequencies and attention factor of transformers; None for the default rope type."""
+    """Return frequencies and attention factor as transformers computes them; None for the default rope type."""
     rope = hf_config.rope_parameters if kind is None else hf_config.rope_parameters[kind]
     rope_type = rope.get("rope_type", "default")
     options = {} if kind is None else {"layer_type": kind}

@@ -1,7 +1,8 @@
-"""Write token log-probs of a JSONL file with the Megatron engine; `roll-opd score` runs this module on every rank.
+"""Compute log-probs of the tokens in a JSONL file with the Megatron engine; `roll-opd score` runs this on every rank.
 
-Input rows: {"id", "tokens": [int], "prompt_length": P}; output rows, in the same order: {"id", "logprobs": [float]} for
-tokens P to T-1, or a teacher file in parquet (`data.teacher_writer`). Runs under plain `torchrun`.
+Input rows are {"id", "tokens": [int], "prompt_length": P}. The output is a JSONL file with rows {"id", "logprobs":
+[float]} in the same order, with log-probs of tokens P to T-1, or a teacher file in parquet (`data.teacher_writer`).
+Runs under plain `torchrun`.
 """
 
 import argparse
@@ -30,7 +31,7 @@ SECONDS_OF_PROGRESS = 10.0  # between lines of progress
 def score(options: argparse.Namespace) -> None:
     """Write the scores of `options.input` to `options.output`. Collective; rank 0 reads and writes.
 
-    The options were checked by `roll-opd score`.
+    `roll-opd score` has checked the options.
     """
     layout = Layout(**options.layout)
     plan = MegatronPlan(
@@ -50,7 +51,7 @@ def score(options: argparse.Namespace) -> None:
 
 
 def write_teacher_file(engine: MegatronEngine, options: argparse.Namespace) -> None:
-    """Write a parquet file of log-probs and top-k; skip the parts of an interrupted scoring. Collective."""
+    """Write a parquet file of log-probs and top-k; skip parts that an interrupted run has written. Collective."""
     output, is_first = Path(options.output), dist.get_rank() == 0
     request = TargetRequest(topk=options.topk, vocab_size=options.vocab_size)
     start, totals, shown = time.monotonic(), _Totals(), 0.0
@@ -120,7 +121,7 @@ T = TypeVar("T")
 
 
 def _broadcast(rows: T) -> T:
-    """Broadcast the rows of rank 0, the only one that reads the file."""
+    """Broadcast the rows from rank 0, because only rank 0 reads the file."""
     box = [rows]
     dist.broadcast_object_list(box)
     return box[0]

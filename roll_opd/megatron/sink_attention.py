@@ -1,8 +1,8 @@
-"""Causal attention with sinks, which torch's fused kernels do not have, on materialised scores.
+"""Causal attention with sinks, on materialised scores, because torch's fused kernels do not support sinks.
 
-A sink (gpt-oss) is a learned score per query head: softmax has exp(sink) in its denominator, so that the weights of a
-query sum to less than 1. Each query has its sink once, also where context ranks share the keys, since every query sees
-all its keys on its own rank.
+A sink (gpt-oss) is a learned score per query head. The softmax adds exp(sink) to its denominator, so that the weights
+of a query sum to less than 1. The sink counts once per query also under context parallelism, because every query sees
+all its keys on one rank.
 
 Legend: B sequences, H query heads, G key/value heads, R = H / G, Q queries, C of them in a chunk, L keys, D head width,
 W value width.
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from roll_opd.models.memory import CHUNK_BYTES
 
-Seen = Callable[[slice], Tensor]  # queries of a chunk -> keys that they see, bool [B or 1, 1, C, L]
+Seen = Callable[[slice], Tensor]  # slice of queries -> mask of the keys that they see, bool [B or 1, 1, C, L]
 
 
 def attention_with_sinks(
@@ -24,8 +24,8 @@ def attention_with_sinks(
 ) -> Tensor:
     """Return the attention output [B, H, Q, W] in the dtype of `query_BHQD`; every query sees at least one key.
 
-    Queries are computed in chunks whose f32 scores fit into `CHUNK_BYTES` of the device, and again in the
-    backward pass.
+    Queries are computed in chunks whose f32 scores fit into `CHUNK_BYTES` of the device; the backward pass recomputes
+    the scores.
     """
     rows, heads, queries = query_BHQD.shape[:3]
     each = 4 * rows * heads * key_BGLD.size(2)  # bytes of the scores of one query position

@@ -1,4 +1,4 @@
-"""Training engine of the student: policy losses, and distillation losses over a top-k or the whole vocabulary.
+"""Training engine of the student, with policy losses and with distillation losses over a top-k or the whole vocabulary.
 
 Legend: M scored tokens of a pack, R of them with a teacher's targets, K tokens of a top-k and L = K + 1, F hidden size
 of a teacher.
@@ -47,13 +47,13 @@ class MegatronTrainer(MegatronLearner):
         `samples` have the columns of `objective.columns.loss_columns`. With `assigned`, they are only this
         data-parallel rank's shard: see `samples.sharding`.
 
-        `sums` of the result are over this rank's action tokens: `tokens`, `weighted_loss` (its sum over all ranks is
-        the loss), `policy_loss` (without the KL loss), `kl_loss` (KL to the reference policy without its coefficient),
-        `ratio`, `clipped` (ratios outside of the loss's bounds) and `approx_kl` (r - 1 - log r, of old against new);
-        for objectives with such a term, `opd_loss` (divergence from the teachers with their coefficients) and `entropy`
-        (without its coefficient). Losses are weighted by the token weights. Demonstrations count only in the loss:
-        `demonstration_tokens` is the number of their tokens, `demonstration_loss` their weighted -logprobs, for any
-        policy loss.
+        `sums` of the result has sums over this rank's action tokens: `tokens`, `weighted_loss` (its sum over all ranks
+        is the loss), `policy_loss` (without the KL loss), `kl_loss` (KL to the reference policy, without its
+        coefficient), `ratio`, `clipped` (ratios outside of the loss's bounds) and `approx_kl` (r - 1 - log r with r the
+        ratio). Objectives that contain these terms add `opd_loss` (divergence from the teachers, with their
+        coefficients) and `entropy` (without its coefficient). Losses are weighted by the token weights. Demonstrations
+        contribute only to the loss. For any policy loss, `demonstration_tokens` is the number of their tokens and
+        `demonstration_loss` the weighted sum of their -logprobs.
         """
         loss = self._loss(objective, step)
         done = self._update(samples, loss, temperature, 2 if objective.paired else 1, assigned)
@@ -73,11 +73,11 @@ class MegatronTrainer(MegatronLearner):
         return _result(self._add_gradient(samples, loss, temperature, 2 if objective.paired else 1, assigned))
 
     def optim_step(self, learning_rate: float | None = None) -> TrainResult:
-        """Make one optimizer update from the accumulated gradients; the default learning rate is the schedule's."""
+        """Make one optimizer update from the accumulated gradients; learning rate None: the schedule's."""
         return _result(self._apply(Update([], []), learning_rate))
 
     def _loss(self, objective: ObjectivePlan, step: int) -> LossFunction:
-        """Return the loss of a micro-batch in step `step`. Raises for invalid arguments of the policy loss."""
+        """Return the loss function of micro-batches in step `step`; raises for invalid arguments of the policy loss."""
         policy_loss(objective.policy_loss, objective.policy_loss_args)
         arguments = {**POLICY_LOSSES.defaults(objective.policy_loss), **objective.policy_loss_args}
 
@@ -105,7 +105,7 @@ class MegatronTrainer(MegatronLearner):
         return tensors
 
     def load_teacher_head(self, name: str, head: np.ndarray) -> None:
-        """Store this rank's part of a teacher's full output embedding [W, F], for the objective `full`."""
+        """Store this rank's rows of a teacher's full output embedding [W, F]; the objective `full` needs them."""
         self.memory.check("load a teacher's output embedding", Part.WEIGHTS)
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return
@@ -127,9 +127,9 @@ def _by_sequence(logprobs_M: Tensor, lengths: Sequence[int]) -> list[np.ndarray]
 def distillation_loss(
     head: OutputHead, batch: PackedBatch, objective: ObjectivePlan, heads: Mapping[str, TeacherHead]
 ) -> Tensor:
-    """Return this rank's Σ over tokens and teachers of weight · coefficient · divergence. Collective.
+    """Return Σ weight · coefficient · divergence over this rank's tokens and over the teachers. Collective.
 
-    `heads` are the output heads of the teachers, for the objective `full`.
+    `heads` has the output heads of the teachers; only the objective `full` needs them.
     """
     measure = divergence(objective.opd_divergence, beta=objective.opd_jsd_beta, alpha=objective.opd_skew_alpha)
     total, head = torch.zeros((), device=head.device), head.within(objective.opd_vocab_size)

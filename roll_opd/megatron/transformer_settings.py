@@ -1,4 +1,4 @@
-"""Megatron's configuration of a model, from its config.json, its family and the layout."""
+"""Megatron's configuration of a model, derived from its config.json, its family and the layout."""
 
 import os
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": partial(functional.gelu, ap
 
 
 def model_pieces(hf_config: PretrainedConfig) -> Pieces:
-    """Return the pieces that a model's layers consist of."""
+    """Return the description of a model's layers from its family."""
     return FAMILIES[hf_config.model_type].pieces(hf_config.to_dict())
 
 
@@ -45,7 +45,7 @@ def transformer_config(
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "variable_seq_lengths": True,  # packs differ in length
-        "moe_token_dispatcher_type": "alltoall",  # also for dense models: the default needs packs of equal length
+        "moe_token_dispatcher_type": "alltoall",  # even for dense models: the default needs packs of equal length
         "batch_p2p_comm": False,
         "overlap_p2p_comm": layout.vpp is not None and layout.pp > 1,
         "tensor_model_parallel_size": layout.tp,
@@ -69,7 +69,7 @@ def transformer_config(
 
 
 def _activation(pieces: Pieces) -> dict[str, Any]:
-    """Return the settings of the function of gate and up."""
+    """Return the settings of the MLP's activation function."""
     if pieces.clipped_swiglu is None:
         return {"activation_func": ACTIVATIONS[pieces.activation]}
     limit, alpha = pieces.clipped_swiglu
@@ -81,12 +81,12 @@ def _activation(pieces: Pieces) -> dict[str, Any]:
 
 
 def has_experts(hf_config: PretrainedConfig) -> bool:
-    """Whether a model is a mixture of experts, which needs sequence parallelism with several tensor ranks."""
+    """Whether a model is a mixture of experts; with several tensor ranks it then needs sequence parallelism."""
     return bool(_expert_settings(hf_config.to_dict()))
 
 
 def _expert_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Megatron's expert settings from a config.json; empty for dense models."""
+    """Return Megatron's settings for the experts in a config.json; empty for dense models."""
     experts = next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)
     has_experts = layers_with_experts(config, config["num_hidden_layers"], experts)
     if not any(has_experts):
@@ -97,7 +97,7 @@ def _expert_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_topk": config["num_experts_per_tok"],
         "moe_ffn_hidden_size": config.get("moe_intermediate_size") or config["intermediate_size"],
         "moe_shared_expert_intermediate_size": config.get("shared_expert_intermediate_size"),
-        # whether probabilities are normalised over all experts or over the chosen ones
+        # True: probabilities are normalised over all experts; False: over the chosen experts
         "moe_router_pre_softmax": not config.get("norm_topk_prob", True),
         "moe_router_load_balancing_type": "none",
     }
@@ -124,13 +124,13 @@ def _grouped_experts(config: Mapping[str, Any], *, is_v3: bool) -> dict[str, Any
 def enabled_attention_backend() -> AttnBackend:
     """Return the attention backend that Transformer Engine's environment variables enable; `auto` if none is set.
 
-    Megatron raises an error if the variables contradict its setting, as in ROLL configurations that set them in
+    Megatron raises an error if these variables contradict its setting. ROLL configurations may set them in
     `system_envs`.
     """
     kinds = ("flash", "fused", "unfused")
     on = [kind for kind in kinds if os.environ.get(f"NVTE_{kind.upper()}_ATTN", "1") != "0"]
     if len(on) == len(kinds):
         return AttnBackend.auto
-    for kind in on[1:]:  # keep the fastest one: Megatron cannot choose among two
+    for kind in on[1:]:  # keep only the fastest one, because Megatron cannot choose between two
         os.environ[f"NVTE_{kind.upper()}_ATTN"] = "0"
     return AttnBackend[on[0]] if on else AttnBackend.local

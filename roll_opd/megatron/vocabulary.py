@@ -1,7 +1,7 @@
-"""Vocabulary-parallel logits: a rank's columns, logits in chunks, log-normalisers, and the backward pass.
+"""Vocabulary-parallel logits: the columns of a rank, logits in chunks, log-normalisers, and the backward pass.
 
-The logits of a batch are never stored. Forward computes chunks of rows of bounded size and keeps a few numbers per
-token; backward recomputes the logits in tiles, without further sums over the vocabulary.
+The logits of a batch are never stored. Forward computes them in chunks of rows of bounded size and keeps a few numbers
+per token. Backward recomputes the logits in tiles and needs no further sums over the vocabulary.
 
 Legend: M scored tokens, C of them in a chunk, E hidden size, V vocabulary columns on this rank.
 """
@@ -31,13 +31,13 @@ class Columns:
     chunk_bytes: int
 
     def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Sum `values` (or reduce by `op`) over the tensor ranks, in place."""
+        """Reduce `values` with `op` (default: sum) over the tensor ranks, in place."""
         if dist.get_world_size(self.group) > 1:
             dist.all_reduce(values, op=op, group=self.group)
         return values
 
     def logits(self, hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
-        """Return logits divided by the temperature, f32 [C, V], -inf in padding."""
+        """Return the logits divided by the temperature, f32 [C, V]; -inf in padding columns."""
         logits_CV = raw_logits(hidden_CE, weight_VE)
         if self.inverse_temperature != 1.0:
             logits_CV *= self.inverse_temperature
@@ -65,9 +65,9 @@ class Columns:
         return both[:, 0].log() + largest_C, both[:, 1:]
 
     def log_rest(self, logits_CV: Tensor, taken_CK: Tensor) -> Tensor:
-        """Return log Σ exp over the vocabulary without the columns `taken_CK`, f64 [C]; -inf if none remains.
+        """Return log Σ exp over the vocabulary without the columns `taken_CK`, f64 [C]; -inf if no column remains.
 
-        The sum is computed directly: 1 - Σ p of the taken columns would lose all digits where their mass is close to 1.
+        The sum is computed directly, because 1 - Σ p of the taken columns loses all digits if their Σ p is close to 1.
         Columns are numbered from this rank's first column. Collective; overwrites `logits_CV`.
         """
         logits_CV.masked_fill_(is_taken(taken_CK, logits_CV.size(1)), float("-inf"))
@@ -80,13 +80,14 @@ class Columns:
     def logprobs(logits: Tensor, log_normaliser_C: Tensor) -> Tensor:
         """Subtract the log-normaliser (f64) from `logits`, in place.
 
-        The high and the low part are subtracted in turn: near the largest logit the first difference is exact in f32.
+        The log-normaliser's high and low part are subtracted one after the other: near the largest logit the first
+        difference is exact in f32.
         """
         high_C = log_normaliser_C.float()
         return logits.sub_(high_C[:, None]).sub_((log_normaliser_C - high_C).float()[:, None])
 
     def chunks(self, rows: int, columns: int) -> Iterator[slice]:
-        """Yield row ranges whose logits fit into a chunk; without rows, one empty range for the collectives."""
+        """Yield row ranges whose logits fit into a chunk; without rows, one empty range, since collectives must run."""
         step = max(1, self.chunk_bytes // (4 * columns))
         return (slice(start, start + step) for start in range(0, max(rows, 1), step))
 
@@ -97,9 +98,9 @@ class VocabShard:
 
     weight_VE: Tensor
     temperature: float  # divides the logits
-    vocab_size: int  # columns of all ranks without padding, which is excluded from the softmax
-    group: dist.ProcessGroup  # tensor ranks in vocabulary order, with equally many rows each
-    weight_grad_VE: Tensor | None = None  # f32 buffer for the weight's gradient; None: returned to autograd
+    vocab_size: int  # columns of all ranks; padding columns are excluded from the softmax
+    group: dist.ProcessGroup  # tensor ranks in vocabulary order, each with the same number of rows
+    weight_grad_VE: Tensor | None = None  # f32 buffer for the weight's gradient; None: autograd gets the gradient
     chunk_bytes: int | None = None  # bound on f32 logits held at a time; None: `memory.CHUNK_BYTES` of the device
 
     @property
@@ -116,8 +117,9 @@ class VocabShard:
 def raw_logits(hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
     """Return the product of hidden states and output embedding, f32 [C, V].
 
-    On a GPU, products of bf16 matrices are stored in f32: rounding to bf16 may change a logit of 16 by 0.06, as much as
-    student and teacher differ at the end of training. torch's CPU kernels only return rounded results.
+    On a GPU, products of bf16 matrices are stored in f32. Rounding to bf16 may change a logit of 16 by 0.06, which is
+    as large as the difference between student and teacher at the end of training. On a CPU, torch's kernels return only
+    rounded results.
     """
     if hidden_CE.is_cuda and hidden_CE.dtype is not torch.float32:
         return torch.mm(hidden_CE, weight_VE.T, out_dtype=torch.float32)
@@ -125,12 +127,12 @@ def raw_logits(hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
 
 
 def has_kernels(tensor: Tensor) -> bool:
-    """Whether `head_kernels` computes the softmax: on a GPU, unless results must not depend on the layout."""
+    """Whether `head_kernels` computes the softmax: only on a GPU, and only if results may depend on the layout."""
     return tensor.is_cuda and not torch.are_deterministic_algorithms_enabled()
 
 
 def is_taken(columns_CK: Tensor, width: int) -> Tensor:
-    """Mark which of this rank's `width` columns are in `columns_CK`, bool [C, width]; ignore other ranks' columns."""
+    """Return which of this rank's `width` columns are in `columns_CK`, bool [C, width]; other columns are ignored."""
     mine_CK = (columns_CK >= 0) & (columns_CK < width)
     taken = torch.zeros(len(columns_CK), width + 1, dtype=torch.bool, device=columns_CK.device)
     return taken.scatter_(1, torch.where(mine_CK, columns_CK, width), True)[:, :width]
@@ -145,12 +147,12 @@ def backward_through_logits(
     *,
     weight_trainable: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of hidden states and output embedding; the logits of each tile are recomputed.
+    """Return the gradients of hidden states and output embedding; recomputes the logits of each tile.
 
     Args:
         weight_grad_VE: f32 buffer to which the embedding's gradient is added; None: the gradient is returned.
-        logits_grad: (raw f32 logits of a tile, its rows, its columns) -> gradient of these logits, in any dtype; may
-            overwrite the logits. See `tempered`.
+        logits_grad: (raw f32 logits of a tile, its rows, its columns) -> gradient of these logits, in any dtype. May
+        overwrite the logits. See `tempered`.
         weight_trainable: if False, the embedding has no gradient.
     """
     grad_hidden_ME = torch.zeros_like(hidden_ME, dtype=torch.float32)
@@ -173,7 +175,7 @@ def backward_through_logits(
 
 
 def tempered(columns: Columns, logits_grad: LogitsGradient) -> LogitsGradient:
-    """Turn `logits_grad`, a gradient with respect to logits / temperature, into one with respect to raw logits."""
+    """Convert `logits_grad` from a gradient with respect to logits / temperature to one with respect to raw logits."""
     scale = columns.inverse_temperature
     if scale == 1.0:
         return logits_grad
