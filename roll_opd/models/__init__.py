@@ -1,1 +1,1 @@
-"""Facts from the files of a Hugging Face model directory, without torch: sizes, weights, tokenizers, memory."""
+"""Read the files of a Hugging Face model directory without torch: sizes, weights, tokenizers, memory estimates."""

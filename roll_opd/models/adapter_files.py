@@ -39,9 +39,9 @@ class AdapterInfo:
 
 
 def read_adapter(path: Path) -> AdapterInfo:
-    """Return the properties of the adapter in a directory; raises ModelFilesError unless it is a plain LoRA adapter."""
+    """Return the properties of the adapter in a directory; raises ModelFilesError if it is not a plain LoRA adapter."""
     if not (path / CONFIG).is_file():
-        raise ModelFilesError(f"{path} has no {CONFIG}; set the directory of an adapter saved by peft")
+        raise ModelFilesError(f"{path} has no {CONFIG}; use the directory of an adapter saved by peft")
     if not (path / WEIGHTS).is_file():
         raise ModelFilesError(f"{path} has no {WEIGHTS}; save the adapter again with safe_serialization=True")
     if is_pointer(path / WEIGHTS):
@@ -51,7 +51,7 @@ def read_adapter(path: Path) -> AdapterInfo:
     other |= {key: config[key] for key in EMPTY if config.get(key)}
     if other:
         values = ", ".join(f"{key}={value!r}" for key, value in other.items())
-        raise ModelFilesError(f"{path / CONFIG} has {values}; only plain LoRA adapters can be trained on")
+        raise ModelFilesError(f"{path / CONFIG} has {values}; only plain LoRA adapters can be trained")
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     is_right = type(rank) is int and rank > 0 and isinstance(alpha, int | float) and isinstance(targets, list | str)
     if not is_right:

@@ -1,9 +1,9 @@
-"""Predict step times for splits of devices between engines and training, and for bounds on the age of samples.
+"""Predict step times for different splits of devices between engines and training, and for different age bounds.
 
-Costs are the seconds of each part of a step whose parts take turns, on the devices of a measured or planned layout.
-Engines on more devices have proportionally more slots. Scoring and learning take proportionally less time, down to one
-sequence per update on each replica of the student. Weight sync takes the same time on any number of devices.
-Communication between more devices is not counted: measure the costs near the layout of interest.
+Costs are the seconds of each part of a step, measured or planned on the devices of one layout, with the parts running
+in sequence. With more devices, engines have proportionally more slots, and scoring and learning take proportionally
+less time, until each replica of the student has one sequence per update. Weight sync takes the same time on any number
+of devices. Communication between more devices is not modelled, so measure the costs near the layout of interest.
 """
 
 import math
@@ -15,27 +15,27 @@ from roll_opd.models.async_simulator import Costs, Length, lognormal, simulate
 from roll_opd.models.group_window import Pace
 
 BOUNDS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
-AS_FAST = 1.03  # times the shortest step: among such predictions, the smallest bound is chosen
+AS_FAST = 1.03  # of the predictions within this factor of the shortest step, the smallest bound is chosen
 RUNS, MIN_BATCHES, MAX_BATCHES = 10_000, 10, 60  # simulated batches: as many as have `RUNS` runs
-STEPS_ASIDE = 32  # share 1 / STEPS_ASIDE of all splits between the simulated ones
+STEPS_ASIDE = 32  # 1 / STEPS_ASIDE of all splits lie between two simulated splits
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of the parts of a step, and the distribution of run lengths: lognormal, cut at a limit."""
+    """Seconds of each part of a step, and the distribution of run lengths (lognormal, cut at a limit)."""
 
     generate: float
     score: float
     learn: float
     sync: float
     spread: float = 0.5  # standard deviation of the logarithm of a length
-    longest: float = math.inf  # limit of a length, times the mean of the distribution without limit
+    longest: float = math.inf  # limit of a length, as a multiple of the uncut distribution's mean
     fixed: float = 1.0  # see `async_simulator.Costs`
 
 
 @dataclass(frozen=True)
 class Work:
-    """A batch, and the devices for which the costs were measured or planned."""
+    """The size of a batch, and the devices on which the costs were measured or planned."""
 
     groups: int
     runs: int  # of a group
@@ -54,7 +54,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted schedule of a split and an age bound. `step` is in seconds, idle times are shares, ages in versions."""
+    """Predicted schedule for a split and an age bound: `step` in seconds, idle times as fractions, ages in versions."""
 
     engines: int  # devices
     training: int  # devices
@@ -72,7 +72,7 @@ class Prediction:
 
 
 class Predictor:
-    """Predicts the steps of a batch from its costs; the constructor calibrates the seconds of a run."""
+    """Predicts step times from costs; the constructor calibrates the seconds of a run with a simulation."""
 
     def __init__(self, costs: StepCosts, work: Work) -> None:
         self._costs, self._work = costs, work
@@ -87,7 +87,7 @@ class Predictor:
         self._busy = self._seconds * in_turns.generate  # seconds of a batch on engines whose slots are all busy
 
     def predict(self, engines: int, training: int, bound: float = 0.0, *, is_shared: bool = False) -> Prediction:
-        """Return the schedule with these numbers of devices; `is_shared`: both sides use the same devices in turns."""
+        """Return the schedule for these numbers of devices; `is_shared`: both sides take turns on the same devices."""
         costs, work, run, seconds = self._costs, self._work, self._run, self._seconds
         faster = self._replicas(work.training) / self._replicas(training)
         parts = Costs(
@@ -109,10 +109,10 @@ class Predictor:
         )
 
     def predictions(self, devices: int, bounds: Sequence[float] = BOUNDS) -> list[Prediction]:
-        """Return schedules for `devices` devices: all shared in turns, and splits near the best split with each bound.
+        """Return schedules for `devices` devices: all shared in turns, and the splits near the best, with each bound.
 
-        The measured split is included if it has as many devices. Empty if the devices are too few for an engine and a
-        replica of the student.
+        The measured split is included if it has the same number of devices. The list is empty if the devices are too
+        few for an engine and a replica of the student.
         """
         work = self._work
         found = []
@@ -123,7 +123,7 @@ class Predictor:
         ]
 
     def _splits(self, devices: int) -> Iterator[int]:
-        """Yield numbers of devices for engines, ascending: the best number if nothing waits, and numbers near it."""
+        """Yield numbers of devices for engines, ascending: the best number if no part waits, and numbers near it."""
         work, costs = self._work, self._costs
         possible = [
             engines
@@ -155,10 +155,11 @@ def fastest(predictions: Sequence[Prediction]) -> Prediction:
 
 
 def spread_of(ratio: float, count: int) -> float:
-    """Return the spread of a lognormal for which the largest of `count` lengths is typically `ratio` times the mean.
+    """Return the spread of a lognormal whose largest of `count` samples is typically `ratio` times the mean.
 
-    The largest length is near the quantile 1 - 1 / count, which is exp(z s - s² / 2) times the mean; the result is the
-    smaller root s. If the ratio is exp(z² / 2), the largest possible, or above, the result is z.
+    The largest sample is near the quantile 1 - 1 / count, which is exp(z s - s² / 2) times the mean. The result is the
+    smaller root s of exp(z s - s² / 2) = ratio. The left side is at most exp(z² / 2); for this ratio and for larger
+    ones, the result is z.
     """
     z = NormalDist().inv_cdf(1 - 1 / max(count, 3))
     return z - math.sqrt(max(0.0, z * z - 2 * math.log(max(ratio, 1.0))))

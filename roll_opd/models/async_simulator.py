@@ -1,11 +1,12 @@
-"""Discrete-event simulation of a run's schedule: step time, idle shares and sample ages from stated or measured costs.
+"""Discrete-event simulation of a run: step time, idle fractions and sample ages, from planned or measured costs.
 
 Groups have the same order as in a real run (`models.group_window`). Engines sample runs (one response each) in a fixed
 number of slots, in the order of admission. Scoring, learning and weight sync of a batch happen in sequence.
 
-Two laws bound the result. With disjoint devices a step takes at least max(generate, score + learn + sync), where
-generate is the engines' work of a batch divided by their slots; without groups ahead it takes at least their sum. And
-engines are busy for the share 1/τ, with τ = E[slowest of the runs submitted together] / E[run].
+Two laws bound the result. On disjoint devices a step takes at least max(generate, score + learn + sync), where generate
+is the engines' work for a batch divided by their slots; if no groups are sampled ahead, it takes at least the sum
+generate + score + learn + sync. With age bound 0 and a slot for each run, engines are busy for the fraction 1/τ of the
+sampling time, with τ = E[slowest of the runs submitted together] / E[run].
 """
 
 import heapq
@@ -25,8 +26,9 @@ Length = Callable[[random.Random], float]
 class Costs:
     """Seconds of each part of a step. `run` draws the seconds of one run while all slots of the engine are busy.
 
-    With n of N slots busy, a token takes the share `fixed + (1 - fixed) * n / N` of its time with all slots busy.
-    `fixed` is 1 if all of the time goes into reading weights (GPUs at moderate batch sizes), 0 if all is computation.
+    With n of N slots busy, a token takes `fixed + (1 - fixed) * n / N` times as long as with all slots busy. `fixed` is
+    1 if an engine spends all its time on reading weights (GPUs at moderate batch sizes), and 0 if it spends all on
+    computation.
     """
 
     run: Length
@@ -40,8 +42,8 @@ class Costs:
 class Schedule:
     """Result of a simulated run. Times are in seconds, ages in versions."""
 
-    step: float  # mean seconds of a step, without the first tenth of the run
-    generate: float  # seconds of a batch's sampling if all slots are always busy
+    step: float  # mean seconds of a step after the first tenth of the run
+    generate: float  # seconds to sample a batch if all slots are always busy
     engine_idle: float  # share of the engines' capacity
     learner_idle: float  # share of the time in which the learner waits for a batch
     ages: tuple[int, ...] = field(repr=False)  # of each trained group, at its admission
@@ -57,12 +59,12 @@ class Schedule:
 
 
 def lognormal(mean: float, spread: float) -> Length:
-    """Return a long-tailed length: lognormal with this `mean`; `spread` is the standard deviation of the logarithm."""
+    """Return a sampler of lognormal lengths with this `mean`; `spread` is the standard deviation of the logarithm."""
     return lambda rng: mean * rng.lognormvariate(-spread * spread / 2, spread)
 
 
 def constant(seconds: float) -> Length:
-    """Return the length of runs that all take `seconds`."""
+    """Return a sampler whose lengths are all `seconds`."""
     return lambda rng: seconds
 
 
@@ -72,13 +74,13 @@ def simulate(pace: Pace, costs: Costs, *, runs: int, slots: int, batches: int, s
 
 
 class _Simulation:
-    """Event queues: runs ordered by their end in sampled seconds, other events by time; each end can start new work."""
+    """Event queues: runs are ordered by the sampled seconds at their end, other events by time."""
 
     def __init__(self, pace: Pace, costs: Costs, runs: int, slots: int, batches: int, seed: int) -> None:
         self._window = GroupWindow(pace, 0, batches)
         self._costs, self._runs, self._slots, self._rng = costs, runs, slots, random.Random(seed)
         self._now, self._count = 0.0, 0
-        self._sampled = 0.0  # seconds of full slots that a run busy since the start has sampled for
+        self._sampled = 0.0  # progress, in seconds with all slots busy, of a run that has been busy since the start
         self._busy: list[
             tuple[float, int, int]
         ] = []  # (end in sampled seconds, number, group): first come, first served
@@ -116,7 +118,7 @@ class _Simulation:
 
     @property
     def _speed(self) -> float:
-        """Progress of a busy run per second, in seconds of a run with all slots busy."""
+        """Progress of a busy run per second of time, measured in seconds with all slots busy."""
         fixed = self._costs.fixed
         return 1 / (fixed + (1 - fixed) * len(self._busy) / self._slots) if self._busy else 0.0
 
@@ -140,7 +142,7 @@ class _Simulation:
         self._admit()
 
     def _learn(self) -> None:
-        """Begin training on the next batch, if it is complete and the learner is free."""
+        """Start training on the next batch if the batch is complete and the learner is idle."""
         if self._learned_at < math.inf or self._window.is_complete or not (batch := self._window.take()):
             return
         version = self._window.batches - 1

@@ -1,4 +1,4 @@
-"""Sizes of Gated DeltaNet layers (arXiv 2412.06464), from config.json; without torch."""
+"""Read the sizes of Gated DeltaNet layers (arXiv 2412.06464) from config.json, without torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,18 +33,18 @@ class DeltaSizes:
 
     @property
     def of_key_head(self) -> tuple[int, ...]:
-        """Rows of the input projection per key head: query, key, values, output gates, betas, decays."""
+        """Number of rows of the input projection per key head: query, key, values, output gates, betas, decays."""
         values = self.each * self.value_width
         return self.key_width, self.key_width, values, values, self.each, self.each
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """Channels of the convolution: queries, keys and values."""
+        """Numbers of channels of the convolution: queries, keys, values."""
         return tuple(self.key_heads * rows for rows in self.of_key_head[:3])
 
     @property
     def projected(self) -> int:
-        """Rows of the input projection."""
+        """Number of rows of the input projection."""
         return self.key_heads * sum(self.of_key_head)
 
     @property
@@ -66,7 +66,7 @@ def delta_sizes(config: Mapping[str, Any]) -> DeltaSizes | None:
 
 
 def delta_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    """Return, for each layer, whether it is a Gated DeltaNet layer; the others have attention."""
+    """Return, for each layer, whether it is a Gated DeltaNet layer; all other layers have attention."""
     if delta_sizes(config) is None:
         return (False,) * layers
     period = config.get("full_attention_interval") or PERIOD

@@ -1,8 +1,9 @@
-"""State machine of roles that share devices: the memory that each role holds in each phase of a step. No processes.
+"""State machine of roles that share devices: which memory each role holds in each phase. Starts no processes.
 
-A role that is active in a phase holds the parts in `HOLDS`. Roles that share a device with it have released all memory,
-or in a phase of `TOGETHER` all but their parts in `HOLDS`. Phases may follow in any order. Engines that discarded their
-weights need a weight sync before they generate again. Invalid calls raise `PhaseError` and change nothing.
+A role that is active in a phase holds its parts in `HOLDS`. The roles that share a device with it hold no memory,
+except in the phases in `TOGETHER`: there, these roles also hold their parts in `HOLDS`. Phases may follow each other in
+any order. Engines that discarded their weights need a weight sync before they generate again. Invalid calls raise
+`PhaseError` and do not change the state.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,11 +29,11 @@ class Phase(StrEnum):
 
 
 class Part(StrEnum):
-    """Kind of memory that a role holds between calls; for engines, vLLM's tags."""
+    """Kind of memory that a role holds between calls; the values for engines are vLLM's tags."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
-    OPTIMIZER = "optimizer"  # moments, and f32 master weights unless the model is f32
+    OPTIMIZER = "optimizer"  # moments, and for models that are not f32 also f32 master weights
     CACHE = "kv_cache"
 
 
@@ -67,14 +68,14 @@ HOLDS: Mapping[Phase, Mapping[Kind, Parts]] = {
     Phase.RESTORE: {**_READERS, Kind.STUDENT: STATE, Kind.CRITIC: STATE},
     Phase.WEIGHT_SYNC: {Kind.STUDENT: WEIGHTS, Kind.FOLLOWER: WEIGHTS, Kind.ENGINES: WEIGHTS},
     Phase.GENERATE: {**_READERS, Kind.ENGINES: SERVING},  # readers on other devices may run concurrently
-    Phase.READ: _READERS,  # also the student's top-k tokens, and the base model of its adapters
+    Phase.READ: _READERS,  # also to read the student's top-k tokens, and the base model under its adapters
     Phase.OLD_LOGPROBS: {Kind.STUDENT: WEIGHTS},
     Phase.VALUES: {Kind.CRITIC: WEIGHTS},
     Phase.TRAIN: {Kind.STUDENT: LEARNING, Kind.CRITIC: LEARNING},
     Phase.CHECKPOINT: {Kind.STUDENT: STATE, Kind.CRITIC: STATE, Kind.FOLLOWER: WEIGHTS},
 }
-TOGETHER = frozenset({Phase.WEIGHT_SYNC})  # phases with concurrent roles; in others they are exclusive
-# kinds that acquire memory when the phase starts; others on their first call
+TOGETHER = frozenset({Phase.WEIGHT_SYNC})  # phases in which roles run concurrently; in other phases one at a time
+# kinds that acquire memory when the phase starts; other kinds acquire it on their first call
 ACQUIRED_ON_ENTRY: Mapping[Phase, tuple[Kind, ...]] = {
     Phase.WEIGHT_SYNC: (Kind.STUDENT, Kind.ENGINES),
     Phase.GENERATE: (Kind.ENGINES,),
@@ -91,7 +92,7 @@ NEEDS_NOTHING = frozenset({"written", "weights_version", "close"})
 
 
 class PhaseError(RuntimeError):
-    """A role was called while its devices belong to another role."""
+    """A role was called while its devices belonged to another role."""
 
 
 @dataclass(frozen=True)
@@ -136,13 +137,13 @@ class PhaseMachine:
         self.members = {member.name: member for member in members}
 
     def everywhere(self) -> State:
-        """Return the state in which all members hold all their memory, as if no device were shared."""
+        """Return the state in which all members hold all their memory, as without shared devices."""
         return State(held=FrozenDict({member.name: ALL[member.kind] for member in self.members.values()}))
 
     def enter(self, state: State, phase: Phase) -> tuple[list[Move], State]:
-        """Return (moves, state) of entering a phase.
+        """Return (moves, state) for entering a phase.
 
-        Raises PhaseError for generation with discarded weights.
+        Raises PhaseError if engines with discarded weights would generate.
         """
         if phase is Phase.GENERATE and state.blank:
             raise PhaseError(
@@ -150,7 +151,7 @@ class PhaseMachine:
                 f" sent again; enter the phase {Phase.WEIGHT_SYNC} before {phase}"
             )
         state, moves = replace(state, phase=phase), []
-        if phase in TOGETHER:  # otherwise members would release memory during calls of others
+        if phase in TOGETHER:  # all release now: a later release would happen while others run
             for member in self.members.values():
                 state, released = self._release(state, member)
                 moves += released
@@ -162,7 +163,7 @@ class PhaseMachine:
         return moves, state
 
     def act(self, state: State, name: str, call: str) -> tuple[list[Move], State]:
-        """Return the moves to make before a member's method `call`, in order, and the state after them.
+        """Return the ordered moves that must precede a member's method `call`, and the state after these moves.
 
         Raises PhaseError if the phase does not allow the call.
         """
@@ -186,7 +187,7 @@ class PhaseMachine:
         return moves, state
 
     def start(self, state: State, name: str) -> tuple[list[Move], State]:
-        """Return (moves, state) of loading a member's model."""
+        """Return (moves, state) for loading a member's model."""
         state, moves = self._release_others(state, self.members[name])
         return moves, _with(state, name, ALL[self.members[name].kind])
 
@@ -195,11 +196,11 @@ class PhaseMachine:
         return replace(state, blank=frozenset())
 
     def meeting(self, member: PhaseMember) -> list[PhaseMember]:
-        """Return the members that share a device with a member."""
+        """Return the other members that share a device with `member`."""
         return [other for other in self.members.values() if member.meets(other)]
 
     def take_turns(self, name: str, other: str, phase: Phase) -> bool:
-        """Return whether two members exclude each other in a phase."""
+        """Return whether two members must not run at the same time in a phase."""
         return phase not in TOGETHER and self.members[name].meets(self.members[other])
 
     def _acquire(self, state: State, member: PhaseMember) -> tuple[State, list[Move]]:
@@ -211,7 +212,7 @@ class PhaseMachine:
         return state, moves
 
     def _release_others(self, state: State, member: PhaseMember) -> tuple[State, list[Move]]:
-        """Release the memory of all members that share devices with a member."""
+        """Release the memory of all members that share a device with `member`."""
         moves: list[Move] = []
         for other in self.meeting(member):
             state, released = self._release(state, other)
@@ -219,7 +220,7 @@ class PhaseMachine:
         return state, moves
 
     def _release(self, state: State, member: PhaseMember) -> tuple[State, list[Move]]:
-        """Release the memory that a member does not hold concurrently with others in the phase."""
+        """Release the memory that a member may not hold while other members run in the phase."""
         left = HOLDS[state.phase].get(member.kind, NOTHING) if state.phase in TOGETHER else NOTHING
         held = state.of(member.name)
         parts = held - left
@@ -241,7 +242,8 @@ class PhaseMachine:
 def members_of(plan: RunPlan) -> list[PhaseMember]:
     """Return the roles that share a device with another role.
 
-    Roles served by another role's processes are omitted, as are judges and auxiliary models, which must always respond.
+    Roles that another role's processes serve are omitted. Judges and auxiliary models are omitted too, because they
+    must always respond.
     """
     members = [_member(role) for role in plan.megatron_roles().values() if plan.serving(role) is role]
     if plan.rollout:
@@ -252,12 +254,12 @@ def members_of(plan: RunPlan) -> list[PhaseMember]:
 
 
 def members_on_gpus(plan: RunPlan) -> list[PhaseMember]:
-    """Return the members that take turns on shared GPUs (the default); empty if `is_offload_states` is false."""
+    """Return the members that take turns on shared GPUs (the default); [] if `is_offload_states` is false."""
     return [] if plan.is_offload_states is False else members_of(plan)
 
 
 def held_together(members: Sequence[PhaseMember]) -> Iterator[tuple[Phase, dict[str, Parts]]]:
-    """Yield (phase, member -> parts) for each set of parts held simultaneously on a device of `members`."""
+    """Yield (phase, member -> parts) for each set of parts that a device of `members` holds at the same time."""
     for phase, holds in HOLDS.items():
         there = {member.name: holds[member.kind] for member in members if member.kind in holds}
         if phase is Phase.GENERATE and any(member.kind is Kind.ENGINES for member in members):

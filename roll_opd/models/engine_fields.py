@@ -1,7 +1,8 @@
-"""Read the fields of the installed engines' option classes, with types and bounds, in a subprocess.
+"""Read the fields of the installed engines' option classes, with their types and bounds, in a subprocess.
 
-Importing vLLM takes 5 to 20 s, Megatron-core 2 to 5 s. The subprocess runs once per installed version; its answer is
-cached as a JSON file in `~/.cache/roll_opd/`. The planning process imports no engine and no torch.
+Importing vLLM takes 5 to 20 s, and importing Megatron-core 2 to 5 s. The subprocess therefore runs once per installed
+version, and its answer is cached as a JSON file in `~/.cache/roll_opd/`. The planning process imports neither engines
+nor torch.
 """
 
 import fcntl
@@ -71,7 +72,7 @@ def engine_fields(engine: str) -> dict[str, Any] | None:
 
 
 def _cache_file(engine: str) -> Path | None:
-    """Return the file for the fields of an engine, named by a hash of its sources; None if it is not installed."""
+    """Return the cache file of an engine, named by a hash of the engine's sources; None if it is not installed."""
     package, module, _, bounded = CLASSES[engine]
     spec = find_spec(package.partition(".")[0]) and find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -88,7 +89,7 @@ def _cache_file(engine: str) -> Path | None:
 
 @contextmanager
 def _lock() -> Iterator[bool]:
-    """Context manager: hold the cache's lock, which excludes other processes; yield whether the cache is writable."""
+    """Hold the lock of the cache against other processes in a `with` block; yield whether the cache is writable."""
     with ExitStack() as stack:
         is_writable = False
         with suppress(OSError):
@@ -108,7 +109,7 @@ def _cached(file: Path) -> dict[str, Any] | None:
 
 
 def _write(file: Path, answer: dict[str, Any]) -> None:
-    """Write an answer to its cache file atomically; failures are not cached."""
+    """Write an answer to its cache file atomically, unless the answer is a failure."""
     partial = file.with_suffix(f".{os.getpid()}")
     with suppress(OSError):
         if "error" not in answer:
@@ -118,7 +119,7 @@ def _write(file: Path, answer: dict[str, Any]) -> None:
 
 def _query(engines: list[str], is_writable: bool) -> dict[str, dict[str, Any]]:
     """Return engine -> encoded fields from a subprocess that imports the engines."""
-    kept = f"kept in {user_cache()}" if is_writable else f"{user_cache()} is not writable, so every plan reads them"
+    kept = f"kept in {user_cache()}" if is_writable else f"{user_cache()} is not writable, so each plan repeats it"
     names = " and ".join(engines)
     print(f"Reading the options of the installed {names} (up to 30 s; {kept}) ...", file=sys.stderr, flush=True)
     program = _PROGRAM.format(path=sys.path, engines={name: tuple(CLASSES[name]) for name in engines})
@@ -167,7 +168,7 @@ def _with_bounds(text: Any, bounds: dict[str, float] | None) -> Any:
 
 
 def encoded(annotation: Any) -> Any:
-    """Return a type as JSON; "any" if it has parts that are not plain Python types."""
+    """Return a type encoded as JSON; "any" for a type with parts that are not plain Python types."""
     try:
         return _encoded(annotation)
     except TypeError:
@@ -193,7 +194,7 @@ def _encoded(annotation: Any) -> Any:
 
 
 def decoded(text: Any) -> Any:
-    """Return the type from the JSON that `encoded` returned."""
+    """Return the type that `encoded` has encoded as JSON."""
     if isinstance(text, str):
         return (_PLAIN | _CONTAINERS | {"any": Any, "...": ...})[text]
     if "of" in text:

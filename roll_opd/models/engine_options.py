@@ -45,7 +45,7 @@ def engine_options(engine: str) -> dict[str, Any] | None:
 
 
 def no_effect(engine: str, name: str) -> str | None:
-    """Return why an option has no effect in the installed engine; None if it may have one."""
+    """Return why an option has no effect in the installed engine; None if it may have an effect."""
     if ENVIRONMENT.fullmatch(name):
         return f"is an environment variable, not an option of {engine}, and has no effect here; move it to system_envs"
     options = engine_options(engine)
@@ -55,9 +55,9 @@ def no_effect(engine: str, name: str) -> str | None:
 
 
 def option_problem(engine: str, name: str, value: Any, also_known: Iterable[str] = ()) -> str | None:
-    """Return the problem of an engine option; None if it has none, or if the engine is not installed.
+    """Return what is wrong with an engine option; None if it is valid, or if the engine is not installed.
 
-    `also_known` are further valid keys for spelling hints.
+    `also_known` has further valid keys, which hints about misspelt keys may suggest.
     """
     if engine == "Megatron" and name in MEGATRON_DECIDED:
         return "is set by the model's config.json, model_args or the engine; remove it"

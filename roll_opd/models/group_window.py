@@ -1,15 +1,15 @@
-"""Order of groups between prompt source and learner: a first-in-first-out queue with a window, without processes.
+"""Order of groups from the prompt source to the learner: a first-in-first-out queue with a window. Starts no processes.
 
-A group consists of all samples of one prompt. Groups are numbered in the order of admission; batch v trains the weights
-from version v to version v + 1. Legend: P groups of a batch, A groups ahead of a batch, W window.
+A group consists of all samples of one prompt. Groups are numbered in the order of admission. Training on batch v turns
+the weights of version v into version v + 1. Legend: P groups of a batch, A groups ahead of a batch, W window.
 
-**Admission.** While version v is published, the groups admitted and not rejected number at most (v + 1) · P + A.
-**Order.** A batch takes a finished group only if fewer than W older groups, counted by number, are unfinished or later
-than the oldest one left: at most W - 1 younger groups are trained before any group.
+**Admission.** While version v is published, at most (v + 1) · P + A groups are admitted and not rejected. **Order.** A
+batch takes a finished group only if its number is less than W above the number of the oldest group that is not yet in a
+batch. At most W - 1 younger groups are therefore trained before any group.
 **Bound.** A group is admitted as number n < (v + 1) · P + A, and at most n + W - 1 groups are trained before it. The
 group is in batch (n + W - 1) // P at the latest, so its age in versions is at most (P + A + W - 2) // P. With A = S · P
-for a whole number S this is S + ceil((W - 1) / P). No group is discarded for its age. With A = 0 and W = 1 the bound is
-0, and sampling and learning take turns.
+for an integer S, this bound is S + ceil((W - 1) / P). No group is discarded because of its age. With A = 0 and W = 1
+the bound is 0, and sampling and learning take turns.
 """
 
 import math
@@ -21,18 +21,18 @@ DEPTH = 2.0  # batches; deeper queues make older samples and hardly faster steps
 
 @dataclass(frozen=True)
 class Pace:
-    """The numbers of groups that bound the age of samples."""
+    """The three numbers of groups that bound the age of samples."""
 
     groups: int  # of a batch, P
-    ahead: int = 0  # admitted beyond the batch of the published version, A
+    ahead: int = 0  # A: groups admitted beyond the batch of the published version
     window: int = 1  # W; 1: strict order
 
     @classmethod
     def of(cls, groups: int, bound: float, depth: float | None = None) -> "Pace":
-        """Return the pace for an age bound in versions and a depth (number of batches in flight ahead).
+        """Return the pace for an age bound in versions and a depth (the number of batches sampled ahead).
 
-        The part of the bound that the depth leaves unused becomes the window. The default depth is the bound, at most
-        `DEPTH`. ValueError if the depth is above the bound.
+        The rest of the bound, which the depth does not use, becomes the window. The default depth is the smaller of the
+        bound and `DEPTH`. Raises ValueError if the depth is above the bound.
         """
         depth = min(bound, DEPTH) if depth is None else depth
         if not 0 <= depth <= bound:
@@ -53,20 +53,20 @@ class Pace:
 
 
 class GroupWindow:
-    """Groups of batches `first` to `last - 1` by state: running, passed (finished), rejected, trained."""
+    """The groups of batches `first` to `last - 1` and their states: running, passed (finished), rejected, trained."""
 
     def __init__(self, pace: Pace, first: int, last: int, published: int | None = None) -> None:
-        """`published` is the version of the weights that sample first (default: `first`)."""
+        """`published` is the version of the weights that the engines have at the start (default: `first`)."""
         self.pace, self._first, self._last = pace, first, last
         self.version = first if published is None else published
         self._admitted = self._rejected = self._earlier = 0
-        self._open: dict[int, bool] = {}  # number -> has passed, of groups that are neither rejected nor in a batch
+        self._open: dict[int, bool] = {}  # number -> has passed; only groups that are neither rejected nor in a batch
         self._filling: list[int] = []  # numbers of the batch that is being filled
         self.batches = 0  # complete
 
     @property
     def room(self) -> int:
-        """Number of groups that may be admitted."""
+        """Number of further groups that may be admitted."""
         batches = min(self.version - self._first + 1, self._last - self._first)
         limit = min(batches * self.pace.groups + self.pace.ahead, (self._last - self._first) * self.pace.groups)
         return max(0, limit - (self.admitted - self._rejected))
@@ -83,12 +83,12 @@ class GroupWindow:
 
     @property
     def finished(self) -> int:
-        """Number of groups that have passed the filters and are in no complete batch."""
+        """Number of groups that have passed the filters and are not in a complete batch."""
         return len(self._open) - self.running + len(self._filling)
 
     @property
     def head(self) -> int:
-        """Number of the oldest group that is running, or passed and in no batch; if there is none, the next number."""
+        """Number of the oldest group that is not yet in a batch or rejected; without such a group, the next number."""
         return min(self._open, default=self._admitted)
 
     @property
@@ -97,32 +97,32 @@ class GroupWindow:
         return self.batches == self._last - self._first
 
     def publish(self, version: int) -> None:
-        """Set the version of the weights that sample. ValueError for a version before the current one."""
+        """Set the version of the engines' weights; raises ValueError for a version before the current one."""
         if version < self.version:
             raise ValueError(f"version {version} was published after version {self.version}")
         self.version = version
 
     def admit(self, count: int) -> range:
-        """Return the numbers of `count` new groups, which are running."""
+        """Admit `count` new groups as running; return their numbers."""
         numbers = range(self._admitted, self._admitted + count)
         self._admitted += count
         self._open |= dict.fromkeys(numbers, False)
         return numbers
 
     def pass_over(self) -> int:
-        """Return the number of a group that was trained or filtered before a resume; it keeps its place in order."""
+        """Return a number for a group that was trained or filtered before a resume; it keeps its place in the order."""
         self._admitted += 1
         self._earlier += 1
         return self._admitted - 1
 
     def withdraw(self, count: int) -> None:
-        """Remove the youngest `count` groups, which are running and not needed; their numbers are used again."""
+        """Remove the `count` youngest groups: they are running but not needed. Their numbers are used again."""
         for _ in range(count):
             self._admitted -= 1
             del self._open[self._admitted]
 
     def decide(self, number: int, *, passed: bool) -> None:
-        """End the sampling of a running group: either it has passed the filters, or it is rejected and makes room."""
+        """End the sampling of a running group: it passed the filters, or it is rejected and makes room for another."""
         if self._open.get(number) is not False:
             raise ValueError(f"group {number} is not running")
         if passed:
@@ -132,9 +132,9 @@ class GroupWindow:
             self._rejected += 1
 
     def take(self) -> list[int] | None:
-        """Return the numbers of the next batch, ascending, if enough groups have passed; None otherwise.
+        """Return the numbers of the groups in the next batch, ascending; None if too few groups have passed.
 
-        The batch has the oldest groups that have passed, inside the window.
+        The batch has the oldest passed groups inside the window.
         """
         while len(self._filling) < self.pace.groups:
             limit = self.head + self.pace.window

@@ -1,6 +1,6 @@
-"""Check that a model can be sharded as configured: Megatron layouts, and tensor parallelism of Megatron and vLLM.
+"""Check that a model can be sharded as configured, in a Megatron layout and with tensor parallelism in vLLM.
 
-Every function reports problems to `Diagnostics` under the configuration key of the setting.
+Every function reports problems to `Diagnostics`, under the configuration key that causes them.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_los
 
 
 def check_layout(info: ModelInfo, layout: Layout, args: Mapping[str, object], diagnostics: Diagnostics) -> None:
-    """Check that a model can be sharded with `layout` and the Megatron options `args`."""
+    """Check that a model can be sharded in `layout` with the Megatron options `args`."""
     check_tensor_parallel(info, layout.tp, "tensor_model_parallel_size", diagnostics)
     _check_pipeline(info, layout, args, diagnostics)
     _check_experts(info, layout, diagnostics)
@@ -31,8 +31,8 @@ def check_tensor_parallel(
 ) -> None:
     """Check that heads and MLP can be split into `tp` equal parts.
 
-    The vocabulary need not be: both engines pad it. With `copies_kv_heads` (vLLM) several ranks may share one
-    key/value head.
+    The vocabulary may be indivisible, because both engines pad it. With `copies_kv_heads` (vLLM), several ranks may
+    have the same key/value head.
     """
     if tp == 1:
         return
@@ -97,7 +97,7 @@ def _check_experts(info: ModelInfo, layout: Layout, diagnostics: Diagnostics) ->
     if ranks % (etp * layout.ep):
         diagnostics.error(
             key,
-            f"{ranks} ranks per pipeline stage are not a multiple of ep {layout.ep} x etp {etp}; use a smaller one, or"
+            f"{ranks} ranks per pipeline stage are not a multiple of ep {layout.ep} x etp {etp}; use a smaller size, or"
             " expert_tensor_parallel_size: 1",
         )
     if info.expert_intermediate % etp:

@@ -1,7 +1,7 @@
-"""Estimate the memory per rank of each role from the sizes in config.json.
+"""Estimate the memory that each role needs per rank, from the sizes in config.json.
 
-The estimates are within a few per cent of the allocated memory. They omit fragmentation, communication buffers,
-overhead of the engines and the savings of selective recomputation.
+The estimates are within a few per cent of the allocated memory. They do not include fragmentation, communication
+buffers, the engines' overhead or the savings by selective recomputation.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,7 +44,7 @@ Parts = dict[str, int]  # name of a part -> bytes per rank
 
 @dataclass(frozen=True)
 class ModelShard:
-    """Sizes of the shard of a model that a rank holds in a layout."""
+    """Sizes of the part of a model that one rank holds in a layout."""
 
     info: ModelInfo
     layout: Layout
@@ -53,14 +53,14 @@ class ModelShard:
 
     @property
     def kv_heads(self) -> float:
-        """Key and value heads per rank; with more ranks than heads, each rank has a copy of one head."""
+        """Number of key/value heads per rank; with more ranks than heads, each rank has a copy of one head."""
         return max(1.0, self.info.kv_heads / self.layout.tp)
 
     def parameters(self, stage: int) -> tuple[int, int]:
-        """Return the (dense, expert) parameters of a rank of pipeline stage `stage`.
+        """Return the number of (dense, expert) parameters on a rank of pipeline stage `stage`.
 
-        The first stage also has the embedding. The last stage has the head, which is a copy of the embedding if they
-        are tied. Routers and the down-projections of latent attention are replicated on every tensor rank.
+        The first stage also has the embedding. The last stage also has the head; a tied head is a copy of the
+        embedding. Every tensor rank has all routers and all down-projections of latent attention.
         """
         info, layout = self.info, self.layout
         each = info.experts * 3 * info.hidden * info.expert_intermediate
@@ -71,7 +71,7 @@ class ModelShard:
         copied = info.layers * 2 * info.hidden * info.head_dim * (self.kv_heads * layout.tp - info.kv_heads)
         plain, routing = self.layers_of(stage)
         dense = (info.parameters - experts - ends + copied) / layout.pp
-        # correction for stages with more or fewer expert layers than the average
+        # correct for stages with more or fewer expert layers than average
         more = routing - info.expert_layers / layout.pp
         dense += more * info.hidden * (info.experts + 3 * info.shared_intermediate - 3 * info.intermediate)
         whole = routing * info.experts * info.hidden
@@ -89,7 +89,7 @@ class ModelShard:
         return int(dense / layout.tp + whole), int(experts * share / (layout.ep * layout.expert_tp))
 
     def layers_of(self, stage: int) -> tuple[float, float]:
-        """Return a stage's number of layers (without experts, with experts); the mean if stages are unequal."""
+        """Return the numbers of (dense, expert) layers in a stage; the mean over stages if these are unequal."""
         info, pp = self.info, self.layout.pp
         chunks = pp * (self.layout.vpp or 1)
         if info.layers % chunks:
@@ -99,7 +99,7 @@ class ModelShard:
         return mine.count(False), sum(mine)
 
     def adapter_parameters(self, lora: LoraPlan) -> int:
-        """Return the adapter parameters of a rank; one matrix of each pair is sharded like its layer."""
+        """Return the number of adapter parameters per rank; one matrix of each pair is sharded like its layer."""
         info, tp = self.info, self.layout.tp
         queries, keys = info.heads * info.head_dim, info.kv_heads * info.head_dim
         outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
@@ -110,12 +110,13 @@ class ModelShard:
         return int(lora.rank * (columns + rows) * info.layers / self.layout.pp)
 
     def layer_elements(self) -> float:
-        """Return the elements per token that a layer stores for the backward pass on a rank, averaged over layers.
+        """Return how many elements per token a layer stores for backward on a rank, averaged over layers.
 
-        With flash attention and a fused SwiGLU these are: inputs and outputs of both norms (4 hidden); queries and keys
-        before and after rotation, values, and the attention output (3 each); the two MLP projections and their product
-        (3 widths). In a mixture of experts, `experts_per_token` experts each store a copy of the token's hidden state.
-        Follows Korthikanti et al. 2022, section 4, generalised to widths that are not multiples of hidden.
+        With flash attention and a fused SwiGLU, a layer stores: inputs and outputs of both norms (4 times hidden);
+        queries and keys before and after rotation, values, and the attention output (3 times the query width and 3
+        times the key width); the two MLP projections and their product (3 times the MLP width). In a mixture of
+        experts, each of the `experts_per_token` experts stores a copy of the token's hidden state. Follows Korthikanti
+        et al. 2022, section 4, generalised to widths that are not multiples of hidden.
         """
         info, layout = self.info, self.layout
         sequence = layout.tp if layout.sequence_parallel else 1
@@ -124,10 +125,10 @@ class ModelShard:
         routed = info.experts_per_token * layout.expert_tp / layout.tp
         experts = routed * (info.hidden + 3 * info.expert_intermediate / layout.expert_tp)
         experts += 3 * info.shared_intermediate / layout.tp
-        if latent := info.latent:  # queries and keys twice, the compressed keys and values, values, the output
+        if latent := info.latent:  # queries and keys twice, compressed keys and values, values, output
             heads = (4 * info.head_dim + latent.plain + 3 * latent.value) * info.heads / layout.tp
             heads += 2 * latent.narrow / sequence
-        if delta := info.delta:  # projections, convolution's input and output, the output and its norm's in f32
+        if delta := info.delta:  # projections, convolution input and output, output and norm in f32
             mixed = (delta.projected + 2 * sum(delta.channels) + 6 * delta.values) / layout.tp
             heads += info.head_dim * info.heads / layout.tp * 2  # output gates
             heads = (info.attention_layers * heads + sum(info.is_delta) * mixed) / info.layers
@@ -135,11 +136,11 @@ class ModelShard:
         return 4 * info.hidden / sequence + heads + mlp
 
     def kept_elements(self, stage: int, args: Mapping[str, object], micro_batches: int) -> float:
-        """Return the peak elements per token over all layers of a stage, for its micro-batches in flight.
+        """Return the peak number of stored elements per token, over all layers and micro-batches in flight of a stage.
 
-        `args` are Megatron's recompute options. 1F1B has pp - stage micro-batches in flight; interleaved stages have
-        more (Narayanan et al. 2021). With full recomputation, layers store only their input, and one layer at a time is
-        recomputed.
+        `args` are Megatron's recompute options. With the 1F1B schedule, pp - stage micro-batches are in flight; with
+        interleaved stages more (Narayanan et al. 2021). With full recomputation, layers store only their input, and one
+        layer at a time is recomputed.
         """
         info, layout = self.info, self.layout
         layers, chunks = info.layers / layout.pp, layout.vpp or 1
@@ -157,14 +158,14 @@ class ModelShard:
 
 
 def shard_of(info: ModelInfo, role: MegatronPlan, device: str = "cpu") -> ModelShard:
-    """Return the shard of a rank of `role`."""
+    """Return the shard that a rank of `role` holds."""
     return ModelShard(info, role.layout, not isinstance(role, CriticPlan), device)
 
 
 def estimate_memory(plan: RunPlan, models: Mapping[str, ModelInfo], longest: int) -> dict[str, tuple[Parts, ...]]:
-    """Return role name -> {part: bytes per rank} for each pipeline stage.
+    """Return role name -> tuple with {part: bytes per rank} of each pipeline stage.
 
-    `longest` is the token count of the longest sequence. Inference roles have one stage.
+    `longest` is the number of tokens of the longest sequence. Inference roles have one stage.
     """
     found: dict[str, tuple[Parts, ...]] = {}
     response = plan.rollout.sampling.max_new_tokens if plan.rollout else 0
@@ -193,11 +194,11 @@ def estimate_memory(plan: RunPlan, models: Mapping[str, ModelInfo], longest: int
 
 
 def train_memory(shard: ModelShard, plan: TrainPlan, longest: int, stage: int) -> Parts:
-    """Return the memory of a training rank of a stage.
+    """Return the memory of a rank of a training role in a pipeline stage.
 
-    weights = p * bytes; gradients = 4p; optimizer = (8 + 4 if not fp32) * p, divided by dp * cp with the distributed
-    optimizer, of experts by dp * cp * tp / (expert_tp * ep); activations and head as in `ModelShard`. With LoRA, p of
-    gradients and optimizer counts only the adapters.
+    With p parameters: weights = p * bytes; gradients = 4p; optimizer = 8p for fp32 models, else 12p. The distributed
+    optimizer divides its part by dp * cp; the part for experts by dp * cp * tp / (expert_tp * ep). Activations and head
+    are computed by `ModelShard`. With LoRA, gradients and optimizer count only the adapters.
     """
     layout, size = plan.layout, BYTES[plan.model.dtype]
     dense, experts = shard.parameters(stage)
@@ -220,9 +221,9 @@ def train_memory(shard: ModelShard, plan: TrainPlan, longest: int, stage: int) -
 
 
 def logprob_memory(shard: ModelShard, role: MegatronPlan, longest: int, stage: int) -> Parts:
-    """Return the memory of a rank of a frozen model: weights, one layer's activations, the head.
+    """Return the memory of a frozen model per rank: weights, the activations of one layer, and the head.
 
-    A follower that averages weights and does not store them in fp32 also has fp32 averages.
+    A follower that averages weights and is not an fp32 model also has fp32 averages.
     """
     size = BYTES[role.model.dtype]
     tokens = _tokens(role.forward_limits, longest, role.layout)
@@ -240,7 +241,7 @@ def _tokens(limits: MicroBatchLimits, longest: int, layout: Layout) -> int:
 
 
 def _head(shard: ModelShard, tokens: int, size: int, stage: int) -> Parts:
-    """Return the head's memory on the last stage: hidden states before and after the norm, a chunk of logits."""
+    """Return the head's memory on the last stage: hidden states before and after the norm, and a chunk of logits."""
     if stage != shard.layout.pp - 1:
         return {}
     logits = min(CHUNK_BYTES[shard.device], 4 * tokens * shard.info.vocab // shard.layout.tp) if shard.has_head else 0
@@ -250,10 +251,10 @@ def _head(shard: ModelShard, tokens: int, size: int, stage: int) -> Parts:
 def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Parts:
     """Return the memory of an inference rank: weights, and the KV cache of `sequences` full-length sequences.
 
-    kv_cache = 2 * layers * (kv_heads of the rank) * head_dim * bytes * tokens, with latent attention layers *
-    (kv_lora_rank + qk_rope_head_dim) * bytes * tokens; layers with windows count `window_tokens` for a sequence. vLLM
-    allocates gpu_memory_utilization and queues sequences that do not fit; this is the memory to run all of them
-    concurrently, without the prompts that are being prefilled.
+    kv_cache = 2 * layers * (kv_heads of the rank) * head_dim * bytes * tokens. With latent attention, kv_cache = layers
+    * (kv_lora_rank + qk_rope_head_dim) * bytes * tokens. Layers with windows count `window_tokens` per sequence. vLLM
+    allocates gpu_memory_utilization and queues sequences that do not fit. This function returns the memory for running
+    all sequences concurrently, without the prompts in prefill.
     """
     size, shard, length = BYTES[engines.model.dtype], ModelShard(info, Layout(tp=engines.tp)), engines.max_model_len
     block = engines.engine_args.get("block_size") or VLLM_BLOCK
@@ -265,26 +266,26 @@ def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Par
 
 
 def window_tokens(window: int, length: int, block: int, in_flight: int = VLLM_IN_FLIGHT) -> int:
-    """Return the tokens that vLLM stores for a sequence of `length` in a layer with a window, in blocks of `block`.
+    """Return how many tokens vLLM stores for a sequence of `length` in a layer with a window, in blocks of `block`.
 
-    These are the window without the current token, the tokens in flight, and one more block, because a window may start
-    within a block (vLLM's `SlidingWindowSpec`).
+    vLLM stores the window without the current token, the tokens in flight, and one more block, because a window may
+    start in the middle of a block (vLLM's `SlidingWindowSpec`).
     """
     return (-(-min(window - 1 + in_flight, length) // block) + 1) * block
 
 
 def fullest(stages: tuple[Mapping[str, int], ...]) -> Mapping[str, int]:
-    """Return the parts of the stage with the largest total."""
+    """Return the parts of the stage that needs the most memory."""
     return max(stages, key=lambda parts: sum(parts.values()), default={})
 
 
 def device_memory(plan: RunPlan, device_bytes: int | None = None, *, computing: bool = True) -> dict[int, int]:
-    """Return device -> total bytes of its roles.
+    """Return device -> total bytes of the roles on it.
 
-    Weights, optimizer and caches of all roles are resident. Activations count for one role at a time, and only with
-    `computing`. An engine on a device of known size takes its gpu_memory_utilization. Roles that take turns on shared
-    devices count with the parts in `held_together`, in the phase with the largest total. Judges and auxiliary models
-    are resident.
+    Weights, optimizer state and caches of all roles count as resident, also for judges and auxiliary models.
+    Activations count for one role at a time, and only with `computing`. An engine on a device of known size counts its
+    gpu_memory_utilization. Roles that take turns on shared devices count the parts in `held_together`, in the phase
+    with the largest total.
     """
     stays: dict[int, int] = {}
     turns = {member.name: member for member in members_on_gpus(plan)}
@@ -319,7 +320,7 @@ def device_memory(plan: RunPlan, device_bytes: int | None = None, *, computing: 
 
 
 def _held(parts: Mapping[str, int], held: Held, computes: bool) -> int:
-    """Return the bytes of the parts that a member holds, plus its temporary parts if it `computes`."""
+    """Return the bytes of the parts that a member holds, and of its temporary parts if it `computes`."""
     names = {str(part) for part in held} | set(BESIDE_WEIGHTS) | (set(PASSING) if computes else set())
     return sum(size for name, size in parts.items() if name in names)
 
@@ -327,7 +328,7 @@ def _held(parts: Mapping[str, int], held: Held, computes: bool) -> int:
 def _of_devices(
     role: MegatronPlan | RolloutPlan, stages: tuple[Mapping[str, int], ...]
 ) -> Iterator[tuple[int, Mapping[str, int]]]:
-    """Yield each device of a role with the parts of its rank; stages are consecutive blocks of ranks."""
+    """Yield (device, parts of its rank) for a role; the ranks of a stage are consecutive."""
     for rank, device in enumerate(role.devices):
         yield device, stages[rank * len(stages) // len(role.devices)]
 

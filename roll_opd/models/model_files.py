@@ -1,8 +1,9 @@
-"""Read the files of a Hugging Face model directory: JSON and safetensors headers; choose the weight files.
+"""Read the JSON files and safetensors headers of a Hugging Face model directory, and choose its weight files.
 
-Tools can leave more than one set of weights: `save_pretrained` over a sharded model keeps the old index, and a download
-keeps links to deleted files. transformers loads model.safetensors if it exists, vLLM the files of the index. Two
-complete sets that differ are ambiguous. Errors name the file and the remedy.
+A directory may have more than one set of weights: `save_pretrained` into the directory of a sharded model keeps the old
+index, and a download keeps links to deleted files. transformers loads model.safetensors if it exists; vLLM loads the
+files of the index. If two complete sets differ, the choice is ambiguous and an error is raised. Errors name the file
+and the remedy.
 """
 
 import json
@@ -29,27 +30,27 @@ MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 
 def decoder_name(name: str) -> str:
-    """Return the name of a tensor in a checkpoint of the text model only."""
+    """Return the name that a tensor has in a checkpoint of the text model alone."""
     return name.replace(TEXT_PREFIX, "model.", 1) if name.startswith(TEXT_PREFIX) else name
 
 
 def is_kept(name: str, layers: int) -> bool:
-    """Return whether a tensor is neither loaded nor trained in a model of `layers` layers, and exported unchanged.
+    """Return whether a tensor is exported unchanged because a model of `layers` layers neither loads nor trains it.
 
-    These are the vision encoder and multi-token prediction, which DeepSeek-V3 and GLM-4.5 store as the layers after the
-    last one.
+    Such tensors belong to the vision encoder or to multi-token prediction; DeepSeek-V3 and GLM-4.5 store the latter's
+    layers after the last layer.
     """
     in_a_layer = IN_A_LAYER.match(name)
     return name.startswith(KEPT) or (in_a_layer is not None and int(in_a_layer[1]) >= layers)
 
 
 def decoder_prefix(names: Iterable[str]) -> str:
-    """Return the prefix of the decoder's tensors in a checkpoint with these names."""
+    """Return the prefix of the decoder's tensors in a checkpoint with tensors of these names."""
     return TEXT_PREFIX if any(name.startswith(TEXT_PREFIX) for name in names) else "model."
 
 
 def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the text model's part of a multimodal config.json; return other configurations unchanged."""
+    """Return the part of a multimodal config.json for the text model; return other configurations unchanged."""
     text, model_type = config.get("text_config"), MULTIMODAL.get(str(config.get("model_type")))
     if not isinstance(text, dict) or model_type is None:
         return config
@@ -71,7 +72,7 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the header entry of each tensor by name. Raises ModelFilesError for a damaged file."""
+    """Return tensor name -> header entry. Raises ModelFilesError for a damaged file."""
     with file.open("rb") as stream:
         start = stream.read(8)
         if not start:
@@ -112,7 +113,7 @@ def differ(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def pieces(tensor: StoredTensor, count: int = PIECES) -> list[bytes]:
-    """Return up to `count` pieces spread over a tensor, from its first to its last byte."""
+    """Return up to `count` pieces of bytes, spread over a tensor from its first to its last byte."""
     size = tensor.end - tensor.start
     last, count = max(0, size - PIECE_BYTES), min(count, -(-size // PIECE_BYTES))
     with tensor.file.open("rb") as stream:
@@ -128,7 +129,7 @@ POINTER = b"version https://git-lfs.github.com/spec/"  # start of a git-LFS poin
 
 
 class ModelFilesError(Exception):
-    """A model directory is unusable; the message has the reason and the remedy."""
+    """A model directory is unusable; the message states the reason and the remedy."""
 
 
 def is_pointer(file: Path) -> bool:
@@ -143,7 +144,7 @@ def pointer_sentence(file: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ModelFilesError, with file and line, for other content."""
+    """Return the JSON object in a file. Raises ModelFilesError with file and line if the content is not an object."""
     try:
         found = content(path)
         if found.startswith(POINTER):
@@ -167,9 +168,9 @@ MAX_NAMED = 3  # files in a message
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:
-    """Return the safetensors files of a model; empty for a directory without weights.
+    """Return the safetensors files of a model; [] for a directory without weights.
 
-    Raises ModelFilesError for incomplete weights, other file formats, and two sets that differ.
+    Raises ModelFilesError if weights are incomplete, in another file format, or in two sets that differ.
     """
     single, shards = path / SINGLE, _shards(path)
     if single.is_file():
@@ -205,7 +206,7 @@ def weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def engine_problem(path: Path) -> str | None:
-    """Return an error for a model with a stale index, which transformers ignores and vLLM reads; else None."""
+    """Return an error if a model has a stale index, because vLLM reads it (transformers does not); else None."""
     shards = _shards(path)
     if not shards or path / SINGLE in shards or not (path / SINGLE).is_file() or _are_complete(shards):
         return None
@@ -216,10 +217,10 @@ def engine_problem(path: Path) -> str | None:
 
 
 def stored_tensors(path: Path, files: tuple[Path, ...]) -> dict[str, StoredTensor]:
-    """Return every tensor of the model in `path` by name, from the headers of its weight `files`.
+    """Return every tensor of the model in `path` by name, read from the headers of its weight `files`.
 
-    If a name is in several files, the index decides. Raises ModelFilesError for damaged or truncated files, and for a
-    tensor that is missing in the file that the index names.
+    If a name is in several files, the index decides. Raises ModelFilesError if a file is damaged or truncated, or if a
+    tensor is not in the file that the index names.
     """
     headers = {str(file.relative_to(path)): read_header(file) for file in files}
     found = {name: tensor for header in headers.values() for name, tensor in header.items()}
@@ -237,7 +238,7 @@ def _shards(path: Path) -> tuple[Path, ...]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Return tensor -> file from the index; empty without one. Raises ModelFilesError for a malformed index."""
+    """Return tensor -> file from the index; {} without an index. Raises ModelFilesError for a malformed index."""
     if not (path / INDEX).is_file():
         return {}
     names = read_json(path / INDEX).get("weight_map", {})
@@ -254,7 +255,7 @@ def _are_complete(shards: tuple[Path, ...]) -> bool:
 
 
 def _check_same(path: Path, single: Path, shards: tuple[Path, ...]) -> None:
-    """Raise ModelFilesError if the single file and the shards differ; compares pieces of each tensor."""
+    """Raise ModelFilesError if the single file and the shards differ in sampled pieces of a tensor."""
     one, other = read_header(single), stored_tensors(path, shards)
     name = next(
         (name for name in sorted(one.keys() | other.keys()) if not _are_same(one.get(name), other.get(name))), None
@@ -282,10 +283,9 @@ _DTYPE_KEYS = ("torch_dtype", "dtype")
 
 
 def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a copy of a config.json with every existing dtype key, also of inner models, set to `dtype`.
+    """Return a copy of a config.json with all existing dtype keys (also those of inner models) set to `dtype`.
 
-    transformers 5 writes `dtype` and also reads `torch_dtype`; if both exist, it depends on the reader which one
-    counts.
+    transformers 5 writes `dtype` but also reads `torch_dtype`. If both exist, different programs read different keys.
     """
     keys = [key for key in _DTYPE_KEYS if key in config] or ["dtype"]
     inner = {

@@ -1,6 +1,6 @@
-"""`ModelInfo`: sizes, positions and weights of a Hugging Face model directory, without torch.
+"""`ModelInfo`: sizes, maximum positions and weights of a Hugging Face model directory, read without torch.
 
-Parameter counts come from the headers of the safetensors files; without weights, from the sizes in config.json.
+Parameters are counted in the headers of the safetensors files; without weights, from the sizes in config.json.
 """
 
 import hashlib
@@ -45,18 +45,18 @@ class LatentInfo:
 
     @property
     def cached(self) -> int:
-        """Cached elements per token and layer, shared by all heads."""
+        """Number of cached elements per token and layer; all heads share these elements."""
         return self.rank + self.rotated
 
     @property
     def narrow(self) -> int:
-        """Width of the projections from hidden states that all heads share."""
+        """Width of the projections from hidden states; all heads share these projections."""
         return self.query_rank + self.rank + self.rotated
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Sizes of a decoder-only model, from config.json and the weight headers."""
+    """Sizes of a decoder-only model, read from config.json and from the headers of its weights."""
 
     path: Path
     model_type: str
@@ -85,7 +85,7 @@ class ModelInfo:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Names of the tensors that are neither loaded nor trained, and exported unchanged."""
+        """Names of the tensors that are exported unchanged, because they are neither loaded nor trained."""
         return tuple(name for name in self.tensors if is_kept(name, self.layers))
 
     @property
@@ -99,20 +99,20 @@ class ModelInfo:
         return self.layers - sum(self.is_delta)
 
     def state_elements(self, tp: int) -> float:
-        """Return how many elements one of `tp` inference ranks keeps for a sequence in Gated DeltaNet layers."""
+        """Return how many elements each of `tp` inference ranks stores per sequence for Gated DeltaNet layers."""
         return sum(self.is_delta) * self.delta.state / tp if self.delta else 0
 
     def cached_elements(self, tp: int) -> float:
-        """Return the cached elements per token on one of `tp` inference ranks; surplus ranks have copies of heads."""
+        """Return the number of cached elements per token on each of `tp` inference ranks; surplus ranks copy heads."""
         if self.latent:
             return self.layers * self.latent.cached
         return 2 * self.attention_layers * max(1.0, self.kv_heads / tp) * self.head_dim
 
 
 def find_model(text: str) -> Path:
-    """Return the local directory of a model: a path, or a Hub name that has already been downloaded.
+    """Return the local directory of a model, given a path or the Hub name of a model that is already downloaded.
 
-    Raises ModelFilesError if there is none; nothing is ever downloaded.
+    Raises ModelFilesError if there is no such directory; never downloads a model.
     """
     try:
         found = find_path(text) or _in_hub_cache(text)
@@ -171,7 +171,7 @@ def read_model(path: Path) -> ModelInfo:
 
 
 def _in_its_place(path: Path) -> str:
-    """Describe a directory without config.json: it has an adapter, or no model."""
+    """Describe a directory that has no config.json: either it contains an adapter, or it is not a model directory."""
     if not (path / "adapter_config.json").is_file():
         return "it is not a Hugging Face model directory"
     base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
@@ -182,7 +182,7 @@ def _in_its_place(path: Path) -> str:
 
 
 def is_vision_config(config: dict[str, Any]) -> bool:
-    """Return whether a config.json is of a vision-language or video model without a supported text model."""
+    """Return whether a config.json belongs to a vision-language or video model whose text model is not supported."""
     kind = str(config.get("model_type", ""))
     if kind in MULTIMODAL:
         return False  # its text model can be trained
@@ -234,7 +234,7 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
 
 
 def _weights_in(name: str, tensor: StoredTensor) -> int:
-    """Return the number of weights in a tensor; a byte of MXFP4 has two, and its scales are none."""
+    """Return the number of weights in a tensor; a byte of MXFP4 contains two, and MXFP4 scales contain none."""
     if tensor.dtype != "U8":
         return math.prod(tensor.shape)
     return 2 * math.prod(tensor.shape) if name.endswith("_blocks") else 0
@@ -257,7 +257,7 @@ def _latent(config: dict[str, Any]) -> LatentInfo:
 
 
 def layers_with_experts(config: Mapping[str, Any], layers: int, experts: int) -> tuple[bool, ...]:
-    """Return, for each layer of a config.json, whether it has experts; the others are dense."""
+    """Return, for each layer of a config.json, whether it has experts; all other layers are dense."""
     dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
     first = config.get("first_k_dense_replace") or 0
     return tuple(
@@ -267,7 +267,7 @@ def layers_with_experts(config: Mapping[str, Any], layers: int, experts: int) ->
 
 
 def _parameters_by_size(info: ModelInfo) -> int:
-    """Count the weights of a Llama-like decoder: embeddings, attention, SwiGLU MLPs and norms."""
+    """Return the number of weights of a Llama-like decoder: embeddings, attention, SwiGLU MLPs and norms."""
     embeddings = info.vocab * info.hidden * (1 if info.tied else 2)
     gates = info.heads if info.has_output_gate else 0
     attention = info.hidden * info.head_dim * (2 * (info.heads + info.kv_heads) + gates)
@@ -286,7 +286,7 @@ def _parameters_by_size(info: ModelInfo) -> int:
 
 
 def _size(config: dict[str, Any], *names: str, default: int | None = None) -> int:
-    """Return the first positive integer in config.json under one of `names`."""
+    """Return the first positive value among the keys `names` of config.json; values must be integers."""
     for name in names:
         value = config.get(name)
         if value is None:
@@ -303,7 +303,7 @@ def _size(config: dict[str, Any], *names: str, default: int | None = None) -> in
 
 
 def same_weights(one: ModelInfo, other: ModelInfo) -> bool:
-    """Return whether two models have the same weights: the same files, or equal sizes and sampled content."""
+    """Return whether two models have the same weights: the same files, or files of equal size and sampled content."""
     if one.path == other.path:
         return True
     if not (one.weight_files and other.weight_files):
@@ -316,7 +316,7 @@ def same_weights(one: ModelInfo, other: ModelInfo) -> bool:
 
 
 def fingerprint(file: Path) -> str:
-    """Return a hash of a file's size and of pieces spread over it, as fine-tuned models may share first tensors."""
+    """Return a hash of a file's size and of pieces all over it, because fine-tuned models may share first tensors."""
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with file.open("rb") as stream:

@@ -1,4 +1,4 @@
-"""Find the tokens that a chat template writes after an answer, and a model's stop tokens. Without transformers."""
+"""Find the tokens that a chat template writes after an answer, and the stop tokens of a model, without transformers."""
 
 import json
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _QUESTION, _ANSWER = "roll-opd-question", "roll-opd-answer"
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """Text and special tokens after an answer in a conversation."""
+    """The text and the special tokens that follow an answer in a conversation."""
 
     text: str  # without blanks at both ends; may be ""
     ids: tuple[int, ...]  # ids of its special tokens, in order, or of the single ordinary token
@@ -29,14 +29,14 @@ class TurnEnd:
 
 @dataclass(frozen=True)
 class StopTokens:
-    """Stop tokens of generation, with a text that names their sources."""
+    """Stop tokens of generation, and a text that names their sources."""
 
     ids: frozenset[int]
     words: str
 
 
 class _Generation(Extension):
-    """The {% generation %} tag of transformers; it does not change the text."""
+    """The {% generation %} tag of transformers, which does not change the text."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
@@ -46,9 +46,10 @@ class _Generation(Extension):
 
 
 def turn_end(path: Path, template: str | None = None) -> TurnEnd | None:
-    """Return the text and tokens that `template` (default: the tokenizer's) writes after an answer.
+    """Return the text and the tokens that `template` (default: the tokenizer's template) writes after an answer.
 
-    None if there is no template, if it cannot be rendered or drops the answer, or if the vocabulary cannot be read.
+    Returns None if there is no template, if rendering it fails or drops the answer, or if the vocabulary cannot be
+    read.
     """
     source = chat_template_of(path) if template is None else template
     if isinstance(source, list):  # several, by name
@@ -86,7 +87,7 @@ def _read(after: str, tokens: Mapping[str, int], added: Mapping[str, int]) -> Tu
 
 
 def added_tokens(path: Path) -> dict[str, int]:
-    """Return the ids of a tokenizer's added tokens, such as chat-template tokens, by token."""
+    """Return token -> id for a tokenizer's added tokens, such as chat-template tokens."""
     found: dict[str, int] = {}
     if (path / "tokenizer.json").is_file():
         added = read_json(path / "tokenizer.json").get("added_tokens") or []
@@ -100,8 +101,8 @@ def added_tokens(path: Path) -> dict[str, int]:
 def stop_tokens(path: Path, engine_args: Mapping[str, Any]) -> StopTokens:
     """Return the stop tokens of an engine with `engine_args`, as in vLLM.
 
-    These are the tokenizer's eos_token and the eos_token_id of generation_config.json, or of config.json if that file
-    does not exist.
+    These are the tokenizer's eos_token and the eos_token_id of generation_config.json (of config.json if
+    generation_config.json does not exist).
     """
     ids: set[int] = set()
     words: list[str] = []

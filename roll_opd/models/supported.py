@@ -1,7 +1,7 @@
-"""Check that the Megatron engine supports a model and the Megatron-core options, without torch or Megatron.
+"""Check that the Megatron engine supports a model and its Megatron-core options; imports neither torch nor Megatron.
 
-Only tested options are accepted. Other options need missing components or would be silently ignored (`fp8`,
-`mtp_num_layers`), so they are rejected.
+Only tested options are accepted. Other options are rejected, because they need components that are not installed or
+would be ignored without an error (`fp8`, `mtp_num_layers`).
 """
 
 import json
@@ -71,7 +71,7 @@ def _of_role(role: MegatronPlan, config: Mapping[str, Any], family: Family) -> I
         )
     if family.pieces(config).expert_bias and role.layout.expert_tp > 1:
         yield (
-            f"experts with biases are not split over the {role.layout.expert_tp} ranks of expert_tensor_parallel_size;"
+            f"experts with biases cannot be split over {role.layout.expert_tp} ranks (expert_tensor_parallel_size);"
             " use expert_tensor_parallel_size: 1"
         )
 
@@ -152,20 +152,20 @@ DISPATCHER = "alltoall"
 
 
 def refusal(name: str, value: Any) -> str | None:
-    """Return why the engine rejects an option; None if it accepts it.
+    """Return why the engine rejects an option; None if the engine accepts it.
 
     A disabled option (false, 0) is always accepted.
     """
     if name == "recompute_modules" and isinstance(value, list | tuple):
         others = [module for module in value if module not in RECOMPUTED]
         return (
-            f"{', '.join(map(str, others))} cannot be recomputed here; {', '.join(RECOMPUTED)} can" if others else None
+            f"cannot recompute {', '.join(map(str, others))}; use {', '.join(RECOMPUTED)}" if others else None
         )
     if name == "moe_token_dispatcher_type" and value != DISPATCHER:
         return f"{value!r} is not available: packs differ in length; use {DISPATCHER}, or remove it"
     if not value or name in SUPPORTED_OPTIONS or name in FOR_GPUS or name in WITHOUT_EFFECT:
         return None
-    return "is not available: this Megatron option has no effect here or is untested; remove it"
+    return "is not available: this Megatron option has no effect or is not tested here; remove it"
 
 
 def remark(name: str, *, has_gpus: bool) -> str | None:
@@ -176,7 +176,7 @@ def remark(name: str, *, has_gpus: bool) -> str | None:
 
 
 def usable(args: Mapping[str, Any], *, has_kernels: bool) -> dict[str, Any]:
-    """Return the options; without Transformer Engine (`has_kernels` false), remove the options that need it."""
+    """Return the options; without `has_kernels` (Transformer Engine), leave out those that need Transformer Engine."""
     if has_kernels:
         return dict(args)
     found = {name: value for name, value in args.items() if name not in FOR_GPUS or not value}

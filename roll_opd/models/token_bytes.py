@@ -1,13 +1,14 @@
-"""Map the tokens of a tokenizer to bytes, and bytes to tokens; without transformers.
+"""Map the tokens of a tokenizer to bytes, and bytes to tokens, without transformers.
 
-A table of bytes by token id gives the exact text of any token sequence, even if a token holds only part of a character.
-The encoder cuts given bytes into tokens as the tokenizer would in the middle of a text: without a beginning-of-sequence
-token, without a space before the first word, and without normalisation, which would change bytes.
+A table of bytes by token id gives the exact text of any token sequence, even if a token contains only a part of a
+character. The encoder cuts bytes into tokens as the tokenizer would in the middle of a text: it adds no
+beginning-of-sequence token, adds no space before the first word, and does not normalise, because normalisation would
+change bytes.
 
-Formats: BPE over bytes (GPT-2's table of characters), and BPE or Unigram over characters with `▁` for a space and
-tokens `<0xNN>` for single bytes (SentencePiece).
+Supported formats are BPE over bytes (with GPT-2's table of characters), and SentencePiece's: BPE or Unigram over
+characters, with `▁` for a space and with tokens `<0xNN>` for single bytes.
 
-Legend: n bytes, U tokens of them, V token ids.
+Legend: n bytes, U tokens into which they are cut, V token ids.
 """
 
 import json
@@ -41,24 +42,24 @@ class TokenBytes:
         return np.array([len(token) for token in self.by_id], np.int64)
 
     def bytes_of(self, tokens: Sequence[int]) -> bytes:
-        """Return the concatenated bytes of tokens. IndexError for an id outside the vocabulary."""
+        """Return the concatenated bytes of tokens. Raises IndexError for an id outside the vocabulary."""
         return b"".join([self.by_id[token] for token in tokens])
 
 
 def check_format(content: dict[str, Any]) -> None:
-    """Check that the tokens of a tokenizer.json have known bytes. ModelFilesError otherwise."""
+    """Raise ModelFilesError unless the bytes of each token in a tokenizer.json are known."""
     kind = content["model"].get("type")
     if kind not in ("BPE", "Unigram"):
         raise ModelFilesError(
-            f"a tokenizer of type {kind} does not keep all bytes of a text, so its tokens cannot be aligned with"
+            f"a tokenizer of type {kind} does not preserve all bytes of a text, so its tokens cannot be aligned with"
             " another tokenizer's; use a teacher with a BPE or Unigram tokenizer"
         )
 
 
 def token_bytes(content: dict[str, Any], size: int = 0) -> TokenBytes:
-    """Return the byte table of a tokenizer.json, with at least `size` ids.
+    """Return the byte table of a tokenizer.json, padded to at least `size` ids.
 
-    ModelFilesError if the format does not give the bytes, such as WordPiece, which loses spaces.
+    Raises ModelFilesError if the format does not determine the bytes (WordPiece, for example, loses spaces).
     """
     model, added = content["model"], content.get("added_tokens") or []
     vocabulary = model.get("vocab") or {}
@@ -78,7 +79,7 @@ def token_bytes(content: dict[str, Any], size: int = 0) -> TokenBytes:
 
 
 def _reader(content: dict[str, Any]) -> Callable[[str], bytes]:
-    """Return the function that maps a token of the vocabulary to its bytes."""
+    """Return a function from a token of the vocabulary to its bytes."""
     kinds = {step["type"] for name in ("pre_tokenizer", "decoder", "normalizer") for step in _steps(content.get(name))}
     check_format(content)
     if "ByteLevel" in kinds:
@@ -103,14 +104,14 @@ def _reader(content: dict[str, Any]) -> Callable[[str], bytes]:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return GPT-2's map character -> byte: printable Latin-1 maps to itself, characters from U+0100 to other bytes."""
+    """Return GPT-2's map from characters to bytes: printable Latin-1 to itself, from U+0100 on to the other bytes."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     rest = [byte for byte in range(256) if byte not in set(plain)]
     return {chr(byte): byte for byte in plain} | {chr(256 + number): byte for number, byte in enumerate(rest)}
 
 
 def _steps(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a normalizer, pre-tokenizer or decoder; a sequence yields each of its steps."""
+    """Yield the steps of a normalizer, pre-tokenizer or decoder; for a sequence of steps, each step separately."""
     if part is None:
         return
     for name in ("normalizers", "pretokenizers", "decoders"):
@@ -122,12 +123,12 @@ def _steps(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _is_space(step: dict[str, Any]) -> bool:
-    """Return whether a normalisation step replaces each space by `▁` and does nothing else."""
+    """Return whether a normalisation step only replaces each space by `▁`."""
     return step["type"] == "Replace" and step["content"] == SPACE and step["pattern"] == {"String": " "}
 
 
 class ByteEncoder:
-    """Cuts bytes into the tokens of a tokenizer, as in the middle of a text."""
+    """Cuts bytes into tokens as the tokenizer does in the middle of a text."""
 
     def __init__(self, content: dict[str, Any], size: int = 0) -> None:
         """`content` is a tokenizer.json. Raises ModelFilesError like `token_bytes`."""
@@ -139,10 +140,10 @@ class ByteEncoder:
         self._specials = self.table.special
 
     def encode(self, data: bytes) -> tuple[list[int], np.ndarray]:
-        """Return tokens (`MISSING` for bytes without a token) and the end of each token's bytes, int64 [U].
+        """Return tokens (`MISSING` for bytes without a token) and the end of each token in `data`, int64 [U].
 
-        Text that spells a special token becomes ordinary tokens. Bytes that are not valid UTF-8 become tokens of single
-        bytes.
+        Text that spells a special token is encoded as ordinary tokens. Bytes that are not valid UTF-8 become tokens of
+        single bytes.
         """
         try:
             return self._encode_text(data.decode(), data)
@@ -178,7 +179,7 @@ class ByteEncoder:
     def _by_offsets(
         self, text: str, data: bytes, tokens: Sequence[int], offsets: Sequence[tuple[int, int]]
     ) -> tuple[list[int], np.ndarray]:
-        """Return the tokens whose bytes match the text at their offsets; tokens of single bytes replace the others."""
+        """Return the tokens of a text, where byte tokens replace tokens whose bytes differ from the text."""
         byte_of = np.cumsum([0, *(len(one.encode()) for one in text)])
         found: list[int] = []
         ends: list[int] = []
@@ -208,7 +209,7 @@ def _valid_prefix(data: bytes) -> tuple[str, int]:
 
 
 def _inside_text(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer.json that splits text as if other text stood before it, and preserves all bytes."""
+    """Return a tokenizer.json that preserves all bytes and splits text as if other text came before it."""
     kept = [step for step in _steps(content.get("normalizer")) if _is_space(step)]
     return {
         **content,
@@ -221,7 +222,7 @@ def _inside_text(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a pre-tokenizer that writes no space before the first word."""
+    """Return the pre-tokenizer without the option that adds a space before the first word."""
     if part is None:
         return None
     if part.get("type") == "Sequence":

@@ -1,7 +1,8 @@
-"""Compare two tokenizers by their files, and read ids, special tokens and chat templates.
+"""Compare the files of two tokenizers; read their ids, special tokens and chat templates.
 
-Teachers get token ids, not text, so every id that the student can generate must be the same token in both tokenizers.
-Differences in tokenization, special tokens and chat templates affect only the student and cause a warning.
+Teachers get token ids, not text. Every id that the student can generate must therefore be the same token in both
+tokenizers. Differences in tokenization, special tokens and chat templates affect only the student, so they only cause a
+warning.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError, Recurs
 
 @dataclass(frozen=True)
 class TokenizerComparison:
-    """Differences between the tokenizers of a student and of a model that reads its tokens."""
+    """Differences between the tokenizer of a student and that of a model that reads the student's tokens."""
 
     conflict: str | None = None  # message: an id of the student is another token, or missing, in the other
     differences: tuple[str, ...] = ()  # messages for all other differences
@@ -41,8 +42,8 @@ def has_tokenizer(path: Path) -> bool:
 def largest_token_id(path: Path) -> int | None:
     """Return the largest id in tokenizer.json, or None if the model has no such file.
 
-    Raises ModelFilesError for an unreadable file, a git-LFS pointer, or a format that the `tokenizers` library does not
-    use.
+    Raises ModelFilesError if the file is unreadable, is a git-LFS pointer, or is not in the format of the `tokenizers`
+    library.
     """
     file = path / "tokenizer.json"
     if not file.is_file():
@@ -59,7 +60,7 @@ def largest_token_id(path: Path) -> int | None:
 
 
 def added_ids(path: Path) -> frozenset[int]:
-    """Return the ids of the added tokens in tokenizer.json, such as template tokens."""
+    """Return the ids of the added tokens in tokenizer.json, for example of template tokens."""
     file = path / "tokenizer.json"
     if not file.is_file():
         return frozenset()
@@ -67,7 +68,7 @@ def added_ids(path: Path) -> frozenset[int]:
 
 
 def compare_tokenizers(student: Path, other: Path, name: str = "teacher") -> TokenizerComparison:
-    """Compare the student's tokenizer with that of `other`, called `name` in messages.
+    """Compare the student's tokenizer with the tokenizer of `other`; messages call the latter model `name`.
 
     Raises ModelFilesError if a file cannot be read.
     """
@@ -97,7 +98,7 @@ def _compare_ids(student: Path, other: Path, name: str) -> TokenizerComparison:
         if mine == theirs and not unlike:
             return TokenizerComparison()
         what = unlike[0] if unlike else "tokenizer.json"
-        return TokenizerComparison(f"{what} differs, and only tokenizer.json allows a comparison by id")
+        return TokenizerComparison(f"{what} differs; a comparison by token id needs tokenizer.json")
     differences = []
     if new := sorted(theirs.keys() - mine.keys()):
         many = f"{len(new)} token ids exist" if len(new) > 1 else "one token id exists"
@@ -123,7 +124,7 @@ def _first(number: int, tokens: dict[int, str]) -> str:
 
 
 def tokens_by_id(path: Path) -> dict[int, str] | None:
-    """Return id -> token, including added tokens; None without a file in a known format."""
+    """Return id -> token, including added tokens; None if there is no file in a known format."""
     if (path / "tokenizer.json").is_file():
         content = read_json(path / "tokenizer.json")
         added = {int(token["id"]): token["content"] for token in content.get("added_tokens") or []}
@@ -140,7 +141,7 @@ def tokens_by_id(path: Path) -> dict[int, str] | None:
 
 
 def vocabulary_fingerprint(path: Path) -> str:
-    """Return a digest (16 hexadecimal digits) of a model directory's tokens by id; "" if the format is unknown.
+    """Return a digest (16 hexadecimal digits) of a model's tokens in order of their ids; "" for an unknown format.
 
     Equal fingerprints mean that every id is the same token. Padding rows and templates do not count.
     """
@@ -154,7 +155,7 @@ def vocabulary_fingerprint(path: Path) -> str:
 
 
 def _pipeline_differences(mine: dict[str, Any], theirs: dict[str, Any], name: str) -> list[str]:
-    """Return the differences in the steps of tokenization."""
+    """Return the differences between the tokenization steps of two tokenizers."""
     found = [f"{step} differs" for step in PIPELINE if mine.get(step) != theirs.get(step)]
     return [*filter(None, [_merges_difference(_merges(mine), _merges(theirs), name)]), *found]
 
@@ -164,7 +165,7 @@ def _digest(file: Path) -> str | None:
 
 
 def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
-    """Return token -> id; unigram models list [token, score] in the order of ids."""
+    """Return token -> id; the file of a unigram model lists [token, score] pairs in the order of ids."""
     vocabulary = content.get("model", {}).get("vocab") or {}
     if isinstance(vocabulary, list):
         return {str(item[0]): index for index, item in enumerate(vocabulary)}
@@ -172,7 +173,7 @@ def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
 
 
 def _merges(content: dict[str, Any]) -> list[str]:
-    """Return BPE merges as "a b"; newer files store pairs, older files one string."""
+    """Return BPE merges as strings "a b"; older files store such strings, newer files store pairs."""
     merges = content.get("model", {}).get("merges") or []
     return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
 
@@ -207,7 +208,7 @@ def _settings_difference(mine: dict[str, Any], theirs: dict[str, Any], name: str
 
 
 def _ends(path: Path) -> frozenset[int]:
-    """Return eos_token_id of generation_config.json, or else of config.json; empty if neither has it."""
+    """Return eos_token_id from generation_config.json, else from config.json; empty if neither file has it."""
     for file in ("generation_config.json", "config.json"):
         ids = read_json(path / file).get("eos_token_id") if (path / file).is_file() else None
         if ids is not None:

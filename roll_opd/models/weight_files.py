@@ -1,7 +1,8 @@
-"""Check a model's weight files against its config.json before start: names, shapes, dtypes and sampled bytes.
+"""Check a model's weight files against its config.json before a start: names, shapes, dtypes and sampled bytes.
 
-A model whose config.json does not match its weights may load and silently give wrong log-probs: with fewer layers in
-config.json, the last layers are dropped, and a quantised matrix is read without its scales. Needs no torch.
+A model whose config.json does not match its weights may load without an error and then give wrong log-probs. For
+example, if config.json has too few layers, the last layers are dropped; a quantised matrix may be read without its
+scales. This module does not import torch.
 """
 
 import re
@@ -29,7 +30,7 @@ Shape = tuple[int, ...]
 def weight_problems(info: ModelInfo, *, needs_head: bool = True) -> list[str]:
     """Return a message for each mismatch between the weights of `info` and its config.json.
 
-    The result is empty without weights. A critic (`needs_head` false) needs no output embedding. Raises ModelFilesError
+    Without weights the result is empty. A critic needs no output embedding (`needs_head` false). Raises ModelFilesError
     for unreadable files.
     """
     if not holds_decoder(info):
@@ -43,7 +44,7 @@ def weight_problems(info: ModelInfo, *, needs_head: bool = True) -> list[str]:
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and len(kinds) != info.layers and not problems:
         problems.append(
-            f"layer_types has {len(kinds)} layers there, num_hidden_layers {info.layers}; layers are missing"
+            f"layer_types there has {len(kinds)} layers, but num_hidden_layers is {info.layers}; layers are missing"
         )
     if info.model_type in DENSE:
         wanted |= _layer_shapes(info)
@@ -58,10 +59,10 @@ def weight_problems(info: ModelInfo, *, needs_head: bool = True) -> list[str]:
 
 
 def lost_weights(info: ModelInfo) -> list[str]:
-    """Return messages for tensors that are all zero or half zero; reads a few pieces of each tensor.
+    """Return a message for tensors that are zero completely or in half; reads only a few pieces of each tensor.
 
-    Such a model loads but gives wrong log-probs, such as -ln V for every token. Biases and many rows of the vocabulary
-    may be zero. Raises ModelFilesError for unreadable files.
+    A model with such tensors loads but gives wrong log-probs, for example -ln V for every token. Biases may be zero,
+    and so may many rows of the vocabulary. Raises ModelFilesError for unreadable files.
     """
     all_zero, half_zero = [], []
     zero_centred = _has_zero_centred_norms(info)
@@ -92,21 +93,21 @@ def _has_zero_centred_norms(info: ModelInfo) -> bool:
 
 
 def may_be_zero(name: str, *, zero_centred: bool = False) -> bool:
-    """Return whether a tensor may be all zero: a bias, a buffer, or the value head of a new critic.
+    """Return whether a tensor may be zero everywhere: a bias, a buffer, or the value head of a new critic.
 
-    With `zero_centred`, also a norm that multiplies by 1 + weight.
+    With `zero_centred`, a norm may be zero too, because it multiplies by 1 + weight.
     """
     is_norm = zero_centred and name.endswith("norm.weight") and ".linear_attn." not in name
     return is_norm or name.endswith(("bias", *BUFFERS)) or name == VALUE_HEAD
 
 
 def holds_decoder(info: ModelInfo) -> bool:
-    """Return whether the weights have decoder tensors, judged by name."""
+    """Return whether the weights contain decoder tensors; decided by the names of the tensors."""
     return any(decoder_name(name) == EMBEDDING or IN_A_LAYER.match(name) for name in info.tensors)
 
 
 def _layer_shapes(info: ModelInfo) -> dict[str, Shape]:
-    """Return name -> shape of the layer tensors of a Llama-like decoder in Hugging Face's format."""
+    """Return name -> shape for the tensors in the layers of a Llama-like decoder in Hugging Face format."""
     queries, keys = info.heads * info.head_dim, info.kv_heads * info.head_dim
     layer: dict[str, Shape] = {
         "input_layernorm.weight": (info.hidden,),
@@ -152,11 +153,11 @@ def _missing(wanted: Mapping[str, Shape], found: Mapping[str, StoredTensor]) -> 
 def _unexpected(wanted: Mapping[str, Shape], found: Mapping[str, StoredTensor]) -> Iterator[str]:
     names = [name for name in found if name not in wanted and IN_A_LAYER.match(name) and not name.endswith(BUFFERS)]
     if names:
-        yield f"they have {_named(names)}, which its model_type does not have; download the model's config.json"
+        yield f"they have {_named(names)}, which models of its model_type do not have; download the model's config.json"
 
 
 def _other_shapes(wanted: Mapping[str, Shape], found: Mapping[str, StoredTensor]) -> Iterator[str]:
-    """Yield a message for each tensor whose shape differs; only one for names that differ just in the layer number."""
+    """Yield a message for each tensor whose shape differs; one message for all names that differ in the layer only."""
     reported = set()
     for name, shape in wanted.items():
         if name in found and found[name].shape != shape and (short := IN_A_LAYER.sub("", name)) not in reported:
@@ -208,10 +209,10 @@ LESS = 0.95  # minimum ratio of parameters to the size in the name; releases hav
 
 
 def lost_layer_hints(path: Path, layers: int, parameters: int, window_layers: object) -> Iterator[str]:
-    """Yield a message for each hint of lost layers; `window_layers` is the config's `max_window_layers`, or None."""
+    """Yield a message for each sign of lost layers; `window_layers` is `max_window_layers` of config.json, or None."""
     if isinstance(window_layers, int) and window_layers > layers and window_layers != ITS_DEFAULT:
         yield f"config.json has {WINDOW_LAYERS} {window_layers} and num_hidden_layers {layers}"
     if named := IN_NAME.findall(path.resolve().name):
         billions = float(named[-1])
         if parameters < LESS * billions * 1e9:
-            yield f"its name has {billions:g} billion parameters, its weights have {parameters / 1e9:.3g} billion"
+            yield f"its name implies {billions:g} billion parameters, its weights have {parameters / 1e9:.3g} billion"

@@ -1,4 +1,4 @@
-"""Decoder families, one file per group: tensor names, pieces of layers and keys of config.json (`family.Family`)."""
+"""Decoder families, one file per group: tensor names, layer variants and config.json keys (see `family.Family`)."""
 
 import importlib
 import pkgutil

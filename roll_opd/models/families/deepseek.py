@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and DeepSeek-V3: multi-head latent attention, and experts in groups."""
+"""DeepSeek-V2 and DeepSeek-V3: multi-head latent attention, and experts that are routed by groups."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ V2_METHODS = (None, "greedy", "group_limited_greedy")
 
 
 def single_biased_expert(config: Config) -> tuple[str, ...]:
-    """Return a message for a single expert per token, which Megatron does not normalise."""
+    """Return a message if a token has a single expert: Megatron does not normalise the weight of a single expert."""
     if config.get("num_experts_per_tok") == 1:
         return ("num_experts_per_tok=1 in config.json is not available yet: a single expert is weighted differently",)
     return ()

@@ -1,6 +1,6 @@
-"""`Family`: the tensors, computations and config.json keys of the decoders of one `model_type`; without torch.
+"""`Family`: tensors, computations and config.json keys of the decoders with one `model_type`. Does not import torch.
 
-A family lists its differences from Llama: names of tensors, and pieces of layers.
+A family lists how its decoders differ from Llama: in the names of tensors and in parts of the layers (`Pieces`).
 """
 
 import re
@@ -32,20 +32,20 @@ WINDOWED = "sliding_attention"  # in `layer_types` of config.json
 
 @dataclass(frozen=True)
 class Entry:
-    """The Hugging Face tensors in one parameter, and their slicing over tensor ranks.
+    """The Hugging Face tensors that make up one parameter, and how they are sliced over tensor ranks.
 
-    Names contain `{layer}` and `{expert}`.
+    Names contain the placeholders `{layer}` and `{expert}`.
     """
 
     names: tuple[str, ...]
     slicing: Slicing
 
     def of(self, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
-        """Return the tensor names for a layer and expert."""
+        """Return the tensor names for a layer and an expert."""
         return tuple(name.format(layer=layer, expert=expert) for name in self.names)
 
     def under(self, prefix: str) -> "Entry":
-        """Return the entry with `prefix` in place of "model." in its tensor names."""
+        """Return the entry with "model." replaced by `prefix` in its tensor names."""
         return Entry(tuple(re.sub(r"^model\.", prefix, name) for name in self.names), self.slicing)
 
     @property
@@ -59,24 +59,24 @@ Entries = Mapping[str, Entry]  # by the name of Megatron's parameter in a layer
 
 @dataclass(frozen=True)
 class Pieces:
-    """The differences of a model's layers from Llama's layers.
+    """The differences between a model's layers and Llama's layers.
 
-    A tuple has a value for each layer; the empty tuple stands for the default in all layers.
+    A tuple has one value per layer; an empty tuple means the default in all layers.
     """
 
     qkv_bias: bool = False
     out_bias: bool = False  # of attention
-    query_key_norm: Literal["", "head", "heads"] = ""  # over each head, or over all heads together
+    query_key_norm: Literal["", "head", "heads"] = ""  # norm over each head, or over all heads together
     norms: Literal["before", "after", "both"] = "before"  # of attention and MLP
     zero_centred_norms: bool = False  # norms multiply by 1 + weight
-    windows: tuple[int, ...] = ()  # keys that a query sees, itself included; 0: all before it
-    rotary: tuple[str, ...] = ()  # key in rope_parameters, or "default" if that has none; "": no rotation
-    rotated: float = 1.0  # share of a head's width
+    windows: tuple[int, ...] = ()  # number of keys that a query sees, including its own; 0: all
+    rotary: tuple[str, ...] = ()  # key of rope_parameters, or "default" without keys; "": no rotation
+    rotated: float = 1.0  # fraction of a head's width
     interleaved: bool = False  # the two elements of a rotated pair are adjacent
     attention_scale: float | None = None  # None: 1 / √(head width)
     activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
     embedding_scale: float = 1.0
-    mixers: tuple[str, ...] = ()  # what stands in place of attention: DELTA, or "" for attention
+    mixers: tuple[str, ...] = ()  # DELTA: Gated DeltaNet replaces attention; "": attention
     output_gate: bool = False  # the output of attention is multiplied by the sigmoid of a gate
     sinks: bool = False  # a learned score per query head in the softmax's denominator
     expert_bias: bool = False  # of routers and experts
@@ -84,12 +84,12 @@ class Pieces:
 
     @property
     def is_plain(self) -> bool:
-        """Whether fused layers can compute these pieces: only biases and norms of heads differ from Llama's."""
+        """Whether fused layers can compute these pieces: they differ from Llama's only in biases and norms per head."""
         return self == Pieces(qkv_bias=self.qkv_bias, query_key_norm="head" if self.query_key_norm else "")
 
 
 def layer(slicing: Slicing, *names: str) -> Entry:
-    """Return the entry of a layer's tensors with these names."""
+    """Return the entry for the tensors with these names in a layer."""
     return Entry(tuple(f"model.layers.{{layer}}.{name}" for name in names), slicing)
 
 
@@ -113,7 +113,7 @@ _OUT_BIAS = {"self_attention.linear_proj.bias": layer("replicated", "self_attn.o
 
 
 def experts(block: str, gate: str, up: str, down: str) -> dict[str, Entry]:
-    """Return the entries of router and experts, whose tensors have these names in `block`."""
+    """Return the entries of the router and the experts; their tensors have these names in `block`."""
     each = f"{block}.experts.{{expert}}"
     return {
         "mlp.router.weight": layer("replicated", f"{block}.gate.weight"),
@@ -123,7 +123,7 @@ def experts(block: str, gate: str, up: str, down: str) -> dict[str, Entry]:
 
 
 def shared_experts(block: str) -> dict[str, Entry]:
-    """Return the entries of the shared experts (they see every token), whose tensors are in `block`."""
+    """Return the entries of the shared experts (which get every token); their tensors are in `block`."""
     return {
         "mlp.shared_experts.linear_fc1.weight": layer(
             "gate_up", f"{block}.gate_proj.weight", f"{block}.up_proj.weight"
@@ -137,7 +137,7 @@ EXPERT_BIAS = {"mlp.router.expert_bias": layer("replicated", "mlp.gate.e_score_c
 
 
 def norms(before_attention: str, before_mlp: str, after_attention: str, after_mlp: str) -> dict[str, Entry]:
-    """Return the entries of a layer's norms with these module names; "" if the layer lacks a norm."""
+    """Return the entries of a layer's norms, given the names of their modules; "" if the layer lacks a norm."""
     places = {
         "input_layernorm.weight": before_attention,
         "pre_mlp_layernorm.weight": before_mlp,
@@ -148,15 +148,15 @@ def norms(before_attention: str, before_mlp: str, after_attention: str, after_ml
 
 
 def without_norms(entries: Entries) -> dict[str, Entry]:
-    """Return the entries without a layer's norms."""
+    """Return the entries except those of a layer's norms."""
     return {place: entry for place, entry in entries.items() if not place.endswith(("layernorm.weight", "norm_weight"))}
 
 
 def windows(config: Config, *, period: int = 0) -> tuple[int, ...]:
     """Return the window of each layer from `sliding_window` and `layer_types`; () if no layer has one.
 
-    Without `layer_types`, the last layer of each `period` layers has no window, the others have one; none with period
-    0.
+    Without `layer_types`, every layer has a window except the last of each `period` layers; with period 0, no layer has
+    one.
     """
     size, layers = config.get("sliding_window") or 0, config["num_hidden_layers"]
     kinds = config.get("layer_types") or layer_kinds(layers, period)
@@ -165,12 +165,12 @@ def windows(config: Config, *, period: int = 0) -> tuple[int, ...]:
 
 
 def layer_kinds(layers: int, period: int) -> list[str]:
-    """Return layer types: of each `period` layers, all except the last have a window."""
+    """Return layer types: every layer has a window except the last of each `period` layers (period 0: no windows)."""
     return [WINDOWED if period and (number + 1) % period else "full_attention" for number in range(layers)]
 
 
 def rotated_share(config: Config, default: float = 1.0) -> float:
-    """Return the share of a head's width that is rotated."""
+    """Return the fraction of a head's width that is rotated."""
     rope = config.get("rope_parameters") or {}
     return float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or default)
 
@@ -180,24 +180,24 @@ class Family:
     """Decoders of one `model_type`."""
 
     model_type: str
-    tensors: Entries = field(default_factory=lambda: LLAMA)  # biases and norms in `Pieces` come in addition
+    tensors: Entries = field(default_factory=lambda: LLAMA)  # biases and norms in `Pieces` are added
     pieces: Callable[[Config], Pieces] = lambda config: Pieces()
     settings: Mapping[str, Any] = field(default_factory=dict)  # of Megatron's TransformerConfig
-    # scores of experts; "groups": DeepSeek-V2's, "biased_groups": DeepSeek-V3's, with a bias per expert
+    # how experts are scored; "groups": as in DeepSeek-V2, "biased_groups": as in DeepSeek-V3, with a bias per expert
     router: Literal["softmax", "groups", "biased_groups"] = "softmax"
     expects: Mapping[str, object] = field(default_factory=dict)  # key of config.json -> the only validated value
     reads: tuple[str, ...] = ()  # keys of config.json that `pieces` implements
-    layer_types: tuple[str, ...] = ()  # of config.json, besides attention with and without windows
+    layer_types: tuple[str, ...] = ()  # layer types in config.json other than attention with and without windows
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     has_adapters: bool = True  # LoRA is validated
-    # a checkpoint has the tensors of a layer's experts in one: the name of an expert's tensor without its number
+    # a checkpoint stacks the tensors of a layer's experts; the stack has an expert tensor's name without its number
     stacks_experts: bool = False
     reads_mxfp4: bool = False  # quantised experts are read in bf16
-    problems: Callable[[Config], tuple[str, ...]] = lambda config: ()  # of a config.json, further ones
+    problems: Callable[[Config], tuple[str, ...]] = lambda config: ()  # further problems of a config.json
 
 
 def layer_entries(tensors: Entries, pieces: Pieces) -> dict[str, Entry]:
-    """Return the entries of a model's layers, including biases, query norms and key norms."""
+    """Return the entries for the tensors of a model's layers, including biases, query norms and key norms."""
     return (
         dict(tensors)
         | (_QKV_BIAS if pieces.qkv_bias else {})

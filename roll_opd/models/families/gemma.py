@@ -1,4 +1,4 @@
-"""Gemma 3 text models: local and global layers with separate rotations, scaled embeddings, norms before and after."""
+"""Gemma 3 text models: separate rotations in local and global layers, scaled embeddings, norms before and after."""
 
 import math
 

@@ -1,6 +1,6 @@
-"""GLM-4: dense models with norms before and after and fused gate and up; mixtures with DeepSeek-V3's routers.
+"""GLM-4: dense models (norms before and after, fused gate and up), and mixtures of experts with DeepSeek-V3's routers.
 
-Only a part of each head is rotated; dense models rotate adjacent pairs.
+Only a part of each head is rotated. In dense models the two elements of a rotated pair are adjacent.
 """
 
 from roll_opd.models.families.deepseek import single_biased_expert

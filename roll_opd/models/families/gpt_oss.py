@@ -1,6 +1,6 @@
-"""gpt-oss: attention sinks, windows in every second layer, clipped SwiGLU, biases of routers and experts.
+"""gpt-oss: attention sinks, windows in every second layer, clipped SwiGLU, and biases in routers and experts.
 
-Releases have the experts in MXFP4, with the tensors of a layer's experts in one.
+Releases store the experts of a layer in one stacked tensor, in MXFP4.
 """
 
 from roll_opd.models.families.family import EACH_EXPERT, LLAMA, WINDOWED, Config, Family, Pieces, layer, windows
@@ -34,7 +34,7 @@ def _problems(config: Config) -> tuple[str, ...]:
     kinds = config.get("layer_types") or ()
     if all((kind == WINDOWED) == (number % 2 == 0) for number, kind in enumerate(kinds)):
         return ()
-    return ("layer_types in config.json should alternate and begin with a window: vLLM computes no other order",)
+    return ("layer_types in config.json should alternate and begin with a window; vLLM ignores any other order",)
 
 
 FAMILIES = (

@@ -1,4 +1,4 @@
-"""OLMo 2 and OLMo 3: norms after attention and MLP, norms over all heads, and windows in OLMo 3."""
+"""OLMo 2 and OLMo 3: norms after attention and MLP, query and key norms over all heads, and windows in OLMo 3."""
 
 from roll_opd.models.families.family import LLAMA, Config, Family, Pieces, layer_kinds, norms, windows, without_norms
 
