@@ -1,6 +1,6 @@
-"""Ray actors around the Megatron engines, one actor per rank.
+"""Ray actors that run the Megatron engines, one actor per rank.
 
-Megatron is imported inside methods, so only in the actors' processes: the driver's machine may lack Megatron.
+Megatron is imported inside methods, and so only in the processes of the actors: the driver's machine may lack it.
 """
 
 import os
@@ -29,7 +29,7 @@ _WRITER = ThreadPoolExecutor(1, "checkpoint")
 
 
 class _Rank(BucketHost):
-    """Base class of all ranks: process group, engine, log-probs, offload, background saves."""
+    """Base class of all ranks: process group, engine, log-probs, offloading, background saves."""
 
     _engine: Any
     _async_save: bool
@@ -38,7 +38,7 @@ class _Rank(BucketHost):
     _store: Any = None  # rendezvous of the process group, on rank 0
 
     def address(self) -> tuple[str, int]:
-        """Return this node's address and a port for the process group's rendezvous; opens the port."""
+        """Open a port for the process group's rendezvous; return this node's address and the port."""
         self._listening = socket.create_server(("", 0), backlog=1024)
         return ray.util.get_node_ip_address(), self._listening.getsockname()[1]
 
@@ -52,13 +52,13 @@ class _Rank(BucketHost):
         deterministic: bool,
         async_save: bool = False,
     ) -> tuple[int, Packing]:
-        """Join the process group and load the model; `async_save`: saves copy the state, then write in the background.
+        """Join the process group and load the model. `async_save`: saves copy the state and write in the background.
 
         Returns the data-parallel rank and the packing rules.
         """
         self._async_save = async_save
         os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}
-        # as under torchrun, ranks do not open the port: rank 0 holds it, so that no other run can take it
+        # As under torchrun, the process group does not open the port: rank 0 holds it, so that no other run takes it.
         os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         if self._listening is not None:
             from torch.distributed import TCPStore
@@ -82,7 +82,7 @@ class _Rank(BucketHost):
         return MegatronEngine(plan, seed=seed, deterministic=deterministic)
 
     def offload(self, parts: Sequence[Part], phase: Phase) -> None:
-        """Release device memory for the roles that use it in a phase."""
+        """Release device memory for other roles during a phase."""
         self._engine.offload(parts, phase)
 
     def onload(self, parts: Sequence[Part]) -> None:
@@ -94,7 +94,7 @@ class _Rank(BucketHost):
         return Compact(self._engine.compute_logprobs(temperature=temperature, **_read(shard)))
 
     def compute_targets(self, shard: DPShard, temperature: float, **wanted: Any) -> Compact:
-        """See `MegatronEngine.compute_targets`; the student's `ids` may be in the object store."""
+        """Do what `MegatronEngine.compute_targets` does; the student's `ids` may be in the object store."""
         return Compact(self._targets(shard, temperature, wanted))
 
     def hold_targets(
@@ -102,8 +102,8 @@ class _Rank(BucketHost):
     ) -> tuple[Compact, dict[int, TargetRef]] | None:
         """Compute targets; put the arrays in `kept` (default: all except log-probs) into the object store.
 
-        Returns, for each sample, (log-probs, mask of sampled tokens in the top-k or None), and references to the stored
-        arrays.
+        Returns, for each sample, a pair (log-probs, mask of the sampled tokens that are in the top-k, or None), and
+        references to the stored arrays.
         """
         computed = self._targets(shard, temperature, wanted)
         if computed is None:
@@ -118,7 +118,7 @@ class _Rank(BucketHost):
         return Compact(small), hold(computed)
 
     def _opened(self, shard: DPShard) -> list[dict[str, dict[str, np.ndarray]]]:
-        """Fetch the referenced arrays of this rank's samples; only the last pipeline stage has any."""
+        """Fetch the referenced arrays of this rank's samples; only the last pipeline stage has samples with arrays."""
         return opened(shard.held, shard.micro_batches if self._engine.is_last_stage else [])
 
     def _targets(self, shard: DPShard, temperature: float, wanted: dict[str, Any]) -> Any:
@@ -130,11 +130,11 @@ class _Rank(BucketHost):
         return self._engine.compute_targets(temperature=temperature, request=request, **_read(shard))
 
     def written(self, *, wait: bool) -> list[Path] | None:
-        """Return the files of the last save; if they are not complete, wait for them (`wait`) or return None."""
+        """Return the files of the last save; if it is still running, wait for it (`wait`) or return None."""
         return self._files.result() if wait or self._files.done() else None
 
     def _write(self, *parts: Callable[[], list[Path]]) -> None:
-        """Finish a save: in the background with `async_save`, else now."""
+        """Finish a save: in the background with `async_save`, else before returning."""
         if self._async_save:
             self._files = _WRITER.submit(_all_files, parts)
         else:
@@ -142,7 +142,7 @@ class _Rank(BucketHost):
             self._files.set_result(_all_files(parts))
 
     def output_head(self) -> list[ray.ObjectRef] | None:
-        """Return a reference to the full output embedding on one rank, None on others."""
+        """Return a reference to the full output embedding on one rank, None on all other ranks."""
         head = self._engine.output_head()
         return None if head is None else [ray.put(head)]
 
@@ -154,7 +154,7 @@ class LogprobWorker(_Rank):
 
 @ray.remote
 class FollowingWorker(_Rank):
-    """Rank of a teacher that is an EMA of the student or a copy of it (`follows_student`)."""
+    """Rank of a teacher whose weights are an EMA or a copy of the student's (`follows_student`)."""
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
         from roll_opd.megatron.follower import MegatronFollower
@@ -168,11 +168,11 @@ class FollowingWorker(_Rank):
         self._engine.follow(dict(weights), last=last)
 
     def hold_bucket(self, content: Sequence[ray.ObjectRef], bucket: Description) -> Description:
-        """Copy a bucket to this host; return the description of the copy."""
+        """Copy a bucket to this host; return a description of the copy."""
         return self.hold(ray.get(content[0]), bucket)
 
     def save(self, directory: Path) -> None:
-        """Save the weights in `directory`; see `written`."""
+        """Save the weights in `directory`; `written` returns the files."""
         self._write(self._engine.save(directory, later=self._async_save))
 
     def load(self, directory: Path) -> None:
@@ -184,7 +184,7 @@ class _TrainableRank(_Rank):
     """Base class of the ranks of trainable models: saves and loads the training state."""
 
     def save(self, directory: Path) -> None:
-        """Save the training state, the model and an adapter in state/, hf/ and adapter/; see `written`."""
+        """Save the training state in state/, the model in hf/ and an adapter in adapter/; see `written`."""
         from roll_opd.megatron.checkpoint import save_state
         from roll_opd.megatron.export import save_adapter
 
@@ -221,7 +221,7 @@ class TrainWorker(_TrainableRank, BucketWriter):
     def update(self, shard: DPShard, objective: ObjectivePlan, temperature: float, step: int) -> Compact:
         """Make one optimizer update from a mini-batch; see `MegatronTrainer.update`.
 
-        The result has log-probs only for samples without old log-probs, and for demonstrations.
+        The result has log-probs only for demonstrations and for samples without old log-probs.
         """
         return self._with_gradient(self._engine.update, shard, objective, temperature, step)
 
@@ -240,16 +240,16 @@ class TrainWorker(_TrainableRank, BucketWriter):
         return self._engine.optim_step(learning_rate)
 
     def load_teacher_head(self, name: str, head: Sequence[ray.ObjectRef]) -> None:
-        """Load the output embedding returned by a teacher's `output_head`."""
+        """Load the output embedding that a teacher's `output_head` has returned."""
         self._engine.load_teacher_head(name, ray.get(head[0]))
 
     def without_adapter(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of this rank with the LoRA adapters disabled, so that it uses the initial weights."""
+        """Call a method of this rank with the LoRA adapters disabled, so that it computes with the initial weights."""
         with self._engine.adapters.disabled():
             return getattr(self, method)(*args, **kwargs)
 
     def share_without_adapter(self, shard: DPShard, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call `without_adapter` for a shard of a batch."""
+        """Call `without_adapter` with a shard of a batch."""
         return self.without_adapter(method, shard, *args, **kwargs)
 
     def send_weights(
@@ -280,7 +280,7 @@ class CriticWorker(_TrainableRank):
         return MegatronCritic(plan, seed=seed, deterministic=deterministic)
 
     def values(self, shard: DPShard) -> Compact:
-        """Return the values of the states before every response token; see `MegatronCritic.values`."""
+        """Return the value of the state before each response token; see `MegatronCritic.values`."""
         return Compact(self._engine.values(_sequences(shard), shard.micro_batches))
 
     def update(self, shard: DPShard) -> Compact:
@@ -298,7 +298,7 @@ def _sequences(shard: DPShard) -> list[tuple[np.ndarray, int]]:
 
 
 def _read(shard: DPShard) -> dict[str, Any]:
-    """Return the arguments of a forward pass; with `routes` only if a sample has routes."""
+    """Return the arguments of a forward pass, which include `routes` only if a sample has routes."""
     routes = [sample.routes for sample in shard.samples]
     arguments = {"sequences": _sequences(shard), "assigned": shard.micro_batches}
     return arguments if all(taken is None for taken in routes) else {**arguments, "routes": routes}

@@ -1,4 +1,4 @@
-"""Ray actor that scores responses with the rewards of one domain, and a client for a local judge model."""
+"""Ray actor that scores responses with the rewards of one domain, and a client of a local judge model."""
 
 import asyncio
 import time
@@ -26,8 +26,8 @@ from roll_opd.samples.transport import Compact
 
 # The plan's `max_concurrency` limits calls; a hung call keeps its thread, so the pool must not be exhausted.
 MAX_THREADS = 10_000
-# Calls of a batch run sequentially, in growing sizes, while they are quick, since threads of one interpreter would only
-# alternate. After a slower call, or this time, the others run concurrently.
+# While calls are quick, they run sequentially with growing sizes, because threads of one interpreter would only
+# alternate. After a slower call, or after this time, the remaining calls run concurrently.
 QUICK_CALL_S = 0.02
 SEQUENTIAL_S = 0.1
 
@@ -35,7 +35,7 @@ SEQUENTIAL_S = 0.1
 # Concurrency is limited by the plan; `alive` must never wait.
 @ray.remote(max_concurrency=MAX_THREADS)  # type: ignore[call-overload]  # Ray's types miss this option of actors
 class RewardWorker:
-    """Process of a reward domain."""
+    """Process that runs the rewards of one domain."""
 
     _plan: RewardPlan
     _callers: dict[str, Caller]
@@ -64,7 +64,7 @@ class RewardWorker:
         """Return immediately, as a health check."""
 
     async def run(self, experiences: Sequence[Sample]) -> AsyncIterator[Compact]:
-        """Score samples; yield `Answers` of scores, coalesced for a short time."""
+        """Score samples; yield `Answers` with the scores, which are collected for a short time."""
         async with aclosing(coalesced(self._calls(self._samples(experiences)))) as answers:
             async for burst in answers:
                 scores = [scored for call in burst for scored in call]
@@ -73,8 +73,8 @@ class RewardWorker:
     async def _calls(self, samples: Sequence[RewardSample]) -> AsyncGenerator[list[tuple[int, Scored]], None]:
         """Call the rewards for all samples; yield each call's scores.
 
-        A call gets as few samples as possible while all calls can run concurrently; it gets more if the reward is so
-        quick that the overhead of a call matters.
+        A call gets as few samples as possible, as long as all calls can run concurrently. It gets more if the reward is
+        so quick that the overhead of a call matters.
         """
         needed = -(-len(samples) // self._plan.max_concurrency)
         calls: set[asyncio.Task[list[tuple[int, Scored]]]] = set()
@@ -124,10 +124,10 @@ class RewardWorker:
 
 
 class LocalModel:
-    """Client of the vLLM engines of a judge model (`roll_opd.rewards.endpoint.Complete`)."""
+    """Client of a judge model's vLLM engines (see `roll_opd.rewards.endpoint.Complete`)."""
 
     def __init__(self, plan: RolloutPlan, engines: Sequence[ray.actor.ActorHandle]) -> None:
-        """Use the sampling settings of `plan`, and its `engines` (`RolloutWorker`s) round-robin."""
+        """Send requests with the sampling settings of `plan` to `engines` (`RolloutWorker`s), round-robin."""
         self._plan = plan
         self._tokenizer: Any = load_tokenizer(plan.model.path)
         if not self._tokenizer.chat_template:
@@ -139,7 +139,7 @@ class LocalModel:
     async def __call__(self, messages: Sequence[Mapping[str, str]], errors: Counter[str]) -> str:
         """Return the model's response to `messages`.
 
-        Raises the engine's errors without Ray's wrapper, such as ValueError for a prompt that is too long. If the
+        Raises the engine's errors without Ray's wrapper, for example ValueError for a prompt that is too long. If the
         engine has died, raises RewardError, which ends the run.
         """
         text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)

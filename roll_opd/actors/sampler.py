@@ -20,7 +20,7 @@ from roll_opd.weight_sync.send_weights import WeightSync
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample. Requests of one `group` share a prefix and go to one engine, which caches the prefix."""
+    """Request for one response. Requests of a `group` share a prefix and go to one engine, which caches the prefix."""
 
     group: int
     prompt_tokens: np.ndarray  # int64 [P]
@@ -29,10 +29,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Inference engines, with the weight sync of the student's engines."""
+    """Inference engines and, for the student's engines, their weight sync."""
 
     engines: ActorGroup
-    sync: WeightSync | None = None  # transport of the student's weights to its engines
+    sync: WeightSync | None = None  # transport of the student's weights to these engines
 
     def engine_of(self, group: int) -> int:
         """Return the index of the engine for `group`; groups are distributed round-robin."""
@@ -40,7 +40,7 @@ class Sampler:
 
     @asynccontextmanager
     async def session(self, chunk: int | None = None) -> AsyncIterator["SamplingSession"]:
-        """Open a session for the `with` block; running requests are aborted at its end."""
+        """Open a session for the `with` block; the end of the block aborts running requests."""
         session = SamplingSession(self, chunk)
         try:
             yield session
@@ -50,22 +50,24 @@ class Sampler:
     async def end(self) -> None:
         """Stop the engines and their processes."""
         await self.engines.call("close")
-        self.engines.end()  # their external resources are released; a regular exit would take seconds
+        self.engines.end()  # killed: external resources are released, and a regular exit takes seconds
 
 
 class SamplingSession:
-    """Running requests. Consecutive requests to an engine are sent as one batch. Completions of a batch are returned in
-    the order in which they finish. They are collected for a short time; a complete `chunk` is returned immediately.
+    """Running requests; consecutive requests to an engine are sent as one batch.
+
+    Completions of a batch are returned in the order in which they finish. They are collected for a short time; a
+    complete `chunk` is returned immediately.
     """
 
     def __init__(self, sampler: Sampler, chunk: int | None = None, *, alone: bool = False) -> None:
-        """With `alone`, each request is a separate batch, so that others do not change deterministic results."""
+        """With `alone`, each request is a separate batch: other requests cannot change deterministic results."""
         self._sampler, self._chunk = sampler, chunk
         self._numbers = itertools.count() if alone else itertools.repeat(0)
         self._calls: BatchedCalls[tuple[int, SamplingPlan, int], Request] = BatchedCalls(self._generate)
 
     def ask(self, request: Request, sampling: SamplingPlan) -> "asyncio.Future[Completion]":
-        """Return a future of the completion. It raises the engine's errors, or RunError if the engine has died."""
+        """Return a future of the completion. The future raises the engine's errors, and RunError if the engine died."""
         return self._calls.ask((self._sampler.engine_of(request.group), sampling, next(self._numbers)), request)
 
     async def end(self) -> None:
@@ -88,7 +90,7 @@ class SamplingSession:
 
 
 class SamplerEngines:
-    """Engines of a sampler for use in another process; see `roll_opd.workflows.model_wrapper.Engines`."""
+    """Engines of a sampler in the form of `roll_opd.workflows.model_wrapper.Engines`."""
 
     def __init__(self, sampler: Sampler, chunk: int | None, deterministic: bool) -> None:
         self._sampler, self._session = sampler, SamplingSession(sampler, chunk, alone=deterministic)

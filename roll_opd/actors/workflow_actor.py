@@ -1,4 +1,4 @@
-"""Ray actor that runs workflows: a model client, an endpoint, and a thread or coroutine for each run."""
+"""Ray actor that runs workflows, with a model client, an endpoint, and a thread or coroutine per run."""
 
 import asyncio
 import contextvars
@@ -39,7 +39,7 @@ RAISED, TIMEOUT, INVALID, API_ERROR = "raised", "timeout", "invalid", "api_error
 
 @dataclass(frozen=True)
 class Job:
-    """The runs of one prompt that one call of a workflow makes."""
+    """The runs of one prompt that a single call of a workflow makes."""
 
     prompt: Prompt
     draw: int
@@ -48,19 +48,19 @@ class Job:
     seed: int
     sampling: SamplingPlan
     is_eval: bool
-    jobs: int = 1  # number of jobs for all runs of the prompt
+    jobs: int = 1  # number of jobs that share the runs of the prompt
 
 
 @dataclass
 class JobOutcome:
-    """Result of a job: experiences by run, or a failure."""
+    """Result of a job: the experiences of each run, or a failure."""
 
     made: dict[int, list[Sample]] = field(default_factory=dict)
     failure: tuple[str, str] | None = None  # kind and message
     calls: int = 0  # model calls
-    branches: int = 0  # conversations; a call that does not continue an earlier one starts another
+    branches: int = 0  # conversations; a model call that does not continue an earlier one starts a new one
     requests: Counter[str] = field(default_factory=Counter)  # to the endpoint of this process, by outcome
-    hung: bool = False  # a run cannot be ended: this process should be replaced
+    hung: bool = False  # a run cannot be stopped, so this process should be replaced
 
 
 class _TimeLimitError(Exception):
@@ -68,7 +68,7 @@ class _TimeLimitError(Exception):
 
 
 def _is_api_error(error: BaseException) -> bool:
-    """Return whether an error means that a model endpoint failed even after the retries of OpenAI's client."""
+    """Return whether an error means that a model endpoint still failed after the retries of OpenAI's client."""
     openai = sys.modules.get("openai")  # not imported: cannot be its error
     return openai is not None and isinstance(
         error, openai.APIConnectionError | openai.RateLimitError | openai.InternalServerError
@@ -76,7 +76,7 @@ def _is_api_error(error: BaseException) -> bool:
 
 
 def _failure(error: BaseException, returned: bool) -> tuple[str, str]:
-    """Return the failure kind of a run's error, and its message."""
+    """Return the kind and the message of the failure that a run's error means."""
     from roll_opd.workflows.plugins import own_traceback
     from roll_opd.workflows.workflow_experience import RunFailure
 
@@ -88,7 +88,7 @@ def _failure(error: BaseException, returned: bool) -> tuple[str, str]:
 
 @contextmanager
 def _no_exit() -> Iterator[None]:
-    """Convert SystemExit and KeyboardInterrupt to RuntimeError, since other runs use the same process."""
+    """Convert SystemExit and KeyboardInterrupt to RuntimeError, because other runs use the same process."""
     try:
         yield
     except (SystemExit, KeyboardInterrupt) as error:
@@ -101,7 +101,7 @@ async def _without_exit(coroutine: Awaitable[Any]) -> Any:
 
 
 def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    """Create a task; if a run starts it, a SystemExit in it does not end the event loop."""
+    """Create a task. If a run starts the task, a SystemExit inside it does not end the event loop."""
     from roll_opd.workflows.run_state import RUN
 
     if RUN in (options.get("context") or contextvars.copy_context()):
@@ -132,8 +132,8 @@ class WorkflowWorker:
     ) -> None:
         """Import the workflow and load the tokenizer.
 
-        `engines` are the `RolloutWorker`s of `rollout`; `auxiliary_engines` has the engines of each auxiliary model,
-        none for a remote model. `contexts` are the teachers' contexts. `number` is the index of this process.
+        `engines` are the `RolloutWorker`s of `rollout`. `auxiliary_engines` has the engines of each auxiliary model; a
+        remote model has no engines. `contexts` are the contexts of the teachers. `number` is the index of this process.
         """
         from roll_opd.workflows.auxiliary import AuxiliaryModel, RemoteModel
         from roll_opd.workflows.endpoint.server import PolicyServer
@@ -155,7 +155,7 @@ class WorkflowWorker:
         self._endpoints: list[Any] = []
 
         def client_of(kind: Callable[..., Any], plan: RolloutPlan, engines: Sequence, **address: Any) -> Any:
-            """Return a model client for `engines`; the client has an endpoint."""
+            """Return a model client for `engines`, with an endpoint."""
             sampler = SamplerEngines(Sampler(ActorGroup(engines)), chunk, deterministic)
             tokenizer, loop = load_tokenizer(plan.model.path), asyncio.get_running_loop()
             model = kind(sampler, tokenizer, model_path=plan.model.path, max_model_len=plan.max_model_len, loop=loop)
@@ -198,7 +198,7 @@ class WorkflowWorker:
                 task.cancel()
 
     async def _outcome(self, job: Job) -> JobOutcome:
-        """Run one job; an error in the workflow's code becomes a failure in the outcome."""
+        """Run one job; an error of the workflow's code is returned as a failure in the outcome."""
         from roll_opd.workflows.run_state import RUN, RunState
         from roll_opd.workflows.workflow_experience import by_run, trained
 
@@ -240,7 +240,7 @@ class WorkflowWorker:
         return outcome
 
     async def _call(self, job: Job, context: contextvars.Context) -> list[Any]:
-        """Call the workflow within its time limit; keep a resettable instance."""
+        """Call the workflow within its time limit; keep the instance if it can be reset."""
         from roll_opd.workflows.run_state import RUN
         from roll_opd.workflows.workflow_interface import flag
 
@@ -286,7 +286,7 @@ class WorkflowWorker:
         running.exception()
 
     def _instance(self, job: Job) -> Any:
-        """Return a workflow instance for the job, new or reset."""
+        """Return a workflow instance for the job: a new instance, or a kept one after a reset."""
         from roll_opd.workflows.workflow_interface import FormatConfig, GenerationConfig, Task, flag
 
         sampling, plan = job.sampling, self._plan
@@ -332,7 +332,7 @@ class WorkflowWorker:
         return workflow
 
     def _watch_memory(self) -> None:
-        """Exit this process when it exceeds its memory limit."""
+        """Watch the memory of this process; exit when it exceeds the limit."""
         limit = self._plan.workflow_memory_gb * 2**30 / os.sysconf("SC_PAGE_SIZE")
         with open("/proc/self/statm", "rb", buffering=0) as sizes:
             while int(os.pread(sizes.fileno(), 100, 0).split()[1]) <= limit:

@@ -1,9 +1,9 @@
 """Send one output per request from vLLM's engine core to its front end, instead of one per token.
 
-For requests with only a final output (`RequestOutputKind.FINAL_ONLY`) vLLM still sends every token and log-prob
-separately; processing them is half of the front end's work for a small model. Here the engine core holds the outputs
-until the request ends. Requests with stop strings are unchanged, because the front end searches for stop strings token
-by token.
+Even if a request needs only a final output (`RequestOutputKind.FINAL_ONLY`), vLLM sends every token and log-prob
+separately. Processing them is half of the front end's work for a small model. Here the engine core holds the outputs
+until the request ends. Requests with stop strings are sent as usual, because the front end searches for stop strings
+token by token.
 """
 
 import functools
@@ -17,7 +17,7 @@ Update = Callable[..., dict[int, Any]]  # `Scheduler.update_from_output`: client
 
 
 def coalesces_outputs(update: Update) -> Update:
-    """Wrap `Scheduler.update_from_output`: hold a request's outputs until it ends, then send them joined."""
+    """Wrap `Scheduler.update_from_output` to hold a request's outputs until the request ends, then send them joined."""
 
     @functools.wraps(update)
     def updated(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
@@ -38,7 +38,7 @@ def coalesces_outputs(update: Update) -> Update:
 
 
 def flushes_outputs(set_weight_version: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `EngineCore.set_weight_version`: send the held outputs first, under the version that sampled them.
+    """Wrap `EngineCore.set_weight_version` to send the held outputs first, with the version that sampled them.
 
     vLLM labels all outputs of a message with one version.
     """

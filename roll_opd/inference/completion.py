@@ -28,14 +28,14 @@ class Completion:
 
 def token_prompt(tokens: Sequence[int]) -> "TokensInput":
     """Return a tokenised prompt for vLLM."""
-    # with "type" vLLM treats it as rendered, and skips a thread pool for every request
+    # with "type", vLLM treats the prompt as rendered and needs no thread pool per request
     return {"type": "token", "prompt_token_ids": np.asarray(tokens).tolist()}
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_model_len: int) -> None:
     """Raise ValueError unless every prompt has a seed, at least one token, and room for a response."""
     if len(prompts) != len(seeds):
-        raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds: give one seed per prompt")
+        raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds; pass one seed per prompt")
     for index, prompt in enumerate(prompts):
         if not 0 < len(prompt) < max_model_len:
             raise ValueError(
@@ -45,13 +45,13 @@ def check_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_mo
 
 
 def stop_token_ids(stop: Sequence[str], tokenizer: "TokenizerLike") -> tuple[int, ...]:
-    """Return the token ids of the stop strings that are special tokens; decoded text does not contain these."""
+    """Return the token ids of stop strings that are special tokens, because decoded text does not contain these."""
     special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return tuple(special[string] for string in stop if string in special)
 
 
 def sampling_params(sampling: SamplingPlan, seed: int, stop_ids: Sequence[int] = ()) -> "SamplingParams":
-    """Return vLLM's parameters for one sample with log-probs of its tokens; `stop_ids` are additional stop tokens."""
+    """Return vLLM's parameters for one sample with token log-probs; `stop_ids` are additional stop tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -84,12 +84,12 @@ def completion_of(output: "RequestOutput") -> Completion:
 
 
 def token_logprobs(tokens: Iterable[int], entries: Iterable[Any]) -> np.ndarray:
-    """Return the log-prob of each token, f32 [R], from vLLM's entry at its position (token id -> `Logprob`)."""
+    """Return the log-prob of each token, f32 [R], from vLLM's dict (token id -> `Logprob`) at its position."""
     return np.array([entry[int(token)].logprob for token, entry in zip(tokens, entries, strict=True)], np.float32)
 
 
 def cut_at_stop(completion: Completion, stop: Sequence[str], tokenizer: "TokenizerLike") -> Completion:
-    """Cut `completion` after the token that completes a stop string, as vLLM does; unchanged without a stop string."""
+    """Cut `completion` after the token that completes a stop string, as vLLM does; without one, return it unchanged."""
     for length in range(1, len(completion.tokens) + 1):
         text = tokenizer.decode(completion.tokens[:length].tolist(), skip_special_tokens=True)
         if any(string in text for string in stop):

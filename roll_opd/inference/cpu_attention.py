@@ -1,4 +1,4 @@
-"""Read the head sizes supported by vLLM on CPUs from its source, since importing vLLM takes seconds."""
+"""Read the head sizes that vLLM supports on CPUs from vLLM's source, because importing vLLM takes seconds."""
 
 import ast
 from functools import cache
@@ -13,7 +13,7 @@ SIZES = "get_supported_head_sizes"
 
 @cache
 def head_sizes(file: str, name: str) -> tuple[int, ...]:
-    """Return the head sizes supported by the backend `name` in `file`; empty if its source has no literal list."""
+    """Return the head sizes that backend `name` in `file` supports; empty if its source has no literal list."""
     spec = find_spec("vllm")
     source = Path(next(iter(spec.submodule_search_locations or ())), file) if spec else None
     if source is None or not source.is_file():
@@ -27,7 +27,7 @@ def head_sizes(file: str, name: str) -> tuple[int, ...]:
 
 
 def _literal(function: ast.FunctionDef) -> tuple[int, ...]:
-    """Return the literal list in the last `return` of a function, else an empty tuple."""
+    """Return the list in the last `return` of a function if it is a literal, else an empty tuple."""
     last = function.body[-1]
     try:
         found = ast.literal_eval(last.value) if isinstance(last, ast.Return) and last.value else ()

@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def copies_single_tokens() -> None:
-    """Replace the computation of a layer by one that copies the projections of a single token. Idempotent.
+    """Replace the computation of a layer by a version that copies the projections of a single token. Idempotent.
 
-    PyTorch calls a single row of a wider matrix contiguous whatever its stride, but the convolution kernel reads
+    PyTorch treats a single row of a wider matrix as contiguous for any stride, but the convolution kernel reads
     strides.
     """
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention

@@ -1,4 +1,4 @@
-"""Environment variables and engine arguments for vLLM: defaults, the plan's, and the user's.
+"""Environment variables and engine arguments for vLLM, from our defaults, the run plan and the user.
 
 vLLM reads some environment variables at import, so this module does not import vLLM at the top.
 """
@@ -66,14 +66,15 @@ def prepare_environment(*, eager_on_cpu: bool) -> None:
 
 
 def kv_cache_bytes(model: ModelPlan, max_model_len: int, sequences: int, block: int, tp: int) -> int:
-    """Return the KV-cache size in bytes on each of `tp` ranks, enough for `sequences` sequences of full length.
+    """Return the bytes of KV cache on each of `tp` ranks that suffice for `sequences` sequences of full length.
 
-    It is at most `KV_CACHE_LIMIT`, but always fits one sequence. An engine writes to the whole cache when it starts.
+    The size is at most `KV_CACHE_LIMIT`, except that at least one sequence always fits. An engine writes to the whole
+    cache when it starts.
     """
     info = read_model(Path(model.path))
     each_token = int(info.cached_elements(tp)) * DTYPE_BYTES[model.dtype]
-    each_sequence = (-(-max_model_len // block) + 1) * block * each_token  # one more block: vLLM reserves some
-    if info.delta:  # vLLM makes the blocks of attention as large as the f32 state of a linear layer
+    each_sequence = (-(-max_model_len // block) + 1) * block * each_token  # one more block, because vLLM reserves some
+    if info.delta:  # vLLM makes attention blocks as large as the f32 state of a linear layer
         page = 4 * info.delta.state // tp
         blocks = -(-max_model_len * each_token // (info.attention_layers * page)) + 1
         each_sequence = page * info.layers * (blocks + 1)
@@ -81,7 +82,7 @@ def kv_cache_bytes(model: ModelPlan, max_model_len: int, sequences: int, block: 
 
 
 def check_plugin_is_installed() -> None:
-    """Raise RuntimeError unless our plugin's entry point is installed; vLLM's other processes load it from there."""
+    """Raise RuntimeError unless our plugin's entry point is installed; vLLM's child processes need it."""
     if PLUGIN_NAME not in {point.name for point in entry_points(group="vllm.general_plugins")}:
         raise RuntimeError(
             "the vllm.general_plugins entry point of roll_opd is not installed, so vLLM's engine process "
@@ -90,7 +91,7 @@ def check_plugin_is_installed() -> None:
 
 
 def check_engine_args(engine_args: Mapping[str, Any], known: set[str]) -> None:
-    """Raise one ValueError that lists the arguments unknown to vLLM (each with the nearest name) or set by the plan."""
+    """Raise a ValueError that lists arguments that vLLM does not know (with the nearest name) or that the plan sets."""
     problems = []
     for name in engine_args:
         if name in SET_BY_PLAN:
@@ -103,7 +104,7 @@ def check_engine_args(engine_args: Mapping[str, Any], known: set[str]) -> None:
 
 
 def cpu_block(engine_args: Mapping[str, Any]) -> int:
-    """Return the tokens per KV-cache block on a CPU: the user's number, rounded up to a supported multiple."""
+    """Return the number of tokens per KV-cache block on a CPU: the user's number, rounded up to a supported one."""
     return -(-(engine_args.get("block_size") or CPU_BLOCK) // CPU_BLOCK_MULTIPLE) * CPU_BLOCK_MULTIPLE
 
 
@@ -117,17 +118,17 @@ def resolve_engine_args(
     engine_args: Mapping[str, Any],
     routes: bool = False,
 ) -> dict[str, Any]:
-    """Return vLLM's engine arguments: our defaults, overridden by the user's, overridden by the plan's.
+    """Return vLLM's engine arguments: the plan's override the user's, and the user's override our defaults.
 
     With `routes`, the engine returns the experts of each token; on a CPU, `router_replay.record_routes` does this.
     """
     defaults: dict[str, Any] = {"disable_log_stats": True}
     if tensor_parallel_size > 1:
-        # inside a placement group vLLM would choose Ray's executor, whose ranks wait for separate devices
+        # inside a placement group vLLM would choose Ray's executor, and its ranks would wait for separate devices
         defaults["distributed_executor_backend"] = "mp"
     info = read_model(Path(model.path))
     if read_json(info.path / "config.json").get("model_type") in MULTIMODAL:
-        defaults["language_model_only"] = True  # the vision part is neither sampled from nor updated
+        defaults["language_model_only"] = True  # the vision encoder is neither used nor updated
     if info.model_type == "deepseek_v3":
         defaults["hf_overrides"] = dict(DEEPSEEK_V3_ROUTERS)
     if on_cpu:
@@ -136,20 +137,21 @@ def resolve_engine_args(
         sequences = engine_args.get("max_num_seqs") or defaults["max_num_seqs"]
         block = cpu_block(engine_args)
         defaults["kv_cache_memory_bytes"] = kv_cache_bytes(model, max_model_len, sequences, block, tensor_parallel_size)
-        # for a split prompt vLLM rewinds its seeded generator, which CPU generators do not support: the engine dies
+        # if a prompt is split, vLLM rewinds its seeded generator; CPU generators do not support this, and the engine
+        # dies
         defaults["enable_chunked_prefill"] = False
         if info.delta:  # vLLM's cache of their prefixes needs chunked prefill
             defaults["enable_prefix_caching"] = False
         if engine_args.get("enable_chunked_prefill"):
             raise ValueError("engine_args: 'enable_chunked_prefill' breaks seeded sampling on CPU; leave it out")
         if tensor_parallel_size == 1 and os.environ.get(THREADS_BIND, ENVIRONMENT[THREADS_BIND]) == "nobind":
-            # vLLM's separate worker process serves to bind threads; without it a step is a quarter faster
+            # vLLM's separate worker process only binds threads; without this process a step is a quarter faster
             defaults["distributed_executor_backend"] = UNIPROC
         if info.latent and "attention_config" not in engine_args:
-            # on CPUs with AMX vLLM chooses a backend for bf16 only: f32 weights end the engine
+            # on CPUs with AMX vLLM chooses a backend that supports only bf16, and f32 weights end the engine
             defaults["attention_backend"] = "CPU_MLA"
     if routes and on_cpu and defaults.get("distributed_executor_backend") != UNIPROC:
-        raise ValueError("router_replay on CPUs needs engines of one rank: use tensor_parallel_size 1")
+        raise ValueError("router_replay on CPUs needs engines with one rank; use tensor_parallel_size 1")
     from_plan: dict[str, Any] = {
         "model": model.path,
         "dtype": DTYPE_NAMES[model.dtype],
@@ -168,9 +170,9 @@ def resolve_engine_args(
 
 
 def _without_rotary_kernel(config: Any) -> dict[str, Any]:
-    """Return a compilation config without vLLM's rotary kernel for CPUs, which is wrong if only part of a head rotates.
+    """Return a compilation config without vLLM's rotary kernel for CPUs: it is wrong if only part of a head rotates.
 
-    With latent attention that kernel changes log-probs without an error.
+    With latent attention, the kernel gives wrong log-probs without an error.
     """
     if not isinstance(config, Mapping | None):
         raise ValueError(f"engine_args: 'compilation_config' {config!r} should be a mapping for a model like this one")
@@ -192,7 +194,7 @@ def vllm_arguments(
 
     from roll_opd.inference.router_replay import RECORDS_ROUTES
 
-    # not is_available(), which initialises CUDA in this process, and vLLM may fork it
+    # not is_available(): it initialises CUDA in this process, and vLLM may fork this process
     on_cpu = torch.cuda.device_count() == 0
     prepare_environment(eager_on_cpu=on_cpu and engine_args.get("enforce_eager", True))
     os.environ[RECORDS_ROUTES] = str(int(routes and on_cpu))  # read by the next engine

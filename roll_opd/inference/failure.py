@@ -1,7 +1,7 @@
-"""Report why an engine does not start, since vLLM reports only that its processes have ended.
+"""Report why an engine does not start; vLLM itself only reports that its processes have ended.
 
-`start_errors` makes a file and puts its path into the environment. Our plugin calls `record_errors` in vLLM's
-processes; it writes the first exception that vLLM logs to this file.
+`start_errors` creates a file and sets its path in the environment. Our plugin calls `record_errors` in vLLM's
+processes, which writes the first exception that vLLM logs to this file.
 """
 
 import logging
@@ -17,12 +17,12 @@ PORT_TAKEN = "ddress already in use"
 
 
 class EngineStartError(RuntimeError):
-    """Failed start of an engine; the message has the reason."""
+    """An engine failed to start; the message has the reason."""
 
 
 @contextmanager
 def start_errors() -> Iterator[None]:
-    """Raise errors inside the block as EngineStartError, with the reason from the failed process."""
+    """Convert errors inside the block to EngineStartError with the reason that the failed process reports."""
     descriptor, name = tempfile.mkstemp(prefix="roll_opd-failure-")
     os.close(descriptor)
     os.environ[FILE] = name
@@ -63,12 +63,12 @@ class _FirstError(logging.Handler):
 
 
 def _exit_reason(error: Exception) -> str:
-    """Return vLLM's error message, with the signal that killed its process."""
+    """Return vLLM's error message and, if a signal killed its process, the signal."""
     message = f"{type(error).__name__}: {error}".replace("See root cause above. ", "")
     killed = re.search(r"proc\(s\): \{[^}]*?: -(\d+)", message)
     if not killed:
         return message
     number = int(killed[1])
     name = signal.Signals(number).name if number in {each.value for each in signal.Signals} else str(number)
-    hint = "; the kernel does this when memory runs out" if name == "SIGKILL" else ""
+    hint = "; the kernel kills processes when memory runs out" if name == "SIGKILL" else ""
     return f"{message}: killed by {name}{hint}"

@@ -1,7 +1,7 @@
-"""Entry point `vllm.general_plugins`, which vLLM calls in each of its processes before it builds an engine.
+"""Entry point `vllm.general_plugins`, called by vLLM in each of its processes before it builds an engine.
 
-The plugin registers our weight-transfer backends by name (they are imported on use), and makes vLLM's child processes
-exit when their parent dies. Other vLLM processes are unchanged.
+The plugin registers our weight-transfer backends by name; they are imported when used. It also makes vLLM's child
+processes exit when their parent dies. It does not change other vLLM processes.
 """
 
 import multiprocessing
@@ -28,7 +28,7 @@ _THREAD_NAME = "roll_opd-follow-parent"
 
 
 def register() -> None:
-    """Register the weight-transfer backends and record errors; with `ROLL_OPD_DIE_WITH_PARENT=1` also watch the parent.
+    """Register the weight-transfer backends, record errors and, with `ROLL_OPD_DIE_WITH_PARENT=1`, watch the parent.
 
     Idempotent.
     """
@@ -55,7 +55,7 @@ def _register_backends() -> None:
 
 
 def _drop_tqdm_lock() -> None:
-    # a kill of this process would leave the semaphore of tqdm's lock between processes in /dev/shm
+    # if this process is killed, the semaphore of tqdm's inter-process lock would remain in /dev/shm
     with suppress(ImportError):
         from tqdm import std
 
@@ -64,7 +64,7 @@ def _drop_tqdm_lock() -> None:
 
 
 def _skip_cleanup() -> None:
-    # an engine core on CPUs spends a second or two on closing its groups and garbage collection before its end
+    # on CPUs, an engine core needs a second or two to close its groups and collect garbage before it ends
     if multiprocessing.parent_process() is None:
         return
     with suppress(ImportError):
@@ -111,7 +111,7 @@ def _coalesce_outputs() -> None:
 
 
 def remove_rendezvous_file() -> None:
-    """Remove the rendezvous file of this process's group, as closing the group would."""
+    """Remove the rendezvous file of this process's group, as closing the group would do."""
     from torch.distributed import distributed_c10d
 
     with suppress(ValueError, AttributeError, OSError):  # no group, or another rendezvous

@@ -1,11 +1,11 @@
-"""Cleanup after killed processes: exit with the parent process, and unlink shared memory.
+"""Clean up after killed processes: exit with the parent process, and unlink shared memory.
 
-A parent killed by SIGKILL cannot stop its children, so a daemon thread of the child exits the process after the kernel
-has given it another parent. vLLM's engine core and other helper processes use it; `cluster.process_reaper` kills the
-processes left by a killed driver.
+A parent that is killed by SIGKILL cannot stop its children. A daemon thread in the child therefore exits the process as
+soon as the kernel has assigned a different parent to it. vLLM's engine core and other helper processes use this thread;
+`cluster.process_reaper` kills the processes that a killed driver leaves.
 
 On a busy machine, vLLM kills ranks that do not exit within seconds. Ray then kills the engine's process group,
-including Python's resource tracker, which would leave 160 MiB or more in /dev/shm.
+including Python's resource tracker. Without the tracker, 160 MiB or more would remain in /dev/shm.
 """
 
 import os
@@ -39,7 +39,7 @@ def _watch(parent_pid: int, poll_seconds: float) -> None:
 
 
 def unlink_shared_memory() -> None:
-    """Close this process's resource tracker and wait until it has unlinked all; all children must have exited."""
+    """Close this process's resource tracker and wait until it has unlinked all memory; children must have exited."""
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is None or tracker._pid is None:  # no tracker, or another process's
         return

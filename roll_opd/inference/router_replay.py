@@ -1,7 +1,8 @@
 """Record the experts of each token in vLLM's engine core on a CPU, and return them in a request's last output.
 
-vLLM's option `enable_return_routed_experts` needs vLLM's second model runner, which needs Triton. Here the routers of a
-model write to a table with a row for each slot of the KV cache, so that the routes of a prefix-cache hit are known.
+vLLM's option `enable_return_routed_experts` needs its second model runner, and that runner needs Triton. Here the
+routers of a model write to a table with one row per slot of the KV cache, so that routes are also known for tokens from
+the prefix cache.
 
 Legend: T tokens of a request, L layers, K experts of a token.
 """
@@ -19,7 +20,7 @@ _TABLES: list["RouteTable"] = []  # at most one, of the core's model
 
 
 class RouteTable:
-    """Experts of each slot of the KV cache."""
+    """Table with the experts of the token in each slot of the KV cache."""
 
     def __init__(self, blocks: int, block_size: int, layers: int, choices: int, experts: int) -> None:
         dtype = torch.uint8 if experts <= 256 else torch.int16
@@ -40,7 +41,7 @@ class RouteTable:
 
 
 def record_routes() -> None:
-    """Patch vLLM in this engine core to record and return routes. Idempotent; call it before the engine is built."""
+    """Patch vLLM in this engine core to record and return routes. Idempotent; call this before the engine is built."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -54,7 +55,7 @@ def record_routes() -> None:
 
 
 def with_table(initialize: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `CPUModelRunner.initialize_kv_cache`: after it has run, the model's routers write to a table."""
+    """Wrap `CPUModelRunner.initialize_kv_cache`, so that the model's routers write to a table from then on."""
 
     @functools.wraps(initialize)
     def initialized(runner: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -91,7 +92,7 @@ def _write_to(table: RouteTable, model: torch.nn.Module) -> None:
 
 
 def with_kept_routes(free: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Scheduler._free_request`: read a request's routes before its slots are reused."""
+    """Wrap `Scheduler._free_request` to read a request's routes before its slots are reused."""
 
     @functools.wraps(free)
     def freed(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +107,7 @@ def with_kept_routes(free: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_returned_routes(update: Callable[..., dict[int, Any]]) -> Callable[..., dict[int, Any]]:
-    """Wrap `Scheduler.update_from_output`: add the routes to the output of each finished request."""
+    """Wrap `Scheduler.update_from_output` to add the routes to the output of each finished request."""
 
     @functools.wraps(update)
     def updated(scheduler: Any, *args: Any, **kwargs: Any) -> dict[int, Any]:

@@ -1,4 +1,4 @@
-"""Sleep state of an engine: which parts of its memory are released, and checks before requests and weight updates.
+"""Sleep state of an engine: tracks which memory is released, and checks this before requests and weight updates.
 
 vLLM for CPUs has no sleep mode: a sleeping CPU engine stops scheduling and refuses requests, but keeps its memory.
 """
@@ -19,11 +19,11 @@ class SleepState:
     def __init__(self, llm: "AsyncLLM") -> None:
         self._llm = llm
         self.released: frozenset[str] = frozenset()
-        self.lacks_weights = False  # its weights were discarded and not replaced yet
+        self.lacks_weights = False  # the weights were discarded and not replaced yet
         self._phase = ""
 
     def check_awake(self) -> None:
-        """Raise `RuntimeError` if memory or weights are missing, since responses would be noise."""
+        """Raise `RuntimeError` if memory or weights are missing, because responses would then be noise."""
         if self.released:
             raise RuntimeError(
                 f"an inference engine cannot generate: it is asleep ({' and '.join(sorted(self.released))} released in"

@@ -1,4 +1,4 @@
-"""Parse the tool calls of a response. Thoughts are skipped, and a malformed call does not affect the others."""
+"""Parse the tool calls in a response. Thoughts are skipped, and a malformed call does not affect other calls."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ def find_parser(name: str, tokenizer: Any) -> ToolCallParser:
 
 
 def read_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
-    """Return the text before the first call and the calls; if there is no call, the complete text."""
+    """Return the text before the first call, and the calls; without a call, the complete text and no calls."""
     calls, first = [], len(text)
     for start, written in _blocks(_without_thoughts(text)):
         if call := _call(written):
@@ -56,8 +56,8 @@ def _call(written: str) -> ToolCall | None:
 def _blocks(text: str) -> Iterator[tuple[int, str]]:
     """Yield (start, content) of each tool-call block in linear time.
 
-    In a block with two opening marks, the block starts at the first mark if a complete call follows it, else at the
-    last.
+    If a block has two opening marks, it starts at the first mark if a complete call follows that mark, else at the last
+    mark.
     """
     end = 0
     while (close := text.find(CLOSE, end)) >= 0:
@@ -69,7 +69,7 @@ def _blocks(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _thoughts(text: str) -> list[tuple[int, int]]:
-    """Return (start, end) of the thoughts. Marks inside the arguments of a complete call are text."""
+    """Return (start, end) of each thought. Marks inside the arguments of a complete call are ordinary text."""
     return list(
         thought_spans(_blanked(text, ((at, at + len(OPEN + call)) for at, call in _blocks(text) if _call(call))))
     )
@@ -80,7 +80,7 @@ def _without_thoughts(text: str) -> str:
 
 
 def _blanked(text: str, spans: Iterable[tuple[int, int]]) -> str:
-    """Return the text with blanks in place of the ascending `spans`, so that offsets are unchanged."""
+    """Return the text with the ascending `spans` replaced by blanks, so that offsets do not change."""
     parts, done = [], 0
     for start, end in spans:
         parts += [text[done:start], " " * (end - start)]

@@ -44,11 +44,11 @@ PAUSES: dict[OnUpdate, Literal["wait", "keep", "abort"]] = {"wait": "wait", "con
 
 
 class WeightUpdateError(RuntimeError):
-    """Failed weight update; the engine may hold old and new weights and must be restarted."""
+    """A weight update failed; the engine may hold a mix of old and new weights and must be restarted."""
 
 
 class InferenceEngine:
-    """vLLM engine on this machine, for one event loop. Start it with `await InferenceEngine.start(...)`."""
+    """vLLM engine on this machine, used from one event loop. Start it with `await InferenceEngine.start(...)`."""
 
     def __init__(
         self,
@@ -91,10 +91,10 @@ class InferenceEngine:
         """Load `model` (a Hugging Face directory) into a new engine; its weights are version 0.
 
         Args:
-            max_model_len: maximum of prompt and response tokens.
-            engine_args: passed to vLLM unchanged; ValueError for unknown ones.
-            deterministic: a batch gives the same bits for the same weights. Batches run one after another, each from an
-                empty prefix cache.
+            max_model_len: maximum number of prompt and response tokens together.
+            engine_args: passed to vLLM unchanged; unknown arguments raise ValueError.
+            deterministic: with the same weights, a batch gives the same bits. Batches then run one after another, each
+            with an empty prefix cache at its start.
             routes: responses include the experts of each token.
             weight_transfer: backend of weight updates.
             sleeps: `sleep` releases memory.
@@ -149,9 +149,9 @@ class InferenceEngine:
     ) -> AsyncGenerator[tuple[int, Completion], None]:
         """Sample one response for each prompt of a batch; yield (prompt index, response) as each response ends.
 
-        A response depends on its seed and not on the other prompts, up to rounding in batched kernels. Leaving the
-        iterator early aborts running requests (use `contextlib.aclosing`). Raises ValueError for a prompt that is empty
-        or leaves no room for a response.
+        A response depends on its seed but not on other prompts, except for rounding in batched kernels. Leaving the
+        iterator early aborts running requests (use `contextlib.aclosing`). Raises ValueError if a prompt is empty or
+        leaves no room for a response.
         """
         self._check_awake()
         check_prompts(prompts, seeds, self._max_model_len)
@@ -181,8 +181,8 @@ class InferenceEngine:
     ) -> list["RequestOutputCollector"]:
         stop_ids = stop_token_ids(sampling.stop, self._llm.get_tokenizer()) if sampling.stop else ()
         if self._deterministic:
-            # the scheduler starts with all requests, so no step depends on their arrival; and no stop strings,
-            # which are found outside of the engine core with a delay
+            # The scheduler gets all requests at the start, so that no step depends on when they arrive. Stop strings
+            # are left out, because they are found outside of the engine core, with a delay.
             sampling = replace(sampling, stop=())
             await self._pause("keep")
         try:
@@ -228,7 +228,7 @@ class InferenceEngine:
         return cut_at_stop(completion, sampling.stop, self._llm.get_tokenizer())
 
     async def update_weights(self, buckets: Iterable[Mapping[str, torch.Tensor]], version: int) -> None:
-        """Replace all weights by `buckets` of Hugging Face name -> full tensor, as `version`.
+        """Replace all weights by the full tensors in `buckets` (dicts by Hugging Face name), as `version`.
 
         Buckets are consumed one at a time; together they must hold every weight exactly once. See `begin_update`.
         """
@@ -246,13 +246,13 @@ class InferenceEngine:
             memory.close()
 
     async def begin_update(self, version: int) -> None:
-        """Begin a weight update; `load_weights` loads the weights in parts, `finish_update` ends the update.
+        """Start a weight update; `load_weights` loads the weights in parts, and `finish_update` ends the update.
 
-        Running requests depend on `on_update`. wait: they finish on the old weights first. continue: they keep their
-        tokens, their KV cache is computed again with the new weights, and generation continues; `versions` of a
-        completion records which tokens each version sampled. restart: they start again from their prompts. Waiting
-        requests run on the new weights. The prefix cache is emptied. All three methods raise WeightUpdateError if the
-        update failed; the engine is then unusable.
+        `on_update` determines what happens to running requests. wait: they first finish with the old weights. continue:
+        they keep their tokens, their KV cache is recomputed with the new weights, and generation continues; `versions`
+        of a completion records which version sampled which tokens. restart: they start again from their prompts.
+        Waiting requests run with the new weights, and the prefix cache is emptied. All three methods raise
+        WeightUpdateError if the update fails; the engine is then unusable.
         """
         await self._exclusive.acquire()
         try:
@@ -282,7 +282,7 @@ class InferenceEngine:
             await self._llm.reset_prefix_cache()
             self.weights_version = self._incoming
             self._sleep_state.lacks_weights = False
-            if not self._sleep_state.released:  # otherwise after the last `wake_up`
+            if not self._sleep_state.released:  # else the last `wake_up` resumes
                 await self._llm.resume_generation()
         self._exclusive.release()
 
@@ -294,9 +294,9 @@ class InferenceEngine:
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
-        """Mark the engine as broken on an error inside the block, since its weights may be a mix of two versions.
+        """If the block fails, mark the engine as broken, because its weights may be a mix of two versions.
 
-        EngineDeadError is re-raised unchanged, as outside an update.
+        EngineDeadError is raised unchanged, as outside of an update.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -312,9 +312,9 @@ class InferenceEngine:
             raise WeightUpdateError(f"{self._broken}. Restart the engine") from error
 
     async def sleep(self, level: int, phase: str) -> None:
-        """Release all memory for a phase, if vLLM supports it, and refuse requests.
+        """Release all memory for a phase (if vLLM supports this), and refuse requests.
 
-        Running requests finish first. Level 2 discards the weights: new ones must be loaded after `wake_up`.
+        Running requests finish first. Level 2 discards the weights, so that weights must be loaded after `wake_up`.
         """
         async with self._exclusive:
             self._check_usable()
@@ -348,8 +348,8 @@ class InferenceEngine:
     async def close(self, *, collect: bool = True) -> None:
         """Stop the engine core and wait for its end. A second call has no effect.
 
-        Pass `collect=False` in a process that will be killed next: it skips garbage collection, and kills an engine
-        core that runs as one process on a CPU, which saves 1.4 s.
+        `collect=False` is for a process that will be killed next. It saves 1.4 s: garbage collection is skipped, and an
+        engine core that runs as one process on a CPU is killed.
         """
         if self._llm is None:
             return

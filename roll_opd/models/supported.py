@@ -1,7 +1,7 @@
 """Check that the Megatron engine supports a model and its Megatron-core options; imports neither torch nor Megatron.
 
-Only tested options are accepted. Other options are rejected, because they need components that are not installed or
-would be ignored without an error (`fp8`, `mtp_num_layers`).
+Only tested options are accepted. Other options are rejected, because they need components that this project lacks, or
+because they would be ignored without an error (`fp8`, `mtp_num_layers`).
 """
 
 import json
@@ -158,9 +158,7 @@ def refusal(name: str, value: Any) -> str | None:
     """
     if name == "recompute_modules" and isinstance(value, list | tuple):
         others = [module for module in value if module not in RECOMPUTED]
-        return (
-            f"cannot recompute {', '.join(map(str, others))}; use {', '.join(RECOMPUTED)}" if others else None
-        )
+        return f"cannot recompute {', '.join(map(str, others))}; use {', '.join(RECOMPUTED)}" if others else None
     if name == "moe_token_dispatcher_type" and value != DISPATCHER:
         return f"{value!r} is not available: packs differ in length; use {DISPATCHER}, or remove it"
     if not value or name in SUPPORTED_OPTIONS or name in FOR_GPUS or name in WITHOUT_EFFECT:

@@ -1,7 +1,7 @@
-"""Roles that share devices take turns: a role is loaded for a call after the others have released the devices.
+"""Let roles that share devices take turns: a role is loaded for a call after the others have released the devices.
 
-`roll_opd.models.device_phases` has the rules; this module applies them to the roles' processes. Members are the roles
-that share devices. Without members, every call goes directly to the processes of the role.
+`roll_opd.models.device_phases` has the rules; this module applies them to the processes of the roles. Members are the
+roles that share devices. Without members, every call goes directly to the processes of its role.
 """
 
 import asyncio
@@ -16,17 +16,17 @@ from roll_opd.models.device_phases import Move, Phase, PhaseError, PhaseMachine,
 
 
 class DeviceScheduler:
-    """Moves the roles of a run on and off their devices, as required by the phase (see `enter`) and by calls."""
+    """Loads and offloads the roles of a run, as the current phase (see `enter`) and the calls require."""
 
     def __init__(self, members: Sequence[PhaseMember] = ()) -> None:
-        """Create a scheduler for members that have not started; see `everywhere`."""
+        """Create a scheduler for members that have not started yet; see `everywhere`."""
         self._machine, self._state = PhaseMachine(members), State()
         self._groups: dict[str, ActorGroup] = {}
         self._at_work: Counter[str] = Counter()  # calls in progress, by member
         self._changed = asyncio.Condition()
 
     def everywhere(self) -> "DeviceScheduler":
-        """Mark all members as started, with all their parts on their devices; return self."""
+        """Mark all members as started, with all their parts on the devices; return self."""
         self._state = self._machine.everywhere()
         return self
 
@@ -49,14 +49,14 @@ class DeviceScheduler:
         return name in members and other in members and members[name].meets(members[other])
 
     def join(self, name: str, group: Any) -> Any:
-        """Return the group for calls of a role; in a member's group each call waits for its turn."""
+        """Return the group through which a role is called; in the group of a member, each call waits for its turn."""
         if name not in self._machine.members:
             return group
         self._groups[name] = group
         return ScheduledGroup(name, group, self)
 
     async def enter(self, phase: Phase) -> None:
-        """Begin a phase. RunError if it cannot follow the current phase."""
+        """Start a phase. Raises RunError if it cannot follow the current phase."""
         if not self._machine.members:
             return
         async with self._changed:
@@ -65,7 +65,7 @@ class DeviceScheduler:
 
     @asynccontextmanager
     async def turn(self, name: str, method: str) -> AsyncIterator[None]:
-        """Keep a member on its devices in the block, for one call. RunError if the phase does not allow the call."""
+        """Keep a member on its devices inside the block for one call. Raises RunError if the phase forbids the call."""
         async with self._working(name, lambda: self._machine.act(self._state, name, method)):
             yield
 
@@ -96,7 +96,7 @@ class DeviceScheduler:
         return any(count and self._machine.take_turns(name, other, phase) for other, count in self._at_work.items())
 
     async def _make(self, moves: Callable[[], tuple[list[Move], State]]) -> None:
-        """Make moves one after another, releases before loads."""
+        """Make the moves one after another, releases before loads."""
         try:
             wanted, state = moves()
         except PhaseError as error:
@@ -133,7 +133,7 @@ class ScheduledGroup:
 
     @property
     def actors(self) -> Any:
-        """The processes, without waiting for a turn; for phases in which the member is loaded from the start."""
+        """The processes, without waiting for a turn; only for phases that load the member at their start."""
         return self.group.actors
 
     async def hosts(self) -> list[str]:
@@ -146,7 +146,7 @@ class ScheduledGroup:
             return await self.group.ask(actor, method, *args, **kwargs)
 
     async def setup(self, **arguments: Any) -> None:
-        """See `WorkerGroup.setup`; the other members release the devices first."""
+        """Do what `WorkerGroup.setup` does, after the other members have released the devices."""
         async with self._turns.starting(self.name):
             await self.group.setup(**arguments)
 

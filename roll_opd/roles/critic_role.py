@@ -1,4 +1,4 @@
-"""The driver's side of the critic: values of a step's samples, and updates of the critic."""
+"""The driver's part of the critic: computes the values of a step's samples, and updates the critic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,17 +24,17 @@ class Critic(Learner):
     plan: CriticPlan
 
     async def compute_values(self, experiences: Sequence[Sample]) -> list[Sample]:
-        """Fill in the column `values`. RunError if a value is not finite."""
+        """Set the column `values`. Raises RunError if a value is not finite."""
         values = await gathered(self.group, "values", [shard_sample(e) for e in experiences])
         wrong = sum(int((~np.isfinite(array)).sum()) for array in values)
         if wrong:
             raise RunError(
-                f"{self.plan.name}: {wrong} values are not finite; look at its model, or lower learning_rate"
+                f"{self.plan.name}: {wrong} values are not finite; check its model, or lower its learning_rate"
             )
         return with_columns(experiences, values=values)
 
     async def learn(self, experiences: Sequence[Sample]) -> dict[str, float]:
-        """Run all updates of one step on samples with `values` and `returns`; return `critic/*` metrics."""
+        """Make all updates of one step from samples with `values` and `returns`; return `critic/*` metrics."""
         updates = []
         size = self.plan.mini_batch_sequences
         self.updates.begin(self.plan.critic_epochs * -(-len(experiences) // size))
@@ -47,7 +47,7 @@ class Critic(Learner):
         return _update_metrics(updates) | value_metrics(experiences)
 
     def _shards(self, experiences: Sequence[Sample]) -> ShardedBatch:
-        """Return the shards of a mini-batch for the data-parallel ranks, with the columns that the loss reads."""
+        """Split a mini-batch into shards for the data-parallel ranks, with the columns that the loss reads."""
         samples = value_columns(experiences)
         return shard_batch(samples, self._assigned(samples))
 
@@ -55,8 +55,8 @@ class Critic(Learner):
 def value_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
     """Return `critic/values` and `critic/returns` of action tokens, and `critic/explained_variance`.
 
-    The explained variance is 1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a critic that predicts a constant,
-    below 0 for a worse one. It is missing if all returns are equal.
+    The explained variance is 1 - Var(R - V) / Var(R). It is 1 for a perfect critic, 0 for a critic that predicts a
+    constant, and negative for a worse critic. It is missing if all returns are equal.
     """
     counted = [experience for experience in experiences if experience.is_learned_from]
     values = _of_actions(counted, [present(e.values) for e in counted])
@@ -69,7 +69,7 @@ def value_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
 
 
 def _of_actions(experiences: Sequence[Sample], arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Select the action tokens of arrays, [T-P] each, and join them to f64 [K]."""
+    """Return the values at action tokens of all `arrays`, each [T-P], concatenated to f64 [K]."""
     kept = [array[e.action_mask] for e, array in zip(experiences, arrays, strict=True)]
     return np.concatenate(kept).astype(np.float64) if kept else np.zeros(0)
 

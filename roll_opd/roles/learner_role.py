@@ -1,4 +1,4 @@
-"""The driver's side of a trained model: updates, the count of skipped updates, and checkpoints."""
+"""The driver's part of a trained model: makes updates, counts skipped updates, writes checkpoints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ Update = Sequence[TrainResult]  # of one optimizer update, by rank
 
 @dataclass
 class Learner:
-    """Trained model; a subclass prepares the samples."""
+    """Trained model; subclasses prepare the samples."""
 
     plan: TrainPlan
     group: WorkerGroup
@@ -48,37 +48,37 @@ class Learner:
         self.group.end()
 
     def _assigned(self, samples: Sequence[Any], group_size: int = 1) -> Assignment:
-        """Return the sample numbers of each micro-batch of each data-parallel rank."""
+        """Return, for each data-parallel rank, the sample numbers of each of its micro-batches."""
         sequences = [(sample.tokens, sample.prompt_length) for sample in samples]
         return self.group.packing.assign(sequences, self.plan.train_limits, group_size)
 
     async def _update(
         self, method: str, sharded: ShardedBatch, *args: Any
     ) -> tuple[list[TrainResult], dict[int, np.ndarray]]:
-        """Make one optimizer update from one mini-batch; return each rank's result, and each sample's log-probs."""
+        """Make one optimizer update from a mini-batch; return each rank's result and each sample's log-probs."""
         results: list[tuple[int, TrainResult]] = await self.group.scatter(method, sharded, *args)
         self.updates.one()
         return [result for _, result in results], sharded.merged((rank, result.logprobs) for rank, result in results)
 
     def _check_applied(self, update: Update, samples: Sequence[Any]) -> None:
-        """Count skipped updates in a row; at `SKIPS_ALLOWED` raise SkippedUpdates with the last update's `samples`."""
+        """Count consecutive skipped updates; after `SKIPS_ALLOWED`, raise SkippedUpdates with the last `samples`."""
         self._skipped = 0 if update[0].applied else self._skipped + 1
         if self._skipped >= SKIPS_ALLOWED:
             raise SkippedUpdates(
-                f"{self._skipped} updates in a row of {self.plan.name} had log-probs, a loss or a gradient that were"
-                " not finite, and were skipped; its weights are unchanged by them. Lower its learning_rate, or look "
-                "for values that are not finite in the samples of the last one",
+                f"{self._skipped} updates in a row of {self.plan.name} were skipped, because their log-probs, loss or"
+                " gradient were not finite; they did not change its weights. Lower its learning_rate, or look for"
+                " values that are not finite in the samples of the last update",
                 samples,
             )
 
 
 def total(updates: Sequence[Update], name: str) -> float:
-    """Return the sum of `name` over all ranks and updates; ranks that do not report it count as 0."""
+    """Return the sum of `name` over all ranks and updates; a rank that does not report it counts as 0."""
     return sum(rank.sums.get(name, 0.0) for update in updates for rank in update)
 
 
 def optimizer_metrics(updates: Sequence[Update], names: tuple[str, str, str] = ACTOR_METRICS) -> dict[str, float]:
-    """Return (under `names`) mean gradient norm over updates, learning rate, and number of skipped updates."""
+    """Return the mean gradient norm, the learning rate and the number of skipped updates, under the keys `names`."""
     grad_norm = float(np.mean([update[0].grad_norm for update in updates]))
     skipped = float(sum(not update[0].applied for update in updates))
     return dict(zip(names, (grad_norm, updates[-1][0].learning_rate, skipped), strict=True))

@@ -1,4 +1,4 @@
-"""Wrap a Ray actor as a worker of a `ResilientPool`; detects a dead or stuck process."""
+"""Wrap a Ray actor as a worker of a `ResilientPool`, and detect a dead or stuck process."""
 
 import asyncio
 import math
@@ -17,7 +17,7 @@ DIED, STUCK = "worker_died", "timeout"  # kinds of failures in metrics
 
 
 class RayWorker:
-    """A Ray actor as a `Worker`; the actor has the methods `setup`, `run` and, if `patience` is set, `alive`."""
+    """A Ray actor as a `Worker`. The actor has the methods `setup` and `run`, and `alive` if `patience` is set."""
 
     def __init__(
         self, name: str, actor: Any, settings: Sequence[Any], patience: float = math.inf, limit: float = math.inf
@@ -25,8 +25,8 @@ class RayWorker:
         """Args:
         name: name of the pool, for error messages.
         settings: arguments of the actor's `setup`.
-        patience: seconds without an answer after which `alive` is called; `alive` must answer within the same time.
-        limit: seconds within which all jobs of a call must have an answer.
+        patience: `alive` is called after this many seconds without an answer, and must answer within the same time.
+        limit: seconds within which all jobs of a call must be answered.
         """
         self._name, self.actor, self._settings, self._patience, self._limit = name, actor, settings, patience, limit
 
@@ -35,12 +35,12 @@ class RayWorker:
         try:
             await self.actor.setup.remote(*self._settings)
         except ray.exceptions.RayTaskError as error:
-            raise RunError(f"{self._name}: a worker does not start: {error.cause}") from error
+            raise RunError(f"{self._name}: a worker failed to start: {error.cause}") from error
         except ray.exceptions.RayActorError as error:
             raise WorkerLost(DIED, str(error)) from error
 
     async def run(self, items: Sequence[Any]) -> AsyncGenerator[Answers, None]:
-        """Yield the answers of the actor's `run`; leaving the iterator early (use `aclosing`) cancels the call."""
+        """Yield the answers of the actor's `run`. Leaving the iterator early (use `aclosing`) cancels the call."""
         until = time.monotonic() + self._limit
         stream = self.actor.run.options(num_returns="streaming").remote(Compact(items))
         is_open = True
@@ -70,7 +70,7 @@ async def next_answer(
     patience: float,
     until: float,
 ) -> Answers | None:
-    """Return the result of `receive`. WorkerLost at time `until`, or if `alive` takes more than `patience` seconds."""
+    """Return the result of `receive`; raises WorkerLost at time `until`, or if `alive` takes over `patience` s."""
     answer = asyncio.ensure_future(receive)
     reply: asyncio.Future[None] | None = None
     try:

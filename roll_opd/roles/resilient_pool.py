@@ -1,8 +1,8 @@
-"""Pool of replaceable processes; the jobs of a dead or stuck process run again in another process.
+"""Pool of processes that can be replaced; the jobs of a dead or stuck process run again in a different process.
 
-A process gets only as many jobs as it may run concurrently; further jobs wait in the driver for the first process with
-room. A job that was running in two lost processes runs next in a process without other jobs. If this third process is
-lost too, the job is taken as the cause, and `settle` gets a `WorkerLost` for it.
+A process gets only as many jobs as it may run concurrently; further jobs wait in the driver until a process has room. A
+job that was running in two lost processes next runs in a process without other jobs. If this third process is lost too,
+the job counts as the cause, and `settle` gets a `WorkerLost` for it.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ Assign = Callable[[Sequence[Any], Mapping[int, int], int], Iterable[int]]
 
 
 class WorkerLost(Exception):
-    """A worker died or is stuck; `kind` is the name of the failure in metrics."""
+    """A worker has died or is stuck; `kind` is the name of the failure in metrics."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -38,10 +38,10 @@ class Worker(Protocol):
     """One process of a pool."""
 
     async def setup(self) -> None:
-        """Prepare the process. WorkerLost if it ends; RunError if the setup fails."""
+        """Prepare the process. Raises WorkerLost if the process ends, RunError if the setup fails."""
 
     def run(self, items: Sequence[Any]) -> AsyncGenerator[Answers, None]:
-        """Run jobs together; yield their answers as they finish. WorkerLost if the process is lost."""
+        """Run jobs together; yield their answers as they finish. Raises WorkerLost if the process is lost."""
 
     def kill(self) -> None:
         """End the process."""
@@ -65,14 +65,14 @@ class Member:
     """A worker and its load."""
 
     worker: Worker
-    number: int  # its replacement has the same
+    number: int  # a replacement gets the same number
     in_hand: int = 0  # jobs
     retiring: bool = False  # accepts no more jobs and is replaced after its last one
-    isolated: bool = False  # runs a job that may kill it, and accepts no other meanwhile
+    isolated: bool = False  # runs only one job, which may kill it
 
 
 def in_equal_shares(items: Sequence[Any], loads: Mapping[int, int], capacity: int) -> Iterator[int]:
-    """Assign contiguous shares of the items to the workers; sizes are as equal as the workers' free room permits."""
+    """Assign contiguous blocks of items to workers; block sizes are as equal as the room of the workers permits."""
     left = len(items)
     for place, number in enumerate(sorted(loads, key=lambda number: -loads[number])):
         share = min(left // (len(loads) - place), capacity - loads[number])
@@ -97,12 +97,12 @@ class ResilientPool(Generic[Item, Result]):
         """Args:
         name: name of the pool in error messages.
         spawn: starts the worker with a given number, from 0 to `size` - 1.
-        settle: computes a job's result from its item, its answer or a `WorkerLost`, and the seconds since `submit`.
-            Its exception becomes the future's exception.
+        settle: computes the result of a job from its item, its answer (or a `WorkerLost`) and the seconds since
+        `submit`. If it raises an exception, the job's future raises that exception.
         capacity: maximum concurrent jobs of a worker.
-        assign: selects the worker of each job.
-        independent: jobs sent together do not depend on each other. Then a worker gets a new job when one finishes,
-            instead of when all have finished, and cancelling a future cancels its job.
+        assign: selects a worker for each job.
+        independent: jobs that are sent together do not depend on each other. A worker then gets a new job whenever one
+        job finishes, not when all have finished; and cancelling a future cancels its job.
         """
         self.name, self._spawn, self._settle_job = name, spawn, settle
         self._size, self._capacity, self._assign, self._independent = size, capacity, assign, independent
@@ -119,7 +119,7 @@ class ResilientPool(Generic[Item, Result]):
         await asyncio.gather(*[self._add(number) for number in range(self._size)])
 
     def submit(self, item: Item) -> "asyncio.Future[Result]":
-        """Return a future of a job's result; RunError if the job cannot run. Cancel the future if it is not needed."""
+        """Return a future of a job's result; it raises RunError if the job cannot run. Cancel it if not needed."""
         loop = asyncio.get_running_loop()
         job: _Job[Item, Result] = _Job(item, loop.create_future(), time.monotonic())
         if self._broken:
@@ -132,7 +132,7 @@ class ResilientPool(Generic[Item, Result]):
         return job.result
 
     def drain_counts(self) -> tuple[list[int], int]:
-        """Return (queue length after each dispatch, number of restarts), both since the last call."""
+        """Return the queue length after each dispatch and the number of restarts, both since the last call."""
         counts = self._queued, self._restarts
         self._queued, self._restarts = [], 0
         return counts
@@ -148,7 +148,7 @@ class ResilientPool(Generic[Item, Result]):
             member.worker.kill()
 
     def _dispatch(self) -> None:
-        """Send waiting jobs to workers that have room; a job suspected of killing workers goes to an idle worker."""
+        """Send waiting jobs to workers with room; a job that may have killed two workers goes to an idle worker."""
         self._dispatch_is_due = False
         waiting = [job for job in self._waiting if not job.result.done()]
         suspects = [job for job in waiting if job.deaths == MAX_DEATHS - 1]
@@ -189,7 +189,7 @@ class ResilientPool(Generic[Item, Result]):
             job.result.add_done_callback(cancel_unneeded)
 
     async def _follow(self, member: Member, left: dict[int, _Job[Item, Result]]) -> None:
-        """Settle jobs as the worker answers, removing them from `left`; if it is lost, queue the rest again."""
+        """Settle jobs as the worker answers, and remove them from `left`; after its loss, queue the rest again."""
         stream = member.worker.run([job.item for job in left.values()])
         try:
             async for answers in stream:
@@ -232,7 +232,7 @@ class ResilientPool(Generic[Item, Result]):
             if self._broken:
                 job.fail(self._broken)
             elif job.deaths == MAX_DEATHS:
-                message = f"{MAX_DEATHS} workers were lost ({kind}) while they ran it, the last one with no other job"
+                message = f"{MAX_DEATHS} workers were lost ({kind}) while they ran it, the last without other jobs"
                 self._settle(job, WorkerLost(kind, message))
         self._waiting = [job for job in jobs if not job.result.done()] + self._waiting
 
@@ -260,7 +260,7 @@ class ResilientPool(Generic[Item, Result]):
                 self.members[number] = Member(worker, number)
                 return
         raise RunError(
-            f"{self.name}: a worker does not start, its process ended {MAX_DEATHS} times: {problem}"
+            f"{self.name}: a worker failed to start; its process ended {MAX_DEATHS} times: {problem}"
         ) from problem
 
     def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -279,7 +279,7 @@ class ResilientPool(Generic[Item, Result]):
 
 @dataclass
 class FailureLog:
-    """Failed jobs of a pool: warns of the first failure of each kind, and ends the run if it cannot continue.
+    """Log of a pool's failed jobs: warns of the first failure of each kind, and ends a run that cannot continue.
 
     The failures of each kind are counted elsewhere.
     """
@@ -287,8 +287,8 @@ class FailureLog:
     jobs: str  # name of the jobs in messages
     consequence: str  # of a failure: "are left out"
     metric: str  # prefix of the counts by kind
-    remedy: str | None = None  # of a failure that ends the run; None: failures do not
-    must_succeed: bool = True  # the run ends if the first MAX_INITIAL_FAILURES all fail
+    remedy: str | None = None  # remedy for a failure that ends the run; None: failures do not end it
+    must_succeed: bool = True  # the run ends if the first MAX_INITIAL_FAILURES jobs all fail
     _initial: int | None = 0  # failures before the first success; None after it
     _kinds: set[str] = field(default_factory=set)
 
@@ -297,7 +297,7 @@ class FailureLog:
         self._initial = None
 
     def add_failure(self, kind: str, text: str) -> None:
-        """Warn if `kind` is new. RunError if the failure ends the run."""
+        """Warn if `kind` is new. Raises RunError if the failure ends the run."""
         if self.remedy:
             raise RunError(f"{text}; {self.remedy}")
         if self._initial is not None:

@@ -1,4 +1,4 @@
-"""The driver's side of one domain's reward workers, which score each sample when it is finished."""
+"""The driver's part of the reward workers of one domain, which score each sample when its sampling ends."""
 
 import asyncio
 from collections import Counter
@@ -19,15 +19,15 @@ from roll_opd.tracking.reward_metrics import scoring_metrics
 
 NO_VALUE = "none"  # kind of failure: the reward returned None in a run that trains on it
 MAX_FAILED_STEPS = 3  # in a row, in which every sample fails
-ALIVE_SECONDS = 60.0  # without an answer, after which a worker is checked; at least the reward's own time limit
+ALIVE_SECONDS = 60.0  # without an answer, after which a worker is checked; at least the reward's time limit
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The reward of a sample, or the reason why it has none."""
+    """The reward of a sample, or the reason why the sample has no reward."""
 
     domain: str
-    reward: float | None  # None: the reward does not apply to the sample, or failed and the sample is excluded
+    reward: float | None  # None: the reward does not apply to the sample, or it failed and the sample is excluded
     parts: Mapping[str, float] = field(default_factory=FrozenDict)
     reason: str = ""
     excluded: bool = False  # the reward failed, and the sample is left out of training
@@ -56,9 +56,9 @@ class RewardPool:
         *,
         is_learned: bool = True,
     ) -> None:
-        """`spawn` starts a process; `model_path` has the tokenizer; `sampler` has the engines of `plan.engine`.
+        """`spawn` starts a process, `model_path` has the tokenizer, and `sampler` has the engines of `plan.engine`.
 
-        Without `is_learned`, rewards are only monitored, and all may fail.
+        Without `is_learned`, rewards are only monitored, so that all of them may fail.
         """
         self.plan = plan
         self._spawn, self._model_path, self._sampler = spawn, model_path, sampler
@@ -74,7 +74,7 @@ class RewardPool:
             f"correct it, or let {self._key}.on_error be zero or drop" if plan.on_error == "stop" else None,
             must_succeed=is_learned,
         )
-        self._failed_steps = 0  # consecutive calls of `drain_metrics` since which every sample has failed
+        self._failed_steps = 0  # consecutive calls of `drain_metrics` in which every sample had failed
         self._reset()
 
     async def start(self) -> None:
@@ -82,22 +82,22 @@ class RewardPool:
         await self._pool.start()
 
     def submit(self, experience: Sample) -> "asyncio.Future[RewardResult]":
-        """Return a future of a sample's reward; RunError if scoring fails and `on_error` is `stop`.
+        """Return a future of a sample's reward; it raises RunError if scoring fails and `on_error` is `stop`.
 
         Cancel the future if the result is not needed.
         """
         return self._pool.submit(experience)
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return `scoring_metrics` of all samples (training and validation) scored since the last call.
+        """Return `scoring_metrics` of all training and validation samples that were scored since the last call.
 
-        RunError if all samples have failed in `MAX_FAILED_STEPS` consecutive steps.
+        Raises RunError if all samples have failed in `MAX_FAILED_STEPS` consecutive steps.
         """
         if scored := len(self._latencies):
             self._failed_steps = self._failed_steps + 1 if self._failed == scored else 0
         if self._failed_steps == MAX_FAILED_STEPS and self._is_learned:
             raise RunError(
-                f"{self._key} had none for any sample of {MAX_FAILED_STEPS} steps; see the warnings above, and "
+                f"{self._key} gave no reward in {MAX_FAILED_STEPS} steps; see the warnings above, and "
                 f"reward/{self.plan.domain}/errors in metrics.jsonl"
             )
         metrics = scoring_metrics(self.plan.domain, self._errors, self._latencies, *self._pool.drain_counts())
@@ -122,7 +122,7 @@ class RewardPool:
         return RayWorker(self._key, self._spawn(), (self.plan, self._model_path, engines), patience)
 
     def _result(self, experience: Sample, scored: Scored | WorkerLost, seconds: float) -> RewardResult:
-        """Count a sample's score or failure, and return its reward. RunError if the failure ends the run."""
+        """Count a sample's score or failure; return its reward. Raises RunError if the failure ends the run."""
         if isinstance(scored, WorkerLost):
             scored = Failure(scored.kind, str(scored))
         self._errors.update(scored.errors)

@@ -1,4 +1,4 @@
-"""The driver's side of the student: log-probs, top-k tokens, and the updates of a step."""
+"""The driver's part of the student: log-probs, top-k tokens, and the updates of a step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,28 +15,28 @@ from roll_opd.samples.sharding import ROUTER_LOSSES, ShardedBatch, shard_batch
 
 
 class Student(Learner):
-    """The model that learns."""
+    """The model that is trained."""
 
     async def compute_logprobs(self, experiences: Sequence[Sample], temperature: float = 1.0) -> list[np.ndarray]:
-        """Return the log-probs of every response, f32 [T-P] each, under the current weights."""
+        """Return the log-probs of each response under the current weights, each f32 [T-P]."""
         return await gathered(self.group, "compute_logprobs", _routed(experiences), temperature)
 
     async def compute_old_logprobs(self, experiences: Sequence[Sample], temperature: float) -> list[Sample]:
-        """Fill in `old_logprobs` from the training engine."""
+        """Set `old_logprobs` to log-probs from the training engine."""
         values = await self.compute_logprobs(experiences, temperature)
         return with_columns(experiences, old_logprobs=values)
 
     async def topk_ids(
         self, experiences: Sequence[Sample], temperature: float, objective: ObjectivePlan
     ) -> list[TargetRef]:
-        """Return references to the student's top-k tokens at every response token."""
+        """Return references to the student's top-k tokens at each response token."""
         wanted: dict[str, Any] = {"topk": objective.opd_topk, "vocab_size": objective.opd_vocab_size}
         samples = _routed(experiences)
         held = await gathered_and_held(self.group, samples, temperature, kept=("topk_ids",), **wanted)
         return [ids for _, ids in held]
 
     async def load_teacher_head(self, teacher: str, head: list[Reference]) -> None:
-        """Load a teacher's output head on the student's ranks, which compute distributions from its hidden states."""
+        """Load a teacher's output head on the student's ranks, to compute distributions from its hidden states."""
         await self.group.call("load_teacher_head", teacher, head)
 
     async def learn(
@@ -47,9 +47,9 @@ class Student(Learner):
         temperature: float,
         step: int,
     ) -> tuple[list[Sample], dict[str, float]]:
-        """Run all updates of step `step` of the run.
+        """Make all updates of step `step` of the run.
 
-        Returns the samples and `actor/*` metrics; samples without `old_logprobs` get them from the update.
+        Returns the samples and `actor/*` metrics. Samples without `old_logprobs` get these from the update.
         """
         learned = list(experiences)
         updates: list[Update] = []
@@ -74,9 +74,9 @@ class Student(Learner):
         temperature: float,
         step: int,
     ) -> tuple[list[Sample], dict[str, float]]:
-        """Add the gradient of one mini-batch's loss to the gradients accumulated since the last update.
+        """Accumulate the gradient of one mini-batch's loss.
 
-        Returns the same as `learn`, without the optimizer's metrics.
+        Returns what `learn` returns, except the optimizer's metrics.
         """
         check_staleness(samples, step - 1, 0, objective.max_age)
         shards = self._shards(samples, teachers, objective)
@@ -84,7 +84,7 @@ class Student(Learner):
         return _with_old_logprobs(samples, logprobs), _loss_metrics([update])
 
     async def optim_step(self, samples: Sequence[Sample], learning_rate: float | None) -> dict[str, float]:
-        """Make one update from the accumulated gradients of `samples`; default learning rate: the schedule's."""
+        """Make one update from the accumulated gradients of `samples`; learning rate None: the schedule's."""
         update: Update = await self.group.call("optim_step", learning_rate)
         self._check_applied(update, samples)
         return optimizer_metrics([update])
@@ -92,7 +92,7 @@ class Student(Learner):
     def _shards(
         self, experiences: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
     ) -> ShardedBatch:
-        """Return the shards of a mini-batch for the data-parallel ranks, with the columns that the loss reads."""
+        """Split a mini-batch into shards for the data-parallel ranks, with the columns that the loss reads."""
         samples = loss_columns(experiences, teachers, objective)
         has_targets = objective.opd_objective != "sampled"
         return shard_batch(
@@ -111,7 +111,7 @@ def _held(sample: Sample) -> dict[str, TargetRef]:
 
 
 def _with_old_logprobs(samples: Sequence[Sample], logprobs: Mapping[int, np.ndarray]) -> list[Sample]:
-    """Return the samples; those without `old_logprobs` get them from `logprobs`, by number."""
+    """Return the samples; if a sample has no `old_logprobs`, set them from `logprobs`, by number."""
     return [
         sample.with_columns(old_logprobs=logprobs[number])
         if sample.old_logprobs is None and number in logprobs
@@ -143,7 +143,7 @@ def _loss_metrics(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def _router_metrics(updates: Sequence[Update], reported: set[str]) -> dict[str, float]:
-    """Return router metrics: the share of expert choices that differ from the engine's, and the routers' losses."""
+    """Return router metrics: the fraction of expert choices that differ from the engine's, and the routers' losses."""
     parts = {"router/rerouted_tokens": "routed_tokens", "router/rerouted_choices": "routed_choices"}
     shards = {
         name: total(updates, name.removeprefix("router/")) / (total(updates, of) or 1.0)

@@ -1,6 +1,6 @@
-"""The driver's side of the processes that run workflows; a rollout calls the pool as its workflow.
+"""The driver's part of the processes that run workflows; a rollout calls the pool as its workflow.
 
-A process executes several runs. A run that is repeated after its process was lost has the same seeds.
+A process executes several runs. If a process is lost, its runs are repeated with the same seeds.
 """
 
 import asyncio
@@ -20,20 +20,20 @@ from roll_opd.roles.resilient_pool import FailureLog, ResilientPool, WorkerLost
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import logprobs_column
 
-MAX_AHEAD = 8  # runs by which the process for an engine may exceed the others
-TIMEOUT_GRACE_S = 60.0  # seconds beyond workflow_timeout after which a silent process counts as stuck
+MAX_AHEAD = 8  # the process for an engine may have this many more runs than others
+TIMEOUT_GRACE_S = 60.0  # a process without an answer counts as stuck this many seconds after workflow_timeout
 
 
 @dataclass(eq=False)
 class SharedCall:
-    """The call that makes all runs of a prompt."""
+    """A call that makes all runs of a prompt."""
 
     outcome: asyncio.Task[JobOutcome]
     waiting: int = 0
 
 
 class WorkflowPool:
-    """The workflow of `plan` in a pool of processes. All methods belong to one event loop."""
+    """A pool of processes that run the workflow of `plan`. All methods must be called from one event loop."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class WorkflowPool:
         chunk: int | None = None,
         deterministic: bool = False,
     ) -> None:
-        """`spawn` starts a process. With `repeats`, one call makes all runs of a prompt.
+        """`spawn` starts a process. With `repeats`, a single call makes all runs of a prompt.
 
-        Processes send experiences a short time after they are made, and immediately when a `chunk` is complete.
+        A process collects experiences for a short time and then sends them; it sends a complete `chunk` immediately.
         """
         self._chunk, self._deterministic = chunk, deterministic
         self.plan = plan
@@ -71,17 +71,17 @@ class WorkflowPool:
         self._reset()
 
     async def start(self, sampler: Sampler, auxiliaries: Sequence[Sampler | None] = ()) -> None:
-        """Start the processes. `sampler` has the engines of the policy; auxiliary models have separate engines.
+        """Start the processes. `sampler` has the policy's engines; `auxiliaries` has those of auxiliary models.
 
-        Auxiliary engines end with the pool; None stands for a model on a remote server.
+        Auxiliary engines end with the pool; None means that a model runs on a remote server.
         """
         self._sampler, self._auxiliaries = sampler, auxiliaries
         await self._pool.start()
 
     async def run(self, task: Any, model: Any) -> Sequence[Sample]:
-        """Return the samples of one run at a prompt; see `roll_opd.rollout.workflow.Workflow`.
+        """Return the samples of one run for a prompt; see `roll_opd.rollout.workflow.Workflow`.
 
-        RunError if it fails and `on_workflow_error` is `stop`.
+        Raises RunError if the run fails and `on_workflow_error` is `stop`.
         """
         if not self._repeats:
             return self._made(await self._run_job(self._job(task, model, (task.run,))), task)
@@ -100,7 +100,7 @@ class WorkflowPool:
         return self._made(outcome, task)
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return, since the last call: counts of runs and of failures by kind, and means over the runs."""
+        """Return the counts of runs and of failures by kind, and means over the runs, since the last call."""
         runs = self._failures.total() + self._succeeded
         _, restarts = self._pool.drain_counts()
         metrics = {f"workflow/failed/{kind}": float(count) for kind, count in sorted(self._failures.items())}
@@ -152,7 +152,7 @@ class WorkflowPool:
         return []
 
     def _note_missing(self, job: Job, outcome: JobOutcome) -> None:
-        """Count runs without an experience in a call that made other runs; warn the first time."""
+        """Count the runs that have no experience although their call made other runs; warn the first time."""
         missing = [run for run in job.runs if not outcome.made.get(run)]
         if not missing or len(missing) == len(job.runs):
             return  # a call without any experience skips its row
@@ -160,13 +160,13 @@ class WorkflowPool:
         if not self._has_warned_of_missing:
             self._has_warned_of_missing = True
             warn(
-                f"{self._name}: a call that was to make {len(job.runs)} runs made"
-                f" {len(job.runs) - len(missing)}: write can_repeat = False where one call makes one run, or return"
-                " experiences of every run, with eid.run. Missing runs are counted as workflow/missing_runs"
+                f"{self._name}: a call should make {len(job.runs)} runs but made {len(job.runs) - len(missing)}: set"
+                " can_repeat = False if one call makes one run, or return experiences of every run, each with its"
+                " eid.run. Missing runs are counted as workflow/missing_runs"
             )
 
     def _with_teacher(self, made: Sample) -> Sample:
-        """Return the sample with the workflow's teacher log-probs under the teacher that accepts its tag."""
+        """Return the sample; the workflow's teacher log-probs are stored under the teacher that accepts its tag."""
         if not made.teacher_logprobs:
             return made
         name = next((teacher.name for teacher in self._teachers if teacher.accepts(made.tag)), None)
@@ -202,9 +202,9 @@ class WorkflowPool:
 def near_engines(
     jobs: Sequence[Job], loads: Mapping[int, int], capacity: int, engines: int, processes: int
 ) -> Iterator[int]:
-    """Assign each job to the least loaded process, or to its engine's process if that has only a few more jobs.
+    """Assign each job to the least loaded process, or to its engine's process if that one has only a few more jobs.
 
-    An engine's requests then come mostly from one process, in few batches.
+    Most requests to an engine then come from one process, in few batches.
     """
     loads = dict(loads)
     for job in jobs:

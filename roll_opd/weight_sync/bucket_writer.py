@@ -1,4 +1,4 @@
-"""Ray actor mixins for weight buckets: student ranks write buckets; one actor per remote host copies them there."""
+"""Ray actor mixins for weight buckets: student ranks write buckets, and one actor per remote host copies them there."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +11,7 @@ Written = Iterator[tuple[BucketMemory, bool]]  # see `bucketed`
 
 
 class BucketHost:
-    """Actor that reports its Ray node, and can copy a bucket into that host's memory for all receivers there."""
+    """Actor that reports its Ray node, and that can copy a bucket into its host's memory for all receivers there."""
 
     _held: BucketMemory | None = None
 
@@ -20,7 +20,7 @@ class BucketHost:
         return ray.get_runtime_context().get_node_id()
 
     def hold(self, content: np.ndarray, bucket: Description) -> Description:
-        """Copy a bucket into shared memory of this host; return the description of the copy."""
+        """Copy a bucket into the shared memory of this host; return the description of the copy."""
         self._held = self._held or BucketMemory()
         self._held.fill(content, bucket)
         return bucket | self._held.describe()
@@ -40,11 +40,11 @@ class BucketWriter:
     _newest: BucketMemory
 
     def begin_writing(self, memories: Sequence[BucketMemory], dtype: str) -> Written:
-        """Return an iterator that writes all weights as `dtype` into `memories` in turn; empty on ranks above 0."""
+        """Return an iterator that writes all weights as `dtype`, alternating over `memories`; empty on ranks > 0."""
         raise NotImplementedError(f"{type(self).__name__} has no method `begin_writing`")
 
     def export_weights(self, dtype: str, memories: int) -> tuple[Description, bool] | None:
-        """Start the export and return the first bucket (see `next_bucket`); on ranks above 0, export to the end."""
+        """Start the export; return the first bucket (see `next_bucket`). Ranks above 0 run the whole export here."""
         self._memories = [BucketMemory() for _ in range(memories)]
         self._written = self.begin_writing(self._memories, dtype)
         if memories:
@@ -54,12 +54,12 @@ class BucketWriter:
         return None
 
     def next_bucket(self) -> tuple[Description, bool]:
-        """Write the next bucket into the next memory; return its description, and whether it is the last."""
+        """Write the next bucket into the next memory; return its description, and whether it is the last bucket."""
         self._newest, is_last = next(self._written)
         return self._newest.describe(), is_last
 
     def share_bucket(self) -> list[ray.ObjectRef]:
-        """Put the newest bucket into Ray's object store, where other hosts read it."""
+        """Put the newest bucket into Ray's object store, from which other hosts read it."""
         return [ray.put(self._newest.content())]
 
     def end_export(self) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's "ipc" and "nccl" weight-transfer engines for GPUs, extended by a check that all weights arrived.
+"""vLLM's "ipc" and "nccl" weight-transfer engines for GPUs, extended by a check that all weights have arrived.
 
 `ipc` reads the student's memory through CUDA IPC handles; `nccl` receives a broadcast. The last message of an update
 has no weights; it lists the entries of all tensors sent.
@@ -29,7 +29,7 @@ class _SentEntries:
 
 @dataclass
 class CheckedIpcUpdateInfo(_SentEntries, IPCWeightTransferUpdateInfo):
-    """A chunk of weights, or (last message) the entries of all tensors."""
+    """One message of an update: a chunk of weights or, in the last message, the entries of all tensors."""
 
     handles: bytes | None = None  # `ipc_handles`, pickled: vLLM's messages cannot hold types
 
@@ -42,7 +42,7 @@ class CheckedIpcUpdateInfo(_SentEntries, IPCWeightTransferUpdateInfo):
 
 @dataclass
 class CheckedNcclUpdateInfo(_SentEntries, NCCLWeightTransferUpdateInfo):
-    """All weights of an update, or (last message) the entries of all tensors."""
+    """One message of an update: all weights or, in the last message, the entries of all tensors."""
 
 
 class _CheckedEngine(_Engine):
@@ -62,7 +62,7 @@ class _CheckedEngine(_Engine):
             self._verifier.expect(update_info.entries, update_info.version)
 
     def finish_weight_update(self) -> None:
-        """Finalize the loaded weights, then verify them; raises RuntimeError with the missing weights."""
+        """Finalize the loaded weights, then verify them; the RuntimeError for missing weights names them."""
         self._verifier.finish(super().finish_weight_update)
 
 

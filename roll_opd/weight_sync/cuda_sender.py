@@ -33,7 +33,7 @@ class CudaSender:
     def __init__(
         self, backend: str, engine: Any, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str
     ) -> None:
-        """Connect to `engines`, `RolloutWorker`s of `engine_ranks` devices each; `dtype` is that of their model."""
+        """Connect to `engines` (`RolloutWorker`s with `engine_ranks` devices each); `dtype` is their model's dtype."""
         uses_ipc = backend == CUDA_IPC
         source = StudentSource(engine, DTYPES[DTYPE_NAMES[dtype]], everywhere=uses_ipc)
         self._engines = WeightSyncClient(engines, engine_ranks, source, sends_handles=uses_ipc)
@@ -71,7 +71,7 @@ class StudentSource(WeightSource):
         self.entries: list[dict[str, Any]] = []  # of the last update, on rank 0
 
     def metadata(self) -> list[ParamMeta]:
-        """Return name, dtype and shape of all weights, in order, on every rank. The first call is collective."""
+        """Return the names, dtypes and shapes of all weights, in order, on every rank. The first call is collective."""
         if not self._metadata:
             found = [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in hf_tensors(self._engine)]
             box = [found]
@@ -111,7 +111,7 @@ class WeightSyncClient:
         )
 
     def start_weight_update(self) -> None:
-        """Begin an update in all engines after their running requests have finished."""
+        """Start an update in all engines after their running requests have finished."""
         ray.get([actor.begin_update.remote(self.version) for actor in self._actors])
 
     def update_weights(self, update_info: Any) -> None:
@@ -135,7 +135,7 @@ class WeightSyncClient:
 
 
 def init_info_of(init_info: Mapping[str, Any], number: int, ranks: int) -> dict[str, Any]:
-    """Return the init info of engine `number`; in an NCCL group, its ranks follow the ranks of earlier engines."""
+    """Return the init info of engine `number`; in an NCCL group, its ranks come after those of earlier engines."""
     offset = {"rank_offset": init_info["rank_offset"] + number * ranks} if "rank_offset" in init_info else {}
     return {**init_info, **offset}
 

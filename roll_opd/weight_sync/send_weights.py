@@ -1,7 +1,7 @@
-"""Send the student's weights to the inference engines and to followers (teachers updated from the student).
+"""Send the student's weights to the inference engines and to followers (teachers that are updated from the student).
 
-`choose_backend` chooses one of three transports from the devices of the roles. The driver only coordinates; weights
-never pass through the driver.
+`choose_backend` chooses one of three transports, given the devices of the roles. The driver only coordinates: weights
+never pass through it.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ class WeightSync(Protocol):
     """Transport of the student's weights."""
 
     async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> None:
-        """Load the student's weights as `version` into all engines and `followers`; each verifies that all arrived."""
+        """Load the student's weights as `version` into all engines and `followers`; each receiver verifies them."""
         ...
 
 
@@ -44,7 +44,7 @@ def make_weight_sync(backend: str, student: ActorGroup, engines: ActorGroup, dty
 
 @dataclass(frozen=True)
 class SharedMemorySync:
-    """Transport through shared memory in buckets: a bucket is loaded while the next is written."""
+    """Transport through shared memory in buckets: one bucket is loaded while the next one is written."""
 
     student: ActorGroup
     engines: ActorGroup
@@ -58,7 +58,7 @@ class SharedMemorySync:
 
 @dataclass(frozen=True)
 class CudaSync:
-    """Transport between GPUs by vLLM's senders: IPC handles or an NCCL broadcast."""
+    """Transport between GPUs with vLLM's senders: IPC handles or an NCCL broadcast."""
 
     student: ActorGroup
     engines: ActorGroup
@@ -81,7 +81,7 @@ class ReceivingHost:
     is_senders: bool  # the sending rank runs on this host
 
     async def load(self, bucket: dict[str, Any], content: list[Any], *, last: bool) -> None:
-        """Load a bucket in all receivers; on hosts without the sender, one receiver first copies `content` there."""
+        """Load a bucket in all receivers; on hosts without the sender, one receiver first copies `content`."""
         if not self.is_senders:
             bucket = await self.call_first("hold_bucket", content, bucket)
         await asyncio.gather(
@@ -89,7 +89,7 @@ class ReceivingHost:
         )
 
     async def call_first(self, method: str, *args: Any) -> Any:
-        """Call a method of the actor that copies buckets to this host."""
+        """Call a method of the actor that copies buckets to its host."""
         group, number = self.receivers[0]
         return await group.ask(number, method, *args)
 
@@ -99,8 +99,8 @@ async def stream(
 ) -> None:
     """Send all weights to `receivers` in buckets through shared memory; `begin` runs while the first bucket is written.
 
-    The student's rank 0 writes into two memories in turn, or into one if no receiver is on its host. Buckets reach
-    other hosts through Ray's object store.
+    The student's rank 0 writes alternately into two memories, or into one memory if no receiver is on its host. Other
+    hosts get the buckets through Ray's object store.
     """
     hosts = await hosts_of(student, receivers)
     sends = not all(host.is_senders for host in hosts)

@@ -1,7 +1,7 @@
-"""vLLM weight-transfer backend "shared_memory": receives weight updates through host memory.
+"""vLLM weight-transfer backend "shared_memory", which receives weight updates through host memory.
 
-It runs in vLLM's engine core and in every tensor-parallel worker. It maps buckets that a process on this machine has
-written, loads them with vLLM's layerwise reload, and verifies the model.
+It runs in vLLM's engine core and in every tensor-parallel worker. It maps the buckets that a process on the same
+machine has written, loads them with vLLM's layerwise reload, and verifies the model.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         """Do nothing: memory is mapped for each bucket."""
 
     def start_weight_update(self) -> None:
-        """Begin an update: every layer counts as incomplete until all its values have arrived."""
+        """Start an update: a layer counts as incomplete until all its values have arrived."""
         self._verifier = WeightVerifier(self.model)
         initialize_layerwise_reload(self.model)
 
@@ -72,7 +72,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         clone_pending(self.model, memory)
 
     def finish_weight_update(self) -> None:
-        """Finalize the loaded weights, then verify them; raises RuntimeError with the missing weights."""
+        """Finalize the loaded weights, then verify them; the RuntimeError for missing weights names them."""
         assert self._verifier is not None
         self.version = self._verifier.finish(lambda: finalize_layerwise_reload(self.model, self.model_config))
         self._verifier = None

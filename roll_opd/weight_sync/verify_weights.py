@@ -1,8 +1,8 @@
 """Verify that a vLLM model has received all weights of an update.
 
-Runs in vLLM's engine core and in every tensor-parallel worker. Matrices of linear layers are fused, packed or sharded
-and cannot be compared with the sent tensors; the check counts their values. Fingerprints compare norms and embeddings
-bit for bit.
+Runs in vLLM's engine core and in every tensor-parallel worker. vLLM fuses, packs or shards the matrices of linear
+layers, so that they cannot be compared with the sent tensors; for these, the check counts the received values. Norms
+and embeddings are compared bit for bit by fingerprints.
 """
 
 import logging
@@ -21,7 +21,7 @@ class WeightVerifier:
     """Verification of one weight update; must be constructed before layerwise reload starts."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        # it warns of layers without weights at every update; `incomplete_layers` checks them instead
+        # this logger warns of layers without weights at every update; `incomplete_layers` checks these layers instead
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         self._model = model
         self._sent: dict[str, dict[str, Any]] = {}  # tensor name -> its entry (see `weight_bucket.entry_of`)
@@ -38,14 +38,14 @@ class WeightVerifier:
         self._version = version
 
     def finish(self, finalize: Callable[[], None]) -> int:
-        """End layerwise reload by `finalize`, then verify the model; return its new version.
+        """End layerwise reload with `finalize`, then verify the model; return its new version.
 
-        Raises RuntimeError with the missing or different weights.
+        Raises RuntimeError that names missing or different weights.
         """
         incomplete = incomplete_layers(self._model, set(self._sent), {name for name, _ in self._tied_heads})
         finalize()
         for _, head in self._tied_heads:
-            # reload updates only the embedding; on CPU a tied head has a separate packed copy, now stale
+            # reload updates only the embedding; on CPUs the packed copy of a tied head is now stale
             head.quant_method.process_weights_after_loading(head)
         if incomplete:
             raise RuntimeError(f"weights version {self._version} did not arrive: {_listed(incomplete)}")
@@ -54,7 +54,7 @@ class WeightVerifier:
 
 
 def clone_pending(model: torch.nn.Module, memory: torch.Tensor) -> None:
-    """Clone the tensors in `memory` (uint8) that incomplete layers still need, before the memory is overwritten."""
+    """Before `memory` (uint8) is overwritten, clone the tensors in it that incomplete layers still need."""
     first = memory.data_ptr()
     for layer in model.modules():
         for _, arguments in get_layerwise_info(layer).loaded_weights:
@@ -80,8 +80,8 @@ def tied_heads(model: torch.nn.Module) -> list[tuple[str, ParallelLMHead]]:
 def reset_expert_kernels(model: torch.nn.Module) -> None:
     """Reset the CPU kernels of expert layers, so that vLLM packs their weights again after an update.
 
-    vLLM packs a layer's weights only once, when it makes the kernel. Later values would be copied unpacked into packed
-    memory.
+    vLLM packs the weights of a layer only when it creates the layer's kernel. Later values would be copied unpacked
+    into packed memory.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -91,13 +91,13 @@ def reset_expert_kernels(model: torch.nn.Module) -> None:
 
 
 def incomplete_layers(model: torch.nn.Module, sent: set[str], exempt: set[str]) -> list[str]:
-    """Return layers with missing values, as "name (got of expected values)". Call it before finalizing."""
+    """Return layers with missing values, as "name (received of expected values)". Call this before finalizing."""
     missing = []
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
         if name in exempt or not info.can_load():  # complete layers cannot load
             continue
-        if isinstance(layer, VocabParallelEmbedding):  # padded and so never complete: check whether it was sent
+        if isinstance(layer, VocabParallelEmbedding):  # its padding never arrives: check whether it was sent
             if f"{name}.weight" not in sent:
                 missing.append(f"{name} (not sent)")
             continue
@@ -110,8 +110,8 @@ def incomplete_layers(model: torch.nn.Module, sent: set[str], exempt: set[str]) 
 def verify_model(model: torch.nn.Module, sent: dict[str, dict[str, Any]], version: int) -> None:
     """Compare vectors and embeddings of the model with the fingerprints of the sent tensors, bit for bit.
 
-    Matrices of linear layers are fused, packed or sharded and cannot be compared. Raises RuntimeError if a value
-    differs, or if no tensor could be compared.
+    Matrices of linear layers cannot be compared, because vLLM fuses, packs or shards them. Raises RuntimeError if a
+    value differs, or if no tensor could be compared.
     """
     compared, different = 0, []
     for layer_name, layer in model.named_modules():
@@ -133,7 +133,7 @@ def verify_model(model: torch.nn.Module, sent: dict[str, dict[str, Any]], versio
 
 
 def matches_fingerprint(layer: torch.nn.Module, parameter: torch.Tensor, entry: dict[str, Any]) -> bool | None:
-    """Return whether `parameter` has the fingerprint in `entry`; None if the two cannot be compared."""
+    """Return whether `parameter` has the fingerprint in `entry`; None if they cannot be compared."""
     expected = entry["fingerprint"].get(str(parameter.dtype).removeprefix("torch."))
     shape = entry["shape"]
     if expected is None or parameter.ndim != len(shape):

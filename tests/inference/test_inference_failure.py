@@ -34,7 +34,7 @@ def test_the_first_error_of_a_process_is_the_reason(logger: logging.Logger) -> N
 
 def test_the_reason_of_a_killed_process_names_its_signal(logger: logging.Logger) -> None:
     with (
-        pytest.raises(EngineStartError, match="killed by SIGKILL; the kernel does this when memory runs out"),
+        pytest.raises(EngineStartError, match="killed by SIGKILL; the kernel kills processes when memory runs out"),
         start_errors(),
     ):
         raise RuntimeError(VLLM.format("{'EngineCore': -9}"))

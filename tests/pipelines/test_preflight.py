@@ -156,7 +156,7 @@ def test_a_judges_engine_and_a_cache_too_small_for_a_sequence(plan: RunPlan, tmp
 
 def test_routes_of_an_engine_of_two_ranks(plan: RunPlan) -> None:
     (text,) = machine_problems(replace(plan, rollout=replace(plan.rollout, returns_routes=True, tp=2)), gpus=0)
-    assert text.startswith("student_infer: router_replay on CPUs needs engines of one rank")
+    assert text.startswith("student_infer: router_replay on CPUs needs engines with one rank")
 
 
 def test_companions_that_do_not_fit_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

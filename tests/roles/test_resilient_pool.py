@@ -206,7 +206,7 @@ def test_a_process_that_dies_while_it_starts_is_started_three_times(deaths: int,
             assert found == ["worker_died", *range(4, 20, 2)]
         else:
             assert all(isinstance(one, RunError) for one in found)
-            assert "the pool: a worker does not start, its process ended 3 times: the node is full" in str(found[-1])
+            assert "the pool: a worker failed to start; its process ended 3 times: the node is full" in str(found[-1])
 
     play(scene, size=1)
 

@@ -147,7 +147,7 @@ def test_a_reward_that_stops_working_ends_a_run_after_three_steps(start, loop) -
         assert pool.drain_metrics()["reward/code/errors/KeyError"] == 1
     pool.drain_metrics()  # of a step in which nothing was scored
     results(loop, pool, [sample(0, trouble="raise")])
-    with pytest.raises(RunError, match=r"rewards.code had none for any sample of 3 steps; .*reward/code/errors"):
+    with pytest.raises(RunError, match=r"rewards.code gave no reward in 3 steps; .*reward/code/errors"):
         pool.drain_metrics()
 
 

@@ -154,7 +154,7 @@ def test_runs_that_a_call_leaves_out_are_counted(start: Start, loop, capfd) -> N
     assert pool.drain_metrics()["workflow/missing_runs"] == 3 + 1  # and none where nothing was made on purpose
     assert pool.drain_metrics()["workflow/missing_runs"] == 0
     reported = capfd.readouterr().err
-    assert reported.count("a call that was to make 4 runs made") == 1 and "can_repeat = False" in reported
+    assert reported.count("a call should make 4 runs but made") == 1 and "can_repeat = False" in reported
 
 
 INVALID = ("none", "text", "number", "short", "nan", "prompt", "unsampled", "floats")
