@@ -125,7 +125,9 @@ H100, A100 = (9, 0), (8, 0)
 
 def test_an_unknown_kernel_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(flash_kernels.VARIABLE, "flash5")
-    with pytest.raises(ValueError, match="ROLL_OPD_FLASH_ATTENTION=flash5 is not a known kernel; use one of torch, flash2"):
+    with pytest.raises(
+        ValueError, match="ROLL_OPD_FLASH_ATTENTION=flash5 is not a known kernel; use one of torch, flash2"
+    ):
         flash_kernels.check_kernel(H100)
 
 
