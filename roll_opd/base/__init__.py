@@ -1,1 +1,1 @@
-"""Shared utilities that every package may import: registry, errors, paths, terminal. Imports only pydantic."""
+"""Shared utilities that every package may import: registry, errors, paths, terminal. Their only import is pydantic."""

@@ -1,4 +1,4 @@
-"""Arguments that all commands with a configuration share, and exit codes."""
+"""Exit codes, and the arguments that all commands with a configuration share."""
 
 import argparse
 import gc
@@ -21,14 +21,14 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "agentic": {"pipeline": "agentic"},
 }
 SIZES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}  # parallel sizes of `score`
-# file to which a run writes its directory, for `roll_opd.run`, which starts it
+# a run writes its directory to this file; for `roll_opd.run`, which starts the run
 RUN_DIRECTORY_FILE = "ROLL_OPD_RUN_DIRECTORY_FILE"
-# socket of the session (`roll_opd.open`) that starts a run and makes its steps
+# socket of the session (`roll_opd.open`) that starts a run and requests its steps
 SESSION_SOCKET = "ROLL_OPD_SESSION_SOCKET"
 
 
 def safe_output() -> None:
-    """Print characters that the terminal's encoding lacks as escapes, instead of failing."""
+    """Make characters that the terminal's encoding lacks print as escapes, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -38,8 +38,8 @@ def safe_output() -> None:
 def without_collections() -> Iterator[None]:
     """Disable automatic garbage collection; explicit collections still work.
 
-    Imported modules and a step's samples stay alive, so automatic collections find nothing to free. They took a sixth
-    of the driver's time in a step of 8,192 samples.
+    Imported modules and the samples of a step stay alive, so automatic collections find nothing to free. In a step of
+    8,192 samples they took a sixth of the driver's time.
     """
     were_on = gc.isenabled()
     gc.disable()
@@ -51,9 +51,9 @@ def without_collections() -> Iterator[None]:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, takes_pipeline: bool = True) -> None:
-    """Add the configuration arguments: a YAML file, or a directory and a name as in ROLL, and overrides.
+    """Add the configuration arguments: a YAML file (or a directory and a name, as in ROLL), and overrides.
 
-    If `takes_pipeline` is set, the first word may name the pipeline; otherwise the configuration determines it.
+    With `takes_pipeline`, the first word may name the pipeline; if it does not, the configuration determines it.
     """
     pipeline = f"[{'|'.join(ENTRIES)}|sft|dpo|offline_distill|MODULE] " if takes_pipeline else ""
     parser.usage = (
@@ -69,7 +69,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, takes_pipeline: bool =
 
 
 def pipeline_arguments(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Remove the pipeline from a command line's words; return its arguments for `load_plan`, empty if there is none."""
+    """Remove the pipeline's name from a command line; return its arguments for `load_plan` (empty: no name)."""
     first = parsed.overrides[0] if parsed.overrides else ""
     if not first or not _is_name(first):
         return {}
@@ -80,7 +80,7 @@ def pipeline_arguments(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def configuration(parsed: argparse.Namespace) -> tuple[str, str, list[str]]:
-    """Return (directory, name, overrides) of the configuration on a command line; raises ConfigError."""
+    """Return (directory, name, overrides) of the configuration on a command line; ConfigError unless it has one."""
     files = [*filter(None, [parsed.config]), *(word for word in parsed.overrides if _is_file(word))]
     overrides = [word for word in parsed.overrides if not _is_file(word)]
     named = [option for option in ("config_path", "config_name") if getattr(parsed, option) is not None]
@@ -99,7 +99,7 @@ def configuration(parsed: argparse.Namespace) -> tuple[str, str, list[str]]:
 
 
 def _advice(word: str | None) -> str:
-    """Return the remedy for a missing configuration; `word` may be a file name without .yaml."""
+    """Return the advice for a missing configuration; `word` may be a file name without .yaml."""
     if word is None:
         return f"; {HOW_TO_NAME}"
     near = _named_yaml(word)
@@ -107,7 +107,7 @@ def _advice(word: str | None) -> str:
 
 
 def _named_yaml(word: str) -> str | None:
-    """Return the YAML file that a word names without .yaml, as --config_name allows; None if it does not exist."""
+    """Return the YAML file that a word names without its ending, as in --config_name; None if no such file exists."""
     return next((word + ending for ending in YAML if os.path.isfile(word + ending)), None)
 
 
@@ -127,7 +127,7 @@ def _is_file(word: str) -> bool:
 
 
 def write_run_directory(path: str | os.PathLike[str]) -> None:
-    """If the environment variable is set, write the run's directory to the file that it names.
+    """Write the run's directory to the file named by the environment variable, if the variable is set.
 
     The variable is removed, so that nested runs do not overwrite the file.
     """

@@ -1,7 +1,7 @@
-"""Exceptions of runs, and messages for users: system errors with remedies, unexpected errors, spelling hints.
+"""Exceptions of runs, and messages for users: system errors and their remedies, unexpected errors, spelling hints.
 
-Code that reads user files converts OSError to its own errors with these messages; commands print the remaining
-exceptions as one line instead of a traceback.
+Code that reads user files converts OSError to its own error types, with the messages of this module. Commands print all
+other exceptions as one line instead of a traceback.
 """
 
 import difflib
@@ -44,7 +44,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class ConfigError(Exception):
-    """The user's configuration is wrong. `problems` has one sentence each; nothing has been started."""
+    """The user's configuration is wrong. `problems` has a sentence for each problem; nothing has been started."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = [shortened(text) for text in problems]
@@ -73,9 +73,9 @@ def _has_current_directory() -> bool:
 
 
 def place_of(error: BaseException) -> str:
-    """Return the place of an error as "file.py:12": the traceback's innermost line of user code, else of this package.
+    """Return where an error was raised, as "file.py:12": the innermost line of user code, else of this package.
 
-    Frames of libraries and of Python are skipped. Returns "" for an error that was never raised.
+    Frames of libraries and of Python are skipped. The result is "" for an error that was never raised.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
@@ -87,11 +87,11 @@ def place_of(error: BaseException) -> str:
 
 
 def unexpected(error: BaseException) -> str:
-    """Return a message for an unexpected error that occurs before anything is started."""
+    """Return the message for an unexpected error that occurs before anything has been started."""
     if isinstance(error, OSError):
         return os_sentence(error)
     if isinstance(error, MemoryError):
-        return "the machine is out of memory; end some of its processes, or give less data at a time"
+        return "the machine is out of memory; end some of its processes, or process less data at a time"
     text_of_error = " ".join(str(error).split())
     what = f"{type(error).__name__}{f': {text_of_error}' if text_of_error else ''}"
     hint = "" if DEBUG in os.environ else f"; {DEBUG}=1 shows the traceback"
@@ -106,9 +106,9 @@ def print_unexpected(error: BaseException) -> None:
 
 
 def last_raised(output: str) -> str | None:
-    """Return "Kind: message" of the first traceback in a process's output; None if it has no traceback.
+    """Return "Kind: message" from the first traceback in a process's output; None without a traceback.
 
-    The first traceback is the cause of later ones. Prefixes of log lines are removed.
+    The first traceback is the cause of the later ones. Prefixes of log lines are removed.
     """
     lines = [re.sub(r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d-]+ [\d:.]+ \[[^]]*\] )?", "", line) for line in output.splitlines()]
     started = False
@@ -122,7 +122,7 @@ def last_raised(output: str) -> str | None:
 
 
 def shortened(text: str) -> str:
-    """Return a message with control characters escaped and long user text cut in the middle."""
+    """Return a message, with control characters escaped and with long user text cut in the middle."""
 
     def cut(found: re.Match[str]) -> str:
         whole = found[0]
@@ -133,7 +133,7 @@ def shortened(text: str) -> str:
 
 
 def file_kind(path: Path) -> str:
-    """Return the kind of a path that is not a regular file: "a directory", "a FIFO (named pipe)", "a device", ..."""
+    """Return what a path is that is not a regular file: "a directory", "a FIFO (named pipe)", "a device", ..."""
     kinds = {
         Path.is_dir: "a directory",
         Path.is_fifo: "a FIFO (named pipe)",
@@ -148,7 +148,7 @@ RESEMBLES = 0.75  # minimum similarity ratio of difflib; below it hints are wron
 
 
 def nearest(name: str, known: Iterable[str], at_least: float = RESEMBLES) -> str | None:
-    """Return the known name that `name` resembles most; None if it resembles none."""
+    """Return the known name that is most similar to `name`; None if no name is similar."""
     found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=at_least)
     return found[0] if found else None
 
@@ -162,7 +162,7 @@ class RunError(RuntimeError):
 
 
 class SkippedUpdates(RunError):
-    """Too many consecutive updates were skipped. `samples` are those of the last one."""
+    """Too many consecutive updates were skipped. `samples` are the samples of the last update."""
 
     def __init__(self, message: str, samples: Sequence[Any]) -> None:
         super().__init__(message)

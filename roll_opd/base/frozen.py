@@ -21,7 +21,7 @@ class FrozenDict(dict[str, Any]):
 
 
 def freeze(value: Any) -> Any:
-    """Return `value` with every dict a `FrozenDict` and every list a tuple."""
+    """Return `value` with every dict converted to a `FrozenDict` and every list to a tuple."""
     if isinstance(value, dict):
         return FrozenDict(value)
     if isinstance(value, list | tuple):
@@ -30,7 +30,7 @@ def freeze(value: Any) -> Any:
 
 
 def thaw(value: Any) -> Any:
-    """Return `value` as plain dicts and lists, for libraries that require them."""
+    """Return `value` with plain dicts and lists, for libraries that require these types."""
     if isinstance(value, dict):
         return {key: thaw(item) for key, item in value.items()}
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""Recognize errors of a full disk, and report its file system and free space."""
+"""Recognize errors that a full disk causes, and report the file system and its free space."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ _NO_SPACE = re.compile(
     r"No space left on device|Disk quota exceeded|\bos error (?:28|122)\b|\bcode: (?:28|122)\b|StorageFull"
     r"|disk's utilization is over capacity"
 )
-# errors of writers without the reason of the system
+# errors of writers that lack the system's reason
 _WRITER = re.compile(
     r"PytorchStreamWriter|unexpected pos \d|iostream error|basic_ios::clear|while serializing"
     r"|\d+ requested and \d+ written"
@@ -25,9 +25,9 @@ class DiskFull(Exception):
 
 
 def full_disk(error: BaseException, *places: Path) -> str | None:
-    """Return "the disk is full: ..." if that is the cause of `error`, else None.
+    """Return "the disk is full: ..." if a full disk caused `error`, else None.
 
-    `places` are candidate directories. If the error names no file, the fullest of them is reported.
+    If the error does not name a file, the fullest of the directories `places` is reported.
     """
     for each in _chain(error):
         if isinstance(each, OSError) and each.errno in FULL:
@@ -42,7 +42,7 @@ def full_disk(error: BaseException, *places: Path) -> str | None:
 
 
 def reason(error: BaseException, *places: Path) -> str:
-    """Return the reason of a failed write: the message of `full_disk`, or the error itself."""
+    """Return the reason for a failed write: the message of `full_disk`, or the error as text."""
     return full_disk(error, *places) or repr(error)
 
 

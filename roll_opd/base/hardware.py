@@ -1,4 +1,4 @@
-"""GPUs and device slots of this machine, for configurations without devices."""
+"""GPUs and device slots of this machine, for configurations that do not set devices."""
 
 import os
 import shutil
@@ -19,12 +19,12 @@ def gpus() -> int:
 
 
 def devices() -> int:
-    """Return the number of devices of this node: its GPUs or, if it has none, the slots that share its cores."""
+    """Return the number of devices of this node: its GPUs or, without GPUs, the slots that share its cores."""
     return gpus() or min(SLOTS, len(os.sched_getaffinity(0)))
 
 
 def gpu_memory_gb() -> float | None:
-    """Return the memory of this machine's smallest NVIDIA GPU in GiB; None if it has no GPU."""
+    """Return the memory in GiB of this machine's smallest NVIDIA GPU; None without an NVIDIA GPU."""
     return min(_gpu_mebibytes(), default=0) / 1024 or None
 
 
@@ -47,7 +47,7 @@ def _gpu_mebibytes() -> list[int]:
         return []
 
 
-@cache  # takes a second, and planning calls it for every Megatron option
+@cache  # cached: nvidia-smi takes a second, and planning needs this for every Megatron option
 def _query_memory(tool: str) -> list[int]:
     command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]  # MiB, one line per GPU
     done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_SECONDS, check=True)

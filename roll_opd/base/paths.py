@@ -1,4 +1,4 @@
-"""Resolve paths of a configuration: relative to the current directory, the configuration file, or the repository."""
+"""Resolve paths of a configuration relative to the current directory, the configuration file, or the repository."""
 
 import os
 import re
@@ -24,18 +24,18 @@ FILES = (
 )  # suffixes of files, not of Hub repositories
 _PACKAGE = Path(__file__).resolve().parents[1]
 SHIPPED = _PACKAGE / "shipped"  # created by setup.py in an installed package
-# directory with `configs/` and `examples/`: the repository, or its copy in an installed package
+# directory that has `configs/` and `examples/`: the repository, or their copy in an installed package
 REPOSITORY = SHIPPED if SHIPPED.is_dir() else _PACKAGE.parent
 _beside: ContextVar[tuple[Path, ...]] = ContextVar("_beside", default=())
 
 
 class PathError(ValueError):
-    """A path cannot be read; the message states which, why and what to do."""
+    """A path cannot be read; the message states the path, the reason and what to do."""
 
 
 @contextmanager
 def also_resolving_in(directory: Path) -> Iterator[None]:
-    """Context manager: also resolve relative paths in `directory`, that of the configuration file."""
+    """Inside the `with` block, also resolve relative paths in `directory` (of the configuration file)."""
     token = _beside.set((directory,))
     try:
         yield
@@ -44,9 +44,9 @@ def also_resolving_in(directory: Path) -> Iterator[None]:
 
 
 def candidates(text: str) -> list[Path]:
-    """Return candidate paths of `text` in order: current directory, configuration file, repository.
+    """Return candidate paths for `text`: in the current directory, next to the configuration, in the repository.
 
-    The current directory comes first, as in ROLL. Raises PathError if `text` cannot be a path.
+    As in ROLL, the current directory is first. Raises PathError if `text` cannot be a path.
     """
     given = expanded(text)
     return [given] if given.is_absolute() else [place / given for place in (Path(), *_beside.get(), REPOSITORY)]
@@ -68,7 +68,7 @@ def expanded(text: str) -> Path:
 def find_path(text: str) -> Path | None:
     """Return the first existing path of `candidates`; None if none exists.
 
-    Raises PathError if a path cannot be checked: no permission, name too long, ...
+    Raises PathError if the system cannot check a path: no permission, name too long, ...
     """
     for candidate in candidates(text):
         try:
@@ -80,12 +80,12 @@ def find_path(text: str) -> Path | None:
 
 
 def regular_file(path: Path) -> Path:
-    """Return `path` if it is a regular file, which can be read repeatedly; raises PathError otherwise."""
+    """Return `path` if it is a regular file, because others may be readable only once; else raise PathError."""
     try:
         path.stat()  # raises OSError if missing
         if path.is_file() and not path.resolve().is_relative_to("/proc"):  # files of /proc may block forever
             return path
-        raise PathError(f"{path} is {file_kind(path)}, which cannot be read twice; give a regular file")
+        raise PathError(f"{path} is {file_kind(path)}, which cannot be read twice; use a regular file")
     except OSError as error:
         raise PathError(os_sentence(error)) from None
 
@@ -106,7 +106,7 @@ def places() -> str:
 
 
 def hub_hint(name: str, kind: str = "model") -> str | None:
-    """Return how to download a model or dataset (`kind`) if its name may be one of the Hugging Face Hub; else None."""
+    """Return how to download a model or dataset (`kind`) if `name` may be a Hugging Face Hub name; else None."""
     if not HUB_NAME.fullmatch(name) or Path(name).suffix in FILES:
         return None
     option = "" if kind == "model" else f" --repo-type {kind}"
@@ -114,14 +114,15 @@ def hub_hint(name: str, kind: str = "model") -> str | None:
 
 
 def user_cache() -> Path:
-    """Return the user's cache directory of this package, which need not exist."""
+    """Return the user's cache directory of this package; it may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "roll_opd")
 
 
 def use_cache_of_compilers(environ: MutableMapping[str, str]) -> None:
-    """Set the cache directory of torch's compiler to the user's cache, unless the environment sets another.
+    """Set the cache directory of torch's compiler to the user's cache, unless the environment sets a directory.
 
-    torch's default is a directory in TMPDIR that is never removed; it stays in use if the user's cache is not writable.
+    torch's default is a directory in TMPDIR that is never removed. If the user's cache is not writable, the default
+    stays.
     """
     home = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     directory = Path(home, "roll_opd", "torchinductor")

@@ -1,8 +1,8 @@
-"""`Registry` of an extension point: a configuration selects a part by registered name or dotted path.
+"""`Registry` of an extension point: a configuration selects a part by its registered name or by a dotted path.
 
-The planner reads a part's arguments from its signature, and its other properties from the facts of its registration.
-Names, facts and defaults of built-in parts are literals, which the planner reads from the source without importing
-torch.
+The planner reads the arguments of a part from its signature, and other properties from the facts of its registration.
+The names, facts and defaults of built-in parts are literals, so that the planner can read them from the source without
+importing torch.
 """
 
 import ast
@@ -32,7 +32,7 @@ _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 @dataclass(frozen=True)
 class Declared:
-    """Built-in part: module, registered facts, defaults of its keyword arguments."""
+    """A built-in part: its module, its registered facts, and the defaults of its keyword arguments."""
 
     module: str
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Declared:
 
 @dataclass(frozen=True)
 class Registry(Generic[Facts]):
-    """Registry of one extension point; problems with a name are raised as `error`."""
+    """Registry of one extension point; problems with a name raise the exception class `error`."""
 
     kind: str  # "reward", for messages
     made_of: str  # "function or class", for messages
@@ -76,11 +76,11 @@ class Registry(Generic[Facts]):
 
     @property
     def known(self) -> str:
-        """All names, as text for error messages."""
+        """All registered names, as text for error messages."""
         return ", ".join(sorted({*self.elsewhere, *self.builtin, *self._registered}))
 
     def find(self, name: str) -> Callable[..., Any]:
-        """Return the function or class `name`; raises `error`."""
+        """Return the function or class `name`; raises `error` if it cannot be found."""
         if name in self._declared:
             importlib.import_module(self._declared[name].module)
         if name in self._registered:
@@ -102,9 +102,10 @@ class Registry(Generic[Facts]):
         return found
 
     def facts(self, name: str) -> Facts:
-        """Return the facts of part `name`; raises `error` as `find` does.
+        """Return the facts of the part `name`; raises `error` as `find` does.
 
-        A part may be registered under several names with different facts; a dotted path gets the facts of the first.
+        A part may be registered under several names with different facts. A dotted path gets the facts of the first
+        name.
         """
         if self.decorator and name in self._declared:
             return self.facts_type(**self._declared[name].facts)
@@ -114,13 +115,13 @@ class Registry(Generic[Facts]):
         return next((facts for known, facts in self._registered.values() if known is part), self.facts_type())
 
     def defaults(self, name: str) -> dict[str, Any]:
-        """Return the argument defaults of part `name`, whose first argument is passed by the caller."""
+        """Return the argument defaults of the part `name`, except for the first argument, which the caller passes."""
         if self.decorator and name in self._declared:
             return dict(self._declared[name].defaults)
         return defaults(self.find(name), given_by_us=1)
 
     def located(self, name: str) -> str:
-        """Return an importable name of a part for other processes: the built-in name, else a dotted path.
+        """Return a name by which other processes can import a part: the built-in name, else a dotted path.
 
         Raises `error` for an unknown name, and for a part of `__main__`.
         """
@@ -142,7 +143,7 @@ class Registry(Generic[Facts]):
 
 
 def declarations(package: str, decorator: str | None) -> Mapping[str, Declared]:
-    """Return name -> declaration for functions and classes with `decorator`; None: each module declares one.
+    """Return name -> declaration of the parts marked by `decorator` (None: one part per module).
 
     Raises ValueError if a name, a fact or a default is not a literal.
     """
@@ -154,7 +155,7 @@ def declarations(package: str, decorator: str | None) -> Mapping[str, Declared]:
 def _declarations(
     package: str, decorator: str | None, directories: tuple[tuple[str, int], ...]
 ) -> Mapping[str, Declared]:
-    """Do what `declarations` does; cached by the package's directories and the times of their last changes."""
+    """Do what `declarations` does; cached by the package's directories and their modification times."""
     paths = [path for path, _ in directories]
     sources = {Path(d, f"{module.name}.py") for d in paths for module in pkgutil.iter_modules([d])}
     modules = {source.stem: f"{package}.{source.stem}" for source in sources}
@@ -178,22 +179,22 @@ def _read(source: Path, module: str, decorator: str) -> tuple[tuple[str, Declare
                 defaults = {argument.arg: ast.literal_eval(default) for argument, default in given if default}
                 found.append((ast.literal_eval(call.args[0]), Declared(module, facts, defaults)))
             except ValueError as error:
-                what = "write its name, facts and defaults as literals, they are read before torch is imported"
+                what = "write its name, facts and defaults as literals, because they are read before torch is imported"
                 raise ValueError(f"{source}:{part.lineno}: {part.name}: {what} ({error})") from error
     return tuple(found)
 
 
 def arguments(part: Callable[..., Any], given_by_us: int) -> dict[str, inspect.Parameter]:
-    """Return the configurable arguments of `part`: all but the first `given_by_us`, which the caller passes.
+    """Return the configurable arguments of `part`: all except the first `given_by_us`, which the caller passes.
 
-    Raises ValueError for a part without a signature, such as one written in C.
+    Raises ValueError for a part without a signature, such as a function written in C.
     """
     parameters = list(inspect.signature(part).parameters.values())[given_by_us:]
     return {parameter.name: parameter for parameter in parameters if parameter.kind in _KEYWORD}
 
 
 def annotations(part: Callable[..., Any]) -> dict[str, Any]:
-    """Return a map: argument of `part` -> type; empty if its annotations cannot be evaluated."""
+    """Return argument -> type for `part`; empty if its annotations cannot be evaluated."""
     try:
         return get_type_hints(part.__init__ if inspect.isclass(part) else part)
     except (NameError, TypeError):
@@ -211,7 +212,8 @@ def argument_problems(
 ) -> Iterator[tuple[str, str]]:
     """Yield (argument, problem) for unknown, missing and wrongly typed arguments of `part`.
 
-    Types come from annotations and are strict: "1" is not a number. Arguments without an annotation are not checked.
+    Types come from annotations and are checked strictly: "1" is not a number. Arguments without an annotation are not
+    checked.
     """
     taken = arguments(part, given_by_us)
     parameters = inspect.signature(part).parameters.values()
@@ -239,7 +241,7 @@ def argument_problems(
 
 
 def type_problem(annotation: Any, value: Any) -> str | None:
-    """Return the type error of `value` for `annotation`; None if it fits."""
+    """Return a message if `value` does not have the type `annotation`; else None."""
     try:
         TypeAdapter(annotation, config=_STRICT).validate_python(value)
     except ValidationError as error:

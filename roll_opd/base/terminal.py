@@ -26,14 +26,14 @@ def echo(text: str, stream: TextIO | None = None) -> None:
 
 
 def warn(text: str) -> None:
-    """Print a warning on standard error; the run's record also collects lines that start with "warning: "."""
+    """Print a warning on standard error, after "warning: "; the run's record also collects such lines."""
     echo(f"warning: {text}", sys.stderr)
 
 
 def wrapped(text: str, width: int) -> str:
-    """Return `text` with long lines wrapped at words and continuation lines indented.
+    """Return `text` with long lines wrapped between words, and with continuation lines indented.
 
-    Words longer than a line, such as paths, are not broken, so that they can be copied.
+    Words longer than a line, such as paths, are not broken, so that a user can copy them.
     """
     return "\n".join(line if len(line) <= width else _wrapped(line, width) for line in text.splitlines())
 
@@ -48,9 +48,9 @@ def _wrapped(line: str, width: int) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], width: int, indent: int = 2) -> list[str]:
-    """Return the lines of a table of equally long `rows`.
+    """Return the lines of a table; all `rows` have the same number of cells.
 
-    If the table exceeds `width`, the widest columns are narrowed and their cells are wrapped.
+    If the table is wider than `width`, the widest columns are narrowed and their cells are wrapped.
     """
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     room = width - indent - len(GAP) * (len(sizes) - 1)

@@ -1,4 +1,4 @@
-"""Find the thoughts in a response: text between `<think>` and `</think>`, or between the tags of other models."""
+"""Find the thoughts in a response: text between `<think>` and `</think>`, or between other models' tags."""
 
 import re
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ _MARK = re.compile(
 def thought_spans(text: str) -> Iterator[tuple[int, int]]:
     """Yield (start, end) of the thoughts including their tags, in order.
 
-    A closing tag without an opening one ends a thought that started at the end of the previous thought, or of the
-    prompt, since chat templates may write the opening tag. A thought without a closing tag extends to the end of the
-    text.
+    Chat templates may write the opening tag. A closing tag without an opening tag therefore ends a thought that started
+    at the end of the previous thought, or at the end of the prompt. A thought without a closing tag extends to the end
+    of the text.
     """
     start, outside = None, 0
     for mark in _MARK.finditer(text):
@@ -27,7 +27,7 @@ def thought_spans(text: str) -> Iterator[tuple[int, int]]:
 
 
 def opens_a_thought(prompt: str) -> bool:
-    """Whether a response to `prompt` starts within a thought that the chat template opened."""
+    """Whether a response to `prompt` starts inside a thought that the chat template has opened."""
     last = None
     for mark in _MARK.finditer(prompt):
         last = mark
@@ -37,6 +37,6 @@ def opens_a_thought(prompt: str) -> bool:
 
 
 def after_thoughts(text: str) -> str:
-    """Return the text after the last closing tag; all of the text if there is no closing tag."""
+    """Return the text after the last closing tag; without a closing tag, all of the text."""
     ends = [mark.end() for mark in _MARK.finditer(text) if mark["close"] or mark["close_mistral"]]
     return text[ends[-1] :] if ends else text

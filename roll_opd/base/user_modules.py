@@ -1,7 +1,7 @@
 """Find and import the user's modules, in the driver and in its workers.
 
-Search order: Python's own path, the current directory, the directory of the configuration file. The last two are
-appended, so that a file next to a configuration never hides an installed package.
+Modules are searched for in Python's path, then in the current directory, then in the directory of the configuration
+file. The last two are appended, so that a file next to a configuration never hides an installed package.
 """
 
 import importlib
@@ -24,14 +24,14 @@ _appended: set[str] = set()  # directories on sys.path because of this module
 
 
 def search_modules_in(*directories: Path) -> None:
-    """Set the directories of the user's modules for this process and its workers, in place of earlier ones."""
+    """Set the directories of the user's modules for this process and its workers; replaces earlier directories."""
     _leave(_appended)
     _search([str(directory.resolve()) for directory in directories])
 
 
 @contextmanager
 def same_modules() -> Iterator[None]:
-    """Context manager: restore the module directories afterwards."""
+    """Restore the directories of the user's modules at the end of the `with` block."""
     before = _directories()
     try:
         yield
@@ -41,12 +41,12 @@ def same_modules() -> Iterator[None]:
 
 
 def module_variables() -> dict[str, str]:
-    """Return the environment variables that give a worker process the same module path."""
+    """Return environment variables with which a worker process has the same module path."""
     return {VARIABLE: os.environ[VARIABLE]} if VARIABLE in os.environ else {}
 
 
 def users_module(name: str) -> ModuleType:
-    """Import a module that a configuration names. On failure, the ImportError states the reason and its place."""
+    """Import a module that a configuration names. If this fails, the ImportError states the reason and the place."""
     _extend_path(_directories())
     try:
         return importlib.import_module(name)
@@ -64,9 +64,9 @@ def users_module(name: str) -> ModuleType:
 
 
 def dotted_path(text: str) -> str:
-    """Return `path/to/file.py:name` as `file.name`, and add its directory to the search path; return others unchanged.
+    """Convert `path/to/file.py:name` to `file.name` and add its directory to the path; return others unchanged.
 
-    The file is found like a data file. Raises PathError if the file is missing or another module has its name.
+    The file is found like a data file. Raises PathError if it is missing, or if another module has its name.
     """
     found = FILE.fullmatch(text)
     if found is None:
@@ -83,7 +83,7 @@ def dotted_path(text: str) -> str:
 
 
 def origin(name: str) -> str | None:
-    """Return the file of a top-level module; "built-in" if it has no file, None if it is unknown."""
+    """Return the file of a top-level module; "built-in" if it has no file, None for an unknown module."""
     _extend_path(_directories())
     if module := sys.modules.get(name):
         file = getattr(module, "__file__", None)

@@ -1,4 +1,4 @@
-"""Batch calls to another process, and coalesce items of an asynchronous stream, to send fewer messages."""
+"""Send fewer messages: batch the calls to another process, and collect the items of an asynchronous stream."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Hashable
@@ -15,18 +15,18 @@ BURST_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Answers:
-    """Results of some jobs of a call, in one message from the process that ran them."""
+    """Results of some of a call's jobs, in one message from the process that ran the jobs."""
 
     results: list[tuple[int, Any]]  # (index in the call, result)
-    hung: bool  # the process still runs code that cannot be stopped: it should be replaced
+    hung: bool  # the process runs code that cannot be stopped, so it should be replaced
 
 
 async def coalesced(
     items: AsyncGenerator[Item, None], seconds: float = BURST_SECONDS, chunk: int | None = None
 ) -> AsyncGenerator[list[Item], None]:
-    """Yield the items in order, in lists. A list of `chunk` items is yielded immediately, others within `seconds`.
+    """Yield the items in order, in lists: when `chunk` items have arrived, else after at most `seconds`.
 
-    If `items` raises an exception, it is raised here after all earlier items.
+    An exception of `items` is raised after all earlier items have been yielded.
     """
     arrived: list[Item] = []
     some_arrived, flush = asyncio.Event(), asyncio.Event()
@@ -74,7 +74,7 @@ class BatchedCalls(Generic[Key, Call]):
     """Running calls, batched by key."""
 
     def __init__(self, send: Callable[[Key, list[Call]], AsyncGenerator[list[tuple[int, Any]], None]]) -> None:
-        """`send` yields (index in the batch, result) as results arrive. It is closed when all callers have left."""
+        """`send` yields (index in the batch, result) as results arrive. It is closed when no caller waits any more."""
         self._send = send
         self._pending: dict[Key, list[tuple[Call, asyncio.Future[Any]]]] = {}
         self._followers: set[asyncio.Task[None]] = set()
@@ -84,7 +84,7 @@ class BatchedCalls(Generic[Key, Call]):
         loop = asyncio.get_running_loop()
         if key not in self._pending:
             self._pending[key] = []
-            loop.call_soon(self._begin, key)  # after all tasks that are ready have added their calls
+            loop.call_soon(self._begin, key)  # runs after all tasks that are ready have added their calls
         answer: asyncio.Future[Any] = loop.create_future()
         self._pending[key].append((call, answer))
         return answer

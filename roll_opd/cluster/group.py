@@ -1,7 +1,7 @@
-"""Groups of Ray actors with collective calls, and a monitor of their deaths. Roles use them without importing Ray.
+"""Groups of Ray actors with collective calls, and a monitor of their deaths. Roles use groups without importing Ray.
 
-A call to a dead process fails, but the next call to a teacher may come minutes after its death, and Ray notices a dead
-GCS only after one minute. `watched` polls for both.
+A call to a dead process fails, but the next call to a teacher may be minutes after the teacher's death. Ray also needs
+a minute to notice a dead GCS. `watched` polls for dead actors and dead Ray processes.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from roll_opd.samples.transport import Compact
 
 _GROUPS: "weakref.WeakSet[ActorGroup]" = weakref.WeakSet()  # running groups with names
 
-Reference = ray.ObjectRef  # to a value in the object store, fetched on first use
+Reference = ray.ObjectRef  # reference to a value in the object store, fetched on first use
 
 DEATH_GRACE_S = 3.0  # for Ray to report a dead process after another one has lost its connection to it
 
@@ -38,14 +38,14 @@ class ActorGroup:
     """Actors of one role."""
 
     def __init__(self, actors: Sequence[ray.actor.ActorHandle], names: Sequence[str] = ()) -> None:
-        """`names`: names of the actors for ProcessDied; if empty, Ray's exceptions are raised."""
+        """`names`: names of the actors in ProcessDied; without names, Ray's exceptions are raised instead."""
         self.actors, self.names = tuple(actors), tuple(names)
         self._hosts: list[str] = []
         if names:
             _GROUPS.add(self)
 
     async def hosts(self) -> list[str]:
-        """Return the Ray node id of each actor, from its method `host`."""
+        """Return the Ray node id of each actor (result of its method `host`)."""
         self._hosts = self._hosts or await self.call("host")
         return self._hosts
 
@@ -56,8 +56,8 @@ class ActorGroup:
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` on every actor with the same arguments; return the results in order.
 
-        A `Compact` argument is put into the object store once. The first failure is raised immediately, since other
-        actors may wait for the failed one in a collective. Raises ProcessDied if an actor has died.
+        A `Compact` argument is put into the object store once. The first failure is raised immediately, because other
+        actors may wait for the failed actor in a collective. Raises ProcessDied if an actor has died.
         """
         shared = [_shared(value) for value in args]
         named = {name: _shared(value) for name, value in kwargs.items()}
@@ -78,7 +78,7 @@ class ActorGroup:
                 ray.cancel(remote)
 
     def _waiting(self, actor: int, method: str) -> AbstractContextManager[None]:
-        """Count a block as a wait for a call, if the actor has a name."""
+        """Record the block as a wait for a call if the actor has a name."""
         return WAITS.of("the driver", f"{self.names[actor]} {method}") if self.names and method else nullcontext()
 
     async def _answers(self, called: Sequence[Any], method: str = "") -> list[Any]:
@@ -102,7 +102,7 @@ class ActorGroup:
             raise ProcessDied(self.names[actor], error) from error
 
     def end(self) -> None:
-        """Kill every actor, since a normal exit takes seconds."""
+        """Kill every actor, because a normal exit takes seconds."""
         _GROUPS.discard(self)
         for actor in self.actors:
             ray.kill(actor)
@@ -128,15 +128,15 @@ class WorkerGroup(ActorGroup):
         super().__init__(ranks, where)
 
     async def setup(self, **arguments: Any) -> None:
-        """Rendezvous at rank 0 and build the engine on every rank."""
+        """Run the rendezvous at rank 0, and build the engine on every rank."""
         address, port = await self.actors[0].address.remote()
         found = await self.call("setup", master_addr=address, master_port=port, plan=self.plan, **arguments)
         self._data_parallel_ranks, (self.packing, *_) = map(list, zip(*found, strict=True))
 
     async def scatter(self, method: str, sharded: ShardedBatch, *args: Any, **kwargs: Any) -> list[tuple[int, Any]]:
-        """Call `method` on every rank with the shard of its data-parallel rank, as one object, and with `args`.
+        """Call `method` on every rank with the shard of its data-parallel rank (one object) and with `args`.
 
-        Returns (data-parallel rank, result) of each rank. Failures are raised as by `call`.
+        Returns (data-parallel rank, result) for each rank. Failures are raised as in `call`.
         """
         references = [ray.put(shard) for shard in sharded.shards]
         calls = [
@@ -148,7 +148,7 @@ class WorkerGroup(ActorGroup):
 
 
 class WithoutAdapter:
-    """Ranks of a LoRA student that compute with its base model, without the adapter."""
+    """Ranks of a LoRA student that compute without the adapter, that is with the student's base model."""
 
     def __init__(self, student: WorkerGroup) -> None:
         self._student = student
@@ -177,7 +177,7 @@ FrozenGroup = WorkerGroup | WithoutAdapter
 
 
 async def gathered(group: FrozenGroup, method: str, samples: Sequence[Sample], *args: Any, **kwargs: Any) -> list[Any]:
-    """Return the value of `method` for each sample, in order. Ranks get the samples unchanged; see `shard_sample`."""
+    """Return the value of `method` for each sample, in order. Ranks get unchanged samples (see `shard_sample`)."""
     if not samples:
         return []
     sharded = _sharded(group, samples)
@@ -192,9 +192,9 @@ async def gathered_and_held(
     held: Sequence[Mapping[str, TargetRef]] = (),
     **wanted: Any,
 ) -> list[tuple[np.ndarray, TargetRef]]:
-    """Return the log-probs of each sample, f32 [T-P], and a reference to its targets, which stay with the ranks.
+    """Return each sample's log-probs, f32 [T-P], and a reference to its targets, which stay with the ranks.
 
-    `held` are references of each sample to targets that the ranks hold and read.
+    `held` has, for each sample, references to targets that the ranks hold and read.
     """
     sharded = _sharded(group, samples, held)
     answers = [
@@ -213,7 +213,7 @@ def _sharded(
 
 
 def dead_actor() -> str | None:
-    """Return a message about a dead actor of a running group; None without one, or if Ray does not respond."""
+    """Return a message about a dead actor of a running group; None if no actor is dead or Ray does not respond."""
     try:
         known = [(actor, name) for group in _GROUPS for actor, name in zip(group.actors, group.names, strict=True)]
         names = {actor._actor_id.hex(): name for actor, name in known}
@@ -226,7 +226,7 @@ def dead_actor() -> str | None:
 
 
 def _is_death(error: ray.exceptions.RayError) -> bool:
-    """Whether the error is the death of the actor or of its engine core (vLLM's EngineDeadError)."""
+    """Whether the error means that the actor or its engine core (vLLM's EngineDeadError) has died."""
     if isinstance(error, ray.exceptions.RayTaskError):  # the actor lives, but may have called a dead one
         return type(getattr(error, "cause", None)).__name__ == "EngineDeadError"
     return isinstance(error, ray.exceptions.RayActorError)
@@ -241,7 +241,7 @@ POLL_INTERVAL_S = 2.0
 
 @contextmanager
 def watched(lost: Callable[[str], None]) -> Iterator[None]:
-    """Call `lost` from a thread with a message about the first dead process inside the block."""
+    """Inside the block, call `lost` from a thread with a message when the first process has died."""
     over = threading.Event()
     thread = threading.Thread(target=_watch, args=(lost, over), name="watch", daemon=True)
     thread.start()
@@ -258,7 +258,7 @@ def _watch(lost: Callable[[str], None], over: threading.Event) -> None:
     while not over.wait(POLL_INTERVAL_S):
         ended = ended_processes(node) if node else None
         message = f"{ended} on this host" if ended else dead_actor()
-        if message and message == before and not over.is_set():  # second poll: a failing call reports it first
+        if message and message == before and not over.is_set():  # at the second poll: a failing call may report first
             lost(message)
             return
         before = message

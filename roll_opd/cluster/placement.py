@@ -1,9 +1,9 @@
 """Map the device numbers of `device_mapping` to bundles of Ray placement groups.
 
-Device d is device d % devices_per_node of node d // devices_per_node. Node 0 is the driver's host; the others follow in
-the order of their ranks or, in a joined Ray cluster, of their addresses. Roles with the same number share the device.
-On a machine without GPUs, a device is a slot, and a role uses all cores of its node, since roles take turns for most of
-a step.
+Device d is device d % devices_per_node of node d // devices_per_node. Node 0 is the driver's host. The other nodes
+follow in the order of their ranks or, in a joined Ray cluster, of their addresses. Roles that use the same device
+number share the device. On a machine without GPUs, a device is a slot, and a role uses all cores of its node, because
+roles take turns for most of a step.
 """
 
 import ipaddress
@@ -21,13 +21,13 @@ from roll_opd.cluster.ray_environment import torch_variables
 from roll_opd.cluster.runtime import SLOT
 from roll_opd.cluster.startup_progress import ClusterError, StartupProgress
 
-SHARE = 1 / 64  # share of a device that one worker requests from Ray; the plan limits the workers per device
+SHARE = 1 / 64  # fraction of a device that one worker requests from Ray; the plan limits the workers per device
 PLACEMENT_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device: its bundle, node, and address."""
+    """One device: its placement-group bundle, node and address."""
 
     group: PlacementGroup
     bundle: int
@@ -51,15 +51,14 @@ class Placement:
     ) -> None:
         """Reserve the devices: GPUs if the cluster has any, else slots. Raises ClusterError if there are too few.
 
-        `addresses` are the run's hosts in order, if the run has started Ray on them. If `deterministic` is set, a
-        process has the threads of one device in every role, since a different number of threads would change the order
-        of sums.
+        `addresses` are the run's hosts in order if the run has started Ray on them. With `deterministic`, a process has
+        the threads of one device in every role, because a different number of threads would change the order of sums.
         """
         self.starting = starting or StartupProgress()
         self._per_node, self._deterministic = devices_per_node, deterministic
         self.on_gpu = on_gpu = ray.cluster_resources().get("GPU", 0) > 0
         self._resource = "GPU" if on_gpu else SLOT
-        # wait for a busy cluster, fail for one that is too small
+        # if the cluster is busy, wait; if it is too small, fail
         nodes = [node for node in ray.nodes() if node["Alive"]]
         offered = [(node["Resources"].get(self._resource, 0), node["NodeManagerAddress"]) for node in nodes]
         room = sum(int(count // devices_per_node) for count, _ in offered)
@@ -105,7 +104,7 @@ class Placement:
         return found
 
     def options(self, devices: tuple[int, ...], role: tuple[int, ...], env: dict[str, str]) -> dict:
-        """Return Ray options for a process of a `role` on the first of `devices` that sees all of them."""
+        """Return Ray options for a process of a `role`: it runs on the first of `devices` and sees all of them."""
         home = self._devices[devices[0]]
         if len({self._devices[number].node for number in devices}) > 1:
             raise ClusterError(
@@ -131,7 +130,7 @@ class Placement:
         }
 
     def _threads(self, home: Device, role: tuple[int, ...]) -> int:
-        """Return the CPU threads of each process of a role with a device at `home`."""
+        """Return the number of CPU threads of each process of a role that has a device on the node of `home`."""
         shared_by = self._per_node
         if home.gpu is None and not self._deterministic:
             shared_by = sum(self._devices[number].node == home.node for number in role)
@@ -153,12 +152,12 @@ class Placement:
 
 
 def node_of(group: PlacementGroup) -> str:
-    """Return the id of the node with all bundles of a placed group."""
+    """Return the id of the node that has all bundles of a placed group."""
     return next(iter(placement_group_table(group)["bundles_to_node_id"].values()))
 
 
 def node_order(address: str, first: str, ranks: Sequence[str]) -> tuple[int, int, str]:
-    """Return the sort key of a node: its index in `ranks`, else by IP address after the driver's host `first`."""
+    """Return the sort key of a node: its index in `ranks`; else the driver's host `first`, then by IP address."""
     if address in ranks:
         return ranks.index(address), 0, ""
     try:

@@ -1,10 +1,9 @@
-"""Reaper process that kills the descendants of a driver after the driver's end, also by SIGKILL.
+"""Reaper process that kills the descendants of a driver after the driver's end, even if SIGKILL ended the driver.
 
-Ray's processes exit after a killed driver, but its agents first spend a minute on reporting the death to a dead server.
-The reaper tracks the driver's descendants and kills the remaining ones after the driver's end.
-
-`inference.process_cleanup` ends an engine core after the death of its parent. Both are needed, since the engine core
-may run on another node than the driver.
+Ray's processes exit when their driver is killed, but its agents first try for a minute to report the death to a dead
+server. The reaper tracks the driver's descendants, and kills the remaining ones after the driver's end.
+`inference.process_cleanup` ends an engine core after the death of its parent. Both are needed, because the engine core
+may run on a different node from the driver.
 """
 
 import glob
@@ -40,15 +39,15 @@ class Reaper:
         self._commands = commands
 
     def remove_at_the_end(self, directory: Path, within: str = "") -> None:
-        """Register `directory`, or the matches of glob pattern `within` in it, for removal after all processes."""
+        """Register `directory`, or the matches of the glob pattern `within` in it, for removal at the end."""
         self._send(REMOVE, directory, within)
 
     def cancel_removal(self, directory: Path, within: str = "") -> None:
-        """Cancel a `remove_at_the_end` with the same arguments."""
+        """Cancel an earlier `remove_at_the_end` that had the same arguments."""
         self._send(KEEP, directory, within)
 
     def remove_if_empty(self, directory: Path) -> None:
-        """Register `directory` for removal at the end if it is empty."""
+        """Register `directory` for removal at the end, if it is then empty."""
         self._send(IF_EMPTY, directory, "")
 
     def _send(self, what: str, directory: Path, within: str) -> None:
@@ -78,7 +77,7 @@ def guarded() -> Iterator[Reaper]:
 def watch(driver: int, preexisting: set[int]) -> None:
     """Wait for the end of standard input, then kill the descendants of `driver` except itself and `preexisting`.
 
-    Each input line is a glob pattern of directories: to remove afterwards, to keep, or to remove if empty.
+    Each input line has a glob pattern of directories and an action: remove afterwards, keep, or remove if empty.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ended = threading.Event()
@@ -109,7 +108,7 @@ def watch(driver: int, preexisting: set[int]) -> None:
 
 
 def _end(processes: list[psutil.Process], grace: float) -> None:
-    """Kill the `processes` still running after `grace` seconds, and wait for their end."""
+    """Kill the `processes` that still run after `grace` seconds, and wait until they have ended."""
     deadline = time.monotonic() + grace
     while (alive := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
         time.sleep(EXIT_POLL_S)
@@ -124,7 +123,7 @@ def _end(processes: list[psutil.Process], grace: float) -> None:
 
 
 def _shared_memory(process: psutil.Process) -> list[str]:
-    """Return the shared-memory files of a vLLM rank on a CPU, which remain after a kill."""
+    """Return the shared-memory files of a vLLM rank on a CPU; they remain if the rank is killed."""
     try:
         if not process.name().startswith("VLLM"):
             return []
@@ -134,7 +133,7 @@ def _shared_memory(process: psutil.Process) -> list[str]:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Whether the process runs; an ended process may remain as a zombie."""
+    """Whether the process runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -149,7 +148,7 @@ def _is_tracker(process: psutil.Process) -> bool:
 
 
 def _is_reaper(process: psutil.Process) -> bool:
-    """Whether the process is a reaper of another run, which needs time for its own work."""
+    """Whether the process is the reaper of another run; it needs time to finish."""
     try:
         return REAPER in process.cmdline()
     except psutil.Error:
@@ -157,7 +156,7 @@ def _is_reaper(process: psutil.Process) -> bool:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a Ray session directory, and a dangling link `session_latest` to it."""
+    """Remove a Ray session directory, and the link `session_latest` if it is then dangling."""
     shutil.rmtree(directory, ignore_errors=True)
     latest = directory.parent / "session_latest"
     if latest.is_symlink() and not latest.exists():

@@ -1,7 +1,7 @@
-"""Environment variables for Ray and torch, and a temporary directory for the processes of a run.
+"""Set environment variables for Ray and torch, and a temporary directory for the processes of a run.
 
-Both libraries read many variables at import, so this module imports neither. vLLM leaves sockets and rendezvous files
-in TMPDIR, and killed processes leave theirs; the directory is removed when the run ends or is killed.
+Ray and torch read many variables at import, so this module imports neither. vLLM and killed processes leave sockets and
+rendezvous files in TMPDIR; the directory is removed when the run ends or is killed.
 """
 
 import os
@@ -39,12 +39,12 @@ OWN_CLUSTER = dict.fromkeys(
 }
 TORCH = {
     "GOMP_SPINCOUNT": "1000",  # short spinning before a thread sleeps, since roles share the cores
-    "THP_MEM_ALLOC_ENABLE": "1",  # huge pages for large tensors: allocation in a quarter of the time
+    "THP_MEM_ALLOC_ENABLE": "1",  # huge pages for large tensors: allocation takes a quarter of the time
 } | CUBLAS_WORKSPACE
 
 
 def prepare_environment() -> None:
-    """Set the variables that the user has not set, for a joined cluster (RAY_ADDRESS) or for a new one."""
+    """Set variables for a joined cluster (RAY_ADDRESS) or for a new one, except those set by the user."""
     joins = bool(os.environ.get("RAY_ADDRESS"))
     use_cache_of_compilers(os.environ)
     for name, value in (ALWAYS | TORCH | ({} if joins else OWN_CLUSTER)).items():
@@ -55,9 +55,9 @@ def prepare_environment() -> None:
 
 
 def token_variables() -> dict[str, str]:
-    """Return the variables with which Ray on another host authenticates to this process's cluster.
+    """Return the variables with which Ray on another host authenticates itself to this process's cluster.
 
-    Without a token in the environment, Ray reads it from a file.
+    If the environment has no token, Ray reads the token from a file.
     """
     found = {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN") if name in os.environ}
     if "RAY_AUTH_TOKEN" not in found and found.get("RAY_AUTH_MODE") != "disabled":
@@ -73,10 +73,10 @@ def torch_variables() -> dict[str, str]:
 
 
 def use_interface_of(address: str) -> None:
-    """Set the network interface of `address` for gloo and vLLM, unless the user has set one.
+    """Make gloo and vLLM use the network interface of `address`, unless the user has set an interface.
 
-    By default, these libraries resolve the host name, which is often 127.0.0.1, or use the default route, which may not
-    exist.
+    By default, these libraries use the address of the host name (often 127.0.0.1) or the default route (which may not
+    exist).
     """
     os.environ.setdefault("VLLM_HOST_IP", address)
     for name, addresses in psutil.net_if_addrs().items():
@@ -91,7 +91,7 @@ RAY_VARIABLE = "RAY_TMPDIR"  # parent of Ray's session directories, whose paths 
 
 @contextmanager
 def run_temp_directory(reaper: Reaper) -> Iterator[None]:
-    """Set TMPDIR to a new directory for processes started inside the block; `reaper` removes it."""
+    """Set TMPDIR to a new directory for processes that start inside the block; `reaper` removes the directory."""
     outer = os.environ.get("TMPDIR") or FALLBACK
     if not os.access(outer, os.W_OK | os.X_OK):
         outer = tempfile.gettempdir()

@@ -34,9 +34,9 @@ def ray_cluster(
 ) -> Iterator[None]:
     """Run Ray inside the `with` block, on all `hosts` of a multi-host run.
 
-    With RAY_ADDRESS, join that cluster. Otherwise start one on this machine; its processes and session directory are
-    removed when this process ends, also by SIGKILL. In addition to its GPUs, the machine offers `devices_per_node`
-    slots, which are the devices of machines without GPUs.
+    With RAY_ADDRESS, join that cluster. Otherwise start a cluster on this machine; its processes and its session
+    directory are removed when this process ends, even by SIGKILL. In addition to its GPUs, the machine offers
+    `devices_per_node` slots; slots are the devices of machines without GPUs.
     """
     starting = starting or StartupProgress()
     prepare_environment()
@@ -91,7 +91,7 @@ def join_node(address: str, here: str, devices_per_node: int) -> Node:
 
 
 def ended_processes(node: Node) -> str | None:
-    """Return an error message about Ray processes of `node` on this host that have ended; None if all run."""
+    """Return an error message that names ended Ray processes of `node` on this host; None if all processes run."""
     ended = [f"{kind} ({_how(process.returncode)})" for kind, process in node.dead_processes()]
     return f"Ray's {' and '.join(ended)} has ended" if ended else None
 
@@ -101,7 +101,7 @@ def _how(code: int) -> str:
 
 
 def _offered(devices_per_node: int) -> dict[str, Any]:
-    """Return the CPUs and slots that this machine offers to Ray."""
+    """Return the numbers of CPUs and slots that this machine offers to Ray."""
     return {
         "num_cpus": max(os.cpu_count() or 1, devices_per_node),
         "resources": {SLOT: float(devices_per_node)},
@@ -109,14 +109,14 @@ def _offered(devices_per_node: int) -> dict[str, Any]:
 
 
 def _gpus_of_a_host(devices_per_node: int) -> dict[str, Any]:
-    """Return the GPUs that a host of a multi-host run offers: `devices_per_node` if it has any."""
+    """Return the number of GPUs that a host of a multi-host run offers: `devices_per_node` if the host has GPUs."""
     return {"num_gpus": devices_per_node} if count_gpus() else {}
 
 
 def _init(*args: Any, **options: Any) -> Any:
     """Start or join Ray; return its context. Raises ClusterError on failure.
 
-    Ray's SIGTERM handler is not installed: it would end this process with exit code 15.
+    Ray's SIGTERM handler is not installed, because it would end this process with exit code 15.
     """
     handler = ray._private.utils.set_sigterm_handler
     ray._private.utils.set_sigterm_handler = lambda _: None

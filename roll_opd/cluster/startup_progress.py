@@ -1,4 +1,4 @@
-"""Follow the start of a run: print the awaited parts at intervals, apply the timeout, report why a part failed."""
+"""Monitor the start of a run: print the parts that it waits for, apply the timeout, report why a part failed."""
 
 import asyncio
 import math
@@ -20,7 +20,7 @@ MAX_REASON_LINES = 3
 
 
 class ClusterError(RuntimeError):
-    """The cluster is too small, or a part of it does not start; the message states the remedy."""
+    """The cluster is too small, or a part of the run does not start; the message states the remedy."""
 
 
 class ProcessDied(ClusterError):
@@ -32,7 +32,7 @@ class ProcessDied(ClusterError):
 
 
 class StartupProgress:
-    """Prints the awaited parts from a thread, so that blocking calls are shown too."""
+    """Prints from a thread which parts the start waits for, so that blocking calls are shown too."""
 
     def __init__(self, seconds: float = math.inf, say: Callable[[str], None] = print) -> None:
         """`seconds`: timeout of one part; `say` prints a line."""
@@ -45,7 +45,7 @@ class StartupProgress:
 
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Show `what` as awaited inside the block, and record how many seconds it takes."""
+        """Show inside the block that the start waits for `what`, and record how many seconds this takes."""
         entry = object()
         with self._lock:
             self._waiting[entry] = (what, time.monotonic())
@@ -60,7 +60,7 @@ class StartupProgress:
                 self.parts[what] = self.parts.get(what, 0.0) + time.monotonic() - since
 
     async def of(self, what: str, coming: Awaitable[T]) -> T:
-        """Await `coming`, shown as the part `what`; raises ClusterError with the reason if it fails or times out."""
+        """Await `coming`, shown as `what`; if it fails or times out, raise a ClusterError with the reason."""
         with self.waiting_for(what):
             try:
                 async with asyncio.timeout(None if math.isinf(self.seconds) else self.seconds):
@@ -73,7 +73,7 @@ class StartupProgress:
                 raise ClusterError(f"{what}: {self.timeout_message()}") from None
 
     def timeout_message(self) -> str:
-        """Return the message of a timeout, with the last exception logged by a process on this machine."""
+        """Return the message for a timeout, with the last exception that a process on this machine has logged."""
         error = self._last_error("*")
         reason = (
             f"; one of its processes reports: {error}" if error else f"; {DEBUG}=1 shows the output of its processes"
@@ -101,7 +101,7 @@ class StartupProgress:
         return _lines(logged or f"its process has ended: {_detail(error)}")
 
     def _last_error(self, pid: str) -> str | None:
-        """Return the last exception in the logs of Ray worker `pid`; of several logs, the newest counts."""
+        """Return the last exception in the newest log of Ray worker `pid` that has one."""
         if self.logs is None:
             return None
         found = [*self.logs.glob(f"worker-*-{pid}.err"), *self.logs.glob(f"worker-*-{pid}.out")]
@@ -112,12 +112,12 @@ class StartupProgress:
 
 
 def _detail(error: ray.exceptions.RayError) -> str:
-    """Return Ray's reason for the end of a process."""
+    """Return the reason that Ray reports for the end of a process."""
     return exit_detail(str(error))
 
 
 def exit_detail(text: str) -> str:
-    """Return the reason for the end of a process from Ray's message, without its list of general causes."""
+    """Return the reason for the end of a process from Ray's message, without the message's list of general causes."""
     detail = re.search(r"Worker exit detail: (.*)", text, re.DOTALL)
     return _lines(re.split(r" There are some potential| Some common causes", detail[1] if detail else text)[0])
 

@@ -1,7 +1,7 @@
-"""Open waits of the driver: who waits for whom, for how long, and when anything last moved.
+"""Open waits of the driver: what waits for what, for how long, and when the run last made progress.
 
 Every call of a named actor is a wait, and so is each wait between producer, learner, scorer and weight sync. The start
-and the end of a wait are movements. `watchdog` reports a run in which nothing moves.
+and the end of a wait count as movements, that is as progress. `watchdog` reports a run in which nothing moves.
 """
 
 import threading
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-PATIENCE_S = 60.0  # without a movement before the open waits are reported
+PATIENCE_S = 60.0  # seconds without a movement before the open waits are reported
 CHECKS = 20  # in that time
 SHOWN = 12  # waits in a report
 
@@ -24,7 +24,7 @@ class _Wait:
 
 
 class Waits:
-    """The waits in progress of a process. Thread-safe."""
+    """The open waits of a process. Thread-safe."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._lock = now, threading.Lock()
@@ -33,7 +33,7 @@ class Waits:
 
     @contextmanager
     def of(self, who: str, whom: str) -> Iterator[None]:
-        """Count the block as a wait of `who` for `whom`."""
+        """Record the block as a wait of `who` for `whom`."""
         wait = _Wait(who, whom, self._now())
         with self._lock:
             self._open[id(wait)], self._last = wait, wait.began
@@ -45,16 +45,16 @@ class Waits:
                 self._last = self._now()
 
     def moved(self) -> None:
-        """Note a movement without a wait, such as an item of a stream."""
+        """Record a movement other than the start or end of a wait, such as an item of a stream."""
         self._last = self._now()
 
     def idle_seconds(self) -> float:
-        """Return the seconds since the last movement; 0 without an open wait."""
+        """Return the seconds since the last movement; 0 if no wait is open."""
         with self._lock:
             return self._now() - self._last if self._open else 0.0
 
     def text(self) -> str:
-        """Return the open waits in words, the longest first, with equal ones counted."""
+        """Describe the open waits, the longest first; equal waits are counted."""
         with self._lock:
             now, found = self._now(), list(self._open.values())
         lines: dict[str, tuple[int, float]] = {}
@@ -64,7 +64,7 @@ class Waits:
             lines[line] = count + 1, max(seconds, now - wait.began)
         longest = sorted(lines.items(), key=lambda item: -item[1][1])
         shown = [
-            f"{line}{f' ({count} times)' if count > 1 else ''} since {seconds:.0f} s"
+            f"{line}{f' ({count} times)' if count > 1 else ''}, for {seconds:.0f} s"
             for line, (count, seconds) in longest[:SHOWN]
         ]
         return "; ".join(shown + ([f"and {len(longest) - SHOWN} more"] if len(longest) > SHOWN else []))
@@ -83,13 +83,13 @@ def watchdog(
     waits: Waits = WAITS,
     patience: float = PATIENCE_S,
 ) -> Iterator[None]:
-    """Watch, from a separate thread, for a run in which nothing moves while the block runs.
+    """While the block runs, detect from a separate thread that nothing moves.
 
     Args:
-        report: gets the open waits after `patience` seconds without a movement, and at doubling intervals after that.
-        end: gets them after `limit` seconds, once; None: never.
-        progress: its value changes while a long call makes progress.
-        is_on: whether waits count; starting and ending a run have their own time limits.
+        report: called with the open waits after `patience` seconds without a movement, then at doubling intervals.
+        end: called once with the open waits after `limit` seconds without a movement.
+        progress: returns a value that changes while a long call makes progress.
+        is_on: returns whether waits count; the start and the end of a run have separate time limits.
     """
     done = threading.Event()
     first = min(patience, limit or patience)

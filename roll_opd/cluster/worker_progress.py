@@ -1,7 +1,7 @@
-"""Publish the progress of workers in long calls to the driver, through Ray's key-value store; await ranks' files.
+"""Publish the progress of workers in long calls through Ray's key-value store, and wait for files of ranks.
 
-A worker cannot answer during a call, so a long call publishes its progress at intervals. A short call publishes nothing
-and has no extra cost. `Writing` waits for files that ranks write in the background.
+A worker cannot answer during a call, so a long call publishes its progress at intervals for the driver. A short call
+publishes nothing and has no extra cost. `Writing` waits for files that ranks write in the background.
 """
 
 import time
@@ -17,7 +17,7 @@ INTERVAL_S = 5.0
 
 
 class MicroBatches:
-    """Callback with (started, total): publishes how many micro-batches a role has started in its current call."""
+    """Callback with the arguments (started, total): publishes how many micro-batches a role's call has started."""
 
     def __init__(self, role: str) -> None:
         self._key = f"{_prefix()}{role}"
@@ -46,7 +46,7 @@ class MicroBatches:
 
 
 def running_calls() -> dict[str, tuple[int, int]]:
-    """Return (started, total) micro-batches of the long calls of this run, by role."""
+    """Return role -> (started, total) micro-batches of its current long call in this run."""
     try:
         keys = [key.decode() for key in _internal_kv_list(_prefix())]
         found = {key.removeprefix(_prefix()): _internal_kv_get(key) for key in keys}
@@ -61,13 +61,13 @@ def _prefix() -> str:
 
 
 class Writing:
-    """Running `save` calls of some groups of ranks."""
+    """The running `save` calls of some groups of ranks."""
 
     def __init__(self, groups: Sequence[ActorGroup]) -> None:
         self.groups = tuple(groups)
 
     async def files(self, *, wait: bool) -> list[Path] | None:
-        """Return all files if written. If not, `wait` for them, or return None. Raises the exception of a rank."""
+        """Return all files once written; until then, `wait` or return None. Raises the exception of a rank."""
         found: set[Path] = set()
         for group in self.groups:
             for files in await group.call("written", wait=wait):

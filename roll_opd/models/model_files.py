@@ -30,7 +30,7 @@ MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 
 def decoder_name(name: str) -> str:
-    """Return the name that a tensor has in a checkpoint of the text model alone."""
+    """Return the name that a tensor has in a checkpoint of only the text model."""
     return name.replace(TEXT_PREFIX, "model.", 1) if name.startswith(TEXT_PREFIX) else name
 
 

@@ -174,7 +174,7 @@ def remark(name: str, *, has_gpus: bool) -> str | None:
 
 
 def usable(args: Mapping[str, Any], *, has_kernels: bool) -> dict[str, Any]:
-    """Return the options; without `has_kernels` (Transformer Engine), leave out those that need Transformer Engine."""
+    """Return the options; without `has_kernels`, leave out options that need Transformer Engine."""
     if has_kernels:
         return dict(args)
     found = {name: value for name, value in args.items() if name not in FOR_GPUS or not value}

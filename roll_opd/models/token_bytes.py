@@ -8,7 +8,7 @@ change bytes.
 Supported formats are BPE over bytes (with GPT-2's table of characters), and SentencePiece's: BPE or Unigram over
 characters, with `▁` for a space and with tokens `<0xNN>` for single bytes.
 
-Legend: n bytes, U tokens into which they are cut, V token ids.
+Legend: n bytes of a text, U tokens of the text, V token ids.
 """
 
 import json

@@ -28,7 +28,7 @@ def test_a_blocked_part_is_named_by_each_that_waits_for_it() -> None:
     first, last = reports
     assert first.startswith("Nothing has moved for 0 s: ") and "(stall_timeout_s)" in last
     for report in reports:
-        assert "the learner waits for the scorer since" in report and "the scorer waits for teacher t since" in report
+        assert "the learner waits for the scorer, for" in report and "the scorer waits for teacher t, for" in report
     assert waits.idle_seconds() == 0
 
 
@@ -51,5 +51,5 @@ def test_equal_waits_are_counted() -> None:
         now[0] = 5
         with waits.of("a", "b"), waits.of("c", "d"):
             now[0] = 7
-            assert waits.text() == "a waits for b (2 times) since 7 s; c waits for d since 2 s"
+            assert waits.text() == "a waits for b (2 times), for 7 s; c waits for d, for 2 s"
             assert waits.idle_seconds() == 2

@@ -1,6 +1,6 @@
-"""Program of the fork server: imports libraries and serves forks of itself to processes of the same user.
+"""Program of the fork server: imports libraries, and forks itself on request of processes of the same user.
 
-The server has two processes. One is a fork of the other; it imports Megatron's modules while the other imports vLLM.
+The server has two processes, of which one is a fork. The fork imports Megatron's modules while the other imports vLLM.
 """
 
 import ctypes
@@ -57,19 +57,19 @@ GPU_CORE = (  # imports of an engine core at its start, on a GPU
 
 
 def exit_with_parent(parent: int) -> None:
-    """Make this process die with its parent process `parent`, also if SIGKILL ends the parent, and during imports."""
+    """Make this process die with its parent process `parent`, even after a SIGKILL of the parent or during imports."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit()
 
 
 def preload_and_serve(requests: TextIO, listeners: Mapping[str, int], alive: int) -> None:
-    """Import Megatron's modules and the requested ones of vLLM; serve forks until the other end of `alive` is closed.
+    """Import Megatron's modules and the requested vLLM modules; serve forks until the other end of `alive` is closed.
 
-    `requests` is JSON that the driver writes after reading its configuration; `listeners` are the sockets of MEGATRON
-    and ENGINES. Failing imports are ignored here; the process that needs the module reports the error. The forks import
-    Ray, since Ray reads its job from the environment at import. If an import has initialised CUDA, requests are
-    refused: CUDA cannot be used in a fork of such a process.
+    `requests` is JSON that the driver writes after it has read its configuration. `listeners` are the sockets of
+    MEGATRON and ENGINES. Failing imports are ignored here; the process that needs the module reports the error. Ray is
+    imported only in the forks, because it reads its job from the environment at import. If an import has initialised
+    CUDA, requests are refused, because CUDA cannot be used in a fork of such a process.
     """
     from roll_opd.base.optional_torch_packages import broken_companions, hide
     from roll_opd.inference.engine_arguments import prepare_environment
@@ -77,7 +77,7 @@ def preload_and_serve(requests: TextIO, listeners: Mapping[str, int], alive: int
     modules: dict[str, Any] = sys.modules
     modules["ray"] = None  # vLLM tries to import it
     hide(broken_companions())
-    gc.disable()  # collections find nothing, and take a fifth of the time
+    gc.disable()  # garbage collections find nothing and take a fifth of the time
     prepare_environment(eager_on_cpu=False)  # vLLM reads a part of it at import
     nvml_check = os.environ.get(NVML_CHECK)
     os.environ[NVML_CHECK] = "1"
@@ -98,7 +98,7 @@ def preload_and_serve(requests: TextIO, listeners: Mapping[str, int], alive: int
     if is_open(CUDA_DEVICE):
         print(f"an import initialised CUDA, so workers ({kind}) start without preloaded libraries", file=sys.stderr)
         os.close(listeners[kind])  # requests fail immediately
-        os.read(alive, 1)  # until the driver closes it: the other server process must not end
+        os.read(alive, 1)  # wait until the driver closes it, because the other server process must not end
         return
     gc.freeze()  # so that collections in the forks do not copy these pages
     gc.enable()
@@ -118,7 +118,7 @@ def is_open(device: str) -> bool:
 
 
 def _import_engines(request: Mapping[str, Any]) -> None:
-    """Import the requested parts of vLLM, with the request's `variables` in the environment."""
+    """Import the requested parts of vLLM with the request's `variables` set in the environment."""
     modules: dict[str, Any] = sys.modules
     wanted = request.get("engines", "")
     os.environ |= request.get("variables", {})
@@ -136,10 +136,10 @@ def _import_engines(request: Mapping[str, Any]) -> None:
 
 
 def _prepare_cores() -> None:
-    """Set up the engine core once for all forks: logging, and CPU kernels in place of Triton's.
+    """Prepare the engine core once for all forks: set up logging, and CPU kernels in place of Triton's.
 
-    An engine core would search every module for Triton kernels, which takes 0.7 s. Only vLLM's modules are searched
-    here.
+    An engine core would search every loaded module for Triton kernels, which takes 0.7 s. Here only vLLM's modules are
+    searched.
     """
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
@@ -179,9 +179,9 @@ class _SameUserSocket(socket.socket):
 
 @contextmanager
 def lazy_compile() -> Iterator[None]:
-    """Postpone `torch.compile` of functions decorated inside the block to their first call.
+    """Postpone `torch.compile` of the functions that are decorated inside the block until their first call.
 
-    Megatron decorates some functions that are rarely called on CPUs; this avoids the import of the compiler.
+    Megatron decorates functions that are rarely called on CPUs; postponing avoids importing the compiler.
     """
     torch: Any = importlib.import_module("torch")
     compile_now = torch.compile

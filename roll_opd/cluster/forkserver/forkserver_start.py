@@ -1,14 +1,14 @@
-"""Start a fork server that imports the libraries of a run once; workers are forks of it.
+"""Start a fork server that imports the libraries of a run only once; workers are forks of the server.
 
-torch, Megatron and vLLM take 8 s of CPU or more to import, and a run on one machine has at least five processes that
-need them. The fork server (Python's `multiprocessing.forkserver`) imports them once in two processes, for Megatron's
-roles and for engines, while the driver reads its data and starts Ray. Ray then starts `forkserver_worker` in place of
-the interpreter; it requests a fork that runs the worker's program. vLLM's engine core is a fork of the same server as
-its client. If a run sets variables that are read at import (`read_at_import`), the server is restarted with
-them, which takes a second or two.
+Importing torch, Megatron and vLLM takes at least 8 s of CPU time, and a run on one machine has at least five processes
+that need them. The fork server (Python's `multiprocessing.forkserver`) imports them once in each of two processes, one
+for Megatron's roles and one for engines, while the driver reads its data and starts Ray. In place of the interpreter,
+Ray then starts `forkserver_worker`, which requests a fork that runs the worker's program. vLLM's engine core is forked
+from the same server process as its client. If a run sets variables that are read at import (`read_at_import`), the
+server is restarted with these variables, which takes one or two seconds.
 
-The server is also used with NVIDIA GPUs: it does not initialise CUDA, and refuses requests if an import has initialised
-it (`forkserver_main`).
+The server is also used with NVIDIA GPUs. It does not initialise CUDA, and it refuses requests if an import has done so
+(see `forkserver_main`).
 """
 
 import json
@@ -45,7 +45,7 @@ class ForkServer:
         self._alive: int | None = None  # pipe end whose closing ends the server's forks
 
     def serve(self, plan: RunPlan, say: Callable[[str], object] = print) -> None:
-        """Import the modules for the processes of `plan`; print with `say` the roles that start without preloading."""
+        """Import the modules that the processes of `plan` need; print with `say` the roles that start without this."""
         if self._process is None:
             return
         wanted = wanted_by(plan)
@@ -58,7 +58,7 @@ class ForkServer:
         self.import_for(wanted)
 
     def import_for(self, wanted: Mapping[str, Any]) -> None:
-        """Import the modules of a request (of `wanted_by`), with its variables in the environment."""
+        """Import the modules of a request (see `wanted_by`) with its variables set in the environment."""
         if self._process is None:
             return
         from_start = wanted["variables"][MEGATRON]
@@ -98,7 +98,7 @@ class ForkServer:
                 stderr=output,
                 start_new_session=True,  # not interrupted by Ctrl-C in the terminal
             )
-            os.close(alive)  # with the listeners, so that requests to a dead server fail immediately
+            os.close(alive)  # the listeners too: requests to a dead server then fail immediately
         os.environ[ADDRESS] = address
 
     def end(self) -> None:
@@ -116,7 +116,7 @@ class ForkServer:
 
 
 def wanted_by(plan: RunPlan) -> dict[str, Any]:
-    """Return the request for `ForkServer.import_for`: parts of vLLM to import, and both server processes' variables."""
+    """Return a request for `ForkServer.import_for`: parts of vLLM to import, variables of both server processes."""
     engines = plan.inference_roles().values()
     eager = all(role.engine_args.get("enforce_eager", True) for role in engines)
     kind = GPU_ENGINES if has_gpu_driver() else EAGER_ENGINES if eager else ANY_ENGINE
@@ -125,10 +125,10 @@ def wanted_by(plan: RunPlan) -> dict[str, Any]:
 
 
 def may_fork() -> bool:
-    """Whether workers may be forks; false in a joined cluster, and if the user has switched the fork server off.
+    """Whether workers may be forks; false in a joined cluster, and if the user has disabled the fork server.
 
-    Only NVIDIA's driver for Linux shows whether a process has initialised its devices; with other drivers, workers are
-    not forks.
+    Only NVIDIA's driver for Linux shows whether a process has initialised its devices. With other drivers, workers are
+    therefore not forks.
     """
     can_tell = not has_gpu_driver() or has_nvidia_driver()
     return can_tell and not os.environ.get("RAY_ADDRESS") and os.environ.get(PRELOAD) != "0"
@@ -136,9 +136,9 @@ def may_fork() -> bool:
 
 @contextmanager
 def fork_server() -> Iterator[ForkServer]:
-    """Run a fork server inside the block; it imports in the background.
+    """Run a fork server inside the block; it imports libraries in the background.
 
-    The server ends with this process, also after a SIGKILL.
+    The server ends with this process, even if SIGKILL ends this process.
     """
     outer = {name: os.environ.pop(name) for name in (ADDRESS, SERVED) if name in os.environ}  # of an outer run
     server = ForkServer()
@@ -157,7 +157,7 @@ def is_open() -> bool:
 
 
 def variables(kind: str, system_envs: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that make a worker start as a fork of `kind`; empty if it starts without preloading.
+    """Return the variables with which a worker starts as a fork of `kind`; empty if it starts without preloading.
 
     `system_envs` are the variables that the run and the worker's role set.
     """
@@ -165,8 +165,8 @@ def variables(kind: str, system_envs: Mapping[str, Any]) -> dict[str, str]:
     return {KIND: kind} if is_open() and needed(kind, system_envs) == served.get(kind, {}) else {}
 
 
-# prefixes of variables that no import of the server reads: communication, Ray (imported by the forks), trackers
-# (imported by the driver), kernels (chosen by a rank)
+# Prefixes of variables that no import of the server reads: communication, Ray (imported by the forks), trackers
+# (imported by the driver), kernels (chosen by each rank).
 READ_AT_USE = (
     *("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "RAY_", "MASTER_"),
     *("WANDB_", "SWANLAB_", "MLFLOW_", "TOKENIZERS_PARALLELISM"),
@@ -177,7 +177,7 @@ VLLM_PREFIX = "VLLM_"  # read when vLLM is imported, only in the engines' server
 
 
 def read_at_import(variables: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that a server must have from its start."""
+    """Return the variables that must be set when a server starts."""
     return {
         name: str(value)
         for name, value in variables.items()
@@ -186,13 +186,13 @@ def read_at_import(variables: Mapping[str, Any]) -> dict[str, str]:
 
 
 def needed(kind: str, variables: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that a server of `kind` must set before its imports, so that forks equal new processes."""
+    """Return the variables that a server of `kind` must set before it imports, so that forks equal new processes."""
     of_vllm = {name: str(value) for name, value in variables.items() if name.startswith(VLLM_PREFIX)}
     return read_at_import(variables) | (of_vllm if kind == ENGINES else {})
 
 
 def of_servers(plan: RunPlan) -> dict[str, dict[str, str]]:
-    """Return the import-time variables of Megatron's and of the engines' server: those shared by all their roles."""
+    """Return the import-time variables of both servers (Megatron, engines): the variables that all its roles share."""
     megatron, engines = ([role.env for role in roles.values()] for roles in (plan.megatron_roles(), _engines(plan)))
     from_start = _shared([read_at_import({**plan.env, **env}) for env in (*megatron, *engines)])
     of_vllm = _shared([needed(ENGINES, {**plan.env, **env}) for env in engines])
@@ -201,7 +201,7 @@ def of_servers(plan: RunPlan) -> dict[str, dict[str, str]]:
 
 
 def cold_roles(plan: RunPlan, served: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
-    """Return the roles that start without preloading, each with the variables that differ from its server's."""
+    """Return role -> variables that differ from its server's, for the roles that start without preloading."""
     roles = [(name, MEGATRON, role.env) for name, role in plan.megatron_roles().items()]
     roles += [(name, ENGINES, role.env) for name, role in _engines(plan).items()]
     wanted = {name: (needed(kind, {**plan.env, **env}), served[kind]) for name, kind, env in roles}

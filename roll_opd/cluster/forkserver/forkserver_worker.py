@@ -1,6 +1,6 @@
-"""Program in place of Ray's `setup_worker.py` that starts a Ray worker as a fork of the fork server.
+"""Replacement for Ray's program `setup_worker.py`: starts a Ray worker as a fork of the fork server.
 
-This file imports only the standard library, so it starts in 0.1 s; see `forkserver_start`.
+This file imports only the standard library, so that it starts in 0.1 s; see `forkserver_start`.
 """
 
 import atexit
@@ -12,7 +12,7 @@ from multiprocessing import context, forkserver, reduction, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-# environment variables: name of the server's abstract sockets; kind of server process that a worker is a fork of
+# environment variables: name of the server's abstract sockets; server process (kind) of which a worker is a fork
 ADDRESS, KIND = "ROLL_OPD_FORKSERVER", "ROLL_OPD_FORKSERVER_KIND"
 CONTEXT = "--serialized-runtime-env-context="
 RAY_PROGRAMS = "/ray/_private/workers/"
@@ -24,7 +24,7 @@ _CONTEXTS: Any = vars(context)["_concrete_contexts"]
 
 
 def address_of(server: str, kind: str) -> str:
-    """Return the name of the abstract socket of a server process of `kind`."""
+    """Return the name of the abstract socket of the server process `kind`."""
     return f"{server}-{kind}"
 
 
@@ -38,7 +38,7 @@ def connect(address: str) -> None:
 
 
 class ForkedProcess(ForkServerProcess):
-    """Fork of the server with the environment and the output of the process that starts it."""
+    """A fork of the server that has the environment and the output of the process that starts it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         output, errors = (reduction.DupFd(number) for number in (1, 2))
@@ -46,7 +46,7 @@ class ForkedProcess(ForkServerProcess):
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
-        """Start the fork without importing Ray's worker program as `__main__`, a useless import that takes 0.5 s."""
+        """Start the fork without importing Ray's worker program as `__main__`: this takes 0.5 s and is not needed."""
         main = sys.modules["__main__"]
         program = getattr(main, "__file__", None)
         if program and RAY_PROGRAMS in program:
@@ -59,14 +59,14 @@ class ForkedProcess(ForkServerProcess):
 
 
 class ForkedContext(ForkServerContext):
-    """Replacement of `multiprocessing`'s context `spawn`."""
+    """Replacement for the context `spawn` of `multiprocessing`."""
 
     _name = "spawn"
     Process = ForkedProcess
 
 
 def _set_up_fork(kind: type[ForkedProcess], environment: dict[str, str], output: Any, errors: Any) -> ForkedProcess:
-    """Set environment, threads and output of this fork as in a new process, before its task is unpickled."""
+    """Set the environment, threads and output of this fork as in a new process, before its task is unpickled."""
     import tempfile
 
     import torch
@@ -85,7 +85,7 @@ def _set_up_fork(kind: type[ForkedProcess], environment: dict[str, str], output:
 
 
 def fork_instead_of_spawning() -> None:
-    """Make libraries in this process fork from the connected server where they use `spawn`."""
+    """Make libraries in this process fork from the connected server when they would use `spawn`."""
     _CONTEXTS["spawn"] = ForkedContext()
 
 
@@ -107,7 +107,7 @@ def _run_program(arguments: list[str]) -> None:
 
 
 def _setup() -> None:
-    """Start the worker as a fork; run Ray's `setup_worker.py` for a worker without preloading."""
+    """Start the worker as a fork; for a worker without preloading, run Ray's `setup_worker.py`."""
     program, *arguments = sys.argv[1:]
     context = next((each for each in arguments if each.startswith(CONTEXT)), CONTEXT + "{}")
     variables = json.loads(context.removeprefix(CONTEXT)).get("env_vars", {})

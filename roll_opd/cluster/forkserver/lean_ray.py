@@ -15,7 +15,7 @@ from roll_opd.cluster.forkserver import forkserver_start, forkserver_worker, stu
 # methods of Node: the autoscaler; the dashboard server, which Ray waits for even without a dashboard
 UNUSED = ("start_monitor", "start_api_server")
 LOGS = "start_log_monitor"  # sends the workers' output to the driver
-SETUP = "SETUP_WORKER_FILENAME"  # joined to a directory: an absolute path is kept
+SETUP = "SETUP_WORKER_FILENAME"  # is joined to a directory; an absolute path stays absolute
 PROGRAM = "_build_python_executable_command_memory_profileable"  # of services: command of a Python program of Ray
 MAX_CONCURRENT_FORKS = 64
 AGENT = "dashboard_agent"  # component name passed to PROGRAM
@@ -23,9 +23,9 @@ AGENT = "dashboard_agent"  # component name passed to PROGRAM
 
 @contextmanager
 def lean(*, shows_logs: bool) -> Iterator[None]:
-    """Patch Ray inside the block to start without `UNUSED` and the dashboard agent, and with forked workers.
+    """Inside the block, patch Ray to start without `UNUSED` and the dashboard agent, and with forked workers.
 
-    The patched names are private: if a Ray release lacks one, that part starts normally.
+    The patched names are private; if a Ray release lacks one of them, that part of Ray starts normally.
     """
     changed: list[tuple[Any, str, Any]] = []
 
@@ -59,7 +59,7 @@ def _nothing() -> Callable[..., None]:
 
 
 def _without_agent(build: Any) -> Callable[..., list[str]]:
-    """Wrap `PROGRAM`: the dashboard agent's command becomes that of `stub_dashboard_agent`."""
+    """Wrap `PROGRAM`: the dashboard agent's command is replaced by the command of `stub_dashboard_agent`."""
 
     def command(component: str, *args: Any, **options: Any) -> list[str]:
         if component == AGENT:

@@ -1,7 +1,7 @@
-"""Program in place of Ray's dashboard agent: reports that no port is in use, and exits with its raylet.
+"""Replacement for Ray's dashboard agent: reports that no port is in use, and exits with its raylet.
 
-A raylet needs the agent's files to start and exits with its agent. Ray's agent spends 2 s on importing unused servers
-for metrics and jobs; this one runs without site packages and starts immediately.
+A raylet needs its agent's files to start, and exits if its agent exits. Ray's agent takes 2 s to import servers for
+metrics and jobs that a run does not use. This program runs without site packages and starts immediately.
 """
 
 import sys
@@ -12,7 +12,7 @@ NOT_IN_USE = "-1"
 
 
 def main(arguments: list[str]) -> None:
-    """Write the port files for the session and node in Ray's `arguments`; return when the raylet ends."""
+    """Write the port files for the session and node that Ray's `arguments` name; return when the raylet ends."""
     named = dict(each.removeprefix("--").split("=", 1) for each in arguments if each.startswith("--") and "=" in each)
     for port in PORTS:
         file = Path(named["session-dir"]) / f"{port}_{named['node-id']}"

@@ -1,7 +1,7 @@
 """Connection between two hosts that carries JSON objects, one per line, and heartbeats.
 
-A host lost by a power or network failure is detected by missing heartbeats. Packet loss for 20 s is not a failure,
-since TCP sends again after at most 26 s.
+Missing heartbeats show that a host was lost by a power or network failure. Packet loss for 20 s does not count as a
+failure, because TCP sends again after at most 26 s.
 """
 
 import json
@@ -18,7 +18,7 @@ MAX_MESSAGE = 2**24  # bytes
 
 
 class HeartbeatChannel:
-    """One end of a connection. `inbox` gets (channel, message) for each message, (channel, None) at the end."""
+    """One end of a connection. `inbox` gets (channel, message) for each message, and (channel, None) at the end."""
 
     def __init__(
         self, connection: socket.socket, inbox: "queue.Queue[tuple[HeartbeatChannel, dict[str, Any] | None]]"
@@ -32,7 +32,7 @@ class HeartbeatChannel:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def send(self, **message: Any) -> bool:
-        """Send `message`; return False if the connection is broken (the inbox then also gets None)."""
+        """Send `message`; return False if the connection is broken (the inbox then also gets (channel, None))."""
         with self._lock:
             try:
                 self._connection.sendall(json.dumps(message).encode() + b"\n")
@@ -41,7 +41,7 @@ class HeartbeatChannel:
         return True
 
     def close(self) -> None:
-        """Close the connection after all sent messages."""
+        """Close the connection after all messages have been sent."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()

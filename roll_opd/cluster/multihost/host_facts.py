@@ -1,4 +1,4 @@
-"""Facts about a host (versions, GPUs, model files, shared directory), and their comparison with host 0."""
+"""Collect facts about a host (versions, GPUs, model files, shared directory), and compare them with host 0's."""
 
 import hashlib
 import os
@@ -22,7 +22,7 @@ def facts() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be equal on all hosts; this package's includes a hash of its files."""
+    """Return the versions that must be equal on all hosts; the version of this package includes a hash of its files."""
     package = Path(roll_opd.__file__).parent
     files = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -39,7 +39,7 @@ def count_gpus() -> int:
 
 
 def model_files(path: str) -> dict[str, int]:
-    """Return the size in bytes of each loaded file of a model; empty without a config.json."""
+    """Return the size in bytes of each file of a model that is loaded; empty without a config.json."""
     directory = Path(path)
     if not (directory / "config.json").is_file():
         return {}
@@ -47,13 +47,13 @@ def model_files(path: str) -> dict[str, int]:
 
 
 def look(models: Sequence[str], directory: str | None, nonce: str) -> dict[str, Any]:
-    """Return this host's files of `models`, and its reply to host 0's file `nonce` in the shared `directory`."""
+    """Return this host's files of `models`, and its reply to the file `nonce` of host 0 in the shared `directory`."""
     answer = _answer(Path(directory), nonce) if directory else ""
     return {"models": {path: model_files(path) for path in models}, "answer": answer}
 
 
 def _answer(directory: Path, nonce: str) -> str:
-    """Create a file next to `nonce`; return its name, "" if `nonce` is missing or the directory is not writable."""
+    """Create a file next to `nonce`; return its name, or "" if `nonce` is missing or `directory` is not writable."""
     name = f"{nonce}.{os.urandom(8).hex()}"
     if not wait_for_file(directory / nonce):
         return ""
@@ -65,7 +65,7 @@ def _answer(directory: Path, nonce: str) -> str:
 
 
 def wait_for_file(path: Path) -> bool:
-    """Wait until `path` exists, at most `VISIBLE_TIMEOUT_S`; return whether it exists."""
+    """Wait at most `VISIBLE_TIMEOUT_S` until `path` exists; return whether it exists."""
     deadline = time.monotonic() + VISIBLE_TIMEOUT_S
     while not path.exists():
         if time.monotonic() > deadline:
@@ -75,7 +75,7 @@ def wait_for_file(path: Path) -> bool:
 
 
 def differences(own: Mapping[str, Any], other: Mapping[str, Any], devices: int) -> list[str]:
-    """Return a host's differences from host 0, as phrases that follow its name. `devices`: GPUs that each needs."""
+    """Return how a host differs from host 0, as phrases that follow its name. `devices`: GPUs that a host needs."""
     found = [
         f"has {name} {theirs} and host 0 has {ours}; install the same"
         for name, ours in own["versions"].items()
@@ -89,7 +89,7 @@ def differences(own: Mapping[str, Any], other: Mapping[str, Any], devices: int) 
 
 
 def model_problems(own: Mapping[str, Mapping[str, int]], other: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Return the model files that differ from host 0's or are missing, in the form of `differences`."""
+    """Return phrases like `differences` for model files that are missing or differ from host 0's."""
     found = []
     for path, files in own.items():
         theirs = other.get(path, {})
@@ -97,7 +97,7 @@ def model_problems(own: Mapping[str, Mapping[str, int]], other: Mapping[str, Map
             found.append(f"has no model at {path} (no config.json); put it there, at the same path on every host")
         elif differing := sorted(name for name, size in files.items() if theirs.get(name) != size):
             others = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-            found.append(f"has another {differing[0]}{others} at {path} than host 0, or none; copy the model again")
+            found.append(f"lacks {differing[0]}{others} of {path}, or differs from host 0 there; copy the model again")
     return found
 
 

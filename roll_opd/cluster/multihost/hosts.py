@@ -1,4 +1,4 @@
-"""Coordinate the hosts of a run from host 0: wait for them, check them, and start their Ray nodes."""
+"""Coordinate the hosts of a run from host 0: wait for the hosts, check them, and start their Ray nodes."""
 
 import os
 import queue
@@ -28,7 +28,7 @@ class Hosts:
     def __init__(self, host: LaunchedHost, again: float = 0.0) -> None:
         """Listen for the other hosts. Raises LaunchError if the port is in use.
 
-        `again`: seconds for which the other hosts wait for a restarted driver; 0: the run is not restarted.
+        `again`: how many seconds the other hosts wait for a restarted driver; 0: the run is not restarted.
         """
         self._host, self._again = host, again
         self._run = os.environ.get(RUN, "") or uuid.uuid4().hex
@@ -47,7 +47,7 @@ class Hosts:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def gather(self, seconds: float, say: Callable[[str], None]) -> None:
-        """Wait for all hosts, at most `seconds`. Raises LaunchError with the missing hosts."""
+        """Wait at most `seconds` for all hosts. Raises a LaunchError that names missing hosts."""
         self._late = 0.0
         with StartupProgress(say=say).waiting_for("the other hosts"):
             self._await_all(time.monotonic() + seconds)
@@ -62,9 +62,10 @@ class Hosts:
             raise LaunchError([*problems, *self._refused])
 
     def check(self, models: Sequence[str], directory: str | None, devices: int) -> None:
-        """Check versions, `models`, GPUs and the shared `directory` on all hosts; raises LaunchError with all problems.
+        """Check versions, `models`, GPUs and the shared `directory` on all hosts; LaunchError lists all problems.
 
-        `directory` None: not checked. `devices`: GPUs that each host needs, if the hosts have GPUs.
+        If `directory` is None, it is not checked. `devices` is the number of GPUs that each host needs if the hosts
+        have GPUs.
         """
         own, problems = self._facts[0], list(self._refused)
         mine = {path: host_facts.model_files(path) for path in models}
@@ -88,9 +89,9 @@ class Hosts:
             raise LaunchError(problems)
 
     def join(self, address: str, slots: int, seconds: float) -> None:
-        """Start a Ray node with `slots` on each host that joins the cluster at `address`.
+        """Start a Ray node with `slots` on each host; the nodes join the cluster at `address`.
 
-        Raises ClusterError with the hosts that fail or take longer than `seconds`.
+        Raises a ClusterError that names the hosts that fail or take longer than `seconds`.
         """
         request = {"address": address, "slots": slots, "warm": self.warm, "environment": token_variables()}
         found = self._request(seconds, join=request)
@@ -105,12 +106,12 @@ class Hosts:
             raise ClusterError("\n".join(failed))
 
     def start_ranks(self, command: Mapping[str, Any]) -> None:
-        """Start each host's share of the ranks of a program; see `torch_ranks`."""
+        """Start each host's part of the ranks of a program; see `torch_ranks`."""
         for rank, channel in self._channels.items():
             channel.send(ranks={**command, "host": rank})
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """Call `lost` from a thread with a message about each lost or failed host."""
+        """From a thread, call `lost` with a message for each host that is lost or fails."""
 
         def run() -> None:
             while True:
@@ -123,7 +124,7 @@ class Hosts:
         threading.Thread(target=run, daemon=True).start()
 
     def end(self, code: int, *, again: bool = False) -> None:
-        """End the other hosts with exit code `code`; if `again` is set, they wait for a restarted driver instead."""
+        """Make the other hosts exit with `code`; if `again` is set, they wait for a restarted driver instead."""
         self._await_all(time.monotonic() + self._late)
         for channel in self._channels.values():
             channel.send(end=code, again=again)
@@ -137,7 +138,7 @@ class Hosts:
         return [first, *(self._channels[rank].there for rank in range(1, self._host.size))]
 
     def name(self, rank: int) -> str:
-        """Return a host as text for messages."""
+        """Return the name of a host for messages."""
         where = self._channels[rank].there if rank in self._channels else self._host.address
         return f"host {rank} ({self._facts[rank]['name']}, {where})" if rank in self._facts else f"host {rank}"
 
@@ -159,7 +160,7 @@ class Hosts:
                 del self._channels[rank]  # it may reconnect
 
     def _request(self, seconds: float, **message: Any) -> dict[int, dict[str, Any]]:
-        """Send `message` to all hosts; return the answers by rank. Raises ClusterError if a host is lost."""
+        """Send `message` to all hosts; return their answers by rank. Raises ClusterError if a host is lost."""
         for channel in self._channels.values():
             channel.send(**message)
         deadline = time.monotonic() + seconds
@@ -175,9 +176,9 @@ class Hosts:
         return found
 
     def _take(self, deadline: float | None) -> tuple[int, dict[str, Any] | None] | None:
-        """Return (rank, next message), or (rank, None) for a closed channel; None at `deadline`.
+        """Wait for the next message; return (rank, message), (rank, None) for a closed channel, or None at `deadline`.
 
-        Adds joining hosts. Signals received by a host are sent to this process.
+        Adds hosts that join. A signal that a host has received is sent to this process.
         """
         while True:
             try:
@@ -206,7 +207,7 @@ class Hosts:
         if not 0 < rank < self._host.size or message["size"] != self._host.size or is_another:
             who = f"{message['name']} ({channel.there}) reports rank {rank} of {message['size']}"
             why = f"as {there.there} does" if there and is_another else f"but the run has {self._host.size} hosts"
-            self._refused.append(f"{who}, {why}; give every host another rank, and every run another MASTER_PORT")
+            self._refused.append(f"{who}, {why}; give each host its own rank and each run its own MASTER_PORT")
             channel.send(end=2, again=False)
             return False
         self._channels[rank], self._facts[rank] = channel, message
@@ -215,14 +216,14 @@ class Hosts:
 
 
 def dismiss(host: LaunchedHost, code: int) -> None:
-    """Release the waiting hosts of a run that cannot start, with exit code `code`."""
+    """Make the waiting hosts of a run that cannot start exit with `code`."""
     with suppress(LaunchError):
         Hosts(host).end(code)
 
 
 @contextmanager
 def _nonce(directory: Path) -> Iterator[tuple[str, Callable[[str], Path]]]:
-    """Create a file in `directory` inside the block; yield its name, and a function that registers another file.
+    """Create a file in `directory` for the block; yield its name, and a function that registers another file.
 
     The function takes a file name and returns its path. The files and new directories are removed at the end.
     """

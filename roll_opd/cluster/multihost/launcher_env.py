@@ -1,4 +1,4 @@
-"""Read rank, size and address of a multi-host run from the environment set by torchrun, srun or mpirun."""
+"""Read the rank, size and address of a multi-host run from the environment that torchrun, srun or mpirun sets."""
 
 import re
 import socket
@@ -14,7 +14,7 @@ PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # of torchrun's other variables
 
 
 class LaunchError(ConfigError):
-    """The hosts or the launch of a multi-host run are unusable; `problems` has one sentence for each problem."""
+    """The hosts of a multi-host run, or their environment, are unusable; `problems` has one sentence per problem."""
 
     def __str__(self) -> str:
         numbered = (f"  {number}. {text}" for number, text in enumerate(self.problems, 1))
@@ -42,7 +42,7 @@ class LaunchedHost:
 
 
 def launched(environ: Mapping[str, str]) -> LaunchedHost | None:
-    """Return this host of a multi-host run; None for a single host. Raises LaunchError for an unusable environment."""
+    """Return this host of a multi-host run; None for one host. Raises LaunchError if the environment is unusable."""
     variable = next((name for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK") if name in environ), "")
     if "RANK" in environ and "WORLD_SIZE" in environ:
         rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
@@ -67,13 +67,13 @@ def launched(environ: Mapping[str, str]) -> LaunchedHost | None:
     if here > 1:
         raise LaunchError(
             [
-                f"{here} processes were launched on a host; launch one on each, which starts the others: use {how};"
+                f"{here} processes were launched on a host; launch one on each, and it starts the others: use {how};"
                 f" for a run on this host only, unset {variable}"
             ]
         )
     if environ.get("RAY_ADDRESS"):
         raise LaunchError(
-            [f"RAY_ADDRESS names a Ray cluster, and {size} hosts were launched to make one; unset it, or start one"]
+            [f"RAY_ADDRESS names a Ray cluster, and {size} hosts were launched to make one; unset it, or launch one"]
         )
     address = environ.get("MASTER_ADDR") or first
     if not address:
@@ -87,19 +87,19 @@ def launched(environ: Mapping[str, str]) -> LaunchedHost | None:
 
 
 def forget(environ: MutableMapping[str, str]) -> None:
-    """Remove torchrun's variables, which libraries in a run's processes would read."""
+    """Remove torchrun's variables, because libraries in a run's processes would read them."""
     for name in [name for name in environ if name in TORCHRUN_VARIABLES or name.startswith(PREFIXES)]:
         del environ[name]
 
 
 def first_node(nodes: str) -> str:
-    """Return the first name of a Slurm node list: "n[003-006,9],m1" gives n003."""
+    """Return the first name in a Slurm node list: "n[003-006,9],m1" gives n003."""
     found = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^,]*)", nodes)
     return "".join(part or "" for part in found.groups()) if found else ""
 
 
 def _is_of_one_process(environ: Mapping[str, str]) -> bool:
-    """Whether Slurm has started only this process: the script of an sbatch job, or a terminal shell (srun --pty)."""
+    """Whether Slurm has started only this process: as the script of an sbatch job, or from a shell (srun --pty)."""
     return "SLURM_PTY_PORT" in environ or (environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ)
 
 

@@ -1,4 +1,4 @@
-"""Program of hosts other than host 0: runs a Ray node of a run, or some of the ranks of `roll-opd score`."""
+"""Program for hosts other than host 0: runs a Ray node of a run, or some ranks of `roll-opd score`."""
 
 import json
 import queue
@@ -119,14 +119,14 @@ class _Worker:
 
 
 class _Node:
-    """Process for this host's part of a run. It is separate because a process reads Ray's token only once."""
+    """Process that runs this host's part of a run; a separate process, because Ray's token is read once per process."""
 
     def __init__(self, inbox: "queue.Queue[Any]") -> None:
         self._inbox = inbox
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, program: str, request: dict[str, Any]) -> None:
-        """Start a program of this package with `request` on its standard input; its messages are put into the inbox."""
+        """Start a program of this package with `request` as its standard input; put its messages into the inbox."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.{program}"],
             stdin=subprocess.PIPE,

@@ -1,7 +1,7 @@
-"""Program for a Ray node on another host of a run; started by `multihost_worker` with a request on standard input.
+"""Program that runs a Ray node on a host other than host 0; `multihost_worker` starts it with a request as input.
 
-It writes JSON lines to standard output: {} after the start, {"failed": reason} if it does not start or a Ray process
-ends. It exits when its standard input closes, so it ends with the process that started it.
+It writes JSON lines to standard output: {} after the start, {"failed": reason} if Ray does not start or a Ray process
+ends. It exits when its standard input closes, and so when the process that started it ends.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 """Start a host's ranks of a torch program with torchrun, for `roll-opd score`.
 
-On other hosts it runs as a program, started by `multihost_worker` with a request on standard input. It writes
-{"failed": reason} to standard output if its ranks fail, and exits when its standard input closes.
+On hosts other than host 0, this module runs as a program that `multihost_worker` starts with a request as standard
+input. The program writes {"failed": reason} to standard output if its ranks fail, and exits when its standard input
+closes.
 """
 
 import json
@@ -27,10 +28,10 @@ LOCAL_ADDRESS = "localhost"  # this host's name may have no address
 
 
 def start(request: Mapping[str, Any], output: IO[str] | None = None) -> "subprocess.Popen[bytes]":
-    """Start `ranks` ranks of `module` with `arguments`; their output goes to `output`, by default this process's.
+    """Start `ranks` ranks of `module` with `arguments`; their output goes to `output` (default: this process's).
 
-    Keys for several `hosts`: number `host` of this one, its address `here`, host 0's `address`, and a free `port` there
-    for the rendezvous.
+    For several `hosts`: `host` is the number of this host, `here` its address, `address` the address of host 0, and
+    `port` a free port on host 0 for the rendezvous.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={request['ranks']}"]
     threads = str(max(1, (os.cpu_count() or 1) // request["ranks"]))
