@@ -1,6 +1,7 @@
 """Program of the fork server: imports libraries, and forks itself on request of processes of the same user.
 
-The server has two processes, of which one is a fork. The fork imports Megatron's modules while the other imports vLLM.
+The server has two processes. The second process is a fork of the first. It imports Megatron's modules while the first
+imports vLLM.
 """
 
 import ctypes

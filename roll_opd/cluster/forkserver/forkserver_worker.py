@@ -12,7 +12,7 @@ from multiprocessing import context, forkserver, reduction, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-# environment variables: name of the server's abstract sockets; server process (kind) of which a worker is a fork
+# environment variables: name of the server's abstract sockets; kind of server process that a worker is forked from
 ADDRESS, KIND = "ROLL_OPD_FORKSERVER", "ROLL_OPD_FORKSERVER_KIND"
 CONTEXT = "--serialized-runtime-env-context="
 RAY_PROGRAMS = "/ray/_private/workers/"
