@@ -29,7 +29,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Inference engines and, for the student's engines, their weight sync."""
+    """Inference engines; engines of the student also have a weight sync."""
 
     engines: ActorGroup
     sync: WeightSync | None = None  # transport of the student's weights to these engines

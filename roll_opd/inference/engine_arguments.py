@@ -40,15 +40,15 @@ KV_CACHE_LIMIT = 2**30  # bytes on a CPU; vLLM's default takes most of the machi
 CPU_BLOCK = 128  # tokens: vLLM's default on CPUs
 CPU_BLOCK_MULTIPLE = 32  # tokens: get_supported_kernel_block_sizes
 
-# engine argument -> its source in the run plan
+# engine argument -> why it cannot be set
 SET_BY_PLAN = {
-    "model": "the role's model path",
-    "dtype": "the role's dtype",
-    "max_model_len": "prompt and response lengths",
-    "seed": "the run's seed",
-    "tensor_parallel_size": "the number of devices per engine",
+    "model": "the role's model path sets it",
+    "dtype": "the role's dtype sets it",
+    "max_model_len": "the prompt and response lengths set it",
+    "seed": "the run's seed sets it",
+    "tensor_parallel_size": "the number of devices per engine sets it",
     "logprobs_mode": "log-probs are always of the sampled distribution",
-    "weight_transfer_config": "weights always come through the weight-transfer plugin",
+    "weight_transfer_config": "weights always arrive through the weight-transfer plugin",
 }
 
 
@@ -95,7 +95,7 @@ def check_engine_args(engine_args: Mapping[str, Any], known: set[str]) -> None:
     problems = []
     for name in engine_args:
         if name in SET_BY_PLAN:
-            problems.append(f"{name!r} cannot be set here: it follows from {SET_BY_PLAN[name]}")
+            problems.append(f"{name!r} cannot be set here: {SET_BY_PLAN[name]}")
         elif name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
             problems.append(f"{name!r} is not an engine argument of the installed vLLM; nearest: {nearest[0]!r}")

@@ -55,7 +55,7 @@ class TokenValueModel(PackedModel):
             del self.output_layer
 
     def forward(self, batch: PackedBatch, temperature: float) -> Tensor:  # type: ignore[override]
-        """Return the values of the states before scored tokens, f32 [M]; before the last stage, hidden states.
+        """On the last stage, return the value of the state before each scored token, f32 [M]; else hidden states.
 
         `temperature` has no effect.
         """

@@ -84,7 +84,7 @@ class Student(Learner):
         return _with_old_logprobs(samples, logprobs), _loss_metrics([update])
 
     async def optim_step(self, samples: Sequence[Sample], learning_rate: float | None) -> dict[str, float]:
-        """Make one update from the accumulated gradients of `samples`; learning rate None: the schedule's."""
+        """Make one update from the accumulated gradients of `samples`; `learning_rate` None: as scheduled."""
         update: Update = await self.group.call("optim_step", learning_rate)
         self._check_applied(update, samples)
         return optimizer_metrics([update])

@@ -62,7 +62,7 @@ class _CheckedEngine(_Engine):
             self._verifier.expect(update_info.entries, update_info.version)
 
     def finish_weight_update(self) -> None:
-        """Finalize the loaded weights, then verify them; the RuntimeError for missing weights names them."""
+        """Finalize and verify the loaded weights; raises a RuntimeError that names missing weights."""
         self._verifier.finish(super().finish_weight_update)
 
 

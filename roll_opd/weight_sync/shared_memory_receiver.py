@@ -72,7 +72,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         clone_pending(self.model, memory)
 
     def finish_weight_update(self) -> None:
-        """Finalize the loaded weights, then verify them; the RuntimeError for missing weights names them."""
+        """Finalize and verify the loaded weights; raises a RuntimeError that names missing weights."""
         assert self._verifier is not None
         self.version = self._verifier.finish(lambda: finalize_layerwise_reload(self.model, self.model_config))
         self._verifier = None

@@ -165,7 +165,7 @@ def test_the_end_of_a_host_is_reported(hosts: Hosts) -> None:
 def test_missing_model_files_are_a_problem() -> None:
     whole = {"/m": {"config.json": 2, "model.safetensors": 10}}
     (problem,) = host_facts.model_problems(whole, {"/m": {"config.json": 2, "model.safetensors": 9}})
-    assert "lacks model.safetensors of /m, or differs from host 0 there" in problem
+    assert "has a missing or different model.safetensors in /m" in problem
     assert host_facts.model_problems(whole, {"/m": {**whole["/m"], "README.json": 1}}) == []
 
 

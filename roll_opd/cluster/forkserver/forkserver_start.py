@@ -52,8 +52,8 @@ class ForkServer:
         for role, names in cold_roles(plan, wanted["variables"]).items():
             keys = " and ".join(f"system_envs.{name}" for name in names)
             say(
-                f"{role} starts without preloaded libraries, about 20 s slower: {keys} is read at import and differs"
-                " between roles; set it in the system_envs of the whole run, with one value"
+                f"{role} starts without preloaded libraries (about 20 s slower), because {keys} is read at import and"
+                " differs between roles; set one value in the system_envs of the whole run"
             )
         self.import_for(wanted)
 
@@ -201,7 +201,7 @@ def of_servers(plan: RunPlan) -> dict[str, dict[str, str]]:
 
 
 def cold_roles(plan: RunPlan, served: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
-    """Return role -> variables that differ from its server's, for the roles that start without preloading."""
+    """Return role -> variables that differ from the server's, for each role that starts without preloading."""
     roles = [(name, MEGATRON, role.env) for name, role in plan.megatron_roles().items()]
     roles += [(name, ENGINES, role.env) for name, role in _engines(plan).items()]
     wanted = {name: (needed(kind, {**plan.env, **env}), served[kind]) for name, kind, env in roles}

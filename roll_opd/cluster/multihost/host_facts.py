@@ -97,7 +97,7 @@ def model_problems(own: Mapping[str, Mapping[str, int]], other: Mapping[str, Map
             found.append(f"has no model at {path} (no config.json); put it there, at the same path on every host")
         elif differing := sorted(name for name, size in files.items() if theirs.get(name) != size):
             others = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-            found.append(f"lacks {differing[0]}{others} of {path}, or differs from host 0 there; copy the model again")
+            found.append(f"has a missing or different {differing[0]}{others} in {path}; copy the model from host 0")
     return found
 
 

@@ -260,7 +260,7 @@ class StreamedLoad:
         self._waiting = [(place, parameter, weights.names_at(place)) for place, _, parameter in parameters_of(models)]
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write the parameters that `tensors` complete, full tensors by name; the caller may reuse their memory."""
+        """Write the parameters that `tensors` (full, by name) complete; their memory may be reused afterwards."""
         available = self._held | dict(tensors)
         waiting = []
         for place, parameter, names in self._waiting:
