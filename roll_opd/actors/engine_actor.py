@@ -1,4 +1,4 @@
-"""Ray actor around one vLLM engine."""
+"""Ray actor that runs one vLLM engine."""
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing

@@ -274,7 +274,7 @@ class WorkflowWorker:
         raise TypeError(f"a run returned {type(found).__name__}; expected a list of Experience")
 
     def _start_run(self, job: Job) -> tuple[Any, Any]:
-        """Start a run; return the instance and its result or coroutine."""
+        """Start a run; return the workflow instance, and its result or a coroutine for the result."""
         from roll_opd.workflows.workflow_interface import flag
 
         with _no_exit():

@@ -154,7 +154,7 @@ def nearest(name: str, known: Iterable[str], at_least: float = RESEMBLES) -> str
 
 
 class WorkflowError(ValueError):
-    """A workflow cannot be used; the message states where and what to do."""
+    """A workflow cannot be used; the message states the place and what to do."""
 
 
 class RunError(RuntimeError):

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 
 class FrozenDict(dict[str, Any]):
-    """Immutable, picklable dict with recursively frozen values."""
+    """Immutable, picklable dict whose values are frozen recursively."""
 
     def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> None:
         super().__init__({key: freeze(value) for key, value in dict(values).items()})

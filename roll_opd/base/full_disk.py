@@ -47,7 +47,7 @@ def reason(error: BaseException, *places: Path) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes, including those in exception groups and from other processes."""
+    """Yield an error and its causes, including causes in exception groups and from other processes."""
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:

@@ -58,7 +58,7 @@ _TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms
 
 
 class _Placeholder(ModuleType):
-    """Module whose attributes are placeholders, and whose calls fail."""
+    """Module whose attributes are placeholders too; calling one raises an error."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

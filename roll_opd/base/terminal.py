@@ -21,7 +21,7 @@ def columns() -> int:
 
 
 def echo(text: str, stream: TextIO | None = None) -> None:
-    """Print `text`, wrapped, on `stream` (standard output)."""
+    """Wrap `text` and print it on `stream` (default: standard output)."""
     print(wrapped(text, columns()), file=stream or sys.stdout, flush=True)
 
 

@@ -66,7 +66,7 @@ def users_module(name: str) -> ModuleType:
 def dotted_path(text: str) -> str:
     """Convert `path/to/file.py:name` to `file.name` and add its directory to the path; return others unchanged.
 
-    The file is found like a data file. Raises PathError if it is missing, or if another module has its name.
+    The file is searched for like a data file. Raises PathError if it is missing or another module has its name.
     """
     found = FILE.fullmatch(text)
     if found is None:

@@ -80,7 +80,7 @@ class BatchedCalls(Generic[Key, Call]):
         self._followers: set[asyncio.Task[None]] = set()
 
     def ask(self, key: Key, call: Call) -> "asyncio.Future[Any]":
-        """Add a call to the next batch; return the future of its result, which raises the exceptions of `send`."""
+        """Add a call to the next batch; return a future of its result. The future raises exceptions of `send`."""
         loop = asyncio.get_running_loop()
         if key not in self._pending:
             self._pending[key] = []

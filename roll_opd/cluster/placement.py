@@ -92,12 +92,12 @@ class Placement:
         ]
 
     def where(self, device: int) -> str:
-        """Return a device as text: its number and, with several hosts, its address."""
+        """Describe a device by its number and, with several hosts, the address of its host."""
         several = len({each.address for each in self._devices}) > 1
         return f"device {device}" + (f" of {self._devices[device].address}" if several else "")
 
     def hosts(self) -> dict[str, list[int]]:
-        """Return the device numbers of each host, by address, in order."""
+        """Return host address -> device numbers, in order."""
         found: dict[str, list[int]] = {}
         for number, device in enumerate(self._devices):
             found.setdefault(device.address, []).append(number)

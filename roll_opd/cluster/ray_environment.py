@@ -68,7 +68,7 @@ def token_variables() -> dict[str, str]:
 
 
 def torch_variables() -> dict[str, str]:
-    """Return `TORCH` with this process's values, for workers of a joined cluster (RAY_ADDRESS)."""
+    """Return the variables in `TORCH` as set in this process, for workers of a joined cluster (RAY_ADDRESS)."""
     return {name: os.environ.get(name, value) for name, value in TORCH.items()}
 
 

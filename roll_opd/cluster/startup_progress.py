@@ -35,7 +35,7 @@ class StartupProgress:
     """Prints from a thread which parts the start waits for, so that blocking calls are shown too."""
 
     def __init__(self, seconds: float = math.inf, say: Callable[[str], None] = print) -> None:
-        """`seconds`: timeout of one part; `say` prints a line."""
+        """`seconds` is the timeout of one part; `say` prints a line."""
         self.seconds, self._say = seconds, say
         self.logs: Path | None = None  # of Ray's processes, on this machine
         self.parts: dict[str, float] = {}  # part -> seconds waited; parts may overlap

@@ -38,7 +38,7 @@ def start_errors() -> Iterator[None]:
 
 
 def record_errors() -> None:
-    """Write the first logged exception of this process to the file named in the environment."""
+    """Write the first exception that this process logs to the file that the environment names."""
     name = os.environ.get(FILE)
     logger = logging.getLogger("vllm")
     if name and not any(isinstance(handler, _FirstError) for handler in logger.handlers):
@@ -46,7 +46,7 @@ def record_errors() -> None:
 
 
 class _FirstError(logging.Handler):
-    """Log handler that writes the first exception, unless another process has written one."""
+    """Log handler that writes the first exception, unless another process has already written an exception."""
 
     def __init__(self, name: str) -> None:
         super().__init__(logging.ERROR)

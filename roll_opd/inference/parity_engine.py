@@ -1,4 +1,4 @@
-"""Compute a model's log-probs with a vLLM engine in f32, for `roll-opd check-model`; runs as a program."""
+"""Program that computes a model's log-probs with a vLLM engine in f32, for `roll-opd check-model`."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from roll_opd.inference.vllm_engine import InferenceEngine
 
 
 async def write_parity(model: str, sequences: list[list[int]], directory: Path) -> None:
-    """Write `logprobs.npz`: for each sequence, keyed by its number, log-probs f32 [T-1]."""
+    """Write `logprobs.npz`: sequence number -> log-probs, f32 [T-1]."""
     longest = max(map(len, sequences)) + 1
     engine = await InferenceEngine.start(ModelPlan(model), max_model_len=longest, seed=0)
     found: dict[str, Any] = {

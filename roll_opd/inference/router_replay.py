@@ -28,7 +28,7 @@ class RouteTable:
         self._experts = torch.zeros(blocks * block_size, layers, choices, dtype=dtype)
 
     def write(self, layer: int, cells: torch.Tensor, experts: torch.Tensor) -> None:
-        """Store the `experts` [n, K] of tokens in the slots `cells` [n]; padding has slot -1 and is never read."""
+        """Store `experts` [n, K] of tokens in the slots `cells` [n]; padding has the slot -1, which is never read."""
         self._experts[cells.clamp(min=0), layer] = experts.to(self._experts.dtype)
 
     def read(self, blocks: Sequence[int], tokens: int) -> np.ndarray:

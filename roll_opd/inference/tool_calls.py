@@ -27,7 +27,7 @@ def find_parser(name: str, tokenizer: Any) -> ToolCallParser:
     """Return the tool-call parser with this name: `hermes`, or a name that vLLM's --tool-call-parser accepts.
 
     Raises ValueError for an unknown name. Names other than `hermes` import vLLM, which takes seconds and half a
-    gigabyte.
+    gigabyte of memory.
     """
     return read_hermes if name == HERMES else _vllm_parser(name, tokenizer)
 
@@ -43,7 +43,7 @@ def read_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, lis
 
 
 def _call(written: str) -> ToolCall | None:
-    """Return the call in the content of a block; None if it is malformed."""
+    """Return the call that a block contains; None if the call is malformed."""
     try:
         call = json.loads(written)
         if isinstance(call["name"], str):

@@ -147,7 +147,7 @@ class InferenceEngine:
     async def generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingPlan, seeds: Sequence[int]
     ) -> AsyncGenerator[tuple[int, Completion], None]:
-        """Sample one response for each prompt of a batch; yield (prompt index, response) as each response ends.
+        """Sample one response for each prompt of a batch; yield (prompt index, response) in the order of completion.
 
         A response depends on its seed but not on other prompts, except for rounding in batched kernels. Leaving the
         iterator early aborts running requests (use `contextlib.aclosing`). Raises ValueError if a prompt is empty or
@@ -346,7 +346,7 @@ class InferenceEngine:
         return token_logprobs(tokens[1:], entries[1:])
 
     async def close(self, *, collect: bool = True) -> None:
-        """Stop the engine core and wait for its end. A second call has no effect.
+        """Stop the engine core and wait until it has ended. A second call has no effect.
 
         `collect=False` is for a process that will be killed next. It saves 1.4 s: garbage collection is skipped, and an
         engine core that runs as one process on a CPU is killed.

@@ -246,7 +246,7 @@ def _blocks(pack: PackedSequences, max_padding: float, device: torch.device) -> 
 
 
 def _block(key_BL: Tensor, query_BQ: Tensor, real_BQ: Tensor, position_BQ: Tensor | None = None) -> _Block:
-    """Return the block whose real queries are marked in `real_BQ`, bool."""
+    """Return the block; `real_BQ`, bool, marks its real queries."""
     rows_A, columns_A = real_BQ.nonzero(as_tuple=True)
     return _Block(key_BL, query_BQ, (rows_A, columns_A), query_BQ[rows_A, columns_A], position_BQ)
 
@@ -258,7 +258,7 @@ def _span_columns(block: Sequence[_QuerySpan], device: torch.device) -> tuple[Te
 
 
 def blocks_of_similar_size(sizes: Sequence[tuple[int, ...]], max_padding: float) -> list[list[int]]:
-    """Group indices of `sizes` into blocks, largest first, whose padded size is at most `max_padding` × the real one.
+    """Group indices of `sizes`, largest first, into blocks of padded size at most `max_padding` × the sum of `sizes`.
 
     The padded size of a block is, in each dimension of `sizes`, its largest size times its number of members.
     """

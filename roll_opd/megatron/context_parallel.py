@@ -1,8 +1,8 @@
 """Context parallelism: splitting a pack's tokens over ranks, and gathering per-token results.
 
 Each sequence is split into 2·C equal chunks. Rank r of C has chunks r and 2·C - 1 - r ("zigzag"), because this balances
-the work of causal attention. A scored token is predicted on the rank that holds the hidden state before it, which may
-differ from the rank that holds the token.
+the work of causal attention. A scored token is predicted on the rank that holds the hidden state before it; the token
+itself may be on a different rank.
 
 Legend: C context ranks, N packed tokens of all ranks, M scored tokens, m of them predicted by this rank.
 """
@@ -52,7 +52,7 @@ def zigzag(lengths: Sequence[int], ranks: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TokenOwners:
-    """Context rank that predicts each of M scored tokens."""
+    """For each of M scored tokens, the context rank that predicts it."""
 
     owner_M: Tensor  # int64
     context: ContextRank

@@ -45,7 +45,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(constructor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap `constructor`: a CUDA `device` becomes the CPU, and `pin_memory` is dropped."""
+    """Wrap `constructor` to replace a CUDA `device` by the CPU and to drop `pin_memory`."""
 
     @functools.wraps(constructor)
     def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -5,7 +5,7 @@ effects make the last bits depend on the layout. One is the order of sums over a
 remainder of a vectorised loop, for which exp is computed by a scalar routine. In f32, the dtype of the numerical tests,
 this module avoids both effects. Other dtypes use the usual, faster kernels.
 
-Legend: N packed tokens, P pieces of an inner dimension, each K wide, O output features.
+Legend: N packed tokens, P pieces of an inner dimension, K width of a piece, O output features.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ class ExactRowParallelLinear(RowParallelLinear):
         return product.view(*input.shape[:-1], -1)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output in the dtype of `input_`, and the bias, like Megatron's layer."""
+        """Return the output, in the dtype of `input_`, and the bias, as Megatron's layer does."""
         output, bias = super().forward(input_)
         return output.to(input_.dtype), bias
 

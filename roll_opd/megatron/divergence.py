@@ -1,4 +1,4 @@
-"""Vocabulary-parallel divergence and entropy over the whole vocabulary, from hidden states.
+"""Vocabulary-parallel divergence and entropy over the whole vocabulary, computed from hidden states.
 
 Both are sums over columns of a function f of the student's log-prob (and, for the divergence, the teacher's). With g =
 ∂f/∂log-prob, the gradient of the logits is g - p Σg. Forward therefore keeps only Σg and the log-normalisers, a few

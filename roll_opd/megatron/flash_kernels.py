@@ -24,7 +24,7 @@ WIDTH_MULTIPLE = 8  # of a head, for all kernels
 
 @dataclass(frozen=True)
 class FlashKernel:
-    """Package of a kernel, and the tensors that the kernel supports."""
+    """A kernel: its package, and which tensors it supports."""
 
     module: str | None  # module that has `flash_attn_varlen_func`; None: torch
     package: str  # for messages
@@ -96,7 +96,7 @@ def _runs_on(kernel: FlashKernel, device: torch.device) -> bool:
 def flash_attention(
     query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, pack: PackedSequences, scale: float, window: int = 0
 ) -> Tensor:
-    """Return the attention output [N, H, D], with a gradient; nothing is padded or scattered.
+    """Return the attention output [N, H, D], with a gradient; computed without padding or scattering.
 
     The queries of a sequence are its unshared tokens, which are contiguous in the pack. Keys are gathered only if there
     are shared prefixes. All kernels align the last query with the last key in the causal mask. With a `window`, a query

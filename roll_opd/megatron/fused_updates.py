@@ -56,7 +56,7 @@ def _scale(_chunk: int, _flag: Tensor, tensor_lists: Sequence[list[Tensor]], sca
 
 
 def fuse_adamw(optimizer: Any) -> None:
-    """Switch torch's AdamW on a GPU to its fused implementation; other optimizers are unchanged."""
+    """Switch torch's AdamW on a GPU to its fused implementation; leave other optimizers unchanged."""
     if isinstance(optimizer, torch.optim.AdamW):
         for group in optimizer.param_groups:
             if all(parameter.is_cuda for parameter in group["params"]):

@@ -1,4 +1,4 @@
-"""Gated DeltaNet layers (arXiv 2412.06464) of Qwen3-Next and Qwen3.5 over packed sequences, in place of attention.
+"""Gated DeltaNet layers (arXiv 2412.06464), which replace attention in Qwen3-Next and Qwen3.5, over packed sequences.
 
 Heads are split over tensor ranks. With context parallelism, only the projections are split over context ranks: each
 rank gathers the projections of all ranks, computes the recurrence over complete sequences, and keeps the outputs of its
@@ -37,7 +37,7 @@ def gated_delta_net(linear_out: Any) -> ModuleSpec:
 
 
 class GatedNorm(torch.nn.Module):
-    """RMSNorm over each head, multiplied by SiLU of a gate, as in transformers; in f32."""
+    """RMSNorm over each head, multiplied by SiLU of a gate; computed in f32, as in transformers."""
 
     def __init__(self, width: int, epsilon: float, dtype: torch.dtype) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ class OutputHead:
 
 
 def gradient_buffer(weight: Tensor) -> Tensor | None:
-    """Return the f32 buffer in which Megatron accumulates the gradient of a trainable weight, else None."""
+    """Return Megatron's f32 gradient buffer of a trainable weight; None for a frozen weight or without a buffer."""
     buffer = getattr(weight, "main_grad", None)
     return None if buffer is None or buffer.dtype != torch.float32 else buffer
 

@@ -108,7 +108,7 @@ def _qkv_backward_kernel(
 
 
 class NormAndRotate(torch.autograd.Function):
-    """Split a projection [n, X] into normed and rotated queries [n, H, D] and keys [n, G, D], and a view of the values.
+    """Split a projection [n, X] into queries [n, H, D], keys [n, G, D] (both normed and rotated) and a view of values.
 
     Weights are None for heads without a norm; cosines and sines are f32 [n, D/2].
     """
@@ -201,7 +201,7 @@ def _swiglu_backward_kernel(both, grad, grad_both, width, BLOCK: tl.constexpr):
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(first half of the columns) * second half: [n, 1, 2I] -> [n, 1, I]."""
+    """silu(first half of the columns) * second half of the columns: [n, 1, 2I] -> [n, 1, I]."""
 
     @staticmethod
     def forward(ctx: Any, both_nX: Tensor) -> Tensor:

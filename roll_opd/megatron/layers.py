@@ -41,7 +41,7 @@ TRANSFORMER_ENGINE = "ROLL_OPD_TRANSFORMER_ENGINE"  # environment variable; 0: l
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool, has_adapters: bool) -> Any:
-    """Return the layer spec of a pipeline stage: Transformer Engine's layers if supported, else local ones.
+    """Return the layer spec of a pipeline stage: Transformer Engine's layers if supported, else local layers.
 
     Layers with experts, with latent attention or with additions of a model family are always local. For `exact` see
     `megatron.deterministic_ops`.

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel token log-probs and top-k from hidden states.
+"""Vocabulary-parallel token log-probs and top-k, computed from hidden states.
 
 Legend: M scored tokens, C of them in a chunk, K requested tokens per position, E hidden size, V vocabulary columns on
 this rank.
@@ -32,10 +32,10 @@ def vocab_parallel_logprobs(
 
 
 def vocab_parallel_topk(hidden_ME: Tensor, vocab: VocabShard, k: int) -> tuple[Tensor, Tensor]:
-    """Return the `k` most likely tokens in descending order: ids int64 [M, K] and log-probs f32 [M, K+1], no gradient.
+    """Return the `k` most likely tokens in descending order: ids int64 [M, K], log-probs f32 [M, K+1] (no gradient).
 
-    Column K+1 is the log-prob of all other tokens together, -inf if there are none. Raises ValueError for `k` above
-    `vocab.vocab_size`.
+    Column K+1 is the log-prob of all other tokens together; -inf if there are no other tokens. Raises ValueError for
+    `k` above `vocab.vocab_size`.
     """
     if not 1 <= k <= vocab.vocab_size:
         raise ValueError(f"top-k of {k} tokens, but the vocabulary has {vocab.vocab_size}; use 1 to {vocab.vocab_size}")

@@ -47,7 +47,7 @@ class LinearLayer:
 
 
 class Pair(torch.nn.Module):
-    """A and B of one Hugging Face linear layer, with their slicing over tensor ranks."""
+    """A and B of one Hugging Face linear layer, and their slicing over tensor ranks."""
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ class DeviceMemory:
             )
 
     def bytes_on_device(self) -> dict[Part, int]:
-        """Return the size of each part on the device in bytes."""
+        """Return how many bytes of each part are on the device."""
         return {part: sum(s.nbytes() for s in stored.values()) for part, stored in self._storages().items()}
 
     def offload(self, parts: Iterable[Part], phase: Phase) -> None:

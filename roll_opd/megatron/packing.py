@@ -1,4 +1,4 @@
-"""Packed micro-batches: sequences concatenated without padding, and the arrays of their scored tokens.
+"""Packed micro-batches: sequences concatenated without padding, and arrays for their scored tokens.
 
 A prefix that several sequences share may be stored only once; the layers then compute it once for all of them. With
 context parallelism a pack is split over ranks (see `context_parallel`); positions in the pack then count the tokens of

@@ -58,7 +58,7 @@ def apply_rotary(
 
 
 def rotate(t_NHD: Tensor, freqs: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate `t_NHD` by `freqs` f32 [N, 1, 1, D]; with `interleaved`, the two elements of a pair are adjacent.
+    """Rotate `t_NHD` by `freqs`, f32 [N, 1, 1, D]; with `interleaved`, the two elements of a pair are adjacent.
 
     The result is not interleaved: it has the first elements of all pairs, then the second elements. This order does not
     change attention scores, because queries and keys share it.

@@ -5,7 +5,8 @@ tokens on each rank.
 
 Routing replay (R3, arXiv 2510.11370) sends each token to the experts that the inference engine chose for it. Without
 replay, the trainer's kernels can give slightly different scores; if two scores are close, the router then chooses a
-different expert, and the token's log-prob changes. Expert outputs and gate weights are still computed by the model.
+different expert, and the token's log-prob changes. With replay, the trained model still computes expert outputs and
+gate weights.
 
 Legend: n tokens of a micro-batch on this rank, L layers, K experts of a token, E experts.
 """
@@ -175,7 +176,7 @@ def has_losses(config: Any) -> bool:
 
 
 def expert_layers(config: Any) -> int:
-    """Return the number of layers with experts in the whole model."""
+    """Return how many layers of the whole model have experts."""
     return sum(config.moe_layer_freq)
 
 
@@ -190,7 +191,7 @@ Choice = tuple[Tensor, Tensor]  # scores [n, K] and experts int64 [n, K]
 
 @dataclass
 class RouterReplayState:
-    """State shared by a rank's routers: the current micro-batch with its routes."""
+    """State that a rank's routers share: the current micro-batch, which has the routes."""
 
     replays: bool = False  # False: the routes are not used, only compared with the routers' choices
     _pack: PackedSequences | None = None

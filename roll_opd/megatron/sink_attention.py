@@ -22,7 +22,7 @@ Seen = Callable[[slice], Tensor]  # slice of queries -> mask of the keys that th
 def attention_with_sinks(
     query_BHQD: Tensor, key_BGLD: Tensor, value_BGLW: Tensor, seen: Seen, sinks_H: Tensor, *, scale: float
 ) -> Tensor:
-    """Return the attention output [B, H, Q, W] in the dtype of `query_BHQD`; every query sees at least one key.
+    """Return the attention output [B, H, Q, W] in the dtype of `query_BHQD`; every query must see at least one key.
 
     Queries are computed in chunks whose f32 scores fit into `CHUNK_BYTES` of the device; the backward pass recomputes
     the scores.

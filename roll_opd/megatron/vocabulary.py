@@ -46,7 +46,7 @@ class Columns:
         return logits_CV
 
     def log_normaliser(self, logits_CV: Tensor, picked_CK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return log Σ exp over the whole vocabulary, f64 [C], and `picked_CK` summed over the ranks, f64 [C, K].
+        """Return log Σ exp over the whole vocabulary, f64 [C], and the sum of `picked_CK` over the ranks, f64 [C, K].
 
         Collective; may overwrite `logits_CV`.
         """
@@ -94,7 +94,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Output embedding of one tensor rank, with the temperature and vocabulary of the softmax."""
+    """Output embedding of one tensor rank, and the temperature and vocabulary of the softmax."""
 
     weight_VE: Tensor
     temperature: float  # divides the logits

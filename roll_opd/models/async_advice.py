@@ -149,7 +149,7 @@ class Predictor:
 
 
 def fastest(predictions: Sequence[Prediction]) -> Prediction:
-    """Of the predictions whose step is at most `AS_FAST` times the shortest, return the one with the smallest bound."""
+    """Return the prediction with the smallest bound among those with steps up to `AS_FAST` times the shortest step."""
     least = min(one.step for one in predictions)
     return min((one for one in predictions if one.step <= AS_FAST * least), key=lambda one: (one.bound, one.step))
 

@@ -1,7 +1,7 @@
 """Discrete-event simulation of a run: step time, idle fractions and sample ages, from planned or measured costs.
 
 Groups have the same order as in a real run (`models.group_window`). Engines sample runs (one response each) in a fixed
-number of slots, in the order of admission. Scoring, learning and weight sync of a batch happen in sequence.
+number of slots, in the order of admission. A batch is scored, then trained on, then followed by a weight sync.
 
 Two laws bound the result. On disjoint devices a step takes at least max(generate, score + learn + sync), where generate
 is the engines' work for a batch divided by their slots; if no groups are sampled ahead, it takes at least the sum
@@ -123,7 +123,7 @@ class _Simulation:
         return 1 / (fixed + (1 - fixed) * len(self._busy) / self._slots) if self._busy else 0.0
 
     def _admit(self) -> None:
-        """Admit as many groups as the window permits, and fill free slots."""
+        """Admit as many groups as the window permits; start runs in free slots."""
         for number in self._window.admit(self._window.room):
             self._left[number], self._admitted_at[number] = self._runs, self._window.version
             self._waiting.extend([number] * self._runs)

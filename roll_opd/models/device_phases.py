@@ -111,7 +111,7 @@ class PhaseMember:
 
 @dataclass(frozen=True)
 class Move:
-    """Memory that a role releases (`away`) or acquires."""
+    """Memory that a role releases (`away`) or acquires (not `away`)."""
 
     member: str
     parts: Parts

@@ -106,7 +106,7 @@ def _stored_tensor(file: Path, value: dict[str, Any], data: int) -> StoredTensor
 
 
 def differ(one: StoredTensor, other: StoredTensor) -> bool:
-    """Return whether the sampled pieces of two tensors of equal shape and dtype differ."""
+    """Return whether two tensors of equal shape and dtype differ in their sampled pieces."""
     return one.dtype == other.dtype and any(
         left != right for left, right in zip(pieces(one), pieces(other), strict=True)
     )

@@ -99,7 +99,7 @@ def added_tokens(path: Path) -> dict[str, int]:
 
 
 def stop_tokens(path: Path, engine_args: Mapping[str, Any]) -> StopTokens:
-    """Return the stop tokens of an engine with `engine_args`, as in vLLM.
+    """Return the stop tokens that a vLLM engine with `engine_args` uses.
 
     These are the tokenizer's eos_token and the eos_token_id of generation_config.json (of config.json if
     generation_config.json does not exist).

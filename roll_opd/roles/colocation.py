@@ -71,7 +71,7 @@ class DeviceScheduler:
 
     @asynccontextmanager
     async def starting(self, name: str) -> AsyncIterator[None]:
-        """Reserve the devices of a role while its processes load their model."""
+        """Reserve the devices of a role for the block in which its processes load their model."""
         if name not in self._machine.members:
             yield
             return
@@ -118,7 +118,7 @@ class DeviceScheduler:
 
 
 class ScheduledGroup:
-    """The processes of a member; each call waits for the member's turn."""
+    """The processes of a member; each call to them waits for the member's turn."""
 
     def __init__(self, name: str, group: WorkerGroup, turns: DeviceScheduler) -> None:
         self.name, self.group, self._turns = name, group, turns

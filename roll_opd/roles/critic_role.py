@@ -75,7 +75,7 @@ def _of_actions(experiences: Sequence[Sample], arrays: Sequence[np.ndarray]) -> 
 
 
 def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Return the metrics of a step's updates, as means over tokens or over updates."""
+    """Return the metrics of a step's updates; a metric is a mean over tokens or over updates."""
     tokens = total(updates, "tokens") or 1.0
     return {
         "critic/loss": total(updates, "weighted_loss") / len(updates),

@@ -81,7 +81,7 @@ def in_equal_shares(items: Sequence[Any], loads: Mapping[int, int], capacity: in
 
 
 class ResilientPool(Generic[Item, Result]):
-    """Runs jobs in `size` workers. All methods belong to one event loop."""
+    """Runs jobs in `size` workers. All methods must be called from one event loop."""
 
     def __init__(
         self,
@@ -281,7 +281,7 @@ class ResilientPool(Generic[Item, Result]):
 class FailureLog:
     """Log of a pool's failed jobs: warns of the first failure of each kind, and ends a run that cannot continue.
 
-    The failures of each kind are counted elsewhere.
+    This class does not count the failures of each kind.
     """
 
     jobs: str  # name of the jobs in messages

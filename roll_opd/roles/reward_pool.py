@@ -45,7 +45,7 @@ class RewardResult:
 
 
 class RewardPool:
-    """The reward workers of `plan`. All methods belong to one event loop."""
+    """The reward workers of `plan`. All methods must be called from one event loop."""
 
     def __init__(
         self,

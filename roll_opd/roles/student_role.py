@@ -121,7 +121,7 @@ def _with_old_logprobs(samples: Sequence[Sample], logprobs: Mapping[int, np.ndar
 
 
 def _loss_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Return the metrics of a step's updates, as means over tokens or over updates."""
+    """Return the metrics of a step's updates; a metric is a mean over tokens or over updates."""
     tokens = total(updates, "tokens") or 1.0
     reported = {name for update in updates for rank in update for name in rank.sums}
     optional = {

@@ -33,7 +33,7 @@ class BucketHost:
 
 
 class BucketWriter:
-    """Student rank that exports weights: rank 0 writes one bucket after another; other ranks join the collectives."""
+    """Student rank that exports weights: rank 0 writes the buckets one by one; other ranks take part in collectives."""
 
     _written: Written
     _memories: Sequence[BucketMemory] = ()

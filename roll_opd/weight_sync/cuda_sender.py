@@ -97,7 +97,7 @@ class WeightSyncClient:
     def __init__(
         self, actors: Sequence[ray.actor.ActorHandle], ranks: int, source: StudentSource, *, sends_handles: bool
     ) -> None:
-        """If `sends_handles`, messages carry CUDA IPC handles."""
+        """With `sends_handles`, messages contain CUDA IPC handles."""
         self.version = 0
         self._actors, self._ranks, self._source, self._sends_handles = actors, ranks, source, sends_handles
 
@@ -115,11 +115,11 @@ class WeightSyncClient:
         ray.get([actor.begin_update.remote(self.version) for actor in self._actors])
 
     def update_weights(self, update_info: Any) -> None:
-        """Load the described weights in all engines; return when all have loaded them."""
+        """Load the weights that `update_info` describes in all engines; return when all engines have loaded them."""
         self._load(update_info, last=False)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Send the entries of all tensors to the engines, which verify them and resume requests."""
+        """Send the entries of all tensors to the engines; the engines verify their weights and resume requests."""
         nothing: dict[str, list[Any]] = {"names": [], "dtype_names": [], "shapes": []}
         self._load({**nothing, "entries": self._source.entries, "version": self.version}, last=True)
 
@@ -141,5 +141,5 @@ def init_info_of(init_info: Mapping[str, Any], number: int, ranks: int) -> dict[
 
 
 def buffer_size(metadata: Sequence[ParamMeta]) -> int:
-    """Return the size of a buffer in bytes: `BUFFER_BYTES`, or more if the largest tensor needs it."""
+    """Return the size of a buffer in bytes: `BUFFER_BYTES`, or the size of the largest tensor if that is larger."""
     return max(BUFFER_BYTES, *(math.prod(m.shape) * m.dtype.itemsize for m in metadata))

@@ -19,7 +19,7 @@ from roll_opd.weight_sync.verify_weights import WeightVerifier, clone_pending
 
 @dataclass
 class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """Empty: no connection is needed before the first update."""
+    """Has no fields: no connection is needed before the first update."""
 
 
 @dataclass

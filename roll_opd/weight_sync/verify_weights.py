@@ -64,7 +64,7 @@ def clone_pending(model: torch.nn.Module, memory: torch.Tensor) -> None:
 
 
 def tied_heads(model: torch.nn.Module) -> list[tuple[str, ParallelLMHead]]:
-    """Return (module name, head) of output heads that share their weight with an embedding."""
+    """Return (module name, head) for each output head that shares its weight with an embedding."""
     embeddings = {
         id(module.weight)
         for module in model.modules()

@@ -107,7 +107,7 @@ def preload_and_serve(requests: TextIO, listeners: Mapping[str, int], alive: int
 
 
 def is_open(device: str) -> bool:
-    """Whether this process has an open file descriptor of a device file."""
+    """Whether this process has an open file descriptor for the device file `device`."""
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{descriptor}")

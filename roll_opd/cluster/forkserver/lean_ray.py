@@ -1,4 +1,4 @@
-"""Start Ray for one run, without the processes that the run never uses."""
+"""Start Ray for one run without the processes that a run never uses."""
 
 import os
 import sys

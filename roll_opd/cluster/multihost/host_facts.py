@@ -32,7 +32,7 @@ def versions() -> dict[str, str]:
 
 
 def count_gpus() -> int:
-    """Return the number of NVIDIA GPUs visible to processes of this host, without loading CUDA."""
+    """Return, without loading CUDA, the number of NVIDIA GPUs that processes on this host see."""
     present = len([name for name in os.listdir("/dev") if name.removeprefix("nvidia").isdecimal()])
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     return present if allowed is None else min(present, len([name for name in allowed.split(",") if name.strip()]))

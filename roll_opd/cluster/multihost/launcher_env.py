@@ -31,7 +31,7 @@ class LaunchedHost:
     port: int  # on which host 0 listens
 
     def own_address(self) -> str:
-        """Return this host's address on the route to host 0. Raises LaunchError if there is no route."""
+        """Return the address that this host uses to reach host 0. Raises LaunchError if there is no route."""
         try:
             family, kind, *_, there = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:

@@ -24,7 +24,7 @@ EXIT_GRACE_S = 10.0  # for the Ray node to exit without a signal
 
 
 def serve(host: LaunchedHost, say: Callable[[str], None]) -> int:
-    """Serve the run, also across restarts of its driver; return the exit code of the last driver."""
+    """Serve the run, even if its driver restarts; return the exit code of the last driver."""
     return _Worker(host, say).serve()
 
 
@@ -55,7 +55,7 @@ class _Worker:
         return code
 
     def _serve_one(self, channel: HeartbeatChannel, inbox: "queue.Queue[Any]", node: "_Node") -> int | None:
-        """Serve one driver; return the exit code, or None if a restarted driver is expected."""
+        """Serve one driver; return its exit code, or None if the driver is to be restarted."""
         forwarded = 0
         while True:
             for number in self._signals[forwarded:]:
@@ -90,7 +90,7 @@ class _Worker:
                 return int(message["end"])
 
     def _connected(self, inbox: "queue.Queue[Any]") -> HeartbeatChannel | None:
-        """Connect to the driver; return None after the timeout or a signal."""
+        """Connect to the driver; return the connection, None after the timeout or a signal."""
         deadline = time.monotonic() + self._again
         why = ""
         while not self._signals:

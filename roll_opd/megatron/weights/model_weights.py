@@ -252,7 +252,7 @@ Put = Callable[[Tensor, Tensor], None]  # writes a new value to a parameter
 
 
 class StreamedLoad:
-    """Load of one set of weights that arrives in parts: a parameter is written when all its tensors have arrived."""
+    """Loads one set of weights that arrives in parts; a parameter is written when all its tensors have arrived."""
 
     def __init__(self, weights: ModelWeights, models: Sequence[torch.nn.Module], put: Put) -> None:
         self._weights, self._put = weights, put

@@ -38,7 +38,7 @@ class SliceSizes:
 
 
 class TensorSlice(Protocol):
-    """Slicing of one parameter; `join` is the inverse of `read` over all ranks."""
+    """Slicing of one parameter; `join` over all ranks is the inverse of `read`."""
 
     @property
     def dim(self) -> int | None:

@@ -50,7 +50,7 @@ class Entry:
 
     @property
     def is_expert(self) -> bool:
-        """Whether each expert has this parameter."""
+        """Whether the parameter exists once per expert."""
         return "{expert}" in self.names[0]
 
 
