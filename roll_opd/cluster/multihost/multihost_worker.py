@@ -55,7 +55,7 @@ class _Worker:
         return code
 
     def _serve_one(self, channel: HeartbeatChannel, inbox: "queue.Queue[Any]", node: "_Node") -> int | None:
-        """Serve one driver; return its exit code, or None if the driver is to be restarted."""
+        """Serve one driver; return its exit code, or None if a new driver is expected."""
         forwarded = 0
         while True:
             for number in self._signals[forwarded:]:
