@@ -7,7 +7,7 @@ from roll_opd.models.families.qwen import single_expert
 def _missing_window(config: Config) -> tuple[str, ...]:
     if "sliding_window" in config:
         return ()
-    return ("config.json lacks sliding_window, whose default is 4096; add null if the model has no windows",)
+    return ("config.json lacks sliding_window, whose default is 4096; write null if the model has no windows",)
 
 
 FAMILIES = (
