@@ -59,7 +59,7 @@ class JobOutcome:
     failure: tuple[str, str] | None = None  # kind and message
     calls: int = 0  # model calls
     branches: int = 0  # conversations; a model call that does not continue an earlier one starts a new one
-    requests: Counter[str] = field(default_factory=Counter)  # to the endpoint of this process, by outcome
+    requests: Counter[str] = field(default_factory=Counter)  # number of requests to the endpoint, by outcome
     hung: bool = False  # a run cannot be stopped, so this process should be replaced
 
 
@@ -69,14 +69,14 @@ class _TimeLimitError(Exception):
 
 def _is_api_error(error: BaseException) -> bool:
     """Return whether an error means that a model endpoint still failed after the retries of OpenAI's client."""
-    openai = sys.modules.get("openai")  # not imported: cannot be its error
+    openai = sys.modules.get("openai")  # if not imported, the error is not from it
     return openai is not None and isinstance(
         error, openai.APIConnectionError | openai.RateLimitError | openai.InternalServerError
     )
 
 
 def _failure(error: BaseException, returned: bool) -> tuple[str, str]:
-    """Return the kind and the message of the failure that a run's error means."""
+    """Return the failure kind and the failure message for a run's error."""
     from roll_opd.workflows.plugins import own_traceback
     from roll_opd.workflows.workflow_experience import RunFailure
 

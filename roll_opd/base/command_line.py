@@ -69,18 +69,18 @@ def add_config_arguments(parser: argparse.ArgumentParser, takes_pipeline: bool =
 
 
 def pipeline_arguments(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Remove the pipeline's name from a command line; return its arguments for `load_plan` (empty: no name)."""
+    """Remove the pipeline's name from a command line; return its arguments for `load_plan`, empty without a name."""
     first = parsed.overrides[0] if parsed.overrides else ""
     if not first or not _is_name(first):
         return {}
     if (_named_yaml(first) or os.path.isfile(first)) and not _names_configuration(parsed):
-        return {}  # a configuration without its ending; `configuration` reports it
+        return {}  # a configuration named without .yaml; `configuration` reports it
     parsed.overrides = parsed.overrides[1:]
     return ENTRIES.get(first, {"pipeline": first})
 
 
 def configuration(parsed: argparse.Namespace) -> tuple[str, str, list[str]]:
-    """Return (directory, name, overrides) of the configuration on a command line; ConfigError unless it has one."""
+    """Return (directory, name, overrides) of the configuration on a command line; raises ConfigError."""
     files = [*filter(None, [parsed.config]), *(word for word in parsed.overrides if _is_file(word))]
     overrides = [word for word in parsed.overrides if not _is_file(word)]
     named = [option for option in ("config_path", "config_name") if getattr(parsed, option) is not None]

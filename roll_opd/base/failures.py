@@ -133,7 +133,7 @@ def shortened(text: str) -> str:
 
 
 def file_kind(path: Path) -> str:
-    """Return what a path is that is not a regular file: "a directory", "a FIFO (named pipe)", "a device", ..."""
+    """Describe a path that is not a regular file: "a directory", "a FIFO (named pipe)", "a device", ..."""
     kinds = {
         Path.is_dir: "a directory",
         Path.is_fifo: "a FIFO (named pipe)",

@@ -28,7 +28,7 @@ def use_project_environment(needs_packages: "bool | tuple[str, ...]" = True, mod
     own = os.path.join(ROOT, ".venv")
     python = os.path.join(own, "bin", "python")
     remedy = REMEDY
-    # also by path: a damaged .venv has the prefix of another Python and would re-execute forever
+    # compare paths too: a damaged .venv has the prefix of another Python, and would re-execute forever
     if os.path.realpath(sys.prefix) == os.path.realpath(own) or os.path.abspath(sys.executable) == python:
         remedy = f"run `make setup` in {ROOT}"
     elif os.access(python, os.X_OK):

@@ -31,7 +31,7 @@ _GROUPS: "weakref.WeakSet[ActorGroup]" = weakref.WeakSet()  # running groups wit
 
 Reference = ray.ObjectRef  # reference to a value in the object store, fetched on first use
 
-DEATH_GRACE_S = 3.0  # for Ray to report a dead process after another one has lost its connection to it
+DEATH_GRACE_S = 3.0  # for Ray to report a dead process after another process lost its connection to it
 
 
 class ActorGroup:
@@ -111,7 +111,7 @@ class ActorGroup:
 class WorkerGroup(ActorGroup):
     """All ranks of one Megatron role, one process per device."""
 
-    packing: Packing  # of its engine, once that is set up
+    packing: Packing  # rules of the engine; set by `setup`
     _data_parallel_ranks: list[int]  # of every actor
 
     def __init__(self, actor: Any, plan: MegatronPlan, placement: Placement, env: dict[str, str]) -> None:
@@ -241,7 +241,7 @@ POLL_INTERVAL_S = 2.0
 
 @contextmanager
 def watched(lost: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block, call `lost` from a thread with a message when the first process has died."""
+    """Inside the block, a thread calls `lost` with a message about the first process that has died."""
     over = threading.Event()
     thread = threading.Thread(target=_watch, args=(lost, over), name="watch", daemon=True)
     thread.start()

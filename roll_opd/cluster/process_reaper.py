@@ -62,7 +62,7 @@ def guarded() -> Iterator[Reaper]:
     preexisting = [str(child.pid) for child in driver.children(recursive=True)]  # not started inside the block
     reaper = subprocess.Popen(
         [sys.executable, "-m", REAPER, str(driver.pid), *preexisting],
-        stdin=subprocess.PIPE,  # closes at any end of this process
+        stdin=subprocess.PIPE,  # closes whenever this process ends
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # not interrupted by Ctrl-C in the terminal
     )

@@ -83,7 +83,7 @@ def watchdog(
     waits: Waits = WAITS,
     patience: float = PATIENCE_S,
 ) -> Iterator[None]:
-    """While the block runs, detect from a separate thread that nothing moves.
+    """While the block runs, check from a separate thread whether the run still moves.
 
     Args:
         report: called with the open waits after `patience` seconds without a movement, then at doubling intervals.

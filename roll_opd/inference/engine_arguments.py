@@ -140,7 +140,7 @@ def resolve_engine_args(
         # if a prompt is split, vLLM rewinds its seeded generator; CPU generators do not support this, and the engine
         # dies
         defaults["enable_chunked_prefill"] = False
-        if info.delta:  # vLLM's cache of their prefixes needs chunked prefill
+        if info.delta:  # vLLM's prefix cache for such models needs chunked prefill
             defaults["enable_prefix_caching"] = False
         if engine_args.get("enable_chunked_prefill"):
             raise ValueError("engine_args: 'enable_chunked_prefill' breaks seeded sampling on CPU; leave it out")

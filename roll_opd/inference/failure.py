@@ -59,7 +59,7 @@ class _FirstError(logging.Handler):
                 with open(self._name, "a", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(f"{type(error).__name__}: {error}")
         except OSError:
-            pass  # the starting process no longer waits for it
+            pass  # the process that started the engine no longer needs the reason
 
 
 def _exit_reason(error: Exception) -> str:

@@ -128,7 +128,7 @@ def _watch_parent() -> None:
         return
 
     def exit_with_parent() -> None:
-        parent.join()  # not the parent by getppid, which may be the fork server
+        parent.join()  # not the process of getppid(), which may be the fork server
         os._exit(ORPHAN_EXIT_CODE)
 
     threading.Thread(target=exit_with_parent, name=_THREAD_NAME, daemon=True).start()

@@ -41,7 +41,7 @@ def _watch(parent_pid: int, poll_seconds: float) -> None:
 def unlink_shared_memory() -> None:
     """Close this process's resource tracker and wait until it has unlinked all memory; children must have exited."""
     tracker: Any = resource_tracker._resource_tracker
-    if tracker._fd is None or tracker._pid is None:  # no tracker, or another process's
+    if tracker._fd is None or tracker._pid is None:  # this process has started no tracker
         return
     os.close(tracker._fd)
     deadline = time.monotonic() + TRACKER_TIMEOUT_S

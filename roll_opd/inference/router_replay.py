@@ -16,7 +16,7 @@ import torch
 
 RECORDS_ROUTES = "ROLL_OPD_RECORDS_ROUTES"  # environment variable: 1 makes `register` call `record_routes`
 
-_TABLES: list["RouteTable"] = []  # at most one, of the core's model
+_TABLES: list["RouteTable"] = []  # at most one table, for the core's model
 
 
 class RouteTable:
@@ -96,7 +96,7 @@ def with_kept_routes(free: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(free)
     def freed(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        tokens = request.num_tokens - 1  # the last one was not computed
+        tokens = request.num_tokens - 1  # the last token was sampled but not computed
         (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
         if _TABLES and len(blocks) * _TABLES[0].block_size >= tokens:
             kept = scheduler.__dict__.setdefault("_routes", {})

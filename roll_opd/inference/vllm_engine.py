@@ -68,7 +68,7 @@ class InferenceEngine:
         self._on_update = on_update
         self._is_one_process = is_one_process  # the core without rank processes
         self._request_ids = itertools.count()
-        self._exclusive = asyncio.Lock()  # of weight updates, and of batches when deterministic
+        self._exclusive = asyncio.Lock()  # held by weight updates and, with `deterministic`, by batches
         self._broken: str | None = None
         self._incoming = 0  # version of the running update
         self._sleep_state = SleepState(llm)
@@ -111,7 +111,7 @@ class InferenceEngine:
             sleeps=sleeps,
         )
         dtype = DTYPES[DTYPE_NAMES[model.dtype]]
-        # in a separate frame: exceptions stored by vLLM's imports keep this frame and its variables alive
+        # separate function: exceptions that vLLM's imports store keep its frame and variables alive
         one = arguments.distributed_executor_backend == UNIPROC
         return await cls._launch(
             arguments,
@@ -208,7 +208,7 @@ class InferenceEngine:
                     output = await (await restarted(index)).get()  # after the update, with the same seed
                 finished.put_nowait((index, completion_of(output)))
             except Exception as error:  # raised in the caller, not in this task
-                # vLLM raises one exception object for all requests: it would collect every traceback
+                # vLLM raises the same exception object for all requests, which would collect all tracebacks
                 finished.put_nowait((index, error.with_traceback(None)))
 
         tasks = [asyncio.create_task(follow(index)) for index in range(len(waiting))]

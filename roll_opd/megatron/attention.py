@@ -162,7 +162,7 @@ def with_expanded_packs(attention: type[torch.nn.Module]) -> type[torch.nn.Modul
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows of similar length: indices of keys among the pack's N tokens [B, L], of queries among the n tokens [B, Q].
+    """Rows of similar length: key indices into the pack's N tokens [B, L], and query indices into the n tokens [B, Q].
 
     A of the B · Q queries are real; the others are padding or belong to a shared prefix.
     """
@@ -258,7 +258,7 @@ def _span_columns(block: Sequence[_QuerySpan], device: torch.device) -> tuple[Te
 
 
 def blocks_of_similar_size(sizes: Sequence[tuple[int, ...]], max_padding: float) -> list[list[int]]:
-    """Group indices of `sizes`, largest first, into blocks of padded size at most `max_padding` × the sum of `sizes`.
+    """Group indices of `sizes`, largest first, into blocks; padding multiplies a block's size at most by `max_padding`.
 
     The padded size of a block is, in each dimension of `sizes`, its largest size times its number of members.
     """
@@ -287,7 +287,7 @@ def _padded_offsets(sizes_B1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _places(pack: PackedSequences, cells_BL: Tensor) -> Tensor:
-    """Return the positions in the pack of tokens of the expanded sequences."""
+    """Return, for tokens of the expanded sequences, their positions in the pack."""
     return cells_BL if pack.places_X is None else pack.places_X[cells_BL]
 
 

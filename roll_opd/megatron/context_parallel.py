@@ -67,7 +67,7 @@ class TokenOwners:
         return replace(self, owner_M=self.owner_M[rows_R])
 
     def mine_among(self, rows_R: Tensor) -> Tensor:
-        """Return the index among this rank's m tokens of each token in `rows_R` that belongs to this rank, in order."""
+        """For the tokens in `rows_R` that this rank predicts, return their indices among its m tokens, in order."""
         number_M = self.mine_M.cumsum(0) - 1
         return number_M[rows_R[self.mine_M[rows_R]]]
 

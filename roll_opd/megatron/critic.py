@@ -1,4 +1,4 @@
-"""Critic: a Megatron model whose value head predicts, before each token, the value of the state; and its training.
+"""Critic and its training: a Megatron model with a value head that predicts the value of the state before each token.
 
 Legend: N packed tokens, M scored tokens, E hidden size.
 """

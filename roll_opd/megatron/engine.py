@@ -291,7 +291,7 @@ class MegatronEngine:
     def _with_columns(
         self, packed: Sequence[PackedBatch], samples: Sequence[Sample], assigned: Sequence[Sequence[int]]
     ) -> Iterator[PackedBatch]:
-        """Yield micro-batches, each with its columns moved to the device; the columns of all at a time may not fit."""
+        """Yield micro-batches; move only one micro-batch's columns to the device at a time, as all may not fit."""
         for batch, numbers in zip(packed, assigned, strict=True):
             yield replace(batch, columns=columns_of([samples[n] for n in numbers], samples[0], self.device))
 

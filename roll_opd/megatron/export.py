@@ -118,7 +118,7 @@ def _grouped(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Bundl
 def _write_hf(
     source: Path, directory: Path, bundles: Iterable[Bundle], amended: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> list[Path]:
-    """Write a model directory with new weights and the other files of `source`; return its files ([]: no weights)."""
+    """Write a model directory with new weights and other files of `source`; return its files, [] without weights."""
     files: list[Path] = []
     places: dict[str, int] = {}  # tensor name -> index of its file
     size = 0
@@ -142,7 +142,7 @@ def _write_hf(
 
 
 def _with_kept(bundles: Iterable[Bundle], source: Path) -> Iterator[Bundle]:
-    """Yield the bundles, then unchanged the tensors of `source` that are never loaded (`ModelInfo.kept`)."""
+    """Yield the bundles, then the tensors of `source` that are never loaded (`ModelInfo.kept`), unchanged."""
     is_written = False
     for bundle in bundles:
         is_written = True

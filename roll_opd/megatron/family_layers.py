@@ -106,7 +106,7 @@ class ExpertOutput(RowParallelLinear):
     """Output projection of an expert with a bias; Megatron's MLP adds the bias in place."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output and the bias; views are copied, because autograd forbids to change them in place."""
+        """Return the output and the bias; views are copied, because autograd forbids changing them in place."""
         output, bias = super().forward(input_)
         return output.clone() if output._is_view() else output, bias
 
@@ -146,7 +146,7 @@ def norm_class(config: TransformerConfig) -> type[LocalRMSNorm]:
 
 
 def query_key_norm(config: TransformerConfig, heads: int) -> Any:
-    """Return the layer spec of the norm of queries or keys; `heads` is their number on all tensor ranks together."""
+    """Return the layer spec of the norm of queries or keys; `heads` counts the heads of all tensor ranks."""
     if pieces_of(config).query_key_norm == "heads":
         return ModuleSpec(module=HeadsRMSNorm, params={"heads": heads})
     return norm_class(config)

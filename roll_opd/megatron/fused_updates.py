@@ -1,4 +1,4 @@
-"""Fused weight gradients, gradient norm and AdamW on GPUs, in torch operations: Apex and Transformer Engine not needed.
+"""Fused weight gradients, gradient norm and AdamW on GPUs: torch operations, without Apex or Transformer Engine.
 
 Without these two packages, Megatron needs two more passes over memory per weight gradient, one synchronisation per
 parameter for the gradient norm, and about ten passes for AdamW.

@@ -51,7 +51,7 @@ class OutputHead:
         return self._gather(vocab_parallel_logprobs(self.hidden_mE, self.vocab, self.targets_m))
 
     def logprobs_with_rest(self, ids_MK: Tensor) -> Tensor:
-        """Return log-probs of the tokens `ids_MK` (int64), and last of all other tokens together, f32 [M, K+1]."""
+        """Return log-probs, f32 [M, K+1]: of the tokens `ids_MK` (int64), then of all other tokens together."""
         ids_mK = self._select(ids_MK)
         return self._gather(vocab_parallel_logprobs(self.hidden_mE, self.vocab, ids_mK, with_rest=True))
 
@@ -101,7 +101,7 @@ class OutputHead:
 
 
 def gradient_buffer(weight: Tensor) -> Tensor | None:
-    """Return Megatron's f32 gradient buffer of a trainable weight; None for a frozen weight or without a buffer."""
+    """Return the f32 buffer in which Megatron accumulates the gradient of `weight`; None without such a buffer."""
     buffer = getattr(weight, "main_grad", None)
     return None if buffer is None or buffer.dtype != torch.float32 else buffer
 

@@ -137,7 +137,7 @@ class MegatronLearner(MegatronEngine):
         return Update(assigned, reports if parallel.returns_results() else [], router_sums=self._router_sums)
 
     def _apply(self, added: Update, learning_rate: float | None = None) -> Update:
-        """Make one optimizer update from the accumulated gradients; return `added` with the result set. Collective."""
+        """Make one optimizer update from the accumulated gradients; return `added` with the results. Collective."""
         finalize_model_grads(list(self.chunks))
         finite = self._all_finite()
         self.scheduler.step(1)

@@ -70,7 +70,7 @@ class Pair(torch.nn.Module):
 
 
 class Adapter(torch.nn.Module):
-    """Adapter of one Megatron linear layer: adds the products of its Hugging Face layers' pairs to the output."""
+    """Adapter of one Megatron linear layer: adds the low-rank products of its Hugging Face layers to the output."""
 
     is_on = True
 

@@ -136,7 +136,7 @@ def pack(
 
 
 def columns_of(samples: Sequence[Sample], like: Sample | None, device: torch.device) -> dict[str, Tensor]:
-    """Concatenate the columns of `samples`, each [M] or [M, K]; without samples, return empty columns like `like`'s."""
+    """Concatenate the columns of `samples`, each [M] or [M, K]; without samples, return empty columns as in `like`."""
     known = samples[0] if samples else like
     assert known is not None
     return {
@@ -160,7 +160,7 @@ def _rows(samples: Sequence[Sample], multiple: int, row_multiple: int, share_pre
 def _scored_places(
     samples: Sequence[Sample], places: Sequence[np.ndarray]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return positions of each sample's scored tokens and of the tokens before; both lists start with an empty one."""
+    """Return positions of scored tokens and of the tokens before, per sample; both lists start with an empty array."""
     scored, before = [_NOTHING], [_NOTHING]
     for sample, whole in zip(samples, places, strict=False):
         start, end = sample.prompt_length, len(sample.tokens)

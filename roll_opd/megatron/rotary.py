@@ -120,7 +120,8 @@ def angles(positions_N: Tensor, frequencies: Sequence[Tensor]) -> Tensor:
 def inverse_frequencies(hf_config: PretrainedConfig, kind: str | None = None) -> tuple[Tensor, float]:
     """Return rotary frequencies as transformers does, f32 [rotated width / 2], and the factor of cosines and sines.
 
-    Supports the rope types in `supported`. If `rope_parameters` has an entry per type of layer, `kind` is its key.
+    Supports the rope types in `supported`. If `rope_parameters` has an entry per type of layer, `kind` selects the
+    entry.
     """
     rope = hf_config.rope_parameters if kind is None else hf_config.rope_parameters[kind]
     if (scaled := _scaled_rope(hf_config, kind)) is not None:
@@ -146,7 +147,7 @@ def scores_scaled(hf_config: PretrainedConfig, pieces: Pieces) -> dict[str, floa
 
 
 def latent_scaling(hf_config: PretrainedConfig) -> tuple[float, float]:
-    """Return the factor of rotated queries and keys and the scale of scores for latent attention.
+    """For latent attention, return the factor of rotated queries and keys, and the scale of scores.
 
     Only a part of queries and keys is rotated, so the factor cannot be applied to the scores instead. The scale is
     mscale² / √(head width), with yarn's `mscale`.

@@ -122,7 +122,7 @@ class PackedRouter(TopKRouter):
         self.counts_E = self.counts_E + real.sum(0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedRouter":
-        """Keep expert biases in fp32 in conversions: a lower precision would lose small updates and loaded bits."""
+        """Convert all but expert biases: a lower precision than fp32 would lose small updates and loaded bits."""
         exact = self.expert_bias
         super()._apply(fn, recurse)
         if exact is not None:
@@ -144,7 +144,7 @@ def reset_expert_counts(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def update_biases(chunks: Iterable[torch.nn.Module], rate: float) -> None:
-    """Raise an expert's bias by `rate` if it had fewer tokens than the mean expert in the mini-batch; lower it if more.
+    """Raise an expert's bias by `rate` if it had fewer tokens than average in the mini-batch; lower it if more.
 
     Source: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2; arXiv 2408.15664). Collective over the ranks of a pipeline
     stage.

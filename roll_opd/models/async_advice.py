@@ -16,7 +16,7 @@ from roll_opd.models.group_window import Pace
 
 BOUNDS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 AS_FAST = 1.03  # of the predictions within this factor of the shortest step, the smallest bound is chosen
-RUNS, MIN_BATCHES, MAX_BATCHES = 10_000, 10, 60  # simulated batches: as many as have `RUNS` runs
+RUNS, MIN_BATCHES, MAX_BATCHES = 10_000, 10, 60  # simulated batches: enough for `RUNS` runs
 STEPS_ASIDE = 32  # 1 / STEPS_ASIDE of all splits lie between two simulated splits
 
 
@@ -83,7 +83,7 @@ class Predictor:
         in_turns = simulate(
             Pace.of(work.groups, 0), whole, runs=work.runs, slots=work.slots, batches=self._batches, seed=1
         )
-        self._seconds = costs.generate / in_turns.step  # of a run of length 1
+        self._seconds = costs.generate / in_turns.step  # seconds of a run of length 1
         self._busy = self._seconds * in_turns.generate  # seconds of a batch on engines whose slots are all busy
 
     def predict(self, engines: int, training: int, bound: float = 0.0, *, is_shared: bool = False) -> Prediction:
@@ -109,7 +109,7 @@ class Predictor:
         )
 
     def predictions(self, devices: int, bounds: Sequence[float] = BOUNDS) -> list[Prediction]:
-        """Return schedules for `devices` devices: all shared in turns, and the splits near the best, with each bound.
+        """Return schedules for `devices` devices: with both sides in turns, and per age bound for splits near the best.
 
         The measured split is included if it has the same number of devices. The list is empty if the devices are too
         few for an engine and a replica of the student.

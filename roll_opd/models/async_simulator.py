@@ -46,7 +46,7 @@ class Schedule:
     generate: float  # seconds to sample a batch if all slots are always busy
     engine_idle: float  # share of the engines' capacity
     learner_idle: float  # share of the time in which the learner waits for a batch
-    ages: tuple[int, ...] = field(repr=False)  # of each trained group, at its admission
+    ages: tuple[int, ...] = field(repr=False)  # age of each trained group, from its admission
     trained: tuple[int, ...] = field(repr=False)  # numbers of the groups, in the order of training
 
     @property

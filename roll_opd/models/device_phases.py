@@ -137,7 +137,7 @@ class PhaseMachine:
         self.members = {member.name: member for member in members}
 
     def everywhere(self) -> State:
-        """Return the state in which all members hold all their memory, as without shared devices."""
+        """Return the state in which all members hold all their memory, as if no devices were shared."""
         return State(held=FrozenDict({member.name: ALL[member.kind] for member in self.members.values()}))
 
     def enter(self, state: State, phase: Phase) -> tuple[list[Move], State]:

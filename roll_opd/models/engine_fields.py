@@ -49,7 +49,7 @@ _PLAIN: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str, 
 _CONTAINERS: dict[str, Any] = {"dict": dict, "list": list, "tuple": tuple}
 _BOUNDS = {"gt": Gt, "ge": Ge, "lt": Lt, "le": Le}
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from roll_opd.models.engine_fields import main; main({engines!r})"
-_answers: dict[str, dict[str, Any]] = {}  # engine -> encoded fields, of this process; with "error": why not
+_answers: dict[str, dict[str, Any]] = {}  # in this process: engine -> encoded fields, or {"error": reason}
 
 
 def engine_fields(engine: str) -> dict[str, Any] | None:
@@ -89,7 +89,7 @@ def _cache_file(engine: str) -> Path | None:
 
 @contextmanager
 def _lock() -> Iterator[bool]:
-    """Hold the lock of the cache against other processes in a `with` block; yield whether the cache is writable."""
+    """Hold the lock of the cache inside the `with` block; yield whether the cache is writable."""
     with ExitStack() as stack:
         is_writable = False
         with suppress(OSError):
@@ -143,7 +143,7 @@ def main(engines: Mapping[str, tuple[str, str, str, tuple[str, ...]]]) -> None:
     for engine, where in engines.items():
         try:
             found[engine] = _fields(OptionClass(*where))
-        except Exception as error:  # of any kind, in the engine's own modules
+        except Exception as error:  # modules of an engine may raise anything
             found[engine] = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps(found))
 

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-DEPTH = 2.0  # batches; deeper queues make older samples and hardly faster steps, as `async_simulator` shows
+DEPTH = 2.0  # batches; deeper queues give older samples and hardly faster steps (see `async_simulator`)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class GroupWindow:
 
     @property
     def head(self) -> int:
-        """Number of the oldest group that is not yet in a batch or rejected; without such a group, the next number."""
+        """Number of the oldest group that is neither in a batch nor rejected; without such a group, the next number."""
         return min(self._open, default=self._admitted)
 
     @property

@@ -259,7 +259,7 @@ def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Par
     size, shard, length = BYTES[engines.model.dtype], ModelShard(info, Layout(tp=engines.tp)), engines.max_model_len
     block = engines.engine_args.get("block_size") or VLLM_BLOCK
     freed = sum(length - window_tokens(window, length, block) for window in info.windows if window)
-    tokens = (length - freed / info.layers) * min(sequences, VLLM_MAX_SEQUENCES)  # mean of the layers
+    tokens = (length - freed / info.layers) * min(sequences, VLLM_MAX_SEQUENCES)  # mean over layers
     cache = info.cached_elements(engines.tp) * size * tokens
     cache += info.state_elements(engines.tp) * size * min(sequences, VLLM_MAX_SEQUENCES)
     return {"weights": sum(shard.parameters(0)) * size, "kv_cache": round(cache)}

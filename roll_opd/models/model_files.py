@@ -25,7 +25,7 @@ IN_A_LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 PIECES, PIECE_BYTES = 16, 4096  # compared pieces of a tensor
 
 
-# model_type of multimodal checkpoints whose text model can be trained -> model_type of that
+# model_type of multimodal checkpoints whose text model can be trained -> model_type of the text model
 MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 
@@ -55,7 +55,7 @@ def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(text, dict) or model_type is None:
         return config
     rest = {key: value for key, value in config.items() if key not in ("text_config", "vision_config", "model_type")}
-    # transformers ties the weights where either of both is set
+    # transformers ties the weights if either key is set
     tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
     return rest | text | {"tie_word_embeddings": tied, "model_type": model_type}
 

@@ -116,7 +116,7 @@ def _of_rope(config: Mapping[str, Any], family: Family) -> Iterator[str]:
     if not isinstance(rope, dict):
         yield "rope_parameters in config.json should be a mapping; download the file again"
         return
-    # a mapping per type of layer, or one for all
+    # one mapping per type of layer, or a single mapping for all layers
     of_layers = [value for value in rope.values() if isinstance(value, dict)] or [rope]
     known = ", ".join(family.rope_types)
     for rope_type in dict.fromkeys(each.get("rope_type") or each.get("type") or "default" for each in of_layers):

@@ -88,7 +88,7 @@ def _reader(content: dict[str, Any]) -> Callable[[str], bytes]:
         def from_characters(token: str) -> bytes:
             try:
                 return bytes([characters[one] for one in token])
-            except KeyError:  # not of a text, such as a special token in the vocabulary
+            except KeyError:  # not text, for example a special token in the vocabulary
                 return token.encode()
 
         return from_characters

@@ -59,7 +59,7 @@ def weight_problems(info: ModelInfo, *, needs_head: bool = True) -> list[str]:
 
 
 def lost_weights(info: ModelInfo) -> list[str]:
-    """Return a message for tensors that are zero completely or in half; reads only a few pieces of each tensor.
+    """Return a message for tensors whose numbers are all or half zero; reads a few pieces of each tensor.
 
     A model with such tensors loads but gives wrong log-probs, for example -ln V for every token. Biases may be zero,
     and so may many rows of the vocabulary. Raises ModelFilesError for unreadable files.

@@ -16,13 +16,13 @@ from roll_opd.base.failures import RunError
 from roll_opd.base.terminal import warn
 from roll_opd.cluster.batched_calls import Answers
 
-MAX_DEATHS = 3  # of workers that ran a job
-MAX_INITIAL_FAILURES = 32  # failed jobs before the first success after which the setup is the cause
+MAX_DEATHS = 3  # after this many lost workers, the job that they ran counts as the cause
+MAX_INITIAL_FAILURES = 32  # after this many failed jobs without a success, the setup counts as the cause
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-# (waiting items, jobs by number of each worker that accepts more, capacity of a worker) -> a worker's number for each
-# of the first items; the rest wait
+# (waiting items, worker number -> jobs for workers that accept more, capacity of a worker) -> a worker's number for
+# each of the first items; the rest wait
 Assign = Callable[[Sequence[Any], Mapping[int, int], int], Iterable[int]]
 
 

@@ -18,7 +18,7 @@ from roll_opd.samples.sample import Sample, changed
 from roll_opd.tracking.reward_metrics import scoring_metrics
 
 NO_VALUE = "none"  # kind of failure: the reward returned None in a run that trains on it
-MAX_FAILED_STEPS = 3  # in a row, in which every sample fails
+MAX_FAILED_STEPS = 3  # consecutive steps without a reward that end the run
 ALIVE_SECONDS = 60.0  # without an answer, after which a worker is checked; at least the reward's time limit
 
 
@@ -112,7 +112,7 @@ class RewardPool:
 
     def _reset(self) -> None:
         self._errors: Counter[str] = Counter()
-        self._latencies: list[float] = []  # s from the sample's end to its result
+        self._latencies: list[float] = []  # seconds from the sample's end to its result
         self._failed = 0
 
     def _start_worker(self, number: int) -> RayWorker:

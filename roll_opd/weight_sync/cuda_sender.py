@@ -24,7 +24,7 @@ from roll_opd.inference.plugin import CUDA_IPC
 from roll_opd.megatron.export import hf_tensors, hf_tensors_on_all_ranks
 from roll_opd.samples.weight_bucket import DTYPES, entry_of
 
-BUFFER_BYTES = 256 * 2**20  # of GPU memory; with NCCL two on each side
+BUFFER_BYTES = 256 * 2**20  # GPU memory of a buffer; with NCCL, each side has two
 
 
 class CudaSender:

@@ -32,7 +32,7 @@ NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # torch.cuda.is_available() withou
 
 MEGATRON, ENGINES = "megatron", "engines"  # kinds of the two server processes
 
-RAY_IMPORTS = ("pyarrow", "pydantic.v1", "requests", "jsonschema", "uvloop")  # by Ray in each of its workers
+RAY_IMPORTS = ("pyarrow", "pydantic.v1", "requests", "jsonschema", "uvloop")  # imported by Ray in each worker
 COMMON = (
     *RAY_IMPORTS,
     "torch._inductor",  # torch.use_deterministic_algorithms changes its settings; it does not import the compiler
@@ -149,7 +149,7 @@ def _prepare_cores() -> None:
     from vllm.v1.engine import core
 
     configure_logging_if_needed(LoggingConfig())
-    vars(core)["configure_logging"] = configure_logging_if_needed  # it iterates over all loggers
+    vars(core)["configure_logging"] = configure_logging_if_needed  # the original iterates over all loggers
 
     of_vllm = {name: module for name, module in sys.modules.items() if name.startswith("vllm")}
     patched: Any = dispatcher

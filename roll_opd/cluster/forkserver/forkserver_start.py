@@ -29,7 +29,7 @@ from roll_opd.cluster.ray_environment import prepare_environment
 from roll_opd.config.plan import RunPlan
 
 SERVED = "ROLL_OPD_FORKSERVER_ENV"  # the system_envs of the server's processes, as JSON
-PRELOAD = "ROLL_OPD_PRELOAD"  # of the user; 0: no fork server
+PRELOAD = "ROLL_OPD_PRELOAD"  # set by the user; 0: no fork server
 _SERVE = (
     "import sys; sys.path[:] = {path!r}\n"
     "from roll_opd.cluster.forkserver.forkserver_main import exit_with_parent, preload_and_serve\n"
@@ -45,7 +45,7 @@ class ForkServer:
         self._alive: int | None = None  # pipe end whose closing ends the server's forks
 
     def serve(self, plan: RunPlan, say: Callable[[str], object] = print) -> None:
-        """Import the modules that the processes of `plan` need; print with `say` the roles that start without this."""
+        """Import the modules that the processes of `plan` need; print with `say` which roles are not preloaded."""
         if self._process is None:
             return
         wanted = wanted_by(plan)
@@ -192,7 +192,7 @@ def needed(kind: str, variables: Mapping[str, Any]) -> dict[str, str]:
 
 
 def of_servers(plan: RunPlan) -> dict[str, dict[str, str]]:
-    """Return the import-time variables of both servers (Megatron, engines): the variables that all its roles share."""
+    """Return the import-time variables of both servers (Megatron, engines): all roles of a server share these."""
     megatron, engines = ([role.env for role in roles.values()] for roles in (plan.megatron_roles(), _engines(plan)))
     from_start = _shared([read_at_import({**plan.env, **env}) for env in (*megatron, *engines)])
     of_vllm = _shared([needed(ENGINES, {**plan.env, **env}) for env in engines])

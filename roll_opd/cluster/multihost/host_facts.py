@@ -39,7 +39,7 @@ def count_gpus() -> int:
 
 
 def model_files(path: str) -> dict[str, int]:
-    """Return the size in bytes of each file of a model that is loaded; empty without a config.json."""
+    """Return the size in bytes of each model file that is loaded; empty without a config.json."""
     directory = Path(path)
     if not (directory / "config.json").is_file():
         return {}

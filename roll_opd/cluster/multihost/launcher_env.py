@@ -53,7 +53,7 @@ def launched(environ: Mapping[str, str]) -> LaunchedHost | None:
         size = _number(environ, "SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
         tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
         here = max(int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?", tasks) or ["1"])
-        here = min(here, size)  # the variable may be the job's, not this step's
+        here = min(here, size)  # the variable may describe the job, not this step
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
         first, how = first_node(nodes), "--ntasks-per-node=1"
     elif "OMPI_COMM_WORLD_RANK" in environ:

@@ -153,7 +153,7 @@ class ModelWeights:
         return known[place.name]
 
     def _check_names(self, source: FileSource | TensorSource) -> None:
-        """Raise ValueError if `source` has a layer's tensor without a parameter in this model: it would be ignored."""
+        """Raise ValueError if a layer's tensor has no parameter in this model, because it would be ignored."""
         known: set[str] = set()
         for entry in self._layer.values():
             experts = range(self.config.num_moe_experts or 0) if entry.is_expert else [None]

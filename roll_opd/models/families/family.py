@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Config = Mapping[str, Any]  # of config.json
-# how a parameter is cut over tensor ranks; see `megatron.weights.tensor_slices`
+# how a parameter is sliced over tensor ranks; see `megatron.weights.tensor_slices`
 Slicing = Literal[
     "replicated",
     "rows",
@@ -95,7 +95,7 @@ def layer(slicing: Slicing, *names: str) -> Entry:
 
 EACH_EXPERT = "mlp.experts.local_experts.*"
 ATTENTION_OUTPUT_NORM, MLP_OUTPUT_NORM = "self_attn_bda.norm.weight", "mlp_bda.norm.weight"
-# names in a layer; the norm before a linear layer has another name in Transformer Engine's fused layers
+# names in a layer; the norm before a linear layer has a different name in Transformer Engine's fused layers
 LLAMA: dict[str, Entry] = {
     "input_layernorm.weight": layer("replicated", "input_layernorm.weight"),
     "self_attention.linear_qkv.layer_norm_weight": layer("replicated", "input_layernorm.weight"),
