@@ -61,8 +61,8 @@ def add_config_arguments(parser: argparse.ArgumentParser, takes_pipeline: bool =
         f"       %(prog)s [options] {pipeline}--config_path DIR --config_name NAME [key=value ...]"
     )
     parser.add_argument("--config", metavar="FILE", help="configuration file, same as CONFIG.yaml")
-    parser.add_argument("--config_path", metavar="DIR", help="directory, relative to here, examples/ or the script")
-    parser.add_argument("--config_name", metavar="NAME", help="YAML file in it, with or without .yaml")
+    parser.add_argument("--config_path", metavar="DIR", help="directory (relative to here, examples/ or the script)")
+    parser.add_argument("--config_name", metavar="NAME", help="YAML file in --config_path, with or without .yaml")
     pipeline = "the pipeline (default: from the configuration), " if takes_pipeline else ""
     what = f"{pipeline}the configuration file, and overrides: key=value, +key=value, ~key"
     parser.add_argument("overrides", nargs="*", metavar="words", help=what)

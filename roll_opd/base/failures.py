@@ -18,8 +18,8 @@ from typing import Any
 DEBUG = "ROLL_OPD_DEBUG"  # set: print tracebacks and the output of all processes
 MAX_QUOTE = 400  # characters of user text in a message; longer text is cut in the middle
 REMEDIES = {
-    errno.EACCES: "get permission for it (ls -ld shows the owner), or choose another",
-    errno.EPERM: "get permission for it (ls -ld shows the owner), or choose another",
+    errno.EACCES: "get permission for it (ls -ld shows the owner), or use a different path",
+    errno.EPERM: "get permission for it (ls -ld shows the owner), or use a different path",
     errno.ENAMETOOLONG: "use a shorter name (255 bytes a name, 4095 a path)",
     errno.ELOOP: "the path has a loop of symbolic links; correct it",
     errno.ENOTDIR: "a part of the path is a file, not a directory; correct the path",
@@ -29,7 +29,7 @@ REMEDIES = {
     errno.ENOSPC: "free space, or choose another directory",
     errno.EDQUOT: "free some of your quota, or choose another directory",
     errno.EIO: "the disk or its network file system fails; check dmesg, or use a copy elsewhere",
-    errno.ESTALE: "the network file system lost it; remount it, or use a copy elsewhere",
+    errno.ESTALE: "the network file system lost the file; remount it, or use a copy elsewhere",
     errno.EMFILE: "too many files are open; raise the limit (ulimit -n)",
     errno.ENFILE: "too many files are open on this machine; end some of its processes",
     errno.ENOMEM: "the machine is out of memory; end some of its processes",

@@ -212,7 +212,7 @@ def engine_problem(path: Path) -> str | None:
         return None
     return (
         f"{path / INDEX} is stale: some of its files, such as {shards[0].name}, are missing or damaged."
-        f" transformers loads {SINGLE}, vLLM would not start; remove the index (rm {path / INDEX})"
+        f" transformers loads {SINGLE}, but vLLM would not start; remove the index (rm {path / INDEX})"
     )
 
 

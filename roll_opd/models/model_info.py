@@ -118,7 +118,7 @@ def find_model(text: str) -> Path:
         found = find_path(text) or _in_hub_cache(text)
         is_file = found is not None and not found.is_dir()
     except PathError as error:
-        raise ModelFilesError(f"{error} (a model is the path of a local Hugging Face model directory)") from None
+        raise ModelFilesError(f"{error} (a model should be the path of a local model directory)") from None
     except OSError as error:
         raise ModelFilesError(os_sentence(error)) from None
     if found is None:

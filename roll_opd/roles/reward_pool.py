@@ -71,7 +71,7 @@ class RewardPool:
             "samples",
             "have the reward 0" if plan.on_error == "zero" else "are left out",
             f"reward/{plan.domain}/errors",
-            f"correct it, or let {self._key}.on_error be zero or drop" if plan.on_error == "stop" else None,
+            f"correct it, or set {self._key}.on_error to zero or drop" if plan.on_error == "stop" else None,
             must_succeed=is_learned,
         )
         self._failed_steps = 0  # consecutive calls of `drain_metrics` in which every sample had failed

@@ -65,7 +65,7 @@ class WorkflowPool:
             independent=True,
         )
         self._shared: dict[int, SharedCall] = {}  # by draw
-        remedy = "correct it, or let on_workflow_error be drop" if plan.on_workflow_error == "stop" else None
+        remedy = "correct it, or set on_workflow_error to drop" if plan.on_workflow_error == "stop" else None
         self._failure_log = FailureLog("runs", "are left out", "workflow/failed", remedy)
         self._has_warned_of_missing = False
         self._reset()
