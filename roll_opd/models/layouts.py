@@ -44,7 +44,7 @@ def check_tensor_parallel(
     if copies_kv_heads and tp % info.kv_heads == 0:
         pass
     elif info.kv_heads < tp:
-        diagnostics.error(key, f"{tp} is more than the {info.kv_heads} key/value heads of {name}; use at most {info.kv_heads}")
+        diagnostics.error(key, f"{tp} exceeds the number of key/value heads of {name}; use at most {info.kv_heads}")
     elif info.kv_heads % tp:
         diagnostics.error(
             key, f"{info.kv_heads} key/value heads of {name} are not divisible by {tp}; use a common divisor"
@@ -73,7 +73,7 @@ def _check_pipeline(info: ModelInfo, layout: Layout, args: Mapping[str, object],
         )
     elif info.layers < layout.pp * vpp:
         stages = f"{layout.pp} pipeline stages" + (f" x {vpp} virtual ones" if vpp > 1 else "")
-        diagnostics.error(key, f"the {info.layers} layers of {info.path.name} are fewer than {stages}; use fewer stages")
+        diagnostics.error(key, f"the {info.layers} layers of {info.path.name} are fewer than {stages}; use fewer")
     elif (info.layers + more) % (layout.pp * vpp) and not uneven:
         diagnostics.error(
             key,
