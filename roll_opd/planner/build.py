@@ -1,7 +1,8 @@
-"""From a user's configuration to a `RunPlan`: compose, validate, check everything, then freeze.
+"""Turn a user's configuration into a `RunPlan`: compose, validate, check everything, then freeze.
 
-`load_plan` is the only entry. It starts nothing, writes nothing, and reports all problems of a configuration together.
-`rollout_parts` has the checks and fields of runs with rollouts; `supervised_parts` has those of supervised runs.
+`load_plan` is the only entry point. It starts no process, writes no file, and reports all problems of a configuration
+together. Checks and fields of runs with rollouts are in `rollout_parts`; those of supervised runs are in
+`supervised_parts`.
 """
 
 import os
@@ -48,14 +49,15 @@ def load_plan(
     find are imported from the first two.
 
     Args:
-        config_path: a directory, looked for in `compose.config_places`.
+        config_path: a directory, searched for in `compose.config_places`.
         config_name: a YAML file in it.
-        pure: True is pure distillation (start_onpolicy_distill_pipeline.py runs it). False is the RLVR entry, where
-        `use_opd` decides. If `pure` and `pipeline` are None, the configuration decides.
-        pipeline: agentic, sft, dpo, or a dotted path. If the configuration is of another pipeline, the only problem
-        names the right launcher.
-        runnable: False also plans configurations that cannot be run yet, with the reasons in `warnings`. say: callback
-        for the translation report of a Trinity-RFT configuration; for these, `pure` and `pipeline` have no effect.
+        pure: True: pure distillation (as start_onpolicy_distill_pipeline.py runs it). False: the RLVR entry, where
+        `use_opd` decides whether to distil. If `pure` and `pipeline` are None, the configuration decides. pipeline:
+        agentic, sft, dpo, or a dotted path. If the configuration is for another pipeline, a single problem is reported,
+        which names the right launcher.
+        runnable: False also plans configurations that cannot be run yet; `warnings` has the reasons. say: callback for
+        the translation report of a Trinity-RFT configuration; for such a configuration, `pure` and `pipeline` have no
+        effect.
     """
     loaded = _loaded(config_path, config_name, list(overrides))
     if loaded.translation:
@@ -67,7 +69,7 @@ def load_plan(
 
 
 def _loaded(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
-    """Return the composed configuration; a configuration of Trinity-RFT is translated. Raises ConfigError."""
+    """Return the composed configuration, translated if it is Trinity-RFT's. Raises ConfigError."""
     try:
         directory, name = find_config(config_path, config_name)
         file = directory / f"{name}.yaml"
@@ -76,7 +78,7 @@ def _loaded(config_path: str, config_name: str, overrides: list[str]) -> LoadedC
         is_foreign = False  # `load_config` reports a file that is not found
     if not is_foreign:
         return load_config(config_path, config_name, overrides)
-    from roll_opd.compat.trinity.load import load_trinity  # its tables are only for such files
+    from roll_opd.compat.trinity.load import load_trinity  # imported only for such files
 
     return load_trinity(file, overrides)
 
@@ -104,7 +106,7 @@ def _planned(
 ) -> RunPlan | None:
     """Return the plan of a run; None if problems prevent one.
 
-    `keys` are the keys of a supervised pipeline; None: the student samples.
+    `keys` is the section class of a supervised pipeline; None: the student samples.
     """
     sections = read_sections(loaded.values, loaded.variables, keys, diag)
     mode = keys.pipeline if keys else rollout_parts.complete(sections, loaded.values, pure, diag)
@@ -125,7 +127,7 @@ def _planned(
 
 
 def _common(loaded: LoadedConfig, top: Run, roles: Roles, validates: bool) -> dict[str, Any]:
-    """Check the keys that every pipeline has; return their fields of the plan."""
+    """Check the keys that every pipeline has; return the plan's fields for these keys."""
     exp_name = top.exp_name or loaded.name
     output_dir = check_files.check_output(top, exp_name, roles.train.info if roles.train else None)
     trackers = read_trackers(top)
@@ -145,7 +147,7 @@ def _common(loaded: LoadedConfig, top: Run, roles: Roles, validates: bool) -> di
 
 
 def _check_engines(plan: RunPlan, roles: Roles) -> None:
-    """Check the options of each engine together, as vLLM does at its start."""
+    """Check how the options of each engine fit together, as vLLM does when it starts."""
     diags = {role.path: role.diag for role in roles.placed()}
     # engines of a joined cluster are on other machines
     on_cpu = not (hardware.has_gpu_driver() or os.environ.get("RAY_ADDRESS"))

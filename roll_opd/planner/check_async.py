@@ -20,8 +20,8 @@ def check_async(top: Top, roles: Roles) -> None:
     if top.async_depth is not None and top.async_depth > top.async_generation_ratio:
         top.diag.error(
             "async_depth",
-            f"{top.async_depth:g} batches ahead exceed {KEY} {top.async_generation_ratio:g}, the bound of the samples'"
-            " age; lower it, or raise the bound",
+            f"{top.async_depth:g} batches ahead are more than {KEY} {top.async_generation_ratio:g}, the bound of the"
+            " samples' age; lower it, or raise the bound",
         )
     elif top.async_generation_ratio * top.rollout_batch_size < 1:
         top.diag.note(KEY, f"{top.async_generation_ratio:g} of {top.rollout_batch_size} prompts is less than one: 0")
@@ -38,7 +38,7 @@ def check_async(top: Top, roles: Roles) -> None:
 
 
 def _check_devices(top: Top, roles: Roles) -> None:
-    """Refuse engines that share devices with another role by taking turns."""
+    """Refuse engines that take turns with another role on the same devices."""
     on_gpu = hardware.has_gpu_driver() or bool(os.environ.get("RAY_ADDRESS"))
     takes_turns = on_gpu if top.is_offload_states is None else top.is_offload_states
     if not (takes_turns and roles.infer):
@@ -57,14 +57,14 @@ def _check_devices(top: Top, roles: Roles) -> None:
 
 
 def _check_correction(top: Top, mode: str) -> None:
-    """Refuse a reward's part on stale samples without a correction, and importance weights without a reward's part."""
+    """Refuse stale samples with a reward if no correction is set, and importance weights in a run without a reward."""
     correction = read_correction(top)
     if mode == "pure":
         if correction and correction.weight:
             top.train_infer_correction.diag.error(
                 "is_weight",
-                f"weighs the reward's part alone with {KEY}, and pure distillation has none: its reverse KL is formed"
-                " from current log-probs; use filters, or leave it out",
+                f"weighs only the reward's part with {KEY}; pure distillation has no reward, and computes its reverse"
+                " KL from current log-probs; use filters, or leave it out",
             )
     elif correction is None or not (correction.weight or correction.filters):
         top.diag.error(

@@ -41,12 +41,12 @@ def check_devices(roles: list[Role], top: Run) -> None:
         elif layout and (apart := _apart(role.strategy.devices or (), layout.tp, top.num_gpus_per_node)):
             where = f"devices {short_devices(apart)} are on several nodes of {top.num_gpus_per_node}"
             if role.job == "rollout":
-                role.diag.error("device_mapping", f"an engine's {where}; an engine must be inside one: change it")
+                role.diag.error("device_mapping", f"an engine's {where}; choose devices of a single node")
             else:
                 role.diag.note(
                     "device_mapping",
-                    f"{where}, and are one tensor-parallel group, which communicates in every layer: slow over a "
-                    "network",
+                    f"{where} but form one tensor-parallel group; it communicates in every layer, which is slow over a"
+                    "  network",
                 )
     for (one, mine), (other, theirs) in combinations(known, 2):
         shared = mine & theirs
@@ -76,7 +76,7 @@ def check_memory(plan: RunPlan, diag: Diagnostics) -> None:
         if full:
             most = max(full, key=needs.__getitem__)
             names = " and ".join(name for name, role in plan.roles().items() if most in role.devices)
-            all_there = "even in turns" if members_on_gpus(plan) else "which all stay in memory"
+            all_there = "even in turns" if members_on_gpus(plan) else "since all of them stay in memory"
             what = all_there if computing else "without any activations"
             text = (
                 f"devices {short_devices(full)} have {plan.device_memory_gb:g} GiB each and need about"

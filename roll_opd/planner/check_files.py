@@ -1,6 +1,5 @@
-"""Checks that read files: models and tokenizers against each other, ends of turns, the run's directory.
-
-Reads a little of the disk, writes nothing, and reports problems to the sections.
+"""Checks that read files: whether models and tokenizers match, how turns end, and whether the run directory can be
+used. They read only small parts of files, write nothing, and report problems to the sections.
 """
 
 import os
@@ -29,11 +28,12 @@ from roll_opd.planner.teacher_context import follows, has_context
 
 CHECKPOINT_BYTES_PER_PARAMETER = 16  # weights, fp32 master weights and two Adam moments, 4 bytes each
 MAX_NAME_BYTES = 255  # bytes of a directory's name
-ROWS_SEEN = 64  # of each file, to find the templates in use
+ROWS_SEEN = 64  # rows read from each file to find the templates in use
 
 
 def compare_models(roles: Roles, top: Run | None) -> None:
-    """Check that the rollout runs the trained model, the teachers are other models, and all share their token ids."""
+    """Check that the rollout runs the trained model, that teachers are other models, and that all have the same token
+    ids."""
     train, infer = roles.train, roles.infer
     if train is None or train.info is None:
         return
@@ -80,13 +80,12 @@ def compare_models(roles: Roles, top: Run | None) -> None:
 def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True) -> bool:
     """Check that every token id of the student is the same token in `role`; False if its files cannot be read.
 
-    All other differences are warnings. Without `refuses`, a differing token is a warning too.
+    All other differences are warnings. If `refuses` is False, a differing token is a warning too.
     """
     if role.info is None or train.info is None:
         return False
     if not (has_tokenizer(role.info.path) and has_tokenizer(train.info.path)):
-        return False  # reported with the roles
-    with role.diag.catching(MODEL, ModelFilesError):
+        return False  # the role's reader reports missing tokenizers with role.diag.catching(MODEL, ModelFilesError):
         found = compare_tokenizers(train.info.path, role.info.path, what)
         sentence = f"the tokenizers of student and {what} differ: {found.conflict}"
         if found.conflict and refuses:
@@ -96,10 +95,11 @@ def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True
             )
             way_out = way_out if what == "teacher" else ""
             role.diag.error(
-                MODEL, f"{sentence}; a {what} can only score tokens that it has, so give a model of one family{way_out}"
+                MODEL,
+                f"{sentence}; a {what} can only score its own tokens, so give a model of the student's family{way_out}",
             )
         elif found.conflict:
-            role.diag.note(MODEL, f"{sentence}; its log-probs of such tokens mean nothing")
+            role.diag.note(MODEL, f"{sentence}; its log-probs of the differing tokens are meaningless")
         if found.differences:
             counts = "the student's tokenizer and template count"
             if what == "teacher":
@@ -107,7 +107,7 @@ def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True
                 counts = f"the teacher reads template {own}" if own else f"{counts}, unless template: native is written"
             role.diag.note(
                 "",
-                f"the tokenizers of student and {what} differ in what no token id depends on:"
+                f"the tokenizers of student and {what} differ, but not in their token ids:"
                 f" {'; '.join(found.differences)}; {counts}",
             )
         return True
@@ -164,7 +164,8 @@ def turn_end_warnings(plan: RunPlan) -> list[str]:
 
 
 def _sentence(end: TurnEnd, tokens: StopTokens, stops: tuple[str, ...], path: Path, *, learns: bool) -> str | None:
-    """Return the warning and remedy for a turn that ends without a stop token; else None. `learns`: supervised run."""
+    """Return a warning with a remedy if a turn ends without a stop token, else None. `learns`: the run is
+    supervised."""
     if tokens.ids.intersection(end.ids) or any(stop in end.text for stop in stops):
         return None
     if end.ids:
@@ -181,7 +182,9 @@ def _sentence(end: TurnEnd, tokens: StopTokens, stops: tuple[str, ...], path: Pa
         remedy = "use a template that ends turns with a stop token"
         remedy += "" if learns else f", or write generating_args.stop_strings: [{end.text!r}]"
     elif learns:
-        what = f"writes nothing after an answer, so answers have no end to train on; generation stops at {tokens.words}"
+        what = (
+            f"writes no token after an answer, so the student cannot learn to stop; generation stops at {tokens.words}"
+        )
         return f"{what}. Use a template that ends turns with a stop token"
     else:
         return None
@@ -238,7 +241,8 @@ def _check_place(top: Run, wanted: Path, student: ModelInfo | None) -> None:
 
 
 def read_resume(top: Run) -> bool | str:
-    """Return what to resume: False (nothing), True (this experiment's newest checkpoint) or an existing directory."""
+    """Return False (start from step 0), True (resume the experiment's newest checkpoint) or a directory to resume
+    from."""
     if isinstance(top.resume_from_checkpoint, bool):
         return top.resume_from_checkpoint
     with top.diag.catching("resume_from_checkpoint"):

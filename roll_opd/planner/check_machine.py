@@ -1,6 +1,6 @@
-"""Check a plan against a machine, so that engines do not fail at their start. Imports no torch.
+"""Check whether a machine can run a plan, to report problems before an engine starts. Imports no torch.
 
-`roll-opd run` refuses a plan with problems. `roll-opd plan` may run on another machine and only warns.
+`roll-opd run` refuses a plan with problems. `roll-opd plan` only warns, as it may run on another machine.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ CPU_WIDTH = 32  # of heads in vLLM 0.32's kernel of the gated delta rule on CPUs
 
 
 def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
-    """Return the problems of a plan on a machine with `gpus` GPUs; for a run that starts its own cluster."""
+    """Return the problems of a plan on a machine with `gpus` GPUs, for a run that starts its own Ray cluster."""
     if gpus:
         if plan.devices_per_node <= gpus:
             return []
@@ -37,8 +37,8 @@ def warnings_here(plan: RunPlan) -> list[str]:
 def other_blocks(plan: RunPlan) -> str | None:
     """Return a warning for engines whose configured block size is replaced on CPUs; None if there are none."""
     changed = [
-        f"{engine.name}.{OPTIONS}.block_size: {engine.engine_args['block_size']} cannot be computed"
-        f" on a CPU; it is {cpu_block(engine.engine_args)} here"
+        f"{engine.name}.{OPTIONS}.block_size: {engine.engine_args['block_size']} is not supported on a CPU; the engine"
+        f" uses {cpu_block(engine.engine_args)} here"
         for engine in plan.inference_roles().values()
         if engine.engine_args.get("block_size") not in (None, cpu_block(engine.engine_args))
     ]
@@ -46,7 +46,8 @@ def other_blocks(plan: RunPlan) -> str | None:
 
 
 def _engine_problems(plan: RunPlan, engine: RolloutPlan) -> list[str]:
-    """Return the problems of an engine on CPUs: its options, its KV cache, the head sizes of its models."""
+    """Return the problems of an engine on CPUs, from its options, the size of its KV cache and its models' head
+    sizes."""
     if engine.engine_args.get("enable_chunked_prefill"):
         return [f"{engine.name}.{OPTIONS}.enable_chunked_prefill: breaks seeded sampling on a CPU; remove it"]
     try:
@@ -89,9 +90,9 @@ def _linear(name: str, path: str, engine: RolloutPlan) -> str | None:
     widths = {delta.key_width, delta.value_width}
     if len(widths) > 1 or any(width % CPU_WIDTH or width == CPU_WIDTH for width in widths):
         return (
-            f"{name}: vLLM's linear attention on CPUs supports only keys and values of one width, a multiple of"
-            f" {CPU_WIDTH} above it, and {path} has {delta.key_width} and {delta.value_width}; use another model, or a"
-            " machine with GPUs"
+            f"{name}: vLLM's linear attention on CPUs needs keys and values of the same width, which must be a"
+            f" multiple of {CPU_WIDTH} above it, and {path} has {delta.key_width} and {delta.value_width}; use another"
+            " model, or a machine with GPUs"
         )
     return None
 

@@ -1,4 +1,4 @@
-"""Checks of the objective: its keys against the mode and against each other.
+"""Check that the keys of the objective fit the mode and each other.
 
 Objectives are refused if they give no training signal, or a different signal from the configured one. Keys without
 effect are reported.
@@ -37,13 +37,13 @@ from roll_opd.planner.objective_plan import (
 )
 from roll_opd.planner.role_reader import Roles
 
-FEWEST_STEPS = 5  # horizons in which an adaptive coefficient could fall to 0
+FEWEST_STEPS = 5  # the number of horizons after which an adaptive coefficient could reach 0
 REPORTED_WITH_TEACHERS = {"whiten_advantages", "kl_penalty"}  # by `_check_beside_teachers`
 NORMS = ("norm_mean_type", "norm_std_type")
 
 
 def check_objective(top: Top, mode: str, agentic: bool) -> None:
-    """Report keys that contradict the mode or have no effect in it, and objectives that cannot be computed yet."""
+    """Report keys that contradict the mode or have no effect in it, and objectives that are not available yet."""
     top.diag.unused(*(key for key in _unread(top, mode, agentic) if _given(top, key) is not None))
     if top.importance_sampling not in (None, "token", "seq"):
         top.diag.unsupported("importance_sampling", f"{top.importance_sampling} is not available yet; remove the key")
@@ -64,7 +64,7 @@ def check_objective(top: Top, mode: str, agentic: bool) -> None:
 
 
 def _unread(top: Top, mode: str, agentic: bool) -> Iterator[str]:
-    """Yield the keys that have no effect in this mode and with these other keys."""
+    """Yield the keys that have no effect, given the mode and the other keys."""
     sampled = top.opd_objective == "sampled"
     if mode == "rl":
         yield from (
@@ -95,7 +95,7 @@ def _unread(top: Top, mode: str, agentic: bool) -> Iterator[str]:
     if not top.opd_divergence.startswith("skewed"):
         yield "opd_skew_alpha"
     of_steps = set() if mode == "pure" else keys_of_steps(top.adv_estimator or "")
-    if agentic:  # ROLL's environments read none of the first
+    if agentic:  # ROLL's environments read no key of `SampleKeys`
         yield from {*keys_of(SampleKeys), *(STEP_KEYS - of_steps)}
     else:
         yield from (keys_of(AgenticKeys).keys() & top.written) - of_steps
@@ -110,13 +110,13 @@ def _check_reward_part(top: Top, agentic: bool) -> None:
     if top.adv_estimator == "gae" and top.critic_warmup >= top.max_steps:
         top.diag.error(
             "critic_warmup",
-            f"{top.critic_warmup} steps of the critic alone leave none of max_steps {top.max_steps} for the student;"
-            " lower it",
+            f"{top.critic_warmup} steps that train only the critic leave no step of max_steps {top.max_steps} for the"
+            " student; lower it",
         )
     if top.adv_estimator == "on_policy_distill":
         top.diag.error(
             "adv_estimator",
-            "'on_policy_distill' is what pure distillation sets itself; write reinforce or grpo for the reward",
+            "'on_policy_distill' is set by pure distillation itself; write reinforce or grpo for the reward",
         )
     if top.adv_estimator in ADVANTAGES.elsewhere:
         known = " or ".join(name for name in ADVANTAGES.builtin if name != "on_policy_distill")
@@ -144,7 +144,7 @@ def _check_reward_part(top: Top, agentic: bool) -> None:
 
 
 def check_samples(top: Top, responses: int, has_rewards: bool) -> None:
-    """Report masks that leave no sample, and masks that need rewards in a run without them. `responses`: per prompt."""
+    """Report masks that remove every sample, or need rewards that the run lacks; `responses` is per prompt."""
     if not has_rewards:
         for key in ("difficulty_mask", "error_max_len_clip"):
             if getattr(top, key):
@@ -154,7 +154,7 @@ def check_samples(top: Top, responses: int, has_rewards: bool) -> None:
     if top.difficulty_mask and top.difficulty_low_threshold >= top.difficulty_high_threshold:
         top.diag.error(
             "difficulty_low_threshold",
-            f"{top.difficulty_low_threshold:g} is not below difficulty_high_threshold"
+            f"{top.difficulty_low_threshold:g} is not less than difficulty_high_threshold"
             f" {top.difficulty_high_threshold:g}, so that no prompt is left; lower it",
         )
     if top.rl_loss_coef == 0:
@@ -168,19 +168,18 @@ def _check_beside_teachers(top: Top, mode: str) -> None:
         instead = "has no effect in pure distillation" if pure else "whitens only the reward's part of an advantage"
         top.diag.warn(
             "whiten_advantages",
-            f"true {instead}; ROLL whitens the teachers' part too, which reverses the sign of its tokens below the "
-            "mean",
+            f"true {instead}; ROLL whitens the teachers' part too, which reverses its sign at tokens below the mean",
         )
     if KL_PENALTIES.get(top.kl_penalty) != "kl":
         top.diag.warn(
             "kl_penalty",
-            f"{top.kl_penalty} is not applied to the teachers here, unlike in ROLL: their part remains student - "
-            "teacher log-prob, whose expected gradient is that of the reverse KL",
+            f"{top.kl_penalty} is not applied to the teachers here, unlike in ROLL: their part stays student - teacher"
+            " log-prob, whose expected gradient is the gradient of the reverse KL",
         )
 
 
 def check_steps(top: Top, agentic: bool, whole: Sequence[str]) -> None:
-    """Report an advantage that reads the rewards or states of steps, in a run without steps.
+    """Report an advantage that needs rewards or states per step, in a run whose samples have no steps.
 
     `whole` are the tags whose samples are whole trajectories.
     """
@@ -195,7 +194,8 @@ def check_steps(top: Top, agentic: bool, whole: Sequence[str]) -> None:
     if facts.reads_states and not (agentic or top.workflow):
         top.diag.error(
             "adv_estimator",
-            f"{name} compares actions from one state of an environment, and an answer to a prompt has none; use grpo",
+            f"{name} compares actions from the same state of an environment, and answers to a prompt have no such"
+            " state; use grpo",
         )
     if facts.reads_states and (agentic or top.workflow) and top.norm_mean_type is None and top.norm_std_type is None:
         instead = (
@@ -207,15 +207,15 @@ def check_steps(top: Top, agentic: bool, whole: Sequence[str]) -> None:
 
 
 def _check_functions(top: Top, mode: str) -> None:
-    """Report combinations of loss, advantage and KL loss that are empty or wrong."""
+    """Report combinations of loss, advantage and KL loss that train nothing or do not fit together."""
     advantage = "on_policy_distill" if mode == "pure" else top.adv_estimator
     measures_kl = top.use_kl_loss and mode != "pure"
     facts = loss_facts(top.policy_loss)
     if facts.needs == "pairs":
         top.diag.unsupported(
             "policy_loss",
-            f"{top.policy_loss!r} reads pairs, which no rollout gives; run it with start_dpo_pipeline.py, or use"
-            " another loss",
+            f"{top.policy_loss!r} needs pairs of answers, and a rollout makes none; run it with start_dpo_pipeline.py,"
+            " or use another loss",
         )
     for sentence in check_combination(
         policy_loss=top.policy_loss or "",
@@ -235,23 +235,23 @@ def _check_functions(top: Top, mode: str) -> None:
 def check_groups(top: Top, responses: int, *, agentic: bool, by_tag: bool) -> None:
     """Check the keys that depend on the number of responses per prompt: baselines, and the adaptive KL's horizon.
 
-    A group of one response has no baseline, unless the groups are formed by tag. If the horizon is too short, the
-    samples of a step could reduce the coefficient to 0 or below.
+    A group of one response has no baseline, unless groups are formed by tag. If the horizon is too short, one step
+    could reduce the coefficient of the adaptive KL to 0 or below.
     """
     compares = advantage_facts(top.adv_estimator).baseline and not by_tag
     key = "train_env_manager.group_size" if agentic else "num_return_sequences_in_group"
     if compares and top.norm_mean_type != "batch" and responses == 1:
         top.diag.note(
             "adv_estimator",
-            f"{top.adv_estimator} has no baseline with one response a prompt, so rewards count unchanged; set {key} to"
-            " 2 or more",
+            f"{top.adv_estimator} has no baseline with one response a prompt, so rewards are used unchanged; set {key}"
+            " to 2 or more",
         )
     samples = top.rollout_batch_size * responses
     if top.add_token_level_kl and top.target_kl is not None and samples >= FEWEST_STEPS * top.kl_horizon:
         top.diag.error(
             "kl_horizon",
-            f"{top.kl_horizon} samples are too few for {samples} a step: the coefficient changes by up to a fifth in as"
-            f" many, and would fall to 0 or below it; give more than {samples // FEWEST_STEPS}",
+            f"{top.kl_horizon} samples are too few for {samples} a step: per horizon the coefficient changes by up to"
+            f" a fifth, so it would fall to 0 or below; give more than {samples // FEWEST_STEPS}",
         )
 
 
@@ -272,8 +272,8 @@ def check_rewards(top: Top, rewards: Sequence[RewardPlan]) -> None:
 def check_signals(top: Top, roles: Roles, rewards: Sequence[RewardPlan]) -> None:
     """Refuse a run whose training signals all have the coefficient 0.
 
-    Missing teachers and rewards are reported elsewhere. A user's functions are accepted, since they may need only the
-    samples.
+    Missing teachers and rewards are reported elsewhere. A user's loss or advantage is accepted: it may need no other
+    signal than the samples.
     """
     facts, teachers = loss_facts(top.policy_loss), roles.teachers.values()
     own_coefs = [teacher.worker.opd_kl_coef for teacher in teachers]
@@ -283,7 +283,7 @@ def check_signals(top: Top, roles: Roles, rewards: Sequence[RewardPlan]) -> None
     learns_samples = top.policy_loss not in POLICY_LOSSES.builtin or not facts.reads_advantages or facts.needs
     if distils or learns_samples or top.entropy_loss_coef:
         return
-    else_nothing = "and nothing else teaches the student, whose weights would not change"
+    else_nothing = "and no other signal trains the student: its weights would not change"
     if roles.mode == "pure":
         diag = next((role.diag for role in teachers if role.worker.opd_kl_coef is not None), top.diag)
         if teachers:
@@ -325,8 +325,8 @@ def _check_distillation(top: Top) -> None:
         if policy_gradient is False:
             top.diag.error(
                 "opd_use_policy_gradient",
-                "false makes a direct loss of student - teacher log-prob of the sampled token (k1), whose gradient "
-                "does not depend on the teacher; leave it out, or use opd_objective: topk or full",
+                "false uses student - teacher log-prob of the sampled token (k1) as a direct loss; its gradient does"
+                " not depend on the teacher; leave it out, or use opd_objective: topk or full",
             )
         if top.opd_divergence != "reverse_kl":
             top.diag.error(
@@ -338,8 +338,8 @@ def _check_distillation(top: Top) -> None:
     if policy_gradient:
         top.diag.error(
             "opd_use_policy_gradient",
-            f"true makes an advantage of the {objective} divergence, which does not depend on the sampled token, so "
-            "that its expected gradient is 0; leave it out, or use opd_objective: sampled",
+            f"true uses the {objective} divergence as an advantage; it does not depend on the sampled token, so its"
+            " expected gradient is 0; leave it out, or use opd_objective: sampled",
         )
     if top.opd_kl_discount:
         top.diag.error(

@@ -1,6 +1,6 @@
 """Checks of values: lengths, sampling, batches and routing replay.
 
-Every function reports problems to the sections; none raises an exception, none reads the disk.
+The functions report problems to the sections. They raise no exception and read no files.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,23 +14,23 @@ from roll_opd.planner.role_reader import Role, Roles
 from roll_opd.planner.strategies import OPTIONS
 
 ROUTER_REPLAY = "router_replay.mode"
-SHARE_TOLERANCE = 0.05  # of a row: thirds may be written as 0.333
-MAX_SEQUENCES = 10**7  # of a step, limited by the driver's memory
+SHARE_TOLERANCE = 0.05  # largest error of a sum of shares: thirds may be written as 0.333
+MAX_SEQUENCES = 10**7  # sequences of a step, limited by the driver's memory
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a step with a rollout; a size with a reported problem is None."""
+    """Sizes of a step with a rollout. A size is None if a problem with it was reported."""
 
-    n: int  # responses a prompt
-    response: int | None  # tokens of the longest one
-    held_out: int | None  # of the longest one in validation; None: as many
+    n: int  # responses per prompt
+    response: int | None  # tokens of the longest response
+    held_out: int | None  # tokens of the longest response in validation; None: as in training
     mini_batch: int | None  # sequences of an update of the student
     critic_mini_batch: int | None
 
 
 def read_sizes(top: Top, roles: Roles, agentic: bool) -> Sizes:
-    """Return lengths and batch sizes, checked against the models and against each other."""
+    """Return lengths and batch sizes; check that they fit the models and each other."""
     args = roles.infer.worker.generating_args if roles.infer else GeneratingArgs()
     n = _responses_per_prompt(top, args)
     held_out = _held_out_length(top)
@@ -79,13 +79,14 @@ def _response_length(top: Top, args: GeneratingArgs) -> int | None:
     if written is not None and written != length:
         args.diag.warn(
             "max_new_tokens",
-            f"{written} and the response length {length} differ, and the smaller counts (in ROLL the response length)",
+            f"{written} and the response length {length} differ, and the smaller one counts (ROLL uses the response"
+            " length)",
         )
     return min(written or length, length)
 
 
 def _held_out_length(top: Top) -> int | None:
-    """Return the configured maximum tokens of an answer in validation; None: the same as of a response.
+    """Return the configured maximum tokens of an answer in validation; None: the same as for a response in training.
 
     val_sequence_length minus val_prompt_length overrides all other keys, as in ROLL.
     """
@@ -103,7 +104,8 @@ def _held_out_length(top: Top) -> int | None:
     if written not in (None, both - prompt):
         args.diag.warn(
             "max_new_tokens",
-            f"{written} has no effect with val_sequence_length, which leaves {both - prompt}, as in ROLL",
+            f"{written} has no effect with val_sequence_length, which leaves {both - prompt} tokens for the answer, as"
+            " in ROLL",
         )
     return both - prompt
 
@@ -122,19 +124,24 @@ def _check_lengths(top: Top, roles: Roles, args: GeneratingArgs, response: int, 
         return
     key = f"{OPTIONS}.max_model_len"
     if length <= top.prompt_length:
-        text = f"{length} leaves no token for the response to a prompt of {top.prompt_length}; leave it out or raise it"
+        text = (
+            f"{length} leaves no token for a response after a prompt of {top.prompt_length}; leave it out or raise it"
+        )
         infer.diag.error(key, text)
     elif length < needed:
-        text = f"cuts sequences of up to {needed} tokens at {length}, as in ROLL: the prompt limits its response"
+        text = (
+            f"cuts sequences of up to {needed} tokens at {length}, as in ROLL: after a long prompt the response is"
+            " shorter"
+        )
         infer.diag.warn(key, text)
     if infer.info is not None and length > infer.info.max_positions:
         infer.diag.error(key, f"{length} is more than the model's {infer.info.max_positions} positions; lower it")
 
 
 def check_batched_tokens(engine: RolloutPlan, diag: Diagnostics, on_cpu: bool) -> None:
-    """Check the number of tokens in a vLLM step, as vLLM's `SchedulerConfig.verify_max_model_len` does.
+    """Check the maximum number of tokens in an engine step, as vLLM's `SchedulerConfig.verify_max_model_len` does.
 
-    On CPUs, engines never split a prompt, and their default number of sequences differs.
+    On CPUs, an engine never splits a prompt, and the default of `max_num_seqs` differs.
     """
     key, args, longest = f"{OPTIONS}.max_num_batched_tokens", engine.engine_args, engine.max_model_len
     tokens, sequences, whole = args.get("max_num_batched_tokens"), args.get("max_num_seqs"), "enable_chunked_prefill"
@@ -174,8 +181,8 @@ def _check_sampling(args: GeneratingArgs) -> None:
     if names:
         args.diag.note(
             "",
-            f"{', '.join(names)}: rollout log-probs belong to a truncated distribution, and log-probs of teacher and"
-            " training engine do not; top_p 1, top_k -1, repetition_penalty 1 keep them comparable",
+            f"{', '.join(names)}: rollout log-probs are of a truncated distribution, but log-probs of teacher and "
+            " training engine are not; top_p 1, top_k -1 and repetition_penalty 1 make them comparable",
         )
 
 
@@ -185,7 +192,8 @@ def demonstration_rows(mini_batch: int, share: float) -> int:
 
 
 def _per_update(args: TrainingArgs, dp: int) -> tuple[int, str]:
-    """Return the sequences of an update over `dp` data-parallel ranks, and the computation as text for messages."""
+    """Return the sequences of an update over `dp` data-parallel ranks, and the computation as text for error
+    messages."""
     device, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     arithmetic = (
         f"(per_device_train_batch_size {device} x gradient_accumulation_steps {steps} x data-parallel size {dp})"
@@ -196,8 +204,8 @@ def _per_update(args: TrainingArgs, dp: int) -> tuple[int, str]:
 def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0) -> int | None:
     """Return the sequences of one optimizer update, over all data-parallel ranks.
 
-    The fraction `share` of an update is demonstrations; the rest is samples of the step. In an agentic run, the number
-    of samples per trajectory is not known in advance, so a remainder is only a warning.
+    The fraction `share` of an update is demonstrations; the rest is samples of the step. An agentic run does not know
+    in advance how many samples a trajectory has, so a remainder is only a warning there.
     """
     if train.strategy.layout is None:
         return None
@@ -239,7 +247,7 @@ def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0
 
 
 def rows_per_step(top: Supervised, train: Role) -> tuple[int, int]:
-    """Return the rows of a step and the rows of an optimizer update, for a run on rows with answers."""
+    """Return (rows of a step, rows of an optimizer update) of a run on rows with answers."""
     dp = train.strategy.layout.dp if train.strategy.layout else 1
     update, arithmetic = _per_update(train.worker.training_args, dp)
     rows = top.train_batch_size or update
@@ -253,7 +261,7 @@ def rows_per_step(top: Supervised, train: Role) -> tuple[int, int]:
 
 
 def _fitting(sequences: int, share: int) -> str:
-    """Return the advice: values of gradient_accumulation_steps that fit, or another key to change."""
+    """Return advice for an error message: values of gradient_accumulation_steps that fit, or another key to change."""
     if sequences % share:
         return f"make the sequences per step a multiple of {share}, or change device_mapping"
     steps = sequences // share
@@ -262,7 +270,8 @@ def _fitting(sequences: int, share: int) -> str:
 
 
 def check_micro_batches(roles: Sequence[Role], longest: int, answers: int = 0) -> None:
-    """Check that the longest sequence fits into every micro-batch. Training keeps the `answers` of a row together."""
+    """Check that the longest sequence fits into every micro-batch; in training, that all `answers` of a row fit into
+    one."""
     what = "one sequence of prompt + " + ("answer" if answers else "response")
     for role in roles:
         if role.job != "rollout":
@@ -276,13 +285,13 @@ def _check_micro_batch(worker: Worker, training: bool, longest: int, what: str) 
     key, tokens = _token_limit(worker, training)
     switch = f"use_dynamic_batching_in_{'train' if training else 'infer'}"
     if getattr(worker, switch) and not tokens:
-        worker.diag.error(key, f"is missing; {switch} needs it, write a number of tokens")
+        worker.diag.error(key, f"is missing and {switch} needs it; write a number of tokens")
     if tokens and tokens < longest:
         worker.diag.error(key, f"{tokens} tokens cannot hold {what} ({longest} tokens); raise it")
 
 
 def _token_limit(worker: Worker, training: bool) -> tuple[str, int | None]:
-    """Return the key that limits the tokens of micro-batches, and its value; "" if sequences are limited instead."""
+    """Return (key, value) of the limit on a micro-batch's tokens; the key is "" if the limit counts sequences."""
     job = "train" if training else "infer"
     if getattr(worker, f"use_dynamic_batching_in_{job}"):
         key = f"max_tokens_per_microbatch_in_{job}"
@@ -294,7 +303,7 @@ def _token_limit(worker: Worker, training: bool) -> tuple[str, int | None]:
 
 
 def micro_batch(worker: Worker, training: bool) -> MicroBatchLimits:
-    """Return the limit of a micro-batch: tokens with dynamic batching or packing, else sequences."""
+    """Return the limit of a micro-batch, in tokens with dynamic batching or packing, else in sequences."""
     if tokens := _token_limit(worker, training)[1]:
         return MicroBatchLimits(tokens=tokens)
     size = worker.training_args.per_device_train_batch_size if training else worker.infer_batch_size
@@ -304,18 +313,21 @@ def micro_batch(worker: Worker, training: bool) -> MicroBatchLimits:
 def check_replay_of_turns(workflow: str | None, train: Role | None) -> None:
     """Refuse routing replay in workflows and environments, whose turns have no recorded routes."""
     if workflow and train and train.worker.router_replay.mode != "disable":
-        train.worker.diag.error(ROUTER_REPLAY, "routes of workflows and environments are not recorded yet; use disable")
+        train.worker.diag.error(
+            ROUTER_REPLAY, "the routing in workflows and environments is not recorded yet; use disable"
+        )
 
 
 def check_replay(workers: Iterable[Worker], train: Role | None, infer: Role | None) -> None:
-    """Refuse routing replay without a rollout, for roles other than the student's, and for models without experts.
+    """Refuse routing replay in runs without a rollout, in roles other than the student's, and for models without
+    experts.
 
     `train` and `infer` are the student's roles; None in a supervised run, or if a role could not be read.
     """
     students = [role.worker for role in (train, infer) if role]
     for worker in workers:
         if worker.router_replay.mode != "disable" and not any(worker is student for student in students):
-            worker.diag.error(ROUTER_REPLAY, "only the sampling student has routes; use disable")
+            worker.diag.error(ROUTER_REPLAY, "only a student that samples has recorded routes; use disable")
     if not (train and infer):
         return
     written, returned = train.worker.router_replay.mode, infer.worker.router_replay.mode
@@ -324,5 +336,5 @@ def check_replay(workers: Iterable[Worker], train: Role | None, infer: Role | No
         train.worker.diag.error(ROUTER_REPLAY, f"{both}: one records what the other replays; use one mode")
     elif written != "disable" and train.info and not train.info.experts:
         train.worker.diag.error(
-            ROUTER_REPLAY, f"{train.info.path.name} has no experts to which tokens are sent; use disable"
+            ROUTER_REPLAY, f"{train.info.path.name} has no experts, so there is no routing to replay; use disable"
         )

@@ -1,4 +1,4 @@
-"""Plain data of a `RunPlan`, as `roll-opd plan --json` prints it; `plan_text` makes a text of it."""
+"""Convert a `RunPlan` to plain data, as `roll-opd plan --json` prints it; `plan_text` writes the plan as text."""
 
 from dataclasses import asdict
 from typing import Any
@@ -19,17 +19,17 @@ from roll_opd.models.memory import device_memory, fullest
 from roll_opd.tracking.secrets import without_secrets
 
 SIZES = ("tp", "pp", "cp", "ep", "dp")
-OTHER_TAGS = "*"  # in `routing`: every tag without a teacher and a reward
+OTHER_TAGS = "*"  # in `routing`: every tag that no teacher and no reward names
 
 
 def to_json(plan: RunPlan) -> dict[str, Any]:
     """Return the plan as plain data: `mode`, `pipeline`, `roles`, `routing`, `batch`, `objective`, `warnings`, ….
 
-    A role has `strategy, model, devices, tp, pp, cp, ep, dp, tags, opd_kl_coef, optimizer, lora`; a teacher also has
-    `context` and `follows_student`. `memory_bytes_per_rank` is the memory of the stage that needs most, and
-    `memory_bytes_of_stages` lists the parts of each stage, in bytes. Keys that do not apply are null. For the rollout,
-    `dp` is the number of engines. `routing` maps each tag that a teacher or a reward names to its `teachers` and
-    `rewards`; "*" is all other tags.
+    A role has the keys `strategy, model, devices, tp, pp, cp, ep, dp, tags, opd_kl_coef, optimizer, lora`; a teacher
+    also has `context` and `follows_student`. `memory_bytes_per_rank` is the memory of the pipeline stage that needs
+    most; `memory_bytes_of_stages` lists the parts of each stage. Both are in bytes. Keys that do not apply are null.
+    For the rollout, `dp` is the number of engines. `routing` maps each tag that a teacher or a reward names to its
+    `teachers` and `rewards`; "*" is all other tags.
     """
     return {
         "mode": plan.mode,
@@ -86,7 +86,7 @@ def _roles(plan: RunPlan) -> dict[str, dict[str, Any]]:
 
 
 def _elsewhere(teacher: TeacherPlan, strategy: str, model: str) -> dict[str, Any]:
-    """Return a teacher without devices, under the same keys as other roles."""
+    """Return the data of a teacher without devices, with the same keys as for other roles."""
     return {
         "strategy": strategy,
         **dict.fromkeys(SIZES, ""),

@@ -7,15 +7,15 @@ interpreted node by node; it is never evaluated.
 import ast
 from collections.abc import Sequence
 
-MAX_DEVICES = 1_000_000  # a typing error such as range(0, 10**9) must give a message and not fill the memory
+MAX_DEVICES = 1_000_000  # so that a typing error such as range(0, 10**9) gives an error and does not fill the memory
 ACCEPTED = 'write it as "list(range(0,8))", "range(0,8)", "[0,1,2]" or a YAML list, joined with + if needed'
 
 
 def parse_device_mapping(value: str | int | Sequence[int]) -> tuple[int, ...]:
     """Return the device numbers that `value` lists, in the written order.
 
-    Raises ValueError, with a sentence, if the list is empty, has a device twice, or has anything but non-negative whole
-    numbers.
+    Raises ValueError, with a sentence for the user, if the list is empty, lists a device twice, or contains anything
+    but non-negative whole numbers.
     """
     devices = _parse_text(value) if isinstance(value, str) else _literal_list(value)
     if not devices:

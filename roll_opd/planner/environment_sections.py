@@ -1,4 +1,4 @@
-"""Plan runs in environments from ROLL's sections: games, numbers of trajectories, baselines of trajectories.
+"""Plan runs in environments from ROLL's sections: the games, the numbers of trajectories and their baselines.
 
 A group of trajectories is planned as a prompt with `group_size` responses, which `environment_workflow` plays.
 """
@@ -35,8 +35,9 @@ from roll_opd.workflows.prompt_templates import (
 
 SECTIONS = ("custom_envs", "train_env_manager", "val_env_manager")
 WORKFLOW = "environment_workflow"
-BY_TAG = ("tags", "inductive")  # groupings over a whole tag; `state` is the initial state, which is a group
-ASYM_CLIP = (-1.0, 3.0)  # bounds of the method of that name, in RAGEN and earlier versions of ROLL
+# groupings over all trajectories of a tag; `state` groups by initial state, as every group does here
+BY_TAG = ("tags", "inductive")
+ASYM_CLIP = (-1.0, 3.0)  # bounds of the method `asym_clip` in RAGEN and earlier versions of ROLL
 WITH_TOOL = ("roll_math", "math_python")
 _PLAYED = "train_env_manager and custom_envs set it"
 _PROMPTS = "custom_envs.TAG.agent_system_template and agent_template are the prompts of a game"
@@ -54,14 +55,14 @@ UNREAD = {  # key of a run over prompts -> its replacement in environments
 
 
 def is_agentic(values: Mapping[str, Any]) -> bool:
-    """Whether a configuration is for a run in environments. In ROLL, the started script decides this."""
+    """Whether a configuration is for a run in environments. In ROLL, this depends on the started script."""
     return values.get("pure_opd_pipeline_type") == "agentic" or any(values.get(key) for key in SECTIONS)
 
 
 def with_sampling(sections: Sections) -> None:
     """Set the generating_args of a rollout that has none to those of train_env_manager, as older files of ROLL need.
 
-    One response answers a turn, whatever `num_return_sequences` is. Also reports sections without an effect.
+    A turn has one response, whatever `num_return_sequences` is. Also reports sections that have no effect.
     """
     top = sections.top
     played = top.train_env_manager if isinstance(top, Top) else None
@@ -93,7 +94,7 @@ def _report_overridden(own: GeneratingArgs, args: GeneratingArgs) -> None:
 
 
 def expanded(top: Top, args: GeneratingArgs | None) -> Top:
-    """Return `top` with the keys of a run over prompts: groups, responses, lengths, the workflow, baselines.
+    """Return `top` with the keys of a run over prompts filled in: groups, responses, lengths, workflow and baselines.
 
     `args` are the rollout's. `rollout_batch_size` counts trajectories, as in ROLL; `max_new_tokens` limits one
     turn, and all tokens before a turn are its prompt.
@@ -107,8 +108,8 @@ def expanded(top: Top, args: GeneratingArgs | None) -> Top:
     if rest or not groups:
         played.diag.error(
             "group_size",
-            f"{played.group_size} trajectories a group do not divide rollout_batch_size {top.rollout_batch_size}, which"
-            " counts trajectories; change either",
+            f"{played.group_size} trajectories per group do not divide rollout_batch_size {top.rollout_batch_size},"
+            " which counts trajectories; change either",
         )
     values["rollout_batch_size"] = max(1, groups)
     values |= _lengths(top, args) | _levels(top)
@@ -130,10 +131,10 @@ def expanded(top: Top, args: GeneratingArgs | None) -> Top:
 
 
 def _check(environment: Mapping[str, Any], diag: Diagnostics, has_plugins: bool) -> None:
-    """Check the manager, the templates and the declared arguments of a game."""
+    """Check an environment's manager, templates and declared arguments."""
     if text := manager_problem(environment["env_manager_cls"]):
         diag.error("env_manager_cls", text)
-        return  # the fields of templates depend on it
+        return  # which fields a template may have depends on the manager
     wrong = list(template_problems(environment))
     for key, text in wrong:
         diag.error(key, text)
@@ -145,7 +146,7 @@ def _check(environment: Mapping[str, Any], diag: Diagnostics, has_plugins: bool)
 
 
 def _tags(top: Top) -> list[str]:
-    """Return the tags that are played in training or validation; report unknown tags."""
+    """Return the tags of the environments used in training or validation; report unknown tags."""
     known, found = top.custom_envs or {}, []
     for played in (top.train_env_manager, top.val_env_manager):
         if played is None:
@@ -161,7 +162,7 @@ def _tags(top: Top) -> list[str]:
 
 
 def _tool(top: Top, tag: str) -> dict[str, Any]:
-    """Return the arguments that ROLL's `tool_wrapper` gives an environment with a Python tool."""
+    """Return the arguments of ROLL's `tool_wrapper` for an environment with a Python tool."""
     environment = _environment(top, tag)
     if not environment.tool_wrapper:
         return {}
@@ -171,8 +172,8 @@ def _tool(top: Top, tag: str) -> dict[str, Any]:
     if environment.env_type not in WITH_TOOL or named != ["python_code"]:
         top.diag.unsupported(
             f"custom_envs.{tag}.tool_wrapper",
-            f"gives {environment.env_type} the tools {named}; {' and '.join(WITH_TOOL)} have the tool python_code, and"
-            " others are written into an environment of your own",
+            f"gives {environment.env_type} the tools {named}; {' and '.join(WITH_TOOL)} have the tool python_code; for"
+            " other tools, write an environment of your own",
         )
         return {}
     found = {"max_tool_uses": arguments.get("max_tool_uses", 10)}
@@ -214,7 +215,7 @@ def _levels(top: Top) -> dict[str, Any]:
 
 
 def compared(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
-    """Return the objective with the groups that level `group` compares, and with the bounds of a normalised reward."""
+    """Return the objective with the grouping of level `group` and the bounds of a normalised reward filled in."""
     normalised = top.reward_normalization
     return replace(
         plan,
@@ -236,7 +237,7 @@ def data(top: Top) -> DataPlan:
 
 
 def held_out(top: Top, args: GeneratingArgs, response: int) -> ValidationPlan | None:
-    """Return the tasks and sampling of validation; those of training are the defaults. None without val_env_manager.
+    """Return (tasks, sampling) of validation, with those of training as defaults; None without val_env_manager.
 
     `args` are the rollout's generating_args, `response` the tokens of a turn.
     """
@@ -271,7 +272,7 @@ def tasks(top: Top, played: EnvironmentsPlayed) -> DataPlan:
     elif len(given) != len(played.tags) or sum(given) != played.num_env_groups:
         played.diag.error(
             "num_groups_partition",
-            f"{list(given)} should be one number for each of the {len(played.tags)} tags, together num_env_groups"
+            f"{list(given)} should be one number for each of the {len(played.tags)} tags, with the sum num_env_groups"
             f" {played.num_env_groups}",
         )
     shares = {tag: groups for tag, groups in zip(played.tags, given, strict=False) if groups}

@@ -21,7 +21,8 @@ from roll_opd.config.schema import Top, Worker, changed
 if TYPE_CHECKING:
     from roll_opd.compat.pg_variants import Variant
 
-RESOLVED = ("policy_loss", "adv_estimator", "policy_loss_fn_args", "advantage_fn_args")  # even if they are set
+# filled in even if they are set
+RESOLVED = ("policy_loss", "adv_estimator", "policy_loss_fn_args", "advantage_fn_args")
 
 
 def expand(top: Top, workers: Mapping[str, Worker | None], mode: str) -> Top:
@@ -59,7 +60,7 @@ def _variant(top: Top, workers: Mapping[str, Worker | None]) -> "Variant | None"
     """Return the policy loss of ROLL's `pg_variant`; None if the configuration has no such key."""
     if top.pg_variant is None and not any(worker.written & PG_KEYS for worker in workers.values() if worker):
         return None
-    from roll_opd.compat.pg_variants import read_variant  # only for files that have its keys
+    from roll_opd.compat.pg_variants import read_variant  # imported only for configurations with such keys
 
     return read_variant(top, workers)
 
@@ -80,7 +81,7 @@ def _loss(top: Top, row: Algorithm | None, variant: "Variant | None") -> dict[st
     given = dict(top.policy_loss_fn_args)
     if top.importance_sampling == "seq" and variant is not None and variant.is_of_role:
         top.diag.warn(
-            "importance_sampling", "seq has no effect, as in ROLL, whose ActorPGWorker takes ratios of tokens"
+            "importance_sampling", "seq has no effect, as in ROLL: its ActorPGWorker computes ratios per token"
         )
     elif top.importance_sampling == "seq":
         name = name or "ppo"
@@ -95,7 +96,7 @@ def _loss(top: Top, row: Algorithm | None, variant: "Variant | None") -> dict[st
         given = {**row.policy_loss_args, **given}
     if variant is not None:
         given = {**variant.arguments, **given}
-    found = {"loss_agg_mode": given.pop("loss_agg_mode", None)}  # arguments of Trinity-RFT's losses are keys here
+    found = {"loss_agg_mode": given.pop("loss_agg_mode", None)}  # an argument of Trinity-RFT's losses is a key here
     try:
         found["policy_loss"] = POLICY_LOSSES.located(name)
     except AlgorithmError as error:
@@ -127,7 +128,7 @@ def _advantage(top: Top, row: Algorithm | None, mode: str) -> dict[str, Any]:
         if given:
             top.diag.error("advantage_fn_args", "belong to no function; write advantage_fn or algorithm_type too")
         if row is not None:
-            return {"adv_estimator": "reinforce"}  # the loss reads none
+            return {"adv_estimator": "reinforce"}  # any estimator will do: the loss reads no advantages
         return {} if mode == "pure" else {"adv_estimator": "gae"}  # ROLL's default
     if roll is None:
         name = FUNCTION_ALIASES.get(name, name)
@@ -141,7 +142,7 @@ def _advantage(top: Top, row: Algorithm | None, mode: str) -> dict[str, Any]:
         given = {**row.advantage_args, **given}
     token_defaults = advantage_facts(name).token_defaults
     of_tokens = ("lam", *token_defaults)
-    if roll is None:  # ROLL's key has ROLL's defaults
+    if roll is None:  # if set through ROLL's key, ROLL's defaults apply
         found |= merged_arguments({own: given[own] for own in of_tokens if own in given}, token_defaults)[0]
     given = {own: value for own, value in given.items() if own not in of_tokens}
     if name in ADVANTAGES.builtin:
@@ -150,7 +151,7 @@ def _advantage(top: Top, row: Algorithm | None, mode: str) -> dict[str, Any]:
 
 
 def _known(top: Top, key: str, registry: Registry[Any], name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments under our names; report unknown arguments and wrong types."""
+    """Return the arguments, renamed to our names; report unknown arguments and wrong types."""
     defaults, ours = registry.defaults(name), dict(merged_arguments(given, {})[0])
     unknown = merged_arguments(given, defaults)[1]
     for argument in unknown:

@@ -1,4 +1,4 @@
-"""Plans and checks of teachers behind a server (`http`)."""
+"""Plan and check teachers that are reached over HTTP (section `http`)."""
 
 from urllib.parse import urlsplit
 
@@ -7,7 +7,7 @@ from roll_opd.config.schema import HttpKeys, TeacherWorker, Top, shared
 from roll_opd.planner.role_reader import Role, Roles
 
 SERVER = "http.server"  # key of a teacher's section
-AT_ONE = {  # protocols whose log-probs are always those of temperature 1 -> the reason
+AT_ONE = {  # protocol whose log-probs are always at temperature 1 -> sentence for the error
     "vllm": "vLLM computes log-probs of a prompt at temperature 1",
     "vllm_tokens": "vLLM computes log-probs of a prompt at temperature 1",
     "openai": "completions with echo return log-probs at temperature 1",
@@ -15,12 +15,12 @@ AT_ONE = {  # protocols whose log-probs are always those of temperature 1 -> the
 
 
 def http_keys(role: Role) -> HttpKeys | None:
-    """Return the keys of a teacher behind a server; None for another role."""
+    """Return the `http` section of a teacher that is reached over HTTP; None for another role."""
     return role.worker.http if isinstance(role.worker, TeacherWorker) else None
 
 
 def http_plan(role: Role, keys: HttpKeys) -> HttpPlan:
-    """Return the plan of a teacher behind a server."""
+    """Return the plan of a teacher that is reached over HTTP."""
     return HttpPlan(
         **{**shared(HttpKeys, keys), "url": tuple(url.rstrip("/") for url in keys.url)},
         name=role.path,
@@ -63,7 +63,7 @@ def _check_addresses(keys: HttpKeys) -> None:
         elif parts.username or parts.password or parts.query:
             keys.diag.error("url", f"of {parts.hostname} contains a password or a query; write api_key_env instead")
     if len(set(keys.url)) != len(keys.url):
-        keys.diag.error("url", "has an address twice; raise concurrency for more requests to it")
+        keys.diag.error("url", "has an address twice; for more requests to one server, raise concurrency")
 
 
 def _check_targets(role: Role, keys: HttpKeys, top: Top) -> None:
@@ -76,5 +76,6 @@ def _check_targets(role: Role, keys: HttpKeys, top: Top) -> None:
     elif top.opd_objective == "topk" and keys.server == "openai":
         role.diag.error(
             SERVER,
-            "completions with echo return top-k texts and no token ids; use opd_objective: sampled, or another server",
+            "completions with echo return the top-k as texts, without token ids; use opd_objective: sampled, or"
+            " another server",
         )

@@ -1,4 +1,4 @@
-"""Find keys that a role does not read; give hints for keys that are misspelt or in the wrong section."""
+"""Find keys that a role does not read, and hints for keys that are misspelt or in the wrong section."""
 
 from collections.abc import Collection, Iterator, Mapping, Set
 from functools import cache
@@ -21,26 +21,26 @@ from roll_opd.config.schema import (
 )
 
 TRAIN, ROLLOUT, TEACHER, FROZEN, CRITIC = "train", "rollout", "teacher", "frozen", "critic"  # kinds of roles
-ELSEWHERE = "elsewhere"  # a teacher without devices of the run
+ELSEWHERE = "elsewhere"  # kind of a teacher that uses no device of the run
 ENGINES = (ROLLOUT,)
 MEGATRON = (TRAIN, TEACHER, FROZEN, CRITIC)
 LEARNERS = (TRAIN, CRITIC)
 TEACHER_KEYS = ("opd_kl_coef", "tag_included")
-# key -> the kinds of roles that read it; every role reads the others
+# key -> the kinds of roles that read it; a key that is not listed is read by every role
 READ_BY: dict[str, Collection[str]] = {
     **dict.fromkeys(TEACHER_KEYS, (TEACHER, ELSEWHERE)),
     **dict.fromkeys(("strategy_args", "device_mapping", "system_envs"), (*ENGINES, *MEGATRON)),
     "data_args": (TRAIN,),
     "training_args": LEARNERS,
     "generating_args": ENGINES,
-    "worker_cls": (),  # of a reward; an ActorPGWorker of the student is ROLL's
+    "worker_cls": (),  # read only in rewards; a student may have ROLL's ActorPGWorker
     **dict.fromkeys(("pg_variant", "topr_positive_weight", "topr_negative_weight"), (TRAIN,)),
     "num_gpus_per_worker": ENGINES,
     **dict.fromkeys(("infer_batch_size", "use_sequence_packing", "sequence_packing_args"), MEGATRON),
     **dict.fromkeys(("use_dynamic_batching_in_infer", "max_tokens_per_microbatch_in_infer"), MEGATRON),
     **dict.fromkeys(("use_dynamic_batching_in_train", "max_tokens_per_microbatch_in_train"), LEARNERS),
 }
-# keys whose roles are checked with their values (roles.py, compat/pg_variants.py)
+# keys for which roles.py and compat/pg_variants.py check the role together with the value
 CHECKED = ("data_args", "training_args", "generating_args", "worker_cls", "pg_variant")
 # options of strategy_args.strategy_config that are often written elsewhere
 MEGATRON_OPTIONS = frozenset({
@@ -52,13 +52,13 @@ VLLM_OPTIONS = frozenset({
     *("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "max_model_len", "max_num_seqs"),
     *("enforce_eager", "block_size", "load_format", "sleep_level", "max_num_batched_tokens"),
 })  # fmt: skip
-NAME = "NAME"  # in a place: a name chosen by the user
+NAME = "NAME"  # stands in a place for a name that the user chooses
 OPTIONS = ("strategy_args", "strategy_config")
 Place = tuple[str, ...]
 
 
 def kind_of(role: str) -> str:
-    """Return the kind of the role that has this name in a configuration."""
+    """Return the kind of the role with this name in a configuration."""
     if role.endswith("_train"):
         return TRAIN
     if role in (TEACHER, CRITIC):
@@ -72,7 +72,7 @@ def has_effect(key: str, kind: str) -> bool:
 
 
 def unread(worker: Worker, kind: str) -> list[str]:
-    """Return the keys that differ from their default although a role of this kind does not read them."""
+    """Return the keys that a role of this kind does not read although their values differ from the defaults."""
     default = type(worker)()
     changed = [name for name in keys_of(Worker) if getattr(worker, name, None) != getattr(default, name, None)]
     return [name for name in changed if name not in CHECKED and not has_effect(name, kind)]
@@ -81,9 +81,9 @@ def unread(worker: Worker, kind: str) -> list[str]:
 def typing_error(
     path: str, key: str, value: Any, known: set[str], written: Set[str] = frozenset(), *, may_be_variable: bool = False
 ) -> str | None:
-    """Return the error for an unknown key; None if it resembles no known key and may be a variable's name.
+    """Return the error for an unknown key; None if the key resembles no known key and may be the name of a variable.
 
-    `may_be_variable`: the key is at the top of a file, where all keys except those of a role are variables.
+    `may_be_variable`: the key is at the top of a file, where a key may define a variable unless its value is a role.
     """
     if not path and may_be_variable and not _is_of_role(key):
         place = None
@@ -103,7 +103,7 @@ def typing_error(
 
 
 def _home(place: Place) -> str:
-    """Return the words that precede the full path of a key which was written at the top level."""
+    """Return the words before the full path of a key in an error about a key at the top level."""
     if not _is_role(place[0]):
         return "write it at "
     section = ".".join(place[1:])
@@ -112,19 +112,19 @@ def _home(place: Place) -> str:
 
 
 def _best_place(path: Place, key: str, written: Set[str]) -> Place | None:
-    """Return the section nearest to `path` in which a key has an effect (the first of several); None if none has."""
+    """Return the section nearest to `path` in which a key has an effect, the first of several; None without one."""
     found = [_named(place, path) for place, keys in _places(path, written) if key in keys and _is_read(place, key)]
     found = [place for place in found if place != path]
     return max(found, key=lambda place: _shared(place, path), default=None)
 
 
 def _shared(one: Place, other: Place) -> int:
-    """Return the number of leading parts that two places share."""
+    """Return how many leading parts of two places are equal."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _named(place: Place, path: Place) -> Place:
-    """Return a place with its free names filled in from `path`, as far as both are in the same section."""
+    """Return `place` with each `NAME` replaced by the name in `path`, as far as the two are in the same section."""
     found: Place = ()
     for number, part in enumerate(place):
         found += (path[number] if part == NAME and found == path[:number] and len(path) > number else part,)
@@ -132,7 +132,7 @@ def _named(place: Place, path: Place) -> Place:
 
 
 def _is_read(place: Place, key: str) -> bool:
-    """Whether a key has an effect at a place; outside roles, every key has."""
+    """Whether a key has an effect at a place; outside roles, every key has an effect."""
     if not place or not _is_role(place[0]):
         return True
     inside = place[2:] if place[:2] == (TEACHER, NAME) else place[1:]
@@ -140,7 +140,7 @@ def _is_read(place: Place, key: str) -> bool:
 
 
 def _places(path: Place, written: Set[str]) -> Iterator[tuple[Place, Set[str]]]:
-    """Yield (section, its keys) of a configuration with these top-level keys; the likely places come first."""
+    """Yield (section, its keys) for a configuration with these top-level keys, the likely sections first."""
     train, infer = (
         next((names[at] for names in (PURE_ROLES, MIXED_ROLES) if names[at] in written), None) for at in (0, 1)
     )
@@ -161,7 +161,7 @@ def _places(path: Place, written: Set[str]) -> Iterator[tuple[Place, Set[str]]]:
     for root, section in roles.items():
         yield from _tree(section, root).items()
         own = MEGATRON_OPTIONS if kind_of(root[0]) in MEGATRON else VLLM_OPTIONS
-        if root[:1] == path[:1]:  # where an option of the other engine is an error, too
+        if root[:1] == path[:1]:  # in the section itself, an option of the other engine is an error as well
             own = MEGATRON_OPTIONS | VLLM_OPTIONS
         yield (*root, *OPTIONS), own
     if not supervised:
@@ -181,7 +181,7 @@ def _tree(section: type[Section], root: Place) -> Mapping[Place, Set[str]]:
 
 
 def _sections(annotation: Any) -> Iterator[tuple[type[Section], Place]]:
-    """Yield (section, its name or number below the key) for the sections in an annotation."""
+    """Yield (section, path below the key: a name or a number) for the sections in a type annotation."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation, ()
     names: Place = (NAME,) if get_origin(annotation) is dict else ("0",) if get_origin(annotation) is tuple else ()
@@ -202,7 +202,7 @@ def _is_role(name: str) -> bool:
 
 
 def top_level(diag: Diagnostics) -> Set[str]:
-    """Return the top-level keys of the configuration."""
+    """Return the section of top-level keys that the configuration uses."""
     return {key.partition(".")[0] for key in diag.origins}
 
 

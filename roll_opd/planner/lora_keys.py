@@ -19,12 +19,12 @@ GROUPS = {
     "linear_fc2": LINEAR[6:],
 }
 DEFAULT_RANK = 8
-KEYS = ("lora_target", "lora_rank", "adapter_name_or_path")  # each requests an adapter
+KEYS = ("lora_target", "lora_rank", "adapter_name_or_path")  # each of these keys requests an adapter
 NEVER = ("additional_target", "freeze_module_prefix")
 
 
 def read_lora(args: ModelArgs) -> LoraPlan | None:
-    """Return the adapters of a trained role, None if it has none; report problems."""
+    """Return the plan of a trained role's adapters, None if the role has none; report problems."""
     diag = args.diag
     if args.lora_dropout:
         diag.error("lora_dropout", f"{args.lora_dropout}: log-probs of a model under dropout are not defined; use 0")
@@ -60,7 +60,7 @@ def adapter_key(args: ModelArgs) -> str | None:
 
 
 def _as_written(args: ModelArgs, plan: LoraPlan) -> LoraPlan:
-    """Return the plan of the initial adapter; other written keys must agree with it."""
+    """Return the plan of the initial adapter; refuse written keys that contradict it."""
     written = {
         "lora_rank": (args.lora_rank, plan.rank),
         "lora_alpha": (args.lora_alpha, plan.alpha),
@@ -69,7 +69,7 @@ def _as_written(args: ModelArgs, plan: LoraPlan) -> LoraPlan:
     for key, (ours, its) in written.items():
         if ours and ours != its:
             shown = ",".join(its) if isinstance(its, tuple) else its
-            args.diag.error(key, f"the adapter to begin with has {shown}; remove this key")
+            args.diag.error(key, f"the initial adapter has {shown}; remove this key")
     return plan
 
 
@@ -85,6 +85,6 @@ def _unknown(names: Iterable[str]) -> list[str]:
 
 
 def _expanded(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the named layers and the layers of named groups, in the order of `LINEAR`."""
+    """Return layers in the order of `LINEAR`, with names of groups replaced by their layers."""
     named = {one for name in names for one in GROUPS.get(name, (name,))}
     return tuple(name for name in LINEAR if name in named)

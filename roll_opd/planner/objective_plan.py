@@ -1,4 +1,4 @@
-"""Plan the objective of a run with rollouts, and the correction of log-probs that differ between engines."""
+"""Plan the objective of a run with rollouts, and the correction for log-probs that differ between engines."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,10 +21,11 @@ from roll_opd.config.schema import (
 )
 from roll_opd.models.group_window import Pace
 
-NAMES_OF_A_LOSS = frozenset({"algorithm_type", "policy_loss_fn", "policy_loss"})  # of keys that ROLL does not have
+# keys that ROLL does not have and that select a loss
+NAMES_OF_A_LOSS = frozenset({"algorithm_type", "policy_loss_fn", "policy_loss"})
 ROLL_CLIP = 0.2  # ROLL's default of pg_clip_low and pg_clip_high
 STEP_KEYS = frozenset({"step_reward_gamma", "episode_reward_weight", "step_reward_weight"})
-# default (lower, upper): ROLL's for tis, verl's and rLLM's for IcePop
+# default (lower, upper); ROLL's for tis, and for IcePop the default of verl and rLLM
 BOUNDS = {"tis": (None, 1.2), "icepop": (0.5, 5.0)}
 
 
@@ -60,7 +61,7 @@ def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size:
         opd_vocab_size=vocab_size if has_divergence else None,
         correction=read,
         max_age=_max_age(top),
-        # a correction compares with the sampling weights, before the update
+        # a correction compares log-probs of the weights before the update with those of the sampling engine
         recompute_old_logprobs=updates > 1 or top.enable_old_logprobs_recompute or read is not None,
     )
     return replace(plan, gamma=0.0) if pure else _with_reward(plan, top)
@@ -76,7 +77,7 @@ def _with_reward(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
     """Return the objective with the reward's part added: advantages, and KLs to the reference policy."""
     assert top.adv_estimator
     name, mean, std = top.adv_estimator, top.norm_mean_type, top.norm_std_type
-    if name == "grpo":  # the definition of grpo; an explicit null removes it
+    if name == "grpo":  # grpo compares within a group by definition; an explicit null switches that off
         mean = mean if "norm_mean_type" in top.written else "group"
         std = std if "norm_std_type" in top.written else "group"
     levels = {"mean_cal_level": mean, "std_cal_level": std} if has_norm_levels(name) else {}
@@ -93,15 +94,15 @@ def _with_reward(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
         kl_penalty=KL_PENALTIES.get(plan.kl_penalty, plan.kl_penalty),
         init_kl_coef=token_kl,
         target_kl=plan.target_kl if token_kl else None,
-        # the token rewards need log-probs before the update
+        # rewards per token need log-probs from before the update
         recompute_old_logprobs=plan.recompute_old_logprobs or bool(token_kl),
     )
 
 
 def _clip_range(top: Top) -> tuple[float, float]:
-    """Return the clip range of a ratio below and above 1: pg_clip, or pg_clip_low and pg_clip_high if they apply.
+    """Return a ratio's clip range below and above 1: pg_clip, or pg_clip_low and pg_clip_high if these apply.
 
-    They apply with use_pg_clip_range: true, as in ROLL (default 0.2), and if the loss is selected by a key that ROLL
+    The latter (default 0.2) apply with use_pg_clip_range: true, as in ROLL, and for losses selected by a key that ROLL
     does not have.
     """
     if not _reads_clip_range(top):
@@ -123,7 +124,7 @@ def check_clip_range(top: Top) -> None:
         shown = ", ".join(f"{key} {value:g}" for key, value in written.items())
         top.diag.warn(
             next(iter(written)),
-            f"without use_pg_clip_range: true, {shown} have no effect, as in ROLL; pg_clip {top.pg_clip:g} counts",
+            f"without use_pg_clip_range: true, {shown} have no effect, as in ROLL; pg_clip {top.pg_clip:g} applies",
         )
 
 
@@ -134,19 +135,21 @@ def has_norm_levels(advantage: str) -> bool:
 
 
 def keys_of_steps(advantage: str) -> set[str]:
-    """Return the keys for step rewards that are arguments of a built-in advantage."""
+    """Return the keys of step rewards that a built-in advantage takes as arguments."""
     return set(STEP_KEYS & ADVANTAGES.defaults(advantage).keys()) if advantage in ADVANTAGES.builtin else set()
 
 
 def check_correction(top: Top, mode: str) -> None:
-    """Refuse a train_infer_correction that contradicts itself, changes nothing or leaves no token."""
+    """Refuse a train_infer_correction that contradicts itself, has no effect or removes every token."""
     correction = top.train_infer_correction
     weight = correction.is_weight
     if weight.enabled:
         if not weight.detach:
             weight.diag.unused("detach")  # log-probs from before the update have no gradient
         if weight.method == "tis" and weight.lower_bound is not None:
-            weight.diag.error("lower_bound", "truncated weights (tis) have an upper bound only; write method: icepop")
+            weight.diag.error(
+                "lower_bound", "truncated weights (tis) have no lower bound; remove it, or write method: icepop"
+            )
         _check_order(weight, *_bounds(weight))
     for section in (weight, *correction.filters):
         if section.written and "enabled" not in section.written:
@@ -154,13 +157,15 @@ def check_correction(top: Top, mode: str) -> None:
     for rule in correction.filters:
         filters = _filters(rule)
         if rule.enabled and not filters:
-            rule.diag.note("", "leaves nothing out, as it has no enabled bound")
+            rule.diag.note("", "removes no token, as no bound is enabled")
         for read in filters:
             _check_order(rule, read.low, read.high)
     if mode == "pure" and top.opd_objective != "sampled":
         nothing = f"opd_objective: {top.opd_objective} in pure distillation has no policy loss"
         if weight.enabled:
-            correction.diag.error("is_weight", f"{nothing}, and the weights multiply only that; use filters")
+            correction.diag.error(
+                "is_weight", f"{nothing}, and only that would be multiplied by the weights; use filters"
+            )
         if correction.negatives_delta is not None:
             correction.diag.error("negatives_delta", f"{nothing} and no advantages; use filters")
     elif correction.negatives_delta is not None and not loss_facts(top.policy_loss).reads_advantages:
@@ -192,7 +197,7 @@ def read_correction(top: Top) -> CorrectionPlan | None:
 
 
 def _bounds(weight: ImportanceWeight) -> tuple[float | None, float | None]:
-    """Return the written bounds, where null means no bound; else the defaults of the method."""
+    """Return (lower, upper) as written, where null means no bound; for keys not written, the defaults of the method."""
     low, high = BOUNDS[weight.method]
     return (
         weight.lower_bound if "lower_bound" in weight.written else low,
@@ -211,4 +216,4 @@ def _filters(rule: TokenFilter) -> list[TokenFilterPlan]:
 
 def _check_order(section: Section, low: float | None, high: float | None) -> None:
     if low is not None and high is not None and low >= high:
-        section.diag.error("", f"no token is between a lower bound of {low:g} and an upper one of {high:g}; swap them")
+        section.diag.error("", f"no token is between the lower bound {low:g} and the upper bound {high:g}; swap them")

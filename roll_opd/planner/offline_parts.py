@@ -15,7 +15,7 @@ from roll_opd.data.rows import DataError
 from roll_opd.data.teacher_files import SCHEMA, FileFacts, facts_of
 from roll_opd.planner.role_reader import Role
 
-PLANNED = frozenset(keys_of(OfflineDistill)) - {"sft_loss_coef"}  # keys that the plan has elsewhere
+PLANNED = frozenset(keys_of(OfflineDistill)) - {"sft_loss_coef"}  # keys that are fields of the plan elsewhere
 TOPK_ONLY = ("opd_topk", "opd_divergence", "sft_loss_coef")
 SAMPLED_ONLY = ("opd_kl_discount", "advantage_clip")
 TEACHER = "teacher"  # name of the teacher in the plan, metrics and records
@@ -23,7 +23,7 @@ TEACHER = "teacher"  # name of the teacher in the plan, metrics and records
 
 @dataclass(frozen=True)
 class OfflineParts:
-    """Checked parts of a run on teacher files."""
+    """The checked parts of the plan of a run on teacher files."""
 
     data: DataPlan | None
     held_out: DataPlan | None
@@ -32,9 +32,9 @@ class OfflineParts:
 
 
 def read(top: OfflineDistill, train: Role) -> OfflineParts:
-    """Return the parts; problems go to the diagnostics of their keys."""
+    """Return the checked parts; report problems at their keys."""
     if train.worker.data_args.file_name:
-        train.worker.data_args.diag.error("file_name", "has no effect: the rows are those of teacher.files; remove it")
+        train.worker.data_args.diag.error("file_name", "has no effect, as the rows come from teacher.files; remove it")
     if top.algorithm_type:
         top.diag.error("algorithm_type", f"{top.algorithm_type} has no effect: opd_objective sets the loss; remove it")
     files = _files(top.teacher.files, top.teacher.diag, "files")
@@ -96,15 +96,15 @@ def _objective(top: OfflineDistill, train: Role, facts: FileFacts) -> ObjectiveP
     if facts.vocab_size and student and facts.vocab_size > student:
         top.teacher.diag.note(
             "files",
-            f"their log-probs are normalised over {facts.vocab_size} token ids, and the student has {student}; score"
-            f" with --vocab-size {student}",
+            f"the log-probs of the files are normalised over {facts.vocab_size} token ids, but the student has"
+            f" {student}; score with --vocab-size {student}",
         )
     return ObjectivePlan(
         **common,
         policy_loss=POLICY_LOSSES.located("sft"),
         rl_loss_coef=top.sft_loss_coef,
         opd_divergence=top.opd_divergence,
-        opd_topk=top.opd_topk or facts.topk or 1,  # 1: the rows have no top-k, and each is refused
+        opd_topk=top.opd_topk or facts.topk or 1,  # 1 if the rows have no top-k, in which case each row is refused
         opd_jsd_beta=top.opd_jsd_beta,
         opd_skew_alpha=top.opd_skew_alpha,
         opd_vocab_size=min(facts.vocab_size or student, student) or None,

@@ -1,4 +1,4 @@
-"""Parts of a plan, built from checked roles: Megatron and inference roles, optimizer and schedule, sampling."""
+"""Build the parts of a plan from checked roles: Megatron and inference roles, optimizer, schedule and sampling."""
 
 import math
 from dataclasses import replace
@@ -34,7 +34,7 @@ from roll_opd.planner.http_plans import http_keys, http_plan
 from roll_opd.planner.role_reader import Role
 from roll_opd.planner.teacher_context import context_of, prefix_topk
 
-JUDGE_TOKENS = 1024  # of a judge's instructions, and of its answer without max_new_tokens
+JUDGE_TOKENS = 1024  # assumed for a judge's instructions, and for its answer if max_new_tokens is not set
 
 
 def environment(*sections: Run | Worker) -> FrozenDict:
@@ -43,7 +43,7 @@ def environment(*sections: Run | Worker) -> FrozenDict:
 
 
 def megatron_plan(role: Role, top: Run, student: Role | None = None) -> MegatronPlan:
-    """Return the plan of any Megatron role; a frozen model scores only token ids that `student` has as well."""
+    """Return the plan of a Megatron role; a frozen model scores only the token ids that `student` has as well."""
     assert role.info and role.strategy.devices and role.strategy.layout
     vocabulary = student.info.vocab if student and student.info else role.info.vocab
     return MegatronPlan(
@@ -64,7 +64,7 @@ def train_plan(role: Role, top: Run, mini_batch: int, total: int, answers: int =
     Args:
         mini_batch: sequences of an update.
         total: updates of the run.
-        answers: sequences that stay together in a micro-batch and count as one for its limit.
+        answers: number of sequences that stay together in a micro-batch and count as one against its limit.
     """
     args, limits = role.worker.training_args, micro_batch(role.worker, True)
     if limits.sequences:
@@ -98,7 +98,7 @@ def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
         args.diag.note("", f"{warmup} warm-up updates are more than the run's {total}")
     for name, rate in (("min_lr", kwargs.min_lr), ("init_lr", kwargs.init_lr)):
         if rate > peak:
-            kwargs.diag.error(name, f"{rate:g} is above the {peak:g} after the warm-up; lower it")
+            kwargs.diag.error(name, f"{rate:g} is above {peak:g}, the rate after the warm-up; lower it")
     if kwargs.lr_decay_steps is not None and kwargs.lr_decay_steps <= warmup:
         kwargs.diag.error(
             "lr_decay_steps",
@@ -112,7 +112,7 @@ def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
     elif style in ("linear", "cosine") and total == 1 and not (warmup or kwargs.min_lr or kwargs.lr_decay_steps):
         args.diag.warn(
             "lr_scheduler_type",
-            f"{args.lr_scheduler_type} is 0 in a run's last update, and this run has only one; write constant",
+            f"{args.lr_scheduler_type} ends at 0, and this run has only one update; write constant",
         )
     return {
         "learning_rate": peak,
@@ -128,7 +128,7 @@ def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
 
 
 def teacher_plan(name: str, role: Role, top: Top, student: Role, response: int) -> TeacherPlan:
-    """Return the plan of a teacher of `student`; its coefficient is the teacher's key, else the top-level key."""
+    """Return a teacher's plan; the coefficient comes from the teacher's section, else from the top level."""
     own = role.worker.opd_kl_coef
     return TeacherPlan(
         name=name,
@@ -151,10 +151,10 @@ def _teacher_source(role: Role, top: Top, student: Role) -> TeacherSource:
 
 
 def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> RolloutPlan:
-    """Return the student's engines; `n` responses per prompt, at most `response` tokens (validation: `held_out`)."""
+    """Return the plan of the student's engines: `n` responses of `response` tokens (validation: `held_out`)."""
     sampling = sampling_plan(role.worker.generating_args, n, response)
     plan = _engines(role, top, sampling, top.prompt_length + max(response, held_out))
-    if top.max_running_requests:  # an engine queues further ones
+    if top.max_running_requests:  # an engine queues requests beyond this number
         each = {"max_num_seqs": -(-top.max_running_requests // plan.engines)}
         plan = replace(plan, engine_args=FrozenDict({**each, **plan.engine_args}))
     routes = role.worker.router_replay.mode != "disable"
@@ -162,13 +162,13 @@ def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> 
         plan,
         max_running_requests=top.max_running_requests,
         returns_routes=routes,
-        # without generation ahead no request runs during an update; deterministic engines end their batch first
+        # without generation ahead, no request runs during an update; deterministic engines finish their batch first
         on_weight_update=top.on_weight_update if top.async_generation_ratio and not top.deterministic else "wait",
     )
 
 
 def judge_plan(role: Role, top: Top, response: int) -> RolloutPlan:
-    """Return a judge's engines. A judge reads a question, the student's prompt and response, and the final answer."""
+    """Return the plan of a judge's engines. A judge reads question, prompt, response and the final answer."""
     assert role.info is not None
     args = role.worker.generating_args
     new = args.max_new_tokens or JUDGE_TOKENS

@@ -1,6 +1,6 @@
-"""Find the pipeline and system for which a configuration is written; refuse pipelines that do not exist here.
+"""Find the pipeline, and ROLL or Trinity-RFT, for which a configuration is written; refuse pipelines missing here.
 
-Without this refusal, the checks would report dozens of unknown keys.
+Without this, the later checks would report dozens of unknown keys.
 """
 
 import re
@@ -30,7 +30,7 @@ LAUNCHERS = {
     "dpo": ("direct preference optimization", "start_dpo_pipeline.py"),
     "offline_distill": ("distillation from teacher files", "start_offline_distill_pipeline.py"),
 }
-# a file with one of these sections and none of our roles is Trinity-RFT's
+# a file with one of these sections and none of our roles is a configuration of Trinity-RFT
 TRINITY_SECTIONS = frozenset(
     ("algorithm", "buffer", "cluster", "explorer", "model", "synchronizer", "trainer", "checkpoint_root_dir")
 )
@@ -39,7 +39,7 @@ OUR_ROLES = ("student_train", "student_infer", "actor_train", "actor_infer", "sf
 # keys of ROLL's vision and diffusion configurations that no text configuration has
 VISION_KEYS = {"image", "images", "image_flag_key", "image_folder", "max_pixels", "min_pixels", "vlm_filter"}
 VISION_KEYS |= {"video", "videos", "video_folder", "audio", "audios", "audio_folder"}
-DETECTION = "DetectionRewardWorker"  # of ROLL's vision pipelines, whose models also train on text
+DETECTION = "DetectionRewardWorker"  # reward worker of ROLL's vision pipelines; their models also train on text
 MODEL_KEYS = ("model_name_or_path", "pretrain", "student_pretrain", "teacher_pretrain")
 VISION_MODEL = re.compile(r"[-_./](vl|omni|vision|wan2\.\d|flux)\b", re.IGNORECASE)
 # keys that identify ROLL's off-policy distillation, in a file without roles of other pipelines
@@ -75,13 +75,14 @@ def pipeline_keys(
 ) -> type[Supervised] | None:
     """Return the keys of the requested or configured supervised pipeline; None: the student samples.
 
-    `pure` and `pipeline` are those of `load_plan`. Raises ConfigError, with one problem, if the configuration is of
-    another pipeline than the requested one, or if its pipeline does not exist here.
+    `pure` and `pipeline` are arguments of `load_plan`. Raises ConfigError with one problem if the configuration is for
+    another pipeline than the requested one, or for a pipeline that does not exist here.
     """
     requested = pipeline or (None if pure is None else "distill" if pure else "rlvr")
     problem = _vision_problem(values) or _off_policy_problem(values)
     if problem is None and requested:
-        problem = _wrong_pipeline(values, requested, diag)  # errors about its keys would be misleading
+        # checked first: errors about the keys of another pipeline would be misleading
+        problem = _wrong_pipeline(values, requested, diag)
     if problem is None:
         if keys := _supervised_keys(values, pure, None if pipeline == "agentic" else pipeline):
             return keys
@@ -94,7 +95,7 @@ def pipeline_keys(
 
 
 def _pipeline_of(values: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return (pipeline, the key that shows it) of a configuration; None if no key shows it."""
+    """Return (pipeline, the key that identifies it) of a configuration; None if no key identifies a pipeline."""
     for name, keys in SUPERVISED.items():
         if keys.role in values and keys.role not in (*PURE_ROLES, *MIXED_ROLES):
             return name, keys.role
@@ -122,7 +123,7 @@ def _pipeline_of(values: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def has_files(teacher: Any) -> bool:
-    """Whether a `teacher` section is of a teacher file."""
+    """Whether a `teacher` section names teacher files."""
     return isinstance(teacher, Mapping) and "files" in teacher
 
 
@@ -134,17 +135,17 @@ def _wrong_pipeline(values: Mapping[str, Any], requested: str, diag: Diagnostics
     if requested not in LAUNCHERS or found is None or found[0] not in LAUNCHERS or found[0] == requested:
         return None
     if requested not in SUPERVISED and values.get("algorithm_type") in [keys.algorithm for keys in SUPERVISED.values()]:
-        return None  # reported elsewhere, with the launcher
+        return None  # `_rows_problem` reports it and names the launcher
     meant, key = found
     is_played_pure = meant == "agentic" and not values.get("use_opd") and values.get("teacher")
     if requested == "distill" and is_played_pure and values.get("is_pure_opd") is not False:
-        return None  # ROLL's distillation launcher also runs environments
+        return None  # ROLL's launcher of distillation also runs environments
     if requested == "rlvr" and key == "is_pure_opd":
         return None  # ROLL runs pure distillation in its RLVR pipeline
     what, launcher = LAUNCHERS[meant]
     return (
-        f"{key}: belongs to {what}, which {LAUNCHERS[requested][1]} (pipeline {requested}) does not run;"
-        f" start it with examples/{launcher}, or with `roll-opd run {meant}`{diag.where(key)}"
+        f"{key}: belongs to {what}, but {LAUNCHERS[requested][1]} runs pipeline {requested}; start it with"
+        f" examples/{launcher}, or with `roll-opd run {meant}`{diag.where(key)}"
     )
 
 
@@ -179,7 +180,7 @@ def _rows_problem(values: Mapping[str, Any], diag: Diagnostics) -> str | None:
 
 
 def _vision_problem(values: Mapping[str, Any]) -> str | None:
-    """Return the message for a vision, video or image-generation configuration; None for a text one."""
+    """Return an error if a configuration is for vision, video or image generation, else None."""
     for key, value in _leaves(values, ""):
         last, text = key.rpartition(".")[2], value if isinstance(value, str) else ""
         reason = None
@@ -191,7 +192,7 @@ def _vision_problem(values: Mapping[str, Any]) -> str | None:
             reason = f"{text!r} trains an image or video generator"
         elif last == "worker_cls" and text.endswith(DETECTION):
             reason = f"{text!r} rewards boxes in images"
-        # the worker checks the judge of a reward
+        # a reward's judge is checked by its worker
         elif last in MODEL_KEYS and text and not key.startswith("rewards."):
             reason = _vision_model(text)
         if reason:
@@ -207,14 +208,14 @@ def _vision_model(model: str) -> str | None:
     try:
         config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
     except ModelFilesError:
-        return None  # reported by the role with this model
+        return None  # the role with this model reports it
     return f"{path} is a vision-language model ({config.get('model_type')})" if is_vision_config(config) else None
 
 
 def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
-            # null values of ROLL's shared fragments are ignored; environments have free-form keys
+            # the sections of environments are skipped: their keys are free-form
             if key not in ("custom_env", "custom_envs"):
                 yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
     elif isinstance(value, list):
@@ -227,19 +228,19 @@ def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _off_policy_problem(values: Mapping[str, Any]) -> str | None:
-    """Return the message for a configuration of ROLL's distill_pipeline; None for others."""
+    """Return an error if a configuration is for ROLL's distill_pipeline, else None."""
     found = next((key for key in OFF_POLICY_KEYS if key in values), None)
     if found is None or not values.keys().isdisjoint((*LEARNERS, "student_infer", "actor_infer")):
         return None
     return (
-        f"{found}: is a key of ROLL's off-policy distillation (start_distill_pipeline.py: the teacher's logits on given"
-        " answers), a pipeline that does not exist here; write an on-policy one (student_train, student_infer,"
+        f"{found}: is a key of ROLL's off-policy distillation (start_distill_pipeline.py: the teacher's logits on"
+        " given answers); this pipeline does not exist here, so write an on-policy one (student_train, student_infer,"
         " teacher), or train on the teacher's answers with start_sft_pipeline.py"
     )
 
 
 def _rollout_only_problem(values: Mapping[str, Any]) -> str | None:
-    """Return the message for a rollout-only configuration; None for others."""
+    """Return an error if a configuration is for a rollout-only pipeline, else None."""
     train = values.get("actor_train")
     if "student_train" in values:
         return None

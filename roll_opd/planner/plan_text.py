@@ -1,4 +1,4 @@
-"""Text of a `RunPlan` for people, as `roll-opd plan` prints it."""
+"""Write a `RunPlan` as text, as `roll-opd plan` prints it."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,13 +24,13 @@ from roll_opd.planner.describe import OTHER_TAGS, SIZES, to_json
 from roll_opd.planner.device_mapping import short_devices
 
 T = TypeVar("T")
-SHOWN = {  # keys of the objective that its formulas show
+SHOWN = {  # keys of the objective that appear in its formulas
     *keys_of(DistillationKeys),
     *("gamma", "lambd", "whiten_rewards", "whiten_advantages", "norm_mean_type", "norm_std_type", "reward_clip"),
     *("advantage_clip", "pg_clip", "pg_clip_low", "pg_clip_high", "opd_kl_discount"),
 }
 MORE_OF_BATCH = ("demonstrations_per_step", "extra_prompts", "max_running_requests")
-READ_WITH = {"kl_penalty": "init_kl_coef", "kl_horizon": "target_kl"}  # key -> the key that it needs
+READ_WITH = {"kl_penalty": "init_kl_coef", "kl_horizon": "target_kl"}  # key -> the key without which it has no effect
 
 
 def to_text(plan: RunPlan, width: int | None = None) -> str:
@@ -69,7 +69,7 @@ def _role_lines(roles: dict[str, dict[str, Any]], width: int) -> list[str]:
 
 
 def _sharing(roles: dict[str, dict[str, Any]]) -> list[str]:
-    """Return one line for each set of devices with the same roles."""
+    """Return one line for each set of devices that hold the same roles."""
     owners: dict[int, tuple[str, ...]] = {}
     for name, role in roles.items():
         for device in role["devices"]:
@@ -81,7 +81,7 @@ def _sharing(roles: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _alike(of_devices: Mapping[int, T]) -> dict[T, str]:
-    """Return each value with the devices that have it, in the short form of `short_devices`."""
+    """Return a map: value -> its devices, in the form of `short_devices`."""
     groups: dict[T, list[int]] = {}
     for device, value in of_devices.items():
         groups.setdefault(value, []).append(device)
@@ -143,7 +143,7 @@ def _routing_lines(content: dict[str, Any]) -> list[str]:
 
 
 def _frozen_lines(plan: RunPlan) -> list[str]:
-    """Return lines for the contexts of teachers and for the frozen models that share weights with the student."""
+    """Return lines that show the contexts of teachers, and the frozen models that share weights with the student."""
     lines = []
     for teacher in plan.teachers:
         if context := teacher.context:
@@ -156,14 +156,17 @@ def _frozen_lines(plan: RunPlan) -> list[str]:
 
 
 def _memory_lines(plan: RunPlan) -> list[str]:
-    """Return each role's memory per rank by part; for several stages, the totals and the parts of the largest."""
+    """Return each role's memory per rank, by part; for several stages, all totals and the largest stage's parts."""
     lines = []
     for name, stages in plan.memory.items():
         parts = fullest(stages)
         text = _settings({part: readable_bytes(size) for part, size in parts.items()})
         lines.append(f"{name}: {readable_bytes(sum(parts.values()))} ({text})")
         if "kv_cache" in parts:
-            lines.append("  kv_cache: for all sequences together; vLLM queues sequences beyond gpu_memory_utilization")
+            lines.append(
+                "  kv_cache: of all sequences at the same time; vLLM queues the sequences for which"
+                " gpu_memory_utilization has no room"
+            )
         if len(stages) > 1:
             sizes = ", ".join(readable_bytes(sum(stage.values())) for stage in stages)
             lines.append(f"  stages, first to last: {sizes}")
@@ -171,12 +174,12 @@ def _memory_lines(plan: RunPlan) -> list[str]:
 
 
 def _device_lines(plan: RunPlan) -> list[str]:
-    """Return the total memory of the roles on a device; devices with the same total share a line."""
+    """Return lines with the total memory of the roles on a device; devices with the same total share a line."""
     limit = int(plan.device_memory_gb * 2**30) if plan.device_memory_gb else None
     needs = device_memory(plan, limit)
     of = f" of {plan.device_memory_gb:g} GiB" if plan.device_memory_gb else ""
     if members_on_gpus(plan):
-        how = "on GPUs roles that share one take turns: the largest phase of a step"
+        how = "roles that share a GPU take turns: figures are of the largest phase of a step"
     else:
         how = "all weights, states and caches are resident; activations of one role at a time"
     lines = [f"  {devices}: {readable_bytes(size)}{of}" for size, devices in _alike(needs).items()]
@@ -216,7 +219,7 @@ def _objective_lines(plan: RunPlan) -> list[str]:
 
 
 def _ahead_lines(plan: RunPlan) -> list[str]:
-    """Return a line that states how far generation runs ahead of training; empty if they take turns."""
+    """Return a line on how far generation runs ahead of training; none if the two take turns."""
     if not plan.objective.max_age:
         return []
     pace = Pace.of(plan.rollout_batch_size, plan.async_generation_ratio, plan.async_depth)
@@ -228,7 +231,7 @@ def _ahead_lines(plan: RunPlan) -> list[str]:
 
 
 def _offline_lines(plan: RunPlan, lines: Sequence[str]) -> list[str]:
-    """Return the loss on given answers: their likelihood, if it has a weight, and the teacher's top-k term."""
+    """Return the loss on given answers as lines: the likelihood, if it has a weight, and the teacher's top-k term."""
     weight = plan.objective.rl_loss_coef
     return [*(f"{weight:g} * {line}" for line in lines if weight), *_distillation_lines(plan)]
 
@@ -283,7 +286,7 @@ def _distillation_lines(plan: RunPlan) -> list[str]:
 
 
 def _other_lines(part: Any, keys: type[Section]) -> list[str]:
-    """Return a line for each key of `keys` that is not shown elsewhere and differs from its default."""
+    """Return a line for each of `keys` whose value is not shown elsewhere and differs from the default."""
     lines = []
     for item in fields(keys):
         value = getattr(part, item.name)
@@ -301,7 +304,8 @@ def _correction_lines(correction: CorrectionPlan | None) -> list[str]:
         bounds = _bounds(correction.low, correction.high)
         lines.append(f"policy loss * {correction.weight} weight, train / infer of each {correction.level}{bounds}")
     lines += [
-        f"without tokens whose {rule.measure} of train and infer, by {rule.level}, is not{_bounds(rule.low, rule.high)}"
+        f"without tokens whose {rule.measure} of train and infer, per {rule.level}, is"
+        f" not{_bounds(rule.low, rule.high)}"
         for rule in correction.filters
     ]
     if correction.negatives_delta:

@@ -1,7 +1,7 @@
 """Split a composed configuration into its sections and validate each of them.
 
-A section with a wrong value is None; later checks use the other sections. Unknown keys are reported with the nearest
-known key; ROLL's keys without effect are collected.
+A section with a wrong value becomes None, and later checks use the other sections. An unknown key is reported together
+with the most similar known key. ROLL's keys that have no effect here are collected.
 """
 
 import json
@@ -42,10 +42,11 @@ REFERENCE = "reference"
 CRITIC = "critic"
 AUXILIARY = "auxiliary_models"
 LOCAL_JUDGE = "inference"  # `judge_model_type` of a judge with local engines
-SHARED_JUDGE = "cluster"  # ... of a judge with the engine in section `reward_model`
-SAME_WORD = 0.85  # similarity of a misspelt key among user-chosen names, which may be similar by chance
+SHARED_JUDGE = "cluster"  # `judge_model_type` of a judge whose engine is in section `reward_model`
+# least similarity of a misspelt key to a known one, where users choose names, which may be similar by chance
+SAME_WORD = 0.85
 FRESH_SAMPLES = (
-    "a teacher file has scores of its own answers only, and this run distils on fresh samples of the student"
+    "a teacher file has scores only of the answers in it, but this run distils on fresh samples of the student"
 )
 INSTEAD_OF_FILES = (
     "name the teacher's model in model_args.model_name_or_path, or remove student_infer (actor_infer) to train on the"
@@ -59,14 +60,14 @@ ENGINE_KEYS = (
 
 @dataclass
 class Sections:
-    """A validated configuration; an invalid part is None, an unwritten part is absent."""
+    """A validated configuration. A part with a problem is None; a part that was not written is absent."""
 
     top: Run | None = None
-    workers: dict[str, Worker | None] = field(default_factory=dict)  # by the user's name
+    workers: dict[str, Worker | None] = field(default_factory=dict)  # by the user's name for the section
     teachers: dict[str, Worker | None] = field(default_factory=dict)  # by teacher name
     rewards: dict[str, Reward | None] = field(default_factory=dict)
     judges: dict[str, Worker | None] = field(default_factory=dict)  # domain -> the engine that is its judge
-    auxiliaries: dict[str, Worker | RemoteModelKeys | None] = field(default_factory=dict)  # models that workflows ask
+    auxiliaries: dict[str, Worker | RemoteModelKeys | None] = field(default_factory=dict)  # models that workflows call
     pretrain: str | None = None  # as configured; present even if `top` has a wrong value
 
 
@@ -75,9 +76,9 @@ def read_sections(
 ) -> Sections:
     """Validate `values`; problems and warnings go to `diag`.
 
-    `variables` are top-level keys that other values refer to (`${name}`); an unknown key among them is the user's
-    variable. Other unknown keys are dropped with a warning (see `_variables`). `pipeline` are the keys of a supervised
-    pipeline; None: a run with rollouts.
+    `variables` are top-level keys that other values refer to (`${name}`). An unknown key among them is taken as the
+    user's variable. Other unknown keys are dropped with a warning (see `_variables`). `pipeline` has the keys of a
+    supervised pipeline; None: the run has rollouts.
     """
     pretrain = values.get("pretrain")
     sections = Sections(pretrain=pretrain if isinstance(pretrain, str) else None)
@@ -108,7 +109,7 @@ def read_sections(
 
 
 def _with_devices(top: Run | None, sections: Sections) -> Run | None:
-    """Set the number of devices per node to that of this machine, unless it or some role's devices are set."""
+    """Set the number of devices per node to this machine's, unless it or the devices of a role are configured."""
     workers = (*sections.workers.values(), *sections.teachers.values(), *sections.judges.values())
     written = any(worker is not None and worker.device_mapping is not None for worker in workers)
     if top is None or written or "num_gpus_per_node" in top.written:
@@ -123,7 +124,7 @@ def _variables(
     variables: frozenset[str],
     diag: Diagnostics,
 ) -> set[str]:
-    """Return the top-level keys that are variables of the file; note unused ones as dropped.
+    """Return the unknown top-level keys that may be variables of the file; note the unused ones as dropped.
 
     ROLL ignores all unknown keys. Here a key is a typing error if its name resembles a known key, if it is a key of
     some section, or if its value has keys of a role.
@@ -135,7 +136,7 @@ def _variables(
         if key in variables:
             own.add(key)
         elif key in ignored or diag.origins.get(str(key)) == COMMAND_LINE:
-            continue  # an override without a reference in a file is not a variable
+            continue  # an override that no file refers to is not a variable
         elif not typing_error("", str(key), value, {*known, *ignored}, may_be_variable=True):
             own.add(key)
             diag.dropped.add(str(key))
@@ -143,7 +144,7 @@ def _variables(
 
 
 def _read_teachers(value: Any, sections: Sections, diag: Diagnostics) -> None:
-    """Read the teachers; if the section itself has a worker's keys, it is a single teacher named "teacher"."""
+    """Read the teachers; a section that has a worker's keys itself is a single teacher named "teacher"."""
     mapping = _mapping(value, "teacher", diag)
     of_files = [name for name, data in mapping.items() if isinstance(data, dict) and "files" in data]
     if "files" in mapping or of_files:
@@ -165,8 +166,8 @@ def _read_teachers(value: Any, sections: Sections, diag: Diagnostics) -> None:
 def _read_rewards(value: Any, shared: Any, sections: Sections, diag: Diagnostics) -> None:
     """Read the rewards, and the engines of local judges.
 
-    The keys of a judge's engine are in the section of its reward. The first reward with a shared judge uses section
-    `reward_model`, passed as `shared`.
+    The keys of a judge's engine are in the section of its reward. The first reward with a shared judge uses the section
+    `reward_model`, which is the argument `shared`.
     """
     for domain, data in _mapping(value, "rewards", diag).items():
         place, judge = diag.below(f"rewards.{domain}"), _judge_type(data)
@@ -183,7 +184,7 @@ def _read_rewards(value: Any, shared: Any, sections: Sections, diag: Diagnostics
 
 
 def _read_auxiliaries(value: Any, sections: Sections, diag: Diagnostics) -> None:
-    """Read the auxiliary models of workflows: sections of engines, or of addresses."""
+    """Read the auxiliary models of workflows; a section describes engines or the address of a server."""
     for name, data in _mapping(value, AUXILIARY, diag).items():
         place = diag.below(f"{AUXILIARY}.{name}")
         if not (isinstance(data, dict) and keys_of(RemoteModelKeys).keys() & data.keys()):
@@ -210,7 +211,7 @@ def _with_free_keys(data: Any, diag: Diagnostics, model: type[Term] = Reward) ->
     kept = {key: value for key, value in data.items() if key in known}
     args = {} if kept.get("args") in (None, "None") else kept["args"]
     if not isinstance(args, dict):
-        return kept  # reported by the check of types
+        return kept  # the check of types reports it
     args = dict(args)
     for key, value in data.items():
         if key in known:
@@ -250,7 +251,7 @@ def read_section(model: type[S], data: Any, diag: Diagnostics, also_known: Set[s
         known = {*keys_of(section), *other_names(section), *section.ignored}
         known |= also_known if section is model else set()
         problem = typing_error(place.path, key, value, known, top_level(place))
-        place.error(key, problem or "unknown key, and no known key is near it; remove it")
+        place.error(key, problem or "unknown key, and no known key has a similar name; remove it")
 
     paths: dict[int, str] = {}
     copied = _copied(data, "", paths)
@@ -263,7 +264,7 @@ def read_section(model: type[S], data: Any, diag: Diagnostics, also_known: Set[s
 
 
 def _copied(value: Any, path: str, paths: dict[int, str]) -> Any:
-    """Return a copy of a value in JSON types; add the path of each mapping in it to `paths`, under the mapping's id."""
+    """Return a copy of a value in JSON types; record in `paths` the path of each mapping in it, by the mapping's id."""
     if isinstance(value, dict):
         copied = {str(key): _copied(item, f"{path}.{key}" if path else str(key), paths) for key, item in value.items()}
         paths[id(copied)] = path
@@ -274,7 +275,7 @@ def _copied(value: Any, path: str, paths: dict[int, str]) -> Any:
 
 
 def _validator(model: type[Section]) -> TypeAdapter[Any]:
-    """Return pydantic's validator of a section, cached because creating one takes milliseconds."""
+    """Return pydantic's validator for a section; cached, because creating a validator takes milliseconds."""
     if model not in _VALIDATORS:
         _VALIDATORS[model] = TypeAdapter(model)
     return _VALIDATORS[model]
@@ -292,7 +293,8 @@ def _report(error: ValidationError, diag: Diagnostics) -> None:
         parts = takewhile(lambda part: part not in _TYPE_NAMES and "[" not in part, map(str, item["loc"]))
         key = ".".join(filter(None, parts))
         text = _EXPECTED.get(item["type"]) or str(item["msg"])
-        text = text.removeprefix("Input should be ").removeprefix("Value error, ")  # the second of our own validators
+        # the second prefix comes from our own validators
+        text = text.removeprefix("Input should be ").removeprefix("Value error, ")
         expected.setdefault(key, []).append(text)
         inputs[key] = item["input"]
     for key, texts in expected.items():

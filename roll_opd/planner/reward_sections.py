@@ -1,4 +1,4 @@
-"""Plans of the `rewards` sections: workers with their tags, arguments and filters."""
+"""Plan the `rewards` sections: workers with their tags, arguments and filters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,12 +17,12 @@ from roll_opd.rewards.interface import RewardError
 from roll_opd.rewards.reward_registry import REWARDS, RewardFacts, check, reward_arguments
 from roll_opd.tracking.secrets import is_secret
 
-REWARD_SECONDS = 60.0  # seconds per sample of a reward without its own time limit
-MAX_REWARD_CALLS = 256  # running calls of a worker
+REWARD_SECONDS = 60.0  # seconds per sample for a reward that sets no time limit itself
+MAX_REWARD_CALLS = 256  # calls of a worker that run at the same time
 
 
 def read_rewards(rewards: Mapping[str, Reward | None], mode: str, responses: int) -> tuple[RewardPlan, ...]:
-    """Return the reward workers; each tag may belong to only one domain. `responses` is the number per prompt.
+    """Return the plans of the reward workers; a tag may belong to only one domain. `responses` is per prompt.
 
     In pure distillation rewards are only monitored, so their filters have no effect.
     """
@@ -57,14 +57,14 @@ def read_rewards(rewards: Mapping[str, Reward | None], mode: str, responses: int
 
 
 def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
-    """Return the terms of a domain: first its own reward, named after its worker."""
+    """Return the terms of a domain; the first is the domain's reward, named after its worker."""
     problems = reward.diag.problems
     before = len(problems)
     if reward.args.get("judge_model_type") == SHARED_JUDGE:
         reward.diag.unsupported(
             "judge_model_type",
-            f"{SHARED_JUDGE!r} has the engine of the section reward_model, which only one reward can have here;"
-            f" write {LOCAL_JUDGE}, with model_args, strategy_args and device_mapping in this section",
+            f"{SHARED_JUDGE!r} uses the engine of section reward_model, which only one reward can use here; write"
+            f" {LOCAL_JUDGE}, with model_args, strategy_args and device_mapping in this section",
         )
         args = {key: value for key, value in reward.args.items() if key != "judge_model_type"}
         reward = changed(reward, {"args": args})
@@ -93,10 +93,11 @@ def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
                 " dotted path of a class of your own",
             )
             continue
-        try:  # a user's classes are only instantiated in the run
+        try:  # a user's class is only instantiated when the run starts
             check(term.worker, dict(term.args))
         except RewardError as error:
-            is_builtin = term.worker in REWARDS.builtin  # whose packages and keys may exist only on another machine
+            # packages and API keys may exist only on the machine of the run
+            is_builtin = term.worker in REWARDS.builtin
             (section.diag.unsupported if is_builtin else section.diag.error)("", str(error))
     return tuple(term for _, term in found)
 
@@ -119,7 +120,7 @@ def _facts(worker: str) -> RewardFacts:
 def _worker(section: Term, name: str) -> str:
     """Return the worker's built-in name or dotted path.
 
-    Maps a class of ROLL to its counterpart, and `path/to/file.py:name` to a dotted path.
+    A class of ROLL becomes its counterpart here, and `path/to/file.py:name` becomes a dotted path.
     """
     with section.diag.catching("worker_cls"):
         name = dotted_path(name)
@@ -140,7 +141,7 @@ def _worker(section: Term, name: str) -> str:
 
 
 def _arguments(section: Term, worker: str) -> dict[str, object]:
-    """Return the worker's arguments. ROLL keys that it does not take have no effect; other such keys are errors."""
+    """Return the worker's arguments. An unknown key is an error, or has no effect if ROLL has it."""
     if worker not in REWARDS.builtin:
         return dict(section.args)
     taken, types = reward_arguments(worker), annotations(REWARDS.find(worker))
@@ -162,8 +163,8 @@ def _check_spread(reward: Reward, query: FilterPlan | None, response: FilterPlan
     if response and response.type == "std_filter":
         reward.diag.error(
             "response_filter_config.type",
-            "std_filter on single rewards, whose deviation is 0, accepts nothing; use mean_filter, or"
-            " std_filter in query_filter_config",
+            "std_filter on a single reward accepts nothing, as its deviation is 0; use mean_filter, or std_filter in"
+            " query_filter_config",
         )
     if query and query.type == "std_filter" and responses == 1:
         reward.diag.error(
@@ -189,6 +190,7 @@ def _filter(section: Filter) -> FilterPlan | None:
     up, down = written.get("threshold_up"), written.get("threshold_down")
     if section.type == "mean_filter" and up is not None and down is not None and up <= down:
         section.diag.error(
-            "filter_args.threshold_up", f"{up:g} is not above threshold_down {down:g}; nothing would be left"
+            "filter_args.threshold_up",
+            f"{up:g} is not above threshold_down {down:g}, so that no sample would be left; raise it",
         )
     return FilterPlan(section.type, FrozenDict(written))

@@ -1,7 +1,7 @@
 """Read the roles of a run: the section, model files, devices and strategy of each.
 
-A role is the student's training, the student's rollout, a teacher, the reference policy, the critic, or a local judge.
-A part that could not be read is None; checks that need it are skipped.
+Roles are the student's training and rollout, teachers, the reference policy, the critic and local judges. A part that
+could not be read is None, and checks that need it are skipped.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class Role:
     info: ModelInfo | None = None
     dtype: Dtype = "bf16"
     lora: LoraPlan | None = None  # of the student
-    is_aligned: bool = False  # a teacher with other tokens than the student, aligned by bytes
+    is_aligned: bool = False  # the role is a teacher with a tokenizer other than the student's, aligned by bytes
 
     @property
     def diag(self) -> Diagnostics:
@@ -58,7 +58,7 @@ class Roles:
     reference: Role | None = None
     critic: Role | None = None
     judges: dict[str, Role] = field(default_factory=dict)  # domain -> the engine that is its judge
-    auxiliaries: dict[str, Role] = field(default_factory=dict)  # name -> an engine that workflows ask
+    auxiliaries: dict[str, Role] = field(default_factory=dict)  # name -> an engine that workflows call
 
     def placed(self) -> list[Role]:
         """Return every role that has devices."""
@@ -71,15 +71,15 @@ class Roles:
 
     @property
     def shared_vocabulary(self) -> int:
-        """Number of token ids that the student and all teachers with its tokens share; 0 if no model was read."""
+        """Number of token ids that the student and all teachers with its tokenizer have; 0 if no model was read."""
         roles = (self.train, *self.teachers.values())
         models = [role.info for role in roles if role is not None and role.info and not role.is_aligned]
         return min((known.vocab for known in models), default=0)
 
 
 def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None, diag: Diagnostics) -> str:
-    """Return the mode. If `pure` is True, the caller runs pure distillation; if None, the configuration decides."""
-    # the written values, since a wrong value elsewhere at the top must not change the mode
+    """Return the mode. `pure`: the caller runs pure distillation; None: the configuration decides."""
+    # read from the raw values: a wrong value elsewhere at the top level must not change the mode
     is_pure, mixed = values.get("is_pure_opd") is True, values.get("use_opd") is True
     if mixed and (is_pure or pure):
         diag.error("use_opd", "use_opd and pure distillation (is_pure_opd) exclude each other; choose one")
@@ -127,7 +127,7 @@ class RoleReader:
         return self._roles
 
     def _rolled_out(self) -> Roles:
-        """Return the roles of a run with rollouts, by its mode."""
+        """Return the roles that a run with rollouts has in its mode."""
         sections, roles, diag = self._sections, self._roles, self._diag
         train_name, infer_name = self._student_names()
         self._read_student(train_name)
@@ -155,7 +155,7 @@ class RoleReader:
         return roles
 
     def _teacher(self, worker: Worker) -> Role:
-        """Return a teacher: a Megatron role, or a role without devices."""
+        """Return the role of a teacher: a Megatron role, or a role without devices."""
         assert isinstance(worker, TeacherWorker)
         if worker.http is None:
             return self._megatron("frozen", worker, self._student if worker.follows_student else None)
@@ -164,7 +164,11 @@ class RoleReader:
             with worker.diag.catching(MODEL, ModelFilesError):
                 info = read_model(find_model(model))
                 if not has_tokenizer(info.path):
-                    worker.diag.error(MODEL, f"{info.path} has no tokenizer.json; give the teacher's, or leave it out")
+                    worker.diag.error(
+                        MODEL,
+                        f"{info.path} has no tokenizer.json; give the directory of the teacher's tokenizer, or"
+                        " leave it out",
+                    )
         return Role("frozen", worker, Strategy(), info)
 
     def _read_student(self, name: str) -> None:
@@ -179,7 +183,7 @@ class RoleReader:
             self._roles.train = replace(student, lora=lora)
 
     def _read_reference_and_critic(self) -> None:
-        """Read the reference policy and the critic; the default model of both is the student's."""
+        """Read the reference policy and the critic; for each, the default model is the student's."""
         top, written = self._sections.top, self._sections.workers
         compares, needs_values = "", False
         if isinstance(top, Top) and self._mode != "pure":
@@ -206,7 +210,7 @@ class RoleReader:
         return self._sections.workers.get(name) if is_used else None
 
     def _student_names(self) -> tuple[str, str]:
-        """Return the names of the student's roles; they stay the same if a switch changes the mode of a file."""
+        """Return the names of the student's roles; they do not depend on the switches that set the mode."""
         written, mode = self._sections.workers.keys(), self._mode
         wrong, right = (MIXED_ROLES, PURE_ROLES) if mode == "pure" else (PURE_ROLES, MIXED_ROLES)
         if not written & set(right):
@@ -223,7 +227,7 @@ class RoleReader:
         return self._sections.workers.get(name)
 
     def _engine(self, worker: Worker, model: str | None, dtype: Dtype, student: Strategy | None = None) -> Role:
-        """Return a vLLM role. Its defaults are `model`, `dtype` and the devices of `student`."""
+        """Return a vLLM role. The defaults are `model`, `dtype` and the devices of `student`."""
         strategy = read_vllm(worker, self._strict, student, every=self._devices if student else 0)
         info = self._model(worker, model)
         if info and strategy.layout:
@@ -263,7 +267,7 @@ class RoleReader:
         templates = {top.global_template if top else None, train.worker.data_args.template if train else None}
         for role in self._roles.placed():
             rows = role.worker.data_args
-            # ROLL's files have the template of the rows in every role
+            # ROLL's files repeat the template of the rows in every role
             repeated = {"template"} if rows.template in templates else set()
             if role is not train and rows.written - repeated:
                 _report_unread(role, "data_args", "reads no rows", None if plays else train)
@@ -292,7 +296,7 @@ class RoleReader:
         return next((kind for kind, one in kinds.items() if role is one), key_hints.FROZEN)
 
     def _check_adapters(self) -> None:
-        """Refuse adapters of frozen models, and keys with which the trained weights would not be the requested ones."""
+        """Refuse adapters of frozen models, and keys that request other trained weights than the run would train."""
         student, infer = self._roles.train, self._roles.infer
         never: dict[str, list[str]] = {}
         for args in [worker.model_args for worker in written_workers(self._sections)]:
@@ -307,7 +311,8 @@ class RoleReader:
             if requested is None or (student and args is student.worker.model_args):
                 continue
             if infer and student and student.lora and args is infer.worker.model_args:
-                args.diag.unused(*(key for key in lora_keys.KEYS if getattr(args, key)))  # it has the student's
+                # the rollout has the student's adapter
+                args.diag.unused(*(key for key in lora_keys.KEYS if getattr(args, key)))
             else:
                 text = (
                     "only the student has an adapter; remove the key, or give a model that the adapter is merged into"
@@ -315,7 +320,7 @@ class RoleReader:
                 args.diag.error(requested, text)
         for found in never.values():
             also = f" ({', '.join(found[1:])} too)" if found[1:] else ""
-            text = "is not available yet, and other weights would be trained than requested; remove it"
+            text = "is not available yet, so the run would train other weights than requested; remove it"
             self._diag.unsupported(found[0], text + also)
 
     def _check_weights(self, worker: Worker, info: ModelInfo | None) -> None:
@@ -328,10 +333,10 @@ class RoleReader:
                 worker.diag.error(MODEL, problem)
 
     def _model(self, worker: Worker, model: str | None) -> ModelInfo | None:
-        """Return the facts of a role's configured model, else of `model`; report a model that cannot be run."""
+        """Return the facts of a role's configured model, by default of `model`; report a model that cannot be run."""
         model = worker.model_args.model_name_or_path or model
         if model is None:
-            needs = f"{worker.diag.path} needs the path of a model (another role's model is not its default)"
+            needs = f"{worker.diag.path} needs the path of a model (no other role's model is its default)"
             worker.diag.error(MODEL, f"is missing; {needs}")
             return None
         if model in self._models:

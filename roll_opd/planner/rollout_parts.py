@@ -1,4 +1,4 @@
-"""Plan runs with rollouts: prompts, environments, teachers, rewards, workflows."""
+"""Plan the parts of runs with rollouts: prompts, environments, teachers, rewards and workflows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -44,11 +44,11 @@ TITLES = {
     "mixed": "on-policy distillation with a reward",
     "rl": "reinforcement learning",
 }
-MAX_TOKENS = 2**31 - 1  # of a row that is not a prompt
+MAX_TOKENS = 2**31 - 1  # limit of a row that is not a prompt
 
 
 def complete(sections: Sections, values: Mapping[str, Any], pure: bool | None, diag: Diagnostics) -> str:
-    """Return the mode of a run; complete `sections` with the values implied by its algorithm and environments."""
+    """Return the mode of a run; fill in keys of `sections` that its algorithm and environments imply."""
     if environment_sections.is_agentic(values):
         environment_sections.with_sampling(sections)
     mode = choose_mode(values, sections, pure, diag)
@@ -92,7 +92,7 @@ class RolloutParts:
             each = check_values.demonstration_rows(samples, top.expert_data_ratio or 0.0)
             samples -= each
             demonstrations = DemonstrationPlan(self.demonstrations, each, updates=sequences // samples)
-        # agentic runs may have a remainder, which is another update
+        # agentic runs may have a remainder, for which one more update is made
         updates = top.ppo_epochs * -(-sequences // samples)
         critic = self._critic(sequences)
         steps = top.max_steps - (critic.critic_warmup if critic else 0)
@@ -133,7 +133,7 @@ class RolloutParts:
         }
 
     def _critic(self, sequences: int) -> CriticPlan | None:
-        """Return the critic. Its updates cover all `sequences` of each step, also in warm-up steps."""
+        """Return the plan of the critic. It is updated on all `sequences` of each step, also in warm-up steps."""
         top, role, mini_batch = self.top, self.roles.critic, self.sizes.critic_mini_batch
         if not (role and mini_batch):
             return None
@@ -141,7 +141,7 @@ class RolloutParts:
         return CriticPlan(**vars(parts.train_plan(role, top, mini_batch, total)), **shared(CriticKeys, top))
 
     def _validation(self, response: int) -> ValidationPlan | None:
-        """Return the validation on held-out prompts; None if there is none."""
+        """Return the plan of the validation on held-out prompts; None if it is not configured."""
         section = self.top.validation
         if not (section and self.held_out):
             return None
@@ -150,12 +150,12 @@ class RolloutParts:
         return ValidationPlan(self.held_out, sampling, section.evaluate_teacher)
 
     def _judge(self, domain: str, response: int) -> RolloutPlan | None:
-        """Return the engines of a reward domain's judge; None if it has no local judge."""
+        """Return the plan of the engines that judge a reward domain; None if its judge is not local."""
         role = self.roles.judges.get(domain)
         return parts.judge_plan(role, self.top, response) if role else None
 
     def _auxiliaries(self, response: int) -> list[AuxiliaryPlan]:
-        """Return the models that workflows call, in the order of the configuration."""
+        """Return the plans of the models that workflows call, in the order of the configuration."""
         found = []
         for name, section in self.sections.auxiliaries.items():
             if isinstance(section, RemoteModelKeys):
@@ -212,10 +212,10 @@ def _check_rewards(
 
 
 def _tasks(top: Top, roles: Roles, sections: Sections) -> tuple[DataPlan, None]:
-    """Return (tasks in environments, None); `environment_sections.held_out` returns the tasks of validation."""
+    """Return (training tasks in environments, None); for validation see `environment_sections.held_out`."""
     games = environment_sections.data(top)
     held_out = environment_sections.tasks(top, top.val_env_manager) if top.val_env_manager else None
-    if None not in sections.teachers.values():  # the games return the rewards
+    if None not in sections.teachers.values():  # environments return the rewards
         row_plans.check_tags(roles, (), games, held_out, top.diag)
     return games, None
 
@@ -230,25 +230,25 @@ def _prompts(
     if top.validation and (sections.rewards or top.workflow):
         validation = row_plans.read_data(top.validation.data_args, top, top.prompt_length, training)
     elif top.validation and roles.mode == "pure":
-        top.diag.note("validation", "is left out, without a reward to score the answers; write rewards.math_rule")
-    if None not in sections.rewards.values():  # otherwise tags would seem to have no reward
+        top.diag.note("validation", "is skipped, as no reward scores the answers; write rewards.math_rule")
+    if None not in sections.rewards.values():  # if a section has a problem, its tags would seem to have no reward
         if training and data:
             data = replace(data, streams=row_plans.read_streams(training, data, rewards))
         if None not in sections.teachers.values():
             row_plans.check_tags(roles, rewards, data, validation, top.diag)
-    if top.workflow:  # it makes the prompts itself
+    if top.workflow:  # a workflow makes the prompts itself
         data, validation = (found and _for_workflow(found, top.response_key) for found in (data, validation))
     return data, validation
 
 
 def _for_workflow(data: DataPlan, truth: str) -> DataPlan:
-    """Return `data` as rows for a workflow; column `truth` is their ground truth."""
+    """Return `data` with the schema of rows for a workflow; column `truth` has their ground truth."""
     columns = {"ground_truth": truth} if truth != "ground_truth" else {}
     return replace(data, schema="task", prompt_length=MAX_TOKENS, columns=FrozenDict({**data.columns, **columns}))
 
 
 def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
-    """Return the demonstrations; prompt and answer have at most `length` tokens. None if there are none."""
+    """Return the plan of the demonstrations, None without; prompt and answer have at most `length` tokens together."""
     share, section = top.expert_data_ratio, top.demonstrations
     if section is None:
         if share:
@@ -268,7 +268,7 @@ def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
             )
         return None
     if agentic:
-        text = "joins the answers to prompts, not yet the trajectories of environments; remove it"
+        text = "is available for answers to prompts, but not yet for trajectories in environments; remove it"
         top.diag.unsupported("demonstrations", text)
         return None
     args = section.data_args
@@ -282,7 +282,7 @@ def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
 
 
 def _workflow(top: Top) -> WorkflowPlan | None:
-    """Return the workflow; None if each row is answered once, without a workflow."""
+    """Return the fields of the workflow; without a workflow, each row is answered once."""
     if top.workflow is None:
         top.diag.unused(*sorted(keys_of(WorkflowKeys).keys() & top.written))
         return None
@@ -302,7 +302,7 @@ def _workflow(top: Top) -> WorkflowPlan | None:
             given["agent"] = dotted_path(given["agent"])
     if problem := name_problem(top.workflow, values["plugin_dir"]):
         top.diag.error("workflow", problem)
-    if not top.plugin_dir:  # whose modules may replace the name of a built-in one
+    if not top.plugin_dir:  # its modules may replace a built-in workflow of the same name
         for argument, problem in argument_problems(top.workflow, top.workflow_args, top.workflow_reward):
             top.diag.error(f"workflow_args.{argument}", problem)
     arguments = {"workflow_args": FrozenDict(given), "workflow_reward_args": FrozenDict(top.workflow_reward_args)}

@@ -1,7 +1,4 @@
-"""Plan the rows of a run: files, columns, templates, the mixture of several streams, and the tags of rows.
-
-Reads only the first part of the files; reports problems to the sections.
-"""
+"""Plan the rows of a run: files, columns, templates, tags, and the mixture of several streams."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -20,14 +17,14 @@ from roll_opd.data.rows import DataError
 from roll_opd.data.templates import TEMPLATES
 from roll_opd.planner.role_reader import Roles
 
-SHARE_TOLERANCE = 0.01  # thirds written as 0.33 are meant to be thirds
+SHARE_TOLERANCE = 0.01  # wide enough for thirds written as 0.33
 
 
 def read_data(args: DataArgs, top: Run, length: int, training: DataArgs | None = None) -> DataPlan | None:
-    """Return the rows' plan with absolute file names, None if a file is missing. `read_streams` adds the streams.
+    """Return the plan of rows with absolute file names, None if a file is missing. `read_streams` adds the streams.
 
-    `length` is the maximum tokens of a row. For held-out data, columns that no key names have the same names as in the
-    `training` data.
+    `length` is the maximum tokens of a row. In held-out data, a column that no key names has its name in the `training`
+    data.
     """
     if not args.file_name:
         args.diag.error("file_name", "is missing; name the JSONL file of prompts")
@@ -73,18 +70,18 @@ def read_answers(
 
 
 def _columns(args: DataArgs, training: DataArgs | None) -> FrozenDict:
-    """Return a map: column -> its name in the file, for columns whose names differ."""
+    """Return a map: column -> its name in the file, for columns that the file names differently."""
     columns: dict[str, str] = {}
     for source in (training, args) if training else (args,):
         written = {key: name for key in ("messages", "prompt", "tag", "id") if (name := getattr(source, key))}
         if "prompt" in written:
-            columns["messages"] = ""  # as in ROLL: an explicit prompt column takes precedence over all others
+            columns["messages"] = ""  # as in ROLL, an explicit prompt column takes precedence over all other columns
         columns |= written
     return FrozenDict({key: name for key, name in columns.items() if name != key})
 
 
 def _template(args: DataArgs, top: Run) -> str:
-    """Return the template of rows whose tag has no own template; `global_template` takes precedence, as in ROLL."""
+    """Return the template of rows whose tag has no template; `global_template` takes precedence, as in ROLL."""
     written = {f"tag_to_template.{tag}": name for tag, name in top.tag_to_template.items()}
     if top.global_template:
         written["global_template"] = top.global_template
@@ -101,14 +98,14 @@ def _template(args: DataArgs, top: Run) -> str:
 
 
 def read_streams(args: DataArgs, data: DataPlan, rewards: Sequence[RewardPlan] = ()) -> tuple[StreamPlan, ...]:
-    """Return the streams of rows with weights that sum to 1; empty if the data is not mixed.
+    """Return the streams of rows and their weights, with the sum 1; empty if the data is not mixed.
 
     As in ROLL, `interleave_probs` has no effect if `domain_interleave_probs` is set, and a single probability of 1 is
     accepted for any number of files.
     """
     if args.domain_interleave_probs:
         if not rewards and len(args.domain_interleave_probs) == 1:
-            return ()  # one domain without rewards to define its tags: all tags
+            return ()  # a single domain has all tags if no rewards define its tags
         if len(args.interleave_probs) > 1:
             args.diag.add_warning(f"{args.diag.at('interleave_probs')} has no effect with domain_interleave_probs")
         return _by_domain(args, data, rewards)
@@ -139,8 +136,8 @@ def _by_domain(args: DataArgs, data: DataPlan, rewards: Sequence[RewardPlan]) ->
         if weight and complete and stream.tags is not None and not tags.intersection(stream.tags):
             args.diag.note(
                 f"{key}.{name}",
-                f"no row of the data has one of its tags ({', '.join(stream.tags)}); a run with this data will be"
-                " refused",
+                f"no row of the data has one of the domain's tags ({', '.join(stream.tags)}); a run with this data"
+                " will be refused",
             )
         streams.append(stream)
     return tuple(streams)
@@ -174,8 +171,8 @@ def _with_rest(args: DataArgs, shares: Mapping[str, float]) -> list[float]:
     left = 1 - sum(shares[name] for name in others)
     args.diag.note(
         "domain_interleave_probs",
-        f"the shares sum to {total:g}; as in ROLL the last domain gets the remainder: {last} {left:g} instead"
-        f" of {shares[last]:g}",
+        f"the shares sum to {total:g}; as in ROLL, the last domain gets the remainder: {last} gets {left:g} instead of"
+        f" {shares[last]:g}",
     )
     return [*(shares[name] for name in others), left]
 
@@ -190,7 +187,7 @@ def _weights(args: DataArgs, key: str, shares: Sequence[float]) -> list[float]:
 
 
 def shared_tags(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> str | None:
-    """Return a tag that two parts of a configuration share; None if they share none."""
+    """Return a tag that two parts of a configuration have in common; None if there is none."""
     if one is None or other is None:
         return "every tag (no tag_included is written)"
     return next((f"tag {tag!r}" for tag in one if tag in other), None)
@@ -203,7 +200,7 @@ def check_tags(
     validation: DataPlan | None,
     diag: Diagnostics,
 ) -> None:
-    """Check that every tag in the data has a teacher (in training) and, if rewards count, a reward worker."""
+    """Check that each tag in the data has a teacher (in training) and, if rewards are used, a reward worker."""
     teacher_tags = {role.path: role.worker.tag_included or None for role in roles.teachers.values()}
     chosen = teacher_tags | {f"rewards.{reward.domain}": reward.tags for reward in rewards}
     if all(tags is None for tags in chosen.values()):
@@ -236,5 +233,5 @@ def check_tags(
 
 
 def _tags(data: DataPlan | None) -> set[str]:
-    """Return the tags of rows, or of the games that are played."""
+    """Return the tags of rows, or of the environments."""
     return set() if data is None else set(data.environments) or first_tags(data)[0]

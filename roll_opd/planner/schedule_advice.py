@@ -1,4 +1,4 @@
-"""Advise the fastest age bound and split of devices, from measured or stated costs of a step (`roll-opd plan`)."""
+"""Find the fastest age bound and split of devices, from measured or stated costs of a step (`roll-opd plan`)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from roll_opd.models.async_advice import Prediction, Predictor, StepCosts, Work,
 from roll_opd.tracking.run_directory import METRICS, read_jsonl
 
 SLOTS = 256  # answers that vLLM samples at the same time by default
-WARM_UP = 1  # steps of a run that are left out: kernels are compiled, caches are filled
-# phase of `time/*` -> field of `StepCosts`; the driver's own seconds count for the learner, which waits for them
+WARM_UP = 1  # first steps that are left out, as they compile kernels and fill caches
+# phase of `time/*` -> field of `StepCosts`; time in the driver counts as the learner's, since the learner waits
 PARTS = {
     "generate": "generate",
     "teacher": "score",
@@ -29,7 +29,7 @@ HOW = "generate=S,teacher=S,train=S,weight_sync=S in seconds a step, and spread=
 
 @dataclass(frozen=True)
 class Advice:
-    """Costs with their origin, and the predictions from them for each number of devices."""
+    """Costs, their origin, and the predictions from these costs for each number of devices."""
 
     costs: StepCosts
     origin: str
@@ -37,7 +37,7 @@ class Advice:
     by_devices: Mapping[int, Sequence[Prediction]]
 
     def to_json(self) -> dict[str, Any]:
-        """Return costs in seconds and predictions: for the configuration, and the best for each number of devices."""
+        """Return costs (seconds) and predictions: for the configuration, and the best per number of devices."""
         return {
             "costs": {name: getattr(self.costs, field) for name, field in NUMBERS.items()},
             "configuration": asdict(self.now),
@@ -58,7 +58,10 @@ class Advice:
 
     def _sentence(self, devices: int, found: Sequence[Prediction]) -> str:
         if not found:
-            return f"{devices} devices: too few for an engine and a replica of the student, or not a multiple of these"
+            return (
+                f"{devices} devices: too few for an engine and a replica of the student, or not a sum of multiples"
+                " of their sizes"
+            )
         best = fastest(found)
         place = "all devices in turns" if best.is_shared else f"engines on {best.engines}, training on {best.training}"
         return (
@@ -72,13 +75,13 @@ def advice_for(plan: RunPlan, measured: str | None, stated: str | None, devices:
     """Return the advice for `plan` from command-line options; None if no costs are given.
 
     Args:
-        plan: the plan for whose devices and batch the costs hold.
+        plan: its devices and batch are those for which the costs hold.
         measured: directory of a run with measured costs.
         stated: costs in the form of `--costs`; they take precedence.
         devices: numbers of devices, separated by commas; None: the number in `plan`.
 
-    Raises ConfigError for a plan without generation, for missing or unreadable costs, and for a run whose parts
-    overlap.
+    Raises ConfigError for a plan without generation, for missing or unreadable costs, and for a measured run whose
+    phases overlap.
     """
     if not measured and not stated:
         if devices:
@@ -112,7 +115,7 @@ def advice_for(plan: RunPlan, measured: str | None, stated: str | None, devices:
 
 
 def work_of(plan: RunPlan) -> Work:
-    """Return the batch of `plan` and its devices."""
+    """Return the batch and the devices of `plan`."""
     assert plan.rollout is not None
     engines = set(plan.rollout.devices)
     training = {device for role in plan.megatron_roles().values() for device in role.devices}
@@ -135,13 +138,15 @@ def work_of(plan: RunPlan) -> Work:
 
 
 def measured_costs(directory: Path, plan: RunPlan) -> dict[str, float]:
-    """Return fields of `StepCosts` from a run's `metrics.jsonl`: medians over all steps but the first.
+    """Return fields of `StepCosts` from a run's `metrics.jsonl`: medians over all steps except the first.
 
-    Raises ConfigError if the run has fewer than two steps, generated ahead of training, or has a different batch.
+    Raises ConfigError if the run has fewer than two steps, generates ahead of training, or has another batch.
     """
     rows = [row for row in read_jsonl(directory / METRICS) if row.get("time/step") is not None][WARM_UP:]
     if not rows:
-        raise ConfigError([f"--measured {directory}: {METRICS} has no two steps; give the directory of a longer run"])
+        raise ConfigError(
+            [f"--measured {directory}: {METRICS} has fewer than two steps; give the directory of a longer run"]
+        )
     if any("rollout/async/age_mean" in row for row in rows):
         raise ConfigError(
             [
@@ -178,7 +183,7 @@ def stated_costs(text: str) -> dict[str, float]:
 
 
 def _by_bound(found: Sequence[Prediction]) -> list[Prediction]:
-    """Return the fastest prediction of each bound; predictions for turns on all devices are a separate kind."""
+    """Return the fastest prediction for each bound; predictions in which all devices take turns are kept apart."""
     kinds = dict.fromkeys((not one.is_shared, one.bound) for one in found)
     return [
         min((one for one in found if (not one.is_shared, one.bound) == kind), key=lambda one: one.step)

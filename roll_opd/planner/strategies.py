@@ -17,7 +17,7 @@ from roll_opd.models import supported
 from roll_opd.models.engine_options import no_effect, option_problem
 from roll_opd.planner.device_mapping import parse_device_mapping, short_devices
 
-OPTIONS = "strategy_args.strategy_config"  # of a role: bytes or tokens
+OPTIONS = "strategy_args.strategy_config"  # key of the engine's options in a role
 SIZES = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
@@ -28,7 +28,7 @@ SIZES = {
 }
 OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 SWITCHES = ("sequence_parallel", "use_distributed_optimizer", "bf16", "fp16", *OVERLAPS)
-# options that recompute_granularity: full implies in ROLL: one layer at a time (Megatron-core has no default)
+# options that ROLL sets with recompute_granularity: full (one layer at a time); Megatron-core has no default
 RECOMPUTED = {"recompute_method": "uniform", "recompute_num_layers": 1}
 SLEEP_LEVELS = (1, 2)  # vLLM's
 # an option of sglang -> vLLM's
@@ -41,23 +41,23 @@ SGLANG = {
 
 @dataclass(frozen=True)
 class Strategy:
-    """Devices and layout of a role, and the options of its engine; None after a problem."""
+    """Devices and layout of a role, and the options of its engine; a field is None after a problem."""
 
     devices: tuple[int, ...] | None = None
-    layout: Layout | None = None  # None also if devices and sizes do not match; vLLM engines are copies
+    layout: Layout | None = None  # None also if devices and sizes do not match; for vLLM, dp is the number of engines
     args: dict[str, Any] = field(default_factory=dict)
-    dtype: Dtype | None = None  # of Megatron: from bf16/fp16
+    dtype: Dtype | None = None  # Megatron's precision, from bf16/fp16
     use_distributed_optimizer: bool = True
-    overlaps: tuple[str, ...] = ()  # of `OVERLAPS`, the enabled ones
-    max_model_len: int | None = None  # of vLLM, as written
+    overlaps: tuple[str, ...] = ()  # those of `OVERLAPS` that are enabled
+    max_model_len: int | None = None  # vLLM's, as written
     sleep_level: int = 2  # of vLLM
 
 
 def read_devices(worker: Worker, student: Strategy | None, every: int) -> tuple[int, ...] | None:
     """Return the devices of a role; None after a problem.
 
-    The student's default is all devices of the run, `every` in number. Other roles take turns on the student's devices
-    by default, as in ROLL's documentation.
+    By default, the student has all `every` devices of the run, and other roles take turns on the student's devices, as
+    in ROLL's documentation.
     """
     if worker.device_mapping is not None:
         with worker.diag.catching("device_mapping", ValueError):
@@ -76,7 +76,7 @@ def read_devices(worker: Worker, student: Strategy | None, every: int) -> tuple[
 
 
 def read_strategy(worker: Worker, job: str, strict: bool) -> dict[str, Any] | None:
-    """Return the strategy_config of a role with the task `job` (train, frozen, rollout); None if it is wrong."""
+    """Return the strategy_config of a role with the task `job` (train, frozen, rollout); None after a problem."""
     wanted, key = STRATEGY[job], "strategy_args.strategy_name"
     if worker.strategy_args is None:
         return {}
@@ -84,7 +84,7 @@ def read_strategy(worker: Worker, job: str, strict: bool) -> dict[str, Any] | No
     if not name:
         worker.diag.error(key, f"is missing; write {wanted!r}")
         return None
-    if name == wanted:  # sizes that only other strategies read
+    if name == wanted:  # report sizes that only other strategies read
         sizes = {"num_gpus_per_worker": worker.num_gpus_per_worker}
         sizes["model_args.ulysses_size"] = worker.model_args.ulysses_size
         worker.diag.unused(*(unread for unread, size in sizes.items() if size))
@@ -95,7 +95,7 @@ def read_strategy(worker: Worker, job: str, strict: bool) -> dict[str, Any] | No
             return None
         kept = _carried_over(worker, name, job)
         rest = sorted(config.keys() - (SGLANG.keys() | {"tensor_parallel_size"} if name == "sglang" else set()))
-        dropped = f" (of its strategy_config is dropped: {', '.join(rest)})" if rest else ""
+        dropped = f" (dropped from its strategy_config: {', '.join(rest)})" if rest else ""
         carried = f", with {', '.join(f'{option} {value}' for option, value in kept.items())}" if kept else ""
         worker.diag.note(key, f"{name!r} does not exist here; {wanted!r} takes its place{carried}{dropped}")
         return kept
@@ -107,8 +107,9 @@ def read_strategy(worker: Worker, job: str, strict: bool) -> dict[str, Any] | No
 def _carried_over(worker: Worker, name: str, job: str) -> dict[str, Any]:
     """Convert the parallel sizes in another engine's settings to options of the engine that replaces it.
 
-    Ulysses splits a sequence over devices with shards of the model, like tensor parallelism with sequence parallelism:
-    both give devices / size data-parallel ranks. An sglang or Hugging Face engine has num_gpus_per_worker devices.
+    Ulysses splits a sequence over devices that hold shards of the model, like tensor parallelism with sequence
+    parallelism: with either, the data-parallel size is devices / size. An sglang or Hugging Face engine has
+    num_gpus_per_worker devices.
     """
     assert worker.strategy_args is not None
     config = worker.strategy_args.strategy_config or {}
@@ -160,7 +161,7 @@ def _sort_settings(config: dict[str, Any], diag: Diagnostics) -> tuple[dict[str,
         if value is None:
             continue
         if key == "recompute_modules" and isinstance(value, str):
-            value = value.split(",")  # as ROLL takes it
+            value = value.split(",")  # ROLL accepts a string of names
         if key in SIZES:
             if _is_positive(key, value, diag):
                 sizes[SIZES[key]] = value
@@ -182,7 +183,7 @@ def _sort_settings(config: dict[str, Any], diag: Diagnostics) -> tuple[dict[str,
 
 
 def _counts(engine: str, key: str, value: Any, diag: Diagnostics, also_known: Sequence[str] = ()) -> bool:
-    """Whether an option is passed to the engine; report a wrong option, and an option without effect."""
+    """Whether an option is passed to the engine; report options that are wrong or have no effect."""
     if remark := no_effect(engine, key):
         diag.note(key, remark)
     elif problem := option_problem(engine, key, value, also_known):
@@ -193,7 +194,7 @@ def _counts(engine: str, key: str, value: Any, diag: Diagnostics, also_known: Se
 
 
 def _is_taken(key: str, value: Any, diag: Diagnostics) -> bool:
-    """Whether a Megatron option is passed to the engine; report a refused option, and an option without effect."""
+    """Whether a Megatron option is passed to the engine; report options that are refused or have no effect."""
     if refusal := supported.refusal(key, value):
         diag.unsupported(key, refusal)
     elif remark := supported.remark(key, has_gpus=hardware.gpu_memory_gb() is not None):

@@ -17,7 +17,7 @@ from roll_opd.planner.role_reader import Role, Roles
 
 @dataclass(frozen=True)
 class SupervisedParts:
-    """Checked values of a run on rows with answers, from which `fields` makes the fields of its plan."""
+    """The checked parts of a run on rows with answers; `fields` returns the plan's fields."""
 
     top: Supervised
     roles: Roles
@@ -96,20 +96,20 @@ def _objective(top: Supervised) -> ObjectivePlan:
         top.diag.error("algorithm_type", str(error))
         return objective
     if row.schema != top.schema:
-        reads = f"and this pipeline reads {top.schema}"
+        reads = f"but this pipeline reads {top.schema}"
         top.diag.error("algorithm_type", f"{name} trains on rows of schema {row.schema}, {reads}")
     for key, sentence in top.refusals().items():
         top.diag.unsupported(key, sentence)
     arguments = {key: value for key in top.loss_arguments if (value := getattr(top, key)) is not None}
     own = loss_facts(row.policy_loss).loss_agg_mode
     kl_loss_coef = getattr(top, "kl_loss_coef", None)
-    if kl_loss_coef is None:  # Trinity-RFT's algorithms have the KL loss in their table; ROLL's DPO has none
+    if kl_loss_coef is None:  # the KL loss is in the table of Trinity-RFT's algorithms; ROLL's DPO has none
         kl_loss_coef = KL_LOSS_COEF if top.algorithm_type and row.kl_loss and top.has_reference else 0.0
     if own and top.loss_agg_mode not in (None, own):
         top.diag.error(
             "loss_agg_mode",
-            f"policy loss {row.policy_loss} is one number per pair; {top.loss_agg_mode} would weight pairs by their "
-            f"length; use {own}",
+            f"policy loss {row.policy_loss} gives one value per pair, and {top.loss_agg_mode} would weight pairs by"
+            f" their length; use {own}",
         )
     return replace(
         objective,
@@ -122,7 +122,7 @@ def _objective(top: Supervised) -> ObjectivePlan:
 
 
 def _steps(top: Supervised, train: Role, data: DataPlan | None, rows: int) -> tuple[int, float | None]:
-    """Return (steps of the run, epochs from which they were computed); the epochs are None if max_steps is set."""
+    """Return (steps, epochs) of the run: steps are computed from the epochs; with max_steps, the epochs are None."""
     args = train.worker.training_args
     assert isinstance(args, EpochArgs)
     epochs, key = args.num_train_epochs, "num_train_epochs"

@@ -1,4 +1,4 @@
-"""Plan and check the contexts of teachers, and the teachers whose weights follow the student's."""
+"""Plan and check the contexts of teachers, and teachers whose weights follow the student's."""
 
 from roll_opd.config.plan import ContextPlan
 from roll_opd.config.schema import ContextKeys, TeacherWorker, Top, keys_of, shared
@@ -9,13 +9,13 @@ from roll_opd.planner.check_values import micro_batch
 from roll_opd.planner.http_plans import http_keys
 from roll_opd.planner.role_reader import Role, Roles
 
-PREFIX_TOPK = 20  # the --max-logprobs of vLLM's servers by default
+PREFIX_TOPK = 20  # default of --max-logprobs in vLLM's servers
 
 
 def context_of(name: str, role: Role, top: Top, response: int) -> ContextPlan | None:
-    """Return the context of teacher `name` before a response of at most `response` tokens; None: the student's prompt.
+    """Return the context of teacher `name` for responses of up to `response` tokens; None: the student's prompt.
 
-    By default a hint may have as many tokens as a response, within the limits of the model and micro-batches.
+    By default, a hint may be as long as a response, within the limits of the model and of micro-batches.
     """
     worker = role.worker
     if not (has_context(role) or role.is_aligned) or not isinstance(worker, TeacherWorker):
@@ -23,7 +23,7 @@ def context_of(name: str, role: Role, top: Top, response: int) -> ContextPlan | 
     limits = [top.prompt_length + 2 * response, *_limits(role).values()]
     keys = shared(ContextKeys, worker)
     if role.is_aligned and not worker.template and role.info and has_chat_template(role.info.path):
-        keys["template"] = "native"  # the rows' template is the student's
+        keys["template"] = "native"  # the student's template is that of the rows
     return ContextPlan(
         **keys,
         name=name,
@@ -35,7 +35,7 @@ def context_of(name: str, role: Role, top: Top, response: int) -> ContextPlan | 
 
 
 def prefix_topk(role: Role, top: Top) -> int:
-    """Return the entries of a teacher's top-k for log-probs of single student tokens; 0: none are needed."""
+    """Return the size of a teacher's top-k for log-probs of single student tokens; 0 if none is needed."""
     if not role.is_aligned or role.info is None or top.opd_chunk_credit != "prefix":
         return 0
     return min(PREFIX_TOPK, role.info.vocab)
@@ -54,7 +54,7 @@ def follows(role: Role) -> bool:
 def check_teachers(roles: Roles, top: Top, response: int) -> None:
     """Check contexts, teachers that follow the student, and objectives with teachers aligned by chunks of text."""
     if "opd_chunk_credit" in top.written and not any(role.is_aligned for role in roles.teachers.values()):
-        top.diag.note("opd_chunk_credit", "has no effect: every teacher has the student's tokens")
+        top.diag.note("opd_chunk_credit", "has no effect, as every teacher has the student's tokenizer")
     for role in roles.teachers.values():
         worker = role.worker
         assert isinstance(worker, TeacherWorker)
@@ -69,18 +69,18 @@ def check_teachers(roles: Roles, top: Top, response: int) -> None:
 
 
 def _check_aligned(role: Role, top: Top) -> None:
-    """Check that log-probs of text are enough for the objective, and that the source can compute them."""
+    """Check that log-probs of text suffice for the objective, and that the teacher's source has them."""
     if top.opd_objective != "sampled":
         top.diag.error(
             "opd_objective",
-            f"{top.opd_objective} compares distributions over token ids, and {role.path} has other tokens than the"
-            " student; use opd_objective: sampled, or a teacher with the student's tokenizer",
+            f"{top.opd_objective} compares distributions over token ids, but {role.path} has a different tokenizer"
+            " than the student; use opd_objective: sampled, or a teacher with the student's tokenizer",
         )
     keys = http_keys(role)
     if keys and keys.server == "openai" and top.opd_chunk_credit == "prefix":
         top.diag.error(
             "opd_chunk_credit",
-            f"prefix reads the teacher's top-k as token ids, and {role.path} returns texts (server: openai); set"
+            f"prefix needs token ids in the teacher's top-k, but {role.path} returns texts (server: openai); set"
             " opd_chunk_credit: whole, or use another server",
         )
     if top.opd_kl_discount and top.opd_chunk_credit != "prefix":
@@ -106,7 +106,7 @@ def _check_context(role: Role, worker: TeacherWorker, top: Top, response: int) -
 
 
 def _limits(role: Role) -> dict[str, int]:
-    """Return a map: name of a limit on a teacher's sequences -> its tokens."""
+    """Return the limits on the tokens of a teacher's sequences, by the limit's name."""
     found = {}
     if role.info:
         found["the positions of its model"] = role.info.max_positions
@@ -116,13 +116,13 @@ def _limits(role: Role) -> dict[str, int]:
 
 
 def _check_follower(role: Role, worker: TeacherWorker, roles: Roles, top: Top) -> None:
-    """Check that a follower starts with the student's weights, and differs from it by its context or older weights."""
+    """Check that a following teacher starts as the student, and differs from it by context or by older weights."""
     assert worker.follows_student
     follow = worker.follows_student
     if roles.train and roles.train.info and role.info and not same_weights(roles.train.info, role.info):
         role.diag.error(
             "follows_student",
-            f"the teacher starts with the student's weights, and {role.info.path} has others; leave"
+            f"the teacher starts with the student's weights, but {role.info.path} has different ones; leave"
             " model_args.model_name_or_path of the teacher out",
         )
     if has_context(role):
@@ -136,6 +136,6 @@ def _check_follower(role: Role, worker: TeacherWorker, roles: Roles, top: Top) -
     elif roles.mode == "pure" and not top.allow_self_teacher:
         role.diag.error(
             "follows_student",
-            "the teacher is the student of some steps ago with the same context, and has no further information; give "
-            "it a hint or a system_prompt, or set allow_self_teacher: true",
+            "the teacher is an older state of the student with the same context, so it knows no more; give it a hint"
+            " or a system_prompt, or set allow_self_teacher: true",
         )

@@ -1,7 +1,7 @@
 """Trackers of a run and their arguments, from `track_with` and `tracker_kwargs`.
 
-In ROLL's form, there is one tracker with its arguments. For several trackers, `tracker_kwargs` maps each tracker's name
-to its arguments.
+For one tracker, `tracker_kwargs` has its arguments, as in ROLL. For several trackers, it maps each tracker's name to
+the arguments.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from roll_opd.config.schema import Run
 from roll_opd.tracking.secrets import is_secret
 from roll_opd.tracking.trackers import TRACKERS
 
-TRACKERS_OF_ROLL = ("trackio", "ml_tracker")  # and some of ours
+TRACKERS_OF_ROLL = ("trackio", "ml_tracker")  # trackers that ROLL has and this package does not
 GIVEN_BY_US = 2  # first arguments of a tracker: the run directory and the step resumed from
 
 
@@ -43,7 +43,7 @@ def read_trackers(top: Run) -> dict[str, dict[str, Any]]:
         diag.error(
             "",
             f"with several trackers it maps each to its arguments, such as {taking[0]}: {{...}};"
-            f" {', '.join(map(repr, kwargs))} could be meant for any of {', '.join(taking)}",
+            f" {', '.join(map(repr, kwargs))} could belong to any of {', '.join(taking)}",
         )
     elif taking:
         found[taking[0]] = _checked(taking[0], kwargs, diag)
@@ -53,7 +53,7 @@ def read_trackers(top: Run) -> dict[str, dict[str, Any]]:
 
 
 def _is_name(name: str) -> bool:
-    """Whether a text may name a tracker: a built-in one, or a class of the user."""
+    """Whether a text may name a tracker: a built-in name, or a user's class."""
     return name in TRACKERS.builtin or name in TRACKERS.elsewhere or DOTTED.fullmatch(name) is not None
 
 

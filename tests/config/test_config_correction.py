@@ -73,11 +73,11 @@ def test_what_is_written_reaches_the_plan(plan: Plan, written: dict[str, Any], w
         ({"is_weight": {"enabled": True, "lower_bound": 0.5}}, "is_weight.lower_bound: truncated weights (tis) have"),
         (
             {"is_weight": {"enabled": True, "method": "icepop", "upper_bound": 0.1}},
-            "is_weight: no token is between a lower bound of 0.5 and an upper one of 0.1",
+            "is_weight: no token is between the lower bound 0.5 and the upper bound 0.1",
         ),
         (
             {"filters": [{"enabled": True}, {"enabled": True, "ratio_low": 2}]},
-            "filters.1: no token is between a lower bound of 2 and an upper one of 1.2",
+            "filters.1: no token is between the lower bound 2 and the upper bound 1.2",
         ),
         (
             {"filters": [{"enabled": True, "agg_typ": "token"}]},
@@ -110,7 +110,7 @@ def test_the_plan_says_what_is_corrected(plan: Plan) -> None:
     rule = {"enabled": True, "agg_type": "sequence", "ratio_low": None}
     text = to_text(plan({"train_infer_correction": {"is_weight": {"enabled": True}, "filters": [rule]}}))
     assert "policy loss * tis weight, train / infer of each token up to 1.2" in text
-    assert "without tokens whose ratio of train and infer, by sequence, is not up to 1.2" in text
+    assert "without tokens whose ratio of train and infer, per sequence, is not up to 1.2" in text
 
 
 def test_rolls_older_key_is_reported_separately(plan: Plan) -> None:

@@ -80,11 +80,11 @@ def test_an_adapter_to_begin_with_says_what_it_is(root: Path, plan: Plan) -> Non
 @pytest.mark.parametrize(
     ("changes", "keys", "sentence"),
     [
-        ({}, {"lora_rank": 8}, "lora_rank: the adapter to begin with has 4; remove this key"),
+        ({}, {"lora_rank": 8}, "lora_rank: the initial adapter has 4; remove this key"),
         (
             {},
             {"lora_target": "all-linear"},
-            "lora_target: the adapter to begin with has q_proj,o_proj; remove this key",
+            "lora_target: the initial adapter has q_proj,o_proj; remove this key",
         ),
         ({"use_dora": True}, {}, "has use_dora=True; only plain LoRA"),
         ({"rank_pattern": {"q_proj": 2}}, {}, "has rank_pattern={'q_proj': 2}; only plain LoRA"),

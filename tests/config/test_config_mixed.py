@@ -166,8 +166,8 @@ LENGTH = {"length_penalty": {"coef": 0.1}}
 @pytest.mark.parametrize(
     ("keys", "reported"),
     [
-        ({"opd_kl_coef": 0}, "(as opd_kl_coef 0 removes the teachers' part), and nothing else teaches"),
-        ({"use_opd": ..., "teacher": ...}, "0 removes the rewards' part of the loss, and nothing else teaches"),
+        ({"opd_kl_coef": 0}, "(as opd_kl_coef 0 removes the teachers' part), and no other signal trains"),
+        ({"use_opd": ..., "teacher": ...}, "0 removes the rewards' part of the loss, and no other signal trains"),
     ],
 )
 def test_a_run_whose_signals_all_have_no_weight_is_refused(
@@ -279,7 +279,7 @@ def test_generation_ahead_needs_separate_devices(mixed: dict[str, Any], problems
 def test_a_depth_is_within_the_bound(mixed: dict[str, Any], plan: Plan, problems: Problems) -> None:
     changes = {"async_generation_ratio": 1, "async_depth": 2, "train_infer_correction": WEIGHTS}
     (found,) = problems(changes, pure=False)
-    assert found.startswith("async_depth: 2 batches ahead exceed async_generation_ratio 1")
+    assert found.startswith("async_depth: 2 batches ahead are more than async_generation_ratio 1")
     (warning,) = (text for text in plan({"async_generation_ratio": 0}, pure=False).warnings if "async" in text)
     assert "async_depth" in warning
 
@@ -320,8 +320,11 @@ def test_planned_but_not_available_yet(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"adv_estimator": "on_policy_distill"}, "adv_estimator: 'on_policy_distill' is what pure distillation sets"),
-        ({"adv_estimator": "gigpo"}, "adv_estimator: gigpo compares actions from one state of an environment, and an"),
+        ({"adv_estimator": "on_policy_distill"}, "adv_estimator: 'on_policy_distill' is set by pure distillation"),
+        (
+            {"adv_estimator": "gigpo"},
+            "adv_estimator: gigpo compares actions from the same state of an environment, and",
+        ),
         ({"adv_estimator": "grpoo"}, "adv_estimator: should be 'agentic_reinforce', 'asymre',"),
         ({"kl_penalty": "k9"}, "kl_penalty: should be 'kl', 'k1'"),
         ({"gamma": 1.5}, "gamma: should be less than or equal to 1"),

@@ -223,11 +223,11 @@ def test_routes_are_returned_and_replayed(plan: Plan, root: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (REPLAY, "student has no experts to which tokens are sent"),
+        (REPLAY, "student has no experts, so there is no routing"),
         ({"student_train.router_replay.mode": "R3"}, "is R3, student_infer.router_replay.mode disable: one records"),
-        ({"teacher.router_replay.mode": "R3"}, "only the sampling student has routes"),
+        ({"teacher.router_replay.mode": "R3"}, "only a student that samples has recorded routes"),
         ({"student_train.router_replay.mode": "R2"}, "student_train.router_replay.mode"),
-        (REPLAY | {"workflow": "single_turn"}, "routes of workflows and environments are not recorded yet"),
+        (REPLAY | {"workflow": "single_turn"}, "the routing in workflows and environments is not recorded yet"),
     ],
 )
 def test_router_replay_without_recorded_routes_is_refused(plan: Plan, changes: dict[str, Any], said: str) -> None:
@@ -288,7 +288,7 @@ def test_an_engine_may_cut_sequences(plan: Plan) -> None:
     run = plan({key: 79})
     assert run.rollout.max_model_len == 79
     [warning] = run.warnings
-    assert warning.startswith(f"{key}: cuts sequences of up to 80 tokens at 79, as in ROLL: the prompt limits")
+    assert warning.startswith(f"{key}: cuts sequences of up to 80 tokens at 79, as in ROLL: after a long prompt")
 
 
 def test_mode_follows_the_entry_and_the_configuration(plan: Plan, values: dict[str, Any]) -> None:

@@ -123,7 +123,7 @@ ONE_PROBLEM: list[tuple[dict[str, Any], list[str]]] = [
         ["max_tokens_per_microbatch_in_train: is missing"],
     ),
     ({"teacher.tag_included": ["code"]}, ["teacher: no teacher has tag 'math'"]),
-    ({f"student_infer.{MEGATRON}.max_model_len": 32}, ["32 leaves no token for the response to a prompt of 32"]),
+    ({f"student_infer.{MEGATRON}.max_model_len": 32}, ["32 leaves no token for a response after a prompt of 32"]),
     ({f"student_infer.{MEGATRON}.max_model_len": 129}, ["129 is more than the model's 128 positions"]),
     ({f"student_infer.{MEGATRON}.seed": 1}, ["seed: is set by the run"]),
     ({f"student_infer.{MEGATRON}.pipeline_parallel_size": 2}, ["pipeline_parallel_size: only 1"]),

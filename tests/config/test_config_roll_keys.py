@@ -54,8 +54,8 @@ def test_rolls_learning_rate_schedules_are_read(
     ("name", "kwargs", "message"),
     [
         ("warmup_stable_decay", None, "wsd_decay_steps: is missing"),
-        ("linear", {"min_lr": 1.0}, "min_lr: 1 is above the"),
-        ("linear", {"init_lr": 1.0}, "init_lr: 1 is above the"),
+        ("linear", {"min_lr": 1.0}, "min_lr: 1 is above "),
+        ("linear", {"init_lr": 1.0}, "init_lr: 1 is above "),
     ],
 )
 def test_schedules_that_cannot_be(problems: Problems, name: str, kwargs: dict[str, Any] | None, message: str) -> None:
@@ -154,7 +154,7 @@ def test_lengths_of_validation(values: dict[str, Any], plan: Plan, problems: Pro
 
 def test_masks_that_leave_nothing_or_have_nothing_to_go_by(rl: dict[str, Any], plan: Plan, problems: Problems) -> None:
     found = problems({"difficulty_mask": True, "difficulty_low_threshold": 1.0}, pure=False)
-    assert "1 is not below difficulty_high_threshold 1" in found[0]
+    assert "1 is not less than difficulty_high_threshold 1" in found[0]
     run = plan({"difficulty_mask": ..., "error_max_len_threshold": 5}, pure=False)
     assert "error_max_len_threshold" in run.warnings[0] and "difficulty_low_threshold" in run.warnings[0]
 
@@ -221,7 +221,7 @@ def test_a_judge_of_the_shared_reward_model(rl: dict[str, Any], plan: Plan, prob
     rl["reward_model"] = engine | {"name": "judge", "generating_args": {"max_new_tokens": 7}}
     (reward,) = plan({}, pure=False).rewards
     assert (reward.engine.engines, reward.engine.sampling.max_new_tokens) == (2, 7)
-    assert "'cluster' has the engine of the section reward_model" in problems({"reward_model": ...}, pure=False)[0]
+    assert "'cluster' uses the engine of section reward_model" in problems({"reward_model": ...}, pure=False)[0]
 
 
 def test_keys_of_the_shared_reward_model_are_checked(

@@ -105,7 +105,7 @@ def test_teachers_that_cannot_follow_are_refused(problems: Problems, changes: di
 
 
 @pytest.mark.parametrize(
-    ("keys", "reason"), [({}, "every reverse KL is 0"), ({"ema_decay": 0.9}, "has no further information")]
+    ("keys", "reason"), [({}, "every reverse KL is 0"), ({"ema_decay": 0.9}, "so it knows no more")]
 )
 def test_a_follower_that_knows_nothing_more(problems: Problems, root: Path, keys: dict, reason: str) -> None:
     (problem,) = problems(follows(root, **keys))

@@ -150,7 +150,7 @@ def test_no_false_alarm(warned: Callable[..., list[str]], template: str, rows: l
             None,
             "ends a turn with <|end|> (id 260), which is not a stop token: generation stops at eos_token <|system|>",
         ),
-        (NEWLINE, "writes nothing after an answer, so answers have no end"),
+        (NEWLINE, "writes no token after an answer, so the student cannot learn to stop"),
     ],
 )
 def test_rows_with_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str | None, said: str) -> None:

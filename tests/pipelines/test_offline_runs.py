@@ -131,9 +131,9 @@ def test_lightning_opd_recomputes_the_student(rows: list[dict], file: Path, tmp_
     [
         ("teacher.name=small", "its teacher is 'large', and teacher.name is 'small'"),
         ("opd_topk=9", "opd_topk: 9 is more than the 8 tokens in the files"),
-        ("student_train.data_args.file_name=examples/demo/data/sft_train.jsonl", "the rows are those of teacher.files"),
+        ("student_train.data_args.file_name=examples/demo/data/sft_train.jsonl", "the rows come from teacher.files"),
         ("opd_divergence=kl", "opd_divergence: should be"),
-        ("+student_infer={}", "teacher.files: a teacher file has scores of its own answers only"),
+        ("+student_infer={}", "teacher.files: a teacher file has scores only of the answers in it"),
     ],
 )
 def test_what_cannot_work_is_refused(

@@ -100,7 +100,7 @@ def test_costs_that_mean_nothing_are_refused(tmp_path: Path, capsys: pytest.Capt
         (["--devices", "8"], "needs costs"),
         (["--costs", COSTS, "--devices", "many"], "are not numbers of devices"),
         (["--measured", str(tmp_path)], "generation ran ahead of training"),
-        (["--measured", str(tmp_path / "none")], "no two steps"),
+        (["--measured", str(tmp_path / "none")], "fewer than two steps"),
     ):
         code, _, error = planned(capsys, *words)
         assert code == 2 and message in error, (words, error)

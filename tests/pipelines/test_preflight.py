@@ -105,7 +105,7 @@ def test_what_engines_cannot_do_on_a_cpu(plan: RunPlan) -> None:
     assert "enable_chunked_prefill" in chunked
     said = other_blocks(asked)
     assert said == (
-        "student_infer.strategy_args.strategy_config.block_size: 16 cannot be computed on a CPU; it is 32 here"
+        "student_infer.strategy_args.strategy_config.block_size: 16 is not supported on a CPU; the engine uses 32 here"
     )
     assert other_blocks(plan) is None
 
