@@ -1,7 +1,6 @@
-"""Reads a Hydra configuration: YAML files, `defaults` lists, interpolation and command-line overrides.
-
-The result is a plain dict and, for error messages, a map from each key to its file and line. The
-directory `configs/` is always on Hydra's search path, so a configuration may use its groups.
+"""Compose a Hydra configuration from YAML files, `defaults` lists, interpolations and command-line overrides. The
+result is a plain dict, and a map from each key to its file and line for error messages. The directory `configs/` is
+always on Hydra's search path, so every configuration may use the groups in it.
 """
 
 import json
@@ -39,23 +38,23 @@ from roll_opd.config.yaml_files import LOADER, bounded_work, check_file, use_bou
 PACKAGE = Path(__file__).resolve().parents[1]
 COMMAND_LINE = "command line"
 KINDS = "write key=value, +key=value or ~key"
-# lines of Hydra's and OmegaConf's messages about their internals
+# beginnings of the lines about internals in error messages of Hydra and OmegaConf
 NOISE = ("full_key:", "object_type=", "reference_type=", "Config search path", "provider=")
 # list(...) and range(...) mean something else in Hydra's own language
 REFERS = re.compile(r"\$\{(\w+)[.}\[]")
 HYDRAS = re.compile(r"hydra(?:[./]|$)")  # keys and groups of Hydra's own configuration
 UNSET = re.compile(r"Environment variable '([^']+)' not found")
-# an override with a plain value: not quoted, no list, object or function call
+# an override with a plain value: unquoted, and no list, object or function call
 PLAIN_VALUE = re.compile(r"\+{0,2}[\w.@/:-]+=(?![\s\"'\[{,]|\w+\()[^,\x00-\x1f]+(?<!\s)")
 DEVICES = re.compile(r"(\+{0,2}(?:[\w-]+\.)*device_mapping)=((?:list|range)\(.*)")
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A composed configuration: its name, its plain `values`, and the place of each dotted key.
+    """A composed configuration: its name, its `values` as plain data, and the place of each dotted key.
 
-    `variables` are the top-level keys that some value refers to by `${name}`. `translation` lists the keys of another
-    system with their meaning here.
+    `variables` are the top-level keys that some value refers to by `${name}`. `translation` lists keys of another
+    system (Trinity-RFT) and what they became here.
     """
 
     name: str
@@ -67,7 +66,7 @@ class LoadedConfig:
 
 
 def load_config(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
-    """Compose `config_name` (with or without .yaml) in directory `config_path`, which is searched in `config_places`.
+    """Compose the file `config_name` (with or without .yaml) of directory `config_path`, looked up in `config_places`.
 
     An override is `key=value`, `+key=value`, `++key=value`, `~key` or `group=option`. Raises ConfigError.
     """
@@ -91,7 +90,7 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
         with warnings.catch_warnings(), initialize_config_dir(str(directory), version_base="1.3", job_name="roll_opd"):
             # a file without `_self_` in its defaults overrides them, as users expect
             warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
-            warnings.filterwarnings("ignore", message=".*is not available")  # a missing search path is reported below
+            warnings.filterwarnings("ignore", message=".*is not available")  # missing search paths are reported below
             places = search_path(parsed, file)
             arguments = hydra_arguments(parsed, file, places, _chosen_groups(name, parsed, places))
             loader = _Loader.in_place_of_hydras()
@@ -100,11 +99,11 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
     except yaml.YAMLError as error:
         raise ConfigError([yaml_message(error, file)]) from None
     except RecursionError:
-        circle = "a defaults list leads back to its own file, or sections lie too deep within each other"
+        circle = "a defaults list includes its own file, directly or through others, or sections are nested too deeply"
         raise ConfigError([f"{file}: {circle}; remove that entry"]) from None
     except (HydraException, OmegaConfBaseException, OSError, UnicodeDecodeError, ValueError) as error:
         absent = places.missing if places else []
-        hint = f"; {_listed(absent)} in hydra.searchpath does not exist" if absent else ""
+        hint = f"; missing directories in hydra.searchpath: {_listed(absent)}" if absent else ""
         raise ConfigError([f"{file}: {one_line(error)}{hint}"]) from None
     for override in parsed:
         origins.update(dict.fromkeys(keys_below(override.key_or_group, override.value()), COMMAND_LINE))
@@ -119,9 +118,8 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
 
 
 def find_config(config_path: str, config_name: str) -> tuple[Path, str]:
-    """Return the directory and name of the YAML file, from the first of `config_places` that has it.
-
-    Raises ConfigError if none has it, and PathError or OSError if a place cannot be read.
+    """Return the directory and name of the YAML file, in the first of `config_places` where it exists. Raises
+    ConfigError if it exists in none, and PathError or OSError if a place cannot be read.
     """
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     places = config_places(config_path)
@@ -162,13 +160,13 @@ def parse_overrides(overrides: list[str]) -> list[Override]:
             text = f"{devices[1]}={json.dumps(devices[2])}"
         try:
             override = _parsed(text)
-        except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
+        except (HydraException, RecursionError, ValueError) as error:  # ValueError: too many digits in a number
             how = f"quote the value: {shlex.quote(_quoted(text))}" if _quoted(text) else KINDS
             problems.append(f"override {text!r} cannot be read: {one_line(error)}; {how}")
             continue
         if override.is_sweep_override():
             advice = f"quote a text with commas: {shlex.quote(_quoted(text))}"
-            problems.append(f"override {text!r} names several values, and a run takes one; {advice}")
+            problems.append(f"override {text!r} has several values, but a run needs one; {advice}")
         parsed.append(override)
     if problems:
         raise ConfigError(problems)
@@ -176,9 +174,9 @@ def parse_overrides(overrides: list[str]) -> list[Override]:
 
 
 def _parsed(text: str) -> Override:
-    """Parse an override with Hydra; plain values that its grammar rejects (=, @, non-ASCII) are quoted first.
+    """Parse an override with Hydra; quote plain values that Hydra's grammar rejects (with =, @ or non-ASCII letters).
 
-    Raises HydraException for other values: lists, objects, functions, quoted texts.
+    Raises HydraException if Hydra rejects another kind of value: a list, an object, a function call or a quoted text.
     """
     try:
         return OverridesParser.create().parse_override(text)
@@ -195,7 +193,7 @@ def _quoted(text: str) -> str:
 
 
 def _chosen_groups(name: str, overrides: list[Override], places: SearchPath) -> frozenset[str]:
-    """Return the groups of the defaults lists. Called only if an override uses a group, since reading takes time."""
+    """Return the groups in the defaults lists. Called only if an override uses a group, since it takes time."""
     if not any(is_group(override, places) for override in overrides):
         return frozenset()
     arguments = [places.argument] if places.argument else []
@@ -204,9 +202,9 @@ def _chosen_groups(name: str, overrides: list[Override], places: SearchPath) -> 
 
 
 class _Loader(ConfigLoaderImpl):
-    """Hydra's loader without Hydra's own configuration, which is not used and would take most of the time.
+    """Hydra's loader without Hydra's own configuration, which is not used and takes most of the time.
 
-    All of Hydra's configuration is still composed if one of its files is chosen (`hydra/launcher=basic`) or one of its
+    Hydra's own configuration is still composed if one of its files is selected (`hydra/launcher=basic`) or one of its
     keys is overridden.
     `defaults` is the defaults list of the composed configuration.
     """
@@ -264,7 +262,7 @@ def _chooses_files_of_hydras(primary: ConfigResult | None) -> bool:
 
 
 def _origins(defaults: Sequence[ResultDefault], places: SearchPath) -> dict[str, str]:
-    """Map each dotted key to "file:line"; a later file of the defaults list takes precedence, as for values."""
+    """Return a map: dotted key -> "file:line". As for values, later files of the defaults list take precedence."""
     origins: dict[str, str] = {}
     for default in defaults:
         if default.config_path is None or default.config_path.startswith("hydra/"):
@@ -302,14 +300,14 @@ def keys_below(key: str, value: Any) -> Iterator[str]:
 
 
 def resolve(node: DictConfig | ListConfig, diag: Diagnostics) -> Any:
-    """Return plain dicts and lists with every interpolation resolved; collect the unresolvable interpolations."""
+    """Return plain dicts and lists with all interpolations resolved; collect the problems of those that cannot be."""
     keys = list(node.keys()) if isinstance(node, DictConfig) else range(len(node))
     resolved = {}
     for key in keys:
         try:
             value = node[cast(Any, key)]
         except MissingMandatoryValue:
-            diag.error(str(key), "has no value yet (???); give one, here or on the command line")
+            diag.error(str(key), "has no value yet (???); set one here or on the command line")
             continue
         except (OmegaConfBaseException, RecursionError) as error:
             diag.error(str(key), _unresolved(one_line(error)))
@@ -333,11 +331,11 @@ def _unresolved(text: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Return a Hydra or OmegaConf message without its object dump and search path."""
+    """Return a Hydra or OmegaConf error message as one line, without object dump and search path."""
     if isinstance(error, OSError) and error.strerror:
         return os_sentence(error)
-    if type(error) is ValueError:  # of Python, such as a number with thousands of digits, or an invalid date
-        return f"a value cannot be read ({error}); correct it"
+    if type(error) is ValueError:  # raised by Python, e.g. for a number with thousands of digits or an invalid date
+        return f"a value cannot be parsed ({error}); correct it"
     if not str(error) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -346,7 +344,7 @@ def one_line(error: Exception) -> str:
 
 
 def write_yaml(values: dict[str, Any], left_out: Collection[str] = ()) -> str:
-    """Return composed values, without the dotted paths `left_out`, as YAML text for the run's `config.yaml`."""
+    """Return composed values as YAML text for the run's `config.yaml`; `left_out` lists the dotted paths to omit."""
     config = OmegaConf.create(values)
     for path in left_out:
         section, _, key = path.rpartition(".")

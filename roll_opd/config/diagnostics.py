@@ -1,6 +1,6 @@
 """Diagnostics of planning: problems prevent a plan, blockers prevent a run, warnings prevent neither.
 
-All checks add to one `Diagnostics`, so that a user sees all problems of a configuration together.
+All checks report to one `Diagnostics`, so that a user sees all problems of a configuration together.
 """
 
 import json
@@ -14,24 +14,24 @@ from roll_opd.base.paths import PathError
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """Messages of the checks, and the place of each key ("file.yaml:12" or "command line").
+    """Problems, blockers and warnings of the checks, and each key's place ("file.yaml:12" or "command line").
 
-    The diagnostics of a section (see `below`) take keys of that section, and "" for the section itself. The outermost
-    diagnostics take dotted paths.
+    Methods take a key of the section for which the object was made (see `below`), or "" for the section itself. The
+    outermost object takes dotted paths.
     """
 
     origins: Mapping[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     blockers: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    ignored: set[str] = field(default_factory=set)  # ROLL's keys that are accepted and have no effect
-    dropped: set[str] = field(default_factory=set)  # unread top-level keys: probably variables
-    renamed: dict[str, str] = field(default_factory=dict)  # path of a key -> its path in the file
-    replaced: set[str] = field(default_factory=set)  # keys of the file that an override under another name replaces
+    ignored: set[str] = field(default_factory=set)  # ROLL's keys that are accepted but have no effect
+    dropped: set[str] = field(default_factory=set)  # top-level keys that no part reads: probably variables
+    renamed: dict[str, str] = field(default_factory=dict)  # path of a key -> its path as written in the file
+    replaced: set[str] = field(default_factory=set)  # keys of the file that were overridden under another name
     path: str = ""
 
     def below(self, path: str) -> "Diagnostics":
-        """Return diagnostics that take the keys of the section at `path` and add to the same lists."""
+        """Return diagnostics for the keys of the section at `path`; they add to the same lists."""
         return replace(self, path=self.at(path))
 
     def at(self, key: str) -> str:
@@ -48,7 +48,7 @@ class Diagnostics:
 
     @contextmanager
     def catching(self, key: str, kind: type[Exception] = PathError) -> Iterator[None]:
-        """Context manager: turn an OSError, PathError or `kind` (its text is a sentence) into a problem of `key`."""
+        """Context manager: report an OSError, a PathError or an error of type `kind` as a problem of `key`."""
         try:
             yield
         except OSError as error:
@@ -78,13 +78,13 @@ class Diagnostics:
         self.ignored.update(map(self.at, keys))
 
     def warn_unused(self) -> None:
-        """Insert two warnings before all others: one lists the keys without effect, the other the unknown keys."""
+        """Insert two warnings before all others: the list of keys without effect, and the list of unknown keys."""
         if self.dropped:
             names = ", ".join(sorted(self.dropped))
             self.warnings.insert(
                 0,
-                "these keys are unknown and similar to no known key; they are treated as variables of the file and have"
-                f" no effect (as in ROLL): {names}",
+                "these keys are unknown and resemble no known key; they count as variables of the file and have no"
+                f" effect (as in ROLL): {names}",
             )
         if self.ignored:
             self.warnings.insert(0, f"these keys are accepted but have no effect here: {_by_section(self.ignored)}")
@@ -98,7 +98,7 @@ class Diagnostics:
         return value in known
 
     def where(self, key: str) -> str:
-        """Return the place of `key`, or of its nearest written ancestor, as " (file.yaml:12)"; "" if unknown."""
+        """Return the place of `key`, or of the nearest section around it, as " (file.yaml:12)"; "" if unknown."""
         key = self.at(key)
         while key:
             if place := self.origins.get(self.renamed.get(key, key)):
@@ -117,12 +117,12 @@ class Diagnostics:
 
 
 def as_yaml(value: object) -> str:
-    """Return a value as YAML text."""
+    """Return a value as YAML."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _by_section(keys: Collection[str]) -> str:
-    """Return the keys as a short text: top-level keys first, then the keys of each section once for all roles."""
+    """Return keys as short text: top-level keys first, then the keys of each section, merged over roles."""
     sections: dict[str, set[str]] = {}
     for key in keys:
         *path, last = key.split(".")

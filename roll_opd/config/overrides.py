@@ -1,7 +1,7 @@
 """Translate command-line overrides to Hydra's syntax.
 
-Hydra rejects `key=value` if no file has the key and `+key=value` if one has it. It also distinguishes
-`group=option` (the group is in a defaults list) from `+group=option` (it is in none). Here `key=value` and
+Hydra rejects `key=value` if no file has the key, and `+key=value` if some file has it. It also distinguishes
+`group=option` (a defaults list has the group) from `+group=option` (no defaults list has it). Here `key=value` and
 `group=option` are always valid; the schema checks the keys.
 """
 
@@ -18,12 +18,12 @@ from roll_opd.base.failures import ConfigError
 from roll_opd.base.paths import REPOSITORY
 
 GROUPS = REPOSITORY / "configs"
-# our files under the names that ROLL's YAML compose, such as "../config/traj_envs@_here_"
+# has our versions of files that ROLL's YAML include by name, such as "../config/traj_envs@_here_"
 FRAGMENTS = REPOSITORY / "examples" / "config"
 SEARCH_PATH = "hydra.searchpath"
 LEARNERS = ("student_train", "actor_train", "sft_train")
 SAMPLERS = ("student_infer", "actor_infer")
-# groups of `configs/` that are a part of a role: where they go in it, and the roles that have such a part
+# group of `configs/` that configures a part of a role -> (that part, the roles that have it)
 PLACES = {
     "models": ("model_args", LEARNERS),
     "parallel": ("strategy_args.strategy_config", LEARNERS),
@@ -33,10 +33,10 @@ PLACES = {
 
 @dataclass(frozen=True)
 class SearchPath:
-    """Directories where Hydra looks for the files of a defaults list, in order; `argument` is the override for it."""
+    """Directories in which Hydra looks for the files of a defaults list; `argument` is the override that sets them."""
 
     directories: tuple[Path, ...]
-    argument: str | None  # None: the written value is not a list, which Hydra rejects
+    argument: str | None  # None if the written value is not a list; Hydra then rejects it
 
     @property
     def missing(self) -> list[str]:
@@ -45,7 +45,7 @@ class SearchPath:
 
 
 def search_path(overrides: Sequence[Override], file: Path) -> SearchPath:
-    """Return the search path: the directory of `file`, then the user's `hydra.searchpath`, then our directories.
+    """Return the search path: directory of `file`, then the user's `hydra.searchpath`, then our directories.
 
     As in Hydra, `hydra.searchpath` on the command line replaces the value in the file.
     """
@@ -64,7 +64,7 @@ def search_path(overrides: Sequence[Override], file: Path) -> SearchPath:
 
 
 def is_group(override: Override, places: SearchPath) -> bool:
-    """Whether an override chooses a file of a group instead of setting a key."""
+    """Whether an override selects a file of a group instead of setting a key."""
     if override.package is not None:
         return True
     return any(next((place / override.key_or_group).glob("*.yaml"), None) for place in places.directories)
@@ -73,9 +73,8 @@ def is_group(override: Override, places: SearchPath) -> bool:
 def hydra_arguments(
     overrides: Sequence[Override], file: Path, places: SearchPath, chosen: Collection[str]
 ) -> list[str]:
-    """Return the arguments for Hydra; `chosen` are the groups in defaults lists, as `group` or `group@package`.
-
-    Raises ConfigError for a group that does not exist, and for one whose keys nothing would read.
+    """Return the overrides in Hydra's syntax; `chosen` are the groups in defaults lists (`group` or `group@package`).
+    Raises ConfigError for a group that does not exist, and for a group whose keys no part of a run would read.
     """
     arguments = [places.argument] if places.argument else []
     problems = []
@@ -100,7 +99,7 @@ def hydra_arguments(
 
 
 def _misplaced(override: Override, file: Path, places: SearchPath, chosen: Collection[str]) -> list[str]:
-    """Return a problem if one of our groups configures a part of a role and the override names no role."""
+    """Return a problem if the group is one of ours that configures a part of a role, but the override names no role."""
     group, option = override.key_or_group, override.value()
     found = next((place for place in places.directories if (place / group / f"{option}.yaml").is_file()), None)
     if override.package is not None or group not in PLACES or found != GROUPS:
@@ -110,12 +109,13 @@ def _misplaced(override: Override, file: Path, places: SearchPath, chosen: Colle
     named = sorted(key for key in chosen if key.startswith(f"{group}@")) or [f"{group}@{role}.{part}"]
     forms = " or ".join(f"{key}={option}" for key in named)
     return [
-        f"override {override.input_line!r}: {group} is a part of a role, and the override names no role; use {forms}"
+        f"override {override.input_line!r}: {group} configures a part of a role, but the override names no role; use"
+        f" {forms}"
     ]
 
 
 def _primary(file: Path) -> DictConfig:
-    """Return the content of a file without its defaults list; empty if it is not a mapping, which Hydra rejects."""
+    """Return the content of a file without its defaults list; empty if it is not a mapping (Hydra then rejects it)."""
     loaded = OmegaConf.load(file)
     return loaded if isinstance(loaded, DictConfig) else OmegaConf.create({})
 

@@ -1,8 +1,8 @@
 """The run plan: the parsed and checked configuration of a run.
 
-All code after planning reads the plan, never raw configuration. It is immutable, picklable and free of torch. Fields
-that a type inherits from a class of `schema` are the user's keys. Lengths are in tokens. Counts of prompts and
-sequences are global (over all ranks) unless the name states another unit.
+After planning, all code reads the plan and none reads the raw configuration. A plan is immutable and picklable, and
+does not need torch. Fields that a class inherits from `schema` are keys of the user. Lengths are in tokens. Counts of
+prompts and sequences are global (over all ranks) unless the name states another unit.
 """
 
 from dataclasses import dataclass, field, replace
@@ -44,18 +44,18 @@ class FilterPlan:
     """Filter of groups (`query_filter`) or single responses (`response_filter`) of a step."""
 
     type: str  # a name of `algorithms.sample_masks.FILTERS`
-    args: FrozenDict = field(default_factory=FrozenDict)  # its arguments, under ROLL's names
+    args: FrozenDict = field(default_factory=FrozenDict)  # arguments, with ROLL's names
 
 
 @dataclass(frozen=True)
 class RewardTerm:
     """Weighted term of a domain's reward. `worker` is a built-in name or a dotted path."""
 
-    name: str  # name of the term in metrics and samples
+    name: str  # name in metrics and samples
     worker: str
     args: FrozenDict = field(default_factory=FrozenDict)
     weight: float = 1.0
-    timeout: float | None = None  # seconds a sample may take; None: the reward limits itself
+    timeout: float | None = None  # time limit per sample, s; None: the reward sets a limit itself
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class RewardPlan(RewardKeys):
     terms: tuple[RewardTerm, ...]
     tags: tuple[str, ...] | None = None  # None: every tag
     max_concurrency: int = 256  # concurrent calls of the reward in a worker
-    batch_size: int = 16  # maximum samples in a call
-    query_filter: FilterPlan | None = None  # filter of prompts by all of their rewards
+    batch_size: int = 16  # maximum number of samples in a call
+    query_filter: FilterPlan | None = None  # filter of prompts, by the rewards of all their responses
     response_filter: FilterPlan | None = None  # filter of single responses
     engine: RolloutPlan | None = None  # engines of a local judge
 
     @property
     def is_weighted(self) -> bool:
-        """Whether the reward is a weighted sum, not the value of a single term with weight 1."""
+        """Whether the reward is a weighted sum; False if it is the value of a single term with weight 1."""
         return len(self.terms) > 1 or any(term.weight != 1 for term in self.terms)
 
     def accepts(self, tag: str) -> bool:
@@ -82,31 +82,33 @@ class RewardPlan(RewardKeys):
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """A stream of rows: the fraction `weight` of all draws comes from the rows with one of `tags`, or from `files`."""
+    """A stream of rows: the rows with one of `tags`, or in `files`; `weight` is its fraction of all draws."""
 
     name: str  # reward domain, tag or file name
-    weight: float  # the weights of all streams sum to 1
+    weight: float  # over all streams, the sum is 1
     tags: tuple[str, ...] | None = None  # None: every tag
     files: tuple[str, ...] | None = None  # None: every file
 
 
 @dataclass(frozen=True)
 class DataPlan(RowKeys):
-    """Row files, and the treatment of unusable rows."""
+    """Files of rows, how to read them, and what to do with unusable rows."""
 
     files: tuple[str, ...]
-    prompt_length: int  # limit; for rows with answers, of the prompt and the longest answer together
+    # maximum tokens of a prompt; for rows with answers, of the prompt and the longest answer together
+    prompt_length: int
     template: str = "native"  # "native": the tokenizer's own chat template
     limit: int | None = None  # use only the first N rows
-    tag_templates: FrozenDict = field(default_factory=FrozenDict)  # tag -> template other than `template`
+    # tag -> template, for tags whose template is not `template`
+    tag_templates: FrozenDict = field(default_factory=FrozenDict)
     columns: FrozenDict = field(
         default_factory=FrozenDict
-    )  # messages, prompt, tag, id -> column of the file, if different
-    streams: tuple[StreamPlan, ...] = ()  # no stream: every row is drawn once an epoch
+    )  # messages, prompt, tag or id -> column of the file, if its name differs
+    streams: tuple[StreamPlan, ...] = ()  # empty: every row is drawn once per epoch
     schema: str = "experience"  # content of a row: `experience`, `task`, `sft` or `dpo`
     length_key: str = "prompt_length"  # the user's key that limits the length of rows
-    contexts: tuple[ContextPlan, ...] = ()  # contexts of teachers with different prompts
-    environments: FrozenDict = field(default_factory=FrozenDict)  # tag -> share, for games; no files
+    contexts: tuple[ContextPlan, ...] = ()  # contexts of the teachers that read another prompt than the student
+    environments: FrozenDict = field(default_factory=FrozenDict)  # tag -> share, for games; these have no files
 
     def draws(self, tag: str) -> bool:
         """Whether rows with `tag` are drawn."""
@@ -116,7 +118,7 @@ class DataPlan(RowKeys):
 
 @dataclass(frozen=True)
 class ValidationPlan:
-    """Validation: rewards of answers to held-out prompts, or the loss on held-out rows."""
+    """Validation, by the rewards of answers to held-out prompts or by the loss on held-out rows."""
 
     data: DataPlan
     sampling: SamplingPlan = field(default_factory=SamplingPlan)
@@ -125,7 +127,7 @@ class ValidationPlan:
 
 @dataclass(frozen=True)
 class TokenFilterPlan:
-    """Filter that masks the tokens outside low <= measure <= high; None: no bound."""
+    """Filter that masks tokens unless low <= measure <= high; None: no bound."""
 
     measure: Literal["ratio", "difference"]  # ratio or difference of train and infer probabilities
     level: Level
@@ -142,7 +144,7 @@ class CorrectionPlan:
     low: float | None = None  # lower bound of icepop
     high: float | None = None
     filters: tuple[TokenFilterPlan, ...] = ()
-    negatives_delta: float | None = None  # argument of `negatives_near`; None: off
+    negatives_delta: float | None = None  # bound of `negatives_near`; None: not used
 
 
 @dataclass(frozen=True)
@@ -151,37 +153,37 @@ class ObjectivePlan(ObjectiveKeys):
 
     adv_estimator: str = "on_policy_distill"  # a name of `algorithms.registry.ADVANTAGES`, or a dotted path
     advantage_args: FrozenDict = field(default_factory=FrozenDict)  # its arguments
-    reward_groups: Literal["prompt", "tag"] = "prompt"  # the group of rewards at level `group`
+    reward_groups: Literal["prompt", "tag"] = "prompt"  # rewards that form a group at level `group`
     reward_bounds: tuple[float, float] | None = None  # bounds of normalised rewards, before reward_clip
     policy_loss: str = "importance_sampling"  # a name of `algorithms.registry.POLICY_LOSSES`, or a dotted path
     policy_loss_args: FrozenDict = field(default_factory=FrozenDict)  # its arguments
-    dual_clip: float | None = 3.0  # for losses that read pg_clip; None: no bound
-    paired: bool = False  # the loss reads sequences 2i and 2i+1 together
+    dual_clip: float | None = 3.0  # read by losses with a clipped ratio; None: no bound
+    paired: bool = False  # whether the loss compares sequences 2i and 2i+1
     loss_agg_mode: str = "token-mean"
-    loss_normaliser: float | None = None  # response length, for seq-mean-token-sum-norm
-    kl_loss: str = "low_var_kl"  # estimator of the KL loss; ROLL calls it k3
+    loss_normaliser: float | None = None  # divisor of seq-mean-token-sum-norm: the response length
+    kl_loss: str = "low_var_kl"  # estimator of the KL loss (k3 in ROLL)
     init_kl_coef: float = 0.0  # coefficient of the token-level KL; 0: off
-    opd_vocab_size: int | None = None  # number of token ids shared by student and teachers, for topk and full
+    opd_vocab_size: int | None = None  # for topk and full: number of token ids that student and teachers have in common
     correction: CorrectionPlan | None = None
-    max_age: int = 0  # versions by which trained tokens may be older than the weights
-    # False only with one update per step: log-probs before and during the update are the same
+    max_age: int = 0  # number of weight versions by which trained tokens may be behind the student
+    # False only with one update per step, where log-probs before and during the update are equal
     recompute_old_logprobs: bool = False
 
 
 @dataclass(frozen=True)
 class CheckpointPlan(CheckpointKeys):
-    """Interval of checkpoints, how many are kept, and the checkpoint to resume from."""
+    """How often checkpoints are written, how many are kept, and from which checkpoint the run resumes."""
 
-    resume: bool | str = False  # True: the newest of this experiment; a path: that run or checkpoint
+    resume: bool | str = False  # True: the newest checkpoint of this experiment; a path: that run or checkpoint
 
 
 @dataclass(frozen=True)
 class DemonstrationPlan:
-    """Demonstrations: prompts with answers that make up a fraction of each update, next to the student's samples."""
+    """Demonstrations: prompts with given answers, mixed into each update together with the student's samples."""
 
     data: DataPlan
     rows_per_update: int
-    updates: int  # updates in one pass over a step's samples
+    updates: int  # updates per pass over a step's samples
 
     @property
     def rows_per_step(self) -> int:
@@ -190,7 +192,7 @@ class DemonstrationPlan:
 
 @dataclass(frozen=True)
 class AuxiliaryPlan:
-    """A model that workflows call and no update trains: engines of the run, or an address."""
+    """A model that workflows call and that is not trained: engines of the run, or the address of a server."""
 
     name: str
     engine: RolloutPlan | None = None
@@ -201,26 +203,26 @@ class AuxiliaryPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkflowPlan(WorkflowKeys):
-    """The workflow of a run, and its processes."""
+    """The workflow of a run, and the processes that execute it."""
 
     auxiliary_models: tuple[AuxiliaryPlan, ...] = ()
-    is_scored: bool = False  # `rewards` score samples without a reward
+    is_scored: bool = False  # `rewards` score the samples that come without a reward
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(RunKeys, RolloutKeys):
-    """A run. `rollout_batch_size`: prompts, or rows with answers, per step; `eval_steps` 0: no validation."""
+    """The plan of a run. `rollout_batch_size` counts prompts, or rows with answers; `eval_steps` 0: no validation."""
 
     mode: str  # pure, mixed or rl; for a supervised pipeline its name
     pipeline: str  # a module of `roll_opd.pipelines`, or a dotted path
-    pipeline_args: FrozenDict = field(default_factory=FrozenDict)  # specific keys of a supervised pipeline
+    pipeline_args: FrozenDict = field(default_factory=FrozenDict)  # keys that only a supervised pipeline has
     title: str  # display name of the mode
     exp_name: str
     max_steps: int
     num_nodes: int
     devices_per_node: int
     student: TrainPlan
-    rollout: RolloutPlan | None = None  # None: the rows have answers
+    rollout: RolloutPlan | None = None  # None if the rows have answers
     teachers: tuple[TeacherPlan, ...] = ()
     rewards: tuple[RewardPlan, ...] = ()
     data: DataPlan
@@ -229,8 +231,8 @@ class RunPlan(RunKeys, RolloutKeys):
     reference: MegatronPlan | None = None  # frozen policy of the KL loss, the token-level KL, or the supervised loss
     critic: CriticPlan | None = None  # for adv_estimator gae
     demonstrations: DemonstrationPlan | None = None  # for policy losses mix and mix_chord
-    epochs: float | None = None  # epochs over all rows of the files, if max_steps was derived from them
-    extra_prompts: int = 0  # prompts answered beyond rollout_batch_size, in case filters reject some
+    epochs: float | None = None  # number of epochs over all rows, if max_steps was computed from it
+    extra_prompts: int = 0  # prompts answered in addition to rollout_batch_size, in case filters reject some
     workflow: WorkflowPlan | None = None  # None: one response per sample
     validation: ValidationPlan | None = None
     trackers: tuple[str, ...] = ("tensorboard",)
@@ -239,7 +241,7 @@ class RunPlan(RunKeys, RolloutKeys):
     warnings: tuple[str, ...] = ()
     memory: FrozenDict = field(
         default_factory=FrozenDict
-    )  # role name -> for each stage {part: estimated bytes per rank}
+    )  # role name -> {part: estimated bytes per rank} for each pipeline stage
     config_yaml: str = ""  # the composed configuration, for the run directory
 
     @property
@@ -264,7 +266,7 @@ class RunPlan(RunKeys, RolloutKeys):
 
     @property
     def advantage_teachers(self) -> tuple[TeacherPlan, ...]:
-        """The teachers whose term is in the advantage; with `topk` and `full` it is in the loss instead."""
+        """The teachers with a term in the advantage; with `topk` and `full`, the term is in the loss instead."""
         return self.teachers if self.objective.opd_objective == "sampled" else ()
 
     @property
@@ -286,22 +288,23 @@ class RunPlan(RunKeys, RolloutKeys):
     def serving(self, role: MegatronPlan) -> MegatronPlan:
         """Return the role whose processes compute for the frozen `role`.
 
-        Teachers with the same weights, devices and layout are loaded once, under the name of the first. A role that has
-        the initial weights of a LoRA student and is on its devices is computed by the student without its adapter.
+        Teachers with the same weights, devices and layout are loaded once, under the name of the first. A role with the
+        initial weights of a LoRA student, on the student's devices, is computed by the student with its adapter
+        switched off.
         """
         if self.is_base(role):
             return self.student
         return next((other for other in self.frozen_roles() if replace(other, name=role.name) == role), role)
 
     def is_base(self, role: MegatronPlan) -> bool:
-        """Whether a frozen role is a LoRA student without its adapter."""
+        """Whether a LoRA student computes for a frozen role, with the adapter switched off."""
         student = self.student
         same = role.model == student.model and role.vocab_size == student.vocab_size
         at_hand = set(role.devices) <= set(student.devices) and not isinstance(role, TrainPlan | FollowingPlan)
         return student.lora is not None and same and at_hand
 
     def frozen_roles(self) -> list[MegatronPlan]:
-        """Return the Megatron roles of the teachers, then that of the reference policy."""
+        """Return the Megatron roles of the teachers, followed by the reference policy."""
         return [role for role in (*(teacher.role for teacher in self.teachers), self.reference) if role]
 
     def megatron_roles(self) -> dict[str, MegatronPlan]:

@@ -1,7 +1,4 @@
-"""The plan of a role: its model, devices, layout, limits, and the engine's own options.
-
-`plan.py` exports these types too.
-"""
+"""Plans of roles: model, devices, layout, limits, and options of the engine. `plan.py` exports these types as well."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -29,13 +26,13 @@ class Layout:
     cp: int = 1
     ep: int = 1
     dp: int = 1
-    sequence_parallel: bool = False  # always True for experts with tp > 1
+    sequence_parallel: bool = False  # always True for models with experts and tp > 1
     vpp: int | None = None
-    etp: int | None = None  # ranks that share an expert; None: as many as tp
+    etp: int | None = None  # ranks among which an expert is split; None: tp
 
     @property
     def expert_tp(self) -> int:
-        """Number of ranks that share one expert."""
+        """Number of ranks among which an expert is split."""
         return self.etp or self.tp
 
     @property
@@ -53,12 +50,12 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """LoRA: low-rank matrices are trained for each linear layer in `targets`; the student's weights are frozen."""
+    """LoRA: each linear layer in `targets` gets two trained low-rank matrices; all other weights are frozen."""
 
     targets: tuple[str, ...]  # Hugging Face's names, such as q_proj
     rank: int
     alpha: float  # their product is scaled by alpha / rank
-    path: str | None = None  # initial adapter in peft's format; None: product zero
+    path: str | None = None  # initial adapter in peft's format; None: the product starts as zero
 
 
 @dataclass(frozen=True)
@@ -96,14 +93,14 @@ class OptimizerPlan(OptimizerKeys):
     lr_scheduler_type: Schedule = "constant"
     warmup_steps: int = 0
     total_steps: int = 1
-    decay_steps: int | None = None  # updates until min_learning_rate; None: all
-    initial_learning_rate: float = 0.0  # start of the warm-up
+    decay_steps: int | None = None  # number of updates until min_learning_rate is reached; None: all
+    initial_learning_rate: float = 0.0  # learning rate at the start of the warm-up
     min_learning_rate: float = 0.0
     wsd_decay_steps: int | None = None  # updates of the decay, for schedule WSD
     wsd_decay_style: str | None = None
     use_distributed_optimizer: bool = True
-    overlap_grad_reduce: bool = False  # overlap with the backward pass of the last micro-batch
-    overlap_param_gather: bool = False  # overlap with the next forward pass
+    overlap_grad_reduce: bool = False  # reduce gradients during the backward pass of the last micro-batch
+    overlap_param_gather: bool = False  # gather parameters during the next forward pass
 
 
 @dataclass(frozen=True)
@@ -126,12 +123,12 @@ class CriticPlan(TrainPlan, CriticKeys):
 class FollowingPlan(MegatronPlan, FollowKeys):
     """A teacher with an exponential moving average of the student's weights, updated every `update_interval` steps.
 
-    Roles with equal weights are loaded once: see `RunPlan.serving`.
+    Teachers that follow in the same way are loaded once: see `RunPlan.serving`.
     """
 
     @property
     def is_live(self) -> bool:
-        """Whether the teacher is the student itself with its weights before the step."""
+        """Whether the teacher is the student with its weights from before the step."""
         return self.update_interval == 1 and not self.ema_decay
 
 
@@ -148,7 +145,7 @@ class ContextPlan(ContextKeys):
 
 @dataclass(frozen=True, kw_only=True)
 class HttpPlan(HttpKeys):
-    """A teacher behind a server."""
+    """A teacher that is reached over HTTP."""
 
     name: str
     tokenizer: str | None = None  # directory of the teacher's tokenizer; None: the student's
@@ -162,7 +159,7 @@ class HttpPlan(HttpKeys):
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A teacher that has scored given answers in parquet files; see `data.teacher_formats`."""
+    """A teacher whose scores of given answers are in parquet files; see `data.teacher_formats`."""
 
     name: str
     files: tuple[str, ...]
@@ -176,8 +173,8 @@ class FilePlan:
         return self.files[0]
 
 
-# Plan of the source of a teacher's log-probs, with `name` and `location`. Readers use `TeacherPlan.role`,
-# `RunPlan.megatron_roles()` or a check of the type.
+# The source of a teacher's log-probs; each kind has `name` and `location`. Other code uses `TeacherPlan.role` or
+# `RunPlan.megatron_roles()`, or checks the type.
 TeacherSource = MegatronPlan | HttpPlan | FilePlan
 
 
@@ -190,25 +187,26 @@ class TeacherPlan:
     opd_kl_coef: float
     tags: tuple[str, ...] | None = None  # None: every tag
     context: ContextPlan | None = None  # None: the student's prompt
-    tokenizer: str | None = None  # directory of its tokenizer, if tokens are aligned by bytes; None: the student's
-    prefix_topk: int = 0  # entries of its top-k for log-probs of single student tokens; 0: log-probs of chunks
+    # directory of the teacher's tokenizer, if tokens are aligned by bytes; None: the student's
+    tokenizer: str | None = None
+    prefix_topk: int = 0  # size of the teacher's top-k for log-probs of single student tokens; 0: log-probs of chunks
 
     def accepts(self, tag: str) -> bool:
         return self.tags is None or tag in self.tags
 
     @property
     def role(self) -> MegatronPlan | None:
-        """The Megatron role that computes the log-probs; None for another kind of source."""
+        """The Megatron role that computes the log-probs; None for other kinds of source."""
         return self.source if isinstance(self.source, MegatronPlan) else None
 
     @property
     def following(self) -> FollowingPlan | None:
-        """The role of the teacher if the student's weights update it; else None."""
+        """The role of the teacher if its weights follow the student's; else None."""
         return self.source if isinstance(self.source, FollowingPlan) else None
 
     @property
     def model(self) -> ModelPlan | None:
-        """The model directory, from which vLLM can sample the teacher's own answers; None if there is none."""
+        """The directory of the model, from which vLLM can sample the teacher's answers; None without one."""
         return self.role.model if self.role else None
 
 
@@ -234,12 +232,13 @@ class RolloutPlan:
     max_model_len: int
     engine_args: FrozenDict = field(default_factory=FrozenDict)  # passed to vLLM unchanged
     max_running_requests: int | None = None  # concurrent requests, over all engines; None: no limit
-    returns_routes: bool = False  # whether it returns the experts of each token
-    on_weight_update: Literal["wait", "continue", "restart"] = "wait"  # what running requests do
-    sleep_level: int = 2  # vLLM's level while other roles use the devices; 2: discard the weights and reload them
+    returns_routes: bool = False  # whether engines return the experts of each token
+    on_weight_update: Literal["wait", "continue", "restart"] = "wait"  # how running requests are treated
+    # vLLM's sleep level while other roles use the devices; 2: discard the weights and load them again
+    sleep_level: int = 2
     env: FrozenDict = field(default_factory=FrozenDict)
 
     @property
     def layout(self) -> Layout:
-        """The engines as data-parallel copies."""
+        """The layout, with the number of engines as data-parallel size."""
         return Layout(tp=self.tp, dp=self.engines)

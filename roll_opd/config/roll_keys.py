@@ -1,6 +1,7 @@
-"""ROLL's keys: keys that have no effect here, keys that are refused, and ROLL's names of our keys.
+"""ROLL's keys: keys without effect here, refused keys, and ROLL's names for our keys.
 
-`IGNORED_*` keys are accepted and listed in one warning; docs/coming-from-roll.md has a table of all of ROLL's keys.
+Keys in `IGNORED_*` are accepted, and one warning lists them. docs/coming-from-roll.md has a table of all of ROLL's
+keys.
 """
 
 import re
@@ -36,7 +37,7 @@ IGNORED_TOP = _names("""
     env_monitor dirty_data_mask open_feedback_turn use_token_reward exp_mode partial_gpu_mode
 """)
 
-# of ROLL's BaseConfig, which its SFT and DPO inherit: keys about rollouts
+# keys about rollouts that ROLL's SFT and DPO inherit from BaseConfig
 IGNORED_SUPERVISED = _names("""
     rollout_batch_size prompt_length response_length max_running_requests is_use_additional_prompts
     max_additional_running_prompts
@@ -77,10 +78,10 @@ IGNORED_REWARD = _names("""
 
 IGNORED_SEQUENCE_PACKING = _names("algorithm min_num_micro_batches_forward min_num_micro_batches_train")
 
-# warnings about ignored keys whose value would change training in ROLL:
-# key -> (harmless values, the sentence)
-_UNREAD = "has no effect, as in ROLL, which does not read it"
-_NORM = f"{_UNREAD} any more; norm_mean_type and norm_std_type say how rewards are normalised"
+# warnings about ignored keys whose value would change training in ROLL: key -> (harmless values, sentence of the
+# warning)
+_UNREAD = "has no effect, as ROLL does not read it either"
+_NORM = f"{_UNREAD} any more; norm_mean_type and norm_std_type set how rewards are normalised"
 _TOPR = f"{_UNREAD}; worker_cls '...ActorPGWorker' and pg_variant: topr in actor_train are its TOPR"
 SAID: dict[str, tuple[tuple[object, ...], str]] = {
     "reward_norm": ((), _NORM),
@@ -91,7 +92,7 @@ SAID: dict[str, tuple[tuple[object, ...], str]] = {
     "use_topr_loss": ((False,), _TOPR),
     "use_topr_neg_loss_coef": ((0,), _TOPR),
     "use_policy_loss_type": (("PPO",), f"{_UNREAD}; pg_variant names the loss"),
-    "infer_correction": ((False,), f"{_UNREAD} any more; train_infer_correction is its new form"),
+    "infer_correction": ((False,), f"{_UNREAD} any more; use train_infer_correction instead"),
     "opsd_mode": ((False,), f"{_UNREAD}; a teacher's hint replaces it, such as teacher.hint: '{{solution}}'"),
     **dict.fromkeys(("balance_length", "val_greedy", "add_len_reward"), ((False,), _UNREAD)),
     **dict.fromkeys(("postive_loss_coef", "positive_loss_coef", "l2"), ((0,), _UNREAD)),
@@ -102,25 +103,25 @@ SAID: dict[str, tuple[tuple[object, ...], str]] = {
     "num_beams": ((1,), "has no effect: responses are sampled, without beam search"),
     "force_disable_old_logprobs_recompute": (
         (False,),
-        "has no effect: log-probs before the update are computed wherever weights move within a step",
+        "has no effect: log-probs before the update are computed whenever weights change within a step",
     ),
-    "apply_loss_scale": ((True,), "has no effect: a loss is always that of the whole batch, as with true"),
-    "model_update_frequency": ((1,), "has no effect: engines have the newest weights in every step"),
+    "apply_loss_scale": ((True,), "has no effect: a loss is always normalised over the whole batch, as with true"),
+    "model_update_frequency": ((1,), "has no effect: engines get new weights in every step"),
     "moe_aux_loss_coef": ((0,), "has no effect: no auxiliary loss of the router is added"),
     "mtp_training_mode": (("disabled",), "has no effect: layers of multi-token prediction are not trained"),
 }
-# ... and keys whose value is refused
+# keys that are refused: key -> (harmless values, sentence of the error)
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "model_config_kwargs": (({},), "is not applied; change config.json of the model, and remove the key"),
-    "rollout_mock": ((None, "dump"), "rollouts cannot be played back here; remove the key"),
+    "rollout_mock": ((None, "dump"), "replaying rollouts from files is not available here; remove the key"),
     "user_defined_rollout_loop_cls": (
         ("roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop",),
-        "a custom rollout loop is not run here; remove the key",
+        "custom rollout loops are not available here; remove the key",
     ),
     "optimizer": (("adam",), "only adam is available; remove the key"),
 }
 
-# strategy_config of Megatron that the engine sets itself, or that has no use here
+# options of Megatron's strategy_config that the engine sets itself or does not need here
 IGNORED_MEGATRON = _names("""
     grad_reduce_in_fp32 use_distributed_optimizer_infer
     additional_configs optimizer variable_seq_lengths use_cpu_initialization
@@ -129,7 +130,7 @@ IGNORED_MEGATRON = _names("""
     optimizer_offload_fraction use_precision_aware_optimizer overlap_cpu_optimizer_d2h_h2d bounded_cpu_grad_staging
     offload_model_from_cpu_master save_only_model ckpt_format max_grad_norm
 """)
-# ROLL's own words inside a vLLM strategy_config
+# options that ROLL adds to vLLM's in a strategy_config
 IGNORED_VLLM = _names("""
     logger_level data_parallel_rank online_quantization online_quantization_config
 """)
@@ -147,13 +148,13 @@ REWARD_CLASSES_OF_ROLL = {
     "RemoteRewardSystemWorker": "remote",
 }
 
-# keys of ROLL's RewardConfig; a worker here that does not take one ignores it
+# keys of ROLL's RewardConfig, ignored if the worker here does not take them
 REWARD_KEYS_OF_ROLL = _names("""
     code_url use_local judge_prompt judge_model_type judge_model_name judge_api_url judge_api_key format_pattern
     reward_type response_length_penalty_coef reward_manager_config
 """)
 
-# kind of role -> ROLL's strategies without a counterpart here, and the nearest strategy
+# kind of role -> {ROLL's strategy without a counterpart here: the nearest strategy}
 NEAREST_STRATEGY = {
     "train": {"deepspeed_train": "megatron_train", "fsdp2_train": "megatron_train"},
     "frozen": {"hf_infer": "megatron_infer", "deepspeed_infer": "megatron_infer", "fsdp2_infer": "megatron_infer"},
@@ -175,8 +176,8 @@ SCHEDULES: dict[str, Schedule] = {
 }
 KL_PENALTIES_LATER = ("full",)
 PG_KEYS = frozenset({"worker_cls", "pg_variant", "topr_positive_weight", "topr_negative_weight"})
-PG_WORKER = "actor_pg_worker"  # in the path of ROLL's classes that read the pg_variant of their role
-# ROLL's pg_variant -> arguments with other defaults than the loss
+PG_WORKER = "actor_pg_worker"  # part of the dotted path of ROLL's classes that read pg_variant
+# ROLL's pg_variant -> arguments whose defaults differ from the loss's
 PG_VARIANTS: dict[str, dict[str, Any]] = {
     "vanilla": {},
     "ppo": {},
@@ -197,7 +198,7 @@ PURE_FIXED: dict[str, tuple[object, ...]] = {
 
 
 def report_ignored(key: str, value: Any, diag: Diagnostics) -> None:
-    """Report a ROLL key that has no effect here, unless its value is null or harmless."""
+    """Report a key of ROLL that has no effect here, unless its value is null or would change nothing in ROLL either."""
     if value in (None, "None"):
         return
     for report, sentences in ((diag.warn, SAID), (diag.unsupported, REFUSED)):
@@ -210,7 +211,7 @@ def report_ignored(key: str, value: Any, diag: Diagnostics) -> None:
 
 
 def _setting(value: Any) -> Any:
-    """Return the setting that a value makes. For a section, this is its `mode`, or None if it is switched off."""
+    """Return a value, or for a section its `mode`; None if the section is switched off."""
     if isinstance(value, dict):
         return value.get("mode") if value.get("enable", True) else None
     return value

@@ -1,6 +1,6 @@
 """Limit the size of YAML files before Hydra reads them, and the time for composing them.
 
-A file of a few bytes can expand to billions of values by aliases of aliases or references to references, and Hydra
+Aliases of aliases, or references to references, can expand a file of a few bytes to billions of values, and Hydra
 expands them all.
 """
 
@@ -25,20 +25,20 @@ from yaml.reader import Reader
 from roll_opd.base.failures import ConfigError, os_sentence
 from roll_opd.base.paths import PathError, regular_file
 
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
-MAX_BYTES = 2**20  # of a file: the largest known has 20 kB
-MAX_NODES = 20_000  # values of a file, with those of each alias
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's loader is ten times as fast
+MAX_BYTES = 2**20  # maximum size of a file; the largest known has 20 kB
+MAX_NODES = 20_000  # maximum number of values in a file, with aliases expanded
 MAX_DEPTH = 60  # sections within sections
-MAX_SECONDS = 2.0  # of computing, to compose a configuration; a large one takes 0.3
+MAX_SECONDS = 2.0  # CPU time for composing a configuration; a large one takes 0.3 s
 REPEAT_SECONDS = 0.1
-EMPTY = ("", "~", "null")  # a file without a value, which Hydra takes for one without keys
+EMPTY = ("", "~", "null")  # a file with such a value only; Hydra reads it as a file without keys
 INT64 = 2**63
-MAX_PARSED = 200  # files in the cache
-_PARSED: dict[Hashable, bytes] = {}  # pickled: five times as fast as a deep copy
+MAX_PARSED = 200  # maximum number of files in the cache
+_PARSED: dict[Hashable, bytes] = {}  # pickled, as unpickling is five times as fast as a deep copy
 
 
 class BoundedFiles(FileConfigSource):
-    """Hydra's source of files, with `check_file` before each read."""
+    """Hydra's source of files, which calls `check_file` before each read."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return a file's configuration; raises ConfigError as `check_file` does."""
@@ -59,7 +59,7 @@ class HydrasOwnFiles(ImportlibResourcesConfigSource):
 
 
 def _parsed_once(file: Hashable, source: ConfigSource, load: Callable[[str], ConfigResult], path: str) -> ConfigResult:
-    """Return a copy of a file's configuration. Each file is parsed once, although composing reads it three times."""
+    """Return a copy of a file's configuration. A file is parsed once, although composing reads it three times."""
     key = (file, source.provider, path)
     if key not in _PARSED:
         if len(_PARSED) >= MAX_PARSED:
@@ -72,17 +72,20 @@ def use_bounded_files() -> None:
     """Register `BoundedFiles` and `HydrasOwnFiles` as Hydra's sources."""
     from hydra._internal.sources_registry import SourcesRegistry
 
-    Plugins.instance()  # registers Hydra's own source, which would object to another one there
+    Plugins.instance()  # registers Hydra's own sources first; Hydra refuses to register them after ours
     Singleton.instance(SourcesRegistry).types |= {"file": BoundedFiles, "pkg": HydrasOwnFiles}
 
 
 def check_file(path: Path) -> None:
-    """Raise ConfigError, with the line, if `path` is not a YAML file within the limits."""
+    """Raise ConfigError with the line number if `path` is not a YAML file within the limits."""
     try:
         size = regular_file(path).stat().st_size
         if size > MAX_BYTES:
             raise ConfigError(
-                [f"{path} has {size:,} bytes, and a configuration at most {MAX_BYTES:,}; is this the file?"]
+                [
+                    f"{path} has {size:,} bytes, but a configuration may have at most {MAX_BYTES:,}; is this the"
+                    " right file?"
+                ]
             )
         raw = path.read_bytes()
         text = raw.decode("utf-8")
@@ -95,7 +98,9 @@ def check_file(path: Path) -> None:
         raise ConfigError([f"{path}, line {line}: not UTF-8 text ({error.reason}); save the file as UTF-8"]) from None
     if found := Reader.NON_PRINTABLE.search(text):
         line = text.count("\n", 0, found.start()) + 1
-        raise ConfigError([f"{path}, line {line}: the character U+{ord(found[0]):04X} cannot be in YAML; remove it"])
+        raise ConfigError(
+            [f"{path}, line {line}: the character U+{ord(found[0]):04X} is not allowed in YAML; remove it"]
+        )
     try:
         _check_nodes(path, text)
     except yaml.YAMLError as error:
@@ -104,8 +109,8 @@ def check_file(path: Path) -> None:
 
 def _check_nodes(path: Path, text: str) -> None:
     """Raise ConfigError for too many values, too deep sections, or an alias inside its own anchor."""
-    sizes: dict[str, int] = {}  # anchor -> values of its alias
-    within: list[tuple[str | None, int]] = [(None, 0)]  # anchor and values of each open collection
+    sizes: dict[str, int] = {}  # anchor -> number of values in an alias of it
+    within: list[tuple[str | None, int]] = [(None, 0)]  # anchor and number of values of each open collection
 
     def refuse(event: yaml.Event, what: str) -> ConfigError:
         line = event.start_mark.line + 1 if event.start_mark else "?"
@@ -120,14 +125,14 @@ def _check_nodes(path: Path, text: str) -> None:
         if isinstance(event, yaml.CollectionStartEvent):
             within.append((event.anchor, 1))
             if len(within) > MAX_DEPTH:
-                raise refuse(event, f"more than {MAX_DEPTH} sections within each other; write it flatter")
+                raise refuse(event, f"more than {MAX_DEPTH} nested sections; use fewer levels")
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, size = within.pop()
             if anchor:
                 sizes[anchor] = size
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor in (anchor for anchor, _ in within):
-                raise refuse(event, f"*{event.anchor} stands inside of &{event.anchor} itself; remove it")
+                raise refuse(event, f"*{event.anchor} is inside &{event.anchor} itself; remove it")
             size = sizes.get(event.anchor or "", 1)
         elif isinstance(event, yaml.ScalarEvent):
             size = 1
@@ -137,7 +142,7 @@ def _check_nodes(path: Path, text: str) -> None:
             anchor, before = within.pop()
             within.append((anchor, before + size))
             if before + size > MAX_NODES:
-                raise refuse(event, f"more than {MAX_NODES:,} values, with those of each alias; write fewer")
+                raise refuse(event, f"more than {MAX_NODES:,} values after expanding aliases; write fewer")
 
 
 def yaml_message(error: yaml.YAMLError, path: Path) -> str:
@@ -149,7 +154,7 @@ def yaml_message(error: yaml.YAMLError, path: Path) -> str:
 
 
 def value_problem(value: Any) -> str | None:
-    """Return the problem of a key or value that no part of a run can use; None if it is usable."""
+    """Return why a key or value can be used by no part of a run; None if it is usable."""
     if isinstance(value, str) and (found := re.search("[\0\ud800-\udfff]", value)):
         kind = "a NUL character" if found[0] == "\0" else "half a character (a lone surrogate)"
         return f"{value!r} has {kind} in it; remove it"
@@ -161,14 +166,14 @@ def value_problem(value: Any) -> str | None:
 
 
 class _TooMuchWork(BaseException):
-    """Composing takes too long. Not an `Exception`, since OmegaConf would handle it as the failure of one reference."""
+    """Composing takes too long. Not an `Exception`, which OmegaConf would catch as the failure of one reference."""
 
 
 @contextmanager
 def bounded_work() -> Iterator[None]:
     """Context manager: raise ConfigError if composing takes more than `MAX_SECONDS` of CPU time.
 
-    References to references multiply as aliases do, and Hydra's syntax has too many forms to count them in advance.
+    References to references multiply like aliases, and Hydra's syntax has too many forms to count them in advance.
     Timers work only in the main thread; other threads have no limit.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -179,13 +184,15 @@ def bounded_work() -> Iterator[None]:
         raise _TooMuchWork
 
     before = signal.signal(signal.SIGPROF, too_much)
-    # again and again: an exception that a destructor or a callback happens to run into is ignored by the interpreter
+    # repeated, as the interpreter ignores an exception raised during a destructor or callback
     signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS, REPEAT_SECONDS)
     try:
         yield
     except _TooMuchWork:
         what = f"composing the configuration takes more than {MAX_SECONDS:g} s"
-        raise ConfigError([f"{what}: its ${{references}} multiply; write the values themselves"]) from None
+        raise ConfigError(
+            [f"{what}: its ${{references}} expand to too many values; write the values themselves"]
+        ) from None
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)

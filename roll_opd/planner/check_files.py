@@ -85,7 +85,8 @@ def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True
     if role.info is None or train.info is None:
         return False
     if not (has_tokenizer(role.info.path) and has_tokenizer(train.info.path)):
-        return False  # the role's reader reports missing tokenizers with role.diag.catching(MODEL, ModelFilesError):
+        return False  # the role's reader reports missing tokenizers
+    with role.diag.catching(MODEL, ModelFilesError):
         found = compare_tokenizers(train.info.path, role.info.path, what)
         sentence = f"the tokenizers of student and {what} differ: {found.conflict}"
         if found.conflict and refuses:

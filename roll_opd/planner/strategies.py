@@ -95,7 +95,7 @@ def read_strategy(worker: Worker, job: str, strict: bool) -> dict[str, Any] | No
             return None
         kept = _carried_over(worker, name, job)
         rest = sorted(config.keys() - (SGLANG.keys() | {"tensor_parallel_size"} if name == "sglang" else set()))
-        dropped = f" (dropped from its strategy_config: {', '.join(rest)})" if rest else ""
+        dropped = f" (keys of its strategy_config that are dropped: {', '.join(rest)})" if rest else ""
         carried = f", with {', '.join(f'{option} {value}' for option, value in kept.items())}" if kept else ""
         worker.diag.note(key, f"{name!r} does not exist here; {wanted!r} takes its place{carried}{dropped}")
         return kept

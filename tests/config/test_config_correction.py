@@ -103,7 +103,7 @@ def test_keys_without_effect_are_reported(plan: Plan) -> None:
     empty = {"enabled": True, "ratio_enabled": False}
     run = plan({"train_infer_correction": {"is_weight": {"enabled": True, "detach": False}, "filters": [empty]}})
     assert any("train_infer_correction.is_weight.detach" in text for text in run.warnings)
-    assert any(text.startswith("train_infer_correction.filters.0: leaves nothing out") for text in run.warnings)
+    assert any(text.startswith("train_infer_correction.filters.0: removes no token") for text in run.warnings)
 
 
 def test_the_plan_says_what_is_corrected(plan: Plan) -> None:
@@ -115,7 +115,7 @@ def test_the_plan_says_what_is_corrected(plan: Plan) -> None:
 
 def test_rolls_older_key_is_reported_separately(plan: Plan) -> None:
     (said,) = plan({"infer_correction": True}).warnings
-    assert "train_infer_correction is its new form" in said
+    assert "use train_infer_correction instead" in said
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def test_a_search_path_that_leads_nowhere_is_named_where_it_matters(root: Path) 
     _yaml(root / "run.yaml", values)
     reported = _refused(str(root), "run", [])
     assert "mygroup/a" in reported
-    assert f"{root}/no in hydra.searchpath does not exist" in reported
+    assert f"missing directories in hydra.searchpath: {root}/no" in reported
     _yaml(root / "run.yaml", {"hydra": {"searchpath": "here"}, "seed": 1})
     assert "must be a list" in _refused(str(root), "run", [])
 

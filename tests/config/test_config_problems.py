@@ -551,7 +551,7 @@ def test_wrong_places_and_overrides(root: Path, values: dict[str, Any]) -> None:
         ((str(root / "nowhere"), "run", []), "no such directory"),
         ((directory, "other", []), "no other.yaml in"),
         ((directory, "run", ["max_steps"]), "override 'max_steps' cannot be read"),
-        ((directory, "run", ["max_steps=1,2"]), "names several values"),
+        ((directory, "run", ["max_steps=1,2"]), "has several values"),
         ((directory, "run", ["~no_such=1"]), "no_such"),
     ]:
         with pytest.raises(ConfigError) as caught:

@@ -170,7 +170,7 @@ def test_a_mask_by_rewards_needs_them_in_pure_distillation(plan: Plan, problems:
     [
         ({"whiten_advantages": True}, "whiten_advantages: true has no effect in pure distillation"),
         ({"kl_penalty": "mse"}, "kl_penalty: mse is not applied to the teachers"),
-        ({"opsd_mode": True}, "opsd_mode: true has no effect, as in ROLL, which does not read it"),
+        ({"opsd_mode": True}, "opsd_mode: true has no effect, as ROLL does not read it either"),
         ({"use_topr_loss": True}, "use_topr_loss: true has no effect, as in ROLL"),
         ({"postive_loss_coef": 0.5}, "postive_loss_coef: 0.5 has no effect, as in ROLL"),
         ({"student_train.model_update_frequency": 2}, "student_train.model_update_frequency: 2 has no effect: engines"),

@@ -37,7 +37,7 @@ def test_older_normalisation_keys(plan: Plan, values: dict[str, Any]) -> None:
     off = {"adv_estimator": "grpo", "reward_norm": None, "reward_shift": False, "reward_scale": False}
     assert not any("reward_" in text for text in plan(off, pure=False).warnings)
     said = [text for text in plan({"reward_norm": "group"}, pure=False).warnings if "reward_" in text]
-    assert len(said) == 1 and "norm_mean_type and norm_std_type say" in said[0]
+    assert len(said) == 1 and "norm_mean_type and norm_std_type set" in said[0]
 
 
 def test_an_rlvr_file_made_pure_by_a_switch_keeps_its_names(plan: Plan, values: dict[str, Any]) -> None:

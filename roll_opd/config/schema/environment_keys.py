@@ -14,46 +14,49 @@ class EnvironmentKeys(Section):
     """`custom_envs.TAG`: a game, and the templates of the model's prompts."""
 
     ignored = roll.IGNORED_ENVIRONMENT
-    env_type: Name = key("", "the game: a name of docs/environments.md, a dotted path, gymnasium:ID, or GEM's own id")
+    env_type: Name = key("", "the game: a name in docs/environments.md, a dotted path, gymnasium:ID, or an id of GEM")
     env_config: dict[str, Any] = key({}, "its arguments")
     env_manager_cls: str | None = key(
-        None, "ROLL's: with a StepEnvManager each action is a separate sample, and its prompt has the history as text"
+        None,
+        "ROLL's class; with a StepEnvManager, each action is a separate sample whose prompt has the history as text",
     )
-    max_steps: Many = key(10, "maximum actions of a trajectory")
+    max_steps: Many = key(10, "maximum number of actions in a trajectory")
     max_tokens_per_step: Positive | None = key(None, "maximum tokens of the response to a turn")
     agent_system_template: str | None = key(None, "the system message")
     agent_template: str = key(
         "{observation}",
-        "template of a user's turn, with the fields {observation}, {turn_idx}, {actions_left}, {max_response_length},"
-        " {suffix}; with a StepEnvManager {env_instruction}, {history}, {history_length}, {step_count}, {current_step},"
-        " {current_observation}, {max_response_length}",
+        "template of a user turn, with the fields {observation}, {turn_idx}, {actions_left}, {max_response_length},"
+        " {suffix}; with a StepEnvManager {env_instruction}, {history}, {history_length}, {step_count},"
+        " {current_step}, {current_observation}, {max_response_length}",
     )
     pre_step_template: str | None = key(None, "text before each observation, in place of agent_template")
     next_step_template: str | None = key(None, "text after each observation")
-    history_length: Positive | None = key(None, "with a StepEnvManager: past turns in the prompt")
+    history_length: Positive | None = key(None, "number of past turns in a prompt (StepEnvManager)")
     tool_wrapper: dict[str, Any] | None = key(
         None, "ROLL's tool_configs and wrapper_args, for games with a Python tool"
     )
-    max_env_step_concurrent: Count = key(0, "concurrent steps of these games in a process; 0: no limit")
-    step_timeout: AboveZero = key(60.0, "seconds that a step of the game may take", OURS)
+    max_env_step_concurrent: Count = key(
+        0, "maximum number of concurrent steps of these games in a process; 0: no limit"
+    )
+    step_timeout: AboveZero = key(60.0, "time limit of a step of the game, s", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentsPlayed(Section):
-    """`train_env_manager`, `val_env_manager`: the games to play, and the number of trajectories of each."""
+    """`train_env_manager`, `val_env_manager`: the games, and the number of trajectories of each."""
 
     ignored = roll.IGNORED_WORKER | roll.IGNORED_ENV_MANAGER | keys_of(Worker).keys() - {"generating_args"}
     tags: Texts = key((), "the environments of custom_envs to play")
-    num_env_groups: Many = key(128, "groups of trajectories over all tags")
-    num_groups_partition: Several[Count] | None = key(None, "groups of each tag; without it equal shares")
-    group_size: Many = key(1, "trajectories of a group, with one initial state")
-    max_env_num_per_worker: Count = key(0, "accepted: processes hold workflow_concurrency trajectories each")
-    max_traj_per_env: int = key(-1, "accepted: a step has rollout_batch_size trajectories")
-    format_penalty: Number = key(0.0, "reward for an action that cannot be parsed, if env_config sets none")
+    num_env_groups: Many = key(128, "number of groups of trajectories over all tags")
+    num_groups_partition: Several[Count] | None = key(None, "number of groups of each tag; default: equal numbers")
+    group_size: Many = key(1, "number of trajectories in a group, all from the same initial state")
+    max_env_num_per_worker: Count = key(0, "accepted, no effect: each process runs workflow_concurrency trajectories")
+    max_traj_per_env: int = key(-1, "accepted, no effect: a step has rollout_batch_size trajectories")
+    format_penalty: Number = key(0.0, "reward for an action that cannot be parsed, unless env_config sets one")
     generating_args: GeneratingArgs = key(
         GeneratingArgs(),
-        "sampling of actions; train_env_manager: used if the rollout has no generating_args; val_env_manager: each key"
-        " overrides the rollout's",
+        "how actions are sampled; in train_env_manager, used if the rollout has no generating_args; in"
+        " val_env_manager, each key overrides the rollout's",
     )
 
 
@@ -64,18 +67,18 @@ class RewardNormalization(Section):
     ignored = frozenset({"global_scale_factor", "global_shift_value"})
     grouping: Literal["state", "batch", "inductive", "traj_group_id", "tags"] = key(
         "batch",
-        "trajectories to compare with: those of the group (traj_group_id or state), the tag (tags or inductive) or the"
-        " step (batch)",
+        "trajectories whose rewards are compared: all of a group (traj_group_id or state), of a tag (tags or"
+        " inductive) or of a step (batch)",
     )
     method: Literal["identity", "mean", "mean_std", "asym_clip"] = key(
         "identity",
-        "identity: none; mean: subtract the mean; mean_std: also divide by the deviation; asym_clip: mean_std, clipped"
-        " to [-1, 3]",
+        "identity: unchanged; mean: subtract the mean; mean_std: also divide by the standard deviation; asym_clip: as"
+        " mean_std, then clip to [-1, 3]",
     )
-    # in this order as everywhere: typing takes two orders for one type, and the page has that of the first
+    # in this order, as elsewhere: typing caches both orders as one type, and the page shows the order seen first
     norm_mean_type: Literal["group", "batch"] | None = key(None, "samples whose mean is subtracted; overrides method")
     norm_std_type: Literal["group", "batch"] | None = key(
-        None, "samples whose deviation is the divisor; overrides method"
+        None, "samples whose standard deviation is the divisor; overrides method"
     )
 
 
@@ -84,10 +87,12 @@ class AgenticKeys(Section):
     """Keys of runs in environments."""
 
     custom_envs: dict[str, EnvironmentKeys] | None = key(None, "environments by tag")
-    train_env_manager: EnvironmentsPlayed | None = key(None, "which environments are played, and how often")
-    val_env_manager: EnvironmentsPlayed | None = key(None, "environments of validation, always from the same seeds")
-    val_batch_size: int = key(-1, "trajectories of a validation; -1: one for each trajectory of val_env_manager")
+    train_env_manager: EnvironmentsPlayed | None = key(
+        None, "the environments of training, and the number of trajectories of each"
+    )
+    val_env_manager: EnvironmentsPlayed | None = key(None, "the environments of validation, always with the same seeds")
+    val_batch_size: int = key(-1, "number of trajectories in a validation; -1: all that val_env_manager configures")
     reward_normalization: RewardNormalization = key(RewardNormalization(), "baseline of a trajectory's reward")
-    step_reward_gamma: Fraction = key(0.95, "discount of the rewards of later steps (gigpo, step_reinforce)")
-    episode_reward_weight: Number = key(1.0, "weight of the advantage over trajectories (gigpo)")
-    step_reward_weight: Number = key(1.0, "weight of the advantage over steps from one state (gigpo)")
+    step_reward_gamma: Fraction = key(0.95, "discount factor of rewards of later steps (gigpo, step_reinforce)")
+    episode_reward_weight: Number = key(1.0, "weight of the advantage among trajectories (gigpo)")
+    step_reward_weight: Number = key(1.0, "weight of the advantage among steps from the same state (gigpo)")

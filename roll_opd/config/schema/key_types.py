@@ -1,4 +1,4 @@
-"""Types of keys: numbers in a range, texts, lists that may be written as one value."""
+"""Types of keys: numbers in a range, texts, and lists for which a single value may be written."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def _number(value: Any) -> Any:
-    """Read a number that YAML took for a text, such as "1e-6"; leave anything else to the type check."""
+    """Convert a number that YAML reads as text, such as "1e-6"; leave other values to the type check."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -25,7 +25,7 @@ def _texts(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """Return one number, or a text of numbers separated by commas, as a list."""
+    """Return a list for one number, or for a text of numbers separated by commas."""
     if isinstance(value, str):
         value = value.split(",")
     return tuple(value) if isinstance(value, list) else (value,)
@@ -34,12 +34,12 @@ def _numbers(value: Any) -> Any:
 def _temperature(value: float) -> float:
     """Refuse temperatures that vLLM would replace with another value."""
     if 0 < value < COLDEST:
-        raise ValueError(f"0 (greedy) or from {COLDEST}, which vLLM takes for everything between them")
+        raise ValueError(f"0 (greedy) or from {COLDEST}, as vLLM uses {COLDEST} for every value between them")
     return value
 
 
-COLDEST = 0.01  # `_MAX_TEMP` in vLLM's sampling_params.py, which refuses what is above 2
-Several = Annotated[tuple[T, ...], Strict(False)]  # which takes YAML's lists
+COLDEST = 0.01  # `_MAX_TEMP` in vLLM's sampling_params.py; vLLM refuses temperatures above 2
+Several = Annotated[tuple[T, ...], Strict(False)]  # also accepts YAML's lists
 Number = Annotated[float, BeforeValidator(_number)]
 Threshold = Annotated[Number | None, BeforeValidator(lambda value: None if value == "None" else value)]
 Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
@@ -48,8 +48,8 @@ AboveZero = Annotated[float, BeforeValidator(_number), Field(gt=0)]
 Temperature = Annotated[float, BeforeValidator(_number), Field(ge=0, le=2), AfterValidator(_temperature)]
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]  # engines store counts and lengths in 32 bits
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Many = Annotated[int, Field(ge=1, le=10**6)]  # things that are in memory together
-Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # numpy's, which vLLM seeds, takes no larger one
+Many = Annotated[int, Field(ge=1, le=10**6)]  # number of objects that are in memory at the same time
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # vLLM seeds numpy, which accepts no larger seed
 Name = Annotated[str, Field(min_length=1)]
 Probabilities = Annotated[tuple[NotNegative, ...], BeforeValidator(_numbers)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]

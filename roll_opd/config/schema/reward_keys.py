@@ -1,4 +1,4 @@
-"""Keys of `rewards.<domain>`, and of filters that select samples by their reward."""
+"""Keys of `rewards.<domain>`, and of the filters that select samples by reward."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -26,7 +26,7 @@ class Term(Section):
         None, "a built-in reward, ROLL's class path, or a dotted path; default: the domain's name"
     )
     weight: Number = key(1.0, "weight in the sum of the domain's terms", OURS)
-    timeout: AboveZero | None = key(None, "seconds a sample may take", OURS)
+    timeout: AboveZero | None = key(None, "time limit per sample, s", OURS)
     args: dict[str, Any] = key({}, "further arguments", OURS)
 
 
@@ -36,7 +36,7 @@ class RewardKeys(Section):
 
     world_size: Annotated[int, Field(ge=1, le=4096)] = key(1, "processes", also="num_workers")
     on_error: Literal["zero", "drop", "stop"] = key(
-        "stop", "a sample whose reward fails gets 0, is dropped, or stops the run", OURS
+        "stop", "a sample whose reward fails gets the reward 0, is dropped, or stops the run", OURS
     )
 
 
@@ -46,10 +46,11 @@ class Reward(Term, RewardKeys):
 
     ignored = roll.IGNORED_REWARD
     tag_included: Texts | None = key(None, "tags of the rows to score; default: all")
-    infer_batch_size: Many = key(16, "maximum samples in a call of the reward")
-    max_concurrency: Many | None = key(None, "concurrent calls in a process")
-    terms: dict[Name, Term] = key({}, "rewards that are added, by name", OURS)
+    infer_batch_size: Many = key(16, "maximum number of samples in a call of the reward")
+    max_concurrency: Many | None = key(None, "number of concurrent calls in a process")
+    terms: dict[Name, Term] = key({}, "further rewards that are added to the domain's, by name", OURS)
     query_filter_config: Filter = key(Filter(), "filter of groups of samples")
     response_filter_config: Filter = key(
-        Filter(), "filter of single samples; a rejected sample also removes the samples of its baseline"
+        Filter(),
+        "filter of single samples; together with a rejected sample, the samples that share its baseline are removed",
     )

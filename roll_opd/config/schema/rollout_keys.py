@@ -20,28 +20,35 @@ class RolloutKeys(Section):
 
     rollout_batch_size: Many = key(128, "prompts a step")
     logged_samples_per_step: Annotated[int, Field(ge=0, le=10**6)] = key(
-        4, "samples per step written to samples.jsonl", OURS, formerly="samples_per_step"
+        4, "number of samples per step that are written to samples.jsonl", OURS, formerly="samples_per_step"
     )
     async_generation_ratio: NotNegative = key(
-        0.0, "updates by which trained tokens may be older than the student; 0: generation and training take turns"
+        0.0,
+        "number of updates by which trained tokens may be older than the student; 0: generation and training"
+        " take turns",
     )
     async_depth: NotNegative | None = key(
-        None, "batches in flight ahead of the one in training; default: async_generation_ratio, at most 2", OURS
+        None,
+        "number of batches that are generated ahead of the batch in training; default:"
+        " async_generation_ratio, at most 2",
+        OURS,
     )
     on_weight_update: Literal["wait", "continue", "restart"] = key(
         "continue",
-        "running answers at a weight update with async_generation_ratio; wait: they end first; continue: they go on"
-        " with the new weights, which also compute their KV cache again; restart: from their prompts",
+        "treatment of running answers at a weight update with async_generation_ratio; wait: finish them first;"
+        " continue: continue with the new weights and a recomputed KV cache; restart: generate them again from their"
+        " prompts",
         OURS,
     )
     weight_sync: Literal["auto", "shared_memory"] = key(
         "auto",
-        "transport of new weights to the engines; auto: depends on the devices; shared_memory: the hosts' memory",
+        "transport of new weights to the engines; auto: chosen by the devices; shared_memory: through the hosts'"
+        " memory",
         OURS,
     )
     teacher_preflight: bool | Literal["warn"] = key(
         True,
-        "check every teacher on the first samples, before the first update; warn: report problems and continue",
+        "check each teacher on the first samples, before the first update; warn: report problems and continue",
         OURS,
     )
 
@@ -50,7 +57,7 @@ class RolloutKeys(Section):
 class Validation(Section):
     """`validation`."""
 
-    # in ROLL it is a role
+    # ROLL's validation is a role, hence the ignored keys
     ignored = (roll.IGNORED_WORKER | keys_of(Worker).keys() | {"eval_steps"}) - {"data_args", "generating_args"}
     data_args: DataArgs = key(DataArgs(), "held-out rows")
     generating_args: GeneratingArgs = key(GeneratingArgs(), "sampling of the answers")
@@ -61,52 +68,56 @@ class Validation(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstrations(PromptColumns):
-    """`demonstrations`: rows with answers, a fraction of each update with the policy losses mix and mix_chord."""
+    """`demonstrations`: rows with answers that are mixed into each update by the policy losses mix and mix_chord."""
 
     data_args: DataArgs = key(DataArgs(), "the rows", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkflowKeys(Section):
-    """The workflow that processes a row, if a row needs more than one answer."""
+    """The workflow that processes a row, if more than one answer per row is needed."""
 
     workflow: Name | None = key(None, "the workflow: a name or a dotted path; default: one answer per prompt", OURS)
     workflow_args: dict[str, Any] = key({}, "its task.workflow_args", OURS)
     workflow_reward: Name | None = key(None, "its task.reward_fn: a registered name or a dotted path", OURS)
     workflow_reward_args: dict[str, Any] = key({}, "arguments of that function", OURS)
-    plugin_dir: Name | None = key(None, "a directory whose modules are imported, to register workflows", OURS)
+    plugin_dir: Name | None = key(None, "directory whose modules are imported; they may register workflows", OURS)
     prompt_key: Name = key("prompt", "column for task.task_desc", OURS)
-    response_key: Name = key("ground_truth", "column for task.truth and the ground truth", OURS)
+    response_key: Name = key("ground_truth", "column of the ground truth, task.truth", OURS)
     system_prompt: str | None = key(None, "task.format_args.system_prompt", OURS)
-    reply_prefix: str | None = key(None, "task.format_args.reply_prefix: first words of every answer", OURS)
+    reply_prefix: str | None = key(
+        None, "task.format_args.reply_prefix: the words with which every answer starts", OURS
+    )
     workflow_workers: Annotated[int, Field(ge=1, le=4096)] = key(2, "processes that run it", OURS)
-    workflow_concurrency: Many = key(128, "concurrent runs in each process", OURS)
+    workflow_concurrency: Many = key(128, "number of concurrent workflow calls in each process", OURS)
     workflow_timeout: AboveZero = key(600.0, "time limit of a workflow call, s", OURS)
     workflow_memory_gb: AboveZero = key(16.0, "memory limit of each process, GiB", OURS)
-    endpoint_host: Name = key("127.0.0.1", "address of this machine for OpenAI clients of the policy", OURS)
+    endpoint_host: Name = key("127.0.0.1", "address of this machine at which OpenAI clients reach the policy", OURS)
     endpoint_port: Annotated[int, Field(ge=0, le=65000)] = key(
         0,
-        "port of the endpoint in the first process, port + 1 in the second, and so on; 0: any free port, opened on"
+        "port of the endpoint in the first process; the second uses port + 1, and so on; 0: any free port, opened on"
         " demand",
         OURS,
     )
-    endpoint_api_key: Name | None = key(None, "an API key for all runs; the URL or a header then selects the run", OURS)
-    tool_call_parser: Name = key("hermes", "format of tool calls; a name of --tool-call-parser in vLLM", OURS)
-    on_workflow_error: Literal["drop", "stop"] = key("drop", "drop a failed run, or stop the training", OURS)
+    endpoint_api_key: Name | None = key(
+        None, "one API key for all workflow calls; the URL or a header then selects the call", OURS
+    )
+    tool_call_parser: Name = key("hermes", "format of tool calls, a value of vLLM's --tool-call-parser", OURS)
+    on_workflow_error: Literal["drop", "stop"] = key("drop", "drop a failed workflow call, or stop the training", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteModelKeys(Section):
-    """An auxiliary model that runs elsewhere, behind an OpenAI-compatible address."""
+    """An auxiliary model on a server with an OpenAI-compatible API."""
 
     base_url: Name = key("", "its address, including /v1", OURS)
     api_key: Name = key("EMPTY", "its key", OURS)
-    model_name: Name = key("", "its name on that server", OURS)
+    model_name: Name = key("", "name of the model on that server", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys, WorkflowKeys, AgenticKeys):
-    """All keys of a run with a rollout, except those of its roles."""
+    """All keys of a run with a rollout, except the keys of its roles."""
 
     max_steps: Positive = key(500, "steps of the run")
     prompt_length: Positive = key(1024, "maximum tokens of a prompt")
@@ -115,9 +126,9 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys, WorkflowKeys, AgenticKeys
     val_prompt_length: Positive | None = key(None, "maximum tokens of a validation prompt")
     val_sequence_length: Positive | None = key(None, "maximum tokens of a validation prompt and its answer")
     num_return_sequences_in_group: Many | None = key(None, "responses a prompt")
-    validation: Validation | None = key(None, "held-out prompts, answered every eval_steps steps")
+    validation: Validation | None = key(None, "held-out prompts, which the student answers every eval_steps steps")
     demonstrations: Demonstrations | None = key(
-        None, "rows with answers, trained on together with the student's samples", OURS
+        None, "rows with answers for training together with the student's samples", OURS
     )
     expert_data_ratio: Fraction | None = key(
         None, "share of demonstrations in an update; default: the algorithm's", TRINITY
@@ -127,11 +138,11 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys, WorkflowKeys, AgenticKeys
     pure_opd_pipeline_type: Literal["rlvr", "agentic"] = key("rlvr", "rlvr: prompts; agentic: environments")
     opd_kl_coef: NotNegative = key(1.0, "weight of the teachers' reverse KL")
     opd_use_policy_gradient: bool | None = key(None, "accepted if it agrees with opd_objective", OURS)
-    allow_self_teacher: bool = key(False, "accept a teacher with the student's weights", OURS)
+    allow_self_teacher: bool = key(False, "accept a teacher with the same weights as the student", OURS)
     teacher_tokenizer_check: Literal["strict", "warn", "align"] = key(
         "strict",
-        "if a token id means different tokens to student and teacher: refuse, warn, or align the teacher's own tokens"
-        " with the student's by their bytes",
+        "if student and teacher have different tokens for an id: refuse, warn, or align the tokens of the two"
+        " tokenizers by their bytes",
         OURS,
     )
     adv_estimator: str | None = key(None, "estimator of advantages; default gae")
@@ -145,7 +156,7 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys, WorkflowKeys, AgenticKeys
         "use pg_clip_low and pg_clip_high; default: false as in ROLL, true if another key selects the loss",
     )
     dual_clip_loss: bool | Annotated[float, Field(gt=1)] = key(
-        False, "bound of the loss at negative advantages: a number, or true for 1 + 2 pg_clip"
+        False, "bound on the loss at negative advantages: a number, or true for 1 + 2 pg_clip"
     )
     enable_old_logprobs_recompute: bool = key(False, "compute log-probs before the update even if they are not needed")
     train_infer_correction: TrainInferCorrection = key(TrainInferCorrection(), "correction of log-probs")
@@ -155,12 +166,12 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys, WorkflowKeys, AgenticKeys
     )
     add_token_level_kl: bool = key(False, "subtract a KL to the reference policy from each token's reward")
     init_kl_coef: NotNegative = key(0.2, "coefficient of the token-level KL")
-    max_running_requests: Positive | None = key(None, "concurrent requests, over all engines")
+    max_running_requests: Positive | None = key(None, "maximum number of concurrent requests over all engines")
     is_use_additional_prompts: bool = key(False, "answer more prompts than needed, in case filters reject some")
     max_additional_running_prompts: Annotated[int, Field(ge=0, le=10**6)] = key(
         16, "maximum concurrent additional prompts"
     )
     pg_variant: str | None = key(
-        None, "policy loss if the student's role sets neither pg_variant nor worker_cls (ROLL reads only those)"
+        None, "policy loss if the student's role sets neither pg_variant nor worker_cls (ROLL reads only these two)"
     )
-    importance_sampling: str | None = key(None, "token: ratios of tokens; seq: ratios of whole sequences")
+    importance_sampling: str | None = key(None, "token: one ratio per token; seq: one ratio per sequence")

@@ -22,7 +22,7 @@ from roll_opd.config.schema.section import OURS, TRINITY, Section, key
 
 @dataclass(frozen=True, kw_only=True)
 class RowKeys(Section):
-    """Keys for rows that cannot be used."""
+    """Keys that set what happens to unusable rows."""
 
     on_bad_row: Literal["drop", "refuse"] = key("refuse", "rows that cannot be read", OURS)
     on_long_prompt: Literal["drop", "refuse"] = key("drop", "rows that are too long", OURS)
@@ -30,77 +30,79 @@ class RowKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointKeys(Section):
-    """Keys for the interval of checkpoints and the number that is kept."""
+    """Keys that set how often checkpoints are written and how many are kept."""
 
     save_steps: Count = key(50, "steps between checkpoints; 0: only at the end")
-    max_ckpt_to_keep: Count = key(0, "newest checkpoints to keep; 0: all")
-    async_save: bool = key(False, "write them during the next steps, from copies in the host's memory", OURS)
+    max_ckpt_to_keep: Count = key(0, "number of newest checkpoints to keep; 0: all")
+    async_save: bool = key(False, "write checkpoints during the next steps, from copies in the host's memory", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunKeys(Section):
-    """Keys of a run of any pipeline, except those of its roles."""
+    """Keys of a run that its plan takes over unchanged, for every pipeline."""
 
     output_dir: str = key("./output", "parent of the run's directory <exp_name>/<run>")
     seed: Seed = key(42, "seed of sampling, row order and new weights")
     deterministic: bool = key(False, "bitwise equal results in every run, at some cost", OURS)
-    logging_steps: Positive = key(1, "steps between lines on the console")
+    logging_steps: Positive = key(1, "number of steps between lines on the console")
     eval_steps: Count = key(10, "steps between validations; 0: never")
     device_memory_gb: AboveZero | None = key(
         None,
-        "memory of a device, GiB: a plan that cannot fit is refused, one that hardly fits gets a warning; default: the"
-        " actual memory",
+        "memory of a device, GiB; a plan that does not fit is refused, and a plan that may not fit gets a warning;"
+        " default: the actual memory",
         OURS,
     )
     is_offload_states: bool | None = key(
         None,
-        "release a role's memory while another role uses its devices; default: true on GPUs",
+        "release a role's device memory while another role uses the devices; default: true on GPUs",
     )
     startup_timeout_s: AboveZero = key(
-        1800.0, "time limit for the start of each part of a run, s", OURS, formerly="startup_seconds"
+        1800.0, "time limit for starting each part of a run, s", OURS, formerly="startup_seconds"
     )
     shutdown_timeout_s: NotNegative = key(
         120.0,
-        "time for the running step and a checkpoint after SIGTERM, s",
+        "time limit after SIGTERM for finishing the step and writing a checkpoint, s",
         OURS,
         formerly="grace_seconds",
     )
-    host_timeout_s: AboveZero = key(600.0, "time that hosts wait for a missing host, s", OURS, formerly="host_seconds")
+    host_timeout_s: AboveZero = key(600.0, "how long hosts wait for a missing host, s", OURS, formerly="host_seconds")
     stall_timeout_s: AboveZero | None = key(
         None,
-        "time without any movement after which a run ends with the list of who waits for whom, s; default: never",
+        "time without progress after which a run ends with a list of its open waits, s; default: never",
         OURS,
     )
-    max_restarts: Count = key(0, "automatic restarts of a failed run from its last checkpoint", OURS)
+    max_restarts: Count = key(0, "how many times a failed run restarts from its last checkpoint", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run(RunKeys, CheckpointKeys, RowKeys):
-    """Keys of every pipeline, except those of the roles."""
+    """Keys of every pipeline, except the keys of roles."""
 
     ignored = roll.IGNORED_TOP
     exp_name: str | None = key(None, "name of the experiment; default: the file's name")
     system_envs: Environment = key({}, "environment variables of all processes")
     track_with: Texts = key(("tensorboard",), "trackers: built-in names or dotted paths")
     tracker_kwargs: dict[str, Any] = key({}, "arguments of the tracker; several trackers: a mapping by name")
-    num_nodes: Many | None = key(None, "number of nodes; default: as many as the device mappings need")
+    num_nodes: Many | None = key(None, "number of nodes; default: the number that the device mappings need")
     num_gpus_per_node: Annotated[int, Field(ge=1, le=1024)] = key(
         8,
-        "devices of a node; without GPUs, slots that share its cores. Default without any device_mapping: this"
-        " machine's GPUs, or two slots",
+        "number of devices per node; without GPUs, devices are slots that share the cores; default, if no role has a"
+        " device_mapping: this machine's GPUs, or two slots",
     )
     max_steps: Positive | None = key(500, "steps of the run")
     resume_from_checkpoint: bool | str = key(
-        False, "true: newest checkpoint of the experiment; or an experiment, run or checkpoint"
+        False, "true: the newest checkpoint of the experiment; or the directory of an experiment, run or checkpoint"
     )
     max_grad_norm: NotNegative = key(1.0, "maximum gradient norm; 0: no clipping")
     pretrain: str | None = key(None, "model of roles without model_name_or_path")
-    global_template: str | None = key(None, "template of rows whose tag has none")
+    global_template: str | None = key(None, "template of rows whose tag is not in the next key")
     tag_to_template: dict[str, str] = key({}, "the template of rows by tag", OURS)
-    algorithm_type: str | None = key(None, "a row of the table of algorithms; sets the defaults of other keys", TRINITY)
+    algorithm_type: str | None = key(
+        None, "an entry of the table of algorithms, which sets the defaults of other keys", TRINITY
+    )
     loss_agg_mode: (
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
-    ) = key(None, "aggregation of token losses; default: the loss's own, else seq-mean-token-mean")
+    ) = key(None, "how token losses are aggregated; default: as the loss defines it, else seq-mean-token-mean")
     strict_strategies: bool = key(False, "refuse an unavailable strategy or precision; false: use the nearest", OURS)
 
 

@@ -1,7 +1,6 @@
-"""Function that declares a key, and the base class of sections.
-
-A section is a dataclass that pydantic validates. `Section` also accepts ROLL's keys that have no effect, other names of
-a key, and null in place of a default. It stores each section's place in the configuration for error messages.
+"""The function that declares a key, and the base class of sections. A section is a dataclass that pydantic validates.
+`Section` also accepts keys of ROLL that have no effect, other names of a key, and null in place of a default. It stores
+each section's place in the configuration for error messages.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,9 +21,9 @@ OURS, TRINITY = "ours", "Trinity-RFT"  # origins of a key that is not ROLL's
 
 
 def key(default: T, meaning: str, origin: str = "ROLL", *, also: str = "", formerly: str = "") -> T:
-    """Declare a key: default, meaning, origin. `also` is a second name; `formerly` is a name read with a warning."""
+    """Declare a key. `also` is a second name; `formerly` is a former name, accepted with a warning."""
     metadata = {"meaning": meaning, "origin": origin, "also": also, "formerly": formerly}
-    if isinstance(default, dict | Section):  # a copy for each section, which stores its path
+    if isinstance(default, dict | Section):  # each section gets a copy, as a section stores its path
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
@@ -44,7 +43,7 @@ class Section:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
-    # set for a parsed section: the diagnostics of its keys, and the written keys, null included
+    # set on a parsed section: the diagnostics of its keys, and the keys that were written (also as null)
     diag: ClassVar[Diagnostics] = Diagnostics()
     written: ClassVar[frozenset[str]] = frozenset()
 
@@ -61,7 +60,7 @@ class Section:
     @model_validator(mode="wrap")
     @classmethod
     def _from_mapping(cls, data: Any, read: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        """Validate the keys that have an effect; report the others to the diagnostics of the section."""
+        """Validate the keys that have an effect; report all other keys to the section's diagnostics."""
         if not isinstance(data, dict) or not isinstance(info.context, Reading):
             return read(data)
         diag = info.context.diag.below(info.context.paths[id(data)])
@@ -72,7 +71,7 @@ class Section:
 
 
 def _current_names(section: type[Section], data: dict[str, Any], diag: Diagnostics) -> dict[str, Any]:
-    """Return `data` under the current names of keys; report former names, and keys that are written twice."""
+    """Return `data` with the current names of keys; report former names, and keys written under two names."""
     names = other_names(section)
     if names.keys().isdisjoint(data):
         return data
@@ -81,11 +80,11 @@ def _current_names(section: type[Section], data: dict[str, Any], diag: Diagnosti
         current, is_former = names.get(name, (name, False))
         others = {other for other in data if other != name and names.get(other, (other, False))[0] == current}
         if not diag.is_override(name) and any(map(diag.is_override, others)):
-            diag.replaced.add(diag.at(name))  # whichever names the two have
+            diag.replaced.add(diag.at(name))  # an override wins under either name
             continue
         if current != name and current in data and diag.is_override(name) == diag.is_override(current):
             kind, place = "the former" if is_former else "another", diag.where(current)
-            diag.error(name, f"is {kind} name of {current}, which is written as well{place}; remove one of the two")
+            diag.error(name, f"is {kind} name of {current}, which is set as well{place}; remove one of the two")
             continue
         found[current] = value
         if current != name:
@@ -96,7 +95,7 @@ def _current_names(section: type[Section], data: dict[str, Any], diag: Diagnosti
 
 
 def _known_keys(section: type[Section], data: dict[str, Any], diag: Diagnostics, reading: Reading) -> dict[str, Any]:
-    """Return the known keys of `data` without nulls in place of a default; report the unknown keys."""
+    """Return the known keys of `data`, without those set to null for their default; report unknown keys."""
     kept: dict[str, Any] = {}
     keys = keys_of(section)
     for name, value in data.items():
@@ -116,7 +115,7 @@ def _takes_null(annotation: Any) -> bool:
 
 
 def settle(section: Section, diag: Diagnostics, written: frozenset[str]) -> None:
-    """Set the diagnostics and the written keys of `section`, and of the default sections in it."""
+    """Set `diag` and `written` of `section`, and of the sections in it that have default values."""
     vars(section).update(diag=diag, written=written)
     for name, inside in list(vars(section).items()):
         if isinstance(inside, Section) and "diag" not in vars(inside):
@@ -131,7 +130,7 @@ def changed(section: S, values: Mapping[str, Any]) -> S:
 
 
 def keys_of(section: type[Section]) -> dict[str, Any]:
-    """Return the keys of a section that may be written, with their annotations."""
+    """Return a map: key of a section that a user may write -> its annotation."""
     if section not in _KEYS:
         hints = get_type_hints(section, include_extras=True)
         _KEYS[section] = {item.name: hints[item.name] for item in fields(section) if item.name not in section.ignored}
@@ -139,7 +138,7 @@ def keys_of(section: type[Section]) -> dict[str, Any]:
 
 
 def other_names(section: type[Section]) -> dict[str, tuple[str, bool]]:
-    """Return a map: other name of a key -> (the key, whether the name is a former one)."""
+    """Return a map: other name of a key -> (the key, whether the other name is a former name)."""
     if section not in _NAMES:
         keys = [item for item in fields(section) if item.name in keys_of(section)]
         _NAMES[section] = {
@@ -156,5 +155,5 @@ _NAMES: dict[type[Section], dict[str, tuple[str, bool]]] = {}
 
 
 def shared(keys: type[Section], section: Section) -> dict[str, Any]:
-    """Return the values of `section` for the keys of class `keys`, the base class of a type of the plan."""
+    """Return the values of `section` for the keys that class `keys` declares (a base class of a plan's type)."""
     return {name: getattr(section, name) for name in keys_of(keys)}

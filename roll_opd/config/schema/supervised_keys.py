@@ -1,4 +1,4 @@
-"""Keys of pipelines that train on rows with answers: SFT, DPO, and subclasses of `Supervised` that users declare."""
+"""Keys of pipelines that train on rows with answers: SFT, DPO, and users' subclasses of `Supervised`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ class EpochArgs(TrainingArgs):
     """`training_args` of a run on rows with answers. Batch sizes count rows."""
 
     ignored = roll.IGNORED_TRAINING_ARGS - {"num_train_epochs"}
-    num_train_epochs: AboveZero | None = key(None, "passes over the rows, if max_steps is not set or -1")
+    num_train_epochs: AboveZero | None = key(None, "number of passes over the rows, if max_steps is not set or -1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedWorker(Worker):
-    """A role of a supervised pipeline. It has no keys for sampling and teachers."""
+    """A role of a supervised pipeline, without the keys of sampling and teachers."""
 
     ignored = (
         roll.IGNORED_WORKER | roll.PG_KEYS | {"generating_args", "opd_kl_coef", "tag_included", "num_gpus_per_worker"}
@@ -42,22 +42,24 @@ class HeldOut(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Supervised(Run):
-    """Keys of pipelines that train on rows; each pipeline is a subclass that adds its keys and sets these facts."""
+    """Keys of pipelines that train on rows. Each pipeline is a subclass that adds keys and sets the class variables."""
 
     ignored = roll.IGNORED_TOP | roll.IGNORED_SUPERVISED
-    pipeline: ClassVar[str]  # its module in `roll_opd.pipelines`, or a dotted path
+    pipeline: ClassVar[str]  # the pipeline: a module in `roll_opd.pipelines`, or a dotted path
     title: ClassVar[str]  # for people
     role: ClassVar[str]  # the section of the trained model
-    algorithm: ClassVar[str]  # the row of `algorithms.table` whose loss it learns with
-    own_keys: ClassVar[frozenset[str]] = frozenset()  # a configuration with one of these means this pipeline
+    algorithm: ClassVar[str]  # entry of `algorithms.table` that has the loss
+    own_keys: ClassVar[frozenset[str]] = frozenset()  # keys that identify the pipeline of a configuration
     schema: ClassVar[str] = "sft"  # content of a row: a name of `data.answers.SCHEMAS`
-    answers: ClassVar[int] = 1  # sequences a row, which stay together
+    answers: ClassVar[int] = 1  # number of sequences per row; they stay in one micro-batch
     has_reference: ClassVar[bool] = False  # whether the loss compares with a frozen policy
     loss_arguments: ClassVar[tuple[str, ...]] = ()  # keys that are arguments of the policy loss
 
-    max_steps: Annotated[int, Field(ge=-1)] | None = key(None, "steps of the run; -1: from num_train_epochs")
+    max_steps: Annotated[int, Field(ge=-1)] | None = key(
+        None, "number of steps of the run; -1: computed from num_train_epochs"
+    )
     sequence_length: Positive = key(1024, "maximum tokens of a prompt and its answer")
-    train_batch_size: Many | None = key(None, "rows per step; default: those of one update", OURS)
+    train_batch_size: Many | None = key(None, "rows per step; default: the rows of one update", OURS)
     validation: HeldOut | None = key(None, "held-out rows for measuring the loss")
 
     def __init_subclass__(cls) -> None:
@@ -65,7 +67,7 @@ class Supervised(Run):
             SUPERVISED[cls.pipeline] = cls
 
     def refusals(self) -> Mapping[str, str]:
-        """Return a map: key -> reason why a run with its value is not possible yet."""
+        """Return a map: key -> why a run with this value is not possible yet."""
         return {}
 
 
@@ -74,7 +76,7 @@ SUPERVISED: dict[str, type[Supervised]] = {}  # by pipeline
 
 @dataclass(frozen=True, kw_only=True)
 class Sft(Supervised, PromptColumns):
-    """Keys of the SFT pipeline, except those of its role `sft_train`."""
+    """Keys of the SFT pipeline, except the keys of its role `sft_train`."""
 
     pipeline = "sft"
     title = "supervised fine-tuning"
@@ -84,7 +86,7 @@ class Sft(Supervised, PromptColumns):
 
 @dataclass(frozen=True, kw_only=True)
 class Dpo(Supervised):
-    """Keys of the DPO pipeline, except those of its roles `actor_train` and `reference`."""
+    """Keys of the DPO pipeline, except the keys of its roles `actor_train` and `reference`."""
 
     pipeline = "dpo"
     title = "direct preference optimization"
@@ -99,18 +101,20 @@ class Dpo(Supervised):
     chosen_key: Name | None = key(None, "column of the better answer")
     rejected_key: Name | None = key(None, "column of the worse answer")
     beta: AboveZero | None = key(None, "scale of the implicit reward; default 0.1")
-    label_smoothing: Annotated[NotNegative, Field(lt=0.5)] | None = key(None, "assumed share of wrong preferences")
+    label_smoothing: Annotated[NotNegative, Field(lt=0.5)] | None = key(None, "assumed fraction of wrong preferences")
     kl_loss_coef: NotNegative | None = key(
-        None, "weight of a KL loss (k2) to the reference; default 0.001 with algorithm_type: dpo, else 0", TRINITY
+        None,
+        "weight of a KL loss (k2) relative to the reference policy; default: 0.001 with algorithm_type: dpo, else 0",
+        TRINITY,
     )
-    ipo: bool = key(False, "not available yet: the loss of IPO")
+    ipo: bool = key(False, "not available yet: the IPO loss")
     use_reference_model: bool = key(True, "false is not available")
 
     def refusals(self) -> Mapping[str, str]:
         """See `Supervised`."""
         found = {}
         if self.ipo:
-            found["ipo"] = "true is not available yet; remove the key to learn with DPO's own loss"
+            found["ipo"] = "true is not available yet; remove the key to use DPO's own loss"
         if not self.use_reference_model:
             found["use_reference_model"] = "false is not available: DPO compares with a reference policy"
         return found

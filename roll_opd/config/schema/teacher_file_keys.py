@@ -1,4 +1,4 @@
-"""Keys of distillation from teacher files: answers with a teacher's scores, and the loss on them."""
+"""Keys of distillation from teacher files, which have answers with a teacher's scores: the files and the loss."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -15,10 +15,14 @@ from roll_opd.config.schema.supervised_keys import HeldOut, Supervised
 class FileTeacher(Section):
     """`teacher` of pipeline `offline_distill`: parquet files of answers with a teacher's scores."""
 
-    files: Names = key((), "parquet files of `roll-opd score`, Lightning-OPD or DistillKit; or a directory", OURS)
-    name: Name | None = key(None, "name that the teacher has in every row; default: any, and not compared", OURS)
+    files: Names = key(
+        (), "parquet files (or a directory of them) from `roll-opd score`, Lightning-OPD or DistillKit", OURS
+    )
+    name: Name | None = key(None, "name that the teacher must have in every row; default: not checked", OURS)
     sft_teacher: Name | None = key(
-        None, "name of the teacher whose answers the student was fine-tuned on; compared with the files' teacher", OURS
+        None,
+        "name of the teacher on whose answers the student was fine-tuned; compared with the teacher in the files",
+        OURS,
     )
     compression: Name | None = key(
         None, "DistillKit's compression_config.yaml; default: the one next to the files", OURS
@@ -28,7 +32,7 @@ class FileTeacher(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineDistill(Supervised):
-    """Keys of distillation from teacher files, except those of its role `student_train`."""
+    """Keys of distillation from teacher files, except the keys of its role `student_train`."""
 
     pipeline = "offline_distill"
     title = "distillation from teacher files"
@@ -37,23 +41,27 @@ class OfflineDistill(Supervised):
     schema = "scored"
 
     teacher: FileTeacher = key(FileTeacher(), "the teacher's files", OURS)
-    validation: HeldOut | None = key(None, "held-out teacher files, as data_args.file_name")
+    validation: HeldOut | None = key(None, "held-out teacher files, in data_args.file_name")
     opd_objective: Literal["sampled", "topk"] = key(
         "topk",
-        "topk: a divergence over the teacher's most likely tokens; sampled: an advantage from the answers' tokens,"
-        " which the student must have sampled (Lightning-OPD)",
+        "topk: a divergence over the teacher's most likely tokens; sampled: an advantage computed from the tokens of"
+        " the answers, which the student must have sampled (Lightning-OPD)",
         OURS,
     )
-    opd_divergence: str = key("forward_kl", "divergence of topk: a name of algorithms.divergences", OURS)
-    opd_topk: Positive | None = key(None, "most likely tokens to use of each top-k; default: all in the file", OURS)
+    opd_divergence: str = key("forward_kl", "divergence of topk: a name in algorithms.divergences", OURS)
+    opd_topk: Positive | None = key(
+        None, "how many tokens of each top-k to use, the most likely first; default: all in the file", OURS
+    )
     opd_jsd_beta: Fraction = key(0.5, DistillationKeys.__dataclass_fields__["opd_jsd_beta"].metadata["meaning"], OURS)
     opd_skew_alpha: Annotated[NotNegative, Field(lt=1)] = key(
         0.1, DistillationKeys.__dataclass_fields__["opd_skew_alpha"].metadata["meaning"], OURS
     )
-    opd_kl_discount: Fraction = key(0.0, "discount of a later token's reverse KL in an advantage (sampled)", OURS)
-    advantage_clip: AboveZero | None = key(None, "bound of advantages (sampled); default: none", OURS)
+    opd_kl_discount: Fraction = key(0.0, "discount factor of later tokens' reverse KL (sampled)", OURS)
+    advantage_clip: AboveZero | None = key(
+        None, "bound on the absolute value of advantages (sampled); default: none", OURS
+    )
     sft_loss_coef: NotNegative = key(
-        0.0, "weight of the answers' likelihood, in addition to the divergence (topk)", OURS
+        0.0, "weight of the negative log-likelihood of the answers, added to the divergence (topk)", OURS
     )
     teacher_preflight: bool | Literal["warn"] = key(
         True, "check the teacher's log-probs before the first update; warn: continue after a failure", OURS
