@@ -1,5 +1,6 @@
-"""Compose a Hydra configuration from YAML files, `defaults` lists, interpolations and command-line overrides. The
-result is a plain dict, and a map from each key to its file and line for error messages. The directory `configs/` is
+"""Compose a Hydra configuration from YAML files, `defaults` lists, interpolations and command-line overrides.
+
+The result is a plain dict, and a map from each key to its file and line for error messages. The directory `configs/` is
 always on Hydra's search path, so every configuration may use the groups in it.
 """
 
@@ -118,8 +119,9 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
 
 
 def find_config(config_path: str, config_name: str) -> tuple[Path, str]:
-    """Return the directory and name of the YAML file, in the first of `config_places` where it exists. Raises
-    ConfigError if it exists in none, and PathError or OSError if a place cannot be read.
+    """Return the directory and name of the YAML file, in the first of `config_places` where it exists.
+
+    Raises ConfigError if it exists in none, and PathError or OSError if a place cannot be read.
     """
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     places = config_places(config_path)
@@ -300,7 +302,7 @@ def keys_below(key: str, value: Any) -> Iterator[str]:
 
 
 def resolve(node: DictConfig | ListConfig, diag: Diagnostics) -> Any:
-    """Return plain dicts and lists with all interpolations resolved; collect the problems of those that cannot be."""
+    """Return plain dicts and lists with all interpolations resolved; collect the problems of interpolations that cannot be."""
     keys = list(node.keys()) if isinstance(node, DictConfig) else range(len(node))
     resolved = {}
     for key in keys:

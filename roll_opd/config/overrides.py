@@ -74,6 +74,7 @@ def hydra_arguments(
     overrides: Sequence[Override], file: Path, places: SearchPath, chosen: Collection[str]
 ) -> list[str]:
     """Return the overrides in Hydra's syntax; `chosen` are the groups in defaults lists (`group` or `group@package`).
+
     Raises ConfigError for a group that does not exist, and for a group whose keys no part of a run would read.
     """
     arguments = [places.argument] if places.argument else []

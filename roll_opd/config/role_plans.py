@@ -1,4 +1,7 @@
-"""Plans of roles: model, devices, layout, limits, and options of the engine. `plan.py` exports these types as well."""
+"""Plans of roles: model, devices, layout, limits, and options of the engine.
+
+`plan.py` exports these types as well.
+"""
 
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,5 +1,6 @@
-"""Checks that read files: whether models and tokenizers match, how turns end, and whether the run directory can be
-used. They read only small parts of files, write nothing, and report problems to the sections.
+"""Checks that read files: models and tokenizers match, turns end with a stop token, the run directory is usable.
+
+They read only small parts of files, write nothing, and report problems to the sections.
 """
 
 import os

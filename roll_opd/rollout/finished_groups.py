@@ -1,8 +1,8 @@
-"""Finished groups in a checkpoint: groups that are sampled completely and that no update has trained on.
+"""Finished groups in a checkpoint: groups whose sampling is complete and on which no update has trained yet.
 
-A resumed run trains on them without sampling them again. A teacher's targets are in another process's object store, so
-they are not saved, nor are that teacher's log-probs: the teacher scores these samples again. Missing rewards are also
-requested again.
+A resumed run trains on these groups without sampling them again. Teachers' targets are in an object store, so they are
+not saved, and neither are the log-probs of teachers with targets: these teachers score the samples again. Missing
+rewards are also requested again.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """All samples of a draw, and whether they passed the filters."""
+    """All samples of a draw, and whether the group passed the filters."""
 
     draw: int
     passed: bool
@@ -40,10 +40,10 @@ def write_groups(file: Path, groups: Sequence[FinishedGroup]) -> str:
 
 
 def read_groups(file: Path, digest: str) -> list[FinishedGroup]:
-    """Return the groups of a file, by draw. ValueError if its content has another digest, OSError if it is missing."""
+    """Return the groups of a file, by draw. ValueError if the digest does not match, OSError if the file is missing."""
     data = file.read_bytes()
     if _digest(data) != digest:
-        raise ValueError(f"{file} has other content than when it was saved: it was changed or cut off")
+        raise ValueError(f"{file} has changed since it was saved: it was edited or truncated")
     facts, samples = pickle.loads(data)
     groups, begin = [], 0
     for draw, passed, count in facts:
@@ -55,14 +55,14 @@ def read_groups(file: Path, digest: str) -> list[FinishedGroup]:
 def within_bound(
     groups: Sequence[FinishedGroup], position: int, passed: Collection[int], version: int, pace: Pace
 ) -> list[FinishedGroup]:
-    """Return the groups that a run continuing at `version` can train on within the age bound of `pace`.
+    """Return the groups on which a run that continues at `version` can train within the age bound of `pace`.
 
     A finished group with i older groups before it, none of them rejected, is in batch version + i // P at the latest.
 
     Args:
         groups: by draw.
-        position: position of the source; no draw before it is missing.
-        passed: draws after the position that are trained or filtered.
+        position: position of the source; all earlier draws are done.
+        passed: later draws that were trained on or filtered out.
     """
     rejected = {group.draw for group in groups if not group.passed}
     gone = sorted({draw for draw in (*passed, *rejected) if draw >= position})
@@ -80,7 +80,7 @@ def _oldest(sample: Sample) -> float:
 
 
 def _without_targets(sample: Sample) -> Sample:
-    """Return the sample without targets, and without log-probs and chunks of the teachers that have targets."""
+    """Return the sample without targets, and without the log-probs and chunks of teachers that have targets."""
     names = sample.teacher_targets.keys()
     if not names:
         return sample

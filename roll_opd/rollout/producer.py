@@ -1,15 +1,15 @@
-"""`Rollouts`, the producer of a run's batches: draws prompts, rolls them out, and selects groups.
+"""`Rollouts`, the producer of a run's batches: it draws prompts, rolls them out, and selects groups.
 
-A batch belongs to a version of the weights: the update with batch v makes version v + 1. A `Gate` publishes versions;
-`models.group_window` has the order and the bound of ages. Groups that are admitted together form a wave, which is one
-rollout.
-Without groups ahead there is one wave at a time, and sampling and training take turns.
+A batch belongs to a version of the weights: the update on batch v makes version v + 1. A `Gate` publishes versions.
+`models.group_window` defines the order of groups and the bound on their ages. Groups that are admitted together form a
+wave, which is rolled out as one.
+If no groups run ahead, there is one wave at a time, and sampling and training take turns.
 
-Groups are selected in the order of their prompts, independent of the order in which they finish, so that short answers
-are not preferred; within a window, groups that have finished may pass unfinished ones.
+Groups are selected in the order of their prompts and not in the order in which they finish, so that short answers are
+not preferred. Only within a window may finished groups overtake unfinished groups.
 
-In rounds, no sample depends on timing: the order is strict, waves do not overlap, and the weights change only after all
-groups that were admitted with the old ones have ended (`Rollouts.settle`).
+With `in_rounds`, no sample depends on timing: the order is strict, waves do not overlap, and the weights change only
+after all groups admitted at the old version have ended (`Rollouts.settle`).
 """
 
 import asyncio
@@ -32,12 +32,13 @@ from roll_opd.rollout.runs import Batch, PendingRewards, RolloutContext, Selecti
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.versions import of_mask, sampling_versions
 
-MAX_REJECTED = 20  # times the batch, and at least MIN_REJECTED: above it, the filters count as unsatisfiable
+# in batches, and at least MIN_REJECTED groups: if more are rejected, the filters are taken as unsatisfiable
+MAX_REJECTED = 20
 MIN_REJECTED = 1000
 
 
 class Gate:
-    """The published version of the weights, and how far sampling may be ahead of it: see `Pace.of`."""
+    """The published version of the weights, and how far sampling may run ahead of it: see `Pace.of`."""
 
     def __init__(self, version: int, bound: float = 0, depth: float | None = None) -> None:
         """Start with `version` as already published."""
@@ -52,7 +53,7 @@ class Gate:
         self.notify()
 
     def notify(self) -> None:
-        """Resume all tasks that wait for a change."""
+        """Wake all tasks that wait in `change`."""
         changed_now, self._changed = self._changed, asyncio.Event()
         changed_now.set()
 
@@ -63,22 +64,22 @@ class Gate:
 
 @dataclass
 class Rollouts:
-    """Producer of batches. In strict order, the prompts of a batch do not depend on timing."""
+    """The producer of batches. In strict order, the prompts of a batch do not depend on timing."""
 
     context: RolloutContext
     source: TaskSource
     gate: Gate
-    versions: range  # of the batches to produce
-    groups: int  # of a batch
-    extra_groups: int = 0  # sampled in reserve with each batch, if groups may be filtered and none are ahead
+    versions: range  # versions of the batches to produce
+    groups: int  # per batch
+    extra_groups: int = 0  # sampled in addition to each batch, as filters may reject groups; 0 if groups run ahead
     passes: GroupFilter | None = None
-    demonstrations: int = 0  # rows with answers of a batch
-    in_rounds: bool = False  # no sample depends on timing, with groups ahead too
-    restored: Sequence[FinishedGroup] = ()  # of a resumed checkpoint; those above the bound are sampled again
+    demonstrations: int = 0  # rows with answers per batch
+    in_rounds: bool = False  # no sample depends on timing, even if groups run ahead
+    restored: Sequence[FinishedGroup] = ()  # from the resumed checkpoint; groups above the age bound are sampled again
     _production: "_Production | None" = field(default=None, init=False)
 
     async def batches(self) -> AsyncGenerator[Batch, None]:
-        """Yield the batch of each version, in order; a task produces them as far ahead as the gate admits.
+        """Yield the batch of each version, in order; a task produces batches as far ahead as the gate allows.
 
         Leaving the iterator early (use `aclosing`) aborts running requests.
         """
@@ -93,7 +94,7 @@ class Rollouts:
             await asyncio.gather(producing, return_exceptions=True)
 
     async def settle(self) -> None:
-        """In rounds, wait until all groups of the published version have ended. Raises the errors of the producer."""
+        """With `in_rounds`, wait until all groups of the published version have ended. Raises the producer's errors."""
         if self.in_rounds and self._production:
             await self._production.settle()
 
@@ -111,7 +112,7 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class _Group:
-    """A decided group that is not yet part of a batch or rejected from one."""
+    """A decided group that has not yet been put into a batch or rejected."""
 
     prompt: Prompt
     draw: int
@@ -136,11 +137,11 @@ class _Wave:
     prompts: list[Prompt]
     first_draw: int
     wanted: int
-    decided: set[int] = field(default_factory=set)  # places in the wave
+    decided: set[int] = field(default_factory=set)  # indices in the wave
 
 
 class _Production:
-    """State of the production: groups between their draw and their batch."""
+    """State of the production: all groups that are drawn but not yet in a batch."""
 
     def __init__(self, rollouts: Rollouts) -> None:
         self._of, self._gate, self._source = rollouts, rollouts.gate, rollouts.source
@@ -151,15 +152,15 @@ class _Production:
         versions = rollouts.versions
         self._window = GroupWindow(self._pace, versions.start, versions.stop, self._gate.version)
         self._waves: set[asyncio.Task[None]] = set()
-        self._groups: dict[int, _Group] = {}  # decided, by number
-        self._positions: dict[int, _Position] = {}  # after each group, until it is behind the oldest open one
-        self._position = self._here()  # behind all groups before `_oldest`
-        self._oldest = 0  # number of the oldest group that is in no batch and not left out
-        self._done: dict[int, int] = {}  # number -> draw, of later groups that are
-        self._passed = set(self._source.passed)  # later draws that were in batches before a resume
+        self._groups: dict[int, _Group] = {}  # decided groups, by number
+        self._positions: dict[int, _Position] = {}  # position after each group, kept until no older group is open
+        self._position = self._here()  # position after all groups before `_oldest`
+        self._oldest = 0  # number of the oldest group that is neither in a batch nor left out
+        self._done: dict[int, int] = {}  # number -> draw, for later groups that are in a batch or left out
+        self._passed = set(self._source.passed)  # draws after the position that were in batches before a resume
         kept = within_bound(rollouts.restored, self._source.position, self._passed, versions.start, self._pace)
         self._restored = {group.draw: group for group in kept}  # without a number
-        self._idle, self._idle_since = 0.0, time.perf_counter()  # without a running wave
+        self._idle, self._idle_since = 0.0, time.perf_counter()  # seconds without a running wave
         self.producing = asyncio.create_task(self._run())
         self.producing.add_done_callback(lambda _: self._gate.notify())
 
@@ -185,7 +186,7 @@ class _Production:
 
     async def settle(self) -> None:
         """Wait until no group runs and none may start at the published version. Raises the errors of the producer."""
-        with WAITS.of("the weight sync", "running groups to end (deterministic)"):
+        with WAITS.of("the weight sync", "the end of running groups (deterministic)"):
             while not (self.producing.done() or self._is_settled):
                 await self._gate.change()
         if self.producing.done():
@@ -214,7 +215,7 @@ class _Production:
         return self._window.version == self._gate.version and not self._window.room and self._is_idle
 
     def _admit(self) -> None:
-        """Start waves for all groups that the window has room for."""
+        """Start waves for as many groups as the window has room for."""
         while True:
             self._admit_known()
             if not (room := self._window.room) or (self._one_wave and self._waves):
@@ -223,7 +224,7 @@ class _Production:
             self._start(self._roll_out(wave))
 
     def _admit_known(self) -> None:
-        """Number the next draws that are already trained, or whose groups are restored and fit into the window."""
+        """Number the next draws while they are already trained on, or their restored groups fit into the window."""
         while (draw := self._source.position) in self._passed or (draw in self._restored and self._window.room):
             if draw in self._passed:
                 self._passed.remove(draw)
@@ -249,18 +250,18 @@ class _Production:
         self._gate.notify()
 
     def _drawn(self, room: int) -> _Wave:
-        """Draw the consecutive prompts of a wave, at most `room`; when taking turns, also draw some in reserve."""
+        """Draw the consecutive prompts of a wave, at most `room`; without groups ahead, add the extra groups."""
         first, in_turns = self._source.position, self._pace.is_synchronous
         reserve = self._of.extra_groups if in_turns and self._of.passes else 0
         known = [draw - first for draw in (*self._passed, *self._restored) if draw > first]
         prompts = self._source.peek(min([room + reserve, *known]))
         numbers = self._window.admit(len(prompts))
-        if not in_turns:  # otherwise prompts that are not needed stay in the source
+        if not in_turns:  # prompts that are not needed now stay in the source
             self._advance(numbers)
         return _Wave(numbers, prompts, first, min(room, len(prompts)))
 
     def _advance(self, numbers: range) -> None:
-        """Advance the source by the prompts of groups, and keep the position after each."""
+        """Advance the source by the prompts of groups; keep the position after each prompt."""
         for number in numbers:
             self._source.skip(1)
             self._positions[number] = self._here()
@@ -273,19 +274,19 @@ class _Production:
         of, in_turns = self._of, self._pace.is_synchronous
         rewards = PendingRewards(of.context)
         selection = Selection(len(wave.prompts), of.context.sampling.n, wave.wanted, of.passes)
-        # by the draw, a group has the same engine in a resumed run
+        # chosen by the draw, so that a group has the same engine in a resumed run
         sampled_by, first_group = self._gate.version, 0 if in_turns else wave.first_draw
         runs = roll_out(of.context, wave.prompts, rewards, wave.first_draw, bool(of.passes), first_group)
         async with aclosing(runs):
             async for number, samples in runs:
-                # with groups ahead, the version at admission is the oldest one that is possible
+                # with groups ahead, this is the oldest version that a token can have
                 known = not in_turns or self._gate.version == sampled_by
                 selection.add(number, [_with_version(sample, sampled_by) for sample in samples] if known else samples)
                 if not in_turns:
                     self._decide(wave, selection, rewards, len(wave.prompts))
                 if selection.enough:
                     break
-        if of.passes:  # the chosen groups have their rewards; others need none
+        if of.passes:  # the chosen groups have their rewards; the others do not need them
             rewards.cancel()
         if in_turns:
             self._advance(wave.numbers[: selection.used])
@@ -294,7 +295,7 @@ class _Production:
         self._check_rejected()
 
     async def _restore(self, number: int, prompt: Prompt, group: FinishedGroup) -> None:
-        """Decide a group of a checkpoint, after scoring its samples by the models that have not scored them."""
+        """Decide a group of a checkpoint, after the models that have not scored its samples have done so."""
         context = self._of.context
         rewards, samples = PendingRewards(context), list(group.samples)
         if group.passed:
@@ -312,7 +313,7 @@ class _Production:
         return sorted([*decided, *self._restored.values()], key=lambda group: group.draw)
 
     def _decide(self, wave: _Wave, selection: Selection, rewards: PendingRewards, end: int) -> None:
-        """Decide the groups of a wave before place `end` whose runs have all ended."""
+        """Decide the groups of a wave before index `end` whose runs have all ended."""
         for place, passed in selection.decided.items():
             if place < end and place not in wave.decided:
                 wave.decided.add(place)
@@ -322,7 +323,7 @@ class _Production:
                 self._gate.notify()
 
     def _assembled(self, version: int, numbers: list[int]) -> Batch:
-        """Return the batch of groups, with the rejected groups that come before the batch's last group."""
+        """Return the batch of these groups; it includes the rejected groups that come before its last group."""
         batch, chosen = Batch(version), set(numbers)
         for number in sorted(n for n in self._groups if n <= numbers[-1]):
             if self._groups[number].passed and number not in chosen:
@@ -367,7 +368,7 @@ class _Production:
         return state | ({PASSED: passed} if passed else {})
 
     def _schedule(self, waited: float) -> dict[str, float]:
-        """Return metrics of the production since the last batch; `waited`: seconds that the learner waited for it."""
+        """Return metrics of the production since the last batch; `waited`: seconds that the learner waited."""
         idle, self._idle = self._idle, 0.0
         return {
             "rollout/async/learner_idle": waited,
@@ -386,16 +387,16 @@ class _Production:
             return
         if self._of.passes is None:
             raise RunError(
-                f"the runs at {rejected} prompts made no sample, in one step of {groups}; correct the workflow"
-                " (an agent without a model call makes none), or give other prompts"
+                f"the workflow returned no sample for {rejected} prompts in a step of {groups}; correct the workflow"
+                " (an agent that never calls the model returns none), or use other prompts"
             )
         raise RunError(
-            f"the filters rejected the samples of {rejected} prompts and kept {kept}, in one step of"
-            f" {groups}; loosen query_filter_config or response_filter_config, give other prompts, or correct a"
-            " workflow whose runs make nothing"
+            f"the filters rejected the samples of {rejected} prompts and kept {kept} in a step of {groups}; loosen"
+            " query_filter_config or response_filter_config, use other prompts, or correct a workflow that returns no"
+            " samples"
         )
 
 
 def _with_version(sample: Sample, version: int) -> Sample:
-    """Return a workflow's sample; if it has no versions, set `version`."""
+    """Return a workflow's sample; if its tokens have no versions, set them to `version`."""
     return sample if sample.versions else changed(sample, versions=of_mask(sample.action_mask, version))

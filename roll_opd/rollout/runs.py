@@ -1,8 +1,8 @@
-"""Concurrent runs of a workflow on several prompts: samples with log-probs of frozen models and rewards.
+"""Run a workflow on several prompts concurrently; make samples with rewards and the log-probs of frozen models.
 
-Samples are scored while others are still being sampled: a reward is requested when its run ends, and awaited only if a
-filter reads it. Frozen models read samples in chunks, in the order in which the runs of an engine end. With a
-deterministic engine that order does not depend on timing: a deterministic run always packs the same samples together.
+Samples are scored while others are still being sampled. A reward is requested when its run ends, and awaited only if a
+filter needs it. Frozen models score samples in chunks, in the order in which the runs of an engine end. For a
+deterministic engine this order does not depend on timing, so the same samples are always packed together.
 
 `Selection` chooses groups of runs, and a `Batch` has the samples of one update step.
 """
@@ -30,13 +30,13 @@ from roll_opd.tracking.console import Count, Progress
 
 @dataclass(frozen=True)
 class RolloutContext:
-    """Models, pools and settings of all rollouts of a run."""
+    """The models, reward pools and settings that all rollouts of a training run share."""
 
     sampler: Sampler
     sampling: SamplingPlan
     reward_pools: Sequence[RewardPool]
     seed: int
-    chunk_samples: int  # samples in a batch of the frozen models
+    chunk_samples: int  # number of samples that the frozen models score at a time
     clock: PhaseClock
     frozen_models: FrozenModels = field(default_factory=FrozenModels)
     workflow: Workflow = field(default_factory=SingleTurn)
@@ -46,7 +46,7 @@ class RolloutContext:
 
 
 class PendingRewards:
-    """Open reward requests, by sample id."""
+    """Reward requests in progress, by sample id."""
 
     def __init__(self, context: RolloutContext) -> None:
         self._pools, self._exclude_failed = context.reward_pools, context.exclude_failed
@@ -64,9 +64,9 @@ class PendingRewards:
                 answer.add_done_callback(self.scored.one)
 
     async def added_to(self, experiences: Sequence[Sample]) -> list[Sample]:
-        """Wait for the samples' requested rewards and return the samples with these rewards.
+        """Wait for the requested rewards of samples; return the samples with the rewards added.
 
-        A second call changes nothing. Raises the errors of `RewardPool.submit`.
+        Samples that have their rewards are returned unchanged. Raises the errors of `RewardPool.submit`.
         """
         names = [experience.id for experience in experiences if experience.id in self._requests]
         of = WAITS.of("a selection or the learner", f"the rewards of {len(names)} samples") if names else nullcontext()
@@ -76,7 +76,7 @@ class PendingRewards:
         return [self._with(results[e.id], e) if e.id in results else e for e in experiences]
 
     def cancel(self) -> None:
-        """Cancel the open requests."""
+        """Cancel the requests in progress."""
         for request in self._requests.values():
             request.cancel()
         self._requests.clear()
@@ -99,9 +99,9 @@ async def roll_out(
     Run k of prompt p has the number p · n + k. Leaving early (use `aclosing`) aborts running requests.
 
     Args:
-        first_draw: number of prompts that the training drew before; group numbers and sample seeds depend on it.
-        wait_for_rewards: yield samples with their rewards; otherwise the rewards are still pending.
-        first_group: number of the first prompt's group; groups are distributed over the engines by number.
+        first_draw: number of prompts that training has drawn before; group numbers and sample seeds depend on it.
+        wait_for_rewards: yield samples with rewards; False: rewards may still be pending.
+        first_group: number of the first prompt's group; the number determines the engine of a group.
     """
     n, sampler, temperature = context.sampling.n, context.sampler, context.sampling.temperature
     engines = [sampler.engine_of(first_group + number // n) for number in range(len(prompts) * n)]
@@ -140,10 +140,10 @@ async def roll_out(
 
 
 class ChunkedLogprobs:
-    """Computes the log-probs of frozen models in chunks of samples, in the order in which an engine's runs end."""
+    """Computes log-probs of frozen models for chunks of samples, in the order in which an engine's runs end."""
 
     def __init__(self, models: FrozenModels, temperature: float, chunk: int, engines: Sequence[int]) -> None:
-        """`engines` holds the engine of each run."""
+        """`engines` has the engine of each run."""
         self._models, self._temperature, self._chunk = models, temperature, chunk
         self._running = Counter(engines)
         self._waiting: dict[int, list[tuple[Sample, asyncio.Future[Sample]]]] = defaultdict(list)
@@ -151,7 +151,7 @@ class ChunkedLogprobs:
     async def added_to(self, experiences: Sequence[Sample], engine: int) -> list[Sample]:
         """Return the samples of a run with their log-probs; called once per run.
 
-        The call that completes a chunk, or the last one of an engine, computes the log-probs of all waiting samples.
+        The call that completes a chunk, or an engine's last call, computes the log-probs of all waiting samples.
         """
         loop = asyncio.get_running_loop()
         results: list[asyncio.Future[Sample]] = [loop.create_future() for _ in experiences]
@@ -168,19 +168,20 @@ class ChunkedLogprobs:
 
 @contextmanager
 def _timed(context: RolloutContext) -> Iterator[ExitStack]:
-    """Count the time until the yielded stack is closed as `generate`, and the rest for the frozen models."""
+    """Count time as `generate` until the yielded stack is closed, then as the phase of the frozen models."""
     models = context.frozen_models
-    with ExitStack() as generating:  # the phase opened first counts the time of both
+    with ExitStack() as generating:  # while both phases are open, the time counts for the first
         generating.enter_context(context.clock.phase("generate"))
         with context.clock.phase("teacher" if models.teachers or models.reference else "reward"):
             yield generating
 
 
 class Selection:
-    """Selects the first `wanted` groups that pass, from runs in any order of completion."""
+    """Selects the first `wanted` groups that pass, whatever the order in which runs end."""
 
     def __init__(self, groups: int, n: int, wanted: int, group_filter: GroupFilter | None) -> None:
-        self._runs: list[dict[int, Sequence[Sample]]] = [{} for _ in range(groups)]  # by number in the group
+        # run number in the group -> samples
+        self._runs: list[dict[int, Sequence[Sample]]] = [{} for _ in range(groups)]
         self._passed: list[bool | None] = [None] * groups  # None: some runs have not ended
         self._n, self._wanted, self._filter = n, wanted, group_filter
         self._used = 0
@@ -196,7 +197,7 @@ class Selection:
             self._advance()
 
     def _advance(self) -> None:
-        """Use decided groups, in order, while more groups are wanted."""
+        """Use decided groups in order, until enough groups are chosen."""
         while self._used < len(self._passed) and not self.enough and self._passed[self._used] is not None:
             if self._passed[self._used]:
                 self._chosen.append(self._used)
@@ -209,7 +210,7 @@ class Selection:
 
     @property
     def used(self) -> int:
-        """Number of leading groups that are decided and needed; the prompts of later groups count as not drawn."""
+        """Number of groups up to the last one needed; the prompts of later groups count as not drawn."""
         return self._used
 
     @property
@@ -229,24 +230,26 @@ class Selection:
 
 @dataclass
 class Batch:
-    """Samples of one update step, and the state of the prompt source after them."""
+    """The samples of one step, and the state of the prompt source after them."""
 
-    version: int  # of the weights before the batch's update
-    rewards: list[PendingRewards] = field(default_factory=list)  # of each rollout that made samples of the batch
+    version: int  # version of the weights before the update on this batch
+    # metrics of each rollout that made samples of the batch
+    rewards: list[PendingRewards] = field(default_factory=list)
     prompts: list[Prompt] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)  # of each prompt, in the order of the prompts
+    samples: list[Sample] = field(default_factory=list)  # samples of each prompt, in the order of the prompts
     filtered: list[Prompt] = field(default_factory=list)  # prompts whose groups did not pass
-    draws: list[int] = field(default_factory=list)  # numbers of the prompts in the order of the data
+    draws: list[int] = field(default_factory=list)  # number of each prompt in the order of the data
     filtered_draws: list[int] = field(default_factory=list)
-    sampled_by: list[list[int]] = field(default_factory=list)  # oldest and newest version of each draw, if ahead
+    # oldest and newest version of each draw, if groups run ahead
+    sampled_by: list[list[int]] = field(default_factory=list)
     generated_tokens: int = 0  # of all groups
     demonstrations: list[Prompt] = field(default_factory=list)  # rows with answers
     demonstration_samples: list[Sample] = field(default_factory=list)
     source_state: dict[str, Any] = field(
         default_factory=dict
-    )  # for a checkpoint: prompts of later batches are not yet drawn
+    )  # for a checkpoint: the state in which prompts of later batches are not drawn yet
     epochs: float = 0.0  # passes over the prompts
-    schedule: dict[str, float] = field(default_factory=dict)  # metrics of generation that runs ahead
+    schedule: dict[str, float] = field(default_factory=dict)  # metrics of generation ahead of training
 
     @property
     def versions(self) -> Counter[int]:
@@ -254,7 +257,7 @@ class Batch:
         return tokens_by_version(sample.versions for sample in self.samples)
 
     def ahead_metrics(self) -> dict[str, float]:
-        """Return `rollout/async/*` of generation that runs ahead: its schedule, and the tokens' ages in versions.
+        """Return `rollout/async/*`: the schedule of generation ahead of training, and the tokens' ages in versions.
 
         Empty if generation and training take turns.
         """

@@ -12,7 +12,7 @@ from roll_opd.samples.sample import Sample
 from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.tracking.metrics import validation_metrics
 
-VALIDATION_DRAW = 2**31  # first draw number of validation, beyond all of training
+VALIDATION_DRAW = 2**31  # first draw number of validation, above all draw numbers of training
 
 
 async def validate(context: RolloutContext, prompts: Sequence[Prompt]) -> tuple[dict[str, float], list[Sample]]:
@@ -30,8 +30,9 @@ async def read_answers(
 ) -> list[Sample]:
     """Return the answers with log-probs from the teachers and the reference policy, at the sampling temperature.
 
-    Answers without a teacher are returned unchanged, as are those longer than `most_tokens` tokens, the limit of the
-    models' batches. Teachers with a context are left out, because held-out rows may lack its columns.
+    Answers for which there is no teacher are returned unchanged, and so are answers longer than `most_tokens`, the
+    limit of the models' batches. Teachers with a context are left out, because held-out rows may lack the columns of
+    the context.
     """
     teachers = [teacher for teacher in models.teachers if teacher.plan.context is None]
     plain = replace(models, teachers=teachers, targets_for=None, student=None)
@@ -57,7 +58,7 @@ def first_answers(answers: Sequence[Sample], samples: int, most: int) -> list[Sa
 
 
 def _by_main_reward(answer: Sample, reward_pools: Sequence[RewardPool]) -> Sample:
-    """Return an answer with its domain's main reward, without the additional terms and weights used in training."""
+    """Return an answer with the main reward of its domain, without the further terms and weights used in training."""
     plan = next((pool.plan for pool in reward_pools if pool.plan.domain == answer.domain), None)
     if plan is None or not plan.is_weighted or plan.terms[0].name not in answer.reward_parts:
         return answer

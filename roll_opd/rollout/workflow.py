@@ -1,6 +1,7 @@
-"""Workflow: one run on a prompt, which calls the model one or more times and returns samples.
+"""The interface of a workflow. A run takes a prompt, calls the model one or more times and returns samples.
 
-A rollout is a set of runs, each a coroutine. The samples of every workflow are scored, selected and trained on alike.
+A rollout is a set of runs; each run is a coroutine. Samples are scored, selected and trained on in the same way for
+every workflow.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from roll_opd.samples.sample_columns import as_columns
 
 @dataclass(frozen=True)
 class Task:
-    """One run on one prompt: run number `run` of `runs`, for draw number `draw` of the training."""
+    """One run on one prompt: run number `run` of `runs`, in draw number `draw` of the training."""
 
     prompt: Prompt
     draw: int
@@ -29,7 +30,7 @@ class Task:
 
 
 class Model:
-    """The student for one run, sampled with the settings `sampling`. Runs of one `group` use one engine."""
+    """The student as seen by one run; it samples with `sampling`. Runs of the same `group` use the same engine."""
 
     def __init__(self, session: SamplingSession, task: Task, group: int, seed: int, sampling: SamplingPlan) -> None:
         self.group, self.sampling = group, sampling
@@ -44,7 +45,7 @@ class Model:
 
 
 class Workflow(Protocol):
-    """Makes any number of samples from a task."""
+    """A workflow: makes any number of samples from a task."""
 
     async def run(self, task: Task, model: Model) -> Sequence[Sample]: ...
 
@@ -59,7 +60,7 @@ class SingleTurn:
 
 
 def sample_seed(seed: int, draw: int, run: int, call: int = 0) -> int:
-    """Return the seed of a model call, from the training's seed and the numbers of the draw, run and call."""
+    """Return the seed of a model call, computed from the training's seed and the numbers of draw, run and call."""
     return derived_seed(seed, draw, run, *([call] if call else []))
 
 

@@ -1,4 +1,4 @@
-"""On-disk cache of a server's answers, so that a resumed run does not pay for a sequence twice.
+"""On-disk cache of a server's answers, so that a resumed run does not score (and pay for) a sequence twice.
 
 Each teacher of an experiment has one SQLite file. A key is the hash of a request, without the API key. When the file
 exceeds `MAX_BYTES`, the oldest answers are removed.
@@ -19,14 +19,14 @@ MAX_BYTES = 2**30
 
 
 class AnswerCache:
-    """A table from requests to arrays. If the file cannot be read or written, the cache is empty."""
+    """A table that maps requests to arrays. If the file cannot be read or written, the cache stays empty."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._table = sqlite3.connect(path, isolation_level=None)
         with suppress(sqlite3.Error):
-            self._table.execute("PRAGMA synchronous = OFF")  # a lost answer is requested again
+            self._table.execute("PRAGMA synchronous = OFF")  # answers that a crash loses are requested again
             self._table.execute("CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, value BLOB)")
 
     def read(self, key: bytes) -> dict[str, np.ndarray] | None:
@@ -38,7 +38,7 @@ class AnswerCache:
             return None
 
     def write(self, answers: Mapping[bytes, Mapping[str, np.ndarray]]) -> None:
-        """Add the arrays of requests, and remove the oldest entries of a full cache."""
+        """Store the arrays of requests; if the cache is full, remove its oldest entries."""
         rows = []
         for key, arrays in answers.items():
             file = io.BytesIO()
@@ -54,12 +54,12 @@ class AnswerCache:
             self._table.execute("COMMIT")
 
     def close(self) -> None:
-        """Close the file; may be called again."""
+        """Close the file; further calls do nothing."""
         self._table.close()
 
 
 def request_key(server: str, model: str, tokens: np.ndarray, settings: Mapping[str, Any]) -> bytes:
-    """Return the hash of a request: protocol, model, token ids, and settings of JSON types or arrays."""
+    """Return the hash of a request's protocol, model, token ids and settings (JSON values or arrays)."""
     found = hashlib.blake2b(digest_size=16)
     plain = {name: value for name, value in settings.items() if not isinstance(value, np.ndarray)}
     found.update(json.dumps([server, model, plain], sort_keys=True).encode())

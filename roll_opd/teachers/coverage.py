@@ -1,4 +1,4 @@
-"""Fraction of a run's text that teachers with other tokenizers score: checks of the preflight and of every step."""
+"""Fraction of a run's text that a teacher with another tokenizer scores: checks in the preflight and in every step."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,19 +8,19 @@ from roll_opd.samples.sample import Sample
 from roll_opd.teachers.teacher_checks import Check
 from roll_opd.tracking.alignment_metrics import Cut, cut_of
 
-MAX_UNCOVERED = 0.05  # share of action tokens without a teacher log-prob
-ENOUGH = 1000  # action tokens of a run before its share counts
+MAX_UNCOVERED = 0.05  # largest allowed fraction of action tokens without a teacher log-prob
+ENOUGH = 1000  # number of action tokens from which on the fraction is checked
 
 
 class Coverage:
-    """Counts the action tokens of each teacher with another tokenizer since the start of the run."""
+    """Counts the action tokens with and without log-probs, for each teacher with another tokenizer, over a run."""
 
     def __init__(self) -> None:
         self._tokens: Counter[str] = Counter()
         self._uncovered: Counter[str] = Counter()
 
     def add(self, samples: Sequence[Sample]) -> None:
-        """Count samples. RunError if over `MAX_UNCOVERED` of a teacher's action tokens have no credit."""
+        """Count samples. RunError if more than `MAX_UNCOVERED` of a teacher's action tokens have no log-prob."""
         for sample in samples:
             for name, alignment in sample.alignments.items():
                 self._tokens[name] += sample.action_tokens
@@ -39,9 +39,9 @@ def coverage_checks(samples: Sequence[Sample], teacher: str) -> list[Check]:
             "aligned 1:1",
             f"{1 - cut.chunked_bytes:.0%} of bytes, {cut.chunks} chunks",
             "ok",
-            "bytes in tokens that both tokenizers cut alike; a chunk ends where a token of both ends",
+            "bytes in tokens that are the same for both tokenizers; a chunk ends where a token of both tokenizers ends",
         ),
-        Check("longest chunk", f"{cut.longest_chunk} student tokens", "ok", "tokens from one such end to the next"),
+        Check("longest chunk", f"{cut.longest_chunk} student tokens", "ok", "tokens between two such ends"),
         _covered(cut),
     ]
 
@@ -50,13 +50,16 @@ def _covered(cut: Cut) -> Check:
     value = f"{cut.uncovered:.2%} of action tokens"
     if cut.uncovered > MAX_UNCOVERED:
         return Check("uncovered tokens", value, "failed", _uncovered(cut.uncovered))
-    meaning = "tokens without a teacher log-prob and without credit: special tokens and bytes that the teacher lacks"
+    meaning = (
+        "tokens without a teacher log-prob, which get no credit: special tokens and bytes that the teacher's"
+        " tokenizer lacks"
+    )
     return Check("uncovered tokens", value, "ok", meaning)
 
 
 def _uncovered(share: float) -> str:
     return (
-        f"{share:.1%} of the action tokens have no teacher log-prob (at most {MAX_UNCOVERED:.0%}): its tokenizer"
-        " has no token for their bytes or for a special token; use a teacher whose tokenizer covers all bytes, or a"
-        " template with special tokens that both have"
+        f"{share:.1%} of the action tokens have no log-prob from the teacher (at most {MAX_UNCOVERED:.0%} may lack"
+        " one): the teacher's tokenizer has no token for their bytes or for a special token; use a teacher whose"
+        " tokenizer covers all bytes, or a template whose special tokens exist in both tokenizers"
     )

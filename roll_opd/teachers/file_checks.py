@@ -1,8 +1,8 @@
-"""Checks of a teacher file before the first update: which teacher it has, and its log-probs against the student's.
+"""Checks of a teacher file before the first update: its teacher, and its log-probs compared with the student's.
 
-The rows were checked one by one when the files were opened (`data.teacher_scores`). These checks find faults that no
-single row shows: answers of another model, log-probs shifted by a token, or a teacher other than the one of the
-student's fine-tuning.
+`data.teacher_scores` checks each row when the files are opened. The checks here find faults that a single row does not
+show: answers of another model, log-probs shifted by a token, or a different teacher than the one of the student's
+fine-tuning.
 
 Legend: N tokens of all answers.
 """
@@ -16,17 +16,18 @@ from roll_opd.config.plan import FilePlan, ObjectivePlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.teachers.teacher_checks import Check, Verdict
 
-SHIFTS = (-1, 0, 1)  # tokens by which the file's log-probs may be misplaced
-FEW_TOKENS = 64  # a correlation over fewer is mostly noise
-CLEAR = 0.2  # by which another shift's correlation must be higher
-FAR = 3.0  # nats a token between student and teacher on answers that the student should have sampled
-COVERED = 0.5  # least mean probability of a top-k
+SHIFTS = (-1, 0, 1)  # shifts, in tokens, that are tried for the file's log-probs
+FEW_TOKENS = 64  # a correlation over fewer tokens is mostly noise
+CLEAR = 0.2  # a shift is reported if its correlation is higher by this
+# largest mean difference (nats per token) of student and teacher on answers that the student should have sampled
+FAR = 3.0
+COVERED = 0.5  # smallest mean probability of a top-k
 
 
 def file_checks(
     rows: Sequence[Prompt], student_logprobs: Sequence[np.ndarray], source: FilePlan, objective: ObjectivePlan
 ) -> list[Check]:
-    """Return the rows of the preflight's table. `student_logprobs`: f32 [T-P] of each row's answer."""
+    """Return the rows of the preflight's table. `student_logprobs`: one array f32 [T-P] for each row's answer."""
     found = [_origin(rows), _consistency(rows, source, objective)]
     scored = [(row.scores.logprobs, own) for row, own in zip(rows, student_logprobs, strict=True) if row.scores]
     pairs = [(teacher, own) for teacher, own in scored if teacher is not None]
@@ -44,49 +45,64 @@ def _origin(rows: Sequence[Prompt]) -> Check:
     value = ", ".join(f"{name} ({count} rows)" for name, count in names.items())
     if len(names) > 1:
         return Check(
-            "teacher", value, "warning", "the first rows have several teachers; the student gets their mixture"
+            "teacher", value, "warning", "the first rows are of several teachers; the student learns their mixture"
         )
     if not known:
-        meaning = "the file does not record its tokenizer and temperature: only ids, texts and sums were compared"
+        meaning = (
+            "the file does not state tokenizer and temperature: only token ids, texts and sums of probabilities"
+            " were compared"
+        )
         return Check("teacher", value, "warning", meaning)
-    return Check("teacher", value, "ok", "one teacher, with the student's tokenizer, at the run's temperature")
+    return Check(
+        "teacher", value, "ok", "all rows are of one teacher, with the student's tokenizer and at the run's temperature"
+    )
 
 
 def _consistency(rows: Sequence[Prompt], source: FilePlan, objective: ObjectivePlan) -> Check:
     """Compare the teacher of the file with the teacher of the student's fine-tuning (arXiv 2604.13010)."""
     name = "teacher consistency"
     if objective.opd_objective == "topk":
-        return Check(name, "not needed", "ok", "a divergence on given answers needs no earlier fine-tuning")
+        return Check(
+            name,
+            "not needed",
+            "ok",
+            "a divergence on given answers does not need a fine-tuning on the same teacher's answers",
+        )
     teachers = sorted({row.scores.teacher for row in rows if row.scores} - {""})
     if source.sft_teacher is None:
         meaning = (
             "sampled distillation from a file is sound only if the student was fine-tuned on this teacher's answers;"
             " name that teacher in teacher.sft_teacher"
         )
-        return Check(name, "teacher of the fine-tuning unknown", "warning", meaning)
+        return Check(name, "the teacher of the fine-tuning is unknown", "warning", meaning)
     value = f"{', '.join(teachers) or 'not recorded'}; fine-tuned on {source.sft_teacher}"
     if not teachers:
-        return Check(name, value, "warning", "the file does not record its teacher, so nothing was compared")
+        return Check(name, value, "warning", "the file does not name its teacher, so the teachers were not compared")
     if teachers != [source.sft_teacher]:
-        meaning = "the student was fine-tuned on another teacher's answers: score its answers with that teacher"
+        meaning = (
+            "the student was fine-tuned on the answers of another teacher: score the student's answers with that"
+            " teacher"
+        )
         return Check(name, value, "failed", meaning)
-    return Check(name, value, "ok", "the same teacher in fine-tuning and distillation")
+    return Check(name, value, "ok", "the teacher of the fine-tuning is the teacher of the file")
 
 
 def _alignment(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Check:
-    """Correlate the teacher's log-probs with the student's, shifted by a token to either side."""
+    """Correlate the teacher's log-probs with the student's, unshifted and shifted by a token to either side."""
     by_shift = {shift: _correlation(pairs, shift) for shift in SHIFTS}
     value = ", ".join(f"{shift:+d}: {found:.2f}" for shift, found in by_shift.items())
     best = max(by_shift, key=lambda shift: by_shift[shift])
     tokens = sum(len(own) for _, own in pairs)
     if best and tokens >= FEW_TOKENS and by_shift[best] > by_shift[0] + CLEAR:
-        meaning = f"the file's log-probs fit the tokens {best:+d} places away; write each at its own token"
+        meaning = f"the file's log-probs match the tokens {best:+d} places away; shift each to its own token"
         return Check("alignment", value, "failed", meaning)
-    return Check("alignment", value, "ok", "correlation with the student's log-probs, by shift in tokens")
+    return Check(
+        "alignment", value, "ok", "correlation of the teacher's log-probs with the student's, for each shift in tokens"
+    )
 
 
 def _correlation(pairs: Sequence[tuple[np.ndarray, np.ndarray]], shift: int) -> float:
-    """Return the correlation of teacher token t with student token t + shift, over the tokens that all shifts share."""
+    """Return the correlation of teacher token t with student token t + shift, over tokens that exist for all shifts."""
     cut = [(teacher[1:-1], own[1 + shift : len(own) - 1 + shift]) for teacher, own in pairs if len(own) > 2]
     if not cut:
         return 0.0
@@ -100,13 +116,15 @@ def _distance(pairs: Sequence[tuple[np.ndarray, np.ndarray]], objective: Objecti
     gap = float(np.concatenate([own - teacher for teacher, own in pairs]).mean(dtype=np.float64))
     value = f"{gap:+.3f} nats a token"
     if objective.opd_objective == "sampled" and abs(gap) > FAR:
-        meaning = "student minus teacher on the answers; so far apart, they were sampled by another student"
+        meaning = (
+            "student minus teacher on the answers; a difference this large means that another student sampled them"
+        )
         return Check("student - teacher", value, "warning", meaning)
-    return Check("student - teacher", value, "ok", "mean difference of the log-probs on the answers")
+    return Check("student - teacher", value, "ok", "mean difference of student and teacher log-probs on the answers")
 
 
 def _coverage(topk: Sequence[np.ndarray], k: int) -> Check:
     largest = (-np.sort(-values, axis=1)[:, :k].astype(np.float64) for values in topk)
     mass = float(np.concatenate([np.exp(values).sum(1) for values in largest]).mean())
     verdict: Verdict = "warning" if mass < COVERED else "ok"
-    return Check("mass of the top-k", f"{mass:.3f}", verdict, "mean probability of the teacher's most likely tokens")
+    return Check("mass of the top-k", f"{mass:.3f}", verdict, "mean total probability of the teacher's top-k")

@@ -1,7 +1,7 @@
-"""Samples from teacher files: given answers with a teacher's log-probs, and the teacher's top-k as loss targets.
+"""Make samples from teacher files: given answers, the teacher's log-probs, and the teacher's top-k as loss targets.
 
-A file has scores only for the answers in it, so it is not a `TeacherScorer`: the pipeline `offline_distill` draws its
-rows.
+A file can score only the answers in it, so it is not a `TeacherScorer`: the pipeline `offline_distill` draws the rows
+of the file.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from roll_opd.teachers.target_refs import hold
 
 
 def scored_samples(rows: Sequence[Prompt], teacher: str) -> list[Sample]:
-    """Return a sample for each row, with the log-probs of `teacher` where the file has them."""
+    """Return a sample for each row, with the log-probs of `teacher` if the file has them."""
     return [_sample(row, _scores(row), teacher) for row in rows]
 
 

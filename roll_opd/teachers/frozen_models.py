@@ -1,4 +1,4 @@
-"""The scoring stage of a step: each teacher scores the samples of its tags, the reference policy scores all."""
+"""The scoring stage of a step: each teacher scores the samples with its tags, the reference policy scores all."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -17,20 +17,20 @@ from roll_opd.teachers.views import TeacherView
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher model: its plan, the scorer of its log-probs, and its view of samples."""
+    """A teacher: its plan, its scorer, and its view of samples."""
 
     plan: TeacherPlan
     scorer: TeacherScorer
     view: TeacherView
 
     def scores(self, sample: Sample) -> bool:
-        """Whether the teacher accepts the sample's tag, and no workflow has set the teacher's log-probs."""
+        """Whether the teacher has the sample's tag, and a workflow has not already set the teacher's log-probs."""
         return self.plan.accepts(sample.tag) and self.plan.name not in sample.teacher_logprobs
 
     async def score(
         self, samples: Sequence[Sample], temperature: float, wanted: Wanted = LOGPROBS
     ) -> list[TeacherAnswer]:
-        """Return an answer for each sample, over the student's response tokens. Errors as of `TeacherScorer.score`."""
+        """Return an answer for each sample, over the student's response tokens. Raises as `TeacherScorer.score`."""
         sequences = [self.view.reads(sample) for sample in samples]
         answers = await self.scorer.score(sequences, temperature, self.view.wants(wanted))
         return [self.view.back(sample, answer) for sample, answer in zip(samples, answers, strict=True)]
@@ -49,8 +49,8 @@ class TopkSource(Protocol):
 class FrozenModels:
     """The teachers of a run and its reference policy.
 
-    With an objective in `targets_for`, teachers also compute the targets of that objective. With a `student`, the
-    targets are the log-probs of the student's most likely tokens.
+    If `targets_for` has an objective, teachers also compute the targets of that objective. If `student` is set, the
+    targets are log-probs of the student's most likely tokens.
     """
 
     teachers: Sequence[Teacher] = ()
@@ -61,9 +61,9 @@ class FrozenModels:
     coverage: Coverage = field(default_factory=Coverage, compare=False)
 
     def step_metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Return the servers' bills since the last step, and the fraction of tokens that each teacher scored.
+        """Return counts of requests and tokens sent to servers, and the fraction of tokens that each teacher scored.
 
-        A Megatron teacher for all tags always scores all tokens, so its fraction is left out.
+        The fraction is left out for a Megatron teacher without tags, which scores all tokens.
         """
         partial = [one.plan.name for one in self.teachers if one.plan.tags is not None or one.plan.role is None]
         metrics = self.shares.metrics(samples, partial) if partial else {}
@@ -79,8 +79,8 @@ class FrozenModels:
     async def compute_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Sample]:
         """Return the samples with the log-probs and targets of all models, which compute concurrently.
 
-        RunError if there are teachers and none accepts a sample's tag, or if a teacher with another tokenizer scores
-        too few tokens of the run.
+        RunError if there are teachers but none has a sample's tag, or if a teacher with another tokenizer can score too
+        few tokens of the run.
         """
         ids = None
         if self.student and self.targets_for:
@@ -96,7 +96,10 @@ class FrozenModels:
             result.append(_with_answers(sample, answers, names) if answers else sample)
         unscored = sorted({sample.tag for sample in result if not sample.teacher_logprobs}) if self.teachers else []
         if unscored:
-            raise RunError(f"no teacher scores samples tagged {', '.join(unscored)}: add the tag to a tag_included")
+            raise RunError(
+                f"no teacher scores samples with tag {', '.join(unscored)}: add the tag to the tag_included of a"
+                " teacher"
+            )
         if any(sample.alignments for sample in result):
             self.coverage.add(result)
         if self.reference:
@@ -106,7 +109,7 @@ class FrozenModels:
     async def _answers(
         self, teacher: Teacher, samples: Sequence[Sample], temperature: float, ids: Sequence[TargetRef] | None
     ) -> dict[int, TeacherAnswer]:
-        """Return the answers of one teacher by sample number."""
+        """Return a map: number of a sample -> the teacher's answer."""
         numbers = [number for number, sample in enumerate(samples) if teacher.scores(sample)]
         if not numbers:
             return {}
@@ -121,7 +124,7 @@ class FrozenModels:
 
 
 def wanted_for(objective: ObjectivePlan | None, ids: Sequence[TargetRef]) -> Wanted:
-    """Return the targets of an objective. `ids`: the student's most likely tokens, if the objective uses them."""
+    """Return the targets that an objective needs. `ids`: the student's most likely tokens, if they are used."""
     if objective is None:
         return LOGPROBS
     if objective.opd_objective == "full":
@@ -146,7 +149,7 @@ def check_targets(teachers: Sequence[Teacher], objective: ObjectivePlan) -> None
 
 
 def _with_answers(sample: Sample, answers: Mapping[str, TeacherAnswer], names: Sequence[str]) -> Sample:
-    """Return the sample with the teachers' answers, in the order of `names`, so that sums are reproducible."""
+    """Return the sample with the teachers' answers added in the order of `names`, so that sums are reproducible."""
     columns = {**sample.columns, **{logprobs_column(name): answer.logprobs for name, answer in answers.items()}}
     for column in [logprobs_column(name) for name in names]:
         if column in columns:

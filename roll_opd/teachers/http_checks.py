@@ -1,8 +1,8 @@
-"""Test requests to a teacher's server at the start of a run. They check the model, context, tokenizer, temperature and
-top-k, and that repeated scoring agrees across replicas.
+"""Test requests to a teacher's server at the start of a run.
 
-If a check fails, the run does not start and the error gives the reason. A property that a server does not report is
-logged and not checked.
+They check model, context length, tokenizer, temperature and top-k, and that all replicas return the same log-probs. If
+a check fails, the run ends with an error that gives the reason. A property that a server does not report is not
+checked, and a log line notes it.
 """
 
 import asyncio
@@ -21,10 +21,11 @@ from roll_opd.teachers.http_protocols import Question
 from roll_opd.teachers.http_teacher import HttpScorer
 from roll_opd.teachers.scorer import Target
 
-START_SECONDS = 900.0  # in which a server must begin to answer
-REPEATS = 4  # scorings of one sequence at each address
-AGREEMENT = 0.05  # nats: a larger mean difference of two scorings of one sequence is another model or precision
-SCALED = 0.02  # relative error of log-prob differences at another temperature
+START_SECONDS = 900.0  # time in which a server must start to answer
+REPEATS = 4  # how many times one sequence is scored at each address
+# nats; two scorings of a sequence that differ by more on average are of different models or precisions
+AGREEMENT = 0.05
+SCALED = 0.02  # largest relative error of log-prob differences at another temperature
 WORDS = (
     *("", "a", " the", "Hello", "naïve", "東京", "🙂👍🏽", "e\u0301", "x=1;", "\n\n", "\t", "  ", "1234567", "<tag>"),
     *("'s", "éé"),
@@ -41,11 +42,11 @@ def probe_strings() -> list[str]:
 async def check_server(
     scorer: HttpScorer, tokenizer: Path, temperature: float, target: Target | None, topk: int, longest: int
 ) -> None:
-    """Check the servers of a teacher. RunError with the first failed check.
+    """Check the servers of a teacher. RunError describes the first check that fails.
 
     Args:
         tokenizer: directory of the teacher's tokenizer.
-        target: the kind of targets that the run's objective reads.
+        target: the kind of targets that the objective needs.
         longest: length of the longest sequence to score, in tokens.
     """
     await _find_model(scorer, longest)
@@ -63,7 +64,7 @@ async def check_server(
 
 
 async def _find_model(scorer: HttpScorer, longest: int) -> None:
-    """Set the scorer's model to the only listed one, or check that it is listed; check its context length."""
+    """Set the scorer's model to the only model that is listed, or check that it is listed; check the context length."""
     for url in scorer.plan.url:
         listed = _by_name(await _answer(scorer, _endpoint(scorer, url, scorer.protocol.listing, "GET"), None))
         if listed is None:
@@ -76,15 +77,15 @@ async def _find_model(scorer: HttpScorer, longest: int) -> None:
             names = ", ".join(sorted(listed))
             raise RunError(f"teacher {scorer.name}: http.model_name: {which} {url}, which has {names}")
         length = listed[scorer.model]
-        if length and length <= longest:  # one token is generated
+        if length and length <= longest:  # the server generates one token in addition
             raise RunError(
-                f"teacher {scorer.name}: {url} takes at most {length} tokens, and sequences have up to {longest};"
+                f"teacher {scorer.name}: {url} accepts at most {length} tokens, but sequences have up to {longest};"
                 f" start the server with --max-model-len {longest + 1}"
             )
 
 
 def _by_name(answer: Any) -> dict[str, int | None] | None:
-    """Return model -> context length of the listed models; None if the server has no list."""
+    """Return a map: listed model -> context length; None if the server lists no models."""
     try:
         return {str(model["id"]): model.get("max_model_len") for model in answer["data"]} or None
     except (KeyError, TypeError, AttributeError):
@@ -92,7 +93,7 @@ def _by_name(answer: Any) -> dict[str, int | None] | None:
 
 
 async def _check_tokenizer(scorer: HttpScorer, tokenizer: Path) -> None:
-    """If the server tokenizes, compare its token ids of the probe strings with those from the tokenizer files."""
+    """If the server can tokenize, compare its token ids of the probe strings with the ids from the tokenizer files."""
     probes = probe_strings()
     expected = token_ids(load_tokenizer(str(tokenizer)), probes, [False] * len(probes))
     for url in scorer.plan.url:
@@ -100,20 +101,23 @@ async def _check_tokenizer(scorer: HttpScorer, tokenizer: Path) -> None:
         body = {"model": scorer.model, "prompt": probes[0], "add_special_tokens": False}
         first = await _answer(scorer, endpoint, body)
         if not isinstance(first, dict) or "tokens" not in first:
-            _log.warning("teacher %s: %s does not tokenize; its tokenizer is not compared", scorer.name, url)
+            _log.warning(
+                "teacher %s: %s has no endpoint that tokenizes; its tokenizer is not compared", scorer.name, url
+            )
             return
         answers = await asyncio.gather(*[_answer(scorer, endpoint, {**body, "prompt": probe}) for probe in probes])
         for probe, ids, answer in zip(probes, expected, answers, strict=True):
             found = answer.get("tokens") if isinstance(answer, dict) else None
             if found != list(ids):
                 raise RunError(
-                    f"teacher {scorer.name}: {url} splits {probe!r} into {found}, and {tokenizer} into {list(ids)}:"
-                    " the server has another tokenizer; give its directory in model_args.model_name_or_path"
+                    f"teacher {scorer.name}: {url} splits {probe!r} into {found}, but {tokenizer} into {list(ids)}:"
+                    " the server has another tokenizer; give the directory of the server's tokenizer in"
+                    " model_args.model_name_or_path"
                 )
 
 
 async def _check_repeats(scorer: HttpScorer, question: Question) -> None:
-    """Score one sequence several times at each address, and compare the log-probs."""
+    """Score one sequence several times at each address; RunError if the log-probs differ."""
     scorings = [scorer.ask(question, replica) for replica in range(len(scorer.plan.url)) for _ in range(REPEATS)]
     replies = np.stack([reply.logprobs for reply in await asyncio.gather(*scorings)]).astype(np.float64)
     worst = float(np.abs(replies - np.median(replies, 0)).mean(1).max())
@@ -133,19 +137,19 @@ async def _check_temperature(scorer: HttpScorer, tokens: np.ndarray, temperature
     error = np.abs(found * temperature - expected).mean() / max(float(np.abs(expected).mean()), 1e-6)
     if error > SCALED:
         raise RunError(
-            f"teacher {scorer.name}: the server returns log-probs at temperature 1, and the student samples at"
+            f"teacher {scorer.name}: the server returns log-probs at temperature 1, but the student samples at"
             f" {temperature:g}; set generating_args.temperature: 1.0"
         )
 
 
 def _endpoint(scorer: HttpScorer, url: str, path: str, method: Literal["POST", "GET"]) -> Endpoint:
-    """Return a client of a path that gives up after `START_SECONDS`."""
+    """Return a client for a path; its requests fail after `START_SECONDS`."""
     given = scorer.plan.retry_seconds
     return scorer.endpoint(url, path, method, START_SECONDS if given is None else min(START_SECONDS, given))
 
 
 async def _answer(scorer: HttpScorer, endpoint: Endpoint, body: Any) -> Any:
-    """Return a JSON answer; None if the server does not have the path. RunError if no server answers."""
+    """Return an answer's JSON; None if the server does not have the path. RunError if the server does not answer."""
     try:
         return await endpoint.ask(body, lambda found: found, Counter())
     except GaveUp as error:

@@ -1,7 +1,7 @@
-"""Protocols of servers that return log-probs of given tokens: building a request's body, and reading an answer.
+"""Protocols of servers that return log-probs of given tokens: how to build a request's body and read an answer.
 
-An answer is checked against its request: the model, the number of tokens, and the tokens themselves if the server
-returns them. All log-probs must be finite and at most 0.
+An answer must match its request in the model, the number of tokens, and the tokens themselves if the server returns
+them. All log-probs must be finite and at most 0.
 
 Legend: T tokens, P prompt tokens, K tokens of a top-k. Entry t of a [T-P] array belongs to token P+t.
 """
@@ -27,12 +27,12 @@ class BadAnswer(ValueError):
 
 @dataclass(frozen=True)
 class Question:
-    """A sequence whose log-probs are requested, with the targets for each response token."""
+    """A sequence whose log-probs are requested, and the targets for each response token."""
 
     tokens: np.ndarray  # int64 [T]
     prompt_length: int
     temperature: float = 1.0
-    topk: int = 0  # the server's most likely tokens
+    topk: int = 0  # number of the server's most likely tokens to return
     ids: np.ndarray | None = None  # int [T-P, K], tokens whose log-probs are requested
 
     @property
@@ -45,15 +45,15 @@ class Reply:
     """The values of an answer."""
 
     logprobs: np.ndarray  # f32 [T-P]
-    topk_ids: np.ndarray | None = None  # int32 [T-P, K], of the top-k, else the requested `ids`
+    topk_ids: np.ndarray | None = None  # int32 [T-P, K], token ids of the top-k, or the requested `ids`
     topk_logprobs: np.ndarray | None = None  # f32 [T-P, K]
 
 
 class HttpProtocol(Protocol):
     """How a server scores tokens."""
 
-    path: str  # below the server's address
-    listing: str  # path that names the models
+    path: str  # path of requests, below the server's address
+    listing: str  # path at which models are listed
     targets: frozenset[Target]
 
     def body(self, question: Question, model: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class HttpProtocol(Protocol):
 class VllmCompletions:
     """vLLM's /v1/completions with `prompt_logprobs`, at temperature 1.
 
-    For log-probs of given ids the answer must have the whole vocabulary, so the server needs `--max-logprobs -1`.
+    For log-probs of given ids, vLLM must return the whole vocabulary, so the server needs `--max-logprobs -1`.
     """
 
     path, listing = "/v1/completions", "/v1/models"
@@ -84,7 +84,8 @@ class VllmCompletions:
 class VllmTokens:
     """vLLM's /inference/v1/generate with `prompt_logprob_token_ids`, at temperature 1.
 
-    Log-probs arrive as one array [T-P, 1+K]: first the sequence's own token, then the given ids.
+    Log-probs are returned as one array [T-P, 1+K]: column 0 is of the sequence's tokens, the other columns of the given
+    ids.
     """
 
     path, listing = "/inference/v1/generate", "/v1/models"
@@ -154,7 +155,7 @@ class Sglang:
         rows = _last_rows(_field(answer, "meta_info", "input_top_logprobs"), question)
         pairs = [_triples(row) for row in rows]
         if any(len(values) != question.topk for values, _ in pairs):
-            raise BadAnswer(f"a token has not {question.topk} most likely tokens")
+            raise BadAnswer(f"a token has fewer or more than {question.topk} most likely tokens")
         top = np.array([ids for _, ids in pairs], np.int32), _checked([values for values, _ in pairs])
         return Reply(_checked(logprobs), *top)
 
@@ -162,7 +163,7 @@ class Sglang:
 class OpenaiEcho:
     """Completions with `echo` (Together, Fireworks), at temperature 1: log-probs of the sequence's tokens.
 
-    Top-k entries are texts, and several ids can have the same text, so targets are not supported.
+    Entries of a top-k are texts, and several ids can have the same text, so targets are not supported.
     """
 
     path, listing = "/v1/completions", "/v1/models"
@@ -173,7 +174,7 @@ class OpenaiEcho:
         return {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 1.0, "echo": True, "logprobs": 1}
 
     def read(self, question: Question, answer: Any) -> Reply:
-        # Together separates the prompt from the completion
+        # Together AI returns the prompt's log-probs separately from the completion's
         kind = "prompt" if isinstance(answer, dict) and answer.get("prompt") else "choices"
         found = _field(answer, kind, 0, "logprobs")
         if isinstance(found.get("content") if isinstance(found, dict) else None, list):
@@ -228,7 +229,7 @@ def _from_rows(question: Question, rows: Sequence[Any]) -> Reply:
             values = [[row[int(one)][0] for one in wanted] for row, wanted in zip(found, question.ids, strict=True)]
             return Reply(_checked(own), question.ids.astype(np.int32), _checked(values))
     except KeyError as error:
-        raise BadAnswer(f"no log-prob of token {error}: the server scored other tokens") from None
+        raise BadAnswer(f"no log-prob of token {error}: the server scored different tokens") from None
     except (AttributeError, TypeError, ValueError) as error:
         raise BadAnswer(f"prompt_logprobs are not log-probs by token id: {error}") from None
     if not question.topk:
@@ -250,7 +251,7 @@ def _triples(rows: Any) -> tuple[list[Any], list[int]]:
 
 def _same_tokens(question: Question, ids: Sequence[int]) -> None:
     if not np.array_equal(np.asarray(ids), question.response):
-        raise BadAnswer("the server returned log-probs of other tokens than the requested ones")
+        raise BadAnswer("the server returned log-probs of tokens that were not requested")
 
 
 def _checked(values: Any) -> np.ndarray:

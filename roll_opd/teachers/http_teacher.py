@@ -1,8 +1,8 @@
-"""Teachers behind a server: `HttpScorer` requests log-probs of token ids, one request for each sequence.
+"""Teachers that are reached over HTTP: `HttpScorer` requests log-probs of token ids, one request for each sequence.
 
-A request is repeated until the server answers: on failures and timeouts the run waits, with a warning each minute. If
-an answer contradicts its request, the request is repeated; if that fails too, the run ends. No update uses a missing or
-wrong log-prob.
+A request is repeated until the server answers: after failures and timeouts the run waits and warns each minute. If an
+answer contradicts its request, the request is repeated; after `BAD_ANSWERS` such answers the run ends. So an update
+never uses a missing or wrong log-prob.
 
 Legend: T tokens, P prompt tokens, K tokens of a top-k.
 """
@@ -28,15 +28,15 @@ from roll_opd.teachers.scorer import LOGPROBS, Target, TeacherAnswer, TokenSeque
 from roll_opd.teachers.target_refs import hold, opened
 
 STALLED = 60.0  # seconds without an answer before a warning
-BAD_ANSWERS = 3  # to one request, before the run ends
-REPLICA_SECONDS = 20.0  # of failures, before a request goes to another address of the server
+BAD_ANSWERS = 3  # bad answers to one request after which the run ends
+REPLICA_SECONDS = 20.0  # time of failures after which a request goes to another address of the server
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class Bill:
-    """Requests and tokens of a teacher since the last report."""
+    """Counts of requests and tokens sent to a teacher since the last report."""
 
     requests: int = 0
     tokens_sent: int = 0
@@ -56,7 +56,7 @@ class Bill:
 class HttpScorer:
     """A `TeacherScorer` for one server, or for several servers of the same model."""
 
-    is_exact = False  # servers batch requests by load, which changes the rounding
+    is_exact = False  # a server's batches depend on the load, and with them the rounding
 
     def __init__(self, name: str, plan: HttpPlan, vocab_size: int, cache: AnswerCache | None = None) -> None:
         """Read the API key from the environment. RunError if it is not set.
@@ -64,12 +64,12 @@ class HttpScorer:
         Args:
             name: the teacher's name.
             vocab_size: number of token ids that the teacher has.
-            cache: cache of answers, kept for a resume.
+            cache: on-disk cache of answers, used after a resume.
         """
         self.name, self.plan, self._cache = name, plan, cache
         self.protocol = PROTOCOLS[plan.server]
         self.targets: frozenset[Target] = self.protocol.targets
-        self.model = plan.model_name or ""  # the start checks set the listed one
+        self.model = plan.model_name or ""  # if empty, the checks at the start set the listed model
         self.bill = Bill()
         self._vocab_size = vocab_size
         self._endpoints = [self.endpoint(url, self.protocol.path) for url in plan.url]
@@ -79,7 +79,7 @@ class HttpScorer:
     def endpoint(
         self, url: str, path: str, method: Literal["POST", "GET"] = "POST", retry_seconds: float | None = None
     ) -> Endpoint:
-        """Return the client of a path on a server; `retry_seconds` None: the plan's value."""
+        """Return the client for a path on a server; `retry_seconds` None: as in the plan."""
         plan, key = self.plan, self._api_key()
         given = [plan.retry_seconds, REPLICA_SECONDS if len(plan.url) > 1 else None]
         limit = min((one for one in given if one is not None), default=None) if retry_seconds is None else retry_seconds
@@ -108,7 +108,7 @@ class HttpScorer:
         return [_as_answer(*one, wanted) for one in zip(questions, replies, plain, strict=True)]
 
     async def ask(self, question: Question, replica: int | None = None) -> Reply:
-        """Return a server's answer to one question; `replica`, if given, is the number of the address to ask."""
+        """Return a server's answer to one question; `replica`: number of the address to use, None: any."""
         if not len(question.response):
             return _empty(question)
         body, bad = self.protocol.body(question, self.model), 0
@@ -143,17 +143,17 @@ class HttpScorer:
                 self.bill.tokens_sent += (1 + repeated.total()) * len(question.tokens)
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return the bill since the last call."""
+        """Return the counts of requests and tokens since the last call."""
         bill, self.bill = self.bill, Bill()
         return bill.metrics(self.name)
 
     def end(self) -> None:
-        """Close the cache; connections close with the event loop."""
+        """Close the cache. Connections close together with the event loop."""
         if self._cache:
             self._cache.close()
 
     async def _all_answers(self, questions: Sequence[Question]) -> list[Reply]:
-        """Return the answers, from the cache or the server; cancel the other requests if one fails."""
+        """Return the answers, from the cache or the server; if one request fails, cancel the others."""
         keys = [self._key(question) for question in questions]
         found = {n: reply for n, key in enumerate(keys) if (reply := self._cached(key))}
         self.bill.cached_tokens += sum(len(questions[n].tokens) for n in found)
@@ -175,7 +175,7 @@ class HttpScorer:
         return reply
 
     async def _watched(self, requests: int) -> None:
-        """Warn each minute in which no answer arrives."""
+        """Log a warning for each minute without an answer."""
         while requests:
             await asyncio.sleep(STALLED)
             silent = time.monotonic() - self._answered
@@ -216,8 +216,8 @@ class HttpScorer:
         largest = max((int(tokens.max()) for tokens, _ in sequences), default=0)
         if largest >= self._vocab_size:
             raise RunError(
-                f"token {largest} is outside {self.name}'s vocabulary of {self._vocab_size}; use a teacher of the same"
-                " vocabulary"
+                f"token {largest} is outside {self.name}'s vocabulary of {self._vocab_size} tokens; use a teacher with"
+                " the same vocabulary"
             )
 
     def _api_key(self) -> str:
@@ -237,7 +237,7 @@ def _joined(url: str, path: str) -> str:
 
 
 def _is_final(error: GaveUp) -> bool:
-    """Whether the server refuses the request, so that repeating it cannot help."""
+    """Whether the server refuses the request for good, so that repeating it is useless."""
     return error.kind.startswith("http_4") and error.kind not in ("http_408", "http_425", "http_429")
 
 
@@ -250,13 +250,13 @@ def _given_ids(wanted: Wanted) -> list[np.ndarray]:
 
 
 def _as_answer(question: Question, reply: Reply, plain: Reply, wanted: Wanted) -> TeacherAnswer:
-    """Return log-probs, and targets in the form that `wanted` asks for; `plain` has the top-k at temperature 1."""
+    """Return log-probs, and targets in the form that `wanted` requests; `plain` has the top-k at temperature 1."""
     if reply.topk_ids is None or reply.topk_logprobs is None:
         return TeacherAnswer(reply.logprobs)
     if wanted.vocab_size and reply.topk_ids.size and int(reply.topk_ids.max()) >= wanted.vocab_size:
         raise RunError(
-            f"the teacher's top-k has token {int(reply.topk_ids.max())}, and the student has {wanted.vocab_size} token"
-            " ids; use opd_topk_source: student"
+            f"the teacher's top-k has token {int(reply.topk_ids.max())}, but the student has only {wanted.vocab_size}"
+            " token ids; use opd_topk_source: student"
         )
     arrays = {
         "topk_ids": reply.topk_ids,
@@ -272,9 +272,9 @@ def _as_answer(question: Question, reply: Reply, plain: Reply, wanted: Wanted) -
 
 
 def rest_logprobs(topk_logprobs: np.ndarray) -> np.ndarray:
-    """Return the log-prob of all other tokens together, f32 [N], from the log-probs [N, K] of K distinct tokens."""
+    """Return the log-prob of the tail (all other tokens), f32 [N], from the log-probs [N, K] of K distinct tokens."""
     inside = np.exp(topk_logprobs.astype(np.float64)).sum(-1)
-    smallest = np.finfo(np.float32).eps  # the rounding of the log-probs
+    smallest = np.finfo(np.float32).eps  # rounding can make the sum slightly larger than 1
     return np.log(np.maximum(1 - inside, smallest)).astype(np.float32)
 
 

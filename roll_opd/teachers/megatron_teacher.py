@@ -15,7 +15,7 @@ from roll_opd.teachers.scorer import EVERY_TARGET, LOGPROBS, Target, TeacherAnsw
 
 @dataclass(frozen=True)
 class MegatronScorer:
-    """The ranks of a Megatron role as a `TeacherScorer`."""
+    """A `TeacherScorer` that runs on the ranks of a Megatron role."""
 
     name: str
     group: FrozenGroup
@@ -45,11 +45,11 @@ class MegatronScorer:
         return [TeacherAnswer(*one) for one in kept]
 
     async def output_head(self) -> list[Reference]:
-        """Return a reference to the output embedding of the whole vocabulary."""
+        """Return a reference to the output embedding of all token ids."""
         return next(head for head in await self.group.call("output_head") if head)
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return no metrics: the run's clock already measures the ranks."""
+        """Return no metrics; the time of the ranks is measured by the run's clock."""
         return {}
 
     def end(self) -> None:
@@ -60,8 +60,8 @@ class MegatronScorer:
         largest = max((int(tokens.max()) for tokens, _ in sequences), default=0)
         if largest >= self.vocab_size:
             raise RunError(
-                f"token {largest} is outside {self.name}'s vocabulary of {self.vocab_size}: the student's vocabulary "
-                "has more padding, from which it sampled; use a teacher of the same vocabulary"
+                f"token {largest} is outside {self.name}'s vocabulary of {self.vocab_size}: the student sampled a"
+                " padding id that the teacher does not have; use a teacher with the same vocabulary"
             )
 
 
@@ -77,7 +77,7 @@ class Follower:
         return step % self.plan.update_interval == 0
 
     async def save(self, directory: Path) -> Writing:
-        """Write the weights to `directory`/NAME; a live follower writes none, as it has the student's weights."""
+        """Write the weights to `directory`/NAME; a live follower has the student's weights and writes none."""
         if self.plan.is_live:
             return Writing([])
         await self.group.call("save", directory / self.plan.name)

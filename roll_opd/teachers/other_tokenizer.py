@@ -3,12 +3,12 @@
 The teacher reads its own prompt, rendered by its own template, and the bytes of the response in its own tokens. The
 student's own tokens never change. Rules for the response:
 
-- Ordinary tokens, and added tokens that are not special (tags of thoughts and tool calls), are bytes. The teacher's
-  tokenizer encodes each uninterrupted stretch of them.
+- Ordinary tokens, and added tokens that are not special (tags around thoughts and tool calls), are turned into bytes.
+The teacher's tokenizer encodes each unbroken run of such tokens.
 - A token that ends a turn becomes the teacher's token that ends a turn. Any other special token becomes the teacher's
   special token of the same text. If the teacher has none, the token has no credit.
-- Observed tokens have no credit. If they are a turn of the student's template, the teacher reads the same content in
-  the teacher's template; otherwise it reads their bytes.
+- Observed tokens have no credit. If they form a turn in the student's template, the teacher reads the same content as a
+turn in its template; otherwise it reads their bytes.
 
 Legend: T-P student tokens and U teacher tokens of a response.
 """
@@ -27,64 +27,66 @@ from roll_opd.teachers.prefix_logprobs import PrefixLogprobs
 from roll_opd.teachers.scorer import TeacherAnswer, TokenSequence, Wanted
 from roll_opd.teachers.turn_markup import NO_MARKUP, TurnMarkup
 
-KEPT = 4096  # responses whose alignment is kept between the request and its answer
+KEPT = 4096  # maximum number of alignments that are kept between request and answer
 
 
 @dataclass(frozen=True)
 class OtherTokenizer:
-    """A `TeacherView` for a teacher whose token ids are not the student's."""
+    """A `TeacherView` for a teacher with other token ids than the student."""
 
     teacher: str
     student: TokenBytes
-    encoder: ByteEncoder  # of the teacher's tokenizer
-    ends: Mapping[int, int]  # student tokens that end a turn -> the teacher's token that does
+    encoder: ByteEncoder  # encodes bytes as the teacher's tokens
+    ends: Mapping[int, int]  # student token that ends a turn -> the teacher's token that ends a turn
     student_turns: TurnMarkup = NO_MARKUP
     teacher_turns: TurnMarkup = NO_MARKUP
-    max_tokens: int | None = None  # positions of the teacher's model
-    prefixes: PrefixLogprobs | None = None  # log-probs of single student tokens; None: of chunks
+    max_tokens: int | None = None  # limit of the teacher's model
+    prefixes: PrefixLogprobs | None = None  # computes log-probs of single student tokens; None: log-probs are of chunks
     _kept: dict[tuple[bytes, bytes], tuple[np.ndarray, Alignment]] = field(
         default_factory=dict, repr=False, compare=False
     )
 
     def reads(self, sample: Sample) -> TokenSequence:
-        """Return the teacher's prompt followed by the response in the teacher's tokens, and the length of that prompt.
+        """Return the teacher's prompt followed by the response in the teacher's tokens, and the prompt's length.
 
-        RunError for a sample without a prompt for this teacher: the student's prompt is not in the teacher's tokens.
+        RunError if the sample has no prompt for this teacher: the student's prompt has other tokens.
         """
         prompt = sample.teacher_prompts.get(self.teacher)
         if prompt is None:
             raise RunError(
-                f"sample {sample.id} has no prompt for teacher {self.teacher}, whose tokenizer is not the student's;"
-                " its workflow should call the model with messages"
+                f"sample {sample.id} has no prompt for teacher {self.teacher}, which has another tokenizer; the"
+                " workflow should call the model with messages"
             )
         tokens, _ = self.aligned(sample)
         if self.max_tokens is not None and len(prompt) + len(tokens) > self.max_tokens:
             raise RunError(
                 f"sample {sample.id} has {len(prompt)} prompt and {len(tokens)} response tokens for teacher"
-                f" {self.teacher}, and its model has {self.max_tokens} positions; lower prompt_length or"
+                f" {self.teacher}, but the teacher's model has {self.max_tokens} positions; lower prompt_length or"
                 " response_length"
             )
         return np.concatenate([prompt, tokens]), len(prompt)
 
     def wants(self, wanted: Wanted) -> Wanted:
-        """Return the targets to request: the teacher's top-k for log-probs of single student tokens."""
+        """Return the targets to request: the teacher's top-k, if log-probs are of single student tokens."""
         return replace(wanted, topk=self.prefixes.topk, fetched=True) if self.prefixes else wanted
 
     def back(self, sample: Sample, answer: TeacherAnswer) -> TeacherAnswer:
-        """Return the answer's log-probs on the student's tokens, with the alignment.
+        """Return the answer's log-probs mapped to the student's tokens, with the alignment.
 
-        They are those of `PrefixLogprobs`, or of chunks as in `Alignment.on_student_tokens`; of chunks also with a
-        log-prob that is not finite. RunError if a teacher token has not exactly one log-prob, and for targets that
+        `PrefixLogprobs` computes them for single tokens, `Alignment.on_student_tokens` for chunks (also if some
+        log-prob is not finite). RunError unless each teacher token has exactly one log-prob, and for targets that
         `wants` does not request.
         """
         tokens, alignment = self.aligned(sample)
         if answer.logprobs.shape != tokens.shape:
             raise RunError(
                 f"teacher {self.teacher} returned log-probs of shape {answer.logprobs.shape} for sample {sample.id},"
-                f" which has {len(tokens)} response tokens in its tokenizer; correct its scorer"
+                f" which has {len(tokens)} response tokens in the teacher's tokenizer; correct the teacher's scorer"
             )
         if answer.targets or (answer.arrays and not self.prefixes):
-            raise RunError(f"teacher {self.teacher} has another tokenizer than the student: it has log-probs only")
+            raise RunError(
+                f"teacher {self.teacher} has a different tokenizer than the student, so it returns log-probs only"
+            )
         if self.prefixes is None or not np.isfinite(answer.logprobs).all():
             return TeacherAnswer(alignment.on_student_tokens(answer.logprobs), alignment=alignment)
         is_text = sample.action_mask & ~self._is_single[sample.response_tokens]
@@ -103,14 +105,14 @@ class OtherTokenizer:
 
     @cached_property
     def _is_single(self) -> np.ndarray:
-        """bool [V]: student tokens that are not bytes of text: special ones, and ids without bytes."""
+        """bool [V], true for student tokens that are not text: special tokens, and ids without bytes."""
         single = self.student.lengths == 0  # a new array
         single[[*self.student.special, *self.ends]] = True
         return single
 
     @cached_property
     def _special(self) -> dict[int, int]:
-        """Student special token -> teacher special token with the same text, or with the same role at turn ends."""
+        """Map: special token of the student -> token of the teacher with the same text or that also ends a turn."""
         texts = {number: text for text, number in self.student.added.items() if number in self.student.special}
         known, special = self.encoder.table.added, self.encoder.table.special
         found = {number: known[text] for number, text in texts.items() if known.get(text) in special}
@@ -145,7 +147,7 @@ class OtherTokenizer:
         return teacher[~missing], Alignment(student_ends, teacher_ends, missing, mask, data)
 
     def _observed(self, ids: np.ndarray, before: int | None) -> list[int]:
-        """Return the teacher's tokens for observed tokens; `before`: the student's token before them."""
+        """Return the teacher's tokens for observed tokens; `before`: the student token that precedes them."""
         data = self.student.bytes_of(ids.tolist())
         ended = before is not None and int(before) in self.ends
         if (found := self.student_turns.split(data, ended=ended)) and found.role in self.teacher_turns.around:
@@ -169,7 +171,7 @@ class OtherTokenizer:
 
 
 def _stretches(single: np.ndarray, mask: np.ndarray) -> list[tuple[int, int]]:
-    """Return (start, end) of each unbroken stretch of action tokens or observed tokens, and of each `single` token."""
+    """Return (start, end) of each unbroken run of action tokens or of observed tokens, and of each `single` token."""
     if not len(mask):
         return []
     breaks = (mask[1:] != mask[:-1]) | single[1:] | single[:-1]

@@ -12,11 +12,11 @@ of the response up to the start b of some token, and one token t after them cove
 
     P(n) = Σ_b Σ_t exp(A_b) · p(t | b),    A_b: log-prob of the teacher's tokens before byte b
 
-Tokens t are the token of the response and those of the teacher's top-k. A longer t counts if the student's tokenizer
-would cut its bytes at n too: with the same tokenizer no t does, and q is the teacher's log-prob of the token. Sequences
-that leave the tokens of the response earlier need a further pass each and are left out; so are tokens beyond the
-top-k. This lowers P at some n, and moves a part of a penalty from a token to a neighbour: over a text, Σ q is the
-log-prob of the teacher's tokens in any case.
+The tokens t are the teacher's token of the response and the tokens of the teacher's top-k. A token t that is longer
+counts if the student's tokenizer would also split its bytes at n. With the same tokenizer, no longer t counts, and q is
+the teacher's log-prob of the token. Sequences that leave the response's tokens before b would need a further pass each
+and are left out, and so are tokens beyond the top-k. This lowers P at some n, and moves part of a penalty from a token
+to its neighbour. Over a whole text, Σ q is always the log-prob of the teacher's tokens.
 
 Legend: T-P student tokens of a response, U teacher tokens of it, K tokens of a top-k, V token ids.
 """
@@ -30,12 +30,12 @@ import numpy as np
 from roll_opd.models.token_bytes import ByteEncoder, TokenBytes
 from roll_opd.samples.alignment import NO_CHUNK, Alignment
 
-KEPT_CUTS = 65536  # student cuts of pieces of text
+KEPT_CUTS = 65536  # maximum number of texts whose student tokens are cached
 
 
 @dataclass(frozen=True)
 class PrefixLogprobs:
-    """Both tokenizers, and the number of entries of the teacher's top-k."""
+    """Computes log-probs of student tokens from both tokenizers and the teacher's top-k (`topk` entries)."""
 
     student: ByteEncoder
     teacher: TokenBytes
@@ -52,11 +52,12 @@ class PrefixLogprobs:
     ) -> np.ndarray:
         """Return the teacher's log-probs q on the student's tokens, f32 [T-P]; NaN without a credit.
 
-        A token that is one teacher token, without longer ones, has the teacher's log-prob to the bit.
+        If a student token is also a teacher token, and no longer token counts, q is the teacher's log-prob, bit for
+        bit.
 
         Args:
             alignment: of the response.
-            is_text: bool [T-P], tokens of ordinary text; no teacher token has bytes of such a token and of another.
+            is_text: bool [T-P], true for ordinary text; no teacher token spans such a token and another kind of token.
             tokens: int64 [U - missing], of the teacher.
             logprobs: f32 [U - missing], finite.
             top: ids and log-probs [U - missing, K] of the most likely tokens in place of each of `tokens`.
@@ -80,7 +81,7 @@ class PrefixLogprobs:
         return np.where(credited, found, np.nan).astype(np.float32)
 
     def _candidates(self, text: "_Text", tokens: np.ndarray, ids: np.ndarray) -> list[tuple[int, int]]:
-        """Return (teacher token, entry of its top-k) where another token may cover the end of a student token."""
+        """Return (teacher token, entry of its top-k) for entries that may span the end of a student token."""
         ids = np.minimum(ids, len(self._firsts) - 1)
         firsts = np.frombuffer(text.data, np.uint8)[np.minimum(text.starts, len(text.data) - 1)]
         fits = (self._firsts[ids] == firsts[:, None]) & (ids != tokens[:, None])
@@ -88,9 +89,9 @@ class PrefixLogprobs:
         return [(int(row), int(entry)) for row, entry in np.argwhere(fits)]
 
     def _covered(self, text: "_Text", row: int, piece: bytes) -> Iterator[int]:
-        """Yield the student tokens up to whose ends a token of bytes `piece`, in place of teacher token `row`, counts.
+        """Yield the student tokens for whose ends a token with bytes `piece`, in place of teacher token `row`, counts.
 
-        Its bytes are those of the response up to there, and so is the student's cut of them.
+        Up to such an end, `piece` has the bytes of the response, and the student's tokenizer splits it in the same way.
         """
         start, first = int(text.starts[row]), int(text.nexts[row])
         begin = int(text.ends[first - 1]) if first else 0
@@ -108,7 +109,7 @@ class PrefixLogprobs:
             yield student
 
     def _student_cut(self, data: bytes) -> list[int]:
-        """Return the ends of the student's tokens of a piece of text."""
+        """Return the ends of the tokens into which the student's tokenizer splits a text."""
         if data not in self._cuts:
             if len(self._cuts) >= KEPT_CUTS:
                 self._cuts.clear()
@@ -117,7 +118,7 @@ class PrefixLogprobs:
 
     @cached_property
     def _firsts(self) -> np.ndarray:
-        """int16 [V + 1], first byte of each token; -1 for special ones, ids without bytes, and all ids above."""
+        """int16 [V + 1], first byte of each token; -1 for special tokens, ids without bytes, and larger ids."""
         firsts = [token[0] if token else -1 for token in self.teacher.by_id]
         for token in self.teacher.special:
             firsts[token] = -1
@@ -131,18 +132,19 @@ class PrefixLogprobs:
 
 @dataclass(frozen=True)
 class _Text:
-    """Both cuts of a response with the log-probs of the teacher's tokens, f64."""
+    """A response split by both tokenizers, with the log-probs of the teacher's tokens, f64."""
 
     data: bytes
-    ends: np.ndarray  # [T-P], of the student's tokens
-    is_text: np.ndarray  # bool [T-P], with a credit
-    sums: np.ndarray  # [T-P], of the teacher tokens that end in a student token
-    reached: np.ndarray  # [T-P], A at the last end of a teacher token up to the student token's end
-    own: np.ndarray  # [T-P], log-prob of the response's teacher token across the end; 0 where a teacher token ends
-    before: np.ndarray  # [U - missing], A at the start of a teacher token
+    ends: np.ndarray  # [T-P], ends of the student's tokens, in bytes
+    is_text: np.ndarray  # bool [T-P], true for tokens with a credit
+    sums: np.ndarray  # [T-P], sum of the log-probs of teacher tokens that end inside the student token
+    reached: np.ndarray  # [T-P], A at the last teacher-token end that is not after the student token's end
+    # [T-P], log-prob of the teacher token that spans the student token's end; 0 if a teacher token ends there
+    own: np.ndarray
+    before: np.ndarray  # [U - missing], A at the teacher token's start
     starts: np.ndarray  # [U - missing]
-    nexts: np.ndarray  # [U - missing], first student token that ends after the start
-    needed: np.ndarray  # [U - missing], bytes from the start to the end of that token
+    nexts: np.ndarray  # [U - missing], first student token that ends after the teacher token's start
+    needed: np.ndarray  # [U - missing], bytes from the teacher token's start to the end of that student token
     in_text: np.ndarray  # bool [U - missing]
 
     @classmethod
@@ -152,7 +154,8 @@ class _Text:
         values = np.zeros(len(covered))
         values[covered] = logprobs
         before = np.append(0.0, np.cumsum(values))
-        done = np.searchsorted(teacher_ends, ends, side="right")  # teacher tokens up to a student token's end
+        # number of teacher tokens that end up to a student token's end
+        done = np.searchsorted(teacher_ends, ends, side="right")
         is_cut = np.append(0, teacher_ends)[done] == ends
         across = values[np.minimum(done, len(values) - 1)]
         starts = np.append(0, teacher_ends[:-1])[covered]

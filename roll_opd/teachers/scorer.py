@@ -1,7 +1,8 @@
-"""The interface of a teacher: log-probs of given tokens, and targets for distillation over several tokens.
+"""The interface of a teacher, which computes log-probs of given tokens, and targets for distillation over several
+tokens.
 
-The layers above (routing by tag, the order of teachers, the preflight, metrics) are the same for every implementation,
-such as `megatron_teacher.MegatronScorer`. docs/extending.md shows how to add one.
+All implementations, such as `megatron_teacher.MegatronScorer`, share the layers above: routing by tag, order of
+teachers, preflight and metrics. docs/extending.md shows how to add one.
 
 Legend: T tokens of a sequence, P prompt tokens, K tokens of a top-k. Entry t of a [T-P] array belongs to token P+t.
 """
@@ -17,7 +18,7 @@ from roll_opd.samples.sample import TargetRef
 
 TokenSequence = tuple[np.ndarray, int]  # tokens int64 [T] and the prompt length P >= 1
 
-# Targets beyond the log-probs of the sequence's own tokens:
+# Targets in addition to the log-probs of the sequence's tokens:
 # "topk": the scorer's most likely tokens; "ids": the log-probs of given tokens; "hidden": final hidden states
 Target = Literal["topk", "ids", "hidden"]
 EVERY_TARGET: frozenset[Target] = frozenset({"topk", "ids", "hidden"})
@@ -25,13 +26,14 @@ EVERY_TARGET: frozenset[Target] = frozenset({"topk", "ids", "hidden"})
 
 @dataclass(frozen=True)
 class Wanted:
-    """Targets to compute for each response token, in addition to its log-prob."""
+    """The targets to compute for each response token in addition to its log-prob."""
 
     topk: int | None = None
-    ids: Sequence[TargetRef] = ()  # a `topk_ids` array per sequence, such as the student's; instead of `topk`
+    # one `topk_ids` array per sequence, such as the student's top-k; used instead of `topk`
+    ids: Sequence[TargetRef] = ()
     hidden: bool = False
-    vocab_size: int | None = None  # top-k and ids are normalised over token ids below this; None: over all
-    plain: bool = False  # also the log-probs of the top-k at temperature 1
+    vocab_size: int | None = None  # log-probs are normalised over the token ids below this; None: over all ids
+    plain: bool = False  # also return the log-probs of the top-k at temperature 1
     fetched: bool = False  # return arrays instead of a reference to them
 
     @property
@@ -47,12 +49,12 @@ LOGPROBS = Wanted()
 
 @dataclass(frozen=True)
 class TeacherAnswer:
-    """Log-probs of one sequence, with the requested targets."""
+    """The log-probs of one sequence, and the requested targets."""
 
     logprobs: np.ndarray  # f32 [T-P], at the sampling temperature
     targets: TargetRef | None = None
-    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)  # targets if `fetched`; names as of TargetRef
-    alignment: Alignment | None = None  # of the student's and the teacher's tokens, from a view; None: the same tokens
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)  # targets if `fetched`; named as in TargetRef
+    alignment: Alignment | None = None  # alignment of student and teacher tokens, set by a view; None: the same tokens
 
 
 class TeacherScorer(Protocol):
@@ -75,13 +77,13 @@ class TeacherScorer(Protocol):
     ) -> list[TeacherAnswer]:
         """Return an answer for each sequence, in order. Calls may run concurrently.
 
-        Logits are divided by `temperature` before the softmax. A log-prob that is not finite is returned unchanged: the
+        Logits are divided by `temperature` before the softmax. A log-prob that is not finite is returned unchanged; an
         update that reads it is skipped and counted. RunError, with the scorer's name and a remedy, for a token outside
-        the vocabulary, for targets that the scorer cannot compute, and after a failure.
+        the vocabulary, for targets that the scorer cannot compute, and for a failure.
         """
 
     def drain_metrics(self) -> dict[str, float]:
         """Return metrics `opd/teacher/NAME/*` since the last call, such as requests and tokens sent."""
 
     def end(self) -> None:
-        """Release processes or connections; may be called again."""
+        """Release processes or connections; further calls do nothing."""

@@ -1,7 +1,7 @@
-"""References to teacher targets: arrays stay in the object store of the rank that computed them.
+"""References to teacher targets, whose arrays stay in the object store of the rank that computed them.
 
-The driver keeps references and passes them to the student. Each rank of the student fetches the targets of its shard;
-after the last update of the step the driver releases them.
+The driver keeps references and passes them to the student. Each rank of the student fetches the targets of its shard.
+After the last update of the step, the driver releases the arrays.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,11 +14,11 @@ import ray
 from roll_opd.samples.sample import Sample, TargetRef
 from roll_opd.samples.transport import Compact
 
-BUNDLE_BYTES = 2**20  # targets of small samples share an object, since each object costs time
+BUNDLE_BYTES = 2**20  # targets of small samples are stored in one object, since each object costs time
 
 
 def hold(targets: Mapping[int, dict[str, np.ndarray]]) -> dict[int, TargetRef]:
-    """Put arrays, keyed by sample number, into the object store of this node."""
+    """Put arrays into the object store of this node; return a reference for each sample number."""
     found = {}
     for numbers in _bundles(targets):
         bundle = ray.put(Compact([targets[number] for number in numbers]))
@@ -31,7 +31,7 @@ def hold(targets: Mapping[int, dict[str, np.ndarray]]) -> dict[int, TargetRef]:
 def opened(
     held: Sequence[Mapping[str, TargetRef]], needed: Sequence[Sequence[int]]
 ) -> list[dict[str, dict[str, np.ndarray]]]:
-    """Return, by name, the arrays of the samples in these micro-batches; empty arrays for all other samples."""
+    """Return a map: name -> arrays of the samples; empty arrays for samples outside these micro-batches."""
     numbers = {number for part in needed for number in part}
     wanted = {id(one): one for number in numbers for one in held[number].values()}.values()
     references = list({one.bundle: None for one in wanted})
@@ -48,7 +48,7 @@ def opened(
 def with_targets(samples: Sequence[Sample], targets: Sequence[Mapping[str, Mapping[str, np.ndarray]]]) -> list[Sample]:
     """Return the samples of a shard with the targets of every teacher as columns `TEACHER/ARRAY`.
 
-    Samples without targets of a teacher get zeros, which are not in the loss because their `share` is 0.
+    Samples without targets of a teacher get zeros. These do not enter the loss, because their `share` is 0.
     """
     teachers = {name: arrays for own in targets for name, arrays in own.items()}
     result = []
@@ -68,7 +68,7 @@ def _zeros(length: int, like: np.ndarray) -> np.ndarray:
 
 
 def release(experiences: Iterable[Sample]) -> None:
-    """Release the teacher targets of samples."""
+    """Release the teachers' targets of samples."""
     for experience in experiences:
         for held in experience.teacher_targets.values():
             held.released()

@@ -1,7 +1,7 @@
-"""Checks of a teacher by its log-probs on a few samples.
+"""Check a teacher by its log-probs on a few samples.
 
 A wrong teacher raises no error: it returns plausible log-probs, and the student trains on them. The checks compare the
-teacher's log-probs with each other, and with the log-probs of the student that sampled the texts.
+teacher's log-probs with each other, and with those of the student, which sampled the texts.
 
 Legend: N scored tokens of all texts, K tokens of a top-k, S samples.
 """
@@ -17,17 +17,18 @@ import numpy as np
 Verdict = Literal["ok", "warning", "failed"]
 
 WIDTH = 80  # columns of the table
-MARGIN = 1.5  # nats a token, at temperature 1 or above, that a sound teacher may be below the student
-SHARED_MASS = 0.5  # least probability of each model on the other's top-k
-EXACT, ROUNDED = 1e-3, 0.1  # nats that two computations of a log-prob may differ by on average: f32; bf16, fp16
-TEMPERATURE_ERROR = 0.02  # relative error of the measured temperature
-FLAT = 0.01  # nats by which the most likely token must be above 1 / V
-SURPRISED = 12.0  # the same, for the single token that ends an answer
+MARGIN = 1.5  # nats per token by which a sound teacher may be below the student, at temperature 1 or above
+SHARED_MASS = 0.5  # smallest probability that each model must give to the other's top-k
+# nats by which two computations of a log-prob may differ on average, in f32; in bf16 or fp16
+EXACT, ROUNDED = 1e-3, 0.1
+TEMPERATURE_ERROR = 0.02  # largest relative error of the measured temperature
+FLAT = 0.01  # nats by which the log-prob of the most likely token must exceed -ln V
+SURPRISED = 12.0  # as MARGIN, for the single token that ends an answer
 FEW = 32  # action tokens: means over fewer are mostly noise
 SIGNIFICANT = 3.0  # standard errors
 FEWEST_GROUPS = 16  # prompts: standard errors over fewer are too small
 PREFERENCE = "agrees with the reward"
-IN_COMMON = 0.2  # least shared probability; a sound teacher with a student of another task has twice as much
+IN_COMMON = 0.2  # smallest shared probability; a sound teacher shares twice as much with a student of another task
 
 
 @dataclass(frozen=True)
@@ -42,24 +43,24 @@ class Check:
 
 @dataclass(frozen=True)
 class Readings:
-    """Log-probs from student and teacher on the same N tokens, at the sampling temperature.
+    """Log-probs of student and teacher on the same N tokens, at the sampling temperature.
 
-    The N tokens include no observed tokens.
+    Observed tokens are not among the N tokens.
     """
 
     student_logprobs: np.ndarray  # f32 [N]
     student_ids: np.ndarray  # int32 [N, K], most likely first
-    student_topk: np.ndarray  # f32 [N, K], their log-probs
+    student_topk: np.ndarray  # f32 [N, K], log-probs of the top-k
     teacher_logprobs: np.ndarray
     teacher_ids: np.ndarray
     teacher_topk: np.ndarray
     teacher_plain: np.ndarray  # f32 [N, K], of `teacher_ids` at temperature 1
-    again: np.ndarray  # f32 [at most N], a second computation of the teacher's, of the first tokens
-    in_run: np.ndarray  # f32 [N], the teacher's that the update reads; NaN where nothing was sampled
-    sampled: np.ndarray  # bool [N], written by the student
-    prompted: np.ndarray  # bool [N], in a prompt, without special tokens
-    answered: np.ndarray  # bool [N], in an answer from the row
-    ended: np.ndarray  # bool [N], the token that ended a sample
+    again: np.ndarray  # f32 [at most N], log-probs of the teacher's second computation, for the first tokens
+    in_run: np.ndarray  # f32 [N], the teacher's log-probs that the update reads; NaN at tokens that were not sampled
+    sampled: np.ndarray  # bool [N], true if sampled by the student
+    prompted: np.ndarray  # bool [N], true in a prompt, except at special tokens
+    answered: np.ndarray  # bool [N], true in an answer from the row
+    ended: np.ndarray  # bool [N], true at the token that ended a sample
 
     def without(self, observed: np.ndarray) -> "Readings":
         """Return the readings without the tokens in `observed`, bool [N]."""
@@ -69,12 +70,13 @@ class Readings:
 
 @dataclass(frozen=True)
 class Settings:
-    """Facts of the run that the verdicts depend on."""
+    """Facts of the run on which the verdicts depend."""
 
     temperature: float
     exact: bool  # the teacher computes in f32
     vocab_size: int  # token ids that student and teacher both have
-    reads_more: bool = False  # than the student, so its log-probs of the samples may be low
+    # the teacher has another prompt than the student, so its log-probs of the samples may be low
+    reads_more: bool = False
 
     @property
     def tolerance(self) -> float:
@@ -83,7 +85,7 @@ class Settings:
 
 
 def checks(readings: Readings, settings: Settings) -> list[Check]:
-    """Return the verdicts that depend on log-probs; verdicts on the top-k only if the teacher returns one."""
+    """Return the verdicts based on log-probs, and verdicts based on the top-k if the teacher returns one."""
     finite = _finite(readings)
     if finite.verdict != "ok":
         return [finite]
@@ -100,7 +102,7 @@ def checks(readings: Readings, settings: Settings) -> list[Check]:
 
 
 def standard_errors(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str]) -> float:
-    """Return the slope of `gaps` [S] over `rewards` [S] divided by its group-robust standard error; 0 if it is flat.
+    """Return the slope of `gaps` [S] over `rewards` [S], divided by its group-robust standard error; 0 for slope 0.
 
     Samples of one group are dependent, so their residuals are summed first (Liang and Zeger 1986).
     """
@@ -118,9 +120,9 @@ def standard_errors(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str]
 
 
 def preference_check(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str]) -> Check:
-    """Return the verdict on each sample's mean of teacher minus student log-prob per token against its reward.
+    """Return the verdict on how teacher minus student log-prob per token depends on a sample's reward.
 
-    It is a warning if the teacher significantly prefers samples of lower reward.
+    The verdict is a warning if the teacher significantly prefers samples with a lower reward.
     """
     if np.ptp(rewards) == 0:
         return Check(PREFERENCE, f"all rewards are {rewards[0]:g}", "ok", "not judged: no sample has a higher reward")
@@ -132,16 +134,18 @@ def preference_check(gaps: np.ndarray, rewards: np.ndarray, groups: Sequence[str
             PREFERENCE,
             value,
             "warning",
-            "relative to the student, the teacher prefers the samples with the lower reward: it is no better than the "
-            "student at this task, has lost layers, or reads another text; measure its accuracy "
-            "(validation.evaluate_teacher)",
+            "relative to the student, the teacher prefers the samples with the lower reward: it is no better than the"
+            " student at this task, or layers are missing, or it reads another text; measure its accuracy"
+            " (validation.evaluate_teacher)",
         )
-    meaning = "teacher minus student log-prob a token, samples with a reward above the mean against the others"
+    meaning = (
+        "teacher minus student log-prob per token, for samples with a reward above the mean compared with the others"
+    )
     return Check(PREFERENCE, value, "ok", meaning)
 
 
 def table(name: str, rows: Sequence[Check]) -> str:
-    """Return the rows as text `WIDTH` characters wide, followed by the meanings of warnings and failures."""
+    """Return the rows as a table that is `WIDTH` characters wide, followed by the meanings of warnings and failures."""
     lines = [f"Teacher preflight: {name}", "-" * WIDTH]
     for row in rows:
         value = textwrap.wrap(row.value, WIDTH - 36) or [""]
@@ -173,7 +177,7 @@ def _twice(readings: Readings, settings: Settings) -> Check:
         "same sequence twice",
         f"differs by {repeated:.1e}",
         "failed" if wrong else "ok",
-        "the teacher's log-probs of one sequence change from call to call: dropout that is on, or weights that change"
+        "the teacher's log-probs of one sequence change from call to call: dropout is on, or the weights change"
         if wrong
         else "mean difference in nats of two computations",
     )
@@ -191,18 +195,21 @@ def _temperature(readings: Readings, settings: Settings) -> Check:
     in_step = float(apart.mean(dtype=np.float64)) if chosen.any() else 0.0
     wrong = abs(measured / wanted - 1) > TEMPERATURE_ERROR
     verdict: Verdict = "failed" if wrong or in_step > settings.tolerance else "ok"
-    meaning = "from the log-probs at temperature 1; and the difference to the log-probs of the step, in nats"
+    meaning = (
+        "measured from the log-probs at temperature 1; then the difference from the log-probs of the step, in nats"
+    )
     if wrong:
         meaning = (
-            "the teacher scores at another temperature than the student's sampling; their log-probs are not comparable"
+            "the teacher scores at another temperature than the student samples at, so their log-probs are not"
+            " comparable"
         )
     elif verdict == "failed":
-        meaning = "the log-probs of the step are not the teacher's at the sampling temperature"
+        meaning = "the log-probs of the step differ from the teacher's log-probs at the sampling temperature"
     return Check("sampling temperature", f"{measured:.3f}, wanted {wanted:g}; step {in_step:.1e}", verdict, meaning)
 
 
 def _reads_input(readings: Readings, settings: Settings) -> Check:
-    """Check for a lost embedding, norm or head: a uniform distribution, or the same distribution after every token."""
+    """Check for a missing embedding, norm or head: the distribution is uniform, or the same after every token."""
     above = readings.teacher_topk[:, 0].mean(dtype=np.float64) + math.log(settings.vocab_size)
     flat = above < FLAT
     same = len(readings.teacher_ids) > 1 and bool(
@@ -210,7 +217,7 @@ def _reads_input(readings: Readings, settings: Settings) -> Check:
     )
     meaning = "probability of the most likely token, on average"
     if flat:
-        meaning = "the distribution is uniform (-ln V): embedding, final norm or output head have lost their weights"
+        meaning = "the distribution is uniform (-ln V): the weights of embedding, final norm or output head are missing"
     elif same:
         meaning = "the distribution is the same after every token: the teacher does not read its input"
     likeliest = float(np.exp(readings.teacher_topk[:, 0], dtype=np.float64).mean())
@@ -231,20 +238,20 @@ def _enough(readings: Readings) -> Iterator[Check]:
             str(count),
             "warning",
             f"the student generated fewer than {FEW} tokens in the first samples, too few for reliable checks: watch"
-            " opd/reverse_kl/mean of the first steps, or raise rollout_batch_size",
+            " opd/reverse_kl/mean in the first steps, or raise rollout_batch_size",
         )
 
 
 def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarray) -> Check:
-    """Check the teacher's mean log-prob of a text against the student's and that of a uniform distribution."""
+    """Compare the teacher's mean log-prob of a text with the student's and with a uniform distribution."""
     teacher = float(readings.teacher_logprobs[chosen].mean(dtype=np.float64))
     student = float(readings.student_logprobs[chosen].mean(dtype=np.float64))
     gaps = (readings.teacher_logprobs - readings.student_logprobs)[chosen].astype(np.float64)
-    common = float(np.exp(np.minimum(gaps, 0)).mean())  # an estimate of 1 - total variation
+    common = float(np.exp(np.minimum(gaps, 0)).mean())  # estimates 1 - total variation distance
     guess, margin = -math.log(settings.vocab_size), MARGIN / min(1.0, settings.temperature)
     verdict: Verdict = "ok"
     meaning = f"nats a token; a sound teacher is at most {margin:.2g} below the student"
-    # no verdict on text that the student cannot predict either: prompts, for a model trained on answers
+    # no verdict on text that the student cannot predict either, such as prompts for a model trained on answers
     if teacher < student - margin and student > guess + margin:
         verdict, rest = "warning", ""
         if teacher < guess:
@@ -253,15 +260,16 @@ def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarra
             rest = f" and below a uniform distribution (-ln V), and they share {common:.0%} of their probability"
         meaning = (
             f"the teacher's mean log-prob of the {name} is more than {margin:.2g} nats below the student's{rest}:"
-            + (" its prompt leads to other answers, or it is" if settings.reads_more else "")
-            + " another model's weights, lost layers, coarse quantisation, or unknown ids or an unknown template"
+            + (" either its prompt leads to different answers, or it has" if settings.reads_more else "")
+            + " the weights of another model, missing layers, coarse quantisation, or token ids or a template"
+            " that it does not know"
         )
     elif name == "samples" and teacher < min(guess, student - margin):
         verdict = "warning"
         meaning = (
-            "the student's log-probs of its samples are hardly above a uniform distribution (-ln V), so that a sound "
-            "and a wrong teacher look alike: start with a trained student, or measure the teacher "
-            "(validation.evaluate_teacher)"
+            "the student's log-probs of its samples are hardly above a uniform distribution (-ln V), so a sound"
+            " teacher and a wrong one look alike: start with a trained student, or measure the teacher"
+            " (validation.evaluate_teacher)"
         )
     elif name != "samples" and student <= guess + margin:
         meaning = "not judged: the student is no better than a uniform distribution (-ln V)"
@@ -269,7 +277,7 @@ def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarra
 
 
 def _overlap(readings: Readings) -> Check:
-    """Check the probability of each model on the other's top-k, over the student's samples."""
+    """Check the probability that each model gives to the other's top-k, over the student's samples."""
     chosen = readings.sampled
     student_ids, teacher_ids = readings.student_ids[chosen], readings.teacher_ids[chosen]
     shared_NKK = student_ids[:, :, None] == teacher_ids[:, None, :]
@@ -287,10 +295,10 @@ def _overlap(readings: Readings) -> Check:
         f"top-{student_ids.shape[1]} overlap",
         f"{overlap:.0%} of tokens, {of_student:.0%} and {of_teacher:.0%} of mass",
         "warning" if few else "ok",
-        "student and teacher predict different tokens: ids of another family, mixed weights, or text outside the "
-        "teacher's training data"
+        "student and teacher predict different tokens: token ids of another family, weights of several models, or"
+        " text outside the teacher's training data"
         if few
-        else "tokens in both top-k, and their probability under student and teacher",
+        else "fraction of tokens in both top-k, and their probability under student and teacher",
     )
 
 
@@ -304,8 +312,8 @@ def _ends(readings: Readings, settings: Settings) -> Iterator[Check]:
         "end of answers",
         f"{teacher:.2f}, student {student:.2f}",
         "warning" if wrong else "ok",
-        "the teacher hardly ever ends an answer as the student does, so the student learns not to end: their"
-        " end-of-sequence tokens or templates are not the same"
+        "the teacher gives the token that ends the student's answers almost no probability, so the student learns not"
+        " to stop: their end-of-sequence tokens or templates differ"
         if wrong
         else "mean log-prob of the token that ended a sample",
     )

@@ -1,8 +1,8 @@
 """The teacher preflight: student and teacher score a few samples before the first update, and `teacher_checks` judges
 their log-probs. See docs/teacher-preflight.md.
 
-The samples are the first of the run: the preflight generates nothing and compares the log-probs of the first update
-with a second computation. It does not change random state, so a run's results are the same with and without it.
+The samples are the first samples of the run, so the preflight generates none; it compares the log-probs of the first
+update with a second computation. It does not change random state, so a run's results are the same with and without it.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,11 +29,11 @@ from roll_opd.teachers.scorer import TeacherAnswer, Wanted
 from roll_opd.teachers.teacher_checks import Check, Readings, Settings, checks, preference_check
 from roll_opd.teachers.teacher_reach import changes, difference, reach, reach_check
 
-PREFLIGHT_SAMPLES = 64  # samples read by student and teacher, and as many answers from rows
-RESPONSE_TOKENS, ALL_TOKENS = 256, 4096  # action tokens of each response, and tokens of all samples together
-MIN_ACTIONS, MAX_TOKENS = 256, 16_384  # samples are added up to this number of action tokens, or of all tokens
+PREFLIGHT_SAMPLES = 64  # number of samples that student and teacher score, and of answers from rows
+RESPONSE_TOKENS, ALL_TOKENS = 256, 4096  # scored action tokens per response, and tokens of all samples together
+MIN_ACTIONS, MAX_TOKENS = 256, 16_384  # samples are added until they have so many action tokens, or so many tokens
 FEWEST = 4  # samples, however long
-REPEATED = 8  # texts of the second computation: differences between calls show in any text
+REPEATED = 8  # texts in the second computation; few suffice, as differences between calls show in every text
 TOPK = 16
 ANSWERS = ("response", "completion", "output", "solution", "answer")  # columns in which rows may have an answer
 
@@ -52,14 +52,14 @@ class TeacherPreflight:
         """Args:
         mode: the run's `teacher_preflight` setting.
         student: the ranks of the student.
-        report: prints and stores the checks of a teacher, by name.
+        report: callback that prints and stores the checks of a teacher; called with the teacher's name.
         """
         self._mode, self._student, self._report = mode, student, report
         self._demonstrations = demonstrations
         self._left = list(teachers) if mode is not False else []
 
     async def check(self, experiences: Sequence[Sample], temperature: float) -> None:
-        """Check and report every teacher that has scored some of `experiences` and was not checked before.
+        """Check and report every teacher that has scored some of `experiences` and has not been checked yet.
 
         RunError if a check fails, unless the mode is `warn`.
         """
@@ -85,7 +85,7 @@ class TeacherPreflight:
         shared = models[0].vocab if is_aligned else min(model.vocab for model in models)
         answers = _chosen(self._demonstrations) or _answers(chosen, own)
         texts = [*chosen, *answers]
-        # a teacher with its own prompt has only the responses in common with the student
+        # a teacher with another prompt than the student shares only the responses with it
         first = None if teacher.plan.context else 1
         scored = [_scored_from(first, e) for e in texts]
         scorer, most_likely = teacher.scorer, Wanted(topk=min(TOPK, shared), vocab_size=shared, fetched=True)
@@ -129,7 +129,7 @@ class TeacherPreflight:
 
 
 def _chosen(experiences: Sequence[Sample]) -> list[Sample]:
-    """Return a few samples, spread over the step; more samples if their turns are short."""
+    """Return a few samples, spread over the step; more if their responses are short."""
     cut = [_cut(experience) for experience in experiences]
     written = [experience for experience in cut if experience.action_tokens]
     stride = max(1, -(-len(written) // PREFLIGHT_SAMPLES))
@@ -164,7 +164,7 @@ def _logprobs(answers: Sequence[TeacherAnswer]) -> np.ndarray:
 
 
 def _column(answers: Sequence[TeacherAnswer], name: str) -> np.ndarray:
-    """Return one array of all answers, concatenated, [N, K]; K is 0 if the scorer does not return it."""
+    """Return an array of all answers, concatenated, [N, K]; K is 0 if the scorer does not return that array."""
     return np.concatenate([a.arrays.get(name, np.zeros((len(a.logprobs), 0), np.float32)) for a in answers])
 
 
@@ -174,7 +174,7 @@ def _sorted(answer: TeacherAnswer) -> np.ndarray:
 
 
 def _answers(chosen: Sequence[Sample], model: Path) -> list[Sample]:
-    """Return the prompts of samples with the answers in their rows; empty without such answers."""
+    """Return the prompts of samples, each followed by the answer in its row; empty if rows have no answers."""
     texts = {}
     for number, experience in enumerate(chosen):
         found = (experience.extra.get(name) for name in ANSWERS)
@@ -195,7 +195,7 @@ def _answers(chosen: Sequence[Sample], model: Path) -> list[Sample]:
 
 
 def _scored_from(first: int | None, text: Sample) -> Sample:
-    """Return `text` scored from token number `first` on; None: only its response tokens are scored."""
+    """Return `text` with token number `first` as the first scored token; None: only its response is scored."""
     return text if first is None else changed(text, prompt_length=first)
 
 
@@ -215,13 +215,16 @@ def _preference(samples: Sequence[Sample], teacher: str) -> list[Check]:
 
 
 def _size_of(student: ModelInfo, teacher: ModelInfo) -> Check:
-    """Return numbers of layers and parameters from the models' files, with hints that the teacher may lack layers."""
+    """Return numbers of layers and parameters from the models' files, with hints if layers may be missing."""
     window_layers = read_json(teacher.path / "config.json").get(WINDOW_LAYERS)
     hints = list(lost_layer_hints(teacher.path, teacher.layers, teacher.parameters, window_layers))
     sizes = [f"{one.layers} layers {_counted(one.parameters)}" for one in (teacher, student)]
-    meaning = "layers and parameters; a model without its last layers is valid, and a weaker teacher"
+    meaning = (
+        "numbers of layers and parameters; a model without its last layers loads without an error, but is a"
+        " weaker teacher"
+    )
     if hints:
-        meaning = f"{'; '.join(hints)}: if it has lost layers, download the complete model"
+        meaning = f"{'; '.join(hints)}: if layers are missing, download the complete model"
     return Check("size", f"{sizes[0]}; student {sizes[1]}", "warning" if hints else "ok", meaning)
 
 
@@ -230,7 +233,7 @@ def _counted(parameters: int) -> str:
 
 
 def _in_run(text: Sample, teacher: str, first: int | None) -> np.ndarray:
-    """Return for every scored token the log-prob that the update reads; NaN in prompts and in answers of rows."""
+    """Return the log-prob that the update reads for every scored token; NaN in prompts and in answers of rows."""
     start = _scored_from(first, text).prompt_length
     found = np.full(len(text.tokens) - start, np.nan, np.float32)
     if not text.demonstration:
@@ -239,7 +242,7 @@ def _in_run(text: Sample, teacher: str, first: int | None) -> np.ndarray:
 
 
 def _observed(texts: Sequence[Sample], first: int | None) -> np.ndarray:
-    """Return the mask of scored tokens that an environment, a tool or a user wrote, bool [N]."""
+    """Return a mask of the scored tokens from an environment, a tool or a user, bool [N]."""
     places = [np.arange(_scored_from(first, e).prompt_length, len(e.tokens)) - e.prompt_length for e in texts]
     return np.concatenate(
         [(place >= 0) & ~e.action_mask[np.maximum(place, 0)] for e, place in zip(texts, places, strict=True)]
@@ -247,7 +250,7 @@ def _observed(texts: Sequence[Sample], first: int | None) -> np.ndarray:
 
 
 def _uncovered(texts: Sequence[Sample], answers: Sequence[TeacherAnswer], teacher: str) -> np.ndarray:
-    """Return the mask of scored tokens without a log-prob from a teacher with another tokenizer, bool [N]."""
+    """Return a mask of the scored tokens for which a teacher with another tokenizer has no log-prob, bool [N]."""
     found = []
     for text, answer in zip(texts, answers, strict=True):
         none = np.zeros(len(answer.logprobs), bool)
@@ -258,7 +261,7 @@ def _uncovered(texts: Sequence[Sample], answers: Sequence[TeacherAnswer], teache
 
 
 def _kinds(texts: Sequence[Sample], special: frozenset[int], first: int | None) -> dict[str, np.ndarray]:
-    """Return for every scored token whether it was sampled, is in a prompt or in a row's answer, or ended a sample."""
+    """Return masks of the scored tokens: sampled, in a prompt, in a row's answer, and ends of samples."""
     places = [np.arange(_scored_from(first, e).prompt_length, len(e.tokens)) for e in texts]
     of_row = np.concatenate([np.full(len(place), e.demonstration) for e, place in zip(texts, places, strict=True)])
     behind = np.concatenate([place >= e.prompt_length for e, place in zip(texts, places, strict=True)])
@@ -277,12 +280,12 @@ def _kinds(texts: Sequence[Sample], special: frozenset[int], first: int | None) 
 
 
 def _tokens(student: ModelInfo, teacher: ModelInfo) -> list[Check]:
-    """Compare the tokens of student and teacher from their files."""
+    """Compare the tokens of student and teacher, read from their files."""
     found = compare_tokenizers(student.path, teacher.path)
     ids = f"{found.only_student} only in the student, {found.only_other} only in the teacher"
     same = (
-        "every token id of the student is the same token for the teacher; the models have"
-        f" {student.vocab} and {teacher.vocab} rows, those without a token are padding"
+        f"every token id of the student is the same token for the teacher; the models have {student.vocab} and"
+        f" {teacher.vocab} rows, and rows without a token are padding"
     )
     differences = "; ".join(found.differences)
     return [
@@ -291,8 +294,8 @@ def _tokens(student: ModelInfo, teacher: ModelInfo) -> list[Check]:
             "templates, special tokens",
             f"{len(found.differences)} of them differ" if differences else "the same",
             "warning" if differences else "ok",
-            f"{differences}; the run uses the student's, which the teacher was perhaps not trained with"
+            f"{differences}; the run uses the student's, with which the teacher may not have been trained"
             if differences
-            else "chat template, special tokens and end of answers",
+            else "chat template, special tokens and the tokens that end answers",
         ),
     ]

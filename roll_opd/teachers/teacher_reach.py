@@ -1,8 +1,8 @@
 """The reach of a teacher's context: a change of early text must change the log-probs of all later tokens.
 
-A teacher whose context is truncated computes plausible log-probs. These do not change by a single bit if text beyond
-the context changes. The original and the changed text have the same length and therefore the same micro-batches and
-shapes. So rounding causes no difference, and noise could only hide a fault.
+A teacher with a truncated context computes plausible log-probs, but they do not change by a single bit if text beyond
+the context changes. The original and the changed text have the same length, so micro-batches and shapes are the same
+and rounding causes no difference. Noise could only hide a fault.
 
 Legend: T tokens of a text, N of them scored, K tokens of a top-k.
 """
@@ -14,10 +14,10 @@ import numpy as np
 
 from roll_opd.teachers.teacher_checks import Check, Verdict
 
-PARTS = 8  # parts of a text; one is changed
-SMALLEST = 1e-6  # nats; smaller differences count as equal
-SHORT = 16  # tokens: texts with fewer tokens after the change give no verdict
-FAR = 0.8  # share of the tested distance at which a change must have an effect
+PARTS = 8  # number of parts of a text; one part is changed
+SMALLEST = 1e-6  # nats; log-probs with a smaller difference count as equal
+SHORT = 16  # texts with fewer tokens after the change give no verdict
+FAR = 0.8  # fraction of the tested distance at which a change must still have an effect
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Change:
     """A text with a part in reverse order."""
 
     tokens: np.ndarray  # int64 [T]
-    end: int  # the first token after the part
-    differs: bool = True  # the reversed part must differ
+    end: int  # number of the first token after the part
+    differs: bool = True  # false if the reversed part is the same as before
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Distances from the end of a changed part, in tokens: to the last changed log-prob, and to the last token."""
+    """Distances, in tokens, from the end of a changed part to the last changed log-prob and to the last token."""
 
     seen: int
     tested: int
@@ -43,9 +43,9 @@ class Reach:
 
 
 def changes(texts: Sequence[np.ndarray]) -> list[Change]:
-    """Return each text with one of its `PARTS` parts reversed: the first part of the first text, and so on.
+    """Return each text with one of its `PARTS` parts reversed: part 1 of the first text, part 2 of the second, ....
 
-    The last part is never changed: nothing follows it.
+    The last part is never changed, as no text follows it.
     """
     found = []
     for number, tokens in enumerate(texts):
@@ -63,26 +63,28 @@ def difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def reach(differences: np.ndarray, first: int, end: int) -> Reach:
-    """Return distances from `end` to the last change and last token; `differences` [N] start at token `first`."""
+    """Return distances from `end` to the last change and the last token; `differences` [N] start at token `first`."""
     distances = first + np.arange(len(differences)) - end
     seen = distances[~(differences <= SMALLEST) & (distances >= 0)]
     return Reach(int(seen.max(initial=0)), int(distances.max(initial=0)))
 
 
 def reach_check(found: Sequence[Reach]) -> Check:
-    """Return the verdict on several changed texts: failed if two changes, or the farthest one, have no late effect."""
+    """Return the verdict: failed if two changes, or the one farthest back, have no effect at the text's end."""
     farthest = max(found, key=lambda one: one.tested)
     short = [one for one in found if one.falls_short]
     verdict: Verdict = "warning" if short else "ok"
     if len(short) > 1 or farthest.falls_short:
         verdict = "failed"
-    value = f"{max(one.seen for one in found)} of {farthest.tested} tokens back"
+    value = f"sees {max(one.seen for one in found)} tokens back, of {farthest.tested} tested"
     if not short:
-        return Check("reach of its context", value, verdict, "distance at which a change of the text changes log-probs")
+        return Check(
+            "reach of its context", value, verdict, "largest distance at which a change of the text changes log-probs"
+        )
     return Check(
         "reach of its context",
         f"{value}; {len(short)} of {len(found)} changes not seen",
         verdict,
-        "changes of earlier text leave the teacher's log-probs the same to the last bit: its context is truncated, by a"
-        " window of attention, a limit on its length, or a truncated prompt",
+        "changes of earlier text do not change a bit of the teacher's log-probs: its context is truncated by an"
+        " attention window, by a limit on the length, or because its prompt is cut",
     )

@@ -1,4 +1,4 @@
-"""The fraction of a step's tokens that each teacher scored, with a warning for a teacher without tokens."""
+"""The fraction of a step's tokens that each teacher scores, with a warning if a teacher scores none."""
 
 import logging
 from collections import Counter
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from roll_opd.samples.sample import Sample
 
-STARVED = 10  # steps without a token before the alarm
+STARVED = 10  # number of steps without a token after which a warning is logged
 
 _log = logging.getLogger(__name__)
 
@@ -15,7 +15,7 @@ class TokenShares:
     """Fraction of tokens scored by each teacher, over the steps of a run."""
 
     def __init__(self) -> None:
-        self._without: Counter[str] = Counter()  # teacher -> steps in a row without a token
+        self._without: Counter[str] = Counter()  # teacher -> number of consecutive steps without a token
 
     def metrics(self, samples: Sequence[Sample], teachers: Sequence[str]) -> dict[str, float]:
         """Return `opd/teacher/NAME/token_share`: the fraction of a step's action tokens that each teacher scored."""
@@ -27,8 +27,8 @@ class TokenShares:
             self._without[name] = 0 if scored or not total else self._without[name] + 1
             if self._without[name] == STARVED:
                 _log.warning(
-                    "teacher %s has scored no token of the last %d steps: no sample had one of its tags; check"
-                    " tag_included, and domain_interleave_probs",
+                    "teacher %s has scored no token in the last %d steps: no sample had one of its tags; check"
+                    " tag_included and domain_interleave_probs",
                     name,
                     STARVED,
                 )

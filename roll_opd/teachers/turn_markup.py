@@ -1,4 +1,4 @@
-"""Text that a chat template writes around the turns after an answer, found by rendering a probe conversation."""
+"""Find the text that a chat template writes around turns after an answer, by rendering a probe conversation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,10 +6,10 @@ from typing import Any
 
 import jinja2
 
-ROLES = ("user", "tool")  # of turns between two answers
+ROLES = ("user", "tool")  # roles of the turns between two answers
 _QUESTION, _ANSWER, _CONTENT = "roll-opd-question", "roll-opd-answer", "roll-opd-content"
 
-Render = Callable[[Sequence[Mapping[str, Any]]], str]  # messages, with the opening of the next answer
+Render = Callable[[Sequence[Mapping[str, Any]]], str]  # renders messages, followed by the start of the next answer
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,18 @@ class ObservedTurn:
 
 @dataclass(frozen=True)
 class TurnMarkup:
-    """Text around a turn between two answers, by role."""
+    """The text around a turn between two answers, for each role."""
 
     around: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # role -> text before, after its content
-    end: str = ""  # text of the token that ends an answer, at the start of the text before
+    end: str = ""  # text of the token that ends an answer; the text before starts with it
 
     def parts(self, role: str, *, ended: bool) -> tuple[str, str]:
-        """Return the text before and after the content; `ended`: the answer already ends with its end token."""
+        """Return the text before and after the content; `ended`: the answer already has its end token."""
         before, after = self.around[role]
         return before.removeprefix(self.end) if ended else before, after
 
     def split(self, data: bytes, *, ended: bool) -> ObservedTurn | None:
-        """Return the turn that `data` between two answers encodes in this template; None if not exactly one turn."""
+        """Return the turn that `data`, the text between two answers, encodes; None if it is not exactly one turn."""
         for role in self.around:
             before, after = (part.encode() for part in self.parts(role, ended=ended))
             if len(data) >= len(before) + len(after) and data.startswith(before) and data.endswith(after):
@@ -47,7 +47,7 @@ NO_MARKUP = TurnMarkup()
 
 
 def turn_markup(render: Render, end: str) -> TurnMarkup:
-    """Return a template's markup, without roles that it refuses; `end`: text of the token that ends an answer."""
+    """Return a template's markup for the roles that it accepts; `end`: text of the token that ends an answer."""
     around = {}
     for role in ROLES:
         turns = [

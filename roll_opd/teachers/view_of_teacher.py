@@ -1,4 +1,4 @@
-"""Choice of a teacher's view from its plan and from the tokenizer files of student and teacher."""
+"""Choose a teacher's view from the teacher's plan and the tokenizer files of student and teacher."""
 
 import json
 from functools import partial
@@ -42,7 +42,7 @@ def view_of(teacher: TeacherPlan, student: ModelPlan) -> TeacherView:
 
 
 def tokenizer_content(path: Path) -> dict[str, Any]:
-    """Return the content of tokenizer.json; if there is none, convert the tokenizer from another format."""
+    """Return the content of tokenizer.json; without this file, convert the tokenizer from another format."""
     if (path / "tokenizer.json").is_file():
         return read_json(path / "tokenizer.json")
     converted: Any = load_tokenizer(str(path))
@@ -50,7 +50,7 @@ def tokenizer_content(path: Path) -> dict[str, Any]:
 
 
 def turn_end_token(path: Path, template: str | None = None) -> int | None:
-    """Return the token that ends a turn in the template, else the end-of-sequence token; None if there is neither."""
+    """Return the token that ends a turn in the template, else the end-of-sequence token; None without either."""
     found = turn_end(path, template)
     if found and found.ids and found.ids[0] >= 0:
         return found.ids[0]

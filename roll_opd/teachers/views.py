@@ -1,4 +1,4 @@
-"""Views of teachers: the tokens that a teacher scores for a sample, and the answer mapped to the student's tokens.
+"""Views of teachers: which tokens a teacher scores for a sample, and how its answer maps to the student's tokens.
 
 Legend: T tokens of the student's sequence, P prompt tokens.
 """
@@ -17,20 +17,21 @@ class TeacherView(Protocol):
     """Mapping from a sample to a teacher's sequence, and from the answer back to the sample."""
 
     def reads(self, sample: Sample) -> TokenSequence:
-        """Return the tokens that the teacher scores instead of the sample's."""
+        """Return the tokens that the teacher scores for a sample."""
 
     def wants(self, wanted: Wanted) -> Wanted:
-        """Return the targets to request from the scorer, for an answer with `wanted`."""
+        """Return the targets to request from the scorer, so that `back` can return `wanted`."""
 
     def back(self, sample: Sample, answer: TeacherAnswer) -> TeacherAnswer:
-        """Return the answer to `reads(sample)` with an entry for each response token of the student, [T-P]."""
+        """Return the scorer's answer to `reads(sample)`, mapped to the student's response tokens, [T-P]."""
 
 
 @dataclass(frozen=True)
 class SameTokens:
-    """The view for a teacher with the student's token ids: the student's response after the teacher's prompt.
+    """The view for a teacher with the student's token ids.
 
-    The prompt is the student's if the sample has none for this teacher.
+    The teacher scores the student's response after the teacher's prompt, or after the student's prompt if the sample
+    has no other.
     """
 
     teacher: str
@@ -47,10 +48,10 @@ class SameTokens:
         return wanted
 
     def back(self, sample: Sample, answer: TeacherAnswer) -> TeacherAnswer:
-        """Return `answer`. RunError unless it has exactly one log-prob for each response token."""
+        """Return `answer` unchanged. RunError unless it has exactly one log-prob for each response token."""
         if answer.logprobs.shape != (sample.response_length,):
             raise RunError(
                 f"teacher {self.teacher} returned log-probs of shape {answer.logprobs.shape} for sample {sample.id},"
-                f" which has {sample.response_length} response tokens; correct its scorer"
+                f" which has {sample.response_length} response tokens; correct the teacher's scorer"
             )
         return answer

@@ -42,9 +42,9 @@ def doubled(line: str, times: int = 40) -> str:
 
 YAML: dict[str, tuple[str | bytes, str]] = {
     "aliases of aliases": (doubled("a{i}: &a{i} [*a{j}, *a{j}]\n").replace("a0:", "a0: &a0"), "values"),
-    "an alias of itself": ("a: &a {b: *a}\n", "inside of &a"),
-    "references to references": (doubled("a{i}: ${{a{j}}}${{a{j}}}\n"), "multiply"),
-    "sections of sections": (doubled("a{i}:\n  x: ${{a{j}}}\n  y: ${{a{j}}}\n"), "multiply"),
+    "an alias of itself": ("a: &a {b: *a}\n", "is inside &a"),
+    "references to references": (doubled("a{i}: ${{a{j}}}${{a{j}}}\n"), "expand to too many values"),
+    "sections of sections": (doubled("a{i}:\n  x: ${{a{j}}}\n  y: ${{a{j}}}\n"), "expand to too many values"),
     "a circle of references": ("exp_name: ${a}\na: ${exp_name}\n", "exp_name"),
     "depth": ("a: " + "[" * 2000 + "]" * 2000, "nested sections"),
     "depth of blocks": ("".join(f"{'  ' * i}k:\n" for i in range(500)), "nested sections"),
@@ -54,7 +54,7 @@ YAML: dict[str, tuple[str | bytes, str]] = {
     "defaults that are a number": ("defaults: 3\n", "run.yaml"),
     "a list": ("- a\n- b\n", "line 1: a list, where keys"),
     "a word": ("hello\n", "line 1: a single value, where keys"),
-    "a day that is none": ("a: !!timestamp 2001-99-99\n", "a value cannot be read (month"),
+    "a day that is none": ("a: !!timestamp 2001-99-99\n", "a value cannot be parsed (month"),
     "a NUL": ('a: "x\0y"\n', "line 1: the character U+0000"),
     "an escaped NUL": ('exp_name: "x\\0y"\n', "exp_name: 'x\\x00y' has a NUL"),
     "half a character": ('exp_name: "\\ud800"\n', "character"),
@@ -92,7 +92,7 @@ def test_the_limit_of_computing_holds_where_a_destructor_swallows_its_exception(
                 pass
 
     start = time.process_time()
-    with pytest.raises(ConfigError, match="multiply"), bounded_work():
+    with pytest.raises(ConfigError, match="expand to too many values"), bounded_work():
         Swallowing()
         while time.process_time() - start < 5:
             pass
@@ -102,7 +102,7 @@ def test_the_limit_of_computing_holds_where_a_destructor_swallows_its_exception(
 def test_files_that_the_defaults_name_are_checked_too(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("defaults: [other]\n")
     (tmp_path / "other.yaml").write_text("a: &a {b: *a}\n")
-    with pytest.raises(ConfigError, match=r"other\.yaml, line 1: \*a stands inside"):
+    with pytest.raises(ConfigError, match=r"other\.yaml, line 1: \*a is inside"):
         load_config(str(tmp_path), "run", [])
 
 

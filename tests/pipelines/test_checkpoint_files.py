@@ -48,7 +48,7 @@ def test_finished_groups_are_part_of_a_checkpoint_and_checked(tmp_path: Path) ->
     assert checkpoint.finished_groups() == [FinishedGroup(3, False, [])]
     file = run.checkpoint(1) / GROUPS
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"has other content than when it was saved.*start a new run"):
+    with pytest.raises(CheckpointError, match=r"has changed since it was saved.*start a new run"):
         checkpoint.finished_groups()
     assert str(file) in (damage(run.checkpoint(1)) or "")
 

@@ -123,7 +123,7 @@ def test_lightning_opd_recomputes_the_student(rows: list[dict], file: Path, tmp_
     metrics = run.rows("metrics.jsonl")
     assert metrics[1]["opd/reverse_kl/mean"] == pytest.approx(float(torch.cat(gaps).mean()), rel=1e-4)
     assert metrics[2]["opd/reverse_kl/mean"] != pytest.approx(metrics[1]["opd/reverse_kl/mean"], rel=1e-3)
-    assert "teacher of the fine-tuning unknown" in run.output
+    assert "teacher of the fine-tuning is unknown" in run.output
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_a_teacher_sees_the_samples_of_its_tags_and_no_others(make_source) -> No
         for logprobs in experience.teacher_logprobs.values():
             np.testing.assert_array_equal(logprobs, experience.response_tokens)  # of this sample, not another
 
-    with pytest.raises(RunError, match="no teacher scores samples tagged even"):
+    with pytest.raises(RunError, match="no teacher scores samples with tag even"):
         all_of(rollout_of(Engine(), FrozenModels(teachers=teachers[1:])), prompts)
 
 
@@ -274,7 +274,5 @@ def test_runs_of_which_none_makes_anything_are_reported(make_source) -> None:
             return []
 
     rollout = replace(rollout_of(Engine(), frozen_models([])), workflow=Silent())
-    with pytest.raises(
-        RunError, match=r"the runs at \d+ prompts made no sample, in one step of 2; correct the workflow"
-    ):
+    with pytest.raises(RunError, match=r"returned no sample for \d+ prompts in a step of 2; correct the workflow"):
         asyncio.run(fill_batch(make_source(), 2, rollout))

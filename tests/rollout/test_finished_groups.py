@@ -53,5 +53,5 @@ def test_a_changed_file_is_refused(tmp_path: Path, damage: object) -> None:
     file = tmp_path / "groups"
     digest = write_groups(file, [FinishedGroup(0, True, [sample("x")])])
     file.write_bytes(damage(file.read_bytes()))  # type: ignore[operator]
-    with pytest.raises(ValueError, match="groups has other content"):
+    with pytest.raises(ValueError, match="groups has changed since"):
         read_groups(file, digest)

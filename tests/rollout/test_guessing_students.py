@@ -50,7 +50,7 @@ def verdict(student: float, teacher: float, text: str = "samples") -> tuple[str,
 def test_what_samples_of_a_guessing_student_say(student: float, teacher: float, wanted: str) -> None:
     found, meaning = verdict(student, teacher)
     assert found == wanted
-    assert ("a uniform distribution (-ln V), so that a sound and a wrong" in meaning) == (wanted == "warning")
+    assert ("a uniform distribution (-ln V), so a sound teacher and a wrong" in meaning) == (wanted == "warning")
 
 
 @pytest.mark.parametrize("text", ["prompts", "answers"])

@@ -57,7 +57,7 @@ class RolloutKeys(Section):
 class Validation(Section):
     """`validation`."""
 
-    # ROLL's validation is a role, hence the ignored keys
+    # ROLL's validation is a role, so keys of a role are ignored
     ignored = (roll.IGNORED_WORKER | keys_of(Worker).keys() | {"eval_steps"}) - {"data_args", "generating_args"}
     data_args: DataArgs = key(DataArgs(), "held-out rows")
     generating_args: GeneratingArgs = key(GeneratingArgs(), "sampling of the answers")
@@ -102,7 +102,7 @@ class WorkflowKeys(Section):
     endpoint_api_key: Name | None = key(
         None, "one API key for all workflow calls; the URL or a header then selects the call", OURS
     )
-    tool_call_parser: Name = key("hermes", "format of tool calls, a value of vLLM's --tool-call-parser", OURS)
+    tool_call_parser: Name = key("hermes", "format of tool calls, a name that --tool-call-parser of vLLM accepts", OURS)
     on_workflow_error: Literal["drop", "stop"] = key("drop", "drop a failed workflow call, or stop the training", OURS)
 
 

@@ -1,6 +1,7 @@
-"""The function that declares a key, and the base class of sections. A section is a dataclass that pydantic validates.
-`Section` also accepts keys of ROLL that have no effect, other names of a key, and null in place of a default. It stores
-each section's place in the configuration for error messages.
+"""The function that declares a key, and the base class of sections.
+
+A section is a dataclass that pydantic validates. `Section` also accepts keys of ROLL that have no effect, other names
+of a key, and null in place of a default. It stores each section's place in the configuration for error messages.
 """
 
 from collections.abc import Callable, Mapping
