@@ -302,7 +302,7 @@ def keys_below(key: str, value: Any) -> Iterator[str]:
 
 
 def resolve(node: DictConfig | ListConfig, diag: Diagnostics) -> Any:
-    """Return plain dicts and lists with all interpolations resolved; collect the problems of interpolations that cannot be."""
+    """Return plain dicts and lists with all interpolations resolved; collect problems of the others."""
     keys = list(node.keys()) if isinstance(node, DictConfig) else range(len(node))
     resolved = {}
     for key in keys:

@@ -1,7 +1,6 @@
 """ROLL's keys: keys without effect here, refused keys, and ROLL's names for our keys.
 
-Keys in `IGNORED_*` are accepted, and one warning lists them. docs/coming-from-roll.md has a table of all of ROLL's
-keys.
+Keys in `IGNORED_*` are accepted, and one warning lists them. docs/coming-from-roll.md has a table of all ROLL keys.
 """
 
 import re

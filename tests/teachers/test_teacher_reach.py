@@ -42,7 +42,7 @@ def test_a_truncated_context_is_measured(context: int) -> None:
 def test_a_whole_context_passes() -> None:
     row = reach_check(reaches(LENGTH))
     assert row.verdict == "ok"
-    assert row.value == f"{LENGTH - 1 - LENGTH // PARTS} of {LENGTH - 1 - LENGTH // PARTS} tokens back"
+    assert row.value == f"sees {LENGTH - 1 - LENGTH // PARTS} tokens back, of {LENGTH - 1 - LENGTH // PARTS} tested"
 
 
 @pytest.mark.parametrize(
