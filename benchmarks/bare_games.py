@@ -1,6 +1,6 @@
-"""Games called bare: all that are not over take their turn together, and the engines answer one batch a turn.
+"""Games without the pipeline: all unfinished games take their turn together, and the engines answer one batch per turn.
 
-No process, no workflow and no thread stands between a game and its tokens; a plain loop plays them in this process.
+A plain loop in this process plays the games, without workflows, threads or other processes.
 """
 
 import time
@@ -40,7 +40,7 @@ class _Game:
 
 
 class Games:
-    """The games of a plan, kept from step to step as the pipeline keeps them."""
+    """The games of a plan, reused from step to step as in the pipeline."""
 
     def __init__(self, plan: RunPlan) -> None:
         assert plan.rollout and plan.workflow
@@ -81,7 +81,7 @@ class Games:
         return game
 
     def _told(self, game: _Game, observation: str, before: str = "") -> None:
-        """Put an observation behind the tokens; what was said before stays as it is."""
+        """Append an observation to the tokens; the earlier tokens do not change."""
         number, most = len(game.answers) + 1, game.settings["max_steps"]
         said = game.settings["agent_template"].format(
             observation=observation,

@@ -1,7 +1,7 @@
-"""The parts of a step called bare: engines in plain processes, without Ray and without a pipeline, one part at a time.
+"""The parts of a step without the pipeline: engines in plain processes, without Ray, one part at a time.
 
-Every process gets the environment that the pipeline's worker on the same device gets. A part's input lies in its
-process before the clock starts, and of several processes the slowest one counts.
+Every process gets the environment that the pipeline's worker on the same device gets. The input of a part is in its
+process before the clock starts. The slowest of several processes counts.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ Sample = Callable[[Sequence["Part"]], tuple[dict[str, float], list]]
 
 
 class BareError(RuntimeError):
-    """The parts cannot be called bare; the message says why."""
+    """The parts cannot be run without the pipeline; the message states the reason."""
 
 
 def run_bare(plan: RunPlan, log: Path) -> list[dict[str, float]]:
-    """Run `plan.max_steps` steps; return the seconds of each part a step, their sum `step`, and `tokens`.
+    """Run `plan.max_steps` steps; return for each step the seconds of each part, their sum `step`, and `tokens`.
 
-    What the processes print goes to `log`. BareError for a plan with several teachers or nodes, or when a process
-    fails.
+    The output of the processes is written to `log`. BareError for a plan with several teachers or nodes, and if a
+    process fails.
     """
     if len(plan.teachers) != 1 or plan.num_nodes != 1:
         raise BareError("only one teacher on one node can be measured; choose such a configuration")
@@ -52,7 +52,8 @@ def run_bare(plan: RunPlan, log: Path) -> list[dict[str, float]]:
 def time_moves(plan: RunPlan, log: Path) -> dict[str, dict[str, Any]]:
     """Return role -> seconds of `TURNS` moves `away` from its device and `back`, and the `bytes` of a Megatron rank.
 
-    One role at a time. The first move of a Megatron role allocates the host's memory. BareError when a process fails.
+    Roles are measured one at a time. The first move of a Megatron role allocates host memory. BareError if a process
+    fails.
     """
     roles: dict[str, Callable[[], list]] = {
         "student": lambda: _ranks(plan, plan.student, log),
@@ -99,7 +100,7 @@ def _step(
 
 
 def _prompts(plan: RunPlan) -> Sample:
-    """Return what draws a step's prompts and answers them on the engines, spread as the pipeline spreads them."""
+    """Return a function that draws a step's prompts and answers them on the engines, distributed as in the pipeline."""
     from roll_opd.data.dataset import open_prompts
     from roll_opd.data.prompt_source import PromptSource
     from roll_opd.data.templates import load_tokenizer
@@ -124,7 +125,7 @@ def _prompts(plan: RunPlan) -> Sample:
 
 
 def _environments(plan: RunPlan) -> Sample:
-    """Return what plays a step's games."""
+    """Return a function that plays a step's games."""
     from bare_games import Games
 
     from roll_opd.data.prompt_source import EnvironmentSource
@@ -143,7 +144,7 @@ def _environments(plan: RunPlan) -> Sample:
 def _generate(
     engines: Sequence["Part"], asked: Sequence[tuple[int, np.ndarray, SamplingPlan, int]]
 ) -> tuple[float, list]:
-    """Have (engine, tokens, settings, seed) answered; return the slowest engine's seconds, and what was written."""
+    """Answer requests (engine, tokens, settings, seed); return the slowest engine's seconds, and the completions."""
     shares = [[request for request in asked if request[0] == number] for number in range(len(engines))]
     for engine, share in zip(engines, shares, strict=True):
         engine.send("generate", [(tokens.tolist(), sampling, seed) for _, tokens, sampling, seed in share])
@@ -153,14 +154,15 @@ def _generate(
 
 
 def _transfer(student: list, engines: list, version: int) -> float:
-    """Export the student's weights, then load them into every engine; the hop between the processes is not timed."""
+    """Export the student's weights and load them into every engine; return seconds, without the transfer between
+    processes."""
     exported, answers = _call_all(student, "weights")
     loaded, _ = _call_all(engines, "load", next(buckets for buckets in answers if buckets), version)
     return exported + loaded
 
 
 def _call_all(processes: Sequence["Part"], command: str, *arguments: Any) -> tuple[float, list]:
-    """Call all processes at once; return the slowest one's seconds and everyone's answers."""
+    """Call all processes in parallel; return the seconds of the slowest, and all answers."""
     for process in processes:
         process.send(command, *arguments)
     answers = [process.receive() for process in processes]
@@ -168,12 +170,12 @@ def _call_all(processes: Sequence["Part"], command: str, *arguments: Any) -> tup
 
 
 def _merged(answers: Sequence[dict | None]) -> dict:
-    """Sequence number -> log-probs, of all ranks that speak."""
+    """Return sequence number -> log-probs, merged over the ranks with an answer."""
     return {number: values for answer in answers if answer for number, values in answer.items()}
 
 
 class Part:
-    """One plain process around one engine; it ends when this end of the pipe closes."""
+    """A plain process with one engine; it ends when this end of the pipe is closed."""
 
     def __init__(self, process: Any, pipe: Any) -> None:
         self._process, self._pipe = process, pipe
@@ -198,7 +200,7 @@ class Part:
 def _start(
     log: Path, serve: Callable[..., None], name: str, environment: dict[str, Any], *arguments: Any
 ) -> Iterator[Part]:
-    """Run `serve(pipe, *arguments)` in a new process that is born with `environment`, as Ray's workers are."""
+    """Run `serve(pipe, *arguments)` in a new process that starts with `environment`, like Ray's workers."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_born, args=(log, serve, theirs, *arguments), name=name)
@@ -225,7 +227,7 @@ def _born(log: Path, serve: Callable[..., None], *arguments: Any) -> None:
 
 
 def _shared_environment(plan: RunPlan, devices: Sequence[int]) -> dict[str, Any]:
-    """What cluster/placement.py gives to a process on `devices`."""
+    """Return the environment that cluster/placement.py sets for a process on `devices`."""
     threads = max(1, len(os.sched_getaffinity(0)) // plan.devices_per_node)
     visible = ",".join(map(str, devices))
     return {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": visible, "LOCAL_RANK": 0, **plan.env}
@@ -254,7 +256,7 @@ def _ranks(plan: RunPlan, worker: MegatronPlan, log: Path) -> list:
 
 
 def serve_rank(pipe: Any, worker: MegatronPlan, plan: RunPlan) -> None:
-    """One rank of a Megatron role: read a command with its input, meet the other ranks, time the work."""
+    """Serve one rank of a Megatron role: read a command with its input, wait for the other ranks, time the work."""
     import torch
     import torch.distributed as dist
 
@@ -357,7 +359,7 @@ async def _serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan, sleeps: 
 
 
 def _received(pipe: Any) -> tuple | None:
-    """The next command; None when the other end is closed."""
+    """Return the next command, or None if the other end is closed."""
     try:
         return pipe.recv()
     except EOFError:

@@ -3,9 +3,9 @@
     python benchmarks/compare_modes.py [--seeds 42 43 44] [--modes pure mixed grpo topk full] [--learning_rate LR]
         [--eval_steps 2] [--json OUT] [key=value ...]
 
-`pure` learns from sampled tokens, `topk` and `full` are pure distillation with those objectives.
+`pure` trains on sampled tokens; `topk` and `full` are pure distillation with these objectives.
 
-Every run is the real launcher; the table is made of the runs' summary.json and metrics.jsonl.
+Every run is started by the real launcher; the table is made from the summary.json and metrics.jsonl of the runs.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(mode: str, seed: int, eval_steps: int, learning_rate: float | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """One run of the launcher: what its record says."""
+    """Run the launcher once; return the figures of its record."""
     script, config, trained, own = MODES[mode]
     with tempfile.TemporaryDirectory(prefix="compare_modes-") as directory:
         command = [sys.executable, str(EXAMPLES / script), "--config_path", "demo", "--config_name", config]
@@ -90,7 +90,7 @@ def run(mode: str, seed: int, eval_steps: int, learning_rate: float | None, over
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table, a line a run; between two validations accuracy counts as that of the earlier one."""
+    """Return a Markdown table, one line per run; between two validations the accuracy of the earlier one is used."""
     lines = [
         f"| mode | seed | before | {' | '.join(f'at {budget:,} tokens' for budget in BUDGETS)} "
         f"| at the end | steps to {GOAL:g} | tokens | seconds | tokens in all |",

@@ -1,8 +1,9 @@
-"""Whether the inference engines have something to do while conversations are under way.
+"""Idle time of the inference engines while conversations are running.
 
-Runs `--conversations` of `--turns` turns each at once, through the workflow processes and engines of a run, and writes
-down when each engine had requests. Idle is the time in which an engine had none while conversations of its were not
-over. The tokens a second are compared with those of the same number of answers that are asked for all at once.
+Runs `--conversations` conversations of `--turns` turns concurrently, through the workflow processes and engines of a
+run, and records when each engine had requests. An engine is idle if it has no request although some of its
+conversations are not finished. The tokens per second are compared with the same number of answers that are requested
+together.
 
     python benchmarks/conversations.py [--conversations 256] [--turns 4] [--rounds 3] [--json OUT] [--at-most 0.1]
 """
@@ -44,7 +45,7 @@ SLICE = 0.02  # seconds of a point of the timeline
 
 @ray.remote
 class WatchedEngine(RolloutWorker.__ray_actor_class__):  # type: ignore[name-defined]
-    """An engine that writes down how many requests it has."""
+    """An engine that records its number of requests."""
 
     async def setup(self, *arguments: Any) -> None:
         """Start it."""
@@ -66,13 +67,13 @@ class WatchedEngine(RolloutWorker.__ray_actor_class__):  # type: ignore[name-def
             self._events.append((time.time(), -left))
 
     async def take_events(self) -> list[tuple[float, int]]:
-        """Return what has happened since this was last asked for."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 
 
 def main() -> int:
-    """Measure, print the figures; return 1 where the engines idled more than `--at-most`."""
+    """Measure and print the figures; return 1 if the engines were idle for more than `--at-most`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--conversations", type=int, default=256)
     parser.add_argument("--turns", type=int, default=4)
@@ -122,7 +123,7 @@ def main() -> int:
 
 
 async def measured(plan: RunPlan, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return what each round has shown; one more before them is not counted."""
+    """Return the figures of each round; an additional first round is not counted."""
     assert plan.rollout
     placement = Placement(plan.num_nodes, plan.devices_per_node)
     sampler = await start_roles.start_sampler(plan, plan.rollout, placement)
@@ -160,7 +161,7 @@ async def measured(plan: RunPlan, options: argparse.Namespace) -> list[dict[str,
 async def rolled_out(
     plan: RunPlan, sampler: Sampler, workflow: Workflow, prompts: Sequence[Prompt]
 ) -> tuple[list[Sample], float]:
-    """Return what a workflow makes of the prompts, and how many seconds it takes."""
+    """Return the samples that a workflow makes from the prompts, and its seconds."""
     assert plan.rollout
     context = RolloutContext(sampler, plan.rollout.sampling, (), plan.seed, 16, PhaseClock(), workflow=workflow)
     began = time.perf_counter()
@@ -177,7 +178,7 @@ def prompt(number: int, text: str, tokenizer: Any) -> Prompt:
 
 
 def under_way(events: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Return when the number of requests became what."""
+    """Return (time, number of running requests) after each change."""
     found, number = [], 0
     for at, change in sorted(events):
         number += change
@@ -186,14 +187,14 @@ def under_way(events: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
 
 
 def idle_share(events: Sequence[tuple[float, int]]) -> float:
-    """Return the share of the time without a request, from the first to the last one."""
+    """Return the share of the time without a request, between the first and the last event."""
     found = under_way(events)
     idle = sum(until - at for (at, number), (until, _) in pairwise(found) if number == 0)
     return idle / (found[-1][0] - found[0][0])
 
 
 def timeline(events: Sequence[tuple[float, int]]) -> list[int]:
-    """Return the requests under way, at the end of each slice."""
+    """Return the number of running requests at the end of each slice."""
     found = under_way(events)
     first, last, place, points = found[0][0], found[-1][0], 0, []
     for number in range(int((last - first) / SLICE) + 1):

@@ -1,11 +1,11 @@
-"""What the driver itself costs in a step: CPU seconds by part, bytes sent and received, memory, against sequences.
+"""CPU seconds by part, sent and received bytes, and memory of the driver in a step, for numbers of sequences.
 
     python benchmarks/data_plane.py [--sequences 1000 10000] [--lengths fixed tail short] [--modes pure mixed topk full]
         [--steps 2] [--ranks 4] [--json OUT]
 
-The driver is the real one: a launch of a demo configuration, its rollout, roles, advantages, metrics and records, and
-Ray. Engines, ranks and reward workers are real processes too, but hold no model: they answer at once with random
-numbers of the right shapes (`synthetic_roles`). README.md says how to read the table.
+The driver is real: a launch of a demo configuration with rollout, roles, advantages, metrics, records and Ray. Engines,
+ranks and reward workers are real processes without a model: they answer immediately with random numbers of the right
+shapes (`synthetic_roles`). README.md explains the table.
 """
 
 import argparse
@@ -33,7 +33,7 @@ UPDATES = 2  # a step, so that old log-probs are asked for
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure each point in processes of its own and print the table."""
+    """Measure each point in separate processes and print the table."""
     options = parse(arguments)
     results = []
     for mode in options.modes:
@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def overrides_of(mode: str, sequences: int, ranks: int, steps: int, directory: Path) -> list[str]:
-    """Return the command line of a run with `sequences` a step, or a few less."""
+    """Return the command line of a run with `sequences` sequences per step, or slightly fewer."""
     _, pure, own = MODES[mode]
     student, engines = STUDENT[pure]
     mini_batch = sequences // (UPDATES * ranks * ANSWERS) * ANSWERS  # of a rank

@@ -1,7 +1,7 @@
-"""CPU time of the process that this runs in, by part, and what it holds. Linux alone.
+"""CPU time by part, and memory, of the current process. Linux only.
 
-A thread looks at the main thread's stack now and then, and adds the CPU time that has passed to the part whose code is
-innermost on it.
+A thread samples the main thread's stack and adds the CPU time since the last sample to the part whose code is
+innermost.
 """
 
 import sys
@@ -47,7 +47,7 @@ PACKAGE = "/roll_opd/"
 
 
 class DriverCost:
-    """Adds up what happens between `begin` and `end`, one step at a time."""
+    """Counts CPU time and memory between `begin` and `end`, step by step."""
 
     def __init__(self) -> None:
         self._parts: defaultdict[str, float] = defaultdict(float)
@@ -62,7 +62,7 @@ class DriverCost:
         self._clock = time.pthread_getcpuclockid(self._thread)
 
     def begin(self) -> None:
-        """Count from now on. To be called in the main thread."""
+        """Start to count. Call it in the main thread."""
         if not self.is_counted:
             self.is_counted = True
             self._before = memory()["RssAnon"]
@@ -71,7 +71,7 @@ class DriverCost:
             threading.Thread(target=self._look, daemon=True).start()
 
     def step_ended(self, tokens: int) -> None:
-        """Count a step with so many response tokens."""
+        """Count a step with this number of response tokens."""
         self._steps, self.tokens = self._steps + 1, self.tokens + tokens
         self._cpu = time.process_time() - self._began[0]
         self._main = time.clock_gettime(self._clock) - self._began[1]
@@ -110,7 +110,7 @@ class DriverCost:
 
 
 def part_of(frame: Any) -> str:
-    """Return the part that the innermost frame of one belongs to."""
+    """Return the part of the innermost frame that belongs to a part."""
     while frame is not None:
         _, inside, name = frame.f_code.co_filename.rpartition(PACKAGE)
         if inside and (part := PARTS.get(f"{name}:{frame.f_code.co_name}") or PARTS.get(name)):
@@ -120,7 +120,7 @@ def part_of(frame: Any) -> str:
 
 
 def memory() -> dict[str, int]:
-    """Return resident bytes of this process: its own, and what it shares with the object store."""
+    """Return the resident bytes of this process: private, and shared with the object store."""
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("RssAnon", "RssShmem"))}
     return {name: int(value) * 1024 for name, value in fields.items()}

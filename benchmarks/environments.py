@@ -1,8 +1,8 @@
-"""Whether the inference engines have something to do while games take their time.
+"""Idle time of the inference engines with slow games.
 
-Plays `--environments` games of FrozenLake at once, whose steps take up to `--think` seconds each, through the workflow
-processes and engines of a run, as conversations.py has its conversations. Idle is the time in which an engine had no
-request while games of its were not over.
+Plays `--environments` games of FrozenLake concurrently, with steps of up to `--think` seconds, through the workflow
+processes and engines of a run, as in conversations.py. An engine is idle if it has no request although some of its
+games are not finished.
 
     python benchmarks/environments.py [--environments 512] [--think 0.2] [--rounds 3] [--json OUT] [--at-most 0.1]
 """
@@ -27,7 +27,7 @@ from roll_opd.planner.build import load_plan
 
 
 def main() -> int:
-    """Measure, print the figures; return 1 where the engines idled more than `--at-most`."""
+    """Measure and print the figures; return 1 if the engines were idle for more than `--at-most`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--environments", type=int, default=512)
     parser.add_argument("--think", type=float, default=0.2, help="the most seconds of a step")
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 async def measured(plan: RunPlan, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return what each round has shown; one more before them is not counted."""
+    """Return the figures of each round; an additional first round is not counted."""
     assert plan.rollout and plan.data
     placement = Placement(plan.num_nodes, plan.devices_per_node)
     sampler = await start_roles.start_sampler(plan, plan.rollout, placement)

@@ -1,11 +1,12 @@
-"""Two configurations against each other, a few steps at a time: while one runs, every process of the other is stopped.
+"""Comparison of two configurations that alternate every few steps: while one runs, all processes of the other are
+stopped.
 
-A shared machine's speed drifts by a half within minutes; what is measured in turns of seconds drifts alike on both
-sides. A step that was under way when its side was stopped does not count.
+The speed of a shared machine drifts by half within minutes. Turns of some seconds give both sides the same drift. A
+step during which its side was stopped does not count.
 
     python benchmarks/in_turns.py [--steps 60] [--window 4] [--json OUT] [key=value ...] -- [key=value ...]
 
-The first settings are those of the first side, the others those of the second; both change the same configuration.
+The settings before `--` are for the first side, the others for the second; both override the same configuration.
 """
 
 import argparse
@@ -31,7 +32,7 @@ END_SECONDS = 60
 
 
 class Side:
-    """A run that can be stopped and go on."""
+    """A run that can be stopped and continued."""
 
     def __init__(self, options: argparse.Namespace, overrides: Sequence[str], directory: Path) -> None:
         config = ["--config_path", options.config_path, "--config_name", options.config_name]
@@ -45,7 +46,7 @@ class Side:
         self.steps = 0  # in which those were spent
 
     def rows(self) -> list[dict[str, float]]:
-        """Return what is on record of its steps; exits where the run has ended."""
+        """Return the recorded rows of its steps; exit if the run has ended."""
         if self._process.poll() is not None:
             sys.exit(f"the run ended with exit code {self._process.returncode}:\n{self._log.read_text()[-4000:]}")
         text = self._record.read_text() if self._record.exists() else ""
@@ -53,7 +54,7 @@ class Side:
         return [row for row in map(json.loads, lines) if row["step"] > 0]
 
     def run(self, steps: int) -> None:
-        """Go on until `steps` more are on record, and stop."""
+        """Continue until `steps` more are recorded, then stop."""
         before, spent = len(self.rows()), self._cpu()
         self.signal(signal.SIGCONT)
         while len(self.rows()) < before + steps:
@@ -74,7 +75,7 @@ class Side:
                 continue  # it has just ended
 
     def end(self) -> None:
-        """End the run and all that it has started; it may end its step first."""
+        """End the run and all its processes; it may complete its step first."""
         if self._process.poll() is None:
             self.signal(signal.SIGCONT)
             self._process.terminate()
@@ -101,7 +102,8 @@ class Side:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table; return 1 where the second side's step takes more than `--at-most` of the first's."""
+    """Measure and print the table; return 1 if the ratio of the second side's step time to the first's is above
+    `--at-most`."""
     options, sides = parse(sys.argv[1:] if arguments is None else arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that what was started is ended
     with started(options, sides) as both:
@@ -172,7 +174,7 @@ def started(options: argparse.Namespace, sides: Sequence[Sequence[str]]) -> Iter
 
 
 def table(result: dict[str, Any]) -> str:
-    """The figures as text: seconds of a step, and CPU seconds by kind of process."""
+    """Return the figures as text: seconds of a step, and CPU seconds by kind of process."""
     first, second = result["sides"]
     lines = [f"\n{'seconds a step':<28}{'first':>10}{'second':>10}{'ratio':>8}", "-" * 56]
     rows = [(f"{name} of {first['steps']}", first[name], second[name]) for name in ("mean", "median")]

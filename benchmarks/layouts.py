@@ -1,7 +1,7 @@
-"""What the training engine costs: time against tokens and against length, memory of a rank against the layout.
+"""Time of the training engine for numbers of tokens and lengths, and memory of a rank for layouts.
 
-Every point is a set of real ranks (torchrun, gloo on a CPU) that make updates and compute log-probs of random
-sequences with a model made on the spot. README.md says how to read it.
+Every point is a set of real ranks (torchrun, gloo on a CPU) that run updates and compute log-probs of random sequences
+with a model made for the measurement. README.md explains it.
 
     python benchmarks/layouts.py [--axis tokens length layout] [--parameters 20e6] [--rounds 5] [--threads 2]
         [--json OUT] [--plot OUT.svg]
@@ -39,7 +39,7 @@ Batch = tuple[int, int]  # sequences, tokens of each
 
 @dataclass(frozen=True)
 class Ranks:
-    """One set of processes: how the model is spread over them, and the batches that they take in turns."""
+    """A set of processes: the layout of the model over them, and the batches that they process alternately."""
 
     model: str
     layout: Mapping[str, int]  # tp, pp, cp, dp
@@ -48,7 +48,7 @@ class Ranks:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the axes that were asked for, print their tables, and draw everything that the JSON file holds."""
+    """Measure the requested axes, print their tables, and draw all axes in the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--axis", nargs="*", choices=AXES, default=AXES)
     parser.add_argument("--parameters", type=float, default=8e6)
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def sets_of(axis: str) -> list[tuple[dict[str, int], list[Batch]]]:
-    """Return what is measured along an axis: layouts, each with its batches."""
+    """Return the points of an axis: layouts, each with its batches."""
     alone = dict.fromkeys(KINDS.values(), 1)
     if axis == "tokens":
         return [(alone, [(number, LENGTH) for number in SEQUENCES])]
@@ -104,7 +104,7 @@ def figures_of(ranks: Ranks, directory: Path, threads: int) -> list[dict[str, An
 
 
 def measure(ranks: Ranks, directory: Path) -> None:
-    """Measure on this rank, and write its figures of each batch."""
+    """Measure on this rank, and write the figures of each batch."""
     import torch
 
     from roll_opd.config.plan import Layout, MicroBatchLimits, ModelPlan, ObjectivePlan, OptimizerPlan, TrainPlan
@@ -172,7 +172,7 @@ def random_samples(sequences: int, length: int) -> list[Any]:
 
 
 class AttentionWatch:
-    """Seconds that the core of attention takes of the forward passes inside."""
+    """Seconds of the attention core in the forward passes inside the context."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self._is_on, self.seconds, self._began = False, 0.0, 0.0
@@ -202,7 +202,7 @@ def resident(name: str) -> int:
 
 
 def tokens_table(points: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Time against tokens, at one length: a token's time should stay what it is."""
+    """Return time by number of tokens, at one length: the time per token should be constant."""
     lines = [f"{'tokens':>8} {'update s':>9} {'log-probs s':>12} {'update us a token':>18} {'of the first':>13}"]
     each = [point["update"] / (point["sequences"] * point["length"]) for point in points]
     for point, cost in zip(points, each, strict=True):
@@ -213,7 +213,7 @@ def tokens_table(points: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def length_table(points: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Time against length, at one number of tokens: all but attention should stay what it is."""
+    """Return time by length, at one number of tokens: the time without attention should be constant."""
     lines = [
         f"{'length':>8} {'update s':>9} {'log-probs s':>12} {'attention s':>12} {'the rest':>9} {'of the first':>13}"
     ]
@@ -225,7 +225,7 @@ def length_table(points: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def layout_table(points: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Memory of the fullest rank, measured and planned, and time, by layout."""
+    """Return measured and planned memory of the rank with the most memory, and time, by layout."""
     lines = [f"{'layout':>8} {'peak MiB':>9} {'of one rank':>12} {'planned MiB':>12} {'update s':>9}"]
     for point in points:
         name = next((f"{kind}{size}" for kind, size in point["layout"].items() if size > 1), "one")
@@ -239,7 +239,7 @@ TABLES = {"tokens": tokens_table, "length": length_table, "layout": layout_table
 
 
 def panels(found: Mapping[str, Any]) -> list[Panel]:
-    """Return what is drawn of the axes that were measured."""
+    """Return the panels of the measured axes."""
     drawings = []
     if "tokens" in found:
         points = found["tokens"]

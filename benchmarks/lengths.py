@@ -1,4 +1,4 @@
-"""Response lengths of the synthetic samples: all the same, all short, or with a long tail."""
+"""Response lengths of the synthetic samples: all equal, all short, or with a long tail."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ LENGTHS = ("fixed", "tail", "short")
 
 
 def lengths_of(kind: str, count: int, seed: int) -> np.ndarray:
-    """Return response lengths, int64: all the same, or with a long tail (a mean of about 2,400)."""
+    """Return response lengths, int64: all equal, or with a long tail (a mean of about 2,400)."""
     if kind != "tail":
         return np.full(count, TOKENS if kind == "fixed" else SHORT)
     return np.clip(np.random.default_rng(seed).lognormal(np.log(1500), 1.0, count), 16, LONGEST).astype(np.int64)

@@ -1,7 +1,7 @@
-"""How far each phase of a step is from what the machine can do: its share of the matrix rate and of memory bandwidth.
+"""Shares of the machine's matrix rate and memory bandwidth that each phase of a step reaches.
 
-Runs the real pipeline, counts what each phase has to compute and to move at the least (`work.py`), measures the rates
-of the devices that the phase may use (`machine_rates.py`), and divides. README.md says how to read the table.
+Runs the real pipeline, counts the minimum of computation and memory traffic of each phase (`work.py`), measures the
+rates of the phase's devices (`machine_rates.py`), and divides. README.md explains the table.
 
     python benchmarks/limits.py [key=value ...] [--cases configured larger] [--steps N] [--warmup N] [--student 20e6]
         [--teacher 80e6] [--config_path DIR] [--config_name NAME] [--json OUT]
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; ends with exit code 2 where no step would be left to measure."""
+    """Return the command line; exit code 2 if no step is left to measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="larger: with models made here")
     parser.add_argument("--config_path", default="demo", metavar="DIR")
@@ -79,7 +79,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(case: str, options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Run one case; rates are measured before and after, and the better ones count."""
+    """Run one case; rates are measured before and after, and the better rates count."""
     own = [*LARGER, *made_models(directory, options.student, options.teacher)] if case == "larger" else []
     overrides = [*own, f"max_steps={options.steps}", *options.overrides]
     settings = (*ONLY_STEPS, f"output_dir={directory}", *overrides)
@@ -95,7 +95,8 @@ def measure(case: str, options: argparse.Namespace, directory: Path) -> dict[str
 
 
 def best_rates(plan: RunPlan) -> dict[str, dict[str, float]]:
-    """What the devices of each phase can do: on CPUs their threads together, of GPUs one, times their number."""
+    """Return the best rates of each phase's devices: on CPUs of all threads together, on GPUs of one GPU times their
+    number."""
     measured: dict[tuple[int, str], dict[str, float]] = {}
     found = {}
     for name, (devices, dtype) in phase_devices(plan).items():
@@ -110,10 +111,10 @@ def best_rates(plan: RunPlan) -> dict[str, dict[str, float]]:
 
 
 def compare(plan: RunPlan, rows: Sequence[Mapping[str, float]], best: Rates) -> dict[str, Any]:
-    """Medians over steps of a phase's seconds, its work and its shares of what is best.
+    """Return medians over steps of each phase's seconds, its work and its shares of the best rates.
 
-    `least_seconds` is what the slower of computing and moving takes at the best rates; of several phases their sum, or
-    the longest where they overlap and share no device.
+    `least_seconds` is the larger of the times for computation and memory traffic at the best rates. For several phases
+    it is their sum, or the longest of them if they overlap and share no device.
     """
     seconds = [pipeline_row(dict(row)) for row in rows]
     works = [phase_work(plan, row) for row in rows]
@@ -151,7 +152,7 @@ def _shares(seconds: float, least: float, work: Work, best: Mapping[str, float])
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """A line a phase; the last column is the least time that the machine allows over the time it took."""
+    """Return the table, one line per phase; the last column is the least possible time divided by the measured time."""
     head = f"{'phase':<20}{'s':>8}{'GFLOP':>9}{'GFLOP/s':>9}{'of rate':>9}{'GB/s':>8}{'of memory':>11}{'of limit':>10}"
     lines = ["", head, "-" * len(head)]
     for name, phase in result["phases"].items():

@@ -1,4 +1,4 @@
-"""Charts with two logarithmic axes as one SVG file: small panels, a line a name."""
+"""Charts with two logarithmic axes in one SVG file: small panels, one line per name."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ MOST_TICKS = 6
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: `lines` are y values, all above 0, at the same `x`."""
+    """A chart: `lines` maps names to y values above 0, at the same `x`."""
 
     title: str
     x: Sequence[float]
@@ -22,7 +22,7 @@ class Panel:
 
 
 def drawn(panels: Sequence[Panel], columns: int) -> str:
-    """Return the panels side by side, `columns` in a row."""
+    """Return the panels as SVG, `columns` in a row."""
     rows = -(-len(panels) // columns)
     size = f'width="{columns * WIDTH}" height="{rows * HEIGHT}"'
     parts = [
@@ -65,6 +65,6 @@ def _panel(panel: Panel) -> list[str]:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Powers of two from 2^low to 2^high, at most `MOST_TICKS`."""
+    """Return powers of two from 2^low to 2^high, at most `MOST_TICKS`."""
     whole = range(math.ceil(low), math.floor(high) + 1)
     return [2.0**power for power in whole[:: -(-len(whole) // MOST_TICKS) or 1]]

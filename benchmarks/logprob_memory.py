@@ -2,10 +2,10 @@
 
     python benchmarks/logprob_memory.py [--tokens 4096] [--hidden 1024] [--vocab 151936] [--rounds 3] [--json OUT]
 
-Each measurement is a process of its own on one rank, f32. Extra memory is what the process holds at its highest, above
-what it held before: inputs (hidden states, output embedding) and the gradient buffers that both ways fill exist by
-then, as they do in training. On a CPU it is the growth of the peak resident size, on a GPU the allocator's peak.
-Exit code 1 when the chunked way needs more than 1/15 of the memory or more than 1.5 x the time (see --unbounded).
+Each measurement runs in a separate process on one rank, in f32. Extra memory is the peak memory minus the memory
+before. The inputs (hidden states, output embedding) and the gradient buffers of both computations already exist then,
+as in training. On a CPU extra memory is the growth of the peak resident size, on a GPU of the allocator's peak.
+Exit code 1 if the chunked computation needs more than 1/15 of the memory or more than 1.5 x the time (see --unbounded).
 """
 
 import argparse
@@ -42,7 +42,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
-    """Run one way once, in this process; return seconds, bytes and what came out."""
+    """Run one computation once, in this process; return seconds, bytes and results."""
     import torch
     import torch.distributed as dist
 
@@ -91,7 +91,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
 
 class _ResidentPeak:
-    """Growth of this process's resident memory at its highest; asks the kernel, or watches where it cannot be asked."""
+    """Growth of the peak resident memory of this process; read from the kernel, or sampled if the kernel does not
+    report it."""
 
     extra_bytes: int
 
@@ -141,7 +142,7 @@ def _status(name: str) -> int:
 
 
 def compare(rounds: dict[str, list[dict[str, float]]]) -> dict[str, float]:
-    """Return the medians of both ways and their ratios. ValueError where the two did not compute the same."""
+    """Return the medians of both computations and their ratios. ValueError if their results differ."""
     eager, chunked = (
         {key: statistics.median(one[key] for one in rounds[way]) for key in rounds[way][0]}
         for way in ("eager", "chunked")
@@ -160,7 +161,7 @@ def compare(rounds: dict[str, list[dict[str, float]]]) -> dict[str, float]:
 
 
 def report(result: dict[str, float]) -> str:
-    """Both ways as a table, with what the bounds are."""
+    """Return a table of both computations, with the bounds."""
     lines = [f"{'':8}  {'extra memory':>14}  {'seconds':>8}"]
     for way in ("eager", "chunked"):
         lines.append(f"{way:8}  {result[f'{way}_bytes'] / MIB:>10.1f} MiB  {result[f'{way}_seconds']:>8.2f}")
@@ -170,7 +171,7 @@ def report(result: dict[str, float]) -> str:
 
 
 def main() -> int:
-    """Measure both ways in turn and compare them."""
+    """Measure both computations alternately and compare them."""
     options = parse()
     if options.way:
         print(json.dumps(measure(options)))

@@ -1,9 +1,9 @@
-"""What this machine can do at best: products of large matrices, and memory that is copied.
+"""The best rates of this machine: products of large matrices, and memory copies.
 
     python benchmarks/machine_rates.py [--threads N] [--dtype fp32]
 
-On a GPU where there is one (the first), else on so many threads. Best of several rounds, as JSON: `flops` and `bytes` a
-second; bytes are those read and those written.
+Measured on the first GPU if there is one, else on this number of threads. Prints the best of several rounds as JSON:
+`flops` and `bytes` per second; bytes count reads and writes.
 """
 
 import argparse
@@ -22,7 +22,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def rates(threads: int, dtype: str) -> dict[str, float]:
-    """Return what a process of its own measures: `flops` and `bytes` a second, and `on_gpu`."""
+    """Measure in a separate process; return `flops` and `bytes` per second, and `on_gpu`."""
     command = [sys.executable, __file__, "--threads", str(threads), "--dtype", dtype]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)

@@ -2,8 +2,8 @@
 
     python benchmarks/models.py DIRECTORY [--parameters 20e6] [--vocab 4096] [--seed 1]
 
-The tokenizer is filled up with words that no prompt holds, so that the vocabulary is one of a real model's kind and an
-answer of a model that knows nothing seldom ends early.
+The tokenizer is padded with words that no prompt contains, so that the vocabulary is similar to a real model's, and an
+answer of an untrained model seldom ends early.
 """
 
 import argparse
@@ -21,7 +21,8 @@ OFF_BY = 0.1  # share of the parameters that a shape may have more or less than 
 
 
 def shape_of(parameters: float, vocab: int = VOCAB) -> dict[str, int]:
-    """The sizes in config.json of a model with so many parameters, within `OFF_BY`. ValueError where none has."""
+    """Return the sizes in config.json of a model with this number of parameters, within `OFF_BY`. ValueError if there
+    are none."""
     found = []
     for hidden in WIDTHS:
         layers = max(1, round((parameters - vocab * hidden) / _layer(hidden)))
@@ -46,12 +47,12 @@ def _intermediate(hidden: int) -> int:
 
 
 def _layer(hidden: int) -> int:
-    """Parameters of the matrices of a layer."""
+    """Return the number of parameters in the matrices of a layer."""
     return 2 * hidden * hidden + 2 * hidden * KV_HEADS * HEAD_DIM + 3 * hidden * _intermediate(hidden)
 
 
 def make_model(directory: Path, parameters: float, seed: int, vocab: int = VOCAB) -> Path:
-    """Write a Hugging Face model directory; the same arguments write the same weights. Returns the directory."""
+    """Write a Hugging Face model directory and return it; the same arguments give the same weights."""
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -78,7 +79,7 @@ def make_model(directory: Path, parameters: float, seed: int, vocab: int = VOCAB
 
 
 def made_models(directory: Path, student: float, teacher: float) -> list[str]:
-    """Write a student and a teacher of so many parameters; return the overrides by which the demo's roles use them."""
+    """Write a student and a teacher of these sizes; return the overrides with which the demo's roles use them."""
     roles = {"student": ("student_train", "student_infer"), "teacher": ("teacher",)}
     overrides = ["teacher_preflight=false"]  # models that know nothing would not pass
     for seed, (name, parameters) in enumerate({"student": student, "teacher": teacher}.items()):
@@ -88,7 +89,7 @@ def made_models(directory: Path, student: float, teacher: float) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write one model and say what it is."""
+    """Write one model and print its description."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--parameters", type=float, default=20e6)

@@ -1,4 +1,4 @@
-"""The pipeline as benchmarks run it: as a user would, with steps and nothing else, read from its metrics.jsonl."""
+"""Runs of the pipeline for benchmarks: started as by a user, with steps only; figures are read from metrics.jsonl."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def run_pipeline(
 ) -> list[dict[str, float]]:
     """Run the entry script with `ONLY_STEPS` and `overrides`; return the rows of its steps.
 
-    `look` is called with the number of its process every `LOOK_SECONDS`. Exits where the run fails.
+    `look` is called with the id of its process every `LOOK_SECONDS`. Exits if the run fails.
     """
     config = ["--config_path", config_path, "--config_name", config_name]
     log = directory / "log"
@@ -54,13 +54,13 @@ NOT_SHOWN = re.compile(r"\x1b\[|^\s*$|Warning: |^\s*warnings\.warn\(")
 
 
 class ShownLog:
-    """Shows the pipeline's lines while it runs; `look` is called again and again."""
+    """Prints the pipeline's lines while it runs; `look` is called repeatedly."""
 
     def __init__(self, log: Path, say: Callable[[str], object]) -> None:
         self._log, self._say, self._read, self._rest = log, say, 0, ""
 
     def look(self) -> None:
-        """Show the lines that were written since the last call."""
+        """Print the lines written since the last call."""
         with self._log.open("rb") as file:
             file.seek(self._read)
             new = file.read()
@@ -81,7 +81,7 @@ def _ended(process: "subprocess.Popen[bytes]", look: Callable[[int], None] | Non
 
 
 def pipeline_row(metrics: dict[str, float]) -> dict[str, float]:
-    """One line of metrics.jsonl as seconds; what is no step (validation, checkpoint) is taken out of the whole."""
+    """Return the seconds of a line of metrics.jsonl; validation and checkpoint are subtracted from the step."""
     timed = {name: value for name, value in metrics.items() if name.startswith("time/") and name.count("/") == 1}
     seconds = {name.removeprefix("time/"): value for name, value in timed.items()}
     beside = sum(seconds.pop(name, 0.0) for name in NOT_A_STEP)
@@ -89,7 +89,7 @@ def pipeline_row(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def machine() -> dict[str, Any]:
-    """Where this was measured."""
+    """Return a description of the machine."""
     from importlib.metadata import version
 
     versions = {name: version(name) for name in ("torch", "megatron-core", "ray")}

@@ -1,10 +1,10 @@
-"""What a hint to the teacher is worth, and when self-distillation collapses: the demo of docs/teacher-context.md.
+"""Effect of a hint to the teacher, and collapse of self-distillation: the demo of docs/teacher-context.md.
 
     python benchmarks/privileged_context.py [--seeds 42 43 44] [--modes frozen sampled ...] [--steps 40]
         [--json benchmarks/results/privileged_context.json]
 
-Every run is the real launcher with examples/demo/hints.yaml, whose student and teacher are one model; its record says
-how good the student became and which alarms have sounded.
+Every run starts the real launcher with examples/demo/hints.yaml, whose student and teacher have the same initial model.
+Its record has the student's accuracy and the alarms.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(mode: str, seed: int, steps: int) -> dict[str, Any]:
-    """One run of the launcher: what its record says."""
+    """Run the launcher once; return the figures of its record."""
     with tempfile.TemporaryDirectory(prefix="privileged-context-") as directory:
         command = [sys.executable, str(LAUNCHER), "--config_path", "demo", "--config_name", "hints"]
         settings = [f"seed={seed}", f"output_dir={directory}", "exp_name=run", f"max_steps={steps}", *MODES[mode]]
@@ -80,7 +80,7 @@ def run(mode: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table, a line a run."""
+    """Return a Markdown table, one line per run."""
     lines = [
         f"| teacher | seed | bare | before | best | at the end | steps to {GOAL:g} | alarms |",
         "|---" * 8 + "|",

@@ -1,4 +1,4 @@
-"""Peak resident memory of every process of a run, and the roles that they belong to. Linux alone."""
+"""Peak resident memory of every process of a run, and the roles of the processes. Linux only."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ ENGINE, DRIVER = "engine", "driver"
 
 @dataclass
 class Seen:
-    """One process as far as it was seen."""
+    """The last sampled data of a process."""
 
     parent: int
     title: str
@@ -20,14 +20,14 @@ class Seen:
 
 
 class PeakMemory:
-    """Looks at a run's processes again and again; what is gone by the end is remembered."""
+    """Samples a run's processes repeatedly; processes that have ended are kept."""
 
     def __init__(self) -> None:
         self._root = 0
         self.seen: dict[int, Seen] = {}
 
     def look(self, root: int) -> None:
-        """Note the processes that `root` started, and itself."""
+        """Record `root` and the processes that it has started."""
         self._root = root
         try:
             process = psutil.Process(root)
@@ -46,7 +46,7 @@ class PeakMemory:
                 seen.title = title
 
     def roles(self) -> dict[int, str]:
-        """Return the role of every process that belongs to one."""
+        """Return the role of every process that has one."""
         return role_of(self.seen, self._root)
 
     def by_role(self) -> dict[str, int]:
@@ -58,16 +58,16 @@ class PeakMemory:
 
 
 def high_water(status: str) -> int:
-    """Return VmHWM of /proc/PID/status in bytes; 0 of a process that has ended."""
+    """Return VmHWM of /proc/PID/status in bytes; 0 if the process has ended."""
     line = next((line for line in status.splitlines() if line.startswith("VmHWM:")), "VmHWM: 0 kB")
     return int(line.split()[1]) * 1024
 
 
 def role_of(seen: Mapping[int, Seen], root: int) -> dict[int, str]:
-    """Say which processes belong to a role.
+    """Return the role of a process.
 
-    An engine core is what a rollout worker starts, or, where a warm server forks both, the worker's sibling without a
-    title.
+    An engine core is a child of a rollout worker. If a preloaded server forks both, it is the worker's sibling without
+    a title.
     """
     titled = {pid: role for pid, one in seen.items() for title, role in TITLES.items() if one.title.startswith(title)}
     workers = {pid for pid, role in titled.items() if role == "rollout"}

@@ -1,12 +1,12 @@
-"""How often the alarm of a lost gain sounds, by simulation: false alarms, detection, and the most powerful test.
+"""Error rates of the alarm for a lost gain, by simulation: false alarms, detection, and the most powerful test.
 
     python benchmarks/reward_alarm.py [--runs N]  # tables of false alarms, and of detection with the bounds
     python benchmarks/reward_alarm.py --limit    # the evidence that healthy runs reach: `least_evidence` lies above
 
-A reward is 0 or 1. A prompt's chance of a 1 is drawn from Beta(p, 1 - p) around the curve's p, so that the samples of a
-prompt are correlated. The bound is the power of the Neyman-Pearson test that knows the curve, the step at which to test
-and the noise: the distance of the losing curve from the nearest rising or level one (isotonic regression), in standard
-errors, less the 1 % quantile.
+A reward is 0 or 1. A prompt's probability of a 1 is drawn from Beta(p, 1 - p), where p is the curve's value, so that
+the samples of a prompt are correlated. The bound is the power of the Neyman-Pearson test that knows the curve, the step
+at which to test and the noise: the distance of the losing curve from the nearest rising or level one (isotonic
+regression), in standard errors, less the 1 % quantile.
 """
 
 import argparse
@@ -34,7 +34,8 @@ HEALTHY: dict[str, Callable[[np.ndarray], np.ndarray]] = {  # of the step number
 
 
 def losing(steps: int, gain: float, form: str, start: float = 0.25, risen: float = 0.3) -> np.ndarray:
-    """Return [T] a curve that rises in `risen` of the run, is level up to its half and then loses half of the gain."""
+    """Return [T] a curve that rises in the first `risen` of the run, is level until half of the run, and then loses
+    half of the gain."""
     share = np.arange(steps) / steps
     fallen = {"suddenly": share >= 0.5, "in a quarter": np.clip((share - 0.5) * 4, 0, 1), "slowly": (share - 0.5) * 2}
     return start + gain * (np.minimum(share / risen, 1) - 0.5 * np.maximum(fallen[form], 0))
@@ -53,27 +54,27 @@ def rewards(rng: np.random.Generator, curve: np.ndarray, runs: int, prompts: int
 
 
 def evidence(values: np.ndarray) -> dict[int, np.ndarray]:
-    """Return [R] the evidence of a lost gain by the number of steps at each test of the runs [R, T]."""
+    """Return, for the number of steps at each test, the evidence [R] of a lost gain in the runs [R, T]."""
     batches = [values[at : at + BATCH] for at in range(0, len(values), BATCH)]
     due = filter(is_due, range(values.shape[1] + 1))
     return {steps: np.concatenate([lost_gain(batch[:, :steps]).evidence for batch in batches]) for steps in due}
 
 
 def sounded(values: np.ndarray) -> float:
-    """Return the share of the runs [R, T] in which the alarm sounds."""
+    """Return the share of the runs [R, T] with an alarm."""
     found = [array > least_evidence(steps) for steps, array in evidence(values).items()]
     return float(np.any(found, axis=0).mean())
 
 
 def bound(curve: np.ndarray, prompts: int) -> float:
-    """Return the power of the most powerful test of `curve` [T] against rising and level ones."""
+    """Return the power of the most powerful test of `curve` [T] against rising and level curves."""
     weights = prompts / (curve * (1 - curve) * (1 / 2 + 1 / (2 * SAMPLES)))  # 1 / variance of a step
     distance = math.sqrt((weights * (curve - isotonic(curve, weights)) ** 2).sum())
     return NormalDist().cdf(distance - NormalDist().inv_cdf(1 - FALSE_ALARMS))
 
 
 def isotonic(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return [T] the nearest curve that never falls, by weighted squares (pool adjacent violators)."""
+    """Return [T] the nearest curve that never falls, by weighted least squares (pool adjacent violators)."""
     blocks: list[tuple[float, float, int]] = []  # mean, weight, steps
     for block in zip(values, weights, (1,) * len(values), strict=True):
         blocks.append(block)

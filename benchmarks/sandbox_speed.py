@@ -1,4 +1,4 @@
-"""Programs per second through the code sandbox, each with its test cases, and whether every verdict is right.
+"""Programs per second of the code sandbox, each with its test cases, and the number of wrong verdicts.
 
 python benchmarks/sandbox_speed.py [--programs 1000] [--cases 5] [--workers N] [--at-least 20] [--json OUT]
 """
@@ -28,7 +28,7 @@ PROGRAMS = (
 
 
 def sample(number: int, cases: int) -> tuple[RewardSample, float]:
-    """Every third program is wrong; every other one is asked by assertions."""
+    """Return a sample; every third program is wrong, and every second program is tested by assertions."""
     right, wrong, answer = PROGRAMS[number % len(PROGRAMS)]
     is_right = number // len(PROGRAMS) % 3 != 2
     program = right if is_right else wrong
@@ -43,7 +43,7 @@ def sample(number: int, cases: int) -> tuple[RewardSample, float]:
 
 
 def measure(programs: int, cases: int, workers: int | None) -> tuple[float, int]:
-    """Programs per second, and how many verdicts were wrong."""
+    """Return programs per second, and the number of wrong verdicts."""
     samples, rewards = zip(*(sample(number, cases) for number in range(programs)), strict=True)
     reward = CodeSandbox(workers=workers)
     started = time.monotonic()
@@ -54,7 +54,7 @@ def measure(programs: int, cases: int, workers: int | None) -> tuple[float, int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the figures; return 1 where a verdict was wrong or the speed is below `--at-least`."""
+    """Print the figures; return 1 if a verdict was wrong or the rate is below `--at-least`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--programs", type=int, default=1000, metavar="N")
     parser.add_argument("--cases", type=int, default=5, metavar="N")

@@ -1,7 +1,7 @@
-"""What a step costs as work grows: time of each phase and memory of each role, with fitted exponents.
+"""Time of each phase and memory of each role as work grows, with fitted exponents.
 
 One axis grows at a time: the batch, the answers' length, the models' parameters, or the ranks of every role. Every
-point is a run of the real pipeline with models made on the spot. README.md says how to read the table.
+point is a run of the real pipeline with models made for the measurement. README.md explains the table.
 
     python benchmarks/scaling.py [key=value ...] [--axis batch length model ranks] [--factors 1 2 4 8] [--steps N]
         [--warmup N] [--student 2.5e6] [--teacher 10e6] [--json OUT] [--plot OUT.svg]
@@ -50,7 +50,7 @@ POWERS = [step / 20 for step in range(1, 61)]  # 0.05 to 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the axes that were asked for, print their tables, and draw everything that the JSON file holds."""
+    """Measure the requested axes, print their tables, and draw all axes in the JSON file."""
     options = parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that what was started is ended
     is_there = options.json and options.json.is_file()
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; ends with exit code 2 where there would be nothing to fit."""
+    """Return the command line; exit code 2 if there is nothing to fit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--axis", nargs="*", choices=AXES, default=list(AXES), help="none: show what was measured")
     parser.add_argument("--factors", type=int, nargs="+", default=[1, 2, 4, 8], help="ranks: those up to 4")
@@ -102,7 +102,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def settings_of(axis: str, factor: int) -> list[str]:
-    """The overrides of the demo's configuration that make one point, but for its models."""
+    """Return the overrides of the demo's configuration for one point, except for its models."""
     ranks = factor if axis == "ranks" else 1
     prompts = MORE_PROMPTS if axis == "ranks" else PROMPTS * (factor if axis == "batch" else 1)
     sequences = prompts * ANSWERS
@@ -122,7 +122,8 @@ def settings_of(axis: str, factor: int) -> list[str]:
 
 
 def measure(axis: str, factor: int, options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Run one point: seconds of each phase in its fastest step, its work, and the largest process of each role."""
+    """Run one point; return seconds of each phase in its fastest step, its work, and the largest process of each
+    role."""
     larger = factor if axis == "model" else 1
     overrides = made_models(directory, options.student * larger, options.teacher * larger)
     overrides += [*settings_of(axis, factor), f"max_steps={options.steps}", *options.overrides]
@@ -154,7 +155,7 @@ def measure(axis: str, factor: int, options: argparse.Namespace, directory: Path
 
 
 def _sizes(plan: RunPlan) -> dict[str, int]:
-    """Parameters that the cost of a phase depends on."""
+    """Return the numbers of parameters on which the cost of each phase depends."""
     student, teacher = (read_model(Path(worker.model.path)) for worker in (plan.student, plan.frozen_roles()[0]))
     of_student = matrix_parameters(student) + student.hidden * student.vocab
     sizes = dict.fromkeys(("generate", "old_logprobs", "train", "weight_sync"), of_student)
@@ -162,14 +163,15 @@ def _sizes(plan: RunPlan) -> dict[str, int]:
 
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> float:
-    """The k of y = c x^k by least squares in logarithms."""
+    """Return the k of y = c x^k by least squares in logarithms."""
     return float(np.polyfit(np.log(x), np.log(y), 1)[0])
 
 
 def growing_exponent(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """The k of y = a + c x^k by least squares, a >= 0: what a process has anyway is no part of the growth.
+    """Return the k of y = a + c x^k by least squares, a >= 0: the constant memory of a process is not part of the
+    growth.
 
-    None where y grows by less than `FLAT`, or where there are too few points.
+    None if y grows by less than `FLAT`, or if there are too few points.
     """
     xs, ys = np.asarray(x, float) / x[0], np.asarray(y, float)
     if ys[-1] < FLAT * ys[0] or len(ys) < 3:
@@ -187,16 +189,16 @@ def growing_exponent(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 
 def last_growth(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """The same k of the last three points alone, which are powers of one number; None where y did not grow twice.
+    """Return the same k for only the last three points, whose x are powers of one number; None if y did not grow twice.
 
-    A start-up that held more than the first steps do lifts the first points, not the last.
+    If the start-up needs more memory than the first steps, this raises the first points, but not the last.
     """
     before, after = (y[place] - y[place - 1] for place in (-2, -1)) if len(y) > 2 else (0.0, 0.0)
     return float(np.log(after / before) / np.log(x[-1] / x[-2])) if min(before, after) > 0 else None
 
 
 def fitted(points: Sequence[Mapping[str, Any]], axis: str) -> dict[str, Any]:
-    """The exponents of every phase's time and of its work, and of every role's memory."""
+    """Return the exponents of every phase's time and work, and of every role's memory."""
     phases = {}
     for name in points[0]["phases"]:
         rows = [point["phases"][name] for point in points]
@@ -216,7 +218,7 @@ def fitted(points: Sequence[Mapping[str, Any]], axis: str) -> dict[str, Any]:
 
 
 def verdict(fit: Mapping[str, float], axis: str) -> str:
-    """What the exponents of a phase say, in a word; along the ranks its time should fall."""
+    """Return a short verdict on the exponents of a phase, or ""; along the ranks its time should fall."""
     if axis == "ranks":
         return "grows" if fit["exponent"] > SUPERLINEAR - 1 else ""
     by_nature = fit["of_work"] > 1 + NOISE and fit["exponent"] <= fit["of_work"] + SUPERLINEAR - 1
@@ -228,7 +230,7 @@ def verdict(fit: Mapping[str, float], axis: str) -> str:
 
 
 def table(axis: str, result: Mapping[str, Any]) -> str:
-    """Seconds by phase and MiB by role at every factor, with exponents."""
+    """Return seconds by phase and MiB by role at every factor, with exponents."""
     points = result["points"]
     head = f"{axis:<14}" + "".join(f"{'x ' + str(point['factor']):>9}" for point in points)
     head += f"{'exponent':>10}{'last':>7}{'of work':>9}"
@@ -257,7 +259,7 @@ def table(axis: str, result: Mapping[str, Any]) -> str:
 
 
 def panels(results: Mapping[str, Any]) -> list[Panel]:
-    """Two panels an axis: seconds and memory, both against the factor."""
+    """Return two panels per axis: seconds and memory by factor."""
     found = []
     for axis in (axis for axis in AXES if axis in results):
         points, fits = results[axis]["points"], results[axis]["phases"]

@@ -1,10 +1,11 @@
-"""What a slow reward costs a step of the demo task: a reward that sleeps for every sample against one that does not.
+"""Effect of a slow reward on the step time of the demo: a reward that sleeps for every sample, compared with one that
+does not.
 
     python benchmarks/slow_reward.py [--seconds 0.2] [--steps 16] [--rounds 2] [--modes pure mixed] [--json OUT]
         [--at-most 1.1] [key=value ...]
 
-Every run is the real launcher; runs take turns, because a machine's speed drifts. A figure is the median of the steps
-after the first three. The exit code is 1 where a ratio is above `--at-most`.
+Every run is started by the real launcher. Runs alternate, because a machine's speed drifts. A figure is the median over
+the steps after the first three. The exit code is 1 if a ratio is above `--at-most`.
 """
 
 import argparse
@@ -31,7 +32,7 @@ RULE = MathRule()
 
 
 def slow(samples: Sequence[RewardSample], seconds: float = 0.2) -> Scores:
-    """math_rule, for someone who has to wait for it."""
+    """Return the scores of math_rule after a sleep."""
     time.sleep(seconds * len(samples))
     return RULE.score(samples)
 
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def steps(mode: str, count: int, overrides: Sequence[str]) -> list[dict[str, float]]:
-    """The metrics of the steps that count of one run."""
+    """Return the metrics of the counted steps of a run."""
     script, config = MODES[mode]
     with tempfile.TemporaryDirectory(prefix="slow_reward-") as directory:
         command = [sys.executable, str(HERE.parent / "examples" / script), "--config_path", "demo"]

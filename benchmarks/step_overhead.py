@@ -1,7 +1,7 @@
-"""What the pipeline costs: its step time over the sum of the same parts called bare.
+"""Overhead of the pipeline: its step time divided by the sum of the same parts without the pipeline.
 
-Runs the real pipeline, then the same steps again with the engines in plain processes, without Ray and without a
-pipeline: one part at a time, same prompts, seeds, weights, layouts and threads. README.md says how to read the table.
+Runs the real pipeline, and then the same steps with the engines in plain processes, without Ray and the pipeline. The
+parts run one at a time, with the same prompts, seeds, weights, layouts and threads. README.md explains the table.
 
     python benchmarks/step_overhead.py [--steps N] [--rounds N] [--json OUT] [--at-most 1.15] [key=value ...]
 """
@@ -23,7 +23,7 @@ from roll_opd.planner.build import load_plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table; return 1 when the pipeline failed or the ratio is above `--at-most`."""
+    """Measure and print the table; return 1 if the pipeline failed or the ratio is above `--at-most`."""
     options = parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that what was started is ended
     pipeline: list[dict[str, float]] = []
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; ends with exit code 2 where no step would be left to measure."""
+    """Return the command line; exit code 2 if no step is left to measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config_path", default="demo", metavar="DIR")
     parser.add_argument("--config_name", default="onpolicy_distill", metavar="NAME")
@@ -63,7 +63,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def compare(pipeline: Sequence[dict[str, float]], bare: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Medians over steps, in seconds. Rows map a part to seconds, `step` to the whole, `tokens` to a count."""
+    """Return medians over steps, in seconds. Rows map each part to seconds, `step` to the total, and `tokens` to a
+    count."""
     names = [name for name in {**pipeline[0], **bare[0]} if name not in ("step", "tokens")]
     step, total = (median(row["step"] for row in rows) for rows in (pipeline, bare))
     return {
@@ -84,7 +85,7 @@ def compare(pipeline: Sequence[dict[str, float]], bare: Sequence[dict[str, float
 
 
 def table(result: dict[str, Any]) -> str:
-    """The breakdown as text. A phase without a bare part has no ratio."""
+    """Return the breakdown as text. A phase without a corresponding part has no ratio."""
     lines = [f"\n{'part':<14}{'bare s':>10}{'in pipeline s':>16}{'ratio':>8}", "-" * 48]
     for name, seconds in result["parts"].items():
         alone, inside = seconds["bare"], seconds["pipeline"]
@@ -105,13 +106,13 @@ def table(result: dict[str, Any]) -> str:
 
 
 def run_steps(options: argparse.Namespace, overrides: Sequence[str], directory: Path) -> list[dict[str, float]]:
-    """The seconds of each step of the pipeline."""
+    """Return the seconds of each step of the pipeline."""
     rows = run_pipeline(options.config_path, options.config_name, overrides, directory)
     return [pipeline_row(row) for row in rows]
 
 
 def run_parts(options: argparse.Namespace, overrides: Sequence[str], directory: Path) -> list[dict[str, float]]:
-    """The same steps of the same plan, each part alone."""
+    """Return the seconds of the same steps with each part run separately."""
     log = directory / "parts.log"
     settings = (*ONLY_STEPS, f"output_dir={directory}", *overrides)
     plan = load_plan(options.config_path, options.config_name, settings, pure=True)

@@ -1,4 +1,4 @@
-"""Engines, ranks and reward workers without a model: real processes that answer at once with random numbers."""
+"""Engines, ranks and reward workers without a model: real processes that answer immediately with random numbers."""
 
 import asyncio
 import functools
@@ -33,7 +33,7 @@ LENGTHS = "DATA_PLANE_LENGTHS"  # in the environment of the engines
 
 
 class Engine(BucketHost):
-    """Answers as an inference engine does."""
+    """Answers like an inference engine."""
 
     async def setup(self, *_: Any, **__: Any) -> None:
         self._noise = noise()
@@ -67,7 +67,7 @@ class Engine(BucketHost):
 
 
 class Model:
-    """Stands for the engine of one rank, whose data-parallel rank is its rank."""
+    """Replaces the engine of a rank; its data-parallel rank is its rank."""
 
     adapters, is_last_stage = None, True
 
@@ -101,7 +101,7 @@ class Model:
 
 
 def targets(tokens: int, topk: int | None) -> dict[str, np.ndarray]:
-    """Return a teacher's targets for so many tokens: a top-k, or hidden states."""
+    """Return a teacher's targets for this number of tokens: a top-k, or hidden states."""
     if topk is None:
         return {"hidden": np.zeros((tokens, HIDDEN), np.float32)}
     ids, logprobs = np.zeros((tokens, topk), np.int32), np.full((tokens, topk), -5.0, np.float32)
@@ -130,7 +130,7 @@ class Student(StudentRank):
 
 
 class Scorer:
-    """Answers as a reward worker does."""
+    """Answers like a reward worker."""
 
     async def setup(self, *_: Any, **__: Any) -> None:
         self._random = np.random.default_rng(0)
@@ -146,7 +146,7 @@ class Scorer:
 
 
 def put_in_place(lengths: str, cost: DriverCost) -> None:
-    """Have a launch in this process start these, and count from the end of the first step on."""
+    """Replace the roles that a launch in this process starts by these, and count from the end of the first step on."""
     here = str(Path(__file__).parent)
     os.environ |= {LENGTHS: lengths, "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])}
     replaced = {"RolloutWorker": Engine, "TrainWorker": Student, "LogprobWorker": Teacher, "RewardWorker": Scorer}
@@ -174,5 +174,5 @@ def put_in_place(lengths: str, cost: DriverCost) -> None:
 
 
 def noise() -> np.ndarray:
-    """Return log-probs for as many tokens as any response has, f32."""
+    """Return random log-probs for the longest response, f32."""
     return -np.random.default_rng(0).random(LONGEST).astype(np.float32)

@@ -1,7 +1,7 @@
-"""What it takes to give the student's weights to the inference engines: seconds, GB/s, and memory process by process.
+"""Seconds, GB/s and memory of each process for sending the student's weights to the inference engines.
 
-Starts the real roles (a student and engines, of a model with random weights) on Ray and sends the weights again and
-again. README.md says how memory is counted.
+Starts the real roles (a student and engines with random weights) on Ray and sends the weights repeatedly. README.md
+explains how memory is measured.
 
     python benchmarks/weight_sync.py [--megabytes 300] [--times 6] [--json OUT] [key=value ...]
 """
@@ -40,7 +40,7 @@ STORE = "object store"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and write down."""
+    """Measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=float, default=300, metavar="N", help="of the model's weights in float32")
     parser.add_argument("--times", type=int, default=6, metavar="N", help="timed, and as often with memory watched")
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def measure(plan: RunPlan, times: int) -> dict[str, Any]:
-    """Start the roles; return seconds of each transfer, and bytes by which processes grew at the most."""
+    """Start the roles; return the seconds of each transfer, and the largest growth of the processes in bytes."""
     workers = await start_workers(
         replace(plan, teachers=()), Placement(plan.num_nodes, plan.devices_per_node, deterministic=plan.deterministic)
     )
@@ -115,13 +115,13 @@ async def watched(workers: RunWorkers, version: int) -> tuple[dict[str, int], in
 
 
 def begin_anew(pid: int) -> int:
-    """Have the kernel forget how large a process has been; return how large it is, in bytes."""
+    """Reset the kernel's high-water mark of a process; return its current memory in bytes."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
     return kilobytes(f"/proc/{pid}/status", "VmRSS:")
 
 
 def proportional(pid: int) -> int:
-    """Return a process's memory in bytes, of shared pages its share: summed over processes, each page counts once."""
+    """Return the proportional memory of a process in bytes: summed over processes, each shared page counts once."""
     return kilobytes(f"/proc/{pid}/smaps_rollup", "Pss:")
 
 

@@ -1,9 +1,9 @@
-"""What the phases of a step have to compute and to move, whatever the engines do: model FLOPs, and bytes at the least.
+"""Work of the phases of a step, independent of the engines: model FLOPs, and the minimum of bytes.
 
 Counted from config.json and the token counts of a step's metrics. A product of an [m, k] and a [k, n] matrix has 2mkn
 FLOPs. Counted are the layers' matrices at every token, attention over the keys that a token sees (causal), and the
-output head where a token is predicted. Not counted are the embedding's look-up, norms, activations, softmax, the
-optimizer, and whatever is computed again. A backward pass has twice the FLOPs of its forward pass.
+output head at predicted tokens. Not counted are the embedding's look-up, norms, activations, softmax, the optimizer,
+and recomputation. A backward pass has twice the FLOPs of its forward pass.
 """
 
 import math
@@ -21,36 +21,38 @@ GRADIENT, STATE = 8, 24  # bytes a parameter and update: f32 gradient, and f32 w
 
 
 class UncountedError(ValueError):
-    """What such a run computes is not counted here; the message says why."""
+    """The work of this run cannot be counted; the message states the reason."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of one phase of one step, over all devices."""
+    """Work of one phase of one step, over all devices."""
 
     flops: float
     bytes: float  # the least that has to come from memory or go there
 
 
 def matrix_parameters(model: ModelInfo) -> int:
-    """Parameters of the matrices that every token passes: all layers', without embedding, head and norms."""
+    """Return the number of parameters in all layers' matrices, without embedding, head and norms."""
     attention = 2 * model.hidden * model.head_dim * (model.heads + model.kv_heads)
     return model.layers * (attention + 3 * model.hidden * model.intermediate)
 
 
 def keys_seen(first: float, end: float) -> float:
-    """Keys that the tokens at positions `first` to `end` - 1 of a sequence see, together: each sees itself, too."""
+    """Return the number of keys that the tokens at positions `first` to `end` - 1 of a sequence see, including
+    themselves."""
     return (end * (end + 1) - first * (first + 1)) / 2
 
 
 def forward_flops(model: ModelInfo, tokens: float, keys: float, predicted: float) -> float:
-    """FLOPs of forward passes: `tokens` through the layers, `keys` seen by them, `predicted` through the head."""
+    """Return the FLOPs of forward passes: `tokens` in the layers, `keys` seen in attention, `predicted` tokens in the
+    head."""
     attention = 4 * model.layers * model.heads * model.head_dim * keys  # scores, and the sum of values
     return 2 * matrix_parameters(model) * tokens + attention + 2 * model.hidden * model.vocab * predicted
 
 
 def check_counted(plan: RunPlan) -> None:
-    """Raise UncountedError for a run whose phases hold more than `phase_work` counts."""
+    """Raise UncountedError for a run whose phases include work that `phase_work` does not count."""
     if len(plan.teachers) != 1 or plan.num_nodes != 1 or plan.rollout is None:
         raise UncountedError("only one teacher on one node can be measured; choose such a configuration")
     if plan.objective.opd_objective != "sampled" or plan.reference or plan.critic or plan.demonstrations:
@@ -58,10 +60,10 @@ def check_counted(plan: RunPlan) -> None:
 
 
 def phase_work(plan: RunPlan, row: Mapping[str, float]) -> dict[str, Work]:
-    """Return the work of each phase of the step that `row` is the metrics of. Call `check_counted` before.
+    """Return the work of each phase of the step with the metrics `row`. Call `check_counted` before.
 
-    Lengths are the step's means, so that attention counts a little too low where they differ. Generation counts a
-    prompt once, however many answers it has, and as few token steps as the engines' limits allow.
+    Lengths are the step's means, so that the count for attention is slightly too low if lengths differ. Generation
+    counts a prompt once for all of its answers, and the smallest number of token steps that the engines' limits allow.
     """
     assert plan.rollout is not None
     student, teacher = (read_model(Path(worker.model.path)) for worker in (plan.student, plan.frozen_roles()[0]))
@@ -106,7 +108,7 @@ def _generate(plan: RunPlan, model: ModelInfo, prompt: float, response: float, l
 
 
 def _weight_bytes(model: ModelInfo, dtype: str) -> float:
-    """What a forward pass reads of the weights."""
+    """Return the bytes of weights that a forward pass reads."""
     return DTYPE_BYTES[dtype] * (matrix_parameters(model) + model.hidden * model.vocab)
 
 

@@ -1,4 +1,4 @@
-"""What both sides of the comparison read: random sequences, and the objectives that they are compared in."""
+"""Inputs of both sides of the comparison: random sequences, and the compared objectives."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,13 +23,13 @@ BETA, ALPHA = 0.5, 0.1  # of jsd, of the skewed ones
 
 
 def sequences(vocab: int, number: int, length: int, seed: int = 0) -> list[np.ndarray]:
-    """Return random tokens, int64, `number` times; lengths from half of `length` to all of it."""
+    """Return `number` random sequences, int64, with lengths from `length` / 2 to `length`."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, vocab, int(rng.integers(length // 2, length + 1))) for _ in range(number)]
 
 
 def samples(tokens: Sequence[np.ndarray], reference: Any, objective: str) -> list[Any]:
-    """Return the samples of an update, with the teacher's columns as `reference` has them."""
+    """Return the samples of an update, with the teacher's columns from `reference`."""
     from roll_opd.samples.sample import Sample
 
     found = []

@@ -1,4 +1,5 @@
-"""Predicted seconds of what has not run on a GPU: faster kernels in an update and a scoring pass, and the larger loop.
+"""Predicted seconds of changes that have not run on a GPU: faster kernels in an update and a scoring pass, and the
+larger loop.
 
     python benchmarks/gpu/cures.py [--student 0.6B] [--teachers 1.7B 4B] [--json OUT]
 

@@ -1,4 +1,4 @@
-"""Our side, on one device: what its numbers are off by, and how fast it is. Prints one JSON object.
+"""Our side, on one device: errors of its numbers, and its speed. Prints one JSON object.
 
 Legend: M tokens, E hidden size, V vocabulary.
 """
@@ -40,7 +40,7 @@ COMPARED: tuple[Dtype, ...] = ("fp32", "bf16")
 
 
 def main() -> int:
-    """Measure the parts that were asked for."""
+    """Measure the requested parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--shape", required=True)
@@ -68,7 +68,7 @@ def plan(directory: Path, dtype: Dtype, shape: Shape, learning_rate: float = 1e-
 
 @contextmanager
 def running(make: Callable[[], Any]) -> Iterator[Any]:
-    """Give an engine, and leave its process groups after it."""
+    """Yield an engine, and destroy its process groups afterwards."""
     engine = make()
     try:
         yield engine
@@ -81,7 +81,7 @@ def running(make: Callable[[], Any]) -> Iterator[Any]:
 
 
 def numerics(directory: Path, shape: Shape, _: Dtype) -> dict[str, Any]:
-    """Compare with `reference.py`, in f32 and in bf16, and a run with itself."""
+    """Compare the engine with `reference.py`, in f32 and in bf16, and compare repeated runs."""
     reference = np.load(directory / "reference.npz")
     tokens = sequences(shape.vocab, 4, min(shape.length, 512))
     return {dtype: compared(directory, shape, dtype, tokens, reference) for dtype in COMPARED}
@@ -90,7 +90,8 @@ def numerics(directory: Path, shape: Shape, _: Dtype) -> dict[str, Any]:
 def compared(
     directory: Path, shape: Shape, dtype: Dtype, tokens: Sequence[np.ndarray], reference: Any
 ) -> dict[str, Any]:
-    """Return how far one dtype is off Hugging Face's f32, and whether two runs, a resumed one and an export agree."""
+    """Return the differences of one dtype from Hugging Face's f32, and whether a repeated run, a resumed run and an
+    export agree."""
     found: dict[str, Any] = {}
     still = plan(directory, dtype, shape, learning_rate=0.0)  # every objective meets the same weights
     asked = [(one, PROMPT) for one in tokens]
@@ -143,7 +144,8 @@ def compared(
 
 
 def distances(reference: Any, logprobs: Any) -> np.ndarray:
-    """Return how far log-probs of every sequence are off Hugging Face's f32, token for token."""
+    """Return the differences between the log-probs of every sequence and Hugging Face's f32 log-probs, token by
+    token."""
     return np.concatenate([np.abs(logprobs[n] - reference[f"fp32 {n}"]) for n in range(len(logprobs))])
 
 
@@ -167,7 +169,7 @@ def teacher(directory: Path, shape: Shape, dtype: Dtype) -> dict[str, Any]:
 
 
 def speed(directory: Path, tokens: Sequence[np.ndarray], seconds: float, passes: int) -> dict[str, float]:
-    """Return tokens and model FLOPs a second; what these count, `work.py` says."""
+    """Return tokens and model FLOPs per second; `work.py` defines the FLOPs."""
     model = read_model(directory / "student")
     counts = [len(one) for one in tokens]
     flops = passes * forward_flops(
@@ -177,7 +179,8 @@ def speed(directory: Path, tokens: Sequence[np.ndarray], seconds: float, passes:
 
 
 def export(directory: Path, shape: Shape, dtype: Dtype) -> dict[str, float]:
-    """Time all weights in Hugging Face's names and shapes: left on the device, and as buckets of the host."""
+    """Time the export of all weights in Hugging Face's names and shapes: on the device, and as buckets in host
+    memory."""
     with running(lambda: MegatronEngine(plan(directory, dtype, shape), seed=0, deterministic=False)) as engine:
         size = sum(tensor.nbytes for _, tensor in hf_tensors(engine))
         on_device = timed(lambda: [None for _ in hf_tensors(engine)])
@@ -187,7 +190,7 @@ def export(directory: Path, shape: Shape, dtype: Dtype) -> dict[str, float]:
 
 
 def head(_: Path, shape: Shape, dtype: Dtype) -> dict[str, Any]:
-    """Time token log-probs and their backward pass, in chunks and eagerly, and see what memory each takes beside."""
+    """Time token log-probs and their backward pass, chunked and eager, and measure the additional memory of each."""
     torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     group: Any = torch.distributed.group.WORLD
     device, kind = torch.device("cuda" if torch.cuda.is_available() else "cpu"), DTYPES[dtype]
@@ -242,7 +245,8 @@ def timed(call: Callable[[], object], rounds: int = ROUNDS) -> float:
 
 
 def reset_peak() -> int:
-    """Begin to watch the device's memory; return the bytes that are taken, 0 on a CPU, where it is not watched."""
+    """Reset the peak of the device's memory; return the allocated bytes. On a CPU nothing is measured, and 0 is
+    returned."""
     if not torch.cuda.is_available():
         return 0
     torch.cuda.reset_peak_memory_stats()
@@ -250,12 +254,12 @@ def reset_peak() -> int:
 
 
 def peak_bytes() -> int | None:
-    """Return the most that was taken of the device's memory; None on a CPU."""
+    """Return the peak of the device's allocated bytes; None on a CPU."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 
 def device_name() -> str:
-    """Return what this was measured on."""
+    """Return the name of the measured device."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 

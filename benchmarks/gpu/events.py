@@ -1,8 +1,8 @@
 """Figures from the profiler's events: time of each kernel family, idle time of the device, waits of the host, memory.
 
 A kernel belongs to the innermost part (`parts.py`) around the operator that launched it; in the backward pass, around
-the operator of the forward pass with the same sequence number. Without a device, operators stand in for kernels with
-the time that is theirs alone.
+the operator of the forward pass with the same sequence number. Without a device, operators replace kernels, with their
+exclusive time.
 """
 
 import re
@@ -74,7 +74,7 @@ def figures(events: Iterable[Any]) -> dict[str, Any]:
 
 
 def nest(operators: Sequence[Event]) -> None:
-    """Set the parent of each operator: the innermost one of its thread around it."""
+    """Set the parent of each operator: the innermost enclosing operator of its thread."""
     stacks: dict[int, list[Event]] = defaultdict(list)
     for event in sorted(operators, key=lambda event: (event.start, -event.end)):
         stack = stacks[event.thread]
@@ -131,7 +131,7 @@ def family(kernel: str, parts: dict[int, str], operator: Event | None) -> str:
 
 
 def _names(operator: Event | None) -> str:
-    """Return the names of an operator and of those around it."""
+    """Return the names of an operator and of the operators around it."""
     names = []
     while operator is not None:
         names.append(operator.name)
@@ -140,13 +140,13 @@ def _names(operator: Event | None) -> str:
 
 
 def own_time(event: Event) -> Event:
-    """Return an operator with only the time that none inside it has."""
+    """Return an operator with its exclusive time: its time without the operators inside it."""
     inside = sum(one.end - one.start for one in event.inside)
     return Event(event.name, event.start, max(event.start, event.end - inside))
 
 
 def summary(timed: Sequence[tuple[Event, str]], has_device: bool) -> dict[str, Any]:
-    """Return time by family and by kernel, and how long the device was idle between its first and its last kernel."""
+    """Return the time by family and by kernel, and the idle time of the device between its first and last kernel."""
     families: dict[str, dict[str, Any]] = defaultdict(lambda: {"seconds": 0.0, "kernels": 0})
     names: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0])
     for event, group in timed:
@@ -171,7 +171,7 @@ def summary(timed: Sequence[tuple[Event, str]], has_device: bool) -> dict[str, A
 
 
 def spans(events: Sequence[Event]) -> tuple[float, list[int]]:
-    """Return the seconds in which something ran, and the gaps between, in ns."""
+    """Return the time in which any kernel ran, and the gaps between kernels, in ns."""
     busy, gaps, end = 0, [], None
     for event in sorted(events, key=lambda event: event.start):
         if end is not None and event.start > end:
@@ -182,7 +182,7 @@ def spans(events: Sequence[Event]) -> tuple[float, list[int]]:
 
 
 def waits(runtime: Sequence[Event]) -> dict[str, Any]:
-    """Return launches, and how often and how long the host waited for the device."""
+    """Return the number of launches, and how often and how long the host waited for the device."""
     waiting = [event for event in runtime if WAITS.search(event.name)]
     return {
         "launches": sum(bool(LAUNCHES.search(event.name)) for event in runtime),
@@ -192,7 +192,7 @@ def waits(runtime: Sequence[Event]) -> dict[str, Any]:
 
 
 def curve(changes: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Return the memory over time, in seconds and bytes above the beginning, and the most."""
+    """Return the memory over time (seconds, bytes above the start), and its maximum."""
     if not changes:
         return {}
     total, most, times, values = 0, 0, [], []

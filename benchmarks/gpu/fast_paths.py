@@ -1,4 +1,4 @@
-"""The fast paths of the engine on GPUs, each of which a benchmark can leave out of a running rank."""
+"""The fast paths of the engine on GPUs; a benchmark can disable each of them in a running rank."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -8,7 +8,7 @@ from unittest import mock
 
 @contextmanager
 def without(names: Sequence[str], rank: Any) -> Iterator[None]:
-    """Leave fast paths out while the context is open."""
+    """Disable fast paths while the context is open."""
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(PATHS[name](rank))
@@ -92,7 +92,7 @@ def _optimizer(rank: Any) -> Iterator[None]:
 
 
 def _counted(optimizers: Sequence[Any], device: Any, settings: dict[str, Any]) -> None:
-    """Set how AdamW runs, and where it counts its steps."""
+    """Set the implementation of AdamW, and where it counts its steps."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group |= settings

@@ -4,8 +4,8 @@
         [--without NAME[+NAME] ...] [--timed] [--traces DIRECTORY]
     python benchmarks/gpu/kernel_profile.py --shape tiny --device cpu          # the same code, in seconds, on a CPU
 
-The second time in a row is predicted from FLOPs and bytes for an H100 (`predicted.py`).
-The name is not `profile.py`: cProfile, which torch imports, would import it instead of Python's own module.
+The second time in a row of the table is predicted from FLOPs and bytes for an H100 (`predicted.py`).
+The file is not named `profile.py`, because cProfile, which torch imports, would import it instead of Python's module.
 """
 
 import argparse
@@ -31,7 +31,7 @@ COMPARABLE = ("mean_logprob", "loss", "grad_norm")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Profile the passes, print a table of each, and write everything that was found."""
+    """Profile the passes, print a table for each, and write all figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1.7B")
     parser.add_argument("--pack", type=int, help="tokens of a micro-batch (the shape's own)")
@@ -77,7 +77,7 @@ def profiled(options: argparse.Namespace, model: Path) -> dict[str, Any]:
 
 
 def of_pass(name: str, rank: Any, options: argparse.Namespace, model: Path, shape: Any) -> dict[str, Any]:
-    """Return the speed of a pass, with and without its fast paths, and where its time goes."""
+    """Return the speed of a pass, with and without its fast paths, and its time by part."""
     from predicted import predicted
 
     call, tokens, passes = workload(name, rank, shape)
@@ -119,7 +119,7 @@ def made(name: str, model: Path, options: argparse.Namespace, shape: Any) -> Any
 
 
 def workload(name: str, rank: Any, shape: Any) -> tuple[Callable[[], dict[str, float]], Any, int]:
-    """Return a call of the pass, which returns figures, its sequences, and its FLOPs over a forward pass's."""
+    """Return (a call of the pass that returns figures, its sequences, its FLOPs relative to a forward pass)."""
     import numpy as np
     from batches import PROMPT, samples, sequences
     from work import TRAINED
@@ -145,7 +145,7 @@ def workload(name: str, rank: Any, shape: Any) -> tuple[Callable[[], dict[str, f
 
 
 def traced(rank: Any, call: Callable[[], object], trace: Path | None) -> dict[str, Any]:
-    """Return where the time and the memory of one call go."""
+    """Return the time and the memory of one call by part."""
     import torch
     from events import figures
     from parts import named_parts

@@ -1,11 +1,13 @@
-"""The whole loop at larger sizes on one GPU, with vLLM and Ray: where a step's time goes, beside the bare parts.
+"""The whole loop at larger sizes on one GPU, with vLLM and Ray: the time of a step by phase, compared with the single
+parts.
 
     python benchmarks/gpu/large.py [key=value ...] [--student 0.6B] [--teachers 1.7B 4B] [--steps 5] [--json OUT]
     python benchmarks/gpu/large.py --device cpu --student small --teachers small response_length=16   # on a CPU
 
-For each teacher a run of the pipeline with random weights: all roles on one GPU in turns, bf16, 64 prompts of 4 answers
-of 1,024 tokens, CUDA graphs in vLLM. Then the same steps by the parts alone (`bare_parts.py`), and the moves of each
-role on and off its device. README.md says how to read the table. Not run on a GPU yet; `cures.py` predicts its figures.
+For each teacher, the pipeline runs with random weights: all roles take turns on one GPU, in bf16, with 64 prompts of 4
+answers of 1,024 tokens and CUDA graphs in vLLM. Then the parts of the same steps run without the pipeline
+(`bare_parts.py`), and the moves of each role off its device and back are measured. README.md explains the table. Not
+run on a GPU yet; `cures.py` predicts its figures.
 """
 
 import argparse
@@ -140,13 +142,13 @@ def measured(name: str, teacher: str, options: argparse.Namespace, directory: Pa
 
 
 def startup_seconds(directory: Path) -> float | None:
-    """Return the seconds until the first step began, from the run's row of the start."""
+    """Return the seconds until the first step, from row 0 of the run."""
     lines = (directory / NAME / "latest" / "metrics.jsonl").read_text().splitlines()
     return next((row["time/startup"] for row in map(json.loads, lines) if "time/startup" in row), None)
 
 
 def made(directory: Path, shape: str, device: str, seed: int) -> Path:
-    """Write a model with random weights, and the demo's tokenizer with as many tokens; return `directory`."""
+    """Write a model with random weights, and the demo's tokenizer padded to its vocabulary; return `directory`."""
     make_model(directory, SHAPES[shape], seed, device)
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
     special = {one["content"]: one["id"] for one in tokenizer["added_tokens"]}
@@ -167,7 +169,8 @@ def made(directory: Path, shape: str, device: str, seed: int) -> Path:
 
 
 def table(name: str, found: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a run: each phase beside its bare part and its least time at the device's rates."""
+    """Return the lines of a run: each phase, its part without the pipeline, and its least time at the device's
+    rates."""
     step, bare = found["step"]["seconds"], found.get("bare", {})
     lines = [f"{name}: medians of {found['steps']} steps of {found['tokens']:.0f} tokens"]
     lines.append(

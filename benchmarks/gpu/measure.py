@@ -1,11 +1,12 @@
-"""The training engine on one NVIDIA GPU: whether its numbers are Hugging Face's, and how fast it is.
+"""The training engine on one NVIDIA GPU: comparison of its numbers with Hugging Face, and its speed.
 
     python benchmarks/gpu/measure.py [--shapes 0.6B 1.7B 4B 8B] [--parts numerics train teacher export head]
         [--json OUT]
     python benchmarks/gpu/measure.py --device cpu --shapes tiny      # the same code, in seconds, on a CPU
 
-Needs torch, megatron-core, transformers and this package; with Transformer Engine the layers are its own. No vLLM, no
-Ray, no network. Random weights of Qwen3's shapes. Exit code 1 where a number is off, or a part did not run.
+It needs torch, megatron-core, transformers and this package, but not vLLM, Ray or a network. If Transformer Engine is
+installed, its layers are used. Models have Qwen3's shapes and random weights. Exit code 1 if a number is outside its
+bound or a part failed.
 """
 
 import argparse
@@ -34,7 +35,7 @@ MOST_OFF_BF16 = {"times_theirs": 1.1, "loss": 0.1, "gradient_norm": 0.1}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print tables, and write everything that was found."""
+    """Measure, print tables, and write all figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6B", "1.7B", "4B", "8B"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
@@ -58,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measured(shape: str, parts: Sequence[str], device: str) -> dict[str, Any]:
-    """Return what the engine says of a shape: on a GPU a process for each part, whose memory is its own."""
+    """Return the engine's figures of a shape; on a GPU each part has a separate process, so that memory is measured
+    separately."""
     groups = [[part] for part in parts] if device == "cuda" else [list(parts)]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -77,7 +79,7 @@ def measured(shape: str, parts: Sequence[str], device: str) -> dict[str, Any]:
 
 
 def output(command: Sequence[str], device: str) -> tuple[str, str]:
-    """Run a file of this directory; return what it printed, and the end of its errors where it failed."""
+    """Run a file of this directory; return its output, and the last lines of its errors if it failed."""
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
     if device == "cpu":
@@ -89,14 +91,14 @@ def output(command: Sequence[str], device: str) -> tuple[str, str]:
 
 
 def peak() -> float:
-    """Return the FLOPs a second of this device's best product of bf16 matrices."""
+    """Return the FLOPs per second of the fastest product of bf16 matrices on this device."""
     from machine_rates import rates
 
     return rates(len(os.sched_getaffinity(0)), "bf16")["flops"]
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what decides over numbers and speed."""
+    """Return the versions of the packages that affect numbers and speed."""
     found = {"python": sys.version.split()[0]}
     for name in PACKAGES:
         try:
@@ -107,7 +109,7 @@ def versions() -> dict[str, str]:
 
 
 def problems(found: Mapping[str, Any], shapes: Sequence[str]) -> list[str]:
-    """Return what is off, or did not run. Too little memory is a result."""
+    """Return a message for each number outside its bound and each failed part. Too little memory is not a failure."""
     told = []
     for shape in shapes:
         for part, value in found[shape].items():
@@ -119,7 +121,7 @@ def problems(found: Mapping[str, Any], shapes: Sequence[str]) -> list[str]:
 
 
 def off(dtype: str, found: Mapping[str, Any]) -> list[str]:
-    """Return which numbers of a dtype are further off than they may be."""
+    """Return a message for each number of a dtype that is outside its bound."""
     told = [f"{name} is false" for name, value in found.items() if value is False]
     most = MOST_OFF_F32 if dtype == "fp32" else MOST_OFF_BF16
     for way, name in (("deterministic", "logprob"), ("fast", "fast")):
@@ -158,7 +160,7 @@ def report(found: Mapping[str, Any], shapes: Sequence[str]) -> list[str]:
 
 
 def cell(found: Mapping[str, Any], part: str, peak_flops: float) -> str:
-    """Return tokens a second and the share of the device's FLOPs, or why there are none."""
+    """Return tokens per second and the share of the device's FLOPs, or the reason for their absence."""
     value = found.get(part, {})
     if "tokens_a_second" not in value:
         return "too large" if "out_of_memory" in value else "-"

@@ -1,7 +1,7 @@
 """Predicted seconds of each kernel family of a pass: the larger of its FLOPs and its bytes over the device's rates.
 
-Counted for dense models in bf16 without Transformer Engine. Bytes are those that the present kernels read and write in
-the device's memory, each tensor once a kernel.
+Counted for dense models in bf16 without Transformer Engine. Bytes are the reads and writes of the current kernels in
+device memory, each tensor once per kernel.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,14 +24,14 @@ class Counted:
     bytes: float = 0.0
 
     def seconds(self, rates: tuple[float, float]) -> float:
-        """Return the time at `rates`, FLOPs and bytes a second."""
+        """Return the time at `rates`, FLOPs and bytes per second."""
         return max(self.flops / rates[0], self.bytes / rates[1])
 
 
 def predicted(
     shape: Shape, lengths: Sequence[int], scored: int, packs: int, *, learns: bool, rates: tuple[float, float] = H100
 ) -> dict[str, float]:
-    """Return family -> seconds of a scoring pass, or of an update where it `learns`, over sequences of `lengths`."""
+    """Return family -> seconds of a scoring pass, or of an update if `learns`, over sequences of `lengths`."""
     families = _scored(shape, lengths, scored)
     if learns:
         families = _updated(shape, lengths, scored, packs, families)

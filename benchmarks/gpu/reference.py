@@ -1,6 +1,6 @@
 """Hugging Face's side: log-probs in f32 and bf16, and in f32 each objective's loss and gradient norm with whole logits.
 
-Written from the formulas, without the engine; a process of its own, since on a CPU the engine patches torch.
+Written from the formulas, without the engine; a separate process, because on a CPU the engine patches torch.
 
 Legend: N tokens of a sequence, M scored ones, V vocabulary.
 """
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 
 def main() -> int:
-    """Write two models, and what Hugging Face makes of them, into a directory."""
+    """Write two models, and Hugging Face's figures for them, into a directory."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--shape", required=True)
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def load(directory: Path, dtype: torch.dtype, device: str) -> Any:
-    """Return a model to ask, not to train."""
+    """Return a frozen model."""
     return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
 
 
@@ -79,7 +79,7 @@ def picked(logprobs_MV: Tensor, tokens_N: Tensor) -> Tensor:
 
 
 def teacher_side(teacher: Any, tokens_N: Tensor) -> dict[str, Tensor]:
-    """Return what a teacher says of each scored token, for every objective."""
+    """Return the teacher's columns for each scored token, for every objective."""
     logprobs_MV = log_probs(teacher, tokens_N)
     best_MK, ids_MK = logprobs_MV.topk(TOPK)
     rest_M = logprobs_MV.scatter(1, ids_MK, -math.inf).logsumexp(-1)
@@ -97,7 +97,7 @@ def teacher_side(teacher: Any, tokens_N: Tensor) -> dict[str, Tensor]:
 def loss_of(
     logprobs_MV: Tensor, tokens_N: Tensor, side: dict[str, Tensor], objective: str, divergence: str | None
 ) -> Tensor:
-    """Return the sum over tokens of what an objective minimises."""
+    """Return the sum over tokens of an objective's loss."""
     if objective == "sampled":  # a policy gradient, whose advantage is the teacher's log-prob over the student's
         mine_M = picked(logprobs_MV, tokens_N)
         advantage_M = COEFFICIENT * (side["teacher"] - mine_M.detach())

@@ -1,4 +1,4 @@
-"""Models of Qwen3's shapes with random weights, and the sequences and sizes that each is measured with."""
+"""Models of Qwen3's shapes with random weights, and the sequences and sizes with which each is measured."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ VOCAB = 151_936
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes in config.json, and what is run with them."""
+    """Sizes in config.json, and the batches that are run with them."""
 
     layers: int
     hidden: int
@@ -24,7 +24,7 @@ class Shape:
     pack: int = 16_384  # tokens of a micro-batch
 
     def config(self) -> dict[str, Any]:
-        """Return what transformers builds such a model from."""
+        """Return the transformers configuration of this shape."""
         return {
             "vocab_size": self.vocab,
             "num_hidden_layers": self.layers,
@@ -51,7 +51,7 @@ SHAPES = {
 
 
 def make_model(directory: Path, shape: Shape, seed: int, device: str) -> Path:
-    """Write a model directory in bf16, without a tokenizer. Returns the directory."""
+    """Write a model directory in bf16, without a tokenizer; return the directory."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar

@@ -1,4 +1,4 @@
-"""On-policy distillation as a plain Hugging Face loop, as one writes it who has no framework.
+"""On-policy distillation as a plain Hugging Face loop, without a framework.
 
     python hf_loop.py WORK OUT     # WORK: what works.py has written; OUT: a line of figures a step
 

@@ -1,4 +1,5 @@
-"""The environment in which the peers run: made from requirements.txt beside this file, anew when that changes."""
+"""The environment of the peers, made from requirements.txt in this directory; it is made again when that file
+changes."""
 
 import os
 import subprocess
@@ -12,7 +13,8 @@ UV_SETTINGS = HERE.parents[1] / "scripts" / "uv_settings.py"
 
 
 def make() -> Path:
-    """Return the interpreter of the environment. `TORCH_INDEX_URL` names the index of torch, as for `make setup`."""
+    """Make the environment if necessary; return its interpreter. `TORCH_INDEX_URL` is the index of torch, as for `make
+    setup`."""
     python, stamp, wanted = HOME / "bin" / "python", HOME / ".setup-stamp", REQUIREMENTS.read_text()
     if stamp.exists() and stamp.read_text() == wanted:
         return python
@@ -36,7 +38,7 @@ def pins() -> dict[str, str]:
 
 
 def uv_settings() -> dict[str, str]:
-    """What makes uv look where pip would."""
+    """Return the settings with which uv uses pip's indexes."""
     asked = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     said = subprocess.run([sys.executable, str(UV_SETTINGS)], input=asked.stdout, capture_output=True, text=True)
     return dict(line.split("=", 1) for line in said.stdout.splitlines())

@@ -1,4 +1,4 @@
-"""What both peers share: the work that they read, their optimizer, greedy answers, and rows of figures."""
+"""Code that both peers share: reading the work, the optimizer, greedy answers, and rows of figures."""
 
 import json
 import time
@@ -13,12 +13,12 @@ Work = dict[str, Any]
 
 
 def read_work(path: str) -> Work:
-    """What `works.py` has written."""
+    """Return the work that `works.py` has written."""
     return json.loads(Path(path).read_text())
 
 
 def optimizer_of(work: Work, model: Any) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
-    """AdamW whose learning rate rises to its peak over the warm-up, then falls to 0 over all updates."""
+    """Return AdamW with a learning rate that rises to its peak during the warm-up and then falls to 0."""
     warmup, total = work["warmup_steps"], work["total_steps"]
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -37,7 +37,7 @@ def optimizer_of(work: Work, model: Any) -> tuple[torch.optim.AdamW, torch.optim
 
 @torch.no_grad()
 def greedy_answers(work: Work, model: Any, tokenizer: Any) -> list[str]:
-    """The answers to the held-out prompts, which have one length."""
+    """Return the answers to the held-out prompts, which all have the same length."""
     prompts_BP = torch.tensor(work["held_out"])
     tokens_BT = model.generate(
         prompts_BP,
@@ -49,7 +49,7 @@ def greedy_answers(work: Work, model: Any, tokenizer: Any) -> list[str]:
 
 
 class Rows:
-    """Writes a line a step; what is timed by `part` goes into it, and validation is no part of a step."""
+    """Writes one line per step with the seconds of each `part`; validation is not part of a step."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -63,7 +63,7 @@ class Rows:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
 
     def write(self, step: int, **figures: Any) -> None:
-        """The step has ended; the next one begins."""
+        """Write the row of the step that has ended, and start the next step."""
         whole = time.perf_counter() - self._began - self._seconds.pop("validate", 0.0)
         row = {"step": step, "seconds": whole, "parts": self._seconds, "peak_gib": peak_gib(), **figures}
         with self._path.open("a") as file:
@@ -72,6 +72,6 @@ class Rows:
 
 
 def peak_gib() -> float:
-    """The most memory that this process has had resident."""
+    """Return the peak resident memory of this process."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) / 2**20

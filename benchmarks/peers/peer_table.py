@@ -1,4 +1,4 @@
-"""The table of the peers, from the rows that their runs left."""
+"""The table of the peers, from the rows of their runs."""
 
 from statistics import median
 from typing import Any
@@ -10,39 +10,39 @@ UNITS = {"s": 2, "GiB": 2, "": 0}  # and how many digits are printed
 
 
 def step_seconds(runs: Runs) -> float | None:
-    """The median step, without the first steps of each round."""
+    """Return the median seconds of a step, without the first steps of each round."""
     return middle([row["seconds"] for run in runs for row in run["rows"] if row["step"] > run["warmup"]])
 
 
 def tokens(runs: Runs) -> float | None:
-    """Generated tokens of a step."""
+    """Return the median number of generated tokens of a step."""
     return middle([row["tokens"] for run in runs for row in run["rows"] if row["step"] > run["warmup"]])
 
 
 def first_step_end(runs: Runs) -> float | None:
-    """From the start of the process to the end of its first step."""
+    """Return the seconds from the start of the process to the end of its first step."""
     return middle([row["at"] for run in runs for row in run["rows"] if row["step"] == 1])
 
 
 def reached(runs: Runs) -> float | None:
-    """From the start of the process to an accuracy of `TARGET`; None where a round did not get there."""
+    """Return the seconds from the start of the process to an accuracy of `TARGET`; None if a round did not reach it."""
     ends = [next((r["at"] for r in run["rows"] if (r["accuracy"] or 0.0) >= TARGET), None) for run in runs]
     return middle([end for end in ends if end is not None]) if None not in ends else None
 
 
 def steps_to_target(runs: Runs) -> float | None:
-    """Steps to an accuracy of `TARGET`."""
+    """Return the number of steps to an accuracy of `TARGET`."""
     ends = [next((r["step"] for r in run["rows"] if (r["accuracy"] or 0.0) >= TARGET), None) for run in runs]
     return middle([float(end) for end in ends if end is not None]) if None not in ends else None
 
 
 def trainer_memory(runs: Runs) -> float | None:
-    """The high-water mark of the process that trains."""
+    """Return the high-water mark of the training process."""
     return max((run["trainer_gib"] for run in runs), default=None)
 
 
 def all_memory(runs: Runs) -> float | None:
-    """The most that all processes of a run were seen to have."""
+    """Return the largest sampled memory of all processes of a run."""
     return max((run["all_gib"] for run in runs), default=None)
 
 
@@ -65,7 +65,7 @@ ROWS = (  # title, unit, work, figure of a side's runs
 
 
 def figures(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of the table for which anything was measured: a title, a unit, and a figure of each side."""
+    """Return the rows of the table with at least one measurement: title, unit, and a figure for each side."""
     measured = [
         {"row": title, "unit": unit, **{side: figure(runs) for side, runs in result["works"].get(work, {}).items()}}
         for title, unit, work, figure in ROWS
@@ -74,7 +74,7 @@ def figures(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def text(result: dict[str, Any]) -> str:
-    """The table as text; what was not measured, or not reached, is a dash."""
+    """Return the table as text; a figure that was not measured or not reached is a dash."""
     rows = figures(result)
     sides = list(HEADINGS) + sorted({side for row in rows for side in row} - {"row", "unit", *HEADINGS})
     lines = ["", f"{'':<52}" + "".join(f"{HEADINGS.get(side, side):>12}" for side in sides)]

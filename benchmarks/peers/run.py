@@ -1,10 +1,11 @@
-"""Peers in one command: TRL, a plain Hugging Face loop and we do the same work, in turns, on this machine.
+"""One command for all peers: TRL, a plain Hugging Face loop and this package run the same work alternately on this
+machine.
 
     python benchmarks/peers/run.py [--work demo ...] [--sides trl hf ours] [--rounds N] [--json OUT] [--append]
         [--steps N] [--variant NAME key=value ...]
 
-The first run makes an environment for the peers, benchmarks/peers/.venv, from requirements.txt beside this file.
-README.md says what is measured and how to read the table.
+The first run makes an environment for the peers, benchmarks/peers/.venv, from requirements.txt in this directory.
+README.md explains the measurements and the table.
 """
 
 import argparse
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(work: works.Work, options: argparse.Namespace, python: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every round of every side, as it ends."""
+    """Yield every round of every side when it ends."""
     variants = {name: tuple(overrides) for name, *overrides in options.variant}
     sides = [side for side in options.sides if side in work.sides] + list(variants)
     with tempfile.TemporaryDirectory(prefix="peers-") as directory:
@@ -109,7 +110,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(work: works.Work, command: Sequence[str], rows: Path, log: Path, described: Path) -> dict[str, Any]:
-    """Run one side until it has made its steps, or reached the accuracy; return what was seen, from outside."""
+    """Run one side until it has completed its steps or reached the accuracy; return the figures measured from
+    outside."""
     seen: list[dict[str, Any]] = []
     done = False
     truths = json.loads(described.read_text())["truths"]
@@ -134,7 +136,8 @@ def run(work: works.Work, command: Sequence[str], rows: Path, log: Path, describ
 
 
 def follow(path: Path, process: subprocess.Popen, memory: dict[str, float] | None) -> Iterator[dict[str, Any]]:
-    """The lines of a file as they are written, until the process ends; meanwhile, look at its memory."""
+    """Yield the lines of a file while they are written, until the process ends; also sample the memory of the
+    process."""
     read, looked = 0, 0.0
     while True:
         ended = process.poll() is not None
@@ -151,7 +154,8 @@ def follow(path: Path, process: subprocess.Popen, memory: dict[str, float] | Non
 
 
 def look_at_memory(pid: int, memory: dict[str, float]) -> None:
-    """Raise `memory` to what is seen now: the sum of all processes, and the high-water mark of our trainer.
+    """Raise `memory` to the current values: the sum over all processes, and the high-water mark of our training
+    process.
 
     What several processes share is shared out in the sum. A peer, which is one process, tells its own high-water mark.
     """
@@ -167,7 +171,7 @@ def look_at_memory(pid: int, memory: dict[str, float]) -> None:
 
 
 def kibibytes(pid: int, file: str, name: str) -> int:
-    """A figure of /proc; 0 where the process is gone."""
+    """Return a figure of /proc in KiB; 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
     except OSError:
@@ -176,7 +180,7 @@ def kibibytes(pid: int, file: str, name: str) -> int:
 
 
 def read_row(row: dict[str, Any], truths: Sequence[str]) -> dict[str, Any]:
-    """A step of any side: its seconds without validation and checkpoint, tokens, loss and accuracy."""
+    """Return a step of any side: seconds without validation and checkpoint, tokens, loss and accuracy."""
     if "seconds" in row:  # a peer's
         texts = row.get("texts")
         accuracy = sum(map(bool, map(is_right, texts, truths))) / len(truths) if texts else None
@@ -190,7 +194,7 @@ def read_row(row: dict[str, Any], truths: Sequence[str]) -> dict[str, Any]:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Stop a run that is still going, and give it the time to end its own processes."""
+    """Stop a run that has not ended, and wait until it has ended its processes."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
@@ -201,7 +205,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Where this was measured."""
+    """Return a description of the machine."""
     versions = {name: version(name) for name in ("torch", "transformers", "megatron-core", "ray")}
     pins = peer_environment.pins()
     model = next(

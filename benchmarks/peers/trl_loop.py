@@ -2,7 +2,7 @@
 
     python trl_loop.py WORK OUT    # WORK: what works.py has written; OUT: a line of figures a step
 
-The trainer's methods are overridden for nothing but the seconds that they take.
+The trainer's methods are overridden only to measure their seconds.
 """
 
 import sys
@@ -33,7 +33,7 @@ class Timed(DistillationTrainer):
 
 
 class Record(TrainerCallback):
-    """Writes the row of each step, with greedy answers where they are asked for."""
+    """Writes the row of each step, with greedy answers if they are requested."""
 
     def __init__(self, work: dict[str, Any], trainer: Timed, tokenizer: Any) -> None:
         self.work, self.trainer, self.tokenizer = work, trainer, tokenizer

@@ -1,7 +1,7 @@
-"""The works that all sides do: the demo's configuration with overrides; and its plan, as a file for the peers.
+"""The works of all sides: the demo's configuration with overrides, and its plan as a file for the peers.
 
-Whatever a peer needs is read from the plan that we run, so that no side can drift away from the others. Models that
-are larger than the demo's are made here, with random weights.
+All settings of a peer are read from the plan of our run, so that all sides have the same settings. Models that are
+larger than the demo's are made here, with random weights.
 """
 
 import json
@@ -32,7 +32,7 @@ class RandomModels:
 
 @dataclass(frozen=True)
 class Work:
-    """What is done: overrides of the demo, sequences in a peer's micro-batch, and how often."""
+    """A work: overrides of the demo, sequences in a peer's micro-batch, and the number of steps."""
 
     title: str
     overrides: tuple[str, ...]
@@ -46,7 +46,7 @@ class Work:
 
 
 def shape(layers: int, hidden: int, intermediate: int, heads: int, key_value_heads: int, tied: bool) -> dict[str, Any]:
-    """The arguments of a Qwen3 configuration."""
+    """Return the arguments of a Qwen3 configuration."""
     names = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": intermediate}
     names |= {"num_attention_heads": heads, "num_key_value_heads": key_value_heads, "head_dim": hidden // heads}
     return {**names, "tie_word_embeddings": tied}
@@ -101,7 +101,7 @@ WORKS = {
 
 
 def make(work: Work, directory: Path) -> tuple[Path, tuple[str, ...]]:
-    """Write what the peers read, models where they are random; return its path and the overrides of our own run."""
+    """Write the file for the peers, and random models if needed; return its path and the overrides of our run."""
     overrides = work.overrides
     if work.models:
         for role in ("student", "teacher"):
@@ -115,7 +115,7 @@ def make(work: Work, directory: Path) -> tuple[Path, tuple[str, ...]]:
 
 
 def describe(plan: RunPlan, work: Work) -> dict[str, Any]:
-    """The plan as a peer reads it: one update of `answers` x `prompts_per_step` sequences a step."""
+    """Return the plan for a peer: one update of `answers` x `prompts_per_step` sequences per step."""
     assert plan.rollout is not None and plan.student.mini_batch_sequences == plan.sequences_per_step
     optimizer, sampling = plan.student.optimizer, plan.rollout.sampling
     tokenizer = load_tokenizer(plan.student.model.path)
@@ -149,7 +149,8 @@ def describe(plan: RunPlan, work: Work) -> dict[str, Any]:
 
 
 def make_model(shape: dict[str, Any], vocabulary: int, directory: Path) -> None:
-    """Write a Qwen3 model with random weights that never ends a text, with the demo's tokenizer widened to its size."""
+    """Write a Qwen3 model with random weights that never ends a text, with the demo's tokenizer padded to its
+    vocabulary."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -179,7 +180,7 @@ def make_model(shape: dict[str, Any], vocabulary: int, directory: Path) -> None:
 
 
 def demo_tokenizer(vocabulary: int) -> Any:
-    """The demo's tokenizer with tokens that no text has, up to `vocabulary`."""
+    """Return the demo's tokenizer, padded to `vocabulary` with tokens that occur in no text."""
     sys.path.insert(0, str(EXAMPLES / "demo"))
     try:
         from make_assets import build_tokenizer

@@ -1,11 +1,11 @@
-"""A conversation of some turns with somebody who answers at once."""
+"""A conversation of several turns with a user who answers immediately."""
 
 from roll_opd.workflows import WORKFLOWS, Experience, Task, Workflow
 
 
 @WORKFLOWS.register_module("conversation")
 class Conversation(Workflow):
-    """Asks for one sum after another; `workflow_args.turns` of them."""
+    """Requests one sum after another, in `workflow_args.turns` turns."""
 
     is_async = can_reset = True
 

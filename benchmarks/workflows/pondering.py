@@ -1,4 +1,4 @@
-"""A game that takes its time."""
+"""A slow game."""
 
 import random
 import time
@@ -10,7 +10,7 @@ from roll_opd.environments.frozen_lake import FrozenLake
 
 @ENVIRONMENTS.register("pondering")
 class Pondering(FrozenLake):
-    """FrozenLake whose every step takes up to `think` seconds."""
+    """FrozenLake in which each step takes up to `think` seconds."""
 
     def __init__(self, think: float = 0.2, **arguments: Any) -> None:
         super().__init__(**arguments)
