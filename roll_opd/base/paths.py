@@ -55,7 +55,7 @@ def candidates(text: str) -> list[Path]:
 def expanded(text: str) -> Path:
     """Return the path `text` with `~` and `~user` expanded; raises PathError if it cannot be a path."""
     if not text.strip():
-        raise PathError("the path is empty; write one")
+        raise PathError("the path is empty; set a path")
     if "\0" in text:
         raise PathError(f"{text!r} has a NUL character, which paths cannot have; remove it")
     found = os.path.expanduser(text)

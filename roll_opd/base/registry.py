@@ -219,7 +219,7 @@ def argument_problems(
     parameters = inspect.signature(part).parameters.values()
     places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
     if places < given_by_us and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        yield "its call", f"passes {given_by_us} arguments before those of the configuration, but it takes {places}"
+        yield "its call", f"passes {given_by_us} arguments before the configured ones, but it accepts only {places}"
     catches_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     hints = annotations(part)
     for name, value in given.items():

@@ -64,9 +64,9 @@ class Placement:
         room = sum(int(count // devices_per_node) for count, _ in offered)
         if room < num_nodes:
             raise ClusterError(
-                f"num_nodes {num_nodes} x num_gpus_per_node {devices_per_node} do not fit the cluster, whose nodes"
+                f"num_nodes {num_nodes} x num_gpus_per_node {devices_per_node} do not fit the cluster: its nodes"
                 f" have {', '.join(f'{count:g} ({address})' for count, address in offered)} {self._resource};"
-                " lower them, or start Ray on more nodes"
+                " lower these numbers, or start Ray on more nodes"
             )
         groups = [
             placement_group([{self._resource: 1, "CPU": 1}] * devices_per_node, strategy="STRICT_PACK")

@@ -175,7 +175,7 @@ def _without_rotary_kernel(config: Any) -> dict[str, Any]:
     With latent attention, the kernel gives wrong log-probs without an error.
     """
     if not isinstance(config, Mapping | None):
-        raise ValueError(f"engine_args: 'compilation_config' {config!r} should be a mapping for a model like this one")
+        raise ValueError(f"engine_args: 'compilation_config' {config!r} should be a mapping for this model")
     given = dict(config or {})
     return given | {"custom_ops": [*given.get("custom_ops", []), "-rotary_embedding"]}
 

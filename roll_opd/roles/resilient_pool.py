@@ -232,7 +232,7 @@ class ResilientPool(Generic[Item, Result]):
             if self._broken:
                 job.fail(self._broken)
             elif job.deaths == MAX_DEATHS:
-                message = f"{MAX_DEATHS} workers were lost ({kind}) while they ran it, the last without other jobs"
+                message = f"{MAX_DEATHS} workers were lost ({kind}) while they ran it; the last worker ran nothing else"
                 self._settle(job, WorkerLost(kind, message))
         self._waiting = [job for job in jobs if not job.result.done()] + self._waiting
 

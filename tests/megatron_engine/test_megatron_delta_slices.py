@@ -54,5 +54,5 @@ def test_both_layouts_of_the_input_projection_give_the_same_parameter() -> None:
 def test_a_config_of_another_release_is_refused() -> None:
     given = tensors("delta_parts")
     given["0"] = given["0"][:-5]
-    with pytest.raises(ValueError, match=r"71 rows, config.json implies 8 \+ 8 \+ 60,"):
+    with pytest.raises(ValueError, match=r"71 rows, but config.json implies 8 \+ 8 \+ 60,"):
         DELTA_SLICINGS["delta_parts"].read(TensorSource(given), list(given), 0, 1, SIZES)

@@ -89,7 +89,7 @@ def test_layers_with_rows_of_zeros_count_as_lost() -> None:
 
 
 def test_a_vocabulary_of_another_size_is_reported() -> None:
-    with pytest.raises(ValueError, match=r"vocab has 21 rows, vocab_size in config\.json is 20"):
+    with pytest.raises(ValueError, match=r"vocab has 21 rows, but vocab_size in config\.json is 20"):
         VocabRows().read(TensorSource(TENSORS), ["vocab"], 0, 1, replace(SIZES, vocab=20))
 
 

@@ -82,7 +82,7 @@ def differences(own: Mapping[str, Any], other: Mapping[str, Any], devices: int) 
         if (theirs := other["versions"].get(name, "none")) != ours
     ]
     if bool(own["gpus"]) != bool(other["gpus"]):
-        found.append(f"has {other['gpus']} GPUs and host 0 has {own['gpus']}; use hosts of one kind")
+        found.append(f"has {other['gpus']} GPUs and host 0 has {own['gpus']}; use hosts of the same kind")
     elif other["gpus"] and other["gpus"] < devices:
         found.append(f"has {other['gpus']} GPUs, fewer than num_gpus_per_node {devices}; lower it")
     return found

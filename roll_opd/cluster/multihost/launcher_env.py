@@ -38,7 +38,8 @@ class LaunchedHost:
                 probe.connect(there)  # sends nothing
                 return str(probe.getsockname()[0])
         except OSError as error:
-            raise LaunchError([f"host 0 is {self.address} (MASTER_ADDR): {error.strerror}; give its address"]) from None
+            problem = f"no route to host 0 at {self.address} (MASTER_ADDR): {error.strerror}; set its address"
+            raise LaunchError([problem]) from None
 
 
 def launched(environ: Mapping[str, str]) -> LaunchedHost | None:
@@ -67,13 +68,16 @@ def launched(environ: Mapping[str, str]) -> LaunchedHost | None:
     if here > 1:
         raise LaunchError(
             [
-                f"{here} processes were launched on a host; launch one on each, and it starts the others: use {how};"
+                f"{here} processes were launched on a host; launch one per host, and it starts the others: use {how};"
                 f" for a run on this host only, unset {variable}"
             ]
         )
     if environ.get("RAY_ADDRESS"):
         raise LaunchError(
-            [f"RAY_ADDRESS names a Ray cluster, and {size} hosts were launched to make one; unset it, or launch one"]
+            [
+                f"RAY_ADDRESS names a Ray cluster, and {size} hosts were launched, which would start another cluster;"
+                " unset RAY_ADDRESS, or launch a single host"
+            ]
         )
     address = environ.get("MASTER_ADDR") or first
     if not address:

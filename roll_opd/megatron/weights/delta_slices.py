@@ -83,8 +83,8 @@ def _sections(source: SliceSource, name: str, rows: Sequence[int], rank: int, ra
     found, start = [], 0
     if sum(rows) != source.shape(name)[0] or any(size % ranks for size in rows):
         raise ValueError(
-            f"{name}: {source.shape(name)[0]} rows, config.json implies {' + '.join(map(str, rows))}, each divisible"
-            f" by {ranks} tensor ranks; use the config.json of the same release, or fewer ranks"
+            f"{name}: {source.shape(name)[0]} rows, but config.json implies {' + '.join(map(str, rows))}, each of them"
+            f" divisible by {ranks} tensor ranks; use the config.json of the same release, or fewer ranks"
         )
     for size in rows:
         found.append(source.part(name, 0, start + rank * size // ranks, start + (rank + 1) * size // ranks))

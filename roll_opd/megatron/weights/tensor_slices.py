@@ -99,7 +99,8 @@ class VocabRows(_SingleTensor):
         stored, each = source.shape(names[0])[0], sizes.padded_vocab // ranks
         if stored != sizes.vocab:
             raise ValueError(
-                f"{names[0]} has {stored} rows, vocab_size in config.json is {sizes.vocab}; use the model's config.json"
+                f"{names[0]} has {stored} rows, but vocab_size in config.json is {sizes.vocab};"
+                " use the model's config.json"
             )
         first, last = (min(number * each, sizes.vocab) for number in (rank, rank + 1))
         rows = source.part(names[0], 0, first, last)
