@@ -150,7 +150,7 @@ def with_expanded_packs(attention: type[torch.nn.Module]) -> type[torch.nn.Modul
             **options: Any,
         ) -> Tensor:
             pack, qkv = packed_seq_params, [query_NHD, key_NGD, value_NGD]
-            if pack.context.ranks > 1:  # `attention` gathers the pieces itself, by the lengths of the sequences
+            if pack.context.ranks > 1:  # `attention` itself gathers the pieces; their lengths locate them
                 return super().forward(*qkv, attention_mask, *args, packed_seq_params=pack.whole, **options)
             if pack.places_X is not None:
                 qkv = [tensor.index_select(0, pack.places_X) for tensor in qkv]

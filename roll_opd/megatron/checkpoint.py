@@ -206,7 +206,7 @@ def _restore_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
 
 
-_PREFIX = "optimizer.state"  # of names in a checkpoint, as in Megatron's
+_PREFIX = "optimizer.state"  # prefix of names in a checkpoint, as in Megatron
 
 
 def optimizer_pieces(optimizer: DistributedOptimizer, model: Any) -> dict[str, ShardedTensor]:

@@ -143,7 +143,7 @@ def _load_head(head: ValueHead, path: Path) -> None:
 def _loss(values_M: Tensor, batch: PackedBatch, *, clip: float | None) -> tuple[Tensor, dict]:
     columns = batch.columns
     mask_M = columns["mask"]
-    # where instead of a product: values outside of the mask may be infinite
+    # `where`, not a product, because values outside of the mask may be infinite
     old_M, returns_M = (torch.where(mask_M, columns[name], 0) for name in ("old_values", "returns"))
     loss = (value_loss(values_M, old_M, returns_M, clip) * columns["weight"]).sum()
     new_M = values_M.detach()

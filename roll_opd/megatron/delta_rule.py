@@ -112,7 +112,7 @@ def chunked_delta_rule(
     value, beta, decay = chunked(value_BLGRW), chunked(beta_BLGR[..., None]), chunked(log_decay_BLGR[..., None])
     total = decay.cumsum(-2)  # [B, G, R, J, C, 1], from the start of the chunk
     later_CC = torch.ones(chunk, chunk, dtype=torch.bool, device=value.device).triu(1)
-    between = (total - total.mT).masked_fill(later_CC, -torch.inf).exp()  # [..., C, C], from column to row
+    between = (total - total.mT).masked_fill(later_CC, -torch.inf).exp()  # decay from column to row, [..., C, C]
     scores = query @ key.mT * between
     system = beta * (key @ key.mT) * between
     both = torch.cat([beta * value, beta * total.exp() * key], -1)

@@ -19,7 +19,7 @@ from roll_opd.megatron.packing import PackedSequences
 
 VARIABLE = "ROLL_OPD_FLASH_ATTENTION"  # a name in `KERNELS`; in system_envs of a run or role
 DEFAULT = "torch"
-WIDTH_MULTIPLE = 8  # of a head, for all kernels
+WIDTH_MULTIPLE = 8  # all kernels need head widths that are multiples of this
 
 
 @dataclass(frozen=True)

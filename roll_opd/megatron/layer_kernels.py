@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TOKENS = 32  # per program, which computes one head
+TOKENS = 32  # tokens per program; a program computes one head
 
 
 @triton.jit
@@ -174,7 +174,7 @@ def _constants(sizes: tuple[int, int, int], weight: Tensor | None) -> dict[str, 
     return {"H": heads, "G": groups, "D": width, "HALF": half, "TOKENS": TOKENS, "NORM": weight is not None}
 
 
-BLOCK = 1024  # columns per program, which computes one token
+BLOCK = 1024  # columns per program; a program computes one token
 
 
 @triton.jit

@@ -37,7 +37,7 @@ from roll_opd.megatron.local_layers import DenseLayer, PackedSelfAttention, fits
 from roll_opd.megatron.router import PackedRouter
 from roll_opd.models.families.family import DELTA
 
-TRANSFORMER_ENGINE = "ROLL_OPD_TRANSFORMER_ENGINE"  # environment variable; 0: local layers though it is installed
+TRANSFORMER_ENGINE = "ROLL_OPD_TRANSFORMER_ENGINE"  # environment variable; 0: local layers even if it is installed
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool, has_adapters: bool) -> Any:

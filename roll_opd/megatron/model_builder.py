@@ -101,7 +101,8 @@ class PackedModel(GPTModel):
 class HeadModel(PackedModel):
     """GPT model whose output is an `OutputHead`."""
 
-    # whether the output embedding's gradient is added to Megatron's buffer; False: autograd, for hooks that communicate
+    # True: the output embedding's gradient is added to Megatron's buffer; False: autograd gets it, for hooks that
+    # communicate
     fills_buffer = True
     # called before the output embedding is read: no module's forward hook runs at that point
     before_head: Callable[[Tensor], None] = staticmethod(lambda weight: None)

@@ -23,7 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from roll_opd.models.families.family import Pieces
 
-# frequencies of a pack -> its cosines and its sines with sign
+# frequencies of a pack -> its cosines and signed sines
 _CACHE: Any = WeakTensorKeyDictionary()
 
 

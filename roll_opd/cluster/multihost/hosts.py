@@ -42,7 +42,7 @@ class Hosts:
             self._listener = socket.create_server(("", host.port))
         except OSError as error:
             raise LaunchError(
-                [f"port {host.port} (MASTER_PORT + 1), where the hosts meet: {error.strerror}; use another MASTER_PORT"]
+                [f"cannot listen on port {host.port} (MASTER_PORT + 1): {error.strerror}; use another MASTER_PORT"]
             ) from error
         threading.Thread(target=self._accept, daemon=True).start()
 

@@ -256,7 +256,7 @@ class StreamedLoad:
 
     def __init__(self, weights: ModelWeights, models: Sequence[torch.nn.Module], put: Put) -> None:
         self._weights, self._put = weights, put
-        self._held: dict[str, Tensor] = {}  # received tensors of parameters that still lack one
+        self._held: dict[str, Tensor] = {}  # received tensors of parameters that are not complete yet
         self._waiting = [(place, parameter, weights.names_at(place)) for place, _, parameter in parameters_of(models)]
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
