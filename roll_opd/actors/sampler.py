@@ -90,7 +90,7 @@ class SamplingSession:
 
 
 class SamplerEngines:
-    """Engines of a sampler in the form of `roll_opd.workflows.model_wrapper.Engines`."""
+    """Engines of a sampler with the interface `roll_opd.workflows.model_wrapper.Engines`, for workflow processes."""
 
     def __init__(self, sampler: Sampler, chunk: int | None, deterministic: bool) -> None:
         self._sampler, self._session = sampler, SamplingSession(sampler, chunk, alone=deterministic)

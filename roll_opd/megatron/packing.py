@@ -160,7 +160,7 @@ def _rows(samples: Sequence[Sample], multiple: int, row_multiple: int, share_pre
 def _scored_places(
     samples: Sequence[Sample], places: Sequence[np.ndarray]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return positions of scored tokens and of the tokens before, per sample; both lists start with an empty array."""
+    """Return positions of scored tokens and of their predecessors, per sample; both lists start with an empty array."""
     scored, before = [_NOTHING], [_NOTHING]
     for sample, whole in zip(samples, places, strict=False):
         start, end = sample.prompt_length, len(sample.tokens)
