@@ -1,4 +1,4 @@
-"""Bytecode of a new checkout: each process of a test session writes a share of it, and reads the others'.
+"""Bytecode of a new checkout: each process of a test session writes a part of it, and reads the parts of the others.
 
 pytest rewrites the assertions of a test file when it imports it, and caches the result as Python caches bytecode.
 Processes that start together would each compile every file, which takes ten seconds.
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def write_share_of_worker(config: pytest.Config) -> None:
-    """Compile the share of this process among those that pytest-xdist has started."""
+    """Compile the part of this process among the processes of pytest-xdist."""
     worker = getattr(config, "workerinput", None)
     if worker and not sys.dont_write_bytecode:
         files = sorted([*ROOT.glob("roll_opd/**/*.py"), *ROOT.glob("tests/**/*.py")])
@@ -25,7 +25,7 @@ def write_share_of_worker(config: pytest.Config) -> None:
 
 
 def write_share(files: Sequence[Path], number: int, count: int, config: pytest.Config) -> None:
-    """Compile every `count`-th of `files`, from the one with this `number`, unless its bytecode is there."""
+    """Compile every `count`-th of `files`, starting with file `number`, unless its bytecode exists."""
     for file in files[number::count]:
         with suppress(SyntaxError):  # its import reports the error
             if file.name == "conftest.py" or file.name.startswith("test_"):

@@ -1,6 +1,6 @@
 """Fixtures of several rooms, the tiers of tests (fast, push, all) and their groups.
 
-The markers `slow` and `nightly` make the tiers: `make test-fast` leaves both out, `make test` the nightly ones.
+The markers `slow` and `nightly` define the tiers: `make test-fast` excludes both, `make test` only `nightly`.
 """
 
 import gc
@@ -32,14 +32,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Report in the width of the terminal, which `COLUMNS` hides; compile this process's share of a new checkout."""
+    """Report in the width of the terminal, ignoring `COLUMNS`; compile this process's part of a new checkout."""
     session.config.get_terminal_writer().fullwidth = WIDTH
     bytecode.write_share_of_worker(session.config)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect the tests without garbage collections, and exclude what is imported by then from later ones."""
+    """Collect the tests without garbage collections, and exclude the objects imported by then from later
+    collections."""
     gc.disable()
     try:
         return (yield)
@@ -49,18 +50,18 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_sessionfinish() -> None:
-    """Let modules be freed at exit: nanobind reports the others as leaks."""
+    """Allow modules to be freed at exit: nanobind reports modules that are not freed as leaks."""
     gc.unfreeze()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave the slow rooms alone where none of their tests would be run: to import them takes long, too."""
+    """Ignore the slow rooms if none of their tests would run, because importing them takes long."""
     return True if config.option.markexpr == "not slow" and collection_path.name in SLOW_ROOMS else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of a slow room, and every nightly one, as slow; put the tests in the order of their groups."""
+    """Mark every test of a slow room and every nightly test as slow; sort the tests in the order of their groups."""
     for item in items:
         if item.path.relative_to(TESTS).parts[0] in SLOW_ROOMS or item.get_closest_marker("nightly"):
             item.add_marker(pytest.mark.slow)
@@ -74,7 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def gsm8k_dir() -> Path:
-    """The directory with GSM8K's own files; without them a test is skipped."""
+    """The directory with GSM8K's files; without them a test is skipped."""
     missing = [name for name in GSM8K_FILES if not (GSM8K / name).is_file()]
     if missing:
         pytest.skip(f"needs real data: put GSM8K's {' and '.join(missing)} (rows of question and answer) into {GSM8K}")

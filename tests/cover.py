@@ -1,4 +1,4 @@
-"""A small part of a grid of cases that still has every value of every parameter; the rest of the grid runs nightly."""
+"""A small part of a grid of cases that has every value of every parameter; the other cases run nightly."""
 
 from collections.abc import Callable, Iterable
 from itertools import combinations
@@ -12,9 +12,9 @@ def values_of(case: Any) -> tuple:
 
 
 def cover(cases: Iterable[Any], of: Callable[[Any], tuple] = values_of, strength: int = 1) -> list[Any]:
-    """Return some of `cases` that have all values `of` them; with a strength of 2, all pairs of two values of a case.
+    """Return some of `cases` that together have all values `of` the cases; with strength 2, all pairs of values.
 
-    Greedy, and the same in every process: the first of the cases that add most, until nothing is missing.
+    Greedy and deterministic: repeatedly add the first case with the most missing values, until no value is missing.
     """
     cases = list(cases)
     parts = [set(combinations(enumerate(of(case)), strength)) for case in cases]
@@ -27,6 +27,6 @@ def cover(cases: Iterable[Any], of: Callable[[Any], tuple] = values_of, strength
 
 
 def tiered(cases: Iterable[Any], pushed: Iterable[Any]) -> list[Any]:
-    """Return all cases as parameters of a test, marked as nightly where they are not among `pushed`."""
+    """Return all cases as parameters of a test; cases that are not in `pushed` are marked as nightly."""
     pushed = list(pushed)
     return [pytest.param(*values_of(case), marks=() if case in pushed else (pytest.mark.nightly,)) for case in cases]

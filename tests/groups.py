@@ -1,9 +1,9 @@
-"""Groups of tests: all tests of a group run in one process, and share there what takes long to start.
+"""Groups of tests: all tests of a group run in one process, and share processes that take long to start.
 
-A group is a set of files of one room; every other file is a group of its own. `pytest -n` hands out the groups in the
-order of `ORDER`, the most expensive first, so that its processes end together. Groups follow from paths, as
-pytest-xdist 3.8 has no others under pytest 9.2: its `--dist loadgroup` adds a suffix to `Item._nodeid`, which
-`Item.nodeid` no longer reads.
+A group is a set of files of one room; every other file is a separate group. `pytest -n` distributes the groups in the
+order of `ORDER`, the most expensive first, so that its processes end at the same time. Groups are derived from paths,
+because pytest-xdist 3.8 has no other groups under pytest 9.2: its `--dist loadgroup` adds a suffix to `Item._nodeid`,
+which `Item.nodeid` no longer reads.
 """
 
 import os
@@ -70,13 +70,13 @@ def group_of(nodeid: str) -> str:
 
 
 def place_of(nodeid: str) -> int:
-    """Return the place of a test's group in `ORDER`; the other files come last."""
+    """Return the place of a test's group in `ORDER`; other files are last."""
     group = group_of(nodeid)
     return ORDER.index(group) if group in ORDER else len(ORDER)
 
 
 def scheduler(config: Any, log: Any) -> Any:
-    """Return a scheduler of pytest-xdist that gives whole groups to its processes."""
+    """Return a scheduler of pytest-xdist that assigns whole groups to processes."""
     from xdist.scheduler import LoadScopeScheduling
 
     class GroupScheduling(LoadScopeScheduling):
@@ -88,11 +88,11 @@ def scheduler(config: Any, log: Any) -> Any:
 
 
 class EndOfGroups:
-    """Ends the processes of a group after its last test, and restores the environment in which the group began.
+    """Ends the processes of a group after its last test, and restores the environment from before the group.
 
-    A whole run sets variables of its process (plugins of vLLM, a token of Ray, the date of the run), which nothing of
-    the next group may read. A plugin, since hooks of a conftest are not called for session fixtures: these belong to
-    the root directory.
+    A whole run sets variables of its process (plugins of vLLM, a token of Ray, the date of the run), which the next
+    group must not read. This is a plugin, because hooks of a conftest are not called for session fixtures, which belong
+    to the root directory.
     """
 
     def __init__(self) -> None:
@@ -136,6 +136,7 @@ class Environment:
 
 
 def _is_temporary(module: ModuleType) -> bool:
-    """Whether a module was imported from a test's directory; the next group may have another one of its name."""
+    """Return whether a module was imported from a test's directory; the next group may have another module with this
+    name."""
     file = Path(getattr(module, "__file__", None) or os.devnull)
     return file.is_relative_to(tempfile.gettempdir()) and not file.is_relative_to(ROOT)

@@ -1,4 +1,4 @@
-"""Reads the pieces of code on a page of docs/, for tests that run them."""
+"""Reads the code blocks of a page of docs/, for tests that run them."""
 
 import re
 import shlex
@@ -9,11 +9,11 @@ BLOCK = re.compile(r"^```(\w+)( untested)?\n(.*?)^```$", re.DOTALL | re.MULTILIN
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """The blocks of code in `language` on a page, in order, without those that say that they are not tested."""
+    """Return the code blocks in `language` on a page, in order, without blocks marked as untested."""
     found = BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
     return [text for name, untested, text in found if name == language and not untested]
 
 
 def commands(page: str) -> list[list[str]]:
-    """The commands on a page, in order, as words."""
+    """Return the commands on a page, in order, split into words."""
     return [shlex.split(line) for text in blocks(page, "sh") for line in text.splitlines()]

@@ -1,6 +1,6 @@
-"""Every policy loss from its formula, a token at a time in double precision. Nothing here is shared with the package.
+"""Every policy loss from its formula, token by token in double precision. No code is shared with the package.
 
-A reference takes the sequences of a batch and its arguments, and returns one list of numbers a sequence.
+A reference takes the sequences of a batch and its arguments, and returns one list of numbers per sequence.
 """
 
 import math
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Sequence:
-    """Everything about one sequence, as plain lists; `mask` says which tokens are actions.
+    """All data of a sequence, as plain lists; `mask` is true at action tokens.
 
     `still` are the log-probs where a formula says sg(): the same numbers as `new`, and no gradient.
     """
@@ -43,7 +43,7 @@ def surrogate(r: float, a: float, low: float, high: float, dual: float | None) -
 
 
 def each(per_token):
-    """From a reference of one action token to one of a batch."""
+    """Convert a reference for one action token to a reference for a batch."""
 
     def loss(sequences: list[Sequence], **arguments) -> list[list[float]]:
         return [
@@ -203,7 +203,7 @@ def dpo(sequences: list[Sequence], beta=0.1, label_smoothing=0.0) -> list[list[f
 
 
 def outside(name: str, s: Sequence, t: int, **arguments) -> bool:
-    """Whether a token is beyond what a loss bounds its ratio by, from the bounds that its formula names."""
+    """Return whether the ratio of a token is outside the bounds in the formula of the loss."""
     r, a, sign = ratio(s.new[t], s.old[t]), s.advantages[t], s.rewards
     low, high = arguments.get("clip_low"), arguments.get("clip_high")
     if name == "gspo" or arguments.get("ratio_type") == "sequence":

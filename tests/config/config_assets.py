@@ -40,7 +40,7 @@ def write_safetensors(file: Path, shapes: dict[str, tuple[int, ...]], seed: int 
 
 
 def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of a Qwen3 model, or of a Qwen2 or Llama one, as their releases have them."""
+    """Return the shapes of the tensors of a Qwen3, Qwen2 or Llama model, as in their releases."""
     hidden, heads, kv = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
     width, wide, vocabulary = config["head_dim"], config["intermediate_size"], config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
@@ -100,7 +100,7 @@ def write_model(
 ) -> Path:
     """Write a model directory; `config` replaces entries of config.json (None removes one).
 
-    `weights` are the shapes of its tensors; without them they fit.
+    `weights` are the shapes of its tensors; by default they match config.json.
     """
     path.mkdir(parents=True, exist_ok=True)
     values = {**SIZES, **config}

@@ -1,4 +1,4 @@
-"""Fixtures of the configuration tests: a working configuration to break, one key at a time."""
+"""Fixtures of the configuration tests: a valid configuration, of which tests change single keys."""
 
 from collections.abc import Callable
 from pathlib import Path

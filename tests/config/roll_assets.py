@@ -1,4 +1,4 @@
-"""ROLL's own kind of YAML with nothing replaced but model and data paths: models of full size, weights left out."""
+"""ROLL's YAML files in which only the paths of models and data are replaced: models of full size, without weights."""
 
 import json
 import re
@@ -44,9 +44,9 @@ def model_directory(root: Path, name: str, *, weights: bool = True) -> Path:
 
 
 def localise(root: Path, text: str, tags: dict[str, list[str]], *, weights: bool = True) -> str:
-    """Return a YAML text with model names and data files replaced by ones that exist under `root`.
+    """Return a YAML text in which model names and data files are replaced by existing ones under `root`.
 
-    `tags` maps a data file's name to the tags of its rows; files that are not named hold tag math_rule.
+    `tags` maps the name of a data file to the tags of its rows; the rows of other files have the tag math_rule.
     """
     for name in {match[1] for match in MODEL.finditer(text)}:
         model_directory(root, name, weights=weights)

@@ -1,4 +1,4 @@
-"""Chat templates as published models write them, shortened to what they keep and what they leave out."""
+"""Chat templates of published models, shortened to the parts that keep or drop content."""
 
 # Qwen2.5: a system message of its own, tools as JSON, calls in tags; other roles are left out
 QWEN2_5 = """{%- if tools %}

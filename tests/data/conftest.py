@@ -1,4 +1,4 @@
-"""A small real tokenizer: byte-level BPE with a chat template, saved and loaded as a user's would be."""
+"""A small real tokenizer: byte-level BPE with a chat template, saved and loaded like a user's tokenizer."""
 
 from collections.abc import Callable
 from pathlib import Path

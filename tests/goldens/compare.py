@@ -25,7 +25,7 @@ ABSENT = "(absent)"
 
 @dataclass(frozen=True)
 class Renamed:
-    """New names by old ones of each part, and the names, as 'part:name', that only one side has."""
+    """Map of old to new names for each part, and the names ('part:name') that only one side has."""
 
     names: dict[str, dict[str, str]] = field(default_factory=dict)
     added: frozenset[str] = frozenset()
@@ -56,7 +56,7 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Difference:
-    """A metric, field or tensor that differs: where first, and in how many rows."""
+    """A metric, field or tensor that differs, with the first place and the number of rows."""
 
     part: str
     name: str
@@ -97,7 +97,7 @@ def _rows(part: str, one: list[dict], other: list[dict], renamed: Renamed) -> It
 
 
 def _weights(one: dict[str, Any], other: dict[str, Any], renamed: Renamed) -> Iterator[Difference]:
-    """Compare tensors by digest, type and shape, and report their first values where these differ."""
+    """Compare tensors by digest, type and shape, and report the first values of tensors that differ."""
     wanted = renamed.of("weights", one)
     for name in dict.fromkeys([*wanted, *other]):
         if name not in wanted and f"weights:{name}" in renamed.added:
@@ -116,7 +116,7 @@ def _weights(one: dict[str, Any], other: dict[str, Any], renamed: Renamed) -> It
 
 
 def first_gap(one: Any, other: Any) -> tuple[str, Any, Any] | None:
-    """Return where two values differ first, and both values there; None where they have the same bits."""
+    """Return the first place where two values differ, and both values there; None if they have the same bits."""
     if isinstance(one, dict) and isinstance(other, dict):
         pairs = [(f".{key}", one.get(key, ABSENT), other.get(key, ABSENT)) for key in dict.fromkeys([*one, *other])]
     elif isinstance(one, list) and isinstance(other, list):
@@ -131,7 +131,7 @@ def first_gap(one: Any, other: Any) -> tuple[str, Any, Any] | None:
 
 
 def reports(one: Path, other: Path, names: list[str], renamed: Renamed) -> Iterator[tuple[str, list[str]]]:
-    """Yield each run's name and its report, without lines where nothing differs."""
+    """Yield the name and report of each run; the report has only differences."""
     there = [{path.name.removesuffix(SUFFIX) for path in place.glob(f"*{SUFFIX}")} for place in (one, other)]
     for name in names or sorted(there[0] | there[1]):
         if missing := [str(place) for place, found in zip((one, other), there, strict=True) if name not in found]:

@@ -1,4 +1,4 @@
-"""Make inputs of golden runs that no example has: a mixture-of-experts model and rows with two tags.
+"""Make inputs of golden runs that are not in the examples: a mixture-of-experts model and rows with two tags.
 
 .venv/bin/python tests/goldens/inputs.py DIRECTORY
 """

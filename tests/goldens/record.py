@@ -3,9 +3,9 @@
 .venv/bin/python tests/goldens/record.py OUT [NAME ...] [--rev REV] [--jobs N]
 .venv/bin/python tests/goldens/record.py --fixture
 
-OUT gets NAME.json.gz of each run and machine.json. With --rev, the runs are those of another commit, in a worktree of
-its own and with this environment. `compare.py` compares two such directories. With --fixture, OUT is the directory of
-the repository in which `test_goldens.py` looks for the record of this class of machine.
+OUT gets NAME.json.gz of each run and machine.json. With --rev, the runs of another commit are recorded, in a separate
+worktree with this environment. `compare.py` compares two such directories. With --fixture, OUT is the directory of the
+repository in which `test_goldens.py` looks for the record of this class of machine.
 """
 
 import argparse
@@ -33,7 +33,7 @@ SUFFIX = ".json.gz"
 
 
 def fixtures() -> Path:
-    """Return where the repository keeps the records of this class of machine."""
+    """Return the directory with the repository's records of this class of machine."""
     return HERE / "fixtures" / directory_name(fingerprint())
 
 
@@ -42,7 +42,7 @@ class RecordingError(Exception):
 
 
 def record(out: Path, names: list[str], tree: Path = REPOSITORY, jobs: int = 2) -> None:
-    """Record the runs with `names`, or all, of the package in `tree`; RecordingError where one fails."""
+    """Record the runs with `names`, or all runs, of the package in `tree`; RecordingError if one fails."""
     runs, common = _table(tree)
     if unknown := [name for name in names if name not in runs]:
         raise RecordingError(f"no golden run {', '.join(unknown)}; there are {', '.join(runs)}")
@@ -83,7 +83,7 @@ def _record_one(name: str, run: Any, common: tuple[str, ...], tree: Path, place:
 
 
 def _run(command: list[str], tree: Path, log: Path) -> None:
-    """Run `command` in `tree` with its package; RecordingError with the end of the output where it fails."""
+    """Run `command` in `tree` with its package; RecordingError with the end of the output if it fails."""
     with log.open("w") as sink:
         process = subprocess.Popen(command, cwd=tree, env=_environment(tree), stdout=sink, stderr=subprocess.STDOUT)
         try:
@@ -105,7 +105,7 @@ def _environment(tree: Path) -> dict[str, str]:
 
 
 def _check_package(tree: Path) -> None:
-    """RecordingError where `import roll_opd` finds another package than that of `tree`."""
+    """Raise RecordingError if `import roll_opd` does not find the package of `tree`."""
     command = [sys.executable, "-c", "import roll_opd; print(roll_opd.__file__)"]
     found = subprocess.run(command, cwd="/", env=_environment(tree), capture_output=True, text=True, check=True).stdout
     if not Path(found.strip()).resolve().is_relative_to(tree.resolve()):
@@ -113,7 +113,7 @@ def _check_package(tree: Path) -> None:
 
 
 def _table(tree: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the runs and their common overrides: the table of `tree` itself, or this one where it has none."""
+    """Return the runs and their common overrides: from the table of `tree`, or from this table if `tree` has none."""
     own = tree / HERE.relative_to(REPOSITORY) / "golden_runs.py"
     names = runpy.run_path(str(own if own.exists() else HERE / "golden_runs.py"))
     return names["RUNS"], names["COMMON"]

@@ -1,4 +1,4 @@
-"""Golden records: read a run directory into one, write it to a file, read it back."""
+"""Golden records: make a record from a run directory, write it to a file, and read it."""
 
 import gzip
 import hashlib
@@ -50,7 +50,8 @@ def _canonical(value: Any) -> bytes:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL file without `LEFT_OUT`, or none where a run of this kind writes no such file."""
+    """Return the objects of a JSONL file without `LEFT_OUT`; an empty list if runs of this kind do not write the
+    file."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [{name: value for name, value in row.items() if not _is_left_out(name)} for row in rows]
 
@@ -80,7 +81,7 @@ def _tensors(checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 
 def _first(dtype: str, data: bytes) -> list[float]:
-    """Return the first values of a tensor; none of a type that numpy lacks."""
+    """Return the first values of a tensor; no values for a type that numpy lacks."""
     if dtype == "BF16":
         return (np.frombuffer(data, "<u2")[:SHOWN].astype("<u4") << 16).view("<f4").tolist()
     return np.frombuffer(data, NUMPY[dtype])[:SHOWN].tolist() if dtype in NUMPY else []

@@ -1,4 +1,4 @@
-"""One engine for most tests: starting vLLM takes longer than any of them."""
+"""One engine for most tests, because starting vLLM takes longer than any test."""
 
 import os
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def shared_engine(tiny_model_path: str) -> Iterator[Running]:
-    """Its weights change under way: a test that compares with a model sends that model first.
+    """The shared engine. Tests change its weights, so a test that compares with a model sends that model first.
 
-    vLLM spawns its core, as where there are GPUs.
+    vLLM spawns its engine core, as on a machine with GPUs.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(forkserver_worker._CONTEXTS, "spawn", SpawnContext())
@@ -35,7 +35,7 @@ def shared_engine(tiny_model_path: str) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def warm() -> Iterator[None]:
-    """What is started from now on is forked, as in a run without GPUs."""
+    """Processes started later are forked, as in a run without GPUs."""
     plan: Any = SimpleNamespace(rollout=True, env={}, megatron_roles=dict, inference_roles=dict)
     with pytest.MonkeyPatch.context() as patch, fork_server() as server:
         server.serve(plan)

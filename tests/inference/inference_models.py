@@ -45,20 +45,20 @@ SIZES: dict[str, Any] = {
 
 
 def make_model(seed: int, tied: bool = False) -> Qwen3ForCausalLM:
-    """A random model whose every weight, norms too, depends on `seed`."""
+    """Return a random model in which every weight, including norms, depends on `seed`."""
     torch.manual_seed(seed)
     return _all_random(Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied)))
 
 
 def make_mixture(seed: int) -> Qwen3MoeForCausalLM:
-    """A mixture of experts, of a width that the CPU's kernels have to pad."""
+    """Return a mixture of experts with a width that the CPU kernels must pad."""
     torch.manual_seed(seed)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
     return _all_random(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts)))
 
 
 def make_latent(seed: int) -> DeepseekV3ForCausalLM:
-    """A mixture of experts with latent attention, of the one width that the CPU's kernels compute."""
+    """Return a mixture of experts with latent attention of the only width that the CPU kernels support."""
     torch.manual_seed(seed)
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1}
     groups = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
@@ -72,7 +72,7 @@ def make_latent(seed: int) -> DeepseekV3ForCausalLM:
 
 
 def make_hybrid(seed: int) -> Qwen3_5ForCausalLM:
-    """A Qwen3.5 of the sizes and the precision that the CPU's kernels compute."""
+    """Return a Qwen3.5 model with sizes and precision that the CPU kernels support."""
     torch.manual_seed(seed)
     linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     widths = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
@@ -112,7 +112,7 @@ def hf_logprobs(model: PreTrainedModel, tokens: Sequence[int], temperature: floa
 
 
 def buckets_of(model: PreTrainedModel, count: int = 3) -> list[dict[str, torch.Tensor]]:
-    """The weights as an exporter sends them, dealt out so that the parts of fused layers come in different buckets."""
+    """Return the weights as an exporter sends them; the parts of fused layers are in different buckets."""
     with tempfile.TemporaryDirectory() as directory:  # as they are on disk: in memory, experts are fused
         model.save_pretrained(directory)
         weights = load_file(Path(directory, "model.safetensors"))
@@ -121,7 +121,7 @@ def buckets_of(model: PreTrainedModel, count: int = 3) -> list[dict[str, torch.T
 
 
 class Running:
-    """An engine together with the event loop it lives on."""
+    """An engine with its event loop."""
 
     def __init__(self, path: str, dtype: str = "fp32", **arguments: Any) -> None:
         self.runner = asyncio.Runner()  # cancels at its end what is still running
@@ -133,7 +133,7 @@ class Running:
         return self.loop.run_until_complete(coroutine)
 
     def batch(self, *arguments: Any) -> list[Any]:
-        """`generate_batch` to the end, in the order of the prompts."""
+        """Run `generate_batch` to its end; return the completions in the order of the prompts."""
 
         async def collect() -> list[Any]:
             found = {i: completion async for i, completion in self.engine.generate_batch(*arguments)}
@@ -148,7 +148,7 @@ class Running:
 
 
 def running(path: str, **arguments: Any) -> Iterator[Running]:
-    """Body of a fixture: an engine that ends with it."""
+    """Body of a fixture: yield an engine, and end it with the fixture."""
     engine = Running(path, **arguments)
     yield engine
     engine.close()

@@ -1,4 +1,4 @@
-"""The Megatron workers, which do the jobs that tests ask for."""
+"""The Megatron workers, which execute the jobs that tests request."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from megatron_models import save_models
 
 @pytest.fixture(scope="session")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
-    """Where a job fails, the tests that read its files do."""
+    """The answers of the jobs; if a job fails, the tests that read its files fail."""
     root = tmp_path_factory.mktemp("megatron")
     save_models(root / "models")
     workers = Workers(root)

@@ -1,4 +1,4 @@
-"""What the Megatron workers find, as tests read it: a job is done when the first test asks for it."""
+"""Results of the Megatron workers for tests: a job is executed when the first test requests it."""
 
 import json
 import os
@@ -19,7 +19,7 @@ SHOWN = 6000  # characters of the log of a worker that failed
 
 
 class Workers:
-    """Four ranks in processes of their own: importing Megatron's engine patches torch on a CPU."""
+    """Four ranks in separate processes, because importing Megatron's engine patches torch on a CPU."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.log = root, root / "workers.log"
@@ -27,7 +27,7 @@ class Workers:
         self.is_asked = False
 
     def do(self, job: dict[str, Any]) -> str | None:
-        """Do one job; return None, or why it failed."""
+        """Execute a job; return None, or the reason of its failure."""
         if self.is_asked:  # a test ran out of time while it waited for an answer
             self.end()
         if self.process is None:
@@ -64,7 +64,7 @@ class Answers:
         self.errors: dict[str, str | None] = {}  # of the jobs that are done
 
     def path(self, name: str) -> Path:
-        """Return a file or directory of a job, which is done first where it has not been."""
+        """Return a file or directory of a job; execute the job first if necessary."""
         self._do(self._job_of(name))
         return self.root / name
 
@@ -79,7 +79,7 @@ class Answers:
         return json.loads(self.path(f"{name}.json").read_text())
 
     def _job_of(self, name: str) -> str:
-        """The names of a job's files begin with its own."""
+        """Return the job of a file; the names of a job's files begin with the job's name."""
         return max((job for job in self.jobs if name.startswith((f"{job}-", f"{job}."))), key=len)
 
     def _do(self, name: str) -> None:

@@ -1,4 +1,5 @@
-"""Sequences, samples and settings that the jobs share: seeded, and the same in tests, which compute with Hugging Face.
+"""Sequences, samples and settings that the jobs share. They are seeded, so tests compute the same ones with Hugging
+Face.
 
 Imports no engine.
 """
@@ -42,9 +43,10 @@ SAVED_AFTER = 2
 
 
 def optimizer_plan(distributed: bool, *, changed: bool = False) -> OptimizerPlan:
-    """Every part of the schedule and of AdamW takes part, and clipping bites; `changed`: with another value each.
+    """Return a plan in which every part of the schedule, AdamW and clipping has an effect; `changed`: every value
+    differs.
 
-    A large epsilon: where a gradient is nothing but rounding, Adam would blow it up to a full step.
+    Epsilon is large, because Adam would scale a gradient that is only rounding error to a full step.
     """
     if changed:
         return OptimizerPlan(
@@ -76,12 +78,13 @@ def optimizer_plan(distributed: bool, *, changed: bool = False) -> OptimizerPlan
 
 
 def sequences_for(model: str) -> list[tuple[np.ndarray, int]]:
-    """What `model` is asked to score."""
+    """Return the sequences that `model` scores."""
     return demo_sequences() if model in DEMO_MODELS else sequences(VOCABULARY)
 
 
 def sequences(vocabulary: int) -> list[tuple[np.ndarray, int]]:
-    """(tokens, prompt length): of all lengths, among them one without a response and one of a single token."""
+    """Return (tokens, prompt length) of sequences of different lengths, one without a response and one of a single
+    token."""
     rng = np.random.default_rng(0)
     lengths = [*rng.integers(9, 60, size=9), 20, 1]
     prompts = [*rng.integers(1, 9, size=9), 20, 1]
@@ -95,9 +98,9 @@ def sequences(vocabulary: int) -> list[tuple[np.ndarray, int]]:
 
 
 def demo_sequences() -> list[tuple[np.ndarray, int]]:
-    """Sums with their working, as the demo's models write them; one without a response, one of a single token.
+    """Return sums with their calculation in the demo's format; one without a response, one of a single token.
 
-    On noise those models are so sure of themselves (log-probs down to -30) that 1e-5 is below the resolution of f32.
+    On noise the demo's models have log-probs down to -30, for which 1e-5 is below the resolution of f32.
     """
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "teacher")
     rng = np.random.default_rng(1)
@@ -117,7 +120,7 @@ def demo_sequences() -> list[tuple[np.ndarray, int]]:
 
 
 def train_samples(step: int, objective: str, count: int = 12) -> list[TrainSample]:
-    """The mini-batch of one update; sample 3 has nothing to learn from, sample 5 no response at all."""
+    """Return the mini-batch of one update; sample 3 has no token in the loss, and sample 5 has no response."""
     rng = np.random.default_rng(100 + step)
     samples = []
     for index in range(count):
@@ -149,9 +152,9 @@ def train_samples(step: int, objective: str, count: int = 12) -> list[TrainSampl
 
 
 def routes_of(tokens: np.ndarray) -> np.ndarray:
-    """Two of four experts for each token but the last, in each of four layers, uint8 [T-1, 4, 2].
+    """Return two of four experts for each token except the last, in each of four layers, uint8 [T-1, 4, 2].
 
-    They depend on the tokens up to it alone, as an engine's do, and hardly ever are what a router would choose.
+    They depend only on the tokens up to this token, as in an engine, and are seldom the choice of the router.
     """
     keys = np.cumsum(np.asarray(tokens[:-1]) + 7) % 1009
     table = np.random.default_rng(5).permuted(np.tile(np.arange(4, dtype=np.uint8), (1009, 4, 1)), axis=-1)
@@ -159,7 +162,8 @@ def routes_of(tokens: np.ndarray) -> np.ndarray:
 
 
 def value_samples(step: int, count: int = 12) -> list[ValueSample]:
-    """The sequences of `train_samples`, with values before the update and returns of which some are out of reach."""
+    """Return the sequences of `train_samples`, with values before the update and returns, some of them outside the
+    clipping range."""
     rng = np.random.default_rng(200 + step)
     return [
         ValueSample(

@@ -1,4 +1,5 @@
-"""The Triton kernels in Triton's interpreter, on a CPU, against torch in f64; `test_megatron_kernels.py` runs this."""
+"""Comparison of the Triton kernels, in Triton's interpreter on a CPU, with torch in f64; run by
+`test_megatron_kernels.py`."""
 
 import pytest
 import torch

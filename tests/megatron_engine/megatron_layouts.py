@@ -1,4 +1,4 @@
-"""Layouts, and the models that fit them: what the jobs of all files choose from. Imports no engine."""
+"""Layouts, and the models that support them, for the jobs of all files. Imports no engine."""
 
 from dataclasses import astuple
 from pathlib import Path
@@ -49,21 +49,22 @@ DEMO_MODELS = ("demo_student", "demo_teacher")
 
 
 def model_path(root: Path, name: str) -> str:
-    """Where a model lies: the demo's in the repository, the random ones under `root`."""
+    """Return the directory of a model: the demo's in the repository, random models under `root`."""
     return str(DEMO / name.removeprefix("demo_") if name in DEMO_MODELS else root / "models" / name)
 
 
 def models(layout: str) -> tuple[str, ...]:
-    """The random models that fit a layout: one has as many layers as two stages of two parts need."""
+    """Return the random models that support a layout; one has enough layers for two stages of two parts."""
     more = {"tp1": ("yarn", "mistral"), "cp2": ("yarn",), "tp2pp2": ("mistral",)}
     return ("deep",) if LAYOUTS[layout].vpp else (*MODELS, *more.get(layout, ()))
 
 
 def demo_models(layout: str) -> tuple[str, ...]:
-    """The demo's models that fit a layout: the student's three layers make no two equal stages."""
+    """Return the demo's models that support a layout; the student's three layers cannot be split into two equal
+    stages."""
     return DEMO_MODELS if LAYOUTS[layout].pp == 1 else DEMO_MODELS[1:]
 
 
 def axes(layout: str) -> tuple:
-    """The sizes of a layout, which a cover of layouts has each once."""
+    """Return the sizes of a layout; a cover of layouts has each of them."""
     return astuple(LAYOUTS[layout])

@@ -1,4 +1,4 @@
-"""Tiny random models on disk, of every architecture."""
+"""Tiny random models of every architecture on disk."""
 
 import json
 import shutil
@@ -181,7 +181,7 @@ CONFIGS = {
 
 
 def save_models(directory: Path) -> None:
-    """Write every model, its norms and biases moved off their initial ones and zeros."""
+    """Write every model, with norms and biases that differ from their initial ones and zeros."""
     for seed, (name, config) in enumerate(CONFIGS.items()):
         torch.manual_seed(seed)
         kind = AutoModelForSequenceClassification if name.endswith("valued") else AutoModelForCausalLM
@@ -202,7 +202,7 @@ def save_models(directory: Path) -> None:
 
 
 def save_multimodal(source: Path, path: Path) -> None:
-    """Write a text model as the releases of Qwen3.5 have it: other names, fused experts, a vision part, an MTP head."""
+    """Write a text model in the form of Qwen3.5 releases: other names, fused experts, a vision part, an MTP head."""
     config = json.loads((source / "config.json").read_text())
     path.mkdir()
     kind, tied = config["model_type"].removesuffix("_text"), config["tie_word_embeddings"]
@@ -246,7 +246,7 @@ def save_predicting(source: Path, path: Path) -> None:
 
 
 def save_adapter(path: Path, base: str, targets: Sequence[str], rank: int, alpha: float) -> None:
-    """Write an adapter of which neither matrix is zero, as peft saves it."""
+    """Write an adapter without zero matrices, in peft's format."""
     torch.manual_seed(len(targets))
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), task_type="CAUSAL_LM")
     model = get_peft_model(load(base), config)

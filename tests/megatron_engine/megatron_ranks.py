@@ -1,4 +1,4 @@
-"""What the operations of all files do in a rank: make trainers, write results, save, meet."""
+"""Functions for the operations of all files in a rank: make trainers, write results, save, join process groups."""
 
 import json
 import os
@@ -48,7 +48,7 @@ STORES: list[dist.Store] = []  # where this process's groups meet, while it is r
 
 
 def write_arrays(path: Path, mine: dict[int, np.ndarray] | None) -> None:
-    """Gather what the ranks that speak computed; two of them may not speak of the same sequence."""
+    """Gather and write the arrays of the ranks that have results; two ranks must not have the same sequence."""
     shares: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shares, mine)
     merged: dict[str, np.ndarray] = {}
@@ -62,7 +62,7 @@ def write_arrays(path: Path, mine: dict[int, np.ndarray] | None) -> None:
 
 
 def optimizer_of(job: Job, distributed: bool) -> OptimizerPlan:
-    """That of `cases`, with what the job overlaps."""
+    """Return the optimizer of `cases`, with the overlaps of the job."""
     plan = data.optimizer_plan(distributed, changed=job.get("changed", False))
     overlaps = job.get("as", job["name"]) in OVERLAPPED
     learner_module.DistributedDataParallelConfig = partial(  # Megatron's own buckets hold 40 M values
@@ -87,7 +87,7 @@ STILL = OptimizerPlan(learning_rate=0.0, max_grad_norm=1e9, use_distributed_opti
 
 
 def gradient(learner: MegatronLearner) -> np.ndarray:
-    """Of all weights in Hugging Face's order, end to end: exported as the weights themselves are."""
+    """Return the gradient of all weights in Hugging Face's order, concatenated; it is exported like the weights."""
     parameters = [parameter for chunk in learner.chunks for parameter in chunk.parameters()]
     values = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
@@ -99,7 +99,8 @@ def gradient(learner: MegatronLearner) -> np.ndarray:
 
 
 def record(result: TrainResult) -> dict[str, Any]:
-    """What all ranks say of one update: sums over them, and what each must say alike."""
+    """Return the results of all ranks for one update: sums over the ranks, and values that must be equal on all
+    ranks."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (result.sums, result.grad_norm, result.applied))
     names = {name for sums, _, _ in everyone for name in sums}
@@ -112,7 +113,7 @@ def record(result: TrainResult) -> dict[str, Any]:
 
 
 def held(learner: MegatronLearner, job: Job, root: Path) -> None:
-    """Write the bytes that this rank holds after an update, part by part, and what the plan says of them."""
+    """Write the bytes of this rank after an update, part by part, and the bytes in the plan."""
     models = [parameter for chunk in learner.chunks for parameter in chunk.parameters()]
     buffers = [buffer for chunk in learner.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
     optimizers = [one.optimizer for one in getattr(learner.optimizer, "chained_optimizers", [learner.optimizer])]
@@ -128,7 +129,7 @@ def held(learner: MegatronLearner, job: Job, root: Path) -> None:
 
 
 def save(learner: MegatronLearner, directory: Path) -> None:
-    """Begin to write the state, while the job goes on; see `saved`."""
+    """Start to write the state while the job continues; see `saved`."""
     if dist.get_rank() == 0:
         directory.mkdir()
     dist.barrier()
@@ -136,7 +137,7 @@ def save(learner: MegatronLearner, directory: Path) -> None:
 
 
 def saved() -> None:
-    """Wait for what is being saved: each rank knows the files of all."""
+    """Wait until the state is saved; each rank returns the files of all ranks."""
     while SAVES:
         files = SAVES.pop().result()
         assert files and all(file.is_file() for file in files), files
@@ -163,9 +164,9 @@ def write_results(path: Path, results: dict[str, np.ndarray]) -> None:
 
 
 def meet_anew(file: Path) -> None:
-    """Give the next process group a store of its own: gloo takes addresses left in an old one for its peers'.
+    """Make a new store for the next process group: gloo would read the addresses in an old store as its peers'.
 
-    Rank 0 listens from the moment its port is known, so that no other process of the machine can take it.
+    Rank 0 listens from the moment when its port is known, so that no other process can take the port.
     """
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0", MASTER_ADDR="127.0.0.1")
     if os.environ["RANK"] == "0":

@@ -1,4 +1,4 @@
-"""What Hugging Face's models and plain torch make of the same samples: the naive side of each test."""
+"""Results of Hugging Face's models and plain torch for the same samples: the naive side of each test."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,26 +17,26 @@ from roll_opd.config.plan import ObjectivePlan
 
 
 def token_values(model: PreTrainedModel, tokens: np.ndarray, prompt: int) -> torch.Tensor:
-    """[T-P]: entry i is of the state that has read tokens 0 to P + i - 1."""
+    """Return [T-P]: entry i is the value of the state after tokens 0 to P + i - 1."""
     states = model.model(torch.from_numpy(tokens)[None]).last_hidden_state[0]
     found = [model.score(states[place - 1])[0] for place in range(prompt, len(tokens))]
     return torch.stack(found) if found else torch.zeros(0)
 
 
 def all_logprobs(model: PreTrainedModel, tokens: np.ndarray, temperature: float) -> torch.Tensor:
-    """[T, V]: row t is the distribution of the token that follows token t."""
+    """Return [T, V]: row t is the distribution of the token that follows token t."""
     return (model(torch.from_numpy(tokens)[None]).logits[0] / temperature).log_softmax(-1)
 
 
 def token_logprobs(model: PreTrainedModel, tokens: np.ndarray, prompt: int, temperature: float) -> torch.Tensor:
-    """[T-P]: entry i speaks of token P + i, which the model predicts at P + i - 1."""
+    """Return [T-P]: entry i is the log-prob of token P + i, which the model predicts at P + i - 1."""
     table = all_logprobs(model, tokens, temperature)
     picked = [table[place - 1, int(tokens[place])] for place in range(prompt, len(tokens))]
     return torch.stack(picked) if picked else torch.zeros(0)
 
 
 def naive_loss(logprobs: Sequence[torch.Tensor], samples: Sequence[TrainSample], objective: ObjectivePlan):
-    """The objective from its formula, token by token."""
+    """Return the objective from its formula, token by token."""
     counts = [int(sample.action_mask.sum()) for sample in samples]
     total = torch.zeros(())
     for sample, new, count in zip(samples, logprobs, counts, strict=True):
@@ -66,7 +66,8 @@ def naive_loss(logprobs: Sequence[torch.Tensor], samples: Sequence[TrainSample],
 
 
 def learning_rate(step: int, *, changed: bool = False) -> float:
-    """Of update `step` = 1, 2, ...: linear warm-up, then a cosine or a line down to the minimum."""
+    """Return the learning rate of update `step` = 1, 2, ...: linear warm-up, then a cosine or a line down to the
+    minimum."""
     plan = optimizer_plan(False, changed=changed)
     if step <= plan.warmup_steps:
         return plan.learning_rate * step / plan.warmup_steps
@@ -78,7 +79,7 @@ def learning_rate(step: int, *, changed: bool = False) -> float:
 def naive_training(
     path: str, objective_name: str, objective: ObjectivePlan, *, changed: bool = False
 ) -> tuple[list[dict], dict]:
-    """Train with autograd and torch's AdamW; return what each update reports, and the weights.
+    """Train with autograd and torch's AdamW; return the report of each update, and the weights.
 
     `changed`: see `descend`.
     """
@@ -86,7 +87,7 @@ def naive_training(
 
 
 def naive_lora_training(base: str, adapter: Path, *, changed: bool = False) -> tuple[list[dict], dict]:
-    """The same with peft: only the adapter learns."""
+    """Train in the same way with peft: only the adapter is trained."""
     return _trained(load_adapted(base, adapter, learns=True), "opd", ObjectivePlan(), changed=changed)
 
 
@@ -107,7 +108,8 @@ def _trained(
 
 
 def naive_distilling(paths: dict[str, str], student: str) -> tuple[list[dict], dict]:
-    """The same with each of `DISTILLING` in turn, from whole distributions of the student and its teachers."""
+    """Train in the same way with each of `DISTILLING` in turn, from whole distributions of the student and its
+    teachers."""
     model, teachers = load(student), {name: load(paths[name]) for name in TEACHERS}
 
     def loss(step: int) -> torch.Tensor:
@@ -156,7 +158,7 @@ def _naive_divergence(s: torch.Tensor, q: torch.Tensor, objective: ObjectivePlan
 
 
 def naive_critic_training(path: str, *, changed: bool = False) -> tuple[list[dict], dict]:
-    """The same for a critic: half the squared error, clipped, its mean over sequences of token means."""
+    """Train a critic in the same way: half the squared error, clipped, as a mean over sequences of token means."""
     model = load_critic(path)
 
     def loss(step: int) -> torch.Tensor:
@@ -183,8 +185,8 @@ def descend(
 ) -> tuple[list[dict], dict]:
     """Minimise the loss of each step with clipped gradients, the schedule of `optimizer_plan` and torch's AdamW.
 
-    `after` is called after each update. With `changed`, the moments stay after `SAVED_AFTER` updates, and every
-    setting is another one.
+    `after` is called after each update. With `changed`, every setting changes after `SAVED_AFTER` updates, and the
+    moments stay.
     """
     plan = optimizer_plan(False)
     learning = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -18,9 +18,10 @@ from roll_opd.config.plan import ObjectivePlan
 
 
 def naive_experts_training(path: str, bias_rate: float = 0.0, *, changed: bool = False) -> tuple[list[dict], dict]:
-    """The same of a mixture of experts; the weights under the names that are on disk.
+    """Train a mixture of experts in the same way; the weights have the names on disk.
 
-    With `bias_rate`, each router's biases move by it after an update, up where an expert had less than the mean.
+    With `bias_rate`, each router's biases change by this rate after an update: up for experts with fewer tokens than
+    the mean.
     """
     model, routers = load(path), []
     counts: dict[int, torch.Tensor] = {}
@@ -48,9 +49,9 @@ def naive_experts_training(path: str, bias_rate: float = 0.0, *, changed: bool =
 
 
 def forced(model: PreTrainedModel, sample: np.ndarray, differing: np.ndarray | None = None) -> list:
-    """Have each token of `sample` go to the experts of `routes_of`; the last goes where the router says.
+    """Route each token of `sample` to the experts of `routes_of`; the last token is routed by the router.
 
-    Counts, in `differing` [T-1, layers], where that would have been elsewhere. Returns the hooks.
+    Mark, in `differing` [T-1, layers], the tokens whose routes differ from the router's choice. Returns the hooks.
     """
     routes = torch.from_numpy(routes_of(sample).astype(np.int64))
     hooks = []
@@ -83,7 +84,7 @@ def forced_logprobs(model: PreTrainedModel, tokens: np.ndarray, prompt: int, tem
 
 
 def naive_replay_training(path: str) -> tuple[list[dict], dict]:
-    """Train along the routes; records also say how many tokens, and choices, differ from the model's own."""
+    """Train with the routes; records also have the number of tokens and choices that differ from the model's choice."""
     model, counts = load(path), []
 
     def loss(step: int) -> torch.Tensor:
@@ -107,9 +108,9 @@ def naive_replay_training(path: str) -> tuple[list[dict], dict]:
 def naive_router_loss(
     path: str, name: str, samples: Sequence[TrainSample], packs: Sequence[Sequence[int]]
 ) -> tuple[float, dict]:
-    """A loss of the routers, summed over layers, of all tokens; and its gradient, by name.
+    """Return a loss of the routers over all tokens, summed over layers, and its gradient by name.
 
-    The balancing loss is one of each of `packs`, sample numbers, weighed by its share of the tokens.
+    The balancing loss is computed for each of `packs` (sample numbers), weighted by its share of the tokens.
     """
     model, logits = load(path), []
     for _, module in model.named_modules():

@@ -1,7 +1,7 @@
-"""Jobs of the Megatron ranks, and the operations that do them: a file of `megatron_jobs` registers both.
+"""Jobs of the Megatron ranks, and the operations that execute them: a file of `megatron_jobs` registers both.
 
-A job is a dictionary: `op` names its operation, `name` the job and its files, `layout` its ranks. A job that goes on
-from the state of another has `load`, the other's name and ".ckpt". Its operation reads the other keys.
+A job is a dictionary: `op` names its operation, `name` the job and its files, `layout` its ranks. A job that continues
+from the state of another job has `load`, the name of that job with ".ckpt". The operation reads all further keys.
 """
 
 import importlib
@@ -16,7 +16,8 @@ BUILDERS: list[Callable[[], Iterable[Job]]] = []
 
 
 def operation(function: Callable[[Job, Path], None]) -> Callable[[Job, Path], None]:
-    """Register what a rank does for the jobs whose `op` is the function's name: it writes into the directory given."""
+    """Register a function that a rank executes for the jobs whose `op` is its name; it writes into the given
+    directory."""
     OPERATIONS[function.__name__] = function
     return function
 

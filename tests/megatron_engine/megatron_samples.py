@@ -1,4 +1,4 @@
-"""Training samples as the tests' references read them, and the columns that the engine reads of them."""
+"""Training samples for the references of the tests, and their columns for the engine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class TeacherTargets:
 
 @dataclass(frozen=True)
 class TrainSample:
-    """One sequence to learn from: T tokens, P of them prompt; every array [T-P]."""
+    """A sequence to train on: T tokens, P of them prompt; every array is [T-P]."""
 
     tokens: np.ndarray  # int64 [T]
     prompt_length: int
@@ -48,7 +48,7 @@ class TrainSample:
 
 @dataclass(frozen=True)
 class ValueSample:
-    """One sequence for a critic to learn from: T tokens, P of them prompt; every array [T-P]."""
+    """A sequence to train a critic on: T tokens, P of them prompt; every array is [T-P]."""
 
     tokens: np.ndarray  # int64 [T]
     prompt_length: int
@@ -58,7 +58,7 @@ class ValueSample:
 
 
 def columns_of(samples: Sequence[TrainSample], objective: ObjectivePlan) -> list[Sample]:
-    """Return the whole mini-batch with the columns of the loss, written apart from `objective.columns`."""
+    """Return the whole mini-batch with the columns of the loss, computed independently of `objective.columns`."""
     masks = [torch.from_numpy(sample.action_mask) for sample in samples]
     demonstrations = [sample.demonstration for sample in samples]
     weights = scaled(masks, loss_scales([int(mask.sum()) for mask in masks], demonstrations, objective))
@@ -84,7 +84,7 @@ def columns_of(samples: Sequence[TrainSample], objective: ObjectivePlan) -> list
 
 
 def updated(trainer: Any, samples: Sequence[TrainSample], objective: ObjectivePlan, *arguments: Any) -> TrainResult:
-    """Make one update of a `MegatronTrainer` from a whole mini-batch."""
+    """Run one update of a `MegatronTrainer` on a whole mini-batch."""
     return trainer.update(columns_of(samples, objective), objective, *arguments)
 
 

@@ -1,6 +1,6 @@
-"""A trainer whose memory comes and goes as the machine of phases says, beside engines and a reference policy.
+"""A trainer whose memory is moved as the table of phases specifies, with engines and a reference policy.
 
-Of these two there are the names alone: what the trainer has to do for them is the same.
+The engines and the reference policy are only names, because the trainer's operations are the same without them.
 """
 
 import random
@@ -32,7 +32,7 @@ COMPARED = (Part.WEIGHTS, Part.OPTIMIZER)
 
 
 class InTurns:
-    """Goes through phases and holds, after each, what the trainer has against what it had."""
+    """Goes through phases, and compares the trainer's state after each phase with the state before."""
 
     def __init__(self, trainer: MegatronLearner) -> None:
         devices = frozenset({0})
@@ -51,7 +51,7 @@ class InTurns:
             self.phase(phase)
 
     def phase(self, phase: Phase) -> None:
-        """Go through one phase; before engines without weights generate, which is refused, through that for them."""
+        """Go through one phase; check that generation without weights is refused, and go through weight sync first."""
         if phase is Phase.GENERATE and self.state.blank:
             try:
                 self.machine.enter(self.state, phase)
@@ -68,7 +68,7 @@ class InTurns:
             self._check(phase)
 
     def in_any_order(self) -> None:
-        """Go through phases in random orders, and lose nothing."""
+        """Go through phases in random orders, and check that no state is lost."""
         self.phase(Phase.TRAIN)
         before, views = self._values(), self._views()
         logprobs = self.trainer.compute_logprobs(data.sequences(layouts.VOCABULARY), 1.0)
@@ -88,7 +88,7 @@ class InTurns:
         self.sizes.append(self._bytes())
 
     def _check(self, phase: Phase) -> None:
-        """What is away is gone, and asking for it is an error that names role and phase."""
+        """Check that offloaded memory is released, and that using it is an error that names role and phase."""
         held, found = self.state.of(TRAINER), self._bytes()
         for part in (*COMPARED, Part.GRADIENTS):
             assert (found[part] > 0) == (part in held) or part is Part.OPTIMIZER, (phase, part, found, held)
@@ -118,7 +118,7 @@ class InTurns:
         return {part: [tensor.detach().clone() for tensor in values] for part, values in tensors.items()}
 
     def _views(self) -> list[Any]:
-        """Where parameters, and the gradients that the output head adds to, lie in Megatron's buffers."""
+        """Return the addresses of parameters, and of gradients to which the output head adds, in Megatron's buffers."""
         buffers = [buffer for chunk in self.trainer.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
         places: list[Any] = []
         for buffer in buffers:

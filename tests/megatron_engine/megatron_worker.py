@@ -1,4 +1,4 @@
-"""Four ranks that do the jobs of `megatron_jobs`, as tests ask for them, and write what they found.
+"""Four ranks that execute the jobs of `megatron_jobs` when tests request them, and write the results.
 
     megatron_worker.py ROOT
 
@@ -25,7 +25,7 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def serve(process: int, requests: Connection, root: Path) -> None:
-    """Do the jobs of one rank, until one fails: answer each with None or its traceback."""
+    """Execute the jobs of one rank until one fails; answer each with None or its traceback."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     while (job := requests.recv()) is not None:
         world = layouts.LAYOUTS[job["layout"]].world_size
@@ -41,7 +41,7 @@ def serve(process: int, requests: Connection, root: Path) -> None:
 
 
 class Ranks:
-    """Four forks of this process, which has imported everything that they need."""
+    """Four forks of this process, which has imported all necessary modules."""
 
     def __init__(self, root: Path) -> None:
         context = multiprocessing.get_context("fork")
@@ -55,7 +55,7 @@ class Ranks:
             there.close()
 
     def do(self, job: Job) -> str | None:
-        """Do one job; return None, or why it failed."""
+        """Execute a job; return None, or the reason of its failure."""
         waiting = dict(enumerate(self.pipes[: layouts.LAYOUTS[job["layout"]].world_size]))
         for pipe in waiting.values():
             pipe.send(job)
@@ -79,7 +79,7 @@ class Ranks:
 
 
 def main() -> None:
-    """Read jobs from standard input, a line each; write how each ended, as JSON, to standard output."""
+    """Read jobs from standard input, one per line; write each result as JSON to standard output."""
     answers, root = os.fdopen(os.dup(1), "w"), Path(sys.argv[1])
     os.dup2(2, 1)  # what is printed goes to the log
     load_modules()

@@ -1,11 +1,12 @@
-"""Compare two lists of collected tests: each test of the earlier one is there, moved, or in the table with a reason.
+"""Compare two lists of collected tests: each test of the earlier list still exists, has moved, or is in the table with
+a reason.
 
     python tests/net/collected.py record LIST
     python tests/net/collected.py compare EARLIER LATER
 
 The table `moved_tests.csv` has the columns old, new, reason: ids in which `*` stands for any text, the same in `new` as
-in `old`. A row with an empty `new` says why a test is gone. A test that no row covers has moved where its name,
-parameters included, is that of exactly one new test in another file.
+in `old`. A row with an empty `new` has the reason why a test was removed. A test without a row has moved if exactly one
+new test in another file has its name, including parameters.
 """
 
 import argparse
@@ -24,14 +25,14 @@ SHOWN = 50  # missing tests that are printed
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: the ids that it covers, what they are called now ("" for removed tests), and why."""
+    """A row of the table: a pattern of ids, their new ids ("" for removed tests), and the reason."""
 
     old: str
     new: str
     reason: str
 
     def renamed(self, test: str) -> str | None:
-        """Return the id that replaces `test`, "" where the test was removed; None where the row is about others."""
+        """Return the id that replaces `test`, "" if the test was removed, or None if the row is about other tests."""
         pattern = "(.*)".join(map(re.escape, self.old.split("*")))
         found = re.fullmatch(pattern, test, re.DOTALL)
         if found is None:
@@ -42,7 +43,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many tests stayed, and which are elsewhere: by name, by the table, or nowhere."""
+    """Number of unchanged tests, and the other tests: moved by name, moved by the table, or missing."""
 
     same: int
     moved: dict[str, str]
@@ -62,7 +63,7 @@ def read_table(file: Path = TABLE) -> list[Row]:
 
 
 def compared(earlier: Sequence[str], later: Sequence[str], table: Sequence[Row]) -> Comparison:
-    """Return where the tests of `earlier` are in `later`. A row's `new` counts only where that test exists."""
+    """Return the places of the tests of `earlier` in `later`. A row's `new` counts only if that test exists."""
     there = set(later)
     added = defaultdict(list)
     for test in there.difference(earlier):
@@ -82,7 +83,7 @@ def compared(earlier: Sequence[str], later: Sequence[str], table: Sequence[Row])
 
 
 def collected() -> list[str]:
-    """Return the ids of all tests, in pytest's order; RuntimeError where a file cannot be collected."""
+    """Return the ids of all tests, in pytest's order; RuntimeError if a file cannot be collected."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -111,7 +112,7 @@ def _report(found: Comparison) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `record` or `compare`; return 1 where a test is missing."""
+    """Run `record` or `compare`; return 1 if a test is missing."""
     parser = argparse.ArgumentParser(description="Compare lists of collected tests.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("record", help="write the ids of all tests").add_argument("list", type=Path)

@@ -1,8 +1,8 @@
-"""The plans of all examples and of the fragments in `configs/`, as they are committed in `example_plans.json`.
+"""The plans of all examples and of the fragments in `configs/`, which are committed in `example_plans.json`.
 
     python tests/net/example_plans.py
 
-writes that file again, after a change of plans that was meant; the difference belongs to its review.
+writes this file after an intended change of plans; review the difference.
 """
 
 import json
@@ -20,7 +20,7 @@ COMMITTED = Path(__file__).with_suffix(".json")
 
 
 def planned(source: Source, root: Path) -> Record:
-    """Return what `roll-opd plan --json` shows on a machine without GPUs, and of warnings and problems the keys."""
+    """Return the plan of `roll-opd plan --json` on a machine without GPUs, and the keys of warnings and problems."""
     try:
         with plain_machine(), planned_in(source):
             plan = planner()(str(source.file.parent), source.file.stem, source.overrides, runnable=False)
@@ -41,7 +41,7 @@ def committed() -> dict[str, Record]:
 
 
 def main() -> None:
-    """Plan everything and write the file, a line for each part of a plan."""
+    """Plan all configurations and write the file, one line for each part of a plan."""
     with tempfile.TemporaryDirectory(prefix="plans-") as scratch:
         plans = {source.name: planned(source, Path(scratch)) for source in our_sources(Path(scratch))}
     lines = []

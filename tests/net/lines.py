@@ -1,16 +1,16 @@
-"""Which lines of the package tests execute, by function, and whether a later revision executes fewer.
+"""Lines of the package that tests execute, by function, and comparison with a later revision.
 
     python tests/net/lines.py record FILE.json [arguments of pytest]
     python tests/net/lines.py combine DIR FILE.json
     python tests/net/lines.py compare EARLIER.json LATER.json
 
-`record` measures all processes that pytest starts, those of Ray and the forks of the warm server too, until their last
-saving; what it misses are the last seconds of a killed process, and processes that start Python without site packages
-(`-S`) or with an environment of their own (the code sandbox). It needs the package `coverage`, and puts a file into the
-interpreter's site packages while it runs. `combine` makes the JSON of a directory of data files.
+`record` measures all processes that pytest starts, including Ray's and the forks of the preloaded server, until they
+last save. It misses the last seconds of a killed process, and processes that start Python without site packages (`-S`)
+or with another environment (the code sandbox). It needs the package `coverage`, and puts a file into the interpreter's
+site packages while it runs. `combine` makes the JSON of a directory of data files.
 
-`compare` matches functions by name, in whatever file they are; of several of one name those in files of one name, else
-in their order. It returns 1 where a function that is in both has a smaller share of its lines executed.
+`compare` matches functions by name, in any file. Functions with the same name are matched by the names of their files,
+else by their order. It returns 1 if a smaller share of the lines of a function in both is executed.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def combine(directory: Path, file: Path) -> None:
 
 
 def read(file: Path) -> Functions:
-    """Return what `record` wrote of functions."""
+    """Return the functions in a file of `record`."""
     return json.loads(file.read_text(encoding="utf-8"))["functions"]
 
 
@@ -103,7 +103,7 @@ def fewer(earlier: Functions, later: Functions) -> list[str]:
 
 
 def share(functions: Functions) -> float:
-    """Return the share of all lines that were executed."""
+    """Return the executed share of all lines."""
     counts = [count for of_file in functions.values() for count in of_file.values()]
     return sum(executed for executed, _ in counts) / max(sum(count for _, count in counts), 1)
 

@@ -1,9 +1,10 @@
-"""Put each wrong formula into a copy of the package, and see whether the tests notice.
+"""Put each wrong formula into a copy of the package, and check that a test fails.
 
     python tests/net/mutations.py [WORD ...]
 
-Without words all of `wrong_formulas.py`, else those whose names have one of the words. Each runs in a fork of one
-process that has imported torch and Megatron, as these take longer than the tests.
+Without words, all formulas of `wrong_formulas.py` are tried, else the formulas whose names contain one of the words.
+Each runs in a fork of one process that has imported torch and Megatron, because these imports take longer than the
+tests.
 """
 
 import os
@@ -28,7 +29,7 @@ PASSED, FAILED = 0, 1  # exit codes of pytest
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a wrong formula: `caught`, or `problem` says why not; `output` is pytest's."""
+    """Result of a wrong formula: `caught`, or the reason in `problem`; `output` is pytest's output."""
 
     formula: WrongFormula
     caught: bool
@@ -56,7 +57,7 @@ def file_of_test(name: str, tests: Path) -> Path:
 
 
 def survivors(formulas: Sequence[WrongFormula], say: bool = True) -> list[Result]:
-    """Return the wrong formulas that no test notices. ValueError where the tests fail without any."""
+    """Return the wrong formulas that no test detects. ValueError if the tests fail without a wrong formula."""
     _import_once()
     with tempfile.TemporaryDirectory(prefix="wrong_formulas-") as scratch:
         root = _copy(Path(scratch))
@@ -77,7 +78,7 @@ def survivors(formulas: Sequence[WrongFormula], say: bool = True) -> list[Result
 
 
 def _import_once() -> None:
-    """Import what all tests need, but for the package itself."""
+    """Import the modules that all tests need, except for the package."""
     warnings.simplefilter("ignore")  # of Megatron, of libraries that are not installed
     import megatron.core.models.gpt  # noqa: F401
     import numpy  # noqa: F401
@@ -152,7 +153,7 @@ def _show(result: Result) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Try the wrong formulas whose names have one of the words; return 1 where one is not caught."""
+    """Try the wrong formulas whose names contain one of the words; return 1 if one is not detected."""
     chosen = [one for one in WRONG_FORMULAS if not words or any(word in one.name for word in words)]
     begin = time.monotonic()
     left = survivors(chosen)

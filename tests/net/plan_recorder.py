@@ -1,6 +1,6 @@
 """A plugin for pytest that records every plan that tests make: `-p plan_recorder`, with PLAN_RECORDS naming a file.
 
-It is loaded before the tests, so that whatever imports the planner gets the recording one.
+It is loaded before the tests, so that every import of the planner gets the recording planner.
 """
 
 import json
@@ -19,7 +19,7 @@ calls: Counter[str] = Counter()
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logfinish(nodeid: str) -> None:
-    """Write what the test that has ended has planned."""
+    """Write the plans of the test that has ended."""
     with open(os.environ["PLAN_RECORDS"], "a", encoding="utf-8") as file:
         for record in records:
             calls[nodeid] += 1

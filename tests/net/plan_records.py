@@ -1,4 +1,4 @@
-"""What the planner made of a configuration, as JSON: the plan with all its fields, or the messages of the refusal."""
+"""Results of the planner for a configuration, as JSON: the plan with all its fields, or the messages of the refusal."""
 
 import dataclasses
 import json
@@ -15,13 +15,13 @@ Record = dict[str, Any]
 
 
 def message(severity: str, text: str) -> dict[str, str]:
-    """Return a message with the key that it is about, "" where it is about none."""
+    """Return a message with its key, or "" if it has none."""
     found = KEY.match(text)
     return {"severity": severity, "key": found[1] if found else "", "text": text}
 
 
 def recording(planner: Planner, records: list[Record], roots: Iterable[Path] = ()) -> Planner:
-    """Return the planner, which also appends to `records` what each call was given and what became of it.
+    """Return the planner, which also appends the arguments and the result of each call to `records`.
 
     Paths below `roots`, which differ from run to run, are written as {root}.
     """
@@ -60,7 +60,7 @@ def plan_record(plan: Any) -> Record:
 
 
 def plain(value: Any) -> Any:
-    """Return dataclasses, mappings and sequences as JSON knows them, with the class of each dataclass."""
+    """Return dataclasses, mappings and sequences as JSON values, with the class of each dataclass."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -102,7 +102,7 @@ def _short(value: Any) -> str:
 
 
 def _text(directory: Path, name: str) -> str:
-    """Return the YAML text of a configuration, "" where it cannot be read, as in examples that are found elsewhere."""
+    """Return the YAML text of a configuration, or "" if it cannot be read, as for examples in other directories."""
     file = directory / name
     file = file if file.suffix in (".yaml", ".yml") else file.with_name(f"{file.name}.yaml")
     try:

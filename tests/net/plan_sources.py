@@ -1,7 +1,7 @@
-"""Configurations to plan, and what stands in for the models and rows that they name.
+"""Configurations to plan, and substitutes for their models and rows.
 
-Of our own: all files in `examples/` that are whole configurations, and the fragments of `configs/`, each in the demo.
-Of ROLL: the files of a checkout, of which nothing is kept here.
+Ours are all complete configurations in `examples/`, and the fragments of `configs/`, each in the demo. ROLL's are the
+files of a checkout; none of them is stored here.
 """
 
 import json
@@ -65,7 +65,7 @@ class Source:
 
 
 def our_sources(root: Path) -> Iterator[Source]:
-    """Yield our own configurations; stand-ins and outputs are written below `root`."""
+    """Yield our configurations; substitutes and outputs are written below `root`."""
     for file in sorted(EXAMPLES.rglob("*.yaml")):
         text = file.read_text(encoding="utf-8")
         if not IS_RUN.search(text):
@@ -101,7 +101,7 @@ def roll_sources(checkout: Path, root: Path) -> Iterator[Source]:
 
 
 def with_stand_ins(text: str, root: Path) -> str:
-    """Return a YAML text in which models, rows and environment variables are ones that exist below `root`."""
+    """Return a YAML text in which models, rows and environment variables are replaced by existing ones below `root`."""
     for name in {found[1] for found in MODEL.finditer(text)}:
         _write_stand_in(root / "models" / name)
     for stem in {found[1] for found in ROWS.finditer(text)}:
@@ -121,7 +121,7 @@ def _write_rows(root: Path, stem: str) -> Path:
 
 
 def _write_stand_in(path: Path) -> None:
-    """Write a model directory of full size without weights, by what its name says."""
+    """Write a model directory of full size without weights, according to the model's name."""
     if path.exists():
         return
     if (hybrid := hybrid_config(path.name)) is not None:

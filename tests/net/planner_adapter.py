@@ -1,4 +1,5 @@
-"""Where the planner lives: the one file of the safety net to change when its functions move or are renamed."""
+"""Access to the planner: the only file of the safety net that must change if the planner's functions move or are
+renamed."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -33,13 +34,13 @@ def planner() -> Planner:
 
 
 def replace_planner(make: Callable[[Planner], Planner]) -> None:
-    """Put `make(load_plan)` in the place of the planner, for whatever imports it from now on."""
+    """Replace the planner by `make(load_plan)` for all later imports."""
     module = _module(PLANNER)
     module.load_plan = make(module.load_plan)
 
 
 def plan_as_json(plan: Any) -> dict[str, Any]:
-    """Return what `roll-opd plan --json` prints of a plan."""
+    """Return the output of `roll-opd plan --json` for a plan."""
     return _module(DESCRIPTION).to_json(plan)
 
 
@@ -50,7 +51,7 @@ def problems_of(error: Exception) -> list[str] | None:
 
 @contextmanager
 def plain_machine() -> Iterator[None]:
-    """Plan as on a machine with two slots and no GPU, whatever this one has."""
+    """Plan as on a machine with two slots and no GPU, regardless of this machine."""
     answers = {"gpus": 0, "devices": 2, "gpu_memory_gb": None, "has_gpu_driver": False}
     with mock.patch.multiple(_module(MACHINE), **{name: mock.Mock(return_value=of) for name, of in answers.items()}):
         yield

@@ -1,13 +1,13 @@
-"""Record what the planner makes of many configurations, and compare two records.
+"""Record the planner's results for many configurations, and compare two records.
 
     python tests/net/plans.py record DIR [--roll CHECKOUT] [--without-tests]
     python tests/net/plans.py compare EARLIER LATER [--renamed NAMES.csv] [--texts TEXTS.csv]
 
 `record` plans, by `roll-opd plan --json`, our examples, the fragments in `configs/` and ROLL's YAML files, and records
-every plan that the tests in `tests/config` make: in whatever checkout the `roll_opd` of this interpreter is.
+every plan of the tests in `tests/config`, with the `roll_opd` that is installed for this interpreter.
 
-`compare` returns 1 unless plans, all their fields, and of messages severity and key are equal. Texts of messages may
-differ: `--texts` writes them as a table. `--renamed` is a table old,new of names of fields.
+`compare` returns 1 unless plans with all their fields, and the severities and keys of messages, are equal. Texts of
+messages may differ: `--texts` writes them as a table. `--renamed` is a table old,new of names of fields.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def record(directory: Path, roll: Path | None, *, with_tests: bool) -> None:
 
 
 def _commanded(source: Source) -> Record:
-    """Return what `roll-opd plan --json` says of a configuration."""
+    """Return the output of `roll-opd plan --json` for a configuration."""
     words = ["roll-opd", "plan", "--json", str(source.file), *source.overrides]
     output, errors = io.StringIO(), io.StringIO()
     environment = mock.patch.dict(os.environ, {"COLUMNS": "100000"})
@@ -92,7 +92,7 @@ def _record_tests(file: Path, root: Path) -> None:
 
 
 def read(directory: Path) -> dict[str, Record]:
-    """Return the records of a directory by name; a test's is that without its directory, as files move."""
+    """Return the records of a directory by name; the name of a test excludes its directory, because files move."""
     found: dict[str, Record] = {}
     for file in sorted(directory.glob("*.jsonl")):
         for line in file.read_text(encoding="utf-8").splitlines():
@@ -106,7 +106,7 @@ def read(directory: Path) -> dict[str, Record]:
 def compare(
     earlier: dict[str, Record], later: dict[str, Record], renamed: dict[str, str], texts: Path | None = None
 ) -> int:
-    """Print the differences of two records, and return how many configurations have one that counts."""
+    """Print the differences of two records, and return the number of configurations with a difference that counts."""
     differences: Counter[str] = Counter()
     different, rewritten = set(), Counter()
     for name in sorted(earlier.keys() | later.keys()):
@@ -139,13 +139,13 @@ def compare(
 
 
 def _compared(made: Record) -> Record:
-    """Return what has to be equal: not the texts of messages, nor the texts of the inputs."""
+    """Return the part of a record that must be equal: without the texts of messages and inputs."""
     kept = {key: value for key, value in made.items() if key in ("exit", "plan", "fields", "error")}
     return kept | {"messages": [[one["severity"], one["key"]] for one in made.get("messages", ())]}
 
 
 def _renamed(value: object, names: dict[str, str]) -> Record:
-    """Return a record with fields called by their new names."""
+    """Return a record with the new names of fields."""
 
     def visit(part: object) -> object:
         if isinstance(part, dict):

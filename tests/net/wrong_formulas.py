@@ -1,7 +1,7 @@
-"""Wrong formulas, each a replacement of one text in the package, and the test files that must notice it.
+"""Wrong formulas, each a replacement of a text in the package, and the test files of which one must fail.
 
-The text is looked for in the whole package and must be there once: a formula may move to another file. So may a test
-file, which is named by the end of its path. Where a text is rewritten, rewrite it here, and keep the formula wrong.
+The text is searched in the whole package and must occur once, so a formula may move to another file. A test file may
+also move: it is named by the end of its path. If a text is rewritten, rewrite it here, and keep the formula wrong.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WrongFormula:
-    """A formula's text, what replaces it, and the test files of which at least one test must fail."""
+    """The text of a formula, its wrong replacement, and the test files of which at least one test must fail."""
 
     name: str
     right: str

@@ -1,4 +1,4 @@
-"""One stage for all tests that play on it, one warm server for all launchers that may be forks."""
+"""One stage for all tests that use it, and one preloaded server for all launchers that may be forks."""
 
 import os
 import subprocess
@@ -13,21 +13,21 @@ from stage import Stage, open_stage
 
 @pytest.fixture(scope="session")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """Up from the first test that asks for it to the end of the session."""
+    """The stage, which is started by the first test that uses it and ends with the session."""
     with open_stage(tmp_path_factory.mktemp("stage")) as opened:
         yield opened
 
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[None]:
-    """Launchers that a test starts are forks of one warm server."""
+    """Launchers that a test starts are forks of one preloaded server."""
     with runs.forks():
         yield
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Make file systems of so many MiB; the test is skipped where they cannot be mounted."""
+    """Make file systems of a given size in MiB; the test is skipped if they cannot be mounted."""
     with ExitStack() as mounts:
         yield lambda mebibytes: mounts.enter_context(_mounted(tmp_path / f"disk_{mebibytes}", mebibytes))
 

@@ -1,9 +1,9 @@
-"""Runs over two and three hosts of `network`, and what happens when a part of them dies: a program, and not a test.
+"""Runs over two and three hosts of `network`, in which a part dies: a program, not a test.
 
     python tests/pipelines/host_faults.py PLACE SCENARIO...
 
-Each scenario prints a line: what was done, how long until all commands had ended, their exit codes, what the driver
-said, and what was left running. It takes a minute or two each, so `make test` runs the few of `test_host_runs.py`.
+Each scenario prints a line: the fault, the time until all commands had ended, their exit codes, the driver's message,
+and the remaining processes. A scenario takes a minute or two, so `make test` runs only the few in `test_host_runs.py`.
 """
 
 import json
@@ -54,7 +54,7 @@ def launch(hosts: Sequence[NetworkHost], output: Path, *more: str) -> list[Proce
 
 
 def model(output: Path) -> bytes:
-    """The weights at a run's end."""
+    """Return the weights at the end of a run."""
     checkpoints = (output / "demo/latest/checkpoints").glob("step_*")
     last = max(checkpoints, key=lambda path: int(path.name.removeprefix("step_")))
     return (last / "hf/model.safetensors").read_bytes()
@@ -66,10 +66,10 @@ def steps_of(output: Path) -> list[int]:
 
 
 def find(host: NetworkHost, word: str) -> psutil.Process | None:
-    """A process of the host by a word of its command line, the first to be started; without a word the very first.
+    """Return the first started process of the host whose command line has a word; without a word the first process.
 
-    The driver has the command line of the command that has started it, and an engine's core that of the warm server, of
-    which it is a fork.
+    The driver has the command line of the command that started it. An engine's core has the command line of the
+    preloaded server, because it is a fork of it.
     """
     for process in host.started[-1].processes():
         try:
@@ -112,7 +112,7 @@ def report(name: str, began: float, processes: Sequence[Process], more: str = ""
 
 
 def alone(output: Path, *more: str) -> bytes:
-    """The weights of a run on one host, which is made if it is not there."""
+    """Return the weights of a run on one host; run it if necessary."""
     if not (output / "demo").exists():
         with network(1, output, output.parent) as (host,):
             began = time.monotonic()
@@ -121,7 +121,7 @@ def alone(output: Path, *more: str) -> bytes:
 
 
 def same(name: str, place: Path, reference: bytes, count: int, *more: str) -> None:
-    """A run over hosts has the same bits at its end as the one on a single host."""
+    """Check that a run over hosts ends with the same bits as the run on a single host."""
     with network(count, place / name, place) as hosts:
         began = time.monotonic()
         processes = launch(hosts, place / name, *more)
@@ -131,7 +131,7 @@ def same(name: str, place: Path, reference: bytes, count: int, *more: str) -> No
 
 
 def kills(place: Path, rng: random.Random) -> None:
-    """A run that goes on by itself through the deaths of all `VICTIMS`, each at a random moment."""
+    """Check a run that restarts automatically after the deaths of all `VICTIMS`, each at a random moment."""
     output, ended, length = place / "kills", 0, f"max_steps={MANY}"
     reference = alone(place / "many", length)
     with network(2, output, place) as hosts:
@@ -194,7 +194,7 @@ def cable(place: Path, reference: bytes) -> None:
 
 
 def killed(name: str, place: Path, rng: random.Random) -> None:
-    """A run that does not go on by itself, of which a victim dies in its steps."""
+    """Check a run without restarts in which a victim dies during the steps."""
     word, rank = VICTIMS[name]
     output = place / name.replace(" ", "-")
     with network(2, output, place) as hosts:
@@ -210,7 +210,7 @@ def killed(name: str, place: Path, rng: random.Random) -> None:
 
 
 def signalled(name: str, place: Path) -> None:
-    """The signal comes to host 1 alone."""
+    """Check a signal that only host 1 receives."""
     with network(2, place / name, place) as hosts:
         processes = launch(hosts, place / name, *TWO)
         until(lambda: "\nstep " in processes[0].output)

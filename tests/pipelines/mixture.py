@@ -19,7 +19,7 @@ def save(model: PreTrainedModel, path: Path) -> Path:
 
 
 def save_mixture(path: Path) -> Path:
-    """Save a model of four experts like the student's perceptron, whose router logits differ by rounding alone."""
+    """Save a model with four experts like the student's MLP, whose router logits differ only by rounding."""
     dense = AutoModelForCausalLM.from_pretrained(START, dtype=torch.float32)
     shared = (
         "vocab_size",
@@ -50,7 +50,8 @@ def save_mixture(path: Path) -> Path:
 
 
 def save_hybrid(path: Path) -> Path:
-    """Save a Qwen3.5 in bf16 that computes what the student does, but for rounding and a small linear attention."""
+    """Save a Qwen3.5 in bf16 that computes the same as the student, except for rounding and a small linear
+    attention."""
     dense = AutoModelForCausalLM.from_pretrained(START, dtype=torch.float32)
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     sizes = {name: getattr(dense.config, name) for name in (*names, "eos_token_id", "tie_word_embeddings")}

@@ -1,7 +1,7 @@
-"""Hosts on one machine: network namespaces with addresses of their own, PID, mount and UTS namespaces around them.
+"""Hosts on one machine: network namespaces with separate addresses, each in separate PID, mount and UTS namespaces.
 
-Each has a /tmp, a /dev/shm and a home of its own; the code is the machine's, and a directory is shared if it is asked
-for. What runs on a host ends when its first process is killed, as with a power cut.
+Each host has a separate /tmp, /dev/shm and home directory. The code is the machine's, and one directory can be shared.
+If the first process of a host is killed, all its processes end, as after a power cut.
 """
 
 import os
@@ -33,7 +33,7 @@ TOOLS = ("ip", "unshare", "mount", "taskset", "hostname")
 
 
 def why_not() -> str | None:
-    """Say why there can be no such hosts here; None: there can."""
+    """Return the reason why such hosts cannot be made here, or None."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"needs {', '.join(missing)} (Debian: apt-get install iproute2 util-linux)"
@@ -67,7 +67,7 @@ class Process:
         return self.log.read_text(errors="replace")
 
     def wait(self, seconds: float) -> int:
-        """Return its exit code. AssertionError, with its output, where it does not end in time."""
+        """Return its exit code. AssertionError with its output if it does not end in time."""
         try:
             return self.popen.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -75,7 +75,7 @@ class Process:
 
     @property
     def first(self) -> psutil.Process:
-        """The first process of its PID namespace, outside of which nobody sees that number."""
+        """The first process of its PID namespace, with its id outside the namespace."""
         return psutil.Process(self.popen.pid).children()[0]
 
     def processes(self) -> list[psutil.Process]:
@@ -98,7 +98,7 @@ class NetworkHost:
     started: list[Process] = field(default_factory=list)
 
     def start(self, command: Sequence[str], **environment: str) -> Process:
-        """Run `command` in namespaces of its own, in the repository's directory."""
+        """Run `command` in separate namespaces, in the repository's directory."""
         number = len(self.started)
         log = self.place / f"{self.name}-{number}.log"
         home, quoted = "/tmp/home", shlex.quote
@@ -141,7 +141,7 @@ class NetworkHost:
         return self.started[-1]
 
     def plug(self, *, is_in: bool) -> None:
-        """Put the host's network cable in, or draw it."""
+        """Connect or disconnect the host's network cable."""
         ip("-n", self.name, "link", "set", "eth0", "up" if is_in else "down")
 
     def end(self) -> None:
@@ -158,7 +158,7 @@ class NetworkHost:
 
 @contextmanager
 def network(count: int, place: Path, shared: Path | None) -> Iterator[list[NetworkHost]]:
-    """Have `count` hosts on a bridge inside the block, all of which see `shared`."""
+    """Make `count` hosts on a bridge that share the directory `shared`, for the block."""
     tag = f"{os.getpid() % 10000}{time.monotonic_ns() % 1000:03d}"
     bridge, net = f"br{tag}", f"10.{77 + os.getpid() % 100}.{time.monotonic_ns() % 250}"
     hosts, cores = [], sorted(os.sched_getaffinity(0))
@@ -189,13 +189,13 @@ def ip(*arguments: str) -> None:
 
 
 def torchrun(hosts: Sequence[NetworkHost], rank: int, *command: str, port: int = 29500) -> list[str]:
-    """Return what starts `command` on the host of `rank`, under torchrun."""
+    """Return the command line that starts `command` with torchrun on the host of `rank`."""
     words = f"--nnodes {len(hosts)} --node_rank {rank} --master_addr {hosts[0].address} --master_port {port}"
     return [sys.executable, "-m", "torch.distributed.run", *words.split(), "--nproc_per_node", "1", *command]
 
 
 def plainly(hosts: Sequence[NetworkHost], rank: int) -> dict[str, str]:
-    """Return the environment that torchrun gives, as other launchers do."""
+    """Return the environment variables of torchrun, as other launchers set them."""
     return {"RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500"}
 
 

@@ -1,8 +1,8 @@
-"""Starts the real launcher in a process of its own, and reads what a run left behind.
+"""Starts the real launcher in a separate process, and reads the files of a run.
 
-A launcher and its processes import for longer than a short run takes. Where a test asks for `forks`, all of them are
-forks of one warm server, as a run's own processes always are; where it does not, and where a run is to be killed, a
-launcher starts as a user starts it.
+The imports of a launcher and its processes take longer than a short run. If a test uses `forks`, all of them are forks
+of one preloaded server, like the processes of a run. Otherwise, and if a run will be killed, a launcher is started as
+by a user.
 """
 
 import os
@@ -55,7 +55,7 @@ SMALL = (
 
 @dataclass
 class Run:
-    """One launch: its exit code (negative: the signal that ended it), its output, its newest run directory."""
+    """A launch: its exit code (negative: the signal that ended it), its output, its newest run directory."""
 
     code: int
     output: str
@@ -68,7 +68,7 @@ class Run:
 
 @contextmanager
 def forks() -> Iterator[None]:
-    """Have the launchers that are started in the block be forks of one warm server."""
+    """Start the launchers in the block as forks of one preloaded server."""
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         with mock.patch.dict(os.environ, {MARK: FORKS}):
             server = stack.enter_context(fork_server())
@@ -79,7 +79,7 @@ def forks() -> Iterator[None]:
 
 
 def _processes_of_the_server() -> list[int]:
-    """Return the server, and its fork that imports Megatron, once that is there: before anybody asks for a fork."""
+    """Return the server and its fork that imports Megatron, when the fork exists and before a process is requested."""
     [server] = [child for child in psutil.Process().children() if _belongs(child, FORKS)]
     deadline = time.monotonic() + SECONDS
     while not (forked := server.children()):
@@ -96,10 +96,9 @@ def launch(
     kill_when: Callable[[], bool] | None = None,
     columns: int = 1000,
 ) -> Run:
-    """Run the launcher to its end, or until `kill_when` says to SIGKILL it.
+    """Run the launcher to its end, or until `kill_when` returns true and it is ended by SIGKILL.
 
-    Nothing of it may be left afterwards, neither a process nor a file in the TMPDIR that it had for itself.
-    Its output is as wide as `columns`.
+    Afterwards no process and no file in its TMPDIR may remain. Its output is `columns` wide.
     """
     mark = f"{output_dir}-{time.monotonic_ns()}"
     log = output_dir.parent / f"{output_dir.name}-{time.monotonic_ns()}.log"
@@ -128,14 +127,14 @@ def launch(
 
 
 def _started(words: Sequence[str], log: Path) -> tuple[int, Callable[[], int | None]]:
-    """Start a Python program as a user does, and return its process id, and a function for its exit code."""
+    """Start a Python program like a user; return its process id and a function that returns its exit code."""
     with log.open("w") as sink:
         process = subprocess.Popen([sys.executable, *words], cwd=REPOSITORY, stdout=sink, stderr=subprocess.STDOUT)
     return process.pid, process.poll
 
 
 def _forked(words: Sequence[str], log: Path) -> tuple[int, Callable[[], int | None]]:
-    """Start it as a fork of the warm server."""
+    """Start it as a fork of the preloaded server."""
     process = forkserver_worker.ForkedProcess(target=_run_program, args=(list(words), log))
     with pytest.MonkeyPatch.context() as patch:  # only this process is to be a fork
         for module, names in (
@@ -153,7 +152,7 @@ def _forked(words: Sequence[str], log: Path) -> tuple[int, Callable[[], int | No
 
 
 def _run_program(words: list[str], log: Path) -> None:
-    """Run a launcher in a fork, whose processes begin as forks of the same server."""
+    """Run a launcher in a fork; its processes are forks of the same server."""
     from roll_opd.commands import run as launch
 
     with log.open("w") as sink:

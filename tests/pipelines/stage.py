@@ -1,7 +1,7 @@
-"""A stage: roles that start once and play many runs, for starting them takes far longer than a short run.
+"""A stage: roles that start once and serve many runs, because starting them takes far longer than a short run.
 
-A run goes the whole way that a launcher goes, from a command line to a run directory; only Ray and the roles are there
-already. Each begins with the weights and the optimizer state with which the roles began.
+A run is complete, from a command line to a run directory; only Ray and the roles already exist. Each run starts with
+the initial weights and optimizer state of the roles.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ CRITIC_SCHEDULE = "critic.training_args.lr_scheduler_type=constant"
 
 
 class Stage(Backend):
-    """All roles of `plan`; a run's own plan says which of them take part. They stay for the next run."""
+    """All roles of `plan`; the plan of a run selects the roles that it uses. They remain for the next run."""
 
     def __init__(self, plan: RunPlan, place: Path, events: asyncio.AbstractEventLoop) -> None:
         self._plan, self.place, self._events = plan, place, events
@@ -82,7 +82,7 @@ class Stage(Backend):
         name: str = "staged",
         place: Path | None = None,
     ) -> Run:
-        """Launch `config`; its name for a role may be another, its settings of a worker may not."""
+        """Launch `config`; the names of its roles may differ, but not the settings of their workers."""
         place = place or self.place
         spread = SPREAD if config == PURE else ()
         command = ["--config_path", config[0], "--config_name", config[1], f"output_dir={place}", *spread, *overrides]
@@ -91,11 +91,11 @@ class Stage(Backend):
 
     @property
     def first_weights(self) -> Path:
-        """The student's, before every run."""
+        """Return the student's weights before every run."""
         return self.place / "start/hf/model.safetensors"
 
     async def reward_pools(self, plan: RunPlan, placement: Placement) -> tuple[RewardPool, ...]:
-        """Those that play this plan's rewards already, or new ones."""
+        """Return the existing pools for this plan's rewards, or new ones."""
         settings = str([(reward.domain, reward.terms, reward.world_size) for reward in plan.rewards])
         if settings not in self.started:
             self.started[settings] = await start_roles.start_reward_pools(plan, self.placement)
@@ -135,7 +135,7 @@ class Stage(Backend):
         pass
 
     def _teacher(self, plan: TeacherPlan) -> Teacher:
-        """The frozen role that was started as this teacher is to be; the reference policy may be one."""
+        """Return the started frozen role that has the settings of this teacher; it may be the reference policy."""
         started = ((self._plan.teachers[0].source, self._workers.frozen_models.teachers[0]),)
         started += ((self._plan.reference, self._workers.frozen_models.reference),)
         wanted = worker_settings(plan.source)
@@ -145,7 +145,8 @@ class Stage(Backend):
 
 
 def worker_settings(plan: Any) -> dict[str, Any]:
-    """What its processes were built with: not the name, nor what the driver alone reads or a run's length decides."""
+    """Return the settings with which a role's processes were made: without the name, settings only for the driver, and
+    lengths of runs."""
     values = {field.name: getattr(plan, field.name) for field in fields(plan)}
     of_the_driver = ("name", "mini_batch_sequences", "critic_epochs", "critic_warmup")
     values = {name: value for name, value in values.items() if name not in of_the_driver}

@@ -1,4 +1,4 @@
-"""Training state as ranks save it, of a model of one tensor."""
+"""Training state in the form that ranks save, for a model with one tensor."""
 
 from pathlib import Path
 

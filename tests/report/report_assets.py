@@ -1,4 +1,4 @@
-"""Run directories for reports: written as runs write them, small or of 5,000 steps, and a reader of the page."""
+"""Run directories for reports, in the form that runs write, small or with 5,000 steps; and a reader of the page."""
 
 import json
 import math
@@ -15,7 +15,7 @@ PHASES = {"generate": 2.0, "teacher": 0.5, "train": 1.0, "other": 0.1}
 
 
 class Page(HTMLParser):
-    """What a browser would see of the markup: elements, and the text inside each kind of them."""
+    """The markup as a browser parses it: elements, and the text inside each kind of element."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -48,7 +48,7 @@ def pytest_fail(name: str) -> None:
 
 
 def metrics_row(step: int, steps: int) -> dict[str, float]:
-    """Row `step` of a pure run whose reverse KL falls with noise."""
+    """Return row `step` of a pure run whose reverse KL falls with noise."""
     seconds = {f"time/{name}": value for name, value in PHASES.items()}
     noise = math.sin(step * 12.9898) * 0.1
     return {
@@ -67,7 +67,7 @@ def metrics_row(step: int, steps: int) -> dict[str, float]:
 
 
 def sample_row(step: int, number: int, response: str = "4+5=9 ok", **more: Any) -> dict[str, Any]:
-    """A sample whose tokens are the characters of its response."""
+    """Return a sample whose tokens are the characters of its response."""
     rng = np.random.default_rng([step, number])
     length = len(response)
     student = -rng.exponential(0.3, length).astype(np.float32)

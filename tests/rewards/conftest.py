@@ -1,4 +1,4 @@
-"""Code sandboxes that the tests of a file share, and servers that a test scripts."""
+"""Code sandboxes that the tests of a file share, and servers with scripted behaviour."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -13,13 +13,13 @@ from roll_opd.rewards.builtin.code_sandbox import CodeSandbox
 
 @pytest.fixture(scope="module")
 def strangers() -> set[int]:
-    """Descendants of this process that were here before any sandbox: what other rooms have started."""
+    """Descendants of this process that existed before any sandbox: processes started by other rooms."""
     return processes_of(os.getpid())
 
 
 @pytest.fixture(scope="module")
 def rewards(strangers: set[int]) -> Iterator[dict[bool, CodeSandbox]]:
-    """By `partial`. Their processes are gone after them."""
+    """Rewards by `partial`; afterwards none of their processes may remain."""
     os.environ["SECRET"] = "of the worker"
     made = {partial: CodeSandbox(partial=partial, workers=4, **LIMITS) for partial in (False, True)}
     yield made

@@ -1,8 +1,8 @@
 # ruff: noqa: E501 - programs are easier to read on one line
-"""Programs that attack the sandbox: (name, program, what must become of it).
+"""Programs that attack the sandbox: (name, program, expected result).
 
-The case gives "21" on standard input and wants "42". A program that ends in `deny(...)` prints 42 only where what it
-tries is refused, so that "passed" means that it was.
+The case has "21" on standard input and expects "42". A program that ends in `deny(...)` prints 42 only if its attack is
+refused, so "passed" means that it was refused.
 """
 
 DENY = """

@@ -1,4 +1,4 @@
-"""What the tests of the code sandbox share."""
+"""Functions for the tests of the code sandbox."""
 
 import shutil
 import subprocess
@@ -57,7 +57,7 @@ def values(reward: CodeSandbox, *samples: RewardSample) -> list[float | None]:
 
 
 def processes_of(pid: int) -> set[int]:
-    """All that descend from `pid`."""
+    """Return all descendants of process `pid`."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,6 +1,6 @@
-"""A real HTTP server, in threads, that goes wrong as a script says and keeps its own log of it.
+"""A real HTTP server, in threads, that fails as a script specifies and keeps a log of its failures.
 
-`faults` names what the first requests get, one each, in the order in which they come in; what is left is answered by
+`faults` are the faults for the first requests, one per request in the order of arrival; later requests are answered by
 `reply(body)`. A fault is a status ("500", "429 after 1": with a Retry-After), or one of `BROKEN`.
 """
 
@@ -47,7 +47,7 @@ class ScriptedServer:
         return f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Begin, or come back on the same port."""
+        """Start, or restart on the same port."""
         script = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -81,7 +81,7 @@ class ScriptedServer:
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def die(self) -> None:
-        """Break off every connection and refuse new ones."""
+        """Close every connection and refuse new ones."""
         self._server.shutdown()
         self._server.server_close()
         for connection in list(self._connections):
@@ -129,13 +129,13 @@ class ScriptedServer:
 
 
 def _reset(connection: socket.socket) -> None:
-    """End it with a reset instead of a farewell."""
+    """Close the connection with a reset."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     os.close(connection.detach())
 
 
 def scored(reward: Any, samples: Sequence[RewardSample], at_once: int = 1) -> list[Scored]:
-    """Scores as a run asks for them: many calls of a few samples (`at_once`) in one event loop."""
+    """Return scores requested as in a run: many calls of a few samples (`at_once`) in one event loop."""
 
     async def gather() -> list[Scored]:
         batches = [samples[start : start + at_once] for start in range(0, len(samples), at_once)]
@@ -150,7 +150,7 @@ def scored(reward: Any, samples: Sequence[RewardSample], at_once: int = 1) -> li
 
 
 def attempts_failed(scores: Sequence[Scored]) -> Counter[str]:
-    """Every failed attempt that the scores report."""
+    """Return every failed attempt that the scores report."""
     total: Counter[str] = Counter()
     for score in scores:
         total.update(score.errors)

@@ -1,4 +1,4 @@
-"""One Ray for the room, in whose processes a user's modules are found; workers fork from a warm server."""
+"""One Ray for the room, whose processes can import a user's modules; workers are forks of a preloaded server."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ def cluster(my_rewards: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def warm_options(cluster: None) -> dict[str, Any]:
-    """Ray's options of a worker that is a fork of the warm server, as in a run without GPUs."""
+    """Ray's options of a worker that is a fork of the preloaded server, as in a run without GPUs."""
     return {"num_cpus": 0, "runtime_env": {"env_vars": forkserver_start.variables(MEGATRON, {})}}
 
 

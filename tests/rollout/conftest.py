@@ -1,4 +1,4 @@
-"""Sources of prompts, of real files."""
+"""Sources of prompts from real files."""
 
 import json
 from collections.abc import Callable
@@ -18,14 +18,14 @@ ANSWERED = [{"id": f"a{n}", "prompt": f"{n}+1=", "response": f"{n + 1}", "tag": 
 
 @pytest.fixture(scope="session")
 def make_source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], PromptSource]:
-    """Return what makes a new source of 23 prompts."""
+    """Return a function that makes a new source of 23 prompts."""
     prompts = _opened(tmp_path_factory.mktemp("rows") / "rows.jsonl", ROWS, "experience")
     return lambda: PromptSource(prompts, seed=5)
 
 
 @pytest.fixture(scope="session")
 def make_mixed_source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], MixedSource]:
-    """Return what makes a new source of 23 prompts and 7 rows with answers."""
+    """Return a function that makes a new source of 23 prompts and 7 rows with answers."""
     directory = tmp_path_factory.mktemp("mixed_rows")
     prompts = _opened(directory / "rows.jsonl", ROWS, "experience")
     answered = _opened(directory / "answered.jsonl", ANSWERED, "sft")

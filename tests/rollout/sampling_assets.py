@@ -1,4 +1,5 @@
-"""Engines, teachers and reward pools of rollout tests: each takes any time, and its answers depend on no timing."""
+"""Engines, teachers and reward pools for rollout tests: each takes a random time, and answers do not depend on
+timing."""
 
 import asyncio
 import random
@@ -31,7 +32,7 @@ SAMPLING = SamplingPlan(n=3, max_new_tokens=4)
 
 
 class Engine:
-    """Finishes requests in a random order; what it writes depends on the request's seed alone."""
+    """Finishes requests in a random order; its answers depend only on the seed of the request."""
 
     def __init__(self, seed: int = 0, log: list[str] | None = None) -> None:
         self.rng, self.log = random.Random(seed), log if log is not None else []
@@ -87,7 +88,7 @@ def written(seed: int) -> Completion:
 
 
 class Watcher:
-    """A teacher that takes its time, and scores each sample by its tokens."""
+    """A slow teacher that computes scores from the tokens of each sample."""
 
     name = "watcher"
     worker = MegatronPlan("watcher", ModelPlan("model"), (0,), Layout(), MicroBatchLimits())
@@ -109,7 +110,7 @@ class Watcher:
 
 
 class RewardPool:
-    """A reward domain whose workers take any time they like, sample by sample."""
+    """A reward domain whose workers take a random time for each sample."""
 
     plan = RewardPlan("math", ())
 

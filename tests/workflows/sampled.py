@@ -1,4 +1,4 @@
-"""Engines whose answers a test knows."""
+"""Engines with answers that a test specifies."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from roll_opd.inference.completion import Completion
 
 
 class Sampled:
-    """An engine that answers with given tokens, or random ones; remembers what it was asked."""
+    """An engine that answers with given or random tokens, and records its requests."""
 
     def __init__(
         self, tokenizer: Any, answers: Sequence[str] = (), seed: int = 0, versions: Sequence[int] = ()
     ) -> None:
-        """`versions`: of the weights that sample each answer; 3 without."""
+        """`versions`: version of the weights that sample each answer; default 3."""
         self._versions = list(versions)
         self._tokenizer, self._answers, self._rng = tokenizer, list(answers), np.random.default_rng(seed)
         self.asked: list[np.ndarray] = []

@@ -15,7 +15,8 @@ from roll_opd.megatron import parallel
 
 @operation
 def priorities(job: Job, root: Path) -> None:
-    """Write the priorities of the threads that watch the connections of groups, after several of them."""
+    """Write the priorities of the threads that watch the connections of process groups, after several groups were
+    made."""
     for number in range(3):
         parallel.initialize(layouts.LAYOUTS[job["layout"]], seed=0)
         dist.barrier()
@@ -27,7 +28,7 @@ def priorities(job: Job, root: Path) -> None:
 
 
 def priorities_of_connections() -> list[int]:
-    """Of this process's threads that watch connections of gloo's groups."""
+    """Return the priorities of this process's threads that watch connections of gloo groups."""
     threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
     names = {thread: Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in threads}
     return [os.getpriority(os.PRIO_PROCESS, thread) for thread in threads if names[thread] == "gloo_tcp_loop"]

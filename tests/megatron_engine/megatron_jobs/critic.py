@@ -38,7 +38,7 @@ def critic_resume_name(saved: str, loads: str) -> str:
 
 @operation
 def critic(job: Job, root: Path) -> None:
-    """Value, learn and save; or take up what was saved, and go on."""
+    """Compute values, train and save; or load the saved state and continue."""
     layout = layouts.LAYOUTS[job["layout"]]
     plan = CriticPlan(
         "critic",

@@ -53,13 +53,13 @@ TEACHER_LAYOUTS = {
 
 
 def looks_at(teacher: str, sample: int) -> bool:
-    """Every third sample has both teachers, the others one."""
+    """Return the teachers of a sample: every third sample has both, the others have one."""
     return sample % 3 != list(TEACHERS).index(teacher)
 
 
 @operation
 def distil(job: Job, root: Path) -> None:
-    """Every way of putting a divergence into the loss, one update each; teachers of other layouts score first."""
+    """Run one update for every kind of divergence in the loss; teachers with other layouts score first."""
     samples = [data.train_samples(step, "opd") for step in range(len(DISTILLING))]
     layout = layouts.LAYOUTS[TEACHER_LAYOUTS[job["layout"]]]
     targets: list[list[dict[str, TeacherTargets]]] = [[{} for _ in batch] for batch in samples]
@@ -109,7 +109,7 @@ def distil(job: Job, root: Path) -> None:
 
 
 def one_of(value: Any) -> Any:
-    """What the one rank has that has something."""
+    """Return the value of the only rank that has one."""
     shares: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shares, value)
     (found,) = (share for share in shares if share is not None)

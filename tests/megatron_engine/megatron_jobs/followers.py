@@ -27,13 +27,13 @@ FOLLOWED_TIMES = 3  # of which the last one is done again after a resume
 
 
 def learned(start: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:
-    """What a student that began with the weights `start` has after some updates."""
+    """Return the weights of a student after some updates from the weights `start`."""
     generator = torch.Generator().manual_seed(times)
     return {name: start[name] + 0.01 * torch.randn(start[name].shape, generator=generator) for name in sorted(start)}
 
 
 def in_parts(follower: MegatronFollower, weights: Mapping[str, torch.Tensor], parts: int = 3) -> None:
-    """Have it follow weights that come in parts, those of one parameter in different ones."""
+    """Let the follower follow weights in several parts; the tensors of one parameter are in different parts."""
     names = list(weights)
     for part in range(parts):
         sent = {name: weights[name].clone() for name in names[part::parts]}
@@ -43,7 +43,7 @@ def in_parts(follower: MegatronFollower, weights: Mapping[str, torch.Tensor], pa
 
 
 def check_ways_out(engine: MegatronEngine, limit: int = 60_000) -> None:
-    """Weights in buckets, and on every rank, are the whole tensors that rank 0 has."""
+    """Check that the weights in buckets and on every rank equal the full tensors of rank 0."""
     whole = {name: tensor.clone() for name, tensor in hf_tensors(engine)}
     box: list[Any] = [{name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()}]
     dist.broadcast_object_list(box, 0)
@@ -68,7 +68,7 @@ def check_ways_out(engine: MegatronEngine, limit: int = 60_000) -> None:
 
 @operation
 def follow(job: Job, root: Path) -> None:
-    """Follow a student that learns; and again from a checkpoint before the last time, in a new model."""
+    """Follow a student in training; then follow it again from a checkpoint before the last update, in a new model."""
     layout = layouts.LAYOUTS[job["layout"]]
     for model, dtype in FOLLOWED.items():
         path = layouts.model_path(root, model)

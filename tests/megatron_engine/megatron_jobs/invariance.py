@@ -1,6 +1,6 @@
 """Loss and gradient of every policy loss, and of the critic's, for splits of one batch.
 
-A loss of a layout is computed by one of two jobs: for every push, or nightly.
+Each loss of a layout is computed by one of two jobs: on every push, or nightly.
 """
 
 from collections.abc import Callable, Iterator
@@ -72,7 +72,7 @@ PUSHED_EXPERT_INVARIANCE = [case for case in EXPERT_INVARIANCE_GRID if case[1] i
 
 
 def invariance_objective(name: str) -> ObjectivePlan:
-    """Of one of `INVARIANT`, with every other part that a loss can have; the ways of aggregating take turns."""
+    """Return the objective of one of `INVARIANT`, with every other part of a loss; the aggregation modes alternate."""
     number = INVARIANT.index(name)
     if name not in POLICY_LOSSES.builtin:
         return ObjectivePlan(
@@ -97,7 +97,7 @@ def invariance_objective(name: str) -> ObjectivePlan:
 
 
 def disturbed(sample: TrainSample | ValueSample) -> Any:
-    """Return a sample with 100 more or less in every number that is there of an observed token."""
+    """Return a sample in which every number of an observed token is changed by 100."""
     actions = getattr(sample, "actions", None)
     off = ~(sample.action_mask if actions is None else actions | sample.action_mask)
     rng = np.random.default_rng(int(off.sum()))
@@ -119,7 +119,8 @@ def disturbed(sample: TrainSample | ValueSample) -> Any:
 
 
 def invariance_samples(name: str) -> list[TrainSample]:
-    """What one of `INVARIANT` learns from: pairs, demonstrations among the own, or own samples."""
+    """Return the samples of one of `INVARIANT`: pairs, the student's samples with demonstrations, or the student's
+    samples."""
     needs = POLICY_LOSSES.facts(name).needs if name in POLICY_LOSSES.builtin else None
     if needs == "pairs":
         return supervised_samples("dpo")
@@ -142,7 +143,8 @@ def invariance_samples(name: str) -> list[TrainSample]:
 
 
 def random_targets(objective: str, tokens: int) -> dict[str, TeacherTargets]:
-    """What a teacher might say of so many tokens; its head, for `full`, is that of `teacher_inputs`."""
+    """Return random targets of a teacher for this number of tokens; for `full` the head is the one of
+    `teacher_inputs`."""
     rng = np.random.default_rng(tokens)
     if objective == "full":
         arrays = {"hidden": rng.normal(size=(tokens, TEACHER_WIDTH)).astype(np.float32)}
@@ -155,7 +157,7 @@ def random_targets(objective: str, tokens: int) -> dict[str, TeacherTargets]:
 
 
 def invariance_name(loss: str, layout: str) -> str:
-    """The job that computes a loss in a layout."""
+    """Return the name of the job that computes a loss in a layout."""
     if loss == CRITIC_LOSS:
         return f"critic_invariance-{layout}"
     return f"invariance-{layout}" + ("" if (loss, layout) in PUSHED_INVARIANCE else "-nightly")
@@ -167,14 +169,14 @@ def expert_invariance_name(layout: str, loss: str) -> str:
 
 @operation
 def invariance(job: Job, root: Path) -> None:
-    """Loss and gradient of every policy loss for splits of its batch."""
+    """Compute loss and gradient of every policy loss for several splits of its batch."""
     trainer = trainer_of({**job, "model": "deep"}, root, STILL, MicroBatchLimits())
     trainer.load_teacher_head("random", vocabulary.teacher_inputs(1)[1])
     write_results(root / f"{job['name']}.npz", over_losses(trainer, INVARIANCE_LAYOUTS[job["layout"]], job["losses"]))
 
 
 def over_losses(trainer: MegatronTrainer, splits: tuple[str, ...], losses: list[str]) -> dict[str, np.ndarray]:
-    """Loss and gradient of some policy losses for some splits of their batches."""
+    """Compute loss and gradient of some policy losses for some splits of their batches."""
     found: dict[str, np.ndarray] = {}
     for name in losses:
         objective, samples = invariance_objective(name), invariance_samples(name)
@@ -190,7 +192,7 @@ def over_losses(trainer: MegatronTrainer, splits: tuple[str, ...], losses: list[
 
 @operation
 def experts_invariance(job: Job, root: Path) -> None:
-    """The same of a mixture of experts."""
+    """Compute the same for a mixture of experts."""
     split, _ = EXPERT_INVARIANCE[job["layout"]]
     trainer = trainer_of({**job, "model": "qwen2_moe"}, root, STILL, MicroBatchLimits())
     trainer.load_teacher_head("random", vocabulary.teacher_inputs(1)[1])
@@ -199,7 +201,7 @@ def experts_invariance(job: Job, root: Path) -> None:
 
 @operation
 def critic_invariance(job: Job, root: Path) -> None:
-    """The same of a critic's loss."""
+    """Compute the same for a critic's loss."""
     layout, model = layouts.LAYOUTS[job["layout"]], ModelPlan(layouts.model_path(root, "deep_valued"))
     plan = CriticPlan("critic", model, tuple(range(layout.world_size)), layout, MicroBatchLimits(), optimizer=STILL)
     critic = MegatronCritic(replace(plan, value_clip=data.VALUE_CLIP), seed=0)
@@ -218,7 +220,7 @@ def over_splits(
     units: list[list],
     update: Callable[[list], TrainResult],
 ) -> dict[str, np.ndarray]:
-    """Loss and gradient of one batch, split in these ways; a unit is never torn apart."""
+    """Compute loss and gradient of one batch for these splits; a unit is never split."""
     found = {}
     for split in splits:
         sequences, tokens, backwards, learner.share_prefixes = SPLITS[split]

@@ -22,10 +22,10 @@ M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 @operation
 def loading(job: Job, root: Path) -> None:
-    """Write how far this rank's memory grows at most while a model is loaded, and how much the model's own part is.
+    """Write the largest growth of this rank's memory while a model is loaded, and the memory of the model.
 
-    Memory that is no file's: what was freed before is given back first, so that all that is taken shows, and what the
-    loading frees is given back at once, so that nothing else does.
+    Only anonymous memory counts. Freed memory is returned to the system before the loading, so that all new memory is
+    visible. Memory freed during the loading is returned immediately, so that only used memory counts.
     """
     libc = ctypes.CDLL("libc.so.6")
     libc.mallopt(M_MMAP_THRESHOLD, 2**20)
@@ -57,7 +57,7 @@ def loading(job: Job, root: Path) -> None:
 
 
 def own_memory() -> int:
-    """Bytes of this process that no file has."""
+    """Return the bytes of anonymous memory of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 

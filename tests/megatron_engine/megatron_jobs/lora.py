@@ -73,7 +73,7 @@ def adapters_of(job: Job, root: Path) -> MegatronTrainer:
 
 @operation
 def lora(job: Job, root: Path) -> None:
-    """Train adapters, which begin as they are on disk; save and export them."""
+    """Train adapters from their state on disk; save and export them."""
     trainer = adapters_of(job, root)
     plan, layout = trainer.plan, trainer.plan.layout
     devices, path = plan.devices, plan.model.path

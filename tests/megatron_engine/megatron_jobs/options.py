@@ -1,4 +1,4 @@
-"""Options of Megatron's that change neither loss nor gradient."""
+"""Options of Megatron that change neither loss nor gradient."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +35,7 @@ OPTIONS = {
 
 @operation
 def options(job: Job, root: Path) -> None:
-    """Loss and gradient of an update with options of Megatron's."""
+    """Compute loss and gradient of an update with options of Megatron."""
     _, _, args = OPTIONS[job["option"]]
     trainer = trainer_of({**job, "megatron_args": args}, root, STILL, MicroBatchLimits(tokens=70))
     result = record(updated(trainer, data.train_samples(3, "opd"), ObjectivePlan(), 1.0))

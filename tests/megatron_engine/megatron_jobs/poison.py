@@ -1,4 +1,4 @@
-"""Updates that are not finite, and the one after them."""
+"""Updates with values that are not finite, and the update after them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +20,7 @@ POISON = {"dp2": "nan", "pp2": "inf", "tp2": "nan"}  # layout -> what stands whe
 
 @operation
 def poison(job: Job, root: Path) -> None:
-    """Bad updates, then a good one; and in a second trainer the good one alone.
+    """Run invalid updates and then a valid one; in a second trainer run only the valid one.
 
     Infinite log-probs of the sampling weights or of the reference policy would be clamped by a ratio and an estimator.
     """

@@ -1,4 +1,4 @@
-"""Routes from elsewhere, replayed."""
+"""Replay of given routes."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,7 +29,7 @@ REPLAYS = {  # (model, layout) -> whether layers are computed again on the way b
 
 @operation
 def replay(job: Job, root: Path) -> None:
-    """Score and train with routes from elsewhere."""
+    """Score and train with given routes."""
     layout = layouts.LAYOUTS[job["layout"]]
     again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     plan = TrainPlan(

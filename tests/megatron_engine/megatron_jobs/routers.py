@@ -1,4 +1,4 @@
-"""Losses of routers, each by itself."""
+"""Losses of routers, each separately."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,7 +34,7 @@ ROUTER_LAYOUTS = {
 
 @operation
 def routers(job: Job, root: Path) -> None:
-    """Losses and gradients of routers' own losses, each by itself: nothing else has a gradient."""
+    """Compute the routers' losses and their gradients, each separately: no other term has a gradient."""
     losses, tokens = ROUTER_LAYOUTS[job["layout"]]
     found: dict[str, np.ndarray] = {}
     for number, name in enumerate(losses):

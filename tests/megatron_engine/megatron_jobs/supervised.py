@@ -52,9 +52,10 @@ def answered(prompt: np.ndarray, answer: np.ndarray) -> TrainSample:
 
 
 def supervised_samples(schema: str) -> list[TrainSample]:
-    """Answers to learn, every token of them; of schema dpo in pairs, with a reference policy's log-probs.
+    """Return answers in which every token is trained on; for schema dpo in pairs, with the log-probs of a reference
+    policy.
 
-    Of mix_chord demonstrations, between samples of the student's own with all that those have.
+    For mix_chord they are demonstrations, between complete samples of the student.
     """
     rng = np.random.default_rng(300)
     rows = []
@@ -77,7 +78,7 @@ def supervised_samples(schema: str) -> list[TrainSample]:
 
 @operation
 def supervised(job: Job, root: Path) -> None:
-    """One update, in several micro-batches a rank."""
+    """Run one update with several micro-batches per rank."""
     limits = MicroBatchLimits(*SUPERVISED_LAYOUTS[job["layout"]])
     trainer = trainer_of({**job, "model": "qwen3_tied"}, root, data.optimizer_plan(True), limits)
     schema = job["schema"]

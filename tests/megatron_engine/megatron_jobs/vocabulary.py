@@ -1,4 +1,4 @@
-"""Log-probs, top-k, divergences and entropy over a split vocabulary, and the memory that they take."""
+"""Log-probs, top-k, divergences and entropy over a split vocabulary, and their memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from roll_opd.megatron.vocabulary import VocabShard
 
 
 def vocab_inputs(rows: int, width: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Hidden states, output embedding, targets, and the gradient that arrives."""
+    """Return hidden states, output embedding, targets, and the incoming gradient."""
     rng = np.random.default_rng(7)
     return (
         rng.normal(size=(rows, width)).astype(np.float32),
@@ -34,7 +34,7 @@ def vocab_inputs(rows: int, width: int, vocabulary: int) -> tuple[np.ndarray, np
 
 
 def teacher_inputs(rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Hidden states and whole output embedding of a teacher: another width, and a vocabulary of another size."""
+    """Return hidden states and the whole output embedding of a teacher, with another width and vocabulary size."""
     rng = np.random.default_rng(8)
     return (
         rng.normal(size=(rows, TEACHER_WIDTH)).astype(np.float32),
@@ -57,7 +57,7 @@ VOCAB_CHUNK_ROWS = {"one": 1, "odd": 7, "all": 1000}
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of a vocabulary whose padded rows are full of large numbers that must not count."""
+    """This rank's part of a vocabulary; its padded rows have large numbers, which must not count."""
 
     group: dist.ProcessGroup
     each: int  # rows of the output embedding on each rank
@@ -90,7 +90,7 @@ def vocabulary(job: Job) -> Shard:
 
 @operation
 def vocab(job: Job, root: Path) -> None:
-    """Log-probs and gradients for every chunk size."""
+    """Compute log-probs and gradients for every chunk size."""
     shard = vocabulary(job)
     hidden, weight, targets, incoming = vocab_inputs(VOCAB_ROWS, VOCAB_WIDTH, layouts.VOCABULARY)
     results = {}
@@ -109,7 +109,7 @@ def vocab(job: Job, root: Path) -> None:
 
 @operation
 def columns(job: Job, root: Path) -> None:
-    """Divergences and entropy; the gradient of the weight goes into a buffer that holds something already."""
+    """Compute divergences and entropy; the gradient of the weight is added to a buffer that is not zero."""
     shard = vocabulary(job)
     hidden, weight, _, incoming = vocab_inputs(VOCAB_ROWS, VOCAB_WIDTH, layouts.VOCABULARY)
     teacher_hidden, teacher_weight = (torch.from_numpy(x) for x in teacher_inputs(VOCAB_ROWS))
@@ -138,7 +138,7 @@ def columns(job: Job, root: Path) -> None:
 
 @operation
 def topk(job: Job, root: Path) -> None:
-    """The most likely tokens, and their log-probs from the other function, with the gradient of a divergence."""
+    """Compute the most likely tokens, their log-probs by the other function, and the gradient of a divergence."""
     shard = vocabulary(job)
     hidden, weight, _, incoming = vocab_inputs(VOCAB_ROWS, VOCAB_WIDTH, layouts.VOCABULARY)
     results = {}
@@ -157,7 +157,7 @@ def topk(job: Job, root: Path) -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the size of the largest tensor that any operation returned."""
+    """Records the size of the largest tensor that any operation returned."""
 
     def __init__(self) -> None:
         super().__init__()

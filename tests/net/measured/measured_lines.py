@@ -1,7 +1,8 @@
-"""Measure which lines of the package a process executes, from its start, and keep them also where it is killed.
+"""Measure the lines of the package that a process executes from its start, also if it is killed.
 
 MEASURED_LINES names a JSON file with `package`, a directory, and `data`, the beginning of the names of data files. A
-process saves its lines every few seconds, since Ray and the reaper end most of them by SIGKILL. Forks begin anew.
+process saves its lines every few seconds, because Ray and the reaper end most processes by SIGKILL. Forks start a new
+measurement.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ current = None
 
 
 def begin(package: str, data: str) -> None:
-    """Measure this process from now on, in a data file of its own."""
+    """Start to measure this process, in a separate data file."""
     global current
     import coverage
 
@@ -39,7 +40,7 @@ def save() -> None:
 
 
 def save_often(measure: object) -> None:
-    """Save until another process's measure has taken the place of `measure`."""
+    """Save repeatedly until the measurement of another process replaces `measure`."""
     wait = 2.0
     while current is measure:
         time.sleep(wait)
@@ -54,7 +55,7 @@ def begin_in_fork(settings: dict[str, str]) -> None:
 
 
 def exit_saved(code: int) -> None:
-    """End the process as `os._exit` does, after a saving."""
+    """Save and end the process like `os._exit`."""
     save()
     exit_at_once(code)
 

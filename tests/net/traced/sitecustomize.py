@@ -1,6 +1,8 @@
-"""Note which files of the package are executed while a flag is up: in all processes with this directory on their path.
+"""Record the files of the package that are executed while a flag is set, in all processes with this directory on their
+path.
 
-TRACED_STEP names a directory with the file `flag`, of one byte, into which every process writes a file of its own.
+TRACED_STEP names a directory with the file `flag` of one byte; every process writes a separate file into this
+directory.
 """
 
 import mmap

@@ -1,4 +1,4 @@
-"""Rewards of a user's: each sample's id is a number, and its extra says how the reward is to misbehave."""
+"""Rewards of a user: each sample's id is a number, and its `extra` specifies the fault of the reward."""
 
 import asyncio
 import os
@@ -58,7 +58,7 @@ def brief(samples):
 
 
 def busy(samples):
-    """Says how many it was given, after some work that no other thread can do beside it."""
+    """Returns the number of its samples, after work that holds the interpreter lock."""
     end = time.thread_time() + 2e-4 * len(samples)
     while time.thread_time() < end:
         pass
@@ -66,7 +66,7 @@ def busy(samples):
 
 
 def troubled(samples):
-    """Writes down who was scored, and does what the sample says before it answers."""
+    """Records the scored samples, and executes the fault of each sample before it answers."""
     for sample in samples:
         if sample.extra.get("log"):
             with open(sample.extra["log"], "a") as file:
@@ -96,7 +96,7 @@ LOCK = threading.Lock()
 
 
 def one_at_a_time(samples):
-    """Bears no other call beside it."""
+    """Fails if another call runs at the same time."""
     if not LOCK.acquire(blocking=False):
         return [-1.0] * len(samples)
     with_trouble = [sample for sample in samples if sample.extra.get("trouble")]
@@ -124,7 +124,7 @@ async def leaves_early(samples):
 
 
 async def deaf(samples):
-    """Keeps its process from hearing anything, the first time."""
+    """Blocks its process the first time, so that it does not respond."""
     (log,) = {sample.extra["log"] for sample in samples}
     if not os.path.exists(log):
         open(log, "w").close()
@@ -139,7 +139,7 @@ async def slow_to_await(samples):
 
 
 def failing(samples):
-    """Some fail for good, after attempts that failed, too."""
+    """Returns failures for some samples, also after failed attempts."""
     down = Failure("http_500", "the endpoint is down", {"http_500": 3, "connect": 1})
     return [down if number(sample) % 2 else Score(1.0, errors={"http_429": 2}) for sample in samples]
 

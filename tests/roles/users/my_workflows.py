@@ -1,4 +1,4 @@
-"""Workflows as users write them, good ones and others. None of them asks a model."""
+"""Workflows of users, correct and faulty. None of them calls the student."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ class Awaited(Workflow):
 
 
 class Heavy(Workflow):
-    """Says how often it was made, with a flag of the older kind, and a constructor that keeps the task to itself."""
+    """Returns how often it was constructed; it has an older flag, and a constructor that does not pass the task on."""
 
     def __init__(self, task: Task, model, **kwargs) -> None:
         super().__init__(model, **kwargs)
@@ -69,7 +69,7 @@ class Panic(BaseException):
 
 
 class FaultyLoop(Workflow):
-    """Does to its loop what the row says."""
+    """Executes on its event loop the fault that the row names."""
 
     is_async = True
 
@@ -92,14 +92,14 @@ class FaultyLoop(Workflow):
 
 
 class Forgetful(Repeated):
-    """Makes as many of its runs as the row says."""
+    """Returns only as many of its runs as the row specifies."""
 
     def run(self) -> list[Experience]:
         return super().run()[: self.task.raw_task["made"]]
 
 
 class Alone(Workflow):
-    """Says what it got of models beside the student."""
+    """Returns its models other than the student."""
 
     def __init__(self, task: Task, model, auxiliary_models, auxiliary_model_wrappers) -> None:
         super().__init__(model=model, task=task, auxiliary_models=auxiliary_models)
@@ -111,7 +111,7 @@ class Alone(Workflow):
 
 
 class Faulty(Plain):
-    """Does to its process what the row says."""
+    """Executes on its process the fault that the row names."""
 
     def run(self) -> list[Experience]:
         what = self.task.raw_task.get("what")
@@ -153,7 +153,7 @@ class Faulty(Plain):
 
 
 class Judged(Workflow):
-    """Has a model elsewhere say what the answer is worth."""
+    """Requests the reward of the answer from a model on a server."""
 
     is_async = True
 
@@ -168,7 +168,7 @@ class Judged(Workflow):
 
 
 class Waits(Workflow):
-    """Has a time limit of its own, in the way that the row says."""
+    """Has a separate time limit, as the row specifies."""
 
     @property
     def is_async(self) -> bool:
