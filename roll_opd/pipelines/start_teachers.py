@@ -45,5 +45,5 @@ async def _check(plan: RunPlan, teacher: Teacher, scorer: object, starting: Star
     new = plan.rollout.sampling.max_new_tokens
     longest = max(plan.rollout.max_model_len, context.prompt_length + new if context else 0)
     tokenizer = Path(scorer.plan.tokenizer or plan.student.model.path)
-    check = check_server(scorer, tokenizer, plan.rollout.sampling.temperature, target, topk, longest)
+    check = check_server(scorer, tokenizer, target, topk, longest)
     await starting.of(f"{teacher.plan.name} ({scorer.plan.location})", check)

@@ -7,9 +7,10 @@ from roll_opd.config.schema import HttpKeys, TeacherWorker, Top, shared
 from roll_opd.planner.role_reader import Role, Roles
 
 SERVER = "http.server"  # key of a teacher's section
-AT_ONE = {  # protocol whose log-probs are always at temperature 1 -> sentence for the error
+AT_ONE = {  # protocol -> sentence for the error
     "vllm": "vLLM computes log-probs of a prompt at temperature 1",
     "vllm_tokens": "vLLM computes log-probs of a prompt at temperature 1",
+    "sglang": "SGLang computes log-probs of a prompt at temperature 1",
     "openai": "completions with echo return log-probs at temperature 1",
 }
 
@@ -40,11 +41,11 @@ def check_http_teachers(roles: Roles, top: Top) -> None:
         assert isinstance(role.worker, TeacherWorker)
         if role.worker.follows_student:
             role.diag.error("follows_student", "a server does not get the student's weights; remove it, or http")
-        if temperature != 1 and keys.server in AT_ONE:
+        if temperature != 1:
             role.diag.error(
                 SERVER,
                 f"{AT_ONE[keys.server]}, and the student samples at {temperature:g}; set generating_args.temperature:"
-                " 1.0, or use server: sglang",
+                " 1.0",
             )
         _check_targets(role, keys, top)
 

@@ -1,6 +1,6 @@
 """Test requests to a teacher's server at the start of a run.
 
-They check model, context length, tokenizer, temperature and top-k, and that all replicas return the same log-probs. If
+They check model, context length, tokenizer and top-k, and that all replicas return the same log-probs. If
 a check fails, the run ends with an error that gives the reason. A property that a server does not report is not
 checked, and a log line notes it.
 """
@@ -25,7 +25,6 @@ START_SECONDS = 900.0  # time in which a server must start to answer
 REPEATS = 4  # how many times one sequence is scored at each address
 # nats; two scorings of a sequence that differ by more on average are of different models or precisions
 AGREEMENT = 0.05
-SCALED = 0.02  # largest relative error of log-prob differences at another temperature
 WORDS = (
     *("", "a", " the", "Hello", "naïve", "東京", "🙂👍🏽", "e\u0301", "x=1;", "\n\n", "\t", "  ", "1234567", "<tag>"),
     *("'s", "éé"),
@@ -39,9 +38,7 @@ def probe_strings() -> list[str]:
     return ["".join(pair) for pair in itertools.permutations(WORDS, 2)]
 
 
-async def check_server(
-    scorer: HttpScorer, tokenizer: Path, temperature: float, target: Target | None, topk: int, longest: int
-) -> None:
+async def check_server(scorer: HttpScorer, tokenizer: Path, target: Target | None, topk: int, longest: int) -> None:
     """Check the servers of a teacher. RunError describes the first check that fails.
 
     Args:
@@ -53,14 +50,12 @@ async def check_server(
     await _check_tokenizer(scorer, tokenizer)
     (ids,) = token_ids(load_tokenizer(str(tokenizer)), ["The sum of 12 and 30 is 42, not 43."], [False])
     tokens = np.array(ids, np.int64)
-    await _check_repeats(scorer, Question(tokens, 1, temperature))
-    if temperature != 1:
-        await _check_temperature(scorer, tokens, temperature)
+    await _check_repeats(scorer, Question(tokens, 1))
     if target == "topk":
-        await scorer.ask(Question(tokens, 1, temperature, topk))
+        await scorer.ask(Question(tokens, 1, topk))
     elif target == "ids":
         wanted = np.tile(np.unique(tokens)[:topk], (len(tokens) - 1, 1))
-        await scorer.ask(Question(tokens, 1, temperature, ids=np.resize(wanted, (len(tokens) - 1, topk))))
+        await scorer.ask(Question(tokens, 1, ids=np.resize(wanted, (len(tokens) - 1, topk))))
 
 
 async def _find_model(scorer: HttpScorer, longest: int) -> None:
@@ -127,19 +122,6 @@ async def _check_repeats(scorer: HttpScorer, question: Question) -> None:
             " of the server have different weights or precision; use a dedicated deployment"
         )
     _log.info("teacher %s: repeated scoring differs by %.2g nats a token", scorer.name, worst)
-
-
-async def _check_temperature(scorer: HttpScorer, tokens: np.ndarray, temperature: float) -> None:
-    """Check that differences of log-probs scale with the temperature: log p(a) - log p(b) = (z(a) - z(b)) / t."""
-    ids = np.tile(np.unique(tokens)[:2], (len(tokens) - 1, 1))
-    plain, scaled = await asyncio.gather(*[scorer.ask(Question(tokens, 1, one, ids=ids)) for one in (1.0, temperature)])
-    expected, found = (np.diff(np.asarray(one.topk_logprobs), axis=1)[:, 0] for one in (plain, scaled))
-    error = np.abs(found * temperature - expected).mean() / max(float(np.abs(expected).mean()), 1e-6)
-    if error > SCALED:
-        raise RunError(
-            f"teacher {scorer.name}: the server returns log-probs at temperature 1, but the student samples at"
-            f" {temperature:g}; set generating_args.temperature: 1.0"
-        )
 
 
 def _endpoint(scorer: HttpScorer, url: str, path: str, method: Literal["POST", "GET"]) -> Endpoint:

@@ -1,7 +1,7 @@
 """Protocols of servers that return log-probs of given tokens: how to build a request's body and read an answer.
 
-An answer must match its request in the model, the number of tokens, and the tokens themselves if the server returns
-them. All log-probs must be finite and at most 0.
+All log-probs are at temperature 1. An answer must match its request in the model, the number of tokens, and the tokens
+themselves if the server returns them. Log-probs must be finite and at most 0.
 
 Legend: T tokens, P prompt tokens, K tokens of a top-k. Entry t of a [T-P] array belongs to token P+t.
 """
@@ -31,7 +31,6 @@ class Question:
 
     tokens: np.ndarray  # int64 [T]
     prompt_length: int
-    temperature: float = 1.0
     topk: int = 0  # number of the server's most likely tokens to return
     ids: np.ndarray | None = None  # int [T-P, K], tokens whose log-probs are requested
 
@@ -64,7 +63,7 @@ class HttpProtocol(Protocol):
 
 
 class VllmCompletions:
-    """vLLM's /v1/completions with `prompt_logprobs`, at temperature 1.
+    """vLLM's /v1/completions with `prompt_logprobs`.
 
     For log-probs of given ids, vLLM must return the whole vocabulary, so the server needs `--max-logprobs -1`.
     """
@@ -82,7 +81,7 @@ class VllmCompletions:
 
 
 class VllmTokens:
-    """vLLM's /inference/v1/generate with `prompt_logprob_token_ids`, at temperature 1.
+    """vLLM's /inference/v1/generate with `prompt_logprob_token_ids`.
 
     Log-probs are returned as one array [T-P, 1+K]: column 0 is of the sequence's tokens, the other columns of the given
     ids.
@@ -122,7 +121,11 @@ class VllmTokens:
 
 
 class Sglang:
-    """SGLang's /generate with `return_logprob`; given ids are requested as their union over the sequence."""
+    """SGLang's /generate with `return_logprob`; given ids are requested as their union over the sequence.
+
+    The request's temperature applies to generated tokens and not to log-probs of given ones. In the answer, the last
+    id of the model's vocabulary is 0 in `input_token_logprobs`.
+    """
 
     path, listing = "/generate", "/v1/models"
     targets: frozenset[Target] = frozenset({"topk", "ids"})
@@ -130,7 +133,7 @@ class Sglang:
     def body(self, question: Question, model: str) -> dict[str, Any]:
         body: dict[str, Any] = {
             "input_ids": question.tokens.tolist(),
-            "sampling_params": {"max_new_tokens": 0, "temperature": question.temperature},
+            "sampling_params": {"max_new_tokens": 0},
             "return_logprob": True,
             "logprob_start_len": question.prompt_length - 1,
             "top_logprobs_num": question.topk,
@@ -141,6 +144,8 @@ class Sglang:
 
     def read(self, question: Question, answer: Any) -> Reply:
         logprobs, ids = _triples(_last_rows(_field(answer, "meta_info", "input_token_logprobs"), question))
+        last = question.tokens.max()
+        ids = np.where((np.array(ids) == 0) & (question.response == last), last, ids).tolist()
         _same_tokens(question, ids)
         if question.ids is not None:
             rows = _last_rows(_field(answer, "meta_info", "input_token_ids_logprobs"), question)
@@ -161,7 +166,7 @@ class Sglang:
 
 
 class OpenaiEcho:
-    """Completions with `echo` (Together, Fireworks), at temperature 1: log-probs of the sequence's tokens.
+    """Completions with `echo` (Together, Fireworks): log-probs of the sequence's tokens.
 
     Entries of a top-k are texts, and several ids can have the same text, so targets are not supported.
     """

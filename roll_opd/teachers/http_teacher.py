@@ -13,7 +13,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -92,20 +92,14 @@ class HttpScorer:
         self, sequences: Sequence[TokenSequence], temperature: float, wanted: Wanted = LOGPROBS
     ) -> list[TeacherAnswer]:
         """Implement `TeacherScorer.score` with one request for each sequence."""
-        self._check(sequences, wanted)
+        self._check(sequences, temperature, wanted)
         ids = _given_ids(wanted)
         questions = [
-            Question(tokens, length, temperature, wanted.topk or 0, ids[n] if ids else None)
+            Question(tokens, length, wanted.topk or 0, ids[n] if ids else None)
             for n, (tokens, length) in enumerate(sequences)
         ]
         replies = await self._all_answers(questions)
-        plain = replies
-        if wanted.plain and temperature != 1:
-            again = [
-                replace(q, temperature=1.0, topk=0, ids=r.topk_ids) for q, r in zip(questions, replies, strict=True)
-            ]
-            plain = await self._all_answers(again)
-        return [_as_answer(*one, wanted) for one in zip(questions, replies, plain, strict=True)]
+        return [_as_answer(*one, wanted) for one in zip(questions, replies, strict=True)]
 
     async def ask(self, question: Question, replica: int | None = None) -> Reply:
         """Return a server's answer to one question; `replica`: number of the address to use, None: any."""
@@ -191,7 +185,6 @@ class HttpScorer:
     def _key(self, question: Question) -> bytes:
         settings = {
             "prompt_length": question.prompt_length,
-            "temperature": question.temperature,
             "topk": question.topk,
             **({} if question.ids is None else {"ids": question.ids}),
         }
@@ -207,7 +200,12 @@ class HttpScorer:
             raise BadAnswer(f"the answer is from model {named!r}, not {self.model!r}")
         return answer
 
-    def _check(self, sequences: Sequence[TokenSequence], wanted: Wanted) -> None:
+    def _check(self, sequences: Sequence[TokenSequence], temperature: float, wanted: Wanted) -> None:
+        if temperature != 1:
+            raise RunError(
+                f"teacher {self.name}: servers return log-probs at temperature 1, not {temperature:g}; set"
+                " generating_args.temperature: 1.0"
+            )
         if wanted.target and wanted.target not in self.targets:
             raise RunError(
                 f"teacher {self.name}: a server of kind {self.plan.server} cannot return {wanted.target}; use"
@@ -249,8 +247,8 @@ def _given_ids(wanted: Wanted) -> list[np.ndarray]:
     return [arrays["ids"]["topk_ids"] for arrays in held]
 
 
-def _as_answer(question: Question, reply: Reply, plain: Reply, wanted: Wanted) -> TeacherAnswer:
-    """Return log-probs, and targets in the form that `wanted` requests; `plain` has the top-k at temperature 1."""
+def _as_answer(question: Question, reply: Reply, wanted: Wanted) -> TeacherAnswer:
+    """Return log-probs, and targets in the form that `wanted` requests."""
     if reply.topk_ids is None or reply.topk_logprobs is None:
         return TeacherAnswer(reply.logprobs)
     if wanted.vocab_size and reply.topk_ids.size and int(reply.topk_ids.max()) >= wanted.vocab_size:
@@ -262,7 +260,7 @@ def _as_answer(question: Question, reply: Reply, plain: Reply, wanted: Wanted) -
         "topk_ids": reply.topk_ids,
         "topk_logprobs": reply.topk_logprobs,
         "topk_rest": rest_logprobs(reply.topk_logprobs),
-        **({"plain_logprobs": plain.topk_logprobs} if wanted.plain and plain.topk_logprobs is not None else {}),
+        **({"plain_logprobs": reply.topk_logprobs} if wanted.plain else {}),
     }
     if wanted.fetched:
         return TeacherAnswer(reply.logprobs, arrays={"logprobs": reply.logprobs, **arrays})

@@ -38,6 +38,7 @@ def test_the_directory_of_a_teachers_tokenizer_needs_no_weights(tmp_path: Path) 
     [
         ("vllm", ["++student_infer.generating_args.temperature=0.7"], "at temperature 1"),
         ("openai", ["++student_infer.generating_args.temperature=0.7"], "at temperature 1"),
+        ("sglang", ["++student_infer.generating_args.temperature=0.7"], "at temperature 1"),
         ("sglang", ["++opd_objective=full"], "hidden states"),
         ("openai", ["++opd_objective=topk"], "without token ids"),
         ("vllm", ["+teacher.follows_student={}"], "does not get the student's weights"),

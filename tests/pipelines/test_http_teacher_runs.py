@@ -69,7 +69,7 @@ def whole(tokens: np.ndarray, length: int) -> np.ndarray:
 
 def test_log_probs_of_the_students_top_k_are_those_of_a_local_computation(url: str) -> None:
     teacher, generator = scorer(url), np.random.default_rng(0)
-    asyncio.run(check_server(teacher, TEACHER, 1.0, "ids", 8, 100))  # the tokenizer too
+    asyncio.run(check_server(teacher, TEACHER, "ids", 8, 100))  # the tokenizer too
     for tokens, length in SEQUENCES[:3]:
         rows = whole(tokens, length)
         ids = np.stack([generator.choice(VOCABULARY, 8, replace=False) for _ in rows])

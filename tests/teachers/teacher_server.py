@@ -21,19 +21,19 @@ VOCABULARY = 512
 SLOW_SECONDS = 1.2
 
 
-def logprobs_after(context: list[int], temperature: float = 1.0, noise: float = 0.0) -> np.ndarray:
+def logprobs_after(context: list[int], noise: float = 0.0) -> np.ndarray:
     """Return the log-probs of all tokens after a context, f64 [V]."""
     logits = np.random.default_rng([len(context), *context]).normal(size=VOCABULARY) * 2
-    logits = (logits + noise * np.random.default_rng().normal(size=VOCABULARY)) / temperature
+    logits += noise * np.random.default_rng().normal(size=VOCABULARY)
     return logits - np.log(np.exp(logits).sum())
 
 
 class Model:
     """Answers of one sequence in the form of each protocol."""
 
-    def __init__(self, tokens: list[int], temperature: float, noise: float) -> None:
+    def __init__(self, tokens: list[int], noise: float) -> None:
         self.tokens = tokens
-        self.rows = [logprobs_after(tokens[:n], temperature, noise) for n in range(1, len(tokens))]  # of token n
+        self.rows = [logprobs_after(tokens[:n], noise) for n in range(1, len(tokens))]  # of token n
 
     def by_id(self, k: int) -> list[Any]:
         rows: list[Any] = [None]
@@ -106,10 +106,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: dict[str, Any], fault: str) -> Any:
         tokens = body.get("prompt") or body.get("token_ids") or body["input_ids"]
-        asked = body.get("sampling_params", {}).get("temperature", 1.0)
-        temperature = 1.0 if fault == "at_one" else asked
         wrong = {"shift": tokens[1:] + tokens[:1], "short": tokens[:-1]}.get(fault, tokens)
-        model = Model(wrong, temperature, noise=1.0 if fault == "noise" else 0.0)
+        model = Model(wrong, noise=1.0 if fault == "noise" else 0.0)
         if self.path.endswith("/completions"):
             answer = model.completions(body)
         elif self.path == "/generate":

@@ -24,7 +24,7 @@ from roll_opd.teachers import http_teacher
 from roll_opd.teachers.answer_cache import AnswerCache
 from roll_opd.teachers.frozen_models import Teacher
 from roll_opd.teachers.http_checks import check_server, probe_strings
-from roll_opd.teachers.http_protocols import PROTOCOLS, Question
+from roll_opd.teachers.http_protocols import PROTOCOLS, BadAnswer, Question
 from roll_opd.teachers.http_teacher import HttpScorer, rest_logprobs
 from roll_opd.teachers.scorer import TokenSequence, Wanted
 from roll_opd.teachers.views import SameTokens
@@ -73,19 +73,19 @@ def scorer(*urls: str, server: Any = "vllm", cache: AnswerCache | None = None, *
     return HttpScorer("toy_teacher", plan, 512, cache)
 
 
-def naive(tokens: np.ndarray, prompt_length: int, temperature: float = 1.0) -> np.ndarray:
+def naive(tokens: np.ndarray, prompt_length: int) -> np.ndarray:
     """The log-probs of all tokens at each response token, f64 [T-P, V]."""
     ids = tokens.tolist()
-    return np.array([teacher_server.logprobs_after(ids[:n], temperature) for n in range(prompt_length, len(ids))])
+    return np.array([teacher_server.logprobs_after(ids[:n]) for n in range(prompt_length, len(ids))])
 
 
-def scored(teacher: HttpScorer, temperature: float = 1.0) -> list[np.ndarray]:
-    return [answer.logprobs for answer in asyncio.run(teacher.score(SEQUENCES, temperature))]
+def scored(teacher: HttpScorer) -> list[np.ndarray]:
+    return [answer.logprobs for answer in asyncio.run(teacher.score(SEQUENCES, 1.0))]
 
 
-def assert_right(found: list[np.ndarray], temperature: float = 1.0) -> None:
+def assert_right(found: list[np.ndarray]) -> None:
     for (tokens, length), logprobs in zip(SEQUENCES, found, strict=True):
-        expected = naive(tokens, length, temperature)[np.arange(len(tokens) - length), tokens[length:]]
+        expected = naive(tokens, length)[np.arange(len(tokens) - length), tokens[length:]]
         np.testing.assert_allclose(logprobs, expected, atol=1e-5)
 
 
@@ -113,6 +113,38 @@ def test_the_teachers_top_k_and_the_log_probs_of_given_ids_are_the_models(url: s
         assert reply.topk_ids is not None and reply.topk_logprobs is not None
         assert np.array_equal(reply.topk_ids, ids)
         np.testing.assert_allclose(reply.topk_logprobs, np.take_along_axis(rows, ids, 1), atol=1e-5)
+
+
+def test_answers_in_the_form_of_sglangs_code_are_read() -> None:
+    """SGLang 0.5.23's functions made these from the toy model: 511, the last id, is 0 among the sequence's tokens."""
+    own = [[None, 40, None], [-8.5231819, 0, None], [-8.7321758, 3, None]]
+    best = [
+        None,
+        [[-2.3915901, 233, None], [-2.6926813, 402, None]],
+        [[-1.0368288, 105, None], [-2.8820510, 124, None]],
+    ]
+    given = [None, *([[a, 3, None], [b, 9, None]] for a, b in ((-11.8413773, -4.1232247), (-8.7321758, -7.5486979)))]
+    facts: dict[str, Any] = {"prompt_tokens": 4, "output_token_logprobs": [], "input_token_logprobs": own}
+    other = {"text": "", "output_ids": []}
+    tokens, reader = np.array([5, 40, 511, 3]), PROTOCOLS["sglang"]
+    top = reader.read(Question(tokens, 2, 2), other | {"meta_info": facts | {"input_top_logprobs": best}})
+    ids = np.array([[3, 9], [9, 3]])
+    named = reader.read(
+        Question(tokens, 2, ids=ids), other | {"meta_info": facts | {"input_token_ids_logprobs": given}}
+    )
+    rows = naive(tokens, 2)
+    for reply, wanted in ((top, np.argsort(-rows, 1)[:, :2]), (named, ids)):
+        np.testing.assert_allclose(reply.logprobs, rows[[0, 1], tokens[2:]], atol=1e-6)
+        assert np.array_equal(reply.topk_ids, wanted)
+        np.testing.assert_allclose(reply.topk_logprobs, np.take_along_axis(rows, wanted, 1), atol=1e-6)
+    with pytest.raises(BadAnswer, match="were not requested"):
+        reader.read(Question(np.array([5, 40, 40, 511]), 2), {"meta_info": facts})
+
+
+def test_a_temperature_that_servers_do_not_apply_is_refused(url: str) -> None:
+    with pytest.raises(RunError, match=r"at temperature 1, not 0\.7"):
+        asyncio.run(scorer(url).score(SEQUENCES, 0.7))
+    assert not asked(url, "/seen")
 
 
 def test_the_rest_of_a_top_k_that_has_everything_is_finite() -> None:
@@ -210,9 +242,9 @@ def test_the_key_reaches_the_server_and_no_message_or_file(
 
 def test_the_start_checks_find_the_model_and_accept_a_sound_server(url: str) -> None:
     teacher = scorer(url, server="sglang", model_name=None)
-    asyncio.run(check_server(teacher, TOKENIZER, 0.7, "ids", 4, 128))
+    asyncio.run(check_server(teacher, TOKENIZER, "ids", 4, 128))
     assert teacher.model == "toy"
-    assert_right(scored(teacher, 0.7), 0.7)
+    assert_right(scored(teacher))
 
 
 @pytest.mark.parametrize(
@@ -221,20 +253,19 @@ def test_the_start_checks_find_the_model_and_accept_a_sound_server(url: str) -> 
         ({"models": ["another"]}, "'toy' is not on"),
         ({"longest": 64}, "at most 64 tokens"),
         ({"tokenize": [1, 2, 3]}, "another tokenizer"),
-        ({"always": "at_one"}, "log-probs at temperature 1"),
         ({"always": "noise"}, "replicas"),
     ],
 )
 def test_the_start_checks_refuse_a_server_with_the_reason(url: str, script: dict[str, Any], reason: str) -> None:
     asked(url, "/script", script)
     with pytest.raises(RunError, match=reason):
-        asyncio.run(check_server(scorer(url, server="sglang"), TOKENIZER, 0.7, None, 0, 128))
+        asyncio.run(check_server(scorer(url, server="sglang"), TOKENIZER, None, 0, 128))
 
 
 def test_replicas_with_different_weights_are_refused(url: str, servers: list[str]) -> None:
     asked(servers[1], "/script", {"always": "noise"})
     with pytest.raises(RunError, match="replicas"):
-        asyncio.run(check_server(scorer(*servers), TOKENIZER, 1.0, None, 0, 128))
+        asyncio.run(check_server(scorer(*servers), TOKENIZER, None, 0, 128))
 
 
 def test_probe_strings_differ_and_are_at_least_200() -> None:
