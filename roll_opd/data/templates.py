@@ -140,6 +140,11 @@ class Template:
     whole: Callable[["PreTrainedTokenizerBase", Row, Mapping[str, Any]], str] | None = None
     source: str | None = None  # of the chat template; None: the tokenizer's own
 
+    @property
+    def is_of_tokenizer(self) -> bool:
+        """Whether it renders with the chat template of the tokenizer."""
+        return self.whole is not None and self.source is None
+
 
 def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a Hugging Face model directory; its chat template gets the run's date.

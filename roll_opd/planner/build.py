@@ -98,6 +98,8 @@ def plan_config(
     sentences += [sentence for path in sorted(engines) if (sentence := engine_problem(Path(path)))]
     if sentences and runnable:
         raise ConfigError(sentences)
+    if problems := check_files.missing_templates(plan):
+        raise ConfigError(problems)
     return replace(plan, warnings=(*diagnostics.warnings, *sentences, *check_files.turn_end_warnings(plan)))
 
 

@@ -22,7 +22,7 @@ from roll_opd.models.model_files import read_json
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, same_weights
 from roll_opd.models.stop_tokens import StopTokens, TurnEnd, stop_tokens, turn_end
 from roll_opd.models.token_bytes import check_format
-from roll_opd.models.tokenizer_files import compare_tokenizers, has_tokenizer, largest_token_id
+from roll_opd.models.tokenizer_files import compare_tokenizers, has_chat_template, has_tokenizer, largest_token_id
 from roll_opd.planner.http_plans import http_keys
 from roll_opd.planner.role_reader import MODEL, Role, Roles
 from roll_opd.planner.teacher_context import follows, has_context
@@ -163,6 +163,23 @@ def turn_end_warnings(plan: RunPlan) -> list[str]:
     own = {name: _sentence(end, tokens, stops, path, learns=rollout is None) for name, end in ends.items() if end}
     key = f"{plan.student.name}.model_args.model_name_or_path"
     return list(dict.fromkeys(f"{key}: template {name} {warning}" for name, warning in own.items() if warning))
+
+
+def missing_templates(plan: RunPlan) -> list[str]:
+    """Return a problem for each teacher whose prompts need the chat template that its tokenizer lacks."""
+    found, of_rows = [], _templates(plan)
+    for context in (teacher.context for teacher in plan.teachers):
+        if context is None or context.tokenizer is None or has_chat_template(Path(context.tokenizer)):
+            continue
+        used = {context.template} if context.template and of_rows else of_rows
+        names = sorted(name for name in used if TEMPLATES[name].is_of_tokenizer)
+        if names:
+            found.append(
+                f"{context.key}.template: template {names[0]} is the chat template of a tokenizer, and that of"
+                f" {context.tokenizer} has none; write {context.key}.template: chatml, or put the teacher's template"
+                f" into {Path(context.tokenizer) / 'chat_template.jinja'}"
+            )
+    return found
 
 
 def _sentence(end: TurnEnd, tokens: StopTokens, stops: tuple[str, ...], path: Path, *, learns: bool) -> str | None:

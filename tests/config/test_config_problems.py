@@ -284,6 +284,22 @@ def test_tokens_that_a_teacher_reads_otherwise(
     assert (teacher.context.template, teacher.context.tokenizer) == ("native", teacher.tokenizer)
 
 
+def test_a_teacher_without_the_chat_template_of_its_prompts_is_refused(
+    problems: Problems, plan: Callable[..., Any], root: Path
+) -> None:
+    write_tokenizer(root / "teacher", end="<|stop|>", chat_template=None)
+    row = {"id": "0", "tag": "math", "ground_truth": "1"}
+    (root / "train.jsonl").write_text(json.dumps({**row, "prompt": "a"}))
+    plan({"teacher_tokenizer_check": "align"})  # plain prompts need no template
+    messages = json.dumps([{"role": "user", "content": "a"}])
+    (root / "train.jsonl").write_text(json.dumps({**row, "messages": messages}))
+    (refused,) = problems()
+    assert refused.startswith("teacher.template: template native") and "template: chatml" in refused
+    assert plan({"teacher.template": "chatml"}).teachers[0].context.template == "chatml"
+    (root / "teacher/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert plan({"teacher.template": ...}).teachers[0].context.template == "native"
+
+
 def test_tokens_are_aligned_only_where_they_differ_and_only_for_sampled_tokens(
     problems: Problems, plan: Callable[..., Any], root: Path
 ) -> None:
