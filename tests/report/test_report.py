@@ -16,11 +16,14 @@ import yaml
 from report_assets import Page, metrics_row, sample_row, write_run
 
 from roll_opd.commands.main import main
+from roll_opd.pipelines.sample_record import teacher_cuts_of
 from roll_opd.report.page import contents, page, write_report
 from roll_opd.report.panels import before_after, charts
 from roll_opd.report.run_files import find_run, read_run
 from roll_opd.report.samples import agreement, shaped
 from roll_opd.report.text import script_json, visible
+from roll_opd.samples.alignment import Alignment
+from roll_opd.samples.sample import Sample
 from roll_opd.tracking.results import duration, totals
 from roll_opd.tracking.run_directory import METRICS, SAMPLES, RunDirectory, read_jsonl
 from roll_opd.tracking.summary import summarize, write_summary
@@ -140,6 +143,25 @@ def test_every_token_has_its_recorded_values(tmp_path: Path) -> None:
     assert agreement["mean"] == pytest.approx(gaps.mean(), abs=1e-3)
     assert agreement["close"] == pytest.approx(np.mean(np.abs(gaps) < 0.1), abs=1e-3)
     assert sum(agreement["bins"]) == pytest.approx(1, abs=1e-2)
+
+
+def test_the_page_has_the_cuts_of_both_tokenizers(tmp_path: Path) -> None:
+    """The student's tokens are the characters; the teacher has no token for the last one."""
+    response, theirs = "4+5=9 ok", ("4+", "5", "=9 ", "o", "")
+    cut = Alignment(
+        np.arange(1, 9),
+        np.array([2, 3, 6, 7, 8]),
+        np.array([False] * 4 + [True]),
+        np.ones(8, bool),
+        response.encode(),
+    )
+    sample = Sample(np.arange(9), 1, {"action_mask": np.ones(8, bool)}, alignments={"teacher": cut})
+    run = write_run(tmp_path / "run", response=response, **teacher_cuts_of(sample))
+    counts = (2, 1, 3, 1)
+    expected = [[n, [text]] for n, text in zip(counts, theirs, strict=False) for _ in range(n)]
+    for shown in of(run.path).data["samples"]:
+        assert shown["pieces"] == list(response)
+        assert shown["cuts"] == {"teacher": [*expected, None]}
 
 
 HOSTILE = (

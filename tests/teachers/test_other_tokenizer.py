@@ -1,6 +1,7 @@
 """Views of teachers with other tokenizers: what the teacher reads, and its log-probs on the student's tokens."""
 
 import asyncio
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizer_kinds import EVERY_BYTE, content
+from tokenizers import AddedToken, Tokenizer
 
 from roll_opd.base.failures import RunError
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
@@ -119,6 +121,30 @@ def test_an_observed_turn_is_read_in_the_teachers_template_and_has_no_credit() -
     assert tokens.tolist().count(found.encoder.table.added["</s>"]) == 2
     assert answer.alignment is not None
     assert (answer.alignment.chunks == NO_CHUNK).tolist() == [not acts for acts in mask]
+
+
+def test_a_tool_call_has_credits_and_the_tools_turn_is_read_in_the_teachers_template() -> None:
+    """The student writes the tags in several tokens; in the teacher's tokenizer each is one added token."""
+    tags = Tokenizer.from_str(json.dumps(content("llama")))
+    tags.add_tokens([AddedToken(text, normalized=False) for text in ("<tool_call>", "</tool_call>")])
+    other = ByteEncoder(json.loads(tags.to_str()))
+    encode = ByteEncoder(content("byte_level"))
+    added, theirs = encode.table.added, other.table.added
+    ours = TurnMarkup({"tool": ("<|end|>\n<|start|>tool\n", "<|end|>\n<|start|>assistant\n")}, "<|end|>")
+    turns = TurnMarkup({"tool": ("</s> [TOOL] ", " [/TOOL]")}, "</s>")
+    found = OtherTokenizer("t", encode.table, other, {added["<|end|>"]: theirs["</s>"]}, ours, turns)
+    call, answer = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "It is 2."
+    first, second = (encode.encode(text.encode())[0] for text in (call, answer))
+    result = encode.encode_markup("\n<|start|>tool\n2.0<|end|>\n<|start|>assistant\n")
+    ids = [*first, added["<|end|>"], *result, *second, added["<|end|>"]]
+    mask = [True] * (len(first) + 1) + [False] * len(result) + [True] * (len(second) + 1)
+    tokens, scored = answer_of(found, sample_of(ids, mask))
+    assert other.table.bytes_of(tokens.tolist()).decode() == f"{call}</s> [TOOL] 2.0 [/TOOL]{answer}</s>"
+    assert tokens[0] == theirs["<tool_call>"] and (tokens == theirs["</tool_call>"]).sum() == 1
+    assert scored.alignment is not None and scored.alignment.uncovered == 0
+    assert np.isfinite(scored.logprobs).tolist() == mask
+    opening = scored.alignment.cuts()[0]
+    assert opening[:2] == (0, len(encode.encode(b"<tool_call>")[0])) and opening[2] == [b"<tool_call>"]
 
 
 def test_markup_of_a_template_is_found_by_rendering_it() -> None:
