@@ -59,7 +59,13 @@ def _check_addresses(keys: HttpKeys) -> None:
             is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
         except ValueError:
             is_address = False
-        if not is_address:
+        if url.startswith("tinker:"):
+            keys.diag.error(
+                "url",
+                "is a path of Tinker, whose service is reached by the package tinker and not by requests of this form;"
+                " score rows with that package and write a teacher file (teacher.files), or use another server",
+            )
+        elif not is_address:
             keys.diag.error("url", "is not an address; write one such as http://host:8000")
         elif parts.username or parts.password or parts.query:
             keys.diag.error("url", f"of {parts.hostname} contains a password or a query; write api_key_env instead")

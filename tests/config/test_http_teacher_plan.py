@@ -51,6 +51,11 @@ def test_what_a_server_cannot_compute_is_refused_with_the_reason(
         planned(*overrides, server=server)
 
 
+def test_a_path_of_tinker_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="reached by the package tinker"):
+        planned(url="tinker://run/sampler_weights/final")
+
+
 @pytest.mark.parametrize("url", ["", "teacher:8000", "http://user:word@host:1", "http://host:1?key=word"])
 def test_an_address_with_a_secret_or_without_a_host_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ConfigError) as refused:
