@@ -90,7 +90,7 @@ class SamplingSession:
 
 
 class SamplerEngines:
-    """Engines of a sampler with the interface `roll_opd.workflows.model_wrapper.Engines`, for workflow processes."""
+    """A sampler's engines for workflow processes, with the interface `workflows.model_wrapper.EngineClient`."""
 
     def __init__(self, sampler: Sampler, chunk: int | None, deterministic: bool) -> None:
         self._sampler, self._session = sampler, SamplingSession(sampler, chunk, alone=deterministic)

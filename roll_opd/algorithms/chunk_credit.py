@@ -11,8 +11,9 @@
 | share | l_i / L_S | the shares of the student's log-prob (DPCA, arXiv 2606.09456) |
 
 In a chunk of one student token all rules but with_previous give l - q, the penalty of a teacher with the student's
-tokenizer, to the bit. The chunk before is constant for the tokens of a chunk, unless its cut depends on them, so
-with_previous has the same expected gradient elsewhere, with more variance.
+tokenizer, to the bit. The penalty of the chunk before does not depend on the tokens of a chunk, unless they move the
+cut between the two chunks. Except at such cuts, with_previous therefore has the expected gradient of whole, with more
+variance.
 
 Legend: M tokens of responses, B sequences.
 """

@@ -1,10 +1,11 @@
 """Token advantages from normalised rewards: returns-to-go or GAE, with optional whitening.
 
-    A = whiten(Σ_k γ^k r_{t+k}), with a critic whiten(GAE of r), k over action tokens, or over turns,
+    A = whiten(Σ_k γ^k r_{t+k}); with a critic: A = whiten(GAE of r)
     r = whiten(R' on the last action token, 0 elsewhere, minus a penalty per token)
 
-R' is the normalised reward of an advantage function (see `advantages`). Every part is optional. The teachers' term is
-added afterwards (see `opd`), because normalising the sum would remove its signal; then the sum is clipped.
+k counts action tokens, or turns. R' is the normalised reward of an advantage function (see `advantages`). Whitening,
+discount and penalty are optional. The teachers' term is added later, in `objective.loss`, because whitening the sum
+would remove its signal. The sum is then clipped.
 
 Legend: B samples, M scored tokens of all samples, concatenated. All arrays are float64: they are small, and tests
 compare six digits of long sums.

@@ -207,8 +207,7 @@ class _Loader(ConfigLoaderImpl):
     """Hydra's loader without Hydra's own configuration, which is not used and takes most of the time.
 
     Hydra's own configuration is still composed if one of its files is selected (`hydra/launcher=basic`) or one of its
-    keys is overridden.
-    `defaults` is the defaults list of the composed configuration.
+    keys is overridden. `defaults` is the defaults list of the composed configuration.
     """
 
     defaults: tuple[ResultDefault, ...] = ()

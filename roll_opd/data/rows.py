@@ -78,8 +78,7 @@ def parse_row(
     `columns` maps messages, prompt, tag and id to their column names in the value. The conversation is in `messages`: a
     list of `{"role", "content"}` or its JSON string. If the row has none, it is in `prompt` (plain text or such a
     list), else in `conversations`, as in ShareGPT. The assistant's last turn is removed as an answer, unless the row
-    `has_answers`.
-    A missing tag becomes `DEFAULT_TAG`; a missing id becomes `fallback_id`.
+    `has_answers`. A missing tag becomes `DEFAULT_TAG`; a missing id becomes `fallback_id`.
     """
     value = rename_columns(value, columns)
     messages, prompt = _parse_prompt(value, columns)

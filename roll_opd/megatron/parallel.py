@@ -1,7 +1,7 @@
 """Process groups and device (CUDA or CPU) of one Megatron rank.
 
-The environment variables come from `torchrun` or the project's Ray workers: RANK, WORLD_SIZE,
-LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+The environment variables come from `torchrun` or the project's Ray workers: RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR, MASTER_PORT.
 """
 
 import contextlib

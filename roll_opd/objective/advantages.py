@@ -1,10 +1,11 @@
-"""Token rewards and advantages of a step's samples: external reward's part, teachers' part, and the sum of both.
+"""The external part of the advantages of a step's samples, from rewards and the KL to the reference policy.
 
     token_level_rewards = external_reward - Σ opd_kl_coef · reverse_kl - kl_coef · KL(student, reference)
     A_t                 = clip(A_external_t - Σ_{k≥0} opd_kl_discount^k · Σ opd_kl_coef · reverse_kl_{t+k})
 
-The sums are over the teachers of the sample. Pure distillation has no external part. The external part is computed
-separately for each reward domain, because the rewards of two domains have no common scale.
+The sums over opd_kl_coef are over the teachers of the sample. `external_advantages` computes A_external separately for
+each reward domain, because the rewards of two domains have no common scale. `objective.loss` subtracts the teachers'
+part in an update, and `objective.audit` computes the two lines for the log. Pure distillation has no external part.
 """
 
 from collections import Counter

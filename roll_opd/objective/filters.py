@@ -15,10 +15,10 @@ MASKED = "masked_by"  # prefix of a sample's `metrics` for the masks that exclud
 def group_filter(rewards: Sequence[RewardPlan], *, compared: bool = True) -> GroupFilter | None:
     """Return the filter of groups; None if no reward domain has a filter.
 
-    A domain's `query_filter` tests the rewards of the whole group, its `response_filter` tests each reward. If the
-    samples of a group are `compared`, one rejected sample rejects the group. Otherwise one accepted sample accepts the
-    group, and `without_rejected` masks the rejected samples. A group without rewards passes. If a workflow makes
-    several kinds of samples, each with a `group_id`, one kind that passes is enough.
+    The `query_filter` of a domain tests the rewards of a group together. The `response_filter` tests each reward. If
+    the advantages compare the samples of a group (`compared`), every sample must pass the `response_filter`. Otherwise
+    one sample must pass, and `without_rejected` masks the others. A group without rewards passes. A workflow may make
+    several kinds of samples, with a `group_id` for each kind. The group then passes if one kind passes.
     """
     filters = {reward.domain: (reward.query_filter, reward.response_filter) for reward in rewards}
     if not any(one for both in filters.values() for one in both):

@@ -98,8 +98,10 @@ class Run:
         later step, but immediately after the last step. If SIGTERM has arrived, writes a checkpoint, then raises
         Terminated.
 
-        Args: kl_coef: KL coefficient of the next step. source_state: state of the prompt source after the step's batch
-        (default: its current state). groups: finished groups that are in no batch.
+        Args:
+            kl_coef: KL coefficient of the next step.
+            source_state: state of the prompt source after the step's batch (default: its current state).
+            groups: finished groups that are in no batch.
         """
         source_state = self.source.state_dict() if source_state is None else source_state
 

@@ -96,7 +96,10 @@ async def start_sampler(
     weight_transfer: str = SHARED_MEMORY,
     turns: DeviceScheduler | None = None,
 ) -> Sampler:
-    """Start the engines of `rollout`, which joins `turns` if it shares devices; `weight_transfer`: see `way_of`."""
+    """Start the engines of `rollout`, which joins `turns` if it shares devices.
+
+    `weight_transfer` is the backend of weight updates; see `choose_backend`.
+    """
     turns = turns or DeviceScheduler()
     actor_class: Any = RolloutWorker  # Ray's types do not know its `options`
     actors: list[Any] = []

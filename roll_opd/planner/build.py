@@ -52,12 +52,12 @@ def load_plan(
         config_path: a directory, searched for in `compose.config_places`.
         config_name: a YAML file in it.
         pure: True: pure distillation (as start_onpolicy_distill_pipeline.py runs it). False: the RLVR entry, where
-        `use_opd` decides whether to distil. If `pure` and `pipeline` are None, the configuration decides. pipeline:
-        agentic, sft, dpo, or a dotted path. If the configuration is for another pipeline, a single problem is reported,
-        which names the right launcher.
-        runnable: False also plans configurations that cannot be run yet; `warnings` has the reasons. say: callback for
-        the translation report of a Trinity-RFT configuration; for such a configuration, `pure` and `pipeline` have no
-        effect.
+            `use_opd` decides whether to distil. If `pure` and `pipeline` are None, the configuration decides.
+        pipeline: agentic, the name of a supervised pipeline, or a dotted path. If the configuration is for another
+            pipeline, a single problem is reported, which names the right launcher.
+        runnable: False also plans configurations that cannot be run yet; `warnings` has the reasons.
+        say: callback for the translation report of a Trinity-RFT configuration; for such a configuration, `pure` and
+            `pipeline` have no effect.
     """
     loaded = _loaded(config_path, config_name, list(overrides))
     if loaded.translation:

@@ -46,7 +46,7 @@ def check_devices(roles: list[Role], top: Run) -> None:
                 role.diag.note(
                     "device_mapping",
                     f"{where} but form one tensor-parallel group; it communicates in every layer, which is slow over a"
-                    "  network",
+                    " network",
                 )
     for (one, mine), (other, theirs) in combinations(known, 2):
         shared = mine & theirs

@@ -181,7 +181,7 @@ def _check_sampling(args: GeneratingArgs) -> None:
     if names:
         args.diag.note(
             "",
-            f"{', '.join(names)}: rollout log-probs are of a truncated distribution, but log-probs of teacher and "
+            f"{', '.join(names)}: rollout log-probs are of a truncated distribution, but log-probs of teacher and"
             " training engine are not; top_p 1, top_k -1 and repetition_penalty 1 make them comparable",
         )
 

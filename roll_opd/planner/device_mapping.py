@@ -1,7 +1,7 @@
 """Devices (or CPU slots) of a role, from its `device_mapping`.
 
-ROLL users write Python in a string, such as "list(range(0, 8)) + [12, 13]". The text is parsed and
-interpreted node by node; it is never evaluated.
+ROLL users write Python in a string, such as "list(range(0, 8)) + [12, 13]". The text is parsed and interpreted
+node by node; it is never evaluated.
 """
 
 import ast

@@ -94,7 +94,9 @@ class Endpoint:
     ) -> None:
         """Check the URL and the headers; error messages never contain headers or the URL's query.
 
-        Args: advice: kind of failure -> what to do. gives_up: if False, retries have no time limit.
+        Args:
+            advice: kind of failure -> what to do.
+            gives_up: if False, retries have no time limit.
         """
         self._method = method
         self._retry_seconds = limits.retry_seconds if gives_up else math.inf

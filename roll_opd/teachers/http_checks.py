@@ -1,8 +1,8 @@
 """Test requests to a teacher's server at the start of a run.
 
-They check model, context length, tokenizer and top-k, and that all replicas return the same log-probs. If
-a check fails, the run ends with an error that gives the reason. A property that a server does not report is not
-checked, and a log line notes it.
+They check model, context length, tokenizer and top-k, and that all replicas return the same log-probs. If a check
+fails, the run ends with an error that gives the reason. A property that a server does not report is not checked, and a
+log line notes it.
 """
 
 import asyncio

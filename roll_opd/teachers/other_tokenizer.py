@@ -4,11 +4,11 @@ The teacher reads its own prompt, rendered by its own template, and the bytes of
 student's own tokens never change. Rules for the response:
 
 - Ordinary tokens, and added tokens that are not special (tags around thoughts and tool calls), are turned into bytes.
-The teacher's tokenizer encodes each unbroken run of such tokens.
+  The teacher's tokenizer encodes each unbroken run of such tokens.
 - A token that ends a turn becomes the teacher's token that ends a turn. Any other special token becomes the teacher's
   special token of the same text. If the teacher has none, the token has no credit.
 - Observed tokens have no credit. If they form a turn in the student's template, the teacher reads the same content as a
-turn in its template; otherwise it reads their bytes.
+  turn in its template; otherwise it reads their bytes.
 
 Legend: T-P student tokens and U teacher tokens of a response.
 """

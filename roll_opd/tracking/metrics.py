@@ -1,8 +1,7 @@
 """Metrics of distillation, rewards and validation, and a collector that reduces named values over a step.
 
 `docs/metrics.md` lists every name; a metric that ROLL has too has ROLL's name. Token statistics are over action tokens
-only.
-Statistics of a teacher leave out samples without its log-probs. Legend: K action tokens of all samples.
+only. Statistics of a teacher leave out samples without its log-probs. Legend: K action tokens of all samples.
 """
 
 import math

@@ -29,7 +29,8 @@ def scoring_metrics(
 
     Args:
         errors: failed attempts by kind.
-        latencies: seconds from a sample's end to its score. queued: lengths of the queue, one after each change.
+        latencies: seconds from a sample's end to its score.
+        queued: lengths of the queue, one after each change.
         restarts: number of replaced workers.
     """
     by_name: Counter[str] = Counter()

@@ -36,7 +36,7 @@ def gigpo(
 
     Args:
         mean_cal_level, std_cal_level: level of A_E's normalisation; None: no normalisation. A_S uses the mean (or std)
-        of its state if A_E uses the mean (or std) of the group or batch.
+            of its state if A_E uses the mean (or std) of the group or batch.
         step_reward_gamma: discount of a later step's reward.
         episode_reward_weight, step_reward_weight: weights of the two parts.
 

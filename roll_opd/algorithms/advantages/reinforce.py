@@ -18,7 +18,7 @@ def reinforce(batch: RewardBatch, *, mean_cal_level: Level = None, std_cal_level
 
 @register_advantage("on_policy_distill", token_defaults={})
 def on_policy_distill(batch: RewardBatch) -> Normalised:
-    """Return 0: the reward is ignored. The teachers' term is added per token (see `opd`)."""
+    """Return 0: the reward is ignored. `objective.loss` adds the teachers' term to each token."""
     rewards_B = batch.rewards_B.double()
     return Normalised.given(torch.zeros_like(rewards_B), rewards_B)
 

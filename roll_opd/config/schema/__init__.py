@@ -1,9 +1,9 @@
 """Schema of the configuration. It declares every key once: name, type, range, default, meaning and origin.
 
 A section of the configuration is a frozen dataclass of keys. Pydantic checks types and ranges strictly; the planner
-checks rules between sections and rules that read files. The classes in `plan.py` inherit the keys whose values pass
-through unchanged, so a new key of this kind needs two lines: one here and one where it is used. `docs/configuration.md`
-is generated from these declarations.
+checks rules between sections and rules that read files. The classes in `plan.py` inherit the keys whose values reach
+the plan unchanged. Such a key needs two changes: its declaration here and the code that uses it.
+`docs/configuration.md` is generated from these declarations.
 
 A pipeline that trains on rows with answers declares its keys as a subclass of `Supervised`.
 """

@@ -3,9 +3,8 @@
 `assert f(1) == [2]` becomes `_seen(0, f(1))` inside, and `[2]` stays outside for the comparison. This works for
 comparisons with a literal anywhere in the code: in a `test_` or `check` function, in a loop, or joined by `and`. Other
 assertions are evaluated inside the sandbox, in the program's process. Only their outcome is reported, so each of these
-must be reached.
-`check_of_call` does the same for test cases of APPS, TACO and LiveCodeBench, which call a function or a method of class
-`Solution`.
+must be reached. `check_of_call` does the same for test cases of APPS, TACO and LiveCodeBench, which call a function or
+a method of class `Solution`.
 """
 
 import ast
