@@ -64,7 +64,7 @@ def test_the_judges_section_and_row(serve: Callable[..., ScriptedServer]) -> Non
 
 
 def test_the_judges_prompts() -> None:
-    text = (PAGES / "llm_judge.md").read_text().partition("## The question")[2]
+    text = (PAGES / "llm_judge.md").read_text().partition("## The prompt")[2]
     table = re.findall(r"^\| `(\S+)` \| (?:`(\S+)`)? ?\|", text, re.MULTILINE)
     assert {name for names in table for name in names if name} == set(JUDGE_PROMPTS)
     [template] = blocks("llm_judge", "text")
