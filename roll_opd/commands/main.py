@@ -33,7 +33,7 @@ from roll_opd.commands import demo, serve_teacher
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: its help, its arguments, and a function that runs it and returns the exit code."""
+    """A subcommand: help text, arguments, and a function that runs it and returns the exit code."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -43,9 +43,12 @@ class Command:
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    of_run = "predict steps from the times of a run of this configuration that took turns"
+    of_run = "predict step times from a run of this configuration without generation ahead"
     parser.add_argument("--measured", metavar="RUN_DIR", help=of_run)
-    of_costs = "or from seconds a step: generate=S,teacher=S,train=S,weight_sync=S[,spread=X,longest=X,fixed=X]"
+    of_costs = (
+        "predict step times from seconds per step:"
+        " generate=S,teacher=S,train=S,weight_sync=S[,spread=X,longest=X,fixed=X]"
+    )
     parser.add_argument("--costs", metavar="COSTS", help=of_costs)
     of_devices = "predict for these numbers of devices (default: the configuration's)"
     parser.add_argument("--devices", metavar="N[,N]", help=of_devices)
@@ -77,7 +80,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         from roll_opd.pipelines.reward_source import uncalled_rewards
 
         try:
-            with redirect_stdout(sys.stderr):  # output of imported modules is not part of a plan
+            with redirect_stdout(sys.stderr):  # what imported modules print is not part of a plan
                 check_user_code(plan)
                 plan = replace(plan, warnings=(*plan.warnings, *uncalled_rewards(plan)))
         except Exception as error:
@@ -101,7 +104,7 @@ def _score_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", required=True, metavar="ROWS.jsonl", help=of_rows)
     of_scores = 'OUT.jsonl: {"id", "logprobs"} a line; OUT.parquet: a teacher file; same order'
     parser.add_argument("--output", required=True, metavar="OUT", help=of_scores)
-    parser.add_argument("--topk", type=int, metavar="K", help="also the K most likely tokens (parquet)")
+    parser.add_argument("--topk", type=int, metavar="K", help="also write the K most likely tokens (parquet)")
     parser.add_argument("--name", metavar="NAME", help="the teacher's name in the file (default: the directory's)")
     of_vocabulary = "token ids over which log-probs are normalised (default: the model's)"
     parser.add_argument("--vocab-size", type=int, metavar="N", help=of_vocabulary)
@@ -115,7 +118,7 @@ def _score_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
     parser.add_argument("--max-tokens-per-microbatch", type=int, default=8192, metavar="N")
     of_hosts = "seconds that host 0 waits for the other hosts"
-    names = ("--host-timeout-s", "--host-seconds")  # the second is the name before version 0.2
+    names = ("--host-timeout-s", "--host-seconds")  # the second name was used before version 0.2
     parser.add_argument(*names, type=float, default=600.0, metavar="S", help=of_hosts)
 
 
@@ -127,7 +130,7 @@ def _score(arguments: argparse.Namespace) -> int:
 
 def _check_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="DIR", help="Hugging Face model directory")
-    parser.add_argument("--tokens", type=int, metavar="N", help="tokens of the longest sequence")
+    parser.add_argument("--tokens", type=int, metavar="N", help="maximum tokens of a sequence")
     parser.add_argument("--no-vllm", action="store_true", help="leave out vLLM")
 
 
@@ -189,7 +192,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 COMMANDS: dict[str, Command] = {
     "plan": Command("resolve, check and show a configuration without starting a run", _plan_arguments, _plan),
-    "run": Command("train: plan, check and run a configuration to its end", add_config_arguments, _run),
+    "run": Command("train: plan and check a configuration, and run it to its end", add_config_arguments, _run),
     "demo": Command(
         "write the demo into a directory: configurations, data, two small models", demo.add_arguments, demo.run
     ),
@@ -216,7 +219,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; overrides may stand before, between or after the options."""
+    """Parse the command line; overrides may come before, between or after the options."""
     parser = build_parser()
     parsed, rest = parser.parse_known_args(arguments)
     is_override = all(not text.startswith("-") for text in rest)
@@ -228,7 +231,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit code; a wrong command line exits with 2."""
+    """Run a subcommand and return its exit code; exit with 2 for a wrong command line."""
     safe_output()
     parsed = parse(arguments)
     try:
@@ -238,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("roll-opd: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # the reader (head, less) has closed the pipe; suppress Python's message at exit
+        # the reader (head, less) has closed the pipe; this suppresses Python's error message at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:

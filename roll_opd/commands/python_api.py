@@ -1,9 +1,9 @@
 """`roll_opd.run`: train from a script or a notebook and return the run's summary.
 
-The run is a separate process, as with `roll-opd run`, and its output is shown live. A run cannot use this process,
-because it patches torch for Megatron, changes the environment, and starts Ray and an event loop. A notebook could then
-not run twice or use Ray or an event loop for other work, and would be killed with the run. `multiprocessing` would
-import the caller's main module again and so execute a script twice.
+The run is a separate process, as with `roll-opd run`, and its output is printed as it arrives. A run cannot use this
+process, because it patches torch for Megatron, changes the environment, and starts Ray and an event loop. A notebook
+could then not train twice, could not use Ray or an event loop for other work, and would be killed together with the
+run. `multiprocessing` would import the caller's main module again, and so execute a script twice.
 """
 
 import codecs
@@ -22,8 +22,8 @@ from typing import Any
 
 from roll_opd.base.command_line import RUN_DIRECTORY_FILE
 
-PREFIX = "roll-opd: "  # of the message about the end of a run
-TAIL = 8000  # last characters of the output, searched for this message
+PREFIX = "roll-opd: "  # maximum lines of the message about the end of a run
+TAIL = 8000  # number of last characters of the output in which this message is searched
 LAST_LINES = 15  # shown if a run ended without such a message
 POLL_MS = 500
 
@@ -32,7 +32,7 @@ Overrides = Sequence[str] | Mapping[str, Any]
 
 
 class RunFailed(RuntimeError):
-    """A run failed; the message is the same as on the command line.
+    """A run has failed; the text is the error that the command line prints.
 
     `exit_code` is the exit code of `roll-opd run`, or -n if signal n ended it. `run_directory` has the logs up to the
     failure; it is None if nothing was started.
@@ -51,11 +51,11 @@ def run(
     pipeline: str | None = None,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
 ) -> dict[str, Any]:
-    """Train to the end and return the content of `summary.json`, with `run_directory` and `model` added.
+    """Run a configuration to its end; return the content of `summary.json`, and `run_directory` and `model`.
 
     `config` is the path of a YAML file, or its content as a mapping (`defaults` included). `overrides` is a list as on
     the command line (`["max_steps=20"]`), or a mapping of dotted keys to values. `pipeline` is distill, rlvr, agentic,
-    sft, dpo, offline_distill or the dotted path of a module; without it the configuration decides. Relative paths are
+    sft, dpo, offline_distill or the dotted path of a module; None: the configuration decides. Relative paths are
     looked up in the current directory, then in the directory of the YAML file. `rewards` maps a domain to a reward
     function, which may be defined in the script or notebook; see `reward_overrides`. In the result, `model` is the
     model directory of the newest checkpoint, in Hugging Face's format; None without a checkpoint.
@@ -85,14 +85,14 @@ def run_command(
     rewards: Mapping[str, Callable[..., Any]],
     scratch: Path,
 ) -> list[str]:
-    """Return the command that starts a run; the files for the command are written to the directory `scratch`."""
+    """Return the command that starts a run; write the files that it reads into the directory `scratch`."""
     # -P: do not prepend the current directory; `_search_path` has all directories
     command = [sys.executable, "-P", "-m", "roll_opd", "run", *([pipeline] if pipeline else [])]
     return [*command, *_configuration(config, scratch), *reward_overrides(rewards, scratch), *_overrides(overrides)]
 
 
 def run_environment(announced: Path) -> dict[str, str]:
-    """Return the environment of a run that ends with this process and writes its directory to file `announced`."""
+    """Return environment variables for a run that ends with this process and writes its directory to `announced`."""
     return os.environ | {RUN_DIRECTORY_FILE: str(announced), "PYTHONPATH": os.pathsep.join(_search_path())}
 
 
@@ -118,13 +118,13 @@ def reward_overrides(rewards: Mapping[str, Callable[..., Any]], scratch: Path) -
     sent: dict[str, Callable[..., Any]] = {}
     for domain, reward in rewards.items():
         if not callable(reward):
-            raise TypeError(f"rewards: {domain} is {reward!r}; give a function score(samples) -> numbers")
+            raise TypeError(f"rewards: {domain} is {reward!r}; give a function score(samples) that returns numbers")
         try:
             cloudpickle.dumps(reward)
         except Exception as error:
             raise TypeError(
-                f"rewards: {domain} refers to something that cannot be sent to another process ({error}); create it"
-                " inside the function, or write the function in a module"
+                f"rewards: {domain} refers to an object that cannot be sent to another process ({error}); create the"
+                " object inside the function, or put the function into a module"
             ) from error
         sent[f"reward_{len(sent)}"] = reward
     file = scratch / "script_rewards.py"
@@ -151,9 +151,9 @@ def _configuration(config: Config, scratch: Path) -> list[str]:
 
 
 def _overrides(overrides: Overrides) -> Iterator[str]:
-    """Yield each of `overrides` in the form of the command line."""
+    """Yield `overrides` in the syntax of the command line."""
     if isinstance(overrides, str):
-        raise TypeError(f"overrides: {overrides!r} is a text; give a list of them, or a mapping of keys to values")
+        raise TypeError(f"overrides: {overrides!r} is a text; give a list of overrides, or a mapping of keys to values")
     if isinstance(overrides, Mapping):
         for key, value in overrides.items():
             if isinstance(value, Mapping) and value:
@@ -187,7 +187,7 @@ def _plain(value: Any) -> Any:
 
 
 def _search_path() -> list[str]:
-    """Return the `sys.path` directories except those of installed packages, so that a run finds the user's rewards."""
+    """Return `sys.path` without the directories of installed packages, so that a run finds the user's rewards."""
     packages = site.getsitepackages([sys.prefix, sys.base_prefix])
     installed = [*packages, site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "platstdlib"))]
     places = [Path(entry).absolute() for entry in sys.path if not entry.endswith(".zip")]
@@ -195,21 +195,21 @@ def _search_path() -> list[str]:
 
 
 def _run_and_show(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
-    """Run a command, print its output, and return its exit code and the end of its output."""
+    """Run a command and print its output; return the exit code and the end of the output."""
     with subprocess.Popen(
         command,
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # only this process forwards an interrupt, once
+        start_new_session=True,  # the run is in another process group: only this process forwards an interrupt, once
     ) as process:
         try:
             output = show(process)
         except BaseException:
             process.send_signal(signal.SIGINT)
             try:
-                show(process)  # its clean-up and last message
+                show(process)  # time for the run's clean-up and last message
             except BaseException:  # a second interrupt: kill it immediately
                 process.kill()
                 raise
@@ -218,14 +218,15 @@ def _run_and_show(command: Sequence[str], environment: Mapping[str, str]) -> tup
 
 
 def show(process: subprocess.Popen[bytes]) -> str:
-    """Print the output of a process until it has ended, and return the end of the output."""
+    """Print the output of a process until the process has ended; return the end of the output."""
     assert process.stdout is not None
     output, tail = process.stdout.fileno(), ""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     poll = select.poll()
     poll.register(output, select.POLLIN)
     while True:
-        ended = process.poll() is not None  # before polling: all output is in the pipe by then
+        # read before `poll`: if the process has ended, all of its output is in the pipe
+        ended = process.poll() is not None
         if poll.poll(0 if ended else POLL_MS):
             chunk = os.read(output, 1 << 16)
             if not chunk:
@@ -234,14 +235,14 @@ def show(process: subprocess.Popen[bytes]) -> str:
             sys.stdout.write(text)
             sys.stdout.flush()
             tail = (tail + text)[-TAIL:]
-        elif ended:  # a process that it started may keep the pipe open
+        elif ended:  # a process that the run started may keep the pipe open
             return tail
 
 
 def end_message(code: int, output: str) -> str:
-    """Return the message about the end of a run from its output."""
+    """Return the message about the end of a run, taken from the run's output."""
     _, found, message = f"\n{output}".rpartition(f"\n{PREFIX}")
     if found:
         return message.strip()
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return "\n".join([f"the run {how}; its last lines:", *output.splitlines()[-LAST_LINES:]])
+    return "\n".join([f"the run {how}; the last lines of its output:", *output.splitlines()[-LAST_LINES:]])

@@ -1,7 +1,7 @@
-"""Supervisor of a run: start the command in a separate process, and restart it after a failure.
+"""The supervisor of a run: start the command in a separate process, and restart it after a failure.
 
-Every attempt is a new process with the same command and the checkpoint to resume from, so that no state of a failed
-attempt is left (Ray, partly transferred weights). The supervisor notices every end of an attempt, also by SIGKILL.
+Every attempt is a new process with the same command and the checkpoint from which to resume, so that no state of a
+failed attempt remains (Ray, partly transferred weights). The supervisor notices any end of an attempt, even by SIGKILL.
 """
 
 import os
@@ -19,9 +19,10 @@ from roll_opd.cluster.multihost.hosts import RUN
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.pipelines.checkpoints import complete
 
-LEFT = "ROLL_OPD_RESTARTS_LEFT"  # environment variable of an attempt
-_LEFT = os.environ.pop(LEFT, None)  # popped: a run started by an attempt (in a workflow) is not an attempt
-OF_SIGNALS = {-signal.SIGTERM: TERMINATED, -signal.SIGINT: INTERRUPTED}  # of an attempt without signal handlers yet
+LEFT = "ROLL_OPD_RESTARTS_LEFT"  # environment variable that marks an attempt
+_LEFT = os.environ.pop(LEFT, None)  # removed, as a run that an attempt starts (in a workflow) is not an attempt
+# exit code of an attempt that has no signal handlers yet
+OF_SIGNALS = {-signal.SIGTERM: TERMINATED, -signal.SIGINT: INTERRUPTED}
 
 
 def is_attempt() -> bool:
@@ -30,15 +31,15 @@ def is_attempt() -> bool:
 
 
 def restarts_left() -> int:
-    """Return the number of restarts left after this attempt."""
+    """Return how many restarts remain after this attempt."""
     return int(_LEFT or "0")
 
 
 def restarted(restarts: int) -> int:
-    """Run this process's command in a new process with up to `restarts` restarts; return the last exit code.
+    """Run this process's command in a new process, with up to `restarts` restarts; return the last exit code.
 
-    An attempt resumes from the last checkpoint of the run; without a checkpoint it starts from the beginning. User
-    errors and requested ends (SIGTERM, SIGINT) cause no restart.
+    An attempt resumes from the last checkpoint of the run; without a checkpoint, it starts from the beginning. There is
+    no restart after user errors and after requested ends (SIGTERM, SIGINT).
     """
     with tempfile.TemporaryDirectory(prefix="roll_opd-") as scratch, guarded() as reaper:
         reaper.remove_at_the_end(Path(scratch))
@@ -61,7 +62,7 @@ _CRASHES = tuple(-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.S
 
 
 class _Attempts:
-    """Attempts of one run; passes signals on to the current attempt."""
+    """The attempts of one run; forwards signals to the current attempt."""
 
     def __init__(self, announced: Path) -> None:
         self._announced, self._outer = announced, os.environ.get(RUN_DIRECTORY_FILE)
@@ -72,12 +73,12 @@ class _Attempts:
             signal.signal(number, self._pass_on)
 
     def run(self, left: int) -> int:
-        """Run the command once, with `left` restarts after it; return its exit code, -n for signal n."""
+        """Run the command once, while `left` restarts remain; return its exit code, -n for signal n."""
         environment = os.environ | {RUN_DIRECTORY_FILE: str(self._announced), LEFT: str(left), RUN: self._run}
         self._process = subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:], *self._resumed()],
             env=environment,
-            start_new_session=True,  # only this process forwards signals of the terminal
+            start_new_session=True,  # in another process group: only this process forwards the terminal's signals
         )
         if self.end_requested:
             self._process.terminate()
@@ -87,7 +88,7 @@ class _Attempts:
         return code
 
     def _resumed(self) -> list[str]:
-        """Return the override that makes an attempt resume from the last checkpoint; [] without a checkpoint."""
+        """Return the override with which an attempt resumes from the last checkpoint; [] without a checkpoint."""
         if not self._announced.exists():
             return []
         directory = self._announced.read_text(encoding="utf-8")

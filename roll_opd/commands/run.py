@@ -1,8 +1,9 @@
 """`roll-opd run`: plan, check and run a configuration, and return an exit code.
 
 Exit codes: 0 done; 2 invalid input (message on stderr, nothing started); 1 any other failure; 130 interrupted; 143
-ended by SIGTERM. The launchers in `examples/` and `python -m roll_opd.commands.run` use this module too. Launched on
-several hosts, the command runs the driver on host 0; the other hosts run workers and exit with the driver's exit code.
+ended by SIGTERM. The launchers in `examples/` and `python -m roll_opd.commands.run` use this module as well. If the
+command is launched on several hosts, host 0 runs the driver; the other hosts run workers and exit with the driver's
+exit code.
 """
 
 import argparse
@@ -85,8 +86,8 @@ def main(
 ) -> int:
     """Run the command line and return the exit code; `pure` and `pipeline` go to `load_plan`.
 
-    If both are None, the first argument may name the pipeline, as in `roll-opd run`. `backend` has the processes of the
-    run; with None the run starts them.
+    If both are None, the first argument may name the pipeline, as in `roll-opd run`. `backend` provides the processes
+    of the run; None: the run starts them.
     """
     parser = argparse.ArgumentParser(description=description)
     is_open = pure is None and pipeline is None
@@ -106,14 +107,14 @@ def launch(
     """Run the configuration that `add_config_arguments` parsed and return the exit code."""
     safe_output()
     use_cache_of_compilers(os.environ)
-    if RUN_DIRECTORY_FILE in os.environ:  # started by a script or notebook: end with it
+    if RUN_DIRECTORY_FILE in os.environ:  # a run that a script or notebook started ends with it
         die_with_parent()
     try:
         host = launched(os.environ)
     except LaunchError as error:
         return exit_code(error)
     if host is None:
-        forget(os.environ)  # variables of torchrun on one host, which libraries would read
+        forget(os.environ)  # libraries would read these variables of torchrun on one host
     elif host.rank:
         forget(os.environ)
         return serve(host, lambda text: echo(text, sys.stderr))
@@ -123,7 +124,7 @@ def launch(
         return done
     code = restarted(done.max_restarts)
     if host and code and done.max_restarts:
-        dismiss(host, code)  # they wait for another attempt
+        dismiss(host, code)  # the other hosts wait for another attempt
     return code
 
 
@@ -139,7 +140,7 @@ def _launch(
     A separate process is needed if the run may be restarted, and under torchrun, which would signal Ray's processes
     together with the driver.
     """
-    is_here = host is None or is_attempt()  # otherwise imports of this process would be wasted
+    is_here = host is None or is_attempt()  # otherwise the imports of this process would have no use
     with fork_server() if is_here and backend is None else nullcontext(ForkServer()) as server:
         try:
             plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline, say=echo)
@@ -159,14 +160,14 @@ def _launch(
             hosts = Hosts(host, again=plan.host_timeout_s if restarts_left() else 0.0)
         except LaunchError as error:
             return exit_code(error)
-        signal.signal(signal.SIGTERM, _terminated)  # until the run sets its handler
+        signal.signal(signal.SIGTERM, _terminated)  # in effect until the run sets its handler
         code = FAILED
         try:
             code = _served(plan, server, hosts, backend)
         except Terminated as error:  # after the run, before the exit
             code = exit_code(error)
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):  # sent by other hosts: the run is ending already
+            for number in (signal.SIGTERM, signal.SIGINT):  # other hosts send it when the run is already ending
                 signal.signal(number, signal.SIG_IGN)
             hosts.end(code, again=code == FAILED and restarts_left() > 0)
         return code
@@ -194,9 +195,9 @@ def _terminated(*_: object) -> None:
 
 
 def _for_session(plan: RunPlan) -> RunPlan:
-    """Return the plan of a run driven by a session's calls; ConfigError if the student does not sample."""
+    """Return the plan of a run that executes the calls of a session; ConfigError if the student does not sample."""
     if plan.rollout is None:
-        raise ConfigError([f"a session samples from the student, and {plan.pipeline} trains on given answers"])
+        raise ConfigError([f"a session samples from the student, but {plan.pipeline} trains on given answers"])
     return replace(plan, pipeline="roll_opd.pipelines.session", max_restarts=0)
 
 
@@ -207,23 +208,23 @@ def _check_number(plan: RunPlan, host: LaunchedHost | None) -> None:
         return
     if plan.num_nodes > size:
         wanted = (
-            f"launch it on all of {plan.num_nodes} (torchrun --nnodes {plan.num_nodes}, srun or mpirun), or start Ray"
-            " on them (ray start) and set RAY_ADDRESS to its head"
+            f"launch it on all {plan.num_nodes} (torchrun --nnodes {plan.num_nodes}, srun or mpirun), or start Ray on"
+            " them (ray start) and set RAY_ADDRESS to its head"
         )
     else:
-        wanted = f"write num_nodes={size} and give roles devices on all of them, or launch it on fewer"
-    raise LaunchError([f"num_nodes is {plan.num_nodes}, and the run was launched on {size}: {wanted}"])
+        wanted = f"write num_nodes={size} and give roles devices on all hosts, or launch it on fewer"
+    raise LaunchError([f"num_nodes is {plan.num_nodes}, but the run was launched on {size}: {wanted}"])
 
 
 def _run(plan: RunPlan, hosts: Hosts | None, backend: "Backend | None") -> int:
     try:
-        # imports torch: a wrong configuration is rejected before
+        # imports torch; a wrong configuration is rejected earlier
         from roll_opd.pipelines.preflight import preflight
 
         inputs = preflight(plan)
         if inputs.resumed and inputs.resumed.step >= plan.max_steps:
             done, path = inputs.resumed.step, inputs.resumed.path
-            echo(f"{path} is after step {done} of {plan.max_steps}: the run is complete")
+            echo(f"the checkpoint {path} is after step {done} of {plan.max_steps}: the run is complete")
             write_run_directory(inputs.resumed.run)
             return DONE
     except (Exception, KeyboardInterrupt) as error:
@@ -240,9 +241,9 @@ def _run(plan: RunPlan, hosts: Hosts | None, backend: "Backend | None") -> int:
 def exit_code(
     error: BaseException, refusals: tuple[type[Exception], ...] = REFUSALS, *, is_started: bool = True
 ) -> int:
-    """Print why a run ended and return the exit code; `refusals` are errors that the user can correct.
+    """Print why a run ended; return the exit code. `refusals` are errors that the user can correct.
 
-    A traceback is printed only for a started run; without `is_started`, every error is printed as a sentence.
+    A traceback is printed only if `is_started`; before the start, every error is printed as a sentence.
     """
     if isinstance(error, Terminated):
         return _ended(str(error), TERMINATED)
@@ -270,4 +271,4 @@ def _ended(message: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main("Train: plan, check and run a configuration to its end."))
+    sys.exit(main("Train: plan and check a configuration, and run it to its end."))

@@ -31,7 +31,7 @@ from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, r
 from roll_opd.models.supported import unsupported
 from roll_opd.models.weight_files import lost_weights, weight_problems
 
-# configuration keys in messages about layouts -> options of this command
+# configuration key in errors about layouts -> option of this command
 OPTIONS = {
     "tensor_model_parallel_size": "--tp",
     "virtual_pipeline_model_parallel_size": "--vpp",
@@ -40,13 +40,13 @@ OPTIONS = {
     "expert_tensor_parallel_size": "--expert-tp",
 }
 KEYS = re.compile("|".join(OPTIONS))
-ROWS_NAMED = 5  # bad rows with a message each; the rest are counted
+ROWS_NAMED = 5  # number of bad rows that get a message each; further rows are only counted
 
 
 def run(options: argparse.Namespace) -> int:
     """Score the rows; return 0, 2 for invalid input (nothing started), or 1 if torchrun fails.
 
-    Launched on several hosts, each host runs its share of the ranks; host 0 reads the rows and writes the results.
+    If launched on several hosts, each host runs a part of the ranks; host 0 reads the rows and writes the results.
     """
     try:
         host = launched(os.environ)
@@ -105,9 +105,9 @@ def _over_hosts(host: LaunchedHost, command: dict[str, Any], model: str, seconds
             process = torch_ranks.start({**command, "here": host.own_address()})
 
             def lost(why: str) -> None:
-                if process.poll() is None:  # otherwise the program has ended
+                if process.poll() is None:  # the program has not been killed
                     _fail(why, FAILED)
-                    process.terminate()  # its ranks wait for the lost ones
+                    process.terminate()  # the ranks of this host wait for the lost ranks
 
             hosts.watch(lost)
             code = FAILED if process.wait() else DONE
@@ -142,11 +142,13 @@ def _problems(options: argparse.Namespace, hosts: int) -> list[str]:
         diagnostics.error("--max-tokens-per-microbatch", "must be at least 1")
     _check_teacher_file(options, diagnostics)
     if Path(options.output).is_dir():
-        diagnostics.error("--output", f"{options.output} is a directory; give a file")
+        diagnostics.error("--output", f"{options.output} is a directory; name a file")
     if not Path(options.output).absolute().parent.is_dir():
         diagnostics.error("--output", f"there is no directory {Path(options.output).absolute().parent}")
     if _is_same_file(options.input, options.output):
-        diagnostics.error("--output", f"{options.output} is the file of --input, which would be lost; give another")
+        diagnostics.error(
+            "--output", f"{options.output} is the file of --input, which would be overwritten; name another file"
+        )
     try:
         info = read_model(find_model(options.model))
     except ModelFilesError as error:
@@ -160,7 +162,7 @@ def _problems(options: argparse.Namespace, hosts: int) -> list[str]:
 
 
 def _check_teacher_file(options: argparse.Namespace, diagnostics: Diagnostics) -> None:
-    """Check the options of a teacher file in parquet."""
+    """Check the options for writing a teacher file in parquet."""
     is_parquet = options.output.endswith(score_rows.PARQUET)
     for name in ("topk", "vocab_size"):
         if (size := getattr(options, name)) is not None and size < 1:
@@ -169,11 +171,11 @@ def _check_teacher_file(options: argparse.Namespace, diagnostics: Diagnostics) -
         diagnostics.error("--topk", f"{options.topk} is more than --vocab-size {options.vocab_size}; lower it")
     for name in ("topk", "name"):
         if getattr(options, name) is not None and not is_parquet:
-            diagnostics.error(f"--{name}", f"is written into parquet only, and --output is {options.output}")
+            diagnostics.error(f"--{name}", f"is written only to parquet, but --output is {options.output}")
 
 
 def _layout(options: argparse.Namespace) -> Layout:
-    vpp = options.vpp if options.vpp > 1 else None  # one virtual stage per rank: no virtual pipeline
+    vpp = options.vpp if options.vpp > 1 else None  # one virtual stage per rank is no virtual pipeline
     sizes = {name: getattr(options, name) for name in SIZES}
     return Layout(**sizes, ep=options.ep, vpp=vpp, etp=options.expert_tp)
 
@@ -219,7 +221,7 @@ def _check_rows(path: Path, info: ModelInfo, diagnostics: Diagnostics) -> None:
         diagnostics.error("--input", f"{path} cannot be read: {error}")
         return
     if bad > ROWS_NAMED:
-        diagnostics.error("--input", f"{bad - ROWS_NAMED} more of {rows} rows are bad")
+        diagnostics.error("--input", f"{bad - ROWS_NAMED} more rows of {rows} are bad")
     if not rows:
         diagnostics.error("--input", f"{path} has no rows")
 

@@ -16,7 +16,7 @@ PARQUET = ".parquet"
 
 @contextmanager
 def tokenised(options: argparse.Namespace) -> Iterator[Path]:
-    """Yield a file of token rows: the input, or a temporary file of the tokenised rows if the input has answers.
+    """Yield a file of token rows: the input itself, or a temporary file if the input has answers to tokenise.
 
     Raises DataError for rows that cannot be used.
     """
@@ -45,7 +45,7 @@ def tokenised(options: argparse.Namespace) -> Iterator[Path]:
 
 
 def has_tokens(path: Path) -> bool:
-    """Return whether a file's first row has tokens; True if undecodable, so that its reader raises the error."""
+    """Return whether a file's first row has tokens; True if undecodable, so that the reader raises the error."""
     if path.suffix == PARQUET:
         return False
     try:
@@ -59,7 +59,7 @@ def has_tokens(path: Path) -> bool:
 
 
 def teacher_file(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the arguments of `TeacherWriter` except the output; None for a JSONL file of log-probs."""
+    """Return the arguments of `TeacherWriter` except `output`; None if the output is a JSONL file of log-probs."""
     if not options.output.endswith(PARQUET):
         return None
     from roll_opd.data.teacher_writer import digest_of

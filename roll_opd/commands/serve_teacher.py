@@ -1,4 +1,4 @@
-"""`roll-opd serve`: start a vLLM server whose log-probs a run on another machine requests (`teacher.http`)."""
+"""`roll-opd serve`: start a vLLM server from which a run on another machine requests log-probs (`teacher.http`)."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ from roll_opd.base.hardware import has_gpu_driver
 from roll_opd.base.terminal import echo
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # vLLM's names
-ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}  # GiB; a teacher reads, it does not generate
+ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}  # GiB; small, as a teacher does not generate
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
@@ -19,20 +19,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("model", metavar="TEACHER", help="Hugging Face model directory, or a downloaded model's name")
     parser.add_argument("--name", help="name of the model on the server (default: the directory's name)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all (set --api-key-env)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address on which to listen; 0.0.0.0: all addresses (set --api-key-env)"
+    )
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices that share the model")
+    parser.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="number of devices among which the model is split"
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of the longest sequence, plus 1")
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="maximum tokens of a sequence, plus 1")
     parser.add_argument("--topk", type=int, default=64, metavar="K", help="largest opd_topk of a run; -1: any")
-    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key of the server")
-    further = "further arguments of vllm serve, up to the end of the line"
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key of the server")
+    further = "further arguments for vllm serve, up to the end of the line"
     parser.add_argument("--vllm", nargs=argparse.REMAINDER, default=[], metavar="ARGUMENT", help=further)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replace this process by the server; return 2 for invalid input."""
-    from roll_opd.models.model_info import ModelFilesError, find_model, read_model  # the parser needs no package
+    """Replace this process with the server; return 2 for invalid input."""
+    # the argument parser must not need a package
+    from roll_opd.models.model_info import ModelFilesError, find_model, read_model
 
     try:
         directory = read_model(find_model(options.model)).path
@@ -52,30 +57,31 @@ def run(options: argparse.Namespace) -> int:
 
 
 def server_command(options: argparse.Namespace, model: Path, name: str, on_cpu: bool) -> list[str]:
-    """Return the command line of vLLM's server."""
+    """Return the command that starts vLLM's server."""
     settings: dict[str, str | int] = {
         "served-model-name": name,
         "host": options.host,
         "port": options.port,
         "tensor-parallel-size": options.tp,
         "dtype": DTYPES[options.dtype],
-        "max-logprobs": options.topk if options.topk < 0 else options.topk + 1,  # and the sequence's own token
+        # one more, for the sequence's own token
+        "max-logprobs": options.topk if options.topk < 0 else options.topk + 1,
         "generation-config": "vllm",
         **({"max-model-len": options.max_model_len} if options.max_model_len else {}),
     }
     written = [text for setting, value in settings.items() for text in (f"--{setting}", str(value))]
     switches = ["--enable-scale-out", *(["--enforce-eager"] if on_cpu else [])]
-    # not `vllm serve`, which fails where the distribution is vllm-cpu
+    # not `vllm serve`, which fails if the installed distribution is vllm-cpu
     program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.resolve())]
     return [*program, *written, *switches, *options.vllm]
 
 
 def _section(options: argparse.Namespace, name: str) -> str:
-    """Return the section of a run's configuration for this teacher."""
+    """Return the `teacher` section of a run that uses this server."""
     lines = ["teacher:", "  http:", f"    url: http://{options.host}:{options.port}", f"    model_name: {name}"]
     if options.api_key_env:
         lines.append(f"    api_key_env: {options.api_key_env}")
-    return "\n".join(["The teacher of a run, once the server answers:", *lines])
+    return "\n".join(["When the server answers, use it as the teacher of a run:", *lines])
 
 
 def _replace_process(command: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -1,4 +1,4 @@
-"""ROLL's `pg_variant`: the policy loss of a student's role."""
+"""Read ROLL's `pg_variant`, which names the policy loss of a student's role."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, Top, Worker
 
 @dataclass(frozen=True)
 class Variant:
-    """Policy loss by ROLL's name, written under `key`."""
+    """A policy loss with its name in ROLL, as written under `key`."""
 
     key: str
     name: str
@@ -18,15 +18,15 @@ class Variant:
 
     @property
     def is_of_role(self) -> bool:
-        """Whether it is written in a role, where ROLL reads it too, with token ratios only."""
+        """Whether it is set in a role, where ROLL reads it as well (and computes ratios per token only)."""
         return "." in self.key
 
 
 def read_variant(top: Top, workers: Mapping[str, Worker | None]) -> Variant | None:
     """Return the loss of `pg_variant`; None without one.
 
-    ROLL reads only the trained role's, and only with an ActorPGWorker as worker_cls. A top-level `pg_variant`, in ROLL
-    a variable of the YAML file, applies if the role sets neither.
+    ROLL reads `pg_variant` only in the trained role, and only with an ActorPGWorker as worker_cls. A top-level
+    `pg_variant`, which ROLL treats as a variable of the YAML file, applies if the role sets neither key.
     """
     learner = next((name for name in (PURE_ROLES[0], MIXED_ROLES[0]) if workers.get(name) is not None), "")
     for path, worker in workers.items():
@@ -57,7 +57,7 @@ def _of_role(worker: Worker) -> Variant | None:
         if name is not None:
             worker.diag.warn(
                 "pg_variant",
-                f"{name} has no effect, as in ROLL, where it requires worker_cls"
+                f"{name} has no effect, as in ROLL, where it needs worker_cls"
                 " roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker; the other keys set the loss",
             )
         return None

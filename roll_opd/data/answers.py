@@ -28,10 +28,11 @@ from roll_opd.data.rows import (
 )
 
 NO_ANSWER = "without an answer"
-SAME_ANSWER = "chosen and rejected are the same"
-OTHER_PROMPT = "with answers to different prompts"
+SAME_ANSWER = "chosen and rejected are equal"
+OTHER_PROMPT = "answers to different prompts"
 
-_ANSWER = ("response", "completion", "output")  # of schema sft: the configured column, else the first present
+# columns of the answer in schema sft: the configured one, else the first that is present
+_ANSWER = ("response", "completion", "output")
 # column -> configuration key that names it
 COLUMN_KEYS = {
     "instruction": "prompt_key",
@@ -41,29 +42,29 @@ COLUMN_KEYS = {
     "chosen": "chosen_key",
     "rejected": "rejected_key",
 }
-_ADDED = ("input", "system")  # parts of the prompt only if a key names their column
+_ADDED = ("input", "system")  # these are parts of the prompt only if a key names their column
 HISTORY = "history"  # Alpaca's earlier turns, which are not supported
 _PROMPT = ("instruction", *_ADDED)  # columns of a prompt that is not written as messages
 
 Message = FrozenDict  # {"role": str, "content": str, ...}
-Question = tuple[Message, ...] | str | None  # a conversation, a text, or nothing
+Question = tuple[Message, ...] | str | None  # a conversation, a text, or no question
 
 
 @dataclass(frozen=True)
 class Schema:
-    """Columns of a supervised row, and the function that separates the prompt from the answers."""
+    """The columns of a supervised row, and a function that separates the prompt from the answers."""
 
     columns: tuple[str, ...]  # in addition to the columns of every row
-    # (row, question with an answer in its last turn, column names) -> prompt, answers
+    # (row, question that may end with an answer, column names) -> (prompt, answers)
     split: Callable[[dict[str, Any], Question, Mapping[str, str]], tuple[Question, tuple[Message, ...]]]
-    has_prompt_keys: bool  # whether the configuration can name the columns of the prompt
+    has_prompt_keys: bool  # whether the configuration may name the columns of the prompt
 
 
 def parse_answered(value: Any, fallback_id: str, plan: DataPlan) -> Row:
     """Parse a decoded value into a row with the answers of `plan.schema`; raises `BadRow`.
 
-    `plan.columns` names the columns of `parse_row` and of the schema. `input` and `system` are used only if the
-    configuration names their columns, as in ROLL.
+    `plan.columns` maps the columns of `parse_row` and of the schema to their names. `input` and `system` are used only
+    if the configuration names their columns, as in ROLL.
     """
     try:
         return _parsed(value, fallback_id, plan)
@@ -109,7 +110,7 @@ def _unread(value: dict[str, Any], question: Question, columns: Mapping[str, str
 
 
 def _is_instruction(value: dict[str, Any], columns: Mapping[str, str]) -> bool:
-    """Whether the question is in `instruction`. If the row also has `messages`, a key must name `instruction`."""
+    """Whether the question is in `instruction`; in a row with `messages`, a key must name that column."""
     named = columns.get("instruction", "messages") != "messages"
     return "instruction" in value and (named or "messages" not in value)
 
@@ -141,10 +142,12 @@ def _one_answer(
         if not named:
             question = _up_to_learned(question)
             return question[:-1], (question[-1],)
-        question = question[:-1]  # the configured column replaces the last turn
+        question = question[:-1]  # an answer in the configured column replaces the last turn
     name = first_present(value, (*named, *_ANSWER))
     if name is None:
-        raise BadRow(NO_ANSWER, f"no assistant's turn at the end of messages, and none of {', '.join(_ANSWER)}")
+        raise BadRow(
+            NO_ANSWER, f"messages do not end with an assistant's turn, and there is no column {', '.join(_ANSWER)}"
+        )
     before, answer = _answer(value, name)
     return _prompt(question, before, name), (answer,)
 
@@ -152,7 +155,7 @@ def _one_answer(
 def _up_to_learned(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """Return a conversation up to the learned turn.
 
-    The learned turn is the last one or, if its loss weight is 0, the last earlier assistant turn with loss weight 1.
+    The learned turn is the last turn or, if that has loss weight 0, the last assistant turn before it with weight 1.
     """
     mark = loss_mark(messages[-1])
     if mark is None or mark[1]:
@@ -182,8 +185,8 @@ def _two_answers(
 def _prompt(question: Question, before: tuple[Message, ...], name: str) -> Question:
     """Return the prompt of a row from its `question` and the messages `before` the answer in column `name`.
 
-    The messages of an answer may repeat the prompt, or its end. They may also continue the prompt with tool calls and
-    their results.
+    The messages of an answer may start with the prompt, or with its end. They may also continue the prompt with tool
+    calls and results of tools.
     """
     if not before or question is None:
         return before or question
@@ -198,7 +201,9 @@ def _prompt(question: Question, before: tuple[Message, ...], name: str) -> Quest
             return question
         if continues:
             return (*question, *before)
-        raise BadRow(OTHER_PROMPT, f"the prompt and the messages before the answer in {name} differ; remove one")
+        raise BadRow(
+            OTHER_PROMPT, f"the prompt differs from the messages before the answer in {name}; remove one of the two"
+        )
     if continues:
         raise BadRow(WRONG_TYPE, f"{name} continues a prompt that is a plain text; write the prompt as messages")
     return before
@@ -213,8 +218,8 @@ SCHEMAS = {
 def _answer(value: dict[str, Any], name: str) -> tuple[tuple[Message, ...], Message]:
     """Return the messages that precede the answer in `value[name]`, and the answer as a message.
 
-    A text or a single message is taken as the answer. Of several messages, the last is the answer and the others are
-    part of the prompt.
+    A text or a single message is the answer. Of several messages, the last is the answer; the others belong to the
+    prompt.
     """
     item = value[name]
     if isinstance(item, str):

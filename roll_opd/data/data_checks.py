@@ -1,6 +1,6 @@
 """Checks of data sets before a run: tags, ground truths, and overlap between validation and training rows.
 
-Every tag needs a teacher and a reward; every row needs the ground truth that its reward reads. Legend: V validation
+Every tag needs a teacher and a reward, and every row needs the ground truth that its reward reads. Legend: V validation
 rows, L training rows.
 """
 
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TagRows:
-    """Facts of the prompts of one tag: missing ground truths, and the domains that rows name."""
+    """Facts about the prompts with one tag: missing ground truths, and the domains that rows name."""
 
     unanswered: int  # prompts without a ground_truth
-    examples: tuple[str, ...]  # `file:line` of the first few
-    domains: Mapping[str, str] = field(default_factory=dict)  # in a column `domain`: name -> its first row, `file:line`
+    examples: tuple[str, ...]  # `file:line` of the first few of these prompts
+    # name in column `domain` -> `file:line` of the first row with it
+    domains: Mapping[str, str] = field(default_factory=dict)
 
 
 def check_coverage(
@@ -36,12 +37,12 @@ def check_coverage(
     *,
     scored_by_workflow: bool = False,
 ) -> None:
-    """Check tags against teachers and rewards; raise one `DataError` that lists all that are missing.
+    """Check that each tag has a teacher and a reward, and each row its ground truth; one `DataError` lists all faults.
 
     `training` and `validation` map the tags of the data sets; `needing_truth` names the reward workers that need a
-    ground truth. The domain of a row follows from its tag. A row with another reward's name in its column `domain` is
-    refused too, because ROLL would send it to that reward. Training prompts need no reward in pure distillation, where
-    rewards are only logged. No prompt needs one if the workflow scores its samples and no reward is configured.
+    ground truth. The domain of a row follows from its tag. A row whose column `domain` names another reward is refused,
+    because ROLL would send the row to that reward. In pure distillation, where rewards are only logged, training
+    prompts need no reward. If the workflow scores its samples and no reward is configured, no prompt needs a reward.
     """
     wrong = []
     if teachers:
@@ -63,7 +64,7 @@ def check_coverage(
 def unused_warnings(named: Mapping[str, Collection[str] | None], tags: Collection[str]) -> list[str]:
     """Return a warning for each entry of `named` (name -> tags; None: all) whose tags are all missing from `tags`.
 
-    This is no error, since a data set may hold only some of the configured tags.
+    This is not an error, since a data set may have only some of the configured tags.
     """
     known = ", ".join(map(repr, tags))
     return [
@@ -88,9 +89,9 @@ def _unrewarded(
         elif worker and rows.unanswered:
             more = ", ..." if rows.unanswered > len(rows.examples) else ""
             wrong.append(
-                f"{rows.unanswered} rows of the {name} data with tag {tag!r} have no ground_truth, which {worker} "
-                f"needs: {', '.join(rows.examples)}{more}; add it, remove the rows, or, for rows of a workflow, name"
-                " the column in response_key"
+                f"{rows.unanswered} rows of the {name} data with tag {tag!r} have no ground_truth, which {worker}"
+                f" needs: {', '.join(rows.examples)}{more}; add ground truths or remove the rows; for rows of a"
+                " workflow, name the column in response_key"
             )
     return wrong
 
@@ -110,7 +111,7 @@ def _misrouted(name: str, tags: Mapping[str, TagRows], rewards: Sequence[RewardP
 
 
 def overlap_warning(validation: "PromptSet", learned: "Sequence[PromptSet]") -> str | None:
-    """Return a warning with the number of validation rows whose prompts are also training prompts; None if 0."""
+    """Return a warning if prompts of validation rows are also training prompts, with their number; else None."""
     held_out = validation.prompt_hashes(np.arange(len(validation)))  # [V]
     numbers = [prompts.drawn() for prompts in learned]
     trained = [prompts.prompt_hashes(drawn) for prompts, drawn in zip(learned, numbers, strict=True)]  # [L] each
@@ -126,8 +127,8 @@ def overlap_warning(validation: "PromptSet", learned: "Sequence[PromptSet]") -> 
     count, total = int(shared.sum()), len(validation)
     return (
         f"validation: {count} of {total} validation rows ({_share(count, total)}) are also training rows:"
-        f" {validation.where(first)} has the same prompt as {same}. Their results do not measure new prompts; remove"
-        " them from the training files, or name other files in validation.data_args.file_name"
+        f" {validation.where(first)} has the same prompt as {same}. Results on these rows do not measure new prompts;"
+        " remove the rows from the training files, or name other files in validation.data_args.file_name"
     )
 
 

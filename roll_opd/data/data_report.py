@@ -1,17 +1,17 @@
-"""Report of a pass over prompt files: counts of usable rows, and of bad rows by kind and file, with examples."""
+"""The report of a pass over prompt files: number of usable rows, and of bad rows by kind and file, with examples."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 
 from roll_opd.base.frozen import FrozenDict
 
-EXAMPLES_PER_KIND = 3  # bad rows named for each kind in each file; others are only counted
-FILES_NAMED = 10  # files with listed bad rows; others are only counted
+EXAMPLES_PER_KIND = 3  # number of bad rows that are named per kind and file; further rows are only counted
+FILES_NAMED = 10  # number of files whose bad rows are listed; further files are only counted
 
-# kinds of rows that parse but cannot be used
+# kinds of rows that can be parsed but not used
 TOO_LONG = "longer than prompt_length"
 WHOLE_TOO_LONG = "longer than sequence_length"  # rows with answers
-TEACHER_TOO_LONG = "longer, as a teacher reads it, than that teacher's prompt_length"
+TEACHER_TOO_LONG = "longer than a teacher's prompt_length, with the context of that teacher"
 NOT_ENCODABLE = "refused by the template"
 NO_TOKEN = "without a token"
 NOT_LEARNED = "excluded from the loss"  # not an error
@@ -19,17 +19,19 @@ NOT_LEARNED = "excluded from the loss"  # not an error
 
 @dataclass
 class FileReport:
-    """Counts of one file, updated during the pass: rows, prompts, and bad rows by kind."""
+    """Counts of one file, updated during the pass: rows, prompts, and bad rows of each kind."""
 
     path: str
     rows: int = 0
     prompts: int = 0
     bad_counts: Counter = field(default_factory=Counter)  # kind -> rows
-    bad_examples: dict[str, list[str]] = field(default_factory=dict)  # kind -> the first few, "file:line (detail)"
-    unread: Counter = field(default_factory=Counter)  # ignored column -> rows with a value in it, see `Row.unread`
+    # kind -> "file:line (detail)" of the first few rows"
+    bad_examples: dict[str, list[str]] = field(default_factory=dict)
+    # ignored column -> number of rows with a value in it, see `Row.unread`
+    unread: Counter = field(default_factory=Counter)
 
     def add_bad(self, kind: str, line: int, detail: str = "") -> None:
-        """Count a bad row; store its position if it is one of the first few of its kind."""
+        """Count a bad row; store its position if it is among the first of its kind."""
         self.bad_counts[kind] += 1
         if self.bad_counts[kind] <= EXAMPLES_PER_KIND:
             named = f"{self.path}:{line}" + (f" ({detail})" if detail else "")
@@ -51,16 +53,16 @@ class FileReport:
 
 @dataclass(frozen=True)
 class DataReport:
-    """Report over all files of a data set."""
+    """The report on all files of a data set."""
 
     files: tuple[FileReport, ...]
     length_key: str  # of the limit
     most_tokens: int  # the limit itself
-    longest: int  # tokens of the longest row, dropped ones included
-    renamed: int = 0  # prompts with a duplicate id, renamed `id@file:line`
-    streams: FrozenDict = field(default_factory=FrozenDict)  # domain, tag or file -> its prompts
-    undrawn: FrozenDict = field(default_factory=FrozenDict)  # tag -> prompts that no stream draws
-    warnings: tuple[str, ...] = ()  # about ignored parts of usable rows
+    longest: int  # tokens of the longest row, including dropped rows
+    renamed: int = 0  # number of prompts with a duplicate id, which became `id@file:line`
+    streams: FrozenDict = field(default_factory=FrozenDict)  # domain, tag or file -> number of prompts
+    undrawn: FrozenDict = field(default_factory=FrozenDict)  # tag -> number of prompts that no stream draws
+    warnings: tuple[str, ...] = ()  # warnings about ignored parts of usable rows
 
     @property
     def rows(self) -> int:
@@ -79,7 +81,7 @@ class DataReport:
 
     @property
     def bad(self) -> int:
-        """Number of bad rows of all kinds in all files."""
+        """Number of bad rows of all kinds, in all files."""
         return sum(file.bad for file in self.files)
 
     def describe_bad(self) -> str:
@@ -92,16 +94,16 @@ class DataReport:
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """Return the report as text: a summary line, then a line for each irregularity."""
+        """Return the report as text: a summary line, then a line for each kind of problem."""
         files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         lines = [f"{self.prompts} prompts from {self.rows} rows of {files}; the longest row has {self.longest} tokens"]
         if self.streams:
             lines.append("drawn from " + ", ".join(f"{name} ({count})" for name, count in self.streams.items()))
         if self.undrawn:
             tags = ", ".join(f"{tag!r} ({count})" for tag, count in self.undrawn.items())
-            lines.append(f"never drawn, because domain_interleave_probs names no domain of their tag: {tags}")
+            lines.append(f"never drawn, because domain_interleave_probs names no domain with their tag: {tags}")
         if self.renamed:
-            lines.append(f"{self.renamed} prompts with a duplicate id were given a new one")
+            lines.append(f"{self.renamed} prompts with a duplicate id got a new id")
         if self.bad:
             lines.append(
                 f"{self.bad} rows dropped ({self.length_key}={self.most_tokens} tokens):\n{self.describe_bad()}"

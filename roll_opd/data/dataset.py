@@ -1,6 +1,7 @@
-"""Prompt data sets on disk: one pass checks and indexes all rows; a row is read and tokenised when it is drawn.
+"""Prompt data sets on disk.
 
-Only the index is in memory, so a data set may be much larger than the memory.
+One pass checks and indexes all rows; a row is read and tokenised when it is drawn. Only the index is in memory, so a
+data set may be much larger than the memory.
 """
 
 from collections import Counter
@@ -38,26 +39,26 @@ if TYPE_CHECKING:
     from roll_opd.data.teacher_scores import TeacherScores
 
 
-DEFAULT_STREAM = StreamPlan("all", 1.0)  # name of the stream of a data set without configured streams
+DEFAULT_STREAM = StreamPlan("all", 1.0)  # name of the only stream, if no streams are configured
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A tokenised row. Two draws of one row in different epochs are equal."""
+    """A tokenised row. Draws of a row in different epochs are equal."""
 
     id: str
     index: int  # position among the prompts of the data set
     tag: str
     tokens: np.ndarray = field(compare=False)  # int64 [P]
     ground_truth: str | None = None
-    extra: FrozenDict = field(default_factory=FrozenDict, compare=False)  # the row's other keys, such as test_cases
-    answers: tuple[np.ndarray, ...] = field(default=(), compare=False)  # int64 each; of supervised rows
+    extra: FrozenDict = field(default_factory=FrozenDict, compare=False)  # other keys of the row, such as test_cases
+    answers: tuple[np.ndarray, ...] = field(default=(), compare=False)  # answers of a supervised row, int64 [R] each
     teacher_prompts: dict[str, np.ndarray] = field(default_factory=dict, compare=False)  # see Sample.teacher_prompts
-    scores: "TeacherScores | None" = field(default=None, compare=False)  # of a teacher file
+    scores: "TeacherScores | None" = field(default=None, compare=False)  # scores of a row in a teacher file
 
 
 class PromptSet:
-    """An indexed data set of prompts on disk, numbered from 0; made by `open_prompts`."""
+    """An indexed data set of prompts on disk, numbered from 0. `open_prompts` creates it."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class PromptSet:
         return len(self._index.positions)
 
     def read(self, numbers: Sequence[int]) -> list[Prompt]:
-        """Read the rows with these numbers; return their prompts, with `extra`, in the same order.
+        """Read the rows with these numbers; return their prompts in the same order, with `extra`.
 
         Raises `DataError` if a file is missing or a row has changed since the data set was opened.
         """
@@ -89,7 +90,9 @@ class PromptSet:
             texts = [render_row(self._tokenizer, row, self._plan) for row in rows]
             read = [self._read_by_teachers(*one) for one in zip(wanted.tolist(), rows, strict=True)]
         except DataError as error:
-            raise DataError(f"{error}; the row was accepted at the start of the run: its file has changed") from error
+            raise DataError(
+                f"{error}; the row was accepted at the start of the run, so its file has changed since"
+            ) from error
         prompts: dict[int, Prompt] = {}
         encoded = encode(self._tokenizer, texts), self._teachers.encode(read)
         whole = zip(wanted.tolist(), rows, *encoded, strict=True)
@@ -103,7 +106,7 @@ class PromptSet:
         return [prompts[number] for number in numbers]
 
     def all(self) -> list[Prompt]:
-        """Return every prompt, in order; for data sets that fit in memory, such as validation sets."""
+        """Return every prompt, in order. Use it for data sets that fit in memory, such as validation sets."""
         return self.read(range(len(self)))
 
     def members(self, stream: StreamPlan) -> np.ndarray:
@@ -128,14 +131,14 @@ class PromptSet:
         return self._index.prompt_hashes[numbers]
 
     def tags(self, numbers: np.ndarray) -> dict[str, int]:
-        """Return the number of prompts among `numbers`, by tag."""
+        """Return a map: tag -> number of prompts among `numbers`."""
         counts = np.bincount(self._index.tags[numbers], minlength=len(self._index.tag_names))
         return {name: int(n) for name, n in zip(self._index.tag_names, counts, strict=True) if n}
 
     def by_tag(self) -> dict[str, TagRows]:
-        """Return tag -> `TagRows` (prompts without a ground truth, domains that rows name), for each drawn tag.
+        """Return a map, for drawn prompts: tag -> `TagRows` (prompts without a ground truth, domains that rows name).
 
-        Tags are in the order of their first prompts.
+        Tags are ordered by their first prompt.
         """
         found = {}
         for code, tag in enumerate(self._index.tag_names):
@@ -195,11 +198,11 @@ class PromptSet:
 
 
 def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[PromptSet, DataReport]:
-    """Check and index the rows of `plan.files` in one pass, at most `plan.limit`; return the prompts and a report.
+    """Check and index the rows of `plan.files` (at most `plan.limit`) in one pass; return prompts and a report.
 
-    `plan.on_long_prompt` sets whether rows longer than `plan.prompt_length` tokens are dropped or refused;
-    `plan.on_bad_row` sets the same for other unusable rows. Raises `DataError` if a row is refused, a file is missing,
-    a template is unknown or absent, there is no prompt, or a stream with a positive weight has no prompt.
+    `plan.on_long_prompt` sets whether rows with more than `plan.prompt_length` tokens are dropped or refused;
+    `plan.on_bad_row` does so for other unusable rows. Raises `DataError` if a row is refused, a file is missing, a
+    template is unknown or missing, no row is usable, or a stream with a positive weight has no prompt.
     """
     for template in (plan.template, *plan.tag_templates.values()):
         if template not in TEMPLATES:
@@ -224,7 +227,7 @@ def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[
 
 
 def short_names(files: Sequence[str]) -> list[str]:
-    """Return the shortest path suffixes that are unique among `files`; full paths if a file occurs twice."""
+    """Return the shortest unique path suffix of each of `files`; full paths if a file occurs twice."""
     parts = [Path(file).parts for file in files]
     for count in range(1, max(map(len, parts), default=1)):
         names = ["/".join(part[-count:]) for part in parts]
@@ -244,7 +247,7 @@ def _existing_files(plan: DataPlan) -> list[RowFile]:
 
 
 def _undrawn(prompts: PromptSet, streams: list[np.ndarray]) -> dict[str, int]:
-    """Return the number of prompts that are in no stream, by tag."""
+    """Return a map: tag -> number of prompts that are in no stream."""
     if not streams:
         return {}
     undrawn = np.ones(len(prompts), dtype=bool)
@@ -279,29 +282,29 @@ def check_report(report: DataReport, plan: DataPlan) -> None:
     empty = [stream.name for stream in plan.streams if stream.weight > 0 and not report.streams[stream.name]]
     if empty:
         raise DataError(
-            f"no prompt to draw for {', '.join(map(repr, empty))}: no usable row has its tag or file. Remove it from "
-            "`domain_interleave_probs` or `interleave_probs`, or add rows with its tags."
+            f"there is no prompt to draw for {', '.join(map(repr, empty))}, as no usable row has its tag or file."
+            " Remove it from `domain_interleave_probs` or `interleave_probs`, or add rows with its tags."
         )
 
 
-# columns that make and route a prompt, in every schema
+# columns that, in every schema, define a prompt and its tag
 _USUAL = ("id", "tag", "domain", "messages", "conversations", "system", "prompt", "ground_truth", *PROMPT_COLUMNS)
-# ignored column or key -> what to do
+# ignored column or key -> remedy
 _LEFT_OUT = {
     "system": "write it as the first message",
     HISTORY: "write the turns as `messages`",
-    "tools": "write a list of objects with a name, in OpenAI's form, together with `messages`",
-    TEXT_WITH_CALLS: "the chat template renders only the calls of such a turn",
-    "functions": "write a list of objects with a name, in OpenAI's form",
-    **dict.fromkeys(MARKS, "only 0 and 1, true and false are read, for a row or a turn"),
-    **dict.fromkeys(SPANS, "a turn is learned as a whole, or excluded with `weight: 0`"),
+    "tools": "write a list of objects with a name, as in OpenAI's API, and write `messages`",
+    TEXT_WITH_CALLS: "the chat template renders only the tool calls of such a turn",
+    "functions": "write a list of objects with a name, as in OpenAI's API",
+    **dict.fromkeys(MARKS, "the weight of a row or a turn may be 0 or 1, or true or false"),
+    **dict.fromkeys(SPANS, "a turn is learned as a whole; exclude a turn with `weight: 0`"),
 }
 
 
 def columns_needed(plan: DataPlan) -> frozenset[str] | None:
     """Return the columns that `plan` reads for tokens, ids, tags and ground truths; None for all columns.
 
-    Other columns do not change the prompt. A workflow may read any column of its task.
+    Other columns do not change the prompt. A workflow may read any column of its task, so it needs all.
     """
     if plan.schema == "task":
         return None
@@ -312,7 +315,7 @@ def columns_needed(plan: DataPlan) -> frozenset[str] | None:
 
 
 def unread_warnings(files: Sequence[FileReport], schema: str) -> tuple[str, ...]:
-    """Return a warning for each ignored column or key, with the number of rows, the remedy and the files."""
+    """Return a warning for each ignored column or key, with the number of rows, the remedy and the file names."""
     counts = sum((file.unread for file in files), Counter())
     warnings = []
     for name, count in counts.items():

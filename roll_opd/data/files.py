@@ -1,8 +1,8 @@
 """Row files on disk (JSONL, JSON array, Parquet): find them by name, scan all rows, read single rows by position.
 
-A row has a `line` for error messages: its line or, in Parquet and arrays, its row number, counted from 1. Its
-`position` is for seeking: the offset of its first byte in a text file, the row number in Parquet. `first_tags` and
-`count_rows` are fast looks at a data set before the pass over all rows.
+For error messages, a row has a `line`: its line number or, in Parquet and arrays, its row number, counted from 1. For
+seeking, it has a `position`: the offset of its first byte in a text file, the row number in Parquet. `first_tags` and
+`count_rows` read a data set quickly, before the pass over all rows.
 """
 
 import glob
@@ -23,14 +23,14 @@ from roll_opd.config.plan import DataPlan
 from roll_opd.data.formats import JsonArrayFile, is_array, is_parquet, refusal
 from roll_opd.data.rows import NOT_JSON, BadRow, DataError, tag_of
 
-SUFFIXES = (".jsonl", ".json", ".parquet")  # files taken from a directory
-PARQUET_ROWS = 256  # decoded at a time, so that rows of a megabyte still fit
+SUFFIXES = (".jsonl", ".json", ".parquet")  # suffixes of the files that a directory stands for
+PARQUET_ROWS = 256  # number of rows decoded at a time; small, as a row may have a megabyte
 PARQUET_BUFFER = 2**20  # bytes of a column read at a time
-MAX_LINE = 2**26  # bytes; a longer line is another kind of file, and would fill the memory
+MAX_LINE = 2**26  # maximum bytes of a line; a file with longer lines is of another kind and would fill the memory
 
 
 class RowFile(Protocol):
-    """File of rows; a row that cannot be decoded is returned as a `BadRow`."""
+    """A file of rows; a row that cannot be decoded is returned as a `BadRow`."""
 
     path: Path
 
@@ -38,22 +38,22 @@ class RowFile(Protocol):
         """Yield (line, position, value) of every non-blank row, in order."""
 
     def read(self, positions: Sequence[int]) -> list[Any]:
-        """Return the values at `positions`, which must ascend."""
+        """Return the values at `positions`, which must be in ascending order."""
 
     def column(self, name: str) -> Iterator[Any]:
         """Yield the value in column `name` of every decodable row; None for a missing value."""
 
     def count(self) -> int:
-        """Return the number of non-blank rows, bad ones included."""
+        """Return the number of non-blank rows, including bad rows."""
 
     def bytes_before(self, position: int) -> int:
         """Return the approximate number of bytes before a row, for progress bars."""
 
 
 def find_files(name: str, dataset_dir: str | None) -> list[Path]:
-    """Resolve an entry of `file_name` (file, directory or pattern) to its files.
+    """Return the files for an entry of `file_name` (a file, a directory or a pattern).
 
-    The entry is looked up as given, then below `dataset_dir`. Raises `DataError` if there is no readable file.
+    The entry is looked up as written, then below `dataset_dir`. Raises `DataError` if there is no readable file.
     """
     try:
         return _found(name, dataset_dir)
@@ -87,7 +87,7 @@ def _found(name: str, dataset_dir: str | None) -> list[Path]:
 
 
 def _matching(pattern: str) -> list[Path]:
-    """Return the files that match a pattern with *, ? or [ ]; the first of `candidates` with a match counts."""
+    """Return the files that match the first of `candidates` (patterns with *, ? or [ ]) that has a match."""
     for place in candidates(pattern):
         files = [Path(match) for match in glob.glob(str(place), recursive=True)]
         if files := sorted(file.resolve() for file in files if file.is_file()):
@@ -138,7 +138,7 @@ class JsonlFile:
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
         if not os.fstat(file.fileno()).st_size:
-            return  # also for files of /proc, which report size 0 and may never end
+            return  # also limits files of /proc, which report size 0 and may never end
         for number, raw in enumerate(iter(partial(file.readline, MAX_LINE), b""), start=1):
             if len(raw) == MAX_LINE:
                 raise DataError(f"{self.path}:{number} is longer than {MAX_LINE >> 20} MiB; write one row per line")
@@ -146,10 +146,10 @@ class JsonlFile:
 
 
 class ParquetFile:
-    """`RowFile` over a Parquet file. A read decodes the row group up to the row, so small groups are faster."""
+    """`RowFile` over a Parquet file. Reading a row decodes its row group up to the row, so small groups are faster."""
 
     def __init__(self, path: Path, columns: Collection[str] | None = None) -> None:
-        """A pass over the file skips all columns but `columns`; others, such as test cases, may be large."""
+        """A pass over the file reads only `columns`, since other columns, such as test cases, may be large."""
         import pyarrow as pa
 
         self.path = path
@@ -178,7 +178,7 @@ class ParquetFile:
 
     def read(self, positions: Sequence[int]) -> list[Any]:
         values: list[Any] = []
-        wanted: dict[int, list[int]] = {}  # row group -> rows in it
+        wanted: dict[int, list[int]] = {}  # row group -> places of rows in it
         for position in positions:
             group = bisect_right(self._starts, position) - 1
             wanted.setdefault(group, []).append(position - self._starts[group])
@@ -201,7 +201,7 @@ class ParquetFile:
         try:
             with self._open() as file:
                 for batch in file.iter_batches(PARQUET_ROWS, row_groups=list(groups), columns=columns):
-                    if columns == []:  # no known column: every row is bad, but counted
+                    if columns == []:  # without a known column, every row is bad, but is counted
                         yield from ({} for _ in range(batch.num_rows))
                     else:
                         yield from batch.to_pylist()
@@ -229,11 +229,11 @@ def _decode(raw: bytes) -> Any:
         return BadRow(NOT_JSON, str(error)[:80])
 
 
-ROWS_SCANNED = 50_000  # over all files; enough to detect a wrong tag or column
+ROWS_SCANNED = 50_000  # number of rows over all files; enough to detect a wrong tag or column
 
 
 def first_tags(data: DataPlan) -> tuple[set[str], bool]:
-    """Return the tags of the first rows of each file, and whether these are all rows.
+    """Return the tags of the first rows of each file, and whether the files have no further rows.
 
     Unreadable rows and files are skipped here; the pass over all rows before a run reports them.
     """
@@ -256,9 +256,9 @@ def _version(name: str) -> tuple[int, ...]:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
-@lru_cache(maxsize=64)  # planning reads the same file for several checks
+@lru_cache(maxsize=64)  # cached, as several checks of the planner read the same file
 def _tags_of_file(name: str, column: str, share: int, version: tuple[int, ...]) -> tuple[frozenset[str], bool]:
-    """Return the tags of the first `share` rows of a file, and whether it has no further rows. Cached per version."""
+    """Return the tags of a file's first `share` rows, and whether it has no further rows; cached per version."""
     tags: set[str] = set()
     try:
         rows = open_file(name).column(column)
@@ -271,7 +271,7 @@ def _tags_of_file(name: str, column: str, share: int, version: tuple[int, ...]) 
 
 
 def count_rows(data: DataPlan) -> int:
-    """Return the number of rows, bad ones included, at most `limit`. Raises `DataError` for a broken Parquet file."""
+    """Return the number of rows, including bad rows, up to `limit`. Raises `DataError` for a broken Parquet file."""
     total = sum(open_file(name).count() for name in data.files)
     return total if data.limit is None else min(total, data.limit)
 

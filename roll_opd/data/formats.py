@@ -1,7 +1,7 @@
-"""Detect the format of a row file from its first bytes, since file names are unreliable; read JSON arrays.
+"""Detect the format of a row file from its first bytes, since file names are unreliable, and read JSON arrays.
 
-An array is decoded element by element, so it need not fit in memory. A row's `line` is its number in the array, from 1;
-its `position` is the offset of its first byte.
+An array is decoded element by element, so it need not fit in memory. The `line` of a row is its number in the array,
+counted from 1; its `position` is the offset of its first byte.
 """
 
 import codecs
@@ -27,7 +27,7 @@ FOREIGN = {
     b"\xff\xfe": ("UTF-16 text", "save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"),
     b"\xfe\xff": ("UTF-16 text", "save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"),
 }
-TABLES = {".csv": "a CSV file", ".tsv": "a table with tabs"}  # text formats, recognised only by name
+TABLES = {".csv": "a CSV file", ".tsv": "a table with tabs"}  # text formats that are recognised only by file name
 SEPARATORS = {".csv": ",", ".tsv": "\\t"}
 
 
@@ -37,7 +37,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def is_array(path: Path) -> bool:
-    """Whether a text file is a single JSON array of rows, which `datasets` reads too."""
+    """Whether a text file is a single JSON array of rows, a format that `datasets` also reads."""
     with path.open("rb") as file:
         head = file.read(len(BOM))
         file.seek(len(BOM) if head == BOM else 0)
@@ -51,27 +51,27 @@ def is_array(path: Path) -> bool:
         try:
             json.loads(line)
         except (ValueError, RecursionError):
-            return True  # the array continues in the next lines
-        # an array in one line is the complete file, or a bad first row of a JSONL file
+            return True  # the array continues on the next lines
+        # an array in one line is either the complete file or a bad first row of a JSONL file
         return not any(rest.strip() for rest in iter(lambda: file.read(FIRST_BYTES), b""))
 
 
 def refusal(path: Path) -> str | None:
-    """Return a message about an unsupported file format and its remedy; None for other files."""
+    """Return an error about an unsupported file format, with a remedy; None for other files."""
     if not path.is_file() or is_parquet(path):
         return None
     read = "rows are read from JSONL (one object per line), a JSON array or Parquet"
     if path.suffix in TABLES:
         convert = f'pandas.read_csv("{path.name}", sep="{SEPARATORS[path.suffix]}")'
         convert += f'.to_json("{path.stem}.jsonl", orient="records", lines=True)'
-        return f"{path} is {TABLES[path.suffix]}; {read}: convert it with {convert}"
+        return f"{path} is {TABLES[path.suffix]}; {read}; convert it with {convert}"
     head = _head(path, FIRST_BYTES)
     for start, (what, advice) in FOREIGN.items():
         if head.startswith(start):
             return f"{path} is {what}; {read}: {advice.format(name=path.name)} and name the result"
     if _is_spread(head):
         advice = f"write one object per line (jq -c . {path.name} > {path.stem}.jsonl)"
-        return f"{path} holds JSON objects over several lines; {read}: {advice}, or write an array of them"
+        return f"{path} has JSON objects over several lines; {read}: {advice}, or write the objects as an array"
     return None
 
 
@@ -92,12 +92,14 @@ def _head(path: Path, size: int) -> bytes:
         with path.open("rb") as file:
             return file.read(size)
     except OSError:
-        return b""  # reported when the file is read
+        return b""  # an error is reported when the file is read
 
 
-CHUNK = 2**20  # bytes read at a time, doubled while an element does not end in them
-MAX_ELEMENT = 2**28  # characters; a missing bracket would make the whole file one element
-PARTIAL = 16  # an error this close to the end of the decoded text may be a cut-off token, such as `nul` or `\ud83`
+CHUNK = 2**20  # bytes read at a time; doubled as long as an element is incomplete
+# maximum characters of an element; without it, a missing bracket would make the whole file one element
+MAX_ELEMENT = 2**28
+# an error this close to the end of the decoded text may come from an incomplete token, such as `nul` or `\ud83`
+PARTIAL = 16
 NUMBER_CHARACTERS = "0123456789.eE+-"
 SPACE = " \t\r\n\ufeff"
 
@@ -112,7 +114,7 @@ class JsonArrayFile:
         with self.path.open("rb") as file:
             window = _Window(file, 0)
             if window.skip() != "[":
-                raise self._broken(1, window.position, "an array begins with [")
+                raise self._broken(1, window.position, "an array must begin with [")
             window.take(1)
             number = 0
             while (sign := window.skip()) != "]":
@@ -126,7 +128,7 @@ class JsonArrayFile:
                 yield number, position, self._value(window, number)
             window.take(1)
             if window.skip():
-                raise self._broken(number, window.position, "more text after the end of the array")
+                raise self._broken(number, window.position, "text after the end of the array")
 
     def read(self, positions: Sequence[int]) -> list[Any]:
         with self.path.open("rb") as file:
@@ -155,13 +157,13 @@ class JsonArrayFile:
 
 
 class _Window:
-    """Decoded part of a file; `position` is the offset of the next byte."""
+    """The decoded part of a file; `position` is the offset of the next byte."""
 
     def __init__(self, file: BinaryIO, position: int) -> None:
         file.seek(position)
         self.position = position
         self._file, self._text, self._next, self._ended = file, "", 0, False
-        # keeps invalid UTF-8, so that byte offsets stay right; such a row is reported as a bad row
+        # keeps invalid UTF-8, so that byte offsets stay correct; the row is reported as a bad row
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
 
     def skip(self) -> str:
@@ -181,7 +183,7 @@ class _Window:
             try:
                 value, end = json.JSONDecoder().raw_decode(self._text, self._next)
                 after = self._text[end : end + 1]
-                if self._ended or (after and after not in NUMBER_CHARACTERS):  # a cut-off number is valid JSON
+                if self._ended or (after and after not in NUMBER_CHARACTERS):  # an incomplete number is valid JSON
                     break
             except json.JSONDecodeError as error:
                 is_cut = "Unterminated" in error.msg or error.pos > len(self._text) - PARTIAL
@@ -199,7 +201,7 @@ class _Window:
         self._next += characters
 
     def _more(self, size: int) -> bool:
-        """Read and decode `size` more bytes; False at the end of the file."""
+        """Read and decode `size` more bytes; return False at the end of the file."""
         if self._ended:
             return False
         raw = self._file.read(size)

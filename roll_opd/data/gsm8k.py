@@ -31,14 +31,14 @@ def final_answer(answer: str) -> str:
 def convert(examples: Iterable[Mapping[str, Any]], split: str, instruction: str = "") -> Iterator[dict[str, str]]:
     """Yield one row for each example, in order, with ids `gsm8k-<split>-<n>` from 0.
 
-    `instruction` is added to every question on a separate line. If an example has another form, raises `DataError` with
-    its number.
+    `instruction` is added to every question on a separate line. Raises `DataError`, with the example's number, if an
+    example has other columns.
     """
     for number, example in enumerate(examples):
         try:
             question, answer = example["question"], final_answer(example["answer"])
         except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"example {number} of {split} lacks a text in `question` and `answer`") from error
+            raise DataError(f"example {number} of {split} needs a text in `question` and in `answer`") from error
         except DataError as error:
             raise DataError(f"example {number} of {split}: {error}") from error
         content = f"{question}\n{instruction}" if instruction else question
@@ -52,7 +52,7 @@ def convert(examples: Iterable[Mapping[str, Any]], split: str, instruction: str 
 
 
 def read_jsonl(path: str) -> Iterator[Any]:
-    """Yield the objects of a JSONL file; for a line that is not JSON, raises `DataError` with its number."""
+    """Yield the objects in a JSONL file; raises `DataError`, with the line number, for a line that is not JSON."""
     for number, _, value in open_file(path).scan():
         if isinstance(value, BadRow):
             raise DataError(f"{path}:{number} is not JSON: {value.detail}")
@@ -92,10 +92,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return 0, or 2 for wrong input."""
     parser = argparse.ArgumentParser(prog="python -m roll_opd.data.gsm8k", description="GSM8K to prompt rows.")
     given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--input", help="a JSONL file in GSM8K's form")
+    given.add_argument("--input", help="a JSONL file with GSM8K's columns")
     given.add_argument("--dataset", help="a data set for datasets.load_dataset, e.g. openai/gsm8k")
-    parser.add_argument("--name", help="the configuration of --dataset, e.g. main")
-    parser.add_argument("--split", help="default: train; with --input, the stem of the file (used in the ids)")
+    parser.add_argument("--name", help="name of a configuration of --dataset, e.g. main")
+    parser.add_argument(
+        "--split", help="default: train; with --input, the file name without its suffix (used in the ids)"
+    )
     parser.add_argument("--instruction", default="", help="text added to every question on a separate line")
     parser.add_argument("--output", required=True, help="the JSONL file to write")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Build the index of a data set: one pass checks every row; a usable row takes about 30 bytes of the index.
+"""Build the index of a data set in one pass that checks every row. The index has about 30 bytes per usable row.
 
 Legend: N prompts, F files.
 """
@@ -28,45 +28,45 @@ from roll_opd.data.templates import PromptText, UnusableTemplate, render_answer,
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# rows are tokenised together, which is several times faster than one by one
+# number of rows tokenised together, which is several times faster than one by one
 BATCH_ROWS = 512
 BATCH_CHARACTERS = 2**20
-RENDERED_TWICE = 16  # rows of a file that are rendered twice, to detect a template with random text
-MAX_DOMAINS = 1000  # kept for each tag; a column with more names web sites or subjects, not rewards
-PROGRESS_DELAY_S = 3.0  # before the progress bar appears
+RENDERED_TWICE = 16  # number of rows per file that are rendered twice, to detect templates with random text
+MAX_DOMAINS = 1000  # domains kept per tag; a column with more values names web sites or subjects instead of rewards
+PROGRESS_DELAY_S = 3.0  # seconds before the progress bar appears
 
 
 @dataclass(frozen=True)
 class Index:
-    """Place and checksums of each prompt, in the order of files and rows."""
+    """The place and checksums of each prompt, in the order of files and rows."""
 
-    starts: np.ndarray  # int64 [F+1], the prompts of file f are starts[f] to starts[f+1]
-    positions: np.ndarray  # int64 [N], of the row in its file, see `RowFile`
+    starts: np.ndarray  # int64 [F+1]; file f has the prompts starts[f] to starts[f+1] - 1
+    positions: np.ndarray  # int64 [N], position of the row in its file, see `RowFile`
     lines: np.ndarray  # uint32 [N]
-    tags: np.ndarray  # int32 [N], into tag_names
+    tags: np.ndarray  # int32 [N], index into tag_names
     checks: np.ndarray  # uint32 [N], checksum of id, tag, ground truth and tokens: detects changed rows
-    prompt_hashes: np.ndarray  # uint64 [N], equal for equal prompts of two data sets
-    unanswered: np.ndarray  # bool [N], the row has no ground_truth
-    renamed: np.ndarray  # bool [N], an earlier prompt has the same id
+    prompt_hashes: np.ndarray  # uint64 [N], hash that is equal for equal prompts, also across data sets
+    unanswered: np.ndarray  # bool [N], true if the row has no ground_truth
+    renamed: np.ndarray  # bool [N], true if an earlier prompt has the same id
     tag_names: tuple[str, ...]
-    domains: FrozenDict  # tag -> {domain named in a row: the first such row, `file:line`}
-    digests: tuple[str, ...]  # [F], of explicit ids, tags, ground truths and tokens of a file's prompts
+    domains: FrozenDict  # tag -> {domain named in a row: `file:line` of the first such row}
+    digests: tuple[str, ...]  # [F], digest of explicit ids, tags, ground truths and tokens of a file's prompts
 
 
 @dataclass(frozen=True)
 class _ParsedRow:
-    """Parsed row before tokenisation."""
+    """A parsed row, before tokenisation."""
 
     line: int
     position: int
     id: str
-    own_id: str | None  # None: `id` is the fallback, which contains the file name
+    own_id: str | None  # None: the row has no id, and `id` is derived from the file name
     tag: str
     ground_truth: str | None
-    domain: Any  # of the row's own `domain` column, unchecked
-    task: bytes | None  # task of a workflow without its id: hashed in place of the prompt's tokens
-    texts: tuple[PromptText, ...]  # of the prompt and its answers
-    teacher_prompts: dict[str, PromptText]  # the teachers' prompts, by teacher
+    domain: Any  # value of the row's column `domain`, unchecked
+    task: bytes | None  # a workflow's task without its id, hashed instead of the prompt's tokens
+    texts: tuple[PromptText, ...]  # texts of the prompt and its answers
+    teacher_prompts: dict[str, PromptText]  # teacher -> text of the teacher's prompt
 
 
 class Indexer:
@@ -77,14 +77,14 @@ class Indexer:
         self._positions, self._lines, self._tags = array("q"), array("I"), array("i")
         self._unanswered = array("b")
         self._prompt_hashes = array("Q")
-        self._checks, self._ids = array("I"), array("q")  # ids: 64-bit hashes, to detect duplicates
+        self._checks, self._ids = array("I"), array("q")  # 64-bit hashes of ids, to detect duplicates
         self._codes: dict[str, int] = {}  # tag -> number
         self._domains: dict[str, dict[str, str]] = {}  # see Index.domains
-        self._parsed = 0  # rows that count towards `limit`
+        self._parsed = 0  # number of rows so far, as counted for `limit`
         self._longest = 0
 
     def index(self, files: Sequence[RowFile]) -> tuple[Index, tuple[FileReport, ...], int]:
-        """Scan `files`; return the index, a report for each file, and the length of the longest row in tokens."""
+        """Scan `files`; return the index, a report on each file, and the number of tokens of the longest row."""
         reports, digests, starts = [], [], [0]
         sizes = [file.path.stat().st_size for file in files]
         with tqdm(
@@ -115,7 +115,7 @@ class Indexer:
         return index, tuple(reports), self._longest
 
     def _batches(self, file: RowFile, report: FileReport) -> Iterator[list[_ParsedRow]]:
-        """Yield non-empty batches of parsed rows; report the bad ones."""
+        """Yield non-empty batches of parsed rows; report bad rows."""
         batch: list[_ParsedRow] = []
         characters = 0
         for line, position, value in file.scan():
@@ -130,7 +130,7 @@ class Indexer:
                 texts = render_row(self._tokenizer, row, self._plan)
                 if report.rows <= RENDERED_TWICE and render_row(self._tokenizer, row, self._plan) != texts:
                     raise UnusableTemplate(
-                        f"{file.path}:{line}: the chat template renders the same row differently each time, and a run"
+                        f"{file.path}:{line}: the chat template renders the same row differently each time, but a run"
                         " renders a row again when it is drawn; remove the random part of the template"
                     )
                 report.unread.update(dropped_parts(row, texts[0].text))
@@ -188,7 +188,7 @@ class Indexer:
 
 
 def repeated(ids: np.ndarray) -> np.ndarray:
-    """Return which of `ids`, int64 [N], equal an earlier entry, bool [N]."""
+    """Return a mask, bool [N], of the `ids`, int64 [N], that equal an earlier id."""
     order = np.argsort(ids, kind="stable")
     again = np.zeros(len(ids), dtype=bool)
     again[order[1:]] = ids[order[1:]] == ids[order[:-1]]
@@ -203,7 +203,7 @@ def render_row(tokenizer: "PreTrainedTokenizerBase", row: Row, plan: DataPlan) -
 
 
 def dropped_parts(row: Row, prompt: str) -> Iterator[str]:
-    """Yield the names of row parts that the prompt lacks; these cause a warning, not a bad row."""
+    """Yield the names of parts of a row that the rendered prompt lacks and that cause only a warning."""
     if drops_text_with_calls(row.messages, prompt):
         yield TEXT_WITH_CALLS
     if row.prompt is not None and any((tool_name(tool) or "") not in prompt for tool in row.tools):
@@ -225,7 +225,7 @@ def encode(
 
 
 def fallback_id(file: RowFile, line: int) -> str:
-    """Return the id of a row whose id is missing."""
+    """Return an id for a row that has none."""
     return f"{file.path.stem}:{line}"
 
 

@@ -1,7 +1,7 @@
 """Parse messages of files and of client requests, in OpenAI's and similar forms, for chat templates.
 
 Contents become texts, arguments of tool calls become objects, and roles get the names that templates use. Loss weights
-of rows and turns (0: excluded) are read in the spellings of OpenAI, axolotl, ms-swift, verl and slime.
+of rows and turns (0: excluded) may have the names that OpenAI, axolotl, ms-swift, verl or slime use.
 """
 
 import json
@@ -19,9 +19,9 @@ ROLES = {
     "function": "tool",
 }
 KNOWN_ROLES = tuple(dict.fromkeys(ROLES.values()))
-# unambiguous other names: ShareGPT's speakers
+# other names that are unambiguous: ShareGPT's speakers
 _ALIASES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant")}
-# role names of some templates -> the role to write for other templates
+# role name that only some templates know -> role to write for other templates
 _ADVICE = {
     **dict.fromkeys(("observation", "function_response", "ipython", "tool_response", "tool_result"), "tool"),
     **dict.fromkeys(("function_call", "ai", "agent", "answer", "response"), "assistant"),
@@ -29,11 +29,11 @@ _ADVICE = {
     **dict.fromkeys(("context", "document", "documents"), "system or user"),
 }
 _TEXT_PARTS = ("text", "input_text", "output_text")
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message that hold its thoughts
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message that may have the thoughts
 
 
 class MessageError(ValueError):
-    """A message that cannot be parsed: `field` is its place, `what` the reason and the remedy."""
+    """A message cannot be parsed: `field` is the place, `what` the reason and a remedy."""
 
     def __init__(self, field: str, what: str) -> None:
         super().__init__(f"{field}: {what}")
@@ -41,7 +41,7 @@ class MessageError(ValueError):
 
 
 def role_of(written: str) -> str:
-    """Return the normalized name of a role in any case; an unknown role is returned unchanged."""
+    """Return the normalised name of a role, whatever its case; an unknown role is returned unchanged."""
     folded = written.strip().casefold()
     return ROLES.get(folded) or _ALIASES.get(folded) or written
 
@@ -64,8 +64,8 @@ def without_nulls(value: Any) -> Any:
 def read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a message with text in `content`, and with objects as arguments of tool calls; raises `MessageError`.
 
-    Nulls are dropped, text parts are joined, and the deprecated `function_call` becomes a tool call. Unknown roles are
-    kept.
+    Nulls are dropped, text parts are joined, and the deprecated `function_call` becomes a tool call. Unknown roles stay
+    unchanged.
     """
     read = without_nulls(message)
     if not isinstance(read.get("role"), str):
@@ -81,7 +81,7 @@ def read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 def read_tools(tools: Any, where: str = "tools") -> list[dict[str, Any]] | None:
     """Return the tools in a list of objects or in its JSON text; None for anything else.
 
-    Raises `MessageError` for a text that starts like a JSON list of objects and is not valid.
+    Raises `MessageError` for a text that starts like a JSON list of objects but is not valid.
     """
     if isinstance(tools, str):
         if not tools.strip():
@@ -100,7 +100,7 @@ def read_tools(tools: Any, where: str = "tools") -> list[dict[str, Any]] | None:
         return None
     read = []
     for tool in tools:
-        if isinstance(tool, str):  # each a JSON text, since their schemas differ
+        if isinstance(tool, str):  # a tool may be a JSON text, since the schemas of tools differ
             try:
                 tool = json.loads(tool)
             except (ValueError, RecursionError):
@@ -127,7 +127,8 @@ def _text(content: Any, message: Mapping[str, Any], where: str) -> str:
         return ""
     found = "is missing" if content is None else f"is of the type {type(content).__name__}"
     raise MessageError(
-        f"{where}.content", f"is not a text: it {found}; every message needs a text in 'content', or text parts"
+        f"{where}.content",
+        f"is not a text: it {found}; every message needs a text or a list of text parts in 'content'",
     )
 
 
@@ -158,7 +159,7 @@ def _calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, since chat templates encode them."""
+    """Return a tool call with its arguments as an object, since chat templates encode the arguments."""
     function = call.get("function")
     if not isinstance(function, Mapping):
         function = {name: call[name] for name in ("name", "arguments") if name in call}
@@ -180,15 +181,15 @@ def _json(text: str, where: str) -> Any:
         raise MessageError(where, f"is not JSON: {str(error)[:80]}") from None
 
 
-# keys of a turn or of a row: 0 or false excludes it from the loss
+# keys of a turn or a row; the value 0 or false excludes it from the loss
 MARKS = ("weight", "loss", "loss_mask", "step_loss_mask", "trainable", "train", "training", "loss_weight", "loss_scale")
-# keys with weights of spans or tokens, which are not supported
+# keys for weights of spans or tokens, which are not supported
 SPANS = ("train_detail", "training_detail", "completion_mask", "assistant_masks")
 _WORDS = {"true": True, "yes": True, "1": True, "1.0": True, "false": False, "no": False, "0": False, "0.0": False}
 
 
 def loss_mark(marked: Mapping[str, Any]) -> tuple[str, bool] | None:
-    """Return the loss-weight key of a turn or row, and whether it is learned; None if there is no such key.
+    """Return the loss-weight key of a turn or row, and whether it includes it in the loss; None without such a key.
 
     A key that excludes the turn or row takes precedence over one that includes it.
     """
@@ -197,7 +198,7 @@ def loss_mark(marked: Mapping[str, Any]) -> tuple[str, bool] | None:
 
 
 def unread_marks(marked: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys whose values are not supported: weights other than 0 and 1, and weights of spans or tokens."""
+    """Yield keys with unsupported values: weights other than 0 and 1, and weights of spans or tokens."""
     for name in MARKS:
         value = marked.get(name)
         number = isinstance(value, int | float | Decimal) and value not in (0, 1)
@@ -207,7 +208,7 @@ def unread_marks(marked: Mapping[str, Any]) -> Iterator[str]:
 
 
 def without_marks(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without its loss weights, which no template reads."""
+    """Return a message without loss weights, which no template reads."""
     return {key: value for key, value in message.items() if key not in MARKS and key not in SPANS}
 
 

@@ -1,8 +1,8 @@
 """Decode the compressed top-k of DistillKit's parquet files.
 
 A position has k token ids, packed in ceil(log2 d) bits each, and k descending log-probs. The first `exact_k` log-probs
-are floats; the others are a polynomial of their rank plus quantised residuals in bins. Optionally, all are differences
-to the log-prob before. These parameters are in `compression_config.yaml` next to the files. Source:
+are floats. The others are a polynomial of their rank plus quantised residuals in bins. Optionally, each value is the
+difference from the log-prob before it. These parameters are in `compression_config.yaml` next to the files. Source:
 github.com/arcee-ai/DistillKit, `distillkit/compression`.
 
 Legend: R positions, B bytes of a position, K tokens of the top-k.
@@ -18,16 +18,16 @@ import numpy as np
 
 FLOATS: dict[str, np.dtype[Any]] = {"float16": np.dtype("<f2"), "float32": np.dtype("<f4"), "float64": np.dtype("<f8")}
 BFLOAT16 = "bfloat16"
-FUNCTIONS = {"sqrt": np.sqrt, "exp": np.exp}  # terms of the polynomial besides powers
+FUNCTIONS = {"sqrt": np.sqrt, "exp": np.exp}  # terms of the polynomial that are no powers
 
 
 class PackedError(Exception):
-    """A configuration or a row does not have the format."""
+    """A configuration or a row is not in the format."""
 
 
 @dataclass(frozen=True)
 class Bin:
-    """Quantised residuals of `num_elements` ranks with a common scale."""
+    """Quantised residuals of `num_elements` ranks that share a scale."""
 
     scale_dtype: str
     element_bits: int
@@ -41,7 +41,7 @@ class Bin:
 
 @dataclass(frozen=True)
 class LogprobPacking:
-    """The parameters in a `compression_config.yaml`, under their names there."""
+    """The parameters in a `compression_config.yaml`, with the names used there."""
 
     d: int
     k: int
@@ -59,12 +59,12 @@ class LogprobPacking:
 
     @property
     def id_bytes(self) -> int:
-        """Number of bytes of a position's token ids."""
+        """Number of bytes of the token ids at a position."""
         return math.ceil(self.k * self.id_bits / 8)
 
     @property
     def logprob_bytes(self) -> int:
-        """Number of bytes of a position's log-probs."""
+        """Number of bytes of the log-probs at a position."""
         sizes = [self.exact_k * _width(self.exact_dtype), len(self.polynomial_terms) * _width(self.term_dtype)]
         return sum(sizes) + sum(_width(part.scale_dtype) + part.size for part in self.residual_bins)
 
@@ -87,14 +87,14 @@ def _packing(values: Mapping[str, Any]) -> LogprobPacking:
     for dtype in (packing.exact_dtype, packing.term_dtype, *(part.scale_dtype for part in packing.residual_bins)):
         _width(dtype)
     if not 0 <= packing.exact_k <= packing.k <= packing.d:
-        raise ValueError(f"exact_k {packing.exact_k}, k {packing.k} and d {packing.d} must not decrease")
+        raise ValueError(f"exact_k {packing.exact_k}, k {packing.k} and d {packing.d} must be in ascending order")
     return packing
 
 
 def unpack_ids(packed_RB: np.ndarray, packing: LogprobPacking) -> np.ndarray:
-    """Return token ids, int32 [R, K], from bytes, uint8 [R, B]; the highest bit of an id is first."""
+    """Return token ids, int32 [R, K], from bytes, uint8 [R, B]; the highest bit of an id comes first."""
     if packed_RB.shape[1] != packing.id_bytes:
-        raise PackedError(f"{packed_RB.shape[1]} bytes of ids at a position, and k and d need {packing.id_bytes}")
+        raise PackedError(f"{packed_RB.shape[1]} bytes of ids per position, but k and d need {packing.id_bytes}")
     return _integers(packed_RB, packing.id_bits, packing.k).astype(np.int32)
 
 
@@ -102,7 +102,7 @@ def unpack_logprobs(packed_RB: np.ndarray, packing: LogprobPacking) -> np.ndarra
     """Return log-probs, f32 [R, K], from bytes, uint8 [R, B]."""
     if packed_RB.shape[1] != packing.logprob_bytes:
         raise PackedError(
-            f"{packed_RB.shape[1]} bytes of log-probs at a position, and the numbers need {packing.logprob_bytes}"
+            f"{packed_RB.shape[1]} bytes of log-probs per position, but the log-probs need {packing.logprob_bytes}"
         )
     exact_RK, rest = _floats(packed_RB, packing.exact_dtype, packing.exact_k)
     coefficients_RC, rest = _floats(rest, packing.term_dtype, len(packing.polynomial_terms))
@@ -132,7 +132,7 @@ def _floats(packed_RB: np.ndarray, dtype: str, count: int) -> tuple[np.ndarray, 
     size = count * _width(dtype)
     first = np.ascontiguousarray(packed_RB[:, :size])
     shape = (len(packed_RB), count)
-    if dtype == BFLOAT16:  # the upper half of an f32
+    if dtype == BFLOAT16:  # bf16 is the upper half of an f32
         values = (first.view("<u2").astype(np.uint32) << 16).view("<f4").reshape(shape)
     else:
         values = first.view(FLOATS[dtype]).reshape(shape)

@@ -1,9 +1,10 @@
 """Endless streams of prompts and of environment tasks for a run, resumable at any position.
 
 Prompts come from one or several weighted streams. The order within an epoch depends only on seed, epoch and stream
-number; the next stream depends on the number of prompts taken from each stream. So these counts are the complete state.
-A task is a tag (the game) and a seed (its initial state). Tags take turns in rounds with a fixed number of tasks of
-each tag; every task has a different seed. So the number of tasks taken is the complete state.
+number. The choice of the next stream depends on the number of prompts taken from each stream, so these counts are the
+complete state.
+A task is a tag (the game) and a seed (the game's initial state). Tags take turns, in rounds with a fixed number of
+tasks per tag, and every task has a different seed. So the number of tasks taken is the complete state.
 """
 
 import json
@@ -26,7 +27,7 @@ def next_stream(weights: np.ndarray, taken: np.ndarray) -> int:
     """Return the number of the stream that is furthest below its weight.
 
     `weights` f64 [S] sum to 1; `taken` int64 [S] counts the prompts taken from each stream. If counts start at zero,
-    any n consecutive draws hold `weights * n` prompts of each stream, within two prompts.
+    any n consecutive draws have `weights * n` prompts of each stream, to within two prompts.
     """
     return int(np.argmax(weights * (taken.sum() + 1) - taken))
 
@@ -37,7 +38,7 @@ def epoch_order(seed: int, epoch: int, stream: int, size: int) -> np.ndarray:
 
 
 class DrawOrder:
-    """Endless sequence of prompt numbers; each stream has its own epochs."""
+    """An endless sequence of prompt numbers; each stream has separate epochs."""
 
     def __init__(self, members: Sequence[np.ndarray], weights: Sequence[float], seed: int) -> None:
         """`members`: the prompt numbers of each stream, int64; the weight of an empty stream must be 0."""
@@ -68,7 +69,7 @@ def derived_seed(*numbers: int) -> int:
 _NEW_RUN = "Restore it, or start a new run."
 
 
-PASSED = "passed"  # in a state: draws after its position whose prompts have been trained or filtered
+PASSED = "passed"  # key of a state: later draws whose prompts have been trained on or filtered out
 
 
 class TaskSource(Protocol):
@@ -97,7 +98,7 @@ class TaskSource(Protocol):
 class PromptSource:
     """Stream of rows: draws from the streams of `prompts` by weight, with a new permutation in each epoch of a stream.
 
-    A batch that spans the end of an epoch may hold a prompt twice. The value of `position` before `take` is the unique
+    A batch across the end of an epoch may have a prompt twice. The value of `position` before `take` is the unique
     number of the first draw.
     """
 
@@ -116,7 +117,7 @@ class PromptSource:
 
     @property
     def epochs(self) -> float:
-        """Number of passes over the prompts since the start of the run; several streams: the mean weighted by size."""
+        """Number of passes over the prompts so far; for several streams, the mean weighted by size."""
         return self.position / self._size
 
     def take(self, n: int) -> list[Prompt]:
@@ -140,7 +141,7 @@ class PromptSource:
         self._order.take(n)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint in JSON types: seed, file digests, number of prompts taken per stream."""
+        """Return the state for a checkpoint, in JSON types: seed, digests of files, prompts taken per stream."""
         return {
             "seed": self._seed,
             "files": self._prompts.fingerprint(),
@@ -165,13 +166,13 @@ class PromptSource:
             )
         if difference := _files_differ(state["files"], own["files"]):
             raise DataError(
-                f"the prompts are not the ones this run was saved with ({difference}), so it cannot be resumed. A file,"
-                f" `limit`, `prompt_length`, a template, a hint or the tokenizer has changed. {_NEW_RUN}"
+                f"the prompts differ from those with which this run was saved ({difference}), so it cannot be resumed."
+                f" A file, `limit`, `prompt_length`, a template, a hint or the tokenizer has changed. {_NEW_RUN}"
             )
         if state["seed"] != self._seed:
             raise DataError(
-                f"the run was saved with seed {state['seed']} and is resumed with seed {self._seed}, which "
-                f"gives another order of the prompts. Set `seed: {state['seed']}`, or start a new run."
+                f"the run was saved with seed {state['seed']} and is resumed with seed {self._seed}, which changes the"
+                f" order of the prompts. Set `seed: {state['seed']}`, or start a new run."
             )
         if _shares(state["streams"]) != _shares(own["streams"]):
             raise DataError(
@@ -184,7 +185,7 @@ class PromptSource:
 
 
 class MixedSource(PromptSource):
-    """A stream of prompts and one of demonstrations (rows with answers), each with its own order and position."""
+    """A stream of prompts and a stream of demonstrations (rows with answers), with separate orders and positions."""
 
     def __init__(self, prompts: PromptSet, demonstrations: PromptSet, seed: int) -> None:
         super().__init__(prompts, seed)
@@ -204,14 +205,14 @@ class MixedSource(PromptSource):
 
 
 def _files_differ(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> str:
-    """Return a description of the first difference, "" if the files are equal; names are not compared."""
+    """Return the first difference as text, "" if the files are equal; file names are not compared."""
     if len(saved) != len(own):
-        return f"{len(saved)} files then, {len(own)} now"
+        return f"{len(saved)} files when it was saved, {len(own)} now"
     for then, now in zip(saved, own, strict=True):
         if then["prompts"] != now["prompts"]:
-            return f"{now['name']}: {then['prompts']} prompts then, {now['prompts']} now"
+            return f"{now['name']}: {then['prompts']} prompts when it was saved, {now['prompts']} now"
         if then["digest"] != now["digest"]:
-            return f"{now['name']}: the {now['prompts']} prompts have other ids, tags, ground truths or tokens"
+            return f"{now['name']}: the {now['prompts']} prompts have different ids, tags, ground truths or tokens"
     return ""
 
 
@@ -224,21 +225,21 @@ def _describe(streams: list[dict[str, Any]]) -> str:
     return "{" + ", ".join(shares) + "}"
 
 
-SEED_LIMIT = 2**31  # seeds of games are below it
-MACHINE_KEYS = ("step_timeout", "max_env_step_concurrent")  # keys of an environment that do not change its games
-RULES = "rules"  # in a state: key of the configuration -> digest of its value
+SEED_LIMIT = 2**31  # seeds of games are smaller
+MACHINE_KEYS = ("step_timeout", "max_env_step_concurrent")  # keys of an environment that do not change the games
+RULES = "rules"  # key of a state: key of the configuration -> digest of its value
 VALIDATION_SEED = 2**20  # replaces the run's seed, so that validation plays the same games in every run
 
 
 class EnvironmentSource:
-    """Endless, resumable stream of environment tasks; the counterpart of `PromptSource` for rows."""
+    """An endless, resumable stream of environment tasks, as `PromptSource` is of rows."""
 
     def __init__(self, shares: Mapping[str, int], seed: int, rules: Mapping[str, Any] | None = None) -> None:
         """Make the stream.
 
         Args:
-            shares: tag -> number of its tasks in a round; the order of tags is their order in the round.
-            rules: result of `rules_of`; a state that was saved with other rules is refused. None: not checked.
+            shares: tag -> number of tasks per round; tags are played in this order.
+            rules: result of `rules_of`; a state that was saved with other rules is refused. None: no check.
         """
         self.passed: frozenset[int] = frozenset()  # draws after the position that a resumed run leaves out
         self._shares, self._seed = dict(shares), seed
@@ -280,21 +281,21 @@ class EnvironmentSource:
         own = self.state_dict()
         if state.keys() - {RULES, PASSED} != own.keys() - {RULES}:
             raise DataError(
-                "the position in the data was saved by a run over prompts, not in environments; resume that run, or"
-                " start a new one"
+                "the position in the data was saved by a run over prompts and not by a run in environments; resume"
+                " that run, or start a new one"
             )
         for name, key in (("environments", "train_env_manager"), ("seed", "seed")):
             if state[name] != own[name]:
                 raise DataError(
-                    f"the run was saved with {name} {state[name]} and is resumed with {own[name]}, which gives other"
+                    f"the run was saved with {name} {state[name]} and is resumed with {own[name]}, which changes the"
                     f" games; restore {key}, or start a new run"
                 )
-        saved = state.get(RULES, self._rules) if self._rules else {}  # states of earlier versions have no rules
+        saved = state.get(RULES, self._rules) if self._rules else {}  # states that earlier versions saved have no rules
         other = [key for key in {**saved, **self._rules} if saved.get(key) != self._rules.get(key)]
         if other:
             raise DataError(
-                f"the run was saved with another {' and another '.join(sorted(other))}, so it would continue with other"
-                " games; restore it, or start a new run"
+                f"the run was saved with a different {' and a different '.join(sorted(other))}, so it would continue"
+                " with other games; restore the setting, or start a new run"
             )
         self.passed = frozenset(state.get(PASSED, ()))
         self._taken = int(state["taken"])
@@ -312,7 +313,7 @@ class EnvironmentSource:
 
 
 def rules_of(plan: RunPlan) -> dict[str, Any]:
-    """Return the configuration values that define the training games, by key."""
+    """Return a map of the configuration's values that define the training games, by key."""
     assert plan.workflow and plan.rollout
     settings = thaw(plan.workflow.workflow_args["environments"])
     games = {
@@ -320,7 +321,7 @@ def rules_of(plan: RunPlan) -> dict[str, Any]:
         for tag in plan.data.environments
     }
     for game in games.values():
-        if game["env_type"] == "http":  # its address does not change the game
+        if game["env_type"] == "http":  # the address of an environment's server does not change the game
             game["env_config"].pop("url", None)
     return {**games, "train_env_manager.group_size": plan.rollout.sampling.n}
 

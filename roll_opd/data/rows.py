@@ -1,4 +1,4 @@
-"""Parse prompt rows in ROLL's and other common forms into `Row`; unusable rows raise `BadRow` with a kind."""
+"""Parse prompt rows in ROLL's and other common forms into `Row`; raise `BadRow`, with a kind, for unusable rows."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from typing import Any
 from roll_opd.base.frozen import FrozenDict, freeze
 from roll_opd.data.messages import THOUGHTS, MessageError, read_message, read_tools
 
-DEFAULT_TAG = "math_rule"  # for rows without a tag, as in ROLL
+DEFAULT_TAG = "math_rule"  # tag of rows without one, as in ROLL
 
 # kinds of bad rows
 NOT_JSON = "not JSON"
@@ -30,7 +30,7 @@ _SPEAKERS = {
 }
 
 MEDIA = ("images", "videos", "audios")  # columns of multimodal prompts
-# columns of a prompt in addition to its text
+# columns of a prompt in addition to the text
 PROMPT_COLUMNS = (*MEDIA, "tools", "functions", "chat_template_kwargs")
 RESERVED_VARIABLES = frozenset(
     {"messages", "conversation", "chat_template", "tools", "documents", "add_generation_prompt", "tokenize"}
@@ -43,11 +43,11 @@ _NO_RENAMES: Mapping[str, str] = FrozenDict()
 
 
 class DataError(ValueError):
-    """Unusable data; the message names the place and the remedy."""
+    """Data cannot be used; the error names the place and a remedy."""
 
 
 class BadRow(Exception):
-    """A row is unusable: its kind is one of those above; `detail` is the reason."""
+    """A row cannot be used: `kind` is one of the constants above, `detail` the reason."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind, detail)
@@ -56,17 +56,18 @@ class BadRow(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """One usable row: a conversation in `messages`, or in `prompt` plain text, which is tokenised unchanged."""
+    """A usable row: a conversation in `messages`, or plain text in `prompt`, which is tokenised unchanged."""
 
     id: str
     tag: str
     messages: tuple[FrozenDict, ...] = ()  # {"role": str, "content": str, ...}
     prompt: str | None = None
     ground_truth: str | None = None
-    answers: tuple[FrozenDict, ...] = ()  # messages: one in schema sft; chosen and rejected in dpo
-    extra: FrozenDict = field(default_factory=FrozenDict)  # every other key, such as test_cases
-    tools: tuple[FrozenDict, ...] = ()  # for the chat template
-    variables: FrozenDict = field(default_factory=FrozenDict)  # of the chat template: `chat_template_kwargs`
+    answers: tuple[FrozenDict, ...] = ()  # answers as messages: one in schema sft, chosen and rejected in schema dpo
+    extra: FrozenDict = field(default_factory=FrozenDict)  # all other keys, such as test_cases
+    tools: tuple[FrozenDict, ...] = ()  # tools for the chat template
+    # variables for the chat template (`chat_template_kwargs`)
+    variables: FrozenDict = field(default_factory=FrozenDict)
     unread: tuple[str, ...] = ()  # non-empty columns and keys that are ignored, for warnings
 
 
@@ -106,7 +107,7 @@ def parse_task(value: Any, fallback_id: str, columns: Mapping[str, str]) -> Row:
     """Parse a decoded value into a row for a workflow, with all columns unchanged in `extra`; raises `BadRow`.
 
     `columns` maps tag, id and ground_truth to their column names in the value. The prompt is the row as JSON text,
-    which is hashed to detect changes and read by no model.
+    which is only hashed to detect changes; no model reads it.
     """
     raw, own = rename_columns(value, _NO_RENAMES), rename_columns(value, columns)
     truth = own.get("ground_truth")
@@ -125,7 +126,7 @@ def rename_columns(value: Any, columns: Mapping[str, str]) -> dict[str, Any]:
         raise value
     if not isinstance(value, dict):
         raise BadRow(NOT_AN_OBJECT, type(value).__name__)
-    # Parquet gives every row every column: an absent value is None there
+    # in Parquet, every row has every column, and a missing value is None
     value = {key: item for key, item in value.items() if not is_null(item)}
     if columns:
         found = {key: value[name] for key, name in columns.items() if name in value}
@@ -159,9 +160,9 @@ def tag_of(value: Any) -> str:
 
 
 def without_prompt(names: Sequence[str], columns: Mapping[str, str]) -> BadRow:
-    """Return the `BadRow` for a row that has none of the columns `names`; it lists their names in the file."""
+    """Return the `BadRow` for a row without any of the columns `names`; it lists the names that the file would have."""
     looked_for = filter(None, (columns.get(name, name) for name in names))
-    return BadRow(NO_PROMPT, f"looked for {', '.join(looked_for)}; name its column in data_args")
+    return BadRow(NO_PROMPT, f"none of the columns {', '.join(looked_for)}; name the column in data_args")
 
 
 def _parse_prompt(value: dict[str, Any], columns: Mapping[str, str]) -> tuple[tuple[FrozenDict, ...], str | None]:
@@ -182,13 +183,13 @@ def _parse_prompt(value: dict[str, Any], columns: Mapping[str, str]) -> tuple[tu
 
 
 def first_present(value: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    """Return the first of `names` with a value, else the first that exists, else None."""
+    """Return the first of `names` that has a value, else the first that exists, else None."""
     present = [name for name in names if name in value]
     return next((name for name in present if not is_missing(value[name])), present[0] if present else None)
 
 
 def _tools(value: Mapping[str, Any]) -> tuple[tuple[FrozenDict, ...], tuple[str, ...]]:
-    """Return the tools of a row, and the name of a tools column whose form is unsupported; raises `BadRow`."""
+    """Return the tools of a row, and the name of a tools column in an unsupported form; raises `BadRow`."""
     for name in ("tools", "functions"):
         written = value.get(name)
         if not written or is_missing(written):
@@ -221,7 +222,7 @@ def _variables(value: Any) -> FrozenDict:
 
 
 def _holds(value: Any) -> bool:
-    """Whether a media column is not empty."""
+    """Whether a column for images, videos or sounds has content."""
     if isinstance(value, list | tuple | Mapping):
         return any(map(_holds, value.values() if isinstance(value, Mapping) else value))
     return not is_missing(value) and value not in ("[]", "{}", False)
@@ -232,7 +233,7 @@ def _is_written(value: Any) -> bool:
 
 
 def _question(messages: tuple[FrozenDict, ...]) -> tuple[FrozenDict, ...]:
-    """Return a conversation without its last assistant turns; raises `BadRow` if nothing is left."""
+    """Return a conversation without the assistant turns at its end; raises `BadRow` if no turn is left."""
     question = list(messages)
     while question and question[-1]["role"] == "assistant":
         question.pop()
@@ -242,9 +243,9 @@ def _question(messages: tuple[FrozenDict, ...]) -> tuple[FrozenDict, ...]:
 
 
 def parse_messages(messages: Any) -> tuple[FrozenDict, ...]:
-    """Parse a conversation, a list or its JSON string, in OpenAI's or ShareGPT's form; raises `BadRow`.
+    """Parse a conversation (a list or its JSON string) in OpenAI's or ShareGPT's form; raises `BadRow`.
 
-    A tuple is already parsed and is returned unchanged.
+    A tuple has been parsed before and is returned unchanged.
     """
     if isinstance(messages, tuple) and messages:
         return messages
@@ -281,8 +282,7 @@ def _parse_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def parse_shared_gpt(value: dict[str, Any]) -> tuple[FrozenDict, ...]:
-    """Return ShareGPT's `conversations`. If they lack a system message, it is read from column `system`. Raises
-    `BadRow`."""
+    """Return ShareGPT's `conversations`, with a system message from column `system`; raises `BadRow`."""
     messages, system = parse_messages(value["conversations"]), value.get("system")
     if not isinstance(system, str) or not system.strip() or messages[0]["role"] == "system":
         return messages
@@ -290,7 +290,7 @@ def parse_shared_gpt(value: dict[str, Any]) -> tuple[FrozenDict, ...]:
 
 
 def _with_role(message: Any) -> dict[str, Any]:
-    """Return a message as `{"role", "content"}`, also from ShareGPT's form `{"from", "value"}`."""
+    """Return a message as `{"role", "content"}`; it may be in ShareGPT's form `{"from", "value"}`."""
     if not isinstance(message, dict):
         raise BadRow(WRONG_TYPE, f"a message must be an object, not {type(message).__name__}")
     if message.get("role") is not None or message.get("from") is None:
@@ -308,12 +308,12 @@ def encodable(text: str, name: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise BadRow(WRONG_TYPE, f"{name} holds half of a surrogate pair, which no tokenizer takes") from None
+        raise BadRow(WRONG_TYPE, f"{name} has half of a surrogate pair, which no tokenizer accepts") from None
     return text
 
 
 def _text(value: dict[str, Any], key: str) -> str | None:
-    """Return a text field, None if it is missing; numbers, which are common for ids and answers, become texts."""
+    """Return a text field, None if it is missing; a number, as is common for ids and answers, becomes a text."""
     item = value.get(key)
     if is_missing(item):
         return None

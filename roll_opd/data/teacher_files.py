@@ -1,7 +1,7 @@
-"""Data set of teacher files: answers with a teacher's scores. One pass checks all rows; a drawn row is read again.
+"""A data set of teacher files: answers with a teacher's scores.
 
-Only the places of the rows are in memory. Reading a row decodes its row group; `roll-opd score` writes row groups of
-`ROWS_OF_A_GROUP` rows.
+One pass checks all rows; a row is read again when it is drawn. Only the places of rows are in memory. Reading a row
+decodes its row group; `roll-opd score` writes row groups of `ROWS_OF_A_GROUP` rows.
 """
 
 from collections import OrderedDict
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 ROWS_OF_A_GROUP = 64
 GROUPS_IN_MEMORY = 4
-SCHEMA = "scored"  # of `DataPlan`: the rows of teacher files
+SCHEMA = "scored"  # schema of a `DataPlan` for teacher files
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Place of a row: the numbers of its file, of its row group and in the group; and a digest of its content."""
+    """The place of a row (numbers of file, row group, and row in the group), and a digest of its content."""
 
     file: int
     group: int
@@ -41,7 +41,7 @@ class _Place:
 
 
 class TeacherFile:
-    """A parquet file of scored answers. Raises DataError if it cannot be read or has another format."""
+    """A parquet file of scored answers. Raises DataError if it cannot be read or is in another format."""
 
     def __init__(self, path: Path, tokenizer: "PreTrainedTokenizerBase", packing: str | None = None) -> None:
         self.path = path
@@ -53,7 +53,7 @@ class TeacherFile:
         self._read: OrderedDict[int, list[tuple[str, TeacherScores | BadRow]]] = OrderedDict()
 
     def group(self, number: int) -> list[tuple[str, TeacherScores | BadRow]]:
-        """Return the id ("" if there is no column `id`) and the content of each row in a row group."""
+        """Return (id, content) of each row in a row group; the id is "" without a column `id`."""
         if number not in self._read:
             while len(self._read) >= GROUPS_IN_MEMORY:
                 self._read.popitem(last=False)
@@ -79,7 +79,7 @@ def _opened(path: Path) -> Any:
 
 
 class ScoredSet:
-    """Scored answers, numbered from 0; made by `open_teacher_files`. It has the methods of `PromptSet`."""
+    """Scored answers, numbered from 0, with the methods of `PromptSet`. `open_teacher_files` creates it."""
 
     streams: tuple[StreamPlan, ...] = (DEFAULT_STREAM,)
 
@@ -116,7 +116,7 @@ class ScoredSet:
         return [found[number] for number in numbers]
 
     def all(self) -> list[Prompt]:
-        """Return all rows in order; for held-out rows."""
+        """Return all rows in order. Used for held-out rows."""
         return self.read(range(len(self)))
 
     def fingerprint(self) -> list[dict[str, str | int]]:
@@ -134,8 +134,8 @@ def open_teacher_files(
 ) -> tuple[ScoredSet, DataReport]:
     """Check every row of `plan.files` in one pass; return the usable rows and a report.
 
-    `plan.on_bad_row` sets whether inconsistent rows are refused or dropped; `plan.on_long_prompt` sets the same for
-    rows of more than `plan.prompt_length` tokens. Raises DataError if a row is refused or no row is usable.
+    `plan.on_bad_row` sets whether inconsistent rows are refused or dropped; `plan.on_long_prompt` does so for rows with
+    more than `plan.prompt_length` tokens. Raises DataError if a row is refused or no row is usable.
     """
     files = [TeacherFile(Path(name), tokenizer, packing) for name in plan.files]
     places: list[_Place] = []
@@ -175,12 +175,12 @@ def _rows(number: int, file: TeacherFile) -> Iterator[tuple[_Place, str, Teacher
 class FileFacts:
     """Facts from the metadata and the first rows of teacher files."""
 
-    vocab_size: int | None  # least number of token ids over which log-probs are normalised; None: not recorded
-    topk: int | None  # tokens of the smallest top-k; None: no top-k
+    vocab_size: int | None  # smallest number of token ids over which log-probs are normalised; None: not stated
+    topk: int | None  # size of the smallest top-k; None: no top-k
 
 
 def facts_of(files: Sequence[str], packing: str | None) -> FileFacts:
-    """Return the facts of teacher files, read from a small part of each. Raises DataError for an unreadable file."""
+    """Return the facts of teacher files, from a small part of each file. Raises DataError for an unreadable file."""
     vocabularies, sizes = [], []
     for name in files:
         with _opened(Path(name)) as file:

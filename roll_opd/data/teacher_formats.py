@@ -4,8 +4,8 @@
     Lightning-OPD prompt (text), metadata.response_tokens, metadata.teacher_log_probs; arXiv 2604.13010
     DistillKit    input_ids, compressed_logprobs, bytepacked_indices, and `compression_config.yaml` next to the files
 
-A row that cannot be decoded becomes a `BadRow`. Lightning-OPD and DistillKit store neither the tokenizer nor the
-temperature, and score at temperature 1.
+A row that cannot be decoded becomes a `BadRow`. Files of Lightning-OPD and DistillKit state neither tokenizer nor
+temperature; both score at temperature 1.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 INCONSISTENT = "with inconsistent teacher scores"
-VERSION_KEY, VERSION = b"roll_opd.teacher_scores", "1"  # of the file's metadata
+VERSION_KEY, VERSION = b"roll_opd.teacher_scores", "1"  # key of the file's metadata
 VOCABULARY_KEY = b"roll_opd.vocab_size"
 PACKING_FILE = "compression_config.yaml"
-QUANTISED_ERROR = 0.02  # relative error of probabilities after DistillKit's compression
+QUANTISED_ERROR = 0.02  # relative error of probabilities due to DistillKit's compression
 HALF_ERROR = 1e-3  # of f16 log-probs
 
 
 @dataclass(frozen=True)
 class FileFormat:
-    """A recognised format: the columns to read, and the decoder of a table with these columns."""
+    """A recognised format: the columns to read, and a decoder of tables with these columns."""
 
     name: str
     columns: tuple[str, ...]
@@ -44,20 +44,22 @@ class FileFormat:
 def recognised(
     path: Path, schema: "pa.Schema", tokenizer: "PreTrainedTokenizerBase", packing: str | None = None
 ) -> FileFormat:
-    """Return the format of a file, recognised by its columns. Raises DataError for any other format.
+    """Return the format of a file, recognised by its columns. Raises DataError for an unknown format.
 
     `packing` is the path of DistillKit's compression configuration; None: next to the file.
     """
     names = set(schema.names)
     if (version := (schema.metadata or {}).get(VERSION_KEY, VERSION.encode()).decode()) != VERSION:
-        raise DataError(f"{path}: version {version} of teacher files, and this program reads {VERSION}; score again")
+        raise DataError(
+            f"{path}: the file has version {version} of teacher files, but this program reads {VERSION}; score again"
+        )
     if {"prompt_ids", "response_ids"} <= names and {"teacher_logprobs", "teacher_topk_ids"} & names:
         return FileFormat("roll_opd", tuple(name for name in _OWN if name in names), _own_rows)
     if "metadata" in names and "prompt" in names and _fields(schema, "metadata") >= {"response_tokens"}:
         if "teacher_log_probs" not in _fields(schema, "metadata"):
             raise DataError(
-                f"{path}: metadata has no teacher_log_probs: this is Lightning-OPD's intermediate file; compute the"
-                " log-probs first (prepare_lightning_opd.py --compute-teacher-logprobs)"
+                f"{path}: metadata has no teacher_log_probs, so this is an intermediate file of Lightning-OPD; compute"
+                " the log-probs first (prepare_lightning_opd.py --compute-teacher-logprobs)"
             )
         return FileFormat("Lightning-OPD", ("prompt", "metadata"), lambda table: _lightning_rows(table, tokenizer))
     if {"input_ids", "compressed_logprobs", "bytepacked_indices"} <= names:
@@ -66,11 +68,11 @@ def recognised(
         return FileFormat("DistillKit", columns, lambda table: _packed_rows(table, settings))
     if {"packed_indices", "exact_values", "coeffs"} <= names:
         raise DataError(
-            f"{path}: DistillKit's legacy compression has centred logits without their normaliser, and so no log-probs;"
-            " sample the teacher again with a compression_config.yaml"
+            f"{path}: DistillKit's legacy compression stores centred logits without the normaliser, so there are no"
+            " log-probs; sample the teacher again with a compression_config.yaml"
         )
     raise DataError(
-        f"{path}: columns {', '.join(sorted(names)) or '(none)'} are of no known teacher file; write one with"
+        f"{path}: no known teacher file has the columns {', '.join(sorted(names)) or '(none)'}; write one with"
         " `roll-opd score --topk`"
     )
 
@@ -128,12 +130,14 @@ def _lightning_rows(table: "pa.Table", tokenizer: "PreTrainedTokenizerBase") -> 
         ids = np.array(tokenizer.encode(prompt, add_special_tokens=False), np.int64)
         row = _scores({"prompt_ids": ids, "response_ids": tokens, "logprobs": logprobs, "mask": mask}, {})
         if isinstance(row, TeacherScores) and answer is not None and not _is_text_of(row, answer, tokenizer):
-            row = BadRow(INCONSISTENT, "response_tokens are not response in the student's tokenizer")
+            row = BadRow(
+                INCONSISTENT, "response_tokens are not the tokens of the text response in the student's tokenizer"
+            )
         yield row
 
 
 def _is_text_of(row: TeacherScores, text: str, tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether the tokens decode to `text` or are its encoding; only the first may hold for a truncated answer."""
+    """Whether tokens decode to `text` or are its encoding; for a truncated answer, only the former may hold."""
     tokens = row.response_ids.tolist()
     if any(not 0 <= token < len(tokenizer) for token in tokens):
         return False
@@ -141,9 +145,10 @@ def _is_text_of(row: TeacherScores, text: str, tokenizer: "PreTrainedTokenizerBa
 
 
 def _packed_rows(table: "pa.Table", packing: LogprobPacking) -> Iterator[TeacherScores | BadRow]:
-    """Decode rows of DistillKit. The position after token i has the distribution of token i + 1.
+    """Decode rows of DistillKit.
 
-    All tokens but the first are the response: the format does not mark the prompt.
+    The position of token i has the distribution of token i + 1. All tokens except the first are the response, as the
+    format does not mark the prompt.
     """
     columns = (lists(table[name]) for name in ("input_ids", "compressed_logprobs", "bytepacked_indices"))
     for tokens, logprobs, indices in zip(*columns, strict=True):
@@ -171,7 +176,7 @@ def _position_bytes(values: np.ndarray) -> np.ndarray:
 
 
 def _scores(arrays: Mapping[str, np.ndarray | None], facts: Mapping[str, Any]) -> TeacherScores | BadRow:
-    """Return the arrays of a row in their dtypes, or a `BadRow` if the content does not fit."""
+    """Return the arrays of a row in their dtypes, or a `BadRow` if the content has other types."""
     made: dict[str, Any] = dict(facts)
     for name, values in arrays.items():
         if values is None:
@@ -184,7 +189,7 @@ def _scores(arrays: Mapping[str, np.ndarray | None], facts: Mapping[str, Any]) -
         if name not in ("mask", "topk_rest", "logprobs", "topk_logprobs") and values.dtype.kind not in "iu":
             if not len(values):
                 return BadRow(INCONSISTENT, f"{name} is empty")
-            return BadRow(INCONSISTENT, f"{name} has values that are no integers")
+            return BadRow(INCONSISTENT, f"{name} has values that are not integers")
         if values.dtype == object:
             return BadRow(INCONSISTENT, f"{name} has entries of different lengths")
         with np.errstate(over="ignore"):
@@ -193,7 +198,7 @@ def _scores(arrays: Mapping[str, np.ndarray | None], facts: Mapping[str, Any]) -
 
 
 def _struct(column: Any) -> dict[str, Any]:
-    """Return the fields of a struct column by name."""
+    """Return a map: name of a field in a struct column -> its values."""
     import pyarrow as pa
 
     whole = column.combine_chunks()

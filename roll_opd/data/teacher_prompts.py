@@ -1,6 +1,6 @@
-"""Prompts of teachers that have their own system message, template, or hint that is filled in from the row.
+"""Prompts of teachers with another system message or template than the student, or with a hint filled in from the row.
 
-The student's response tokens follow such a prompt without change.
+The student's response tokens follow such a prompt unchanged.
 """
 
 import json
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NO_CONTEXT = "no value for a teacher's hint"  # a kind of bad rows
-PROMPT = "prompt"  # in a hint: the text of the user's last message
-_PART = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")  # other braces, as in \boxed{}, are text
+PROMPT = "prompt"  # placeholder in a hint for the text of the user's last message
+_PART = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")  # other braces, such as those of \boxed{}, are text
 
 
 class TeacherPrompts:
@@ -35,9 +35,9 @@ class TeacherPrompts:
         }
 
     def texts(self, row: Row, template: str) -> dict[str, PromptText]:
-        """Return the prompt text of each teacher that accepts the tag of `row`, by name.
+        """Return a map: teacher that accepts the tag of `row` -> text of the teacher's prompt.
 
-        A teacher without its own template uses `template`. Raises `BadRow` if the row lacks a value for a hint, and
+        `template` is used for teachers without a template. Raises `BadRow` if the row lacks a value for a hint, and
         `DataError` if a template refuses the row.
         """
         found = {}
@@ -47,7 +47,7 @@ class TeacherPrompts:
         return found
 
     def encode(self, rows: Sequence[Mapping[str, PromptText]]) -> list[dict[str, np.ndarray]]:
-        """Return the tokens of each text of each row, one int64 [P] per text."""
+        """Return the tokens of each text of each row, as one array int64 [P] per text."""
         encoded: list[dict[str, np.ndarray]] = [{} for _ in rows]
         for name, (_, tokenizer) in self._contexts.items():
             numbers = [number for number, texts in enumerate(rows) if name in texts]
@@ -61,7 +61,7 @@ class TeacherPrompts:
         for name, tokens in prompts.items():
             context = self._contexts[name][0]
             if len(tokens) > context.prompt_length:
-                return f"{len(tokens)} tokens for {context.key}, whose prompt_length is {context.prompt_length}"
+                return f"{len(tokens)} tokens for {context.key}, but its prompt_length is {context.prompt_length}"
         return None
 
 
@@ -70,7 +70,7 @@ def read_row(context: ContextPlan, row: Row) -> Row:
     hint, system = context.hint, context.system_prompt
     if row.prompt is not None:
         if system is not None:
-            raise BadRow(NO_CONTEXT, f"{context.key}: a plain prompt has no place for a system_prompt; write a hint")
+            raise BadRow(NO_CONTEXT, f"{context.key}: a plain prompt cannot have a system_prompt; write a hint")
         if hint is None:
             return row
         if PROMPT not in names_in(hint):

@@ -1,4 +1,4 @@
-"""A teacher's scores of one answer in a teacher file, and the check of their consistency.
+"""A teacher's scores of one answer in a teacher file, and checks that the scores are consistent.
 
 Legend: P prompt tokens, R response tokens, K tokens of a top-k. Entry t of an array belongs to response token t.
 """
@@ -8,50 +8,51 @@ from dataclasses import dataclass
 
 import numpy as np
 
-REST_FLOOR = 1e-8  # least probability of all tokens outside a top-k without its own `topk_rest`
-PLACEHOLDER = -1e3  # lower than any log-prob of a softmax: formats write it for values that were not computed
-FEWEST_POSITIONS = 4  # positions that decide whether a top-k is renormalised
-SHARE_OF_LAST = 100  # a renormalised top-k leaves less than this part of its least likely token to all other tokens
+REST_FLOOR = 1e-8  # smallest probability of the tokens outside a top-k, if there is no `topk_rest`
+PLACEHOLDER = -1e3  # lower than any log-prob of a softmax; formats write such values as placeholders
+FEWEST_POSITIONS = 4  # number of positions that decide whether a top-k is renormalised
+# if a top-k is renormalised, all other tokens have less than this fraction of its least likely token's probability
+SHARE_OF_LAST = 100
 
 
 @dataclass(frozen=True)
 class TeacherScores:
-    """Scores of one answer; an array that the file lacks is None."""
+    """The scores of one answer; an array that the file does not have is None."""
 
     prompt_ids: np.ndarray  # int64 [P]
     response_ids: np.ndarray  # int64 [R]
-    logprobs: np.ndarray | None = None  # f32 [R], of the response tokens
+    logprobs: np.ndarray | None = None  # f32 [R], log-probs of the response tokens
     topk_ids: np.ndarray | None = None  # int32 [R, K]
-    topk_logprobs: np.ndarray | None = None  # f32 [R, K], not renormalised
-    topk_rest: np.ndarray | None = None  # f32 [R], of all other tokens together
-    mask: np.ndarray | None = None  # bool [R], tokens in the loss; None: all
+    topk_logprobs: np.ndarray | None = None  # f32 [R, K], log-probs of the top-k, not renormalised
+    topk_rest: np.ndarray | None = None  # f32 [R], log-prob of all other tokens together
+    mask: np.ndarray | None = None  # bool [R], true for tokens in the loss; None: all
     teacher: str = ""
     tokenizer: str = ""  # fingerprint of the tokenizer; empty: unknown
-    temperature: float = 1.0  # the logits were divided by it
+    temperature: float = 1.0  # by which the logits were divided
     error: float = 1e-6  # relative error of probabilities: 1e-6 for f32, 1e-3 for f16, 0.02 for quantised values
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Values that a run expects in every row."""
+    """The values that a run expects in every row."""
 
     vocab_size: int  # token ids of the student
     tokenizer: str = ""  # fingerprint of the student's tokenizer; empty: unknown
     temperature: float = 1.0
     teacher: str = ""  # name of the teacher; empty: any
-    topk: int | None = None  # tokens of the top-k that the objective reads; None: it reads the response's log-probs
+    topk: int | None = None  # size of the top-k that the objective reads; None: it reads the log-probs of the response
 
 
 def problem(scores: TeacherScores, expected: Expected) -> str | None:
-    """Return a sentence about the first inconsistency of a row; None if it is consistent."""
+    """Return a sentence about the first inconsistency in a row; None if the row is consistent."""
     with np.errstate(over="ignore", invalid="ignore"):
         return next(_problems(scores, expected), None)
 
 
 def with_rest(scores: TeacherScores) -> np.ndarray | None:
-    """Return the log of the total probability outside the top-k, f32 [R]; None if there is no top-k.
+    """Return the log of the total probability outside the top-k, f32 [R]; None without a top-k.
 
-    If the file lacks `topk_rest`, it is log(1 - Σp), but at least log(`REST_FLOOR`).
+    If the file has no `topk_rest`, this is log(1 - Σp), but at least log(`REST_FLOOR`).
     """
     if scores.topk_logprobs is None or scores.topk_rest is not None:
         return scores.topk_rest
@@ -90,11 +91,11 @@ def _problems(scores: TeacherScores, expected: Expected) -> Iterator[str]:
 
 def _wrong_origin(scores: TeacherScores, expected: Expected) -> Iterator[str]:
     if expected.tokenizer and scores.tokenizer and scores.tokenizer != expected.tokenizer:
-        yield f"it was scored with the tokenizer {scores.tokenizer}, and the student's is {expected.tokenizer}"
+        yield f"it was scored with the tokenizer {scores.tokenizer}, but the student's is {expected.tokenizer}"
     if abs(scores.temperature - expected.temperature) > 1e-6:
-        yield f"it was scored at temperature {scores.temperature:g}, and the run's is {expected.temperature:g}"
+        yield f"it was scored at temperature {scores.temperature:g}, but the run samples at {expected.temperature:g}"
     if expected.teacher and scores.teacher != expected.teacher:
-        yield f"its teacher is {scores.teacher!r}, and teacher.name is {expected.teacher!r}"
+        yield f"its teacher is {scores.teacher!r}, but teacher.name is {expected.teacher!r}"
 
 
 def _wrong_lengths(scores: TeacherScores, expected: Expected) -> Iterator[str]:
@@ -107,17 +108,17 @@ def _wrong_lengths(scores: TeacherScores, expected: Expected) -> Iterator[str]:
         if values is not None and len(values) != tokens:
             yield f"{len(values)} entries of {name} for {tokens} response tokens"
     if (scores.topk_ids is None) != (scores.topk_logprobs is None):
-        yield "teacher_topk_ids and teacher_topk_logprobs need each other, and one is missing"
+        yield "teacher_topk_ids and teacher_topk_logprobs must both be present, but one is missing"
     if scores.topk_ids is not None and scores.topk_logprobs is not None:
         shapes = scores.topk_ids.shape, scores.topk_logprobs.shape
         if shapes[0] != shapes[1] or len(shapes[0]) != 2 or not shapes[0][1]:
             yield f"teacher_topk_ids has shape {shapes[0]}, teacher_topk_logprobs {shapes[1]}"
     if expected.topk and scores.topk_ids is None:
-        yield "it has no top-k, which opd_objective: topk reads; use opd_objective: sampled, or score with --topk"
+        yield "it has no top-k, which opd_objective: topk needs; use opd_objective: sampled, or score with --topk"
     if expected.topk and scores.topk_ids is not None and scores.topk_ids.shape[-1] < expected.topk:
-        yield f"its top-k has {scores.topk_ids.shape[-1]} tokens, and opd_topk is {expected.topk}"
+        yield f"its top-k has {scores.topk_ids.shape[-1]} tokens, but opd_topk is {expected.topk}"
     if not expected.topk and scores.logprobs is None:
-        yield "it has no teacher_logprobs, which opd_objective: sampled reads; use opd_objective: topk"
+        yield "it has no teacher_logprobs, which opd_objective: sampled needs; use opd_objective: topk"
 
 
 def _wrong_ids(scores: TeacherScores, vocab_size: int) -> Iterator[str]:
@@ -131,11 +132,11 @@ def _wrong_ids(scores: TeacherScores, vocab_size: int) -> Iterator[str]:
 
 
 def _not_logprobs(name: str, values: np.ndarray, error: float) -> Iterator[str]:
-    """Find values that cannot be log-probs; `topk_rest` may be as low as f32 allows."""
+    """Return a sentence about a value that cannot be a log-prob; `topk_rest` may be as low as f32 allows."""
     flat = values.reshape(len(values), -1)
     wrong = {
         "is not finite: an overflow of f16, or not computed": ~np.isfinite(flat),
-        "is a placeholder and no log-prob": flat <= (-np.inf if name.endswith("rest") else PLACEHOLDER),
+        "is a placeholder instead of a log-prob": flat <= (-np.inf if name.endswith("rest") else PLACEHOLDER),
         "is positive: a logit or a probability": flat > 10 * error,
     }
     if name.endswith("rest"):
@@ -163,19 +164,19 @@ def _wrong_topk(scores: TeacherScores) -> Iterator[str]:
             token = int(np.argmax(wrong))
             yield (
                 f"top-k and teacher_topk_rest of response token {token} sum to {whole[token]:.4f}: the top-k is"
-                " renormalised, or of another computation"
+                " renormalised, or comes from another computation"
             )
     elif _is_renormalised(mass, last, scores.error):
         yield (
-            "its top-k is renormalised: the probabilities sum to 1 at every token, though the least likely are far"
-            " from 0; write the log-probs over the whole vocabulary"
+            "its top-k is renormalised: the probabilities sum to 1 at every token, although the least likely of them"
+            " is far above 0; write the log-probs over the whole vocabulary"
         )
     if scores.logprobs is not None:
         yield from _contradictions(scores, tolerance)
 
 
 def _is_renormalised(mass: np.ndarray, last: np.ndarray, error: float) -> bool:
-    """Whether Σp is 1 even where a softmax must leave some probability to the tokens outside the top-k.
+    """Whether Σp is 1 even where a softmax must give some probability to the tokens outside the top-k.
 
     If the least likely token of the top-k has probability p, the many other tokens of a vocabulary have at least p /
     `SHARE_OF_LAST` in total. Positions where this is below the precision do not count.
@@ -185,12 +186,12 @@ def _is_renormalised(mass: np.ndarray, last: np.ndarray, error: float) -> bool:
 
 
 def _contradictions(scores: TeacherScores, tolerance: float) -> Iterator[str]:
-    """Compare the log-prob of each response token with the top-k."""
+    """Return a sentence if a response token's log-prob contradicts the top-k."""
     assert scores.logprobs is not None and scores.topk_ids is not None and scores.topk_logprobs is not None
     hit = scores.topk_ids == scores.response_ids[:, None]
     own = scores.logprobs.astype(np.float64)
     inside = np.where(hit, scores.topk_logprobs, 0).sum(1)
-    # relative to the size of a log-prob, as rounding in f16 is
+    # relative to the size of a log-prob, like rounding errors in f16
     limit = 2 * tolerance * np.maximum(1, np.abs(own))
     differs = np.where(hit.any(1), np.abs(inside - own) > limit, own > scores.topk_logprobs.min(1) + limit)
     if differs.any():

@@ -1,7 +1,7 @@
-"""Write a teacher file in parts, so that an interrupted scoring continues after its last part.
+"""Write a teacher file in parts, so that scoring can continue after its last part if it was interrupted.
 
-A part is a parquet file in `.OUTPUT.parts/`, renamed when it is complete. At the end all parts become one file, which
-is renamed to OUTPUT. Parts that were written with other settings or another input are discarded.
+A part is a parquet file in `.OUTPUT.parts/`, renamed when it is complete. At the end, all parts become one file, which
+is renamed to OUTPUT. Parts that were written with other settings or from another input are discarded.
 
 Legend: R response tokens, K tokens of a top-k.
 """
@@ -32,8 +32,8 @@ class TeacherWriter:
 
     Args:
         output: the parquet file.
-        facts: columns with the same value in all rows: teacher, tokenizer, temperature.
-        topk: K, or None for log-probs of the response tokens only.
+        facts: columns that have the same value in all rows: teacher, tokenizer, temperature.
+        topk: K; None: only log-probs of the response tokens.
         vocab_size: number of token ids over which the log-probs are normalised.
         settings: settings that determine the scores; parts written with other settings are discarded.
     """
@@ -59,7 +59,7 @@ class TeacherWriter:
         file.write_text(self._settings, encoding="utf-8")
 
     def missing(self, rows: Iterator[dict[str, Any]]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-        """Yield the number and the input rows of each part that is not written yet."""
+        """Yield (number, input rows) of each part that has not been written yet."""
         for number in count():
             part = list(islice(rows, ROWS_OF_A_PART))
             if not part:

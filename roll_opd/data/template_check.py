@@ -1,9 +1,9 @@
 """Detect messages, tools, tool calls and thoughts that a chat template drops without an error.
 
-Two checks complement each other. A probe, made once for each conversation shape, replaces every text, tool and call
-with a marker and searches the rendered text for the markers. So a short text that also occurs elsewhere is not mistaken
-for rendered. A search for the texts themselves finds omissions that depend on the text, such as thoughts that are cut
-off. Templates may trim, escape and reorder texts.
+Two checks complement each other. A probe, made once for each shape of conversation, replaces every text, tool and call
+with a marker and searches the rendered text for the markers. So a short text that also occurs elsewhere does not count
+as rendered. A search for the texts themselves finds omissions that depend on the text, such as thoughts that a template
+removes. Templates may trim, escape and reorder texts.
 """
 
 import json
@@ -18,21 +18,21 @@ Messages = list[dict[str, Any]]
 Write = Callable[[Messages, list[dict[str, Any]]], str]
 
 THOUGHTS_END = "</think>"
-MIN_FOUND = 0.5  # share of a text's letters, by words found, from which it counts as rendered in another form
+MIN_FOUND = 0.5  # a text counts as rendered in another form if words with this fraction of its letters are found
 MAX_SHAPES = 4096  # cached
 TEXT_WITH_CALLS = "text next to a tool call"
 _SWITCHES = re.compile(r"(\s*/\w+)+\s*")
-# forms of a turn with calls: empty content as "" or None, arguments as an object or as JSON
+# forms of a turn with tool calls: empty content as "" or None, arguments as an object or as JSON text
 _FORMS = ((False, False), (True, False), (False, True), (True, True))
 
 
 class TemplateOmission(Exception):
-    """A chat template drops a part of a conversation; the message continues the words "the chat template"."""
+    """A chat template drops a part of a conversation; the error's text continues the words "the chat template"."""
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """Template behaviour for one conversation shape: the form of its tool calls, and the parts it drops."""
+    """How a template treats one shape of conversation: the form of tool calls that it needs, and the parts it drops."""
 
     form: tuple[bool, bool] = _FORMS[0]
     lost: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ _SHAPES: dict[tuple, _Shape] = {}
 def render_complete(write: Write, source: str, variant: str, messages: Messages, tools: list[dict[str, Any]]) -> str:
     """Return a conversation rendered by the template `source`; raises `TemplateOmission` if a part of it is missing.
 
-    `variant` completes the cache key of `write`. Errors that the template raises pass through.
+    `variant` completes the cache key of `write`. Errors that the template raises are not caught.
     """
     shape = _shape(write, (source, variant), messages, tools)
     text = write(_in_form(messages, shape.form), tools)
@@ -57,14 +57,14 @@ def render_complete(write: Write, source: str, variant: str, messages: Messages,
         if role not in KNOWN_ROLES and f"'{role}'" not in source and f'"{role}"' not in source:
             raise TemplateOmission(f"does not contain the role {role!r}; {role_advice(role)}")
     if lost:
-        raise TemplateOmission(f"leaves out {lost[0]}; use another template, or remove it from the row")
+        raise TemplateOmission(f"leaves out {lost[0]}; use another template, or remove this part from the row")
     return text
 
 
 def omission(tokenizer: Any, messages: Messages) -> str | None:
-    """Return the message of `TemplateOmission` for the tokenizer's own template; None if the rendering is complete.
+    """Return the text of `TemplateOmission` for the tokenizer's template; None if no part is dropped.
 
-    Also returns None if the template raises an error, since rendering the conversation reports it.
+    Also returns None if the template raises an error, which is reported when the conversation is rendered.
     """
 
     def write(messages: Messages, tools: list[dict[str, Any]]) -> str:
@@ -82,10 +82,10 @@ def omission(tokenizer: Any, messages: Messages) -> str | None:
 def omission_of_shape(
     write: Write, source: str, variant: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Return the message of `TemplateOmission` for a client's conversation; None if the rendering is complete.
+    """Return the text of `TemplateOmission` for a client's conversation; None if no part is dropped.
 
-    Each conversation shape is probed once; texts are not searched. Also returns None for contents other than text, and
-    if the template raises an error.
+    Each shape of conversation is probed once; texts are not searched. Also returns None for contents other than text,
+    and if the template raises an error.
     """
     contents = [message.get("content") for message in messages]
     if not all(isinstance(content, str | None) for content in contents):
@@ -93,9 +93,9 @@ def omission_of_shape(
     given = [{**message, "content": content or ""} for message, content in zip(messages, contents, strict=True)]
     try:
         lost = _shape(write, (source, variant), given, [dict(tool) for tool in tools]).lost
-    except Exception:  # a message or tool of another form; rendering the conversation reports the error
+    except Exception:  # a message or tool in another form; the error is reported when the conversation is rendered
         return None
-    return f"leaves out {lost[0]}; use another template, or remove it from the conversation" if lost else None
+    return f"leaves out {lost[0]}; use another template, or remove this part from the conversation" if lost else None
 
 
 def check_answer(answer: Mapping[str, Any], text: str) -> None:
@@ -117,7 +117,7 @@ def check_answer(answer: Mapping[str, Any], text: str) -> None:
 
 
 def drops_text_with_calls(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
-    """Whether `text` lacks the content of a turn with tool calls: some templates render only the calls."""
+    """Whether `text` lacks the content of a turn with tool calls, since some templates render only the calls."""
     contents = [visible(message) for message in messages if message.get("tool_calls")]
     if not any(map(str.strip, contents)):
         return False
@@ -128,7 +128,7 @@ def drops_text_with_calls(messages: Sequence[Mapping[str, Any]], text: str) -> b
 def visible(message: Mapping[str, Any]) -> str:
     """Return the text of a message that must be in the prompt.
 
-    Templates may drop the thoughts of earlier turns, and switches such as `/no_think`.
+    Left out are parts that templates may drop: thoughts of earlier turns, and switches such as `/no_think`.
     """
     if _SWITCHES.fullmatch(message["content"]):
         return ""
@@ -137,8 +137,8 @@ def visible(message: Mapping[str, Any]) -> str:
 
 def _no_thoughts(how: str = "such as `chatml`") -> TemplateOmission:
     return TemplateOmission(
-        "leaves out the thoughts of the answer, so that training would not see them; use a template that keeps them"
-        f" ({how}), or remove them from the row"
+        "leaves out the thoughts of the answer, so they would not be trained on; use a template that keeps thoughts"
+        f" ({how}), or remove the thoughts from the row"
     )
 
 
@@ -148,7 +148,7 @@ def _apart(content: str) -> tuple[str, str]:
 
 
 class _RenderedText:
-    """Rendered text, searched without regard to case and white space."""
+    """A rendered text that is searched without regard to case and white space."""
 
     def __init__(self, text: str, without: str = "") -> None:
         before, _, behind = _squeezed(text).rpartition(_squeezed(without) or "\0")
@@ -158,7 +158,7 @@ class _RenderedText:
         return _squeezed(part) in self._text
 
     def has(self, part: str) -> bool:
-        """Whether a text occurs verbatim or escaped as JSON, or whether most of its words occur."""
+        """Whether a text occurs, verbatim or escaped as JSON, or most of its words do."""
         if self.exactly(part):
             return True
         if any(self.exactly(json.dumps(part, ensure_ascii=ascii_)[1:-1]) for ascii_ in (False, True)):
@@ -183,21 +183,21 @@ def _shape(write: Write, key: tuple[str, str], messages: Messages, tools: list[d
 
 
 def _probed(write: Write, messages: Messages, tools: list[dict[str, Any]]) -> _Shape:
-    """Render a marked conversation in each form of tool calls; return the first form with the fewest dropped parts."""
+    """Render a marked conversation with each form of tool calls; return the first form that drops the fewest parts."""
     marked, marked_tools, marks = _marked(messages, tools)
     has_calls = any(message.get("tool_calls") for message in messages)
     tried = []
     for form in _FORMS if has_calls else _FORMS[:1]:
         try:
             text = write(_in_form(marked, form), marked_tools).casefold()
-        except Exception:  # a template may raise anything; the conversation itself is rendered afterwards
+        except Exception:  # a template may raise any error; the conversation itself is rendered afterwards
             continue
         tried.append(_Shape(form, tuple(what for mark, what in marks.items() if mark not in text)))
     return min(tried, key=lambda shape: len(shape.lost), default=_Shape())
 
 
 def _marked(messages: Messages, tools: list[dict[str, Any]]) -> tuple[Messages, list[dict[str, Any]], dict[str, str]]:
-    """Return a conversation with a marker for each text, tool and call, and the part that each marker replaces."""
+    """Return a conversation with markers instead of texts, tools and calls, and the part that each marker replaces."""
     marks: dict[str, str] = {}
 
     def mark(what: str) -> str:
@@ -212,7 +212,7 @@ def _marked(messages: Messages, tools: list[dict[str, Any]]) -> tuple[Messages, 
             for call in message.get("tool_calls") or ()
         ]
         content = message["content"]
-        if content.strip():  # with calls it may be dropped, see `drops_text_with_calls`
+        if content.strip():  # in a turn with tool calls it may be dropped, see `drops_text_with_calls`
             content = "text" if calls else mark(f"the message of role {message['role']!r}")
         written.append({**message, "content": content, **({"tool_calls": calls} if calls else {})})
     named = [_named(tool, mark(f"the tool {tool_name(tool)!r}")) for tool in tools]

@@ -1,8 +1,8 @@
-"""Render rows with a chat template (the tokenizer's, or one that ROLL names), and tokenise them.
+"""Render rows with a chat template (the tokenizer's, or a template that ROLL names), and tokenise them.
 
-A conversation is rendered by the template; a plain `prompt` is tokenised unchanged. If the tokenizer itself adds a
-beginning-of-sequence token (BOS), a sequence gets one; no other special token is added. Templates that write the date
-get the date on which the run started, in every process and after a resume.
+A conversation is rendered by the template; a plain `prompt` is tokenised unchanged. A sequence gets a
+beginning-of-sequence token (BOS) if the tokenizer adds one; no other special token is added. Templates that write the
+date get the date on which the run started, in every process and after a resume.
 """
 
 import json
@@ -29,7 +29,7 @@ _PROBE = "a"  # any text
 def token_ids(tokenizer: Any, texts: Sequence[str], begins: Sequence[bool]) -> list[list[int]]:
     """Return the token ids of each text, with the BOS for texts that begin a sequence (`begins`).
 
-    A text that already starts with the BOS (blanks may precede it) gets no second one.
+    A text that already starts with the BOS (possibly after blanks) gets no second BOS.
     """
     if not texts:
         return []
@@ -45,7 +45,7 @@ def token_ids(tokenizer: Any, texts: Sequence[str], begins: Sequence[bool]) -> l
 
 
 def added_bos(tokenizer: Any) -> int | None:
-    """Return the id of the BOS that `tokenizer` adds before a text; None if it adds none."""
+    """Return the id of the BOS that `tokenizer` adds before a text; None if it adds no BOS."""
     bos = tokenizer.bos_token_id
     if bos is None:
         return None
@@ -55,7 +55,7 @@ def added_bos(tokenizer: Any) -> int | None:
     return bos if bos in whole[:start] else None
 
 
-VARIABLE = "ROLL_OPD_RUN_START"  # environment variable of the rendering processes: local time in ISO 8601
+VARIABLE = "ROLL_OPD_RUN_START"  # environment variable of processes that render: local time in ISO 8601
 
 
 def set_date(moment: datetime) -> None:
@@ -83,7 +83,7 @@ def with_date(tokenizer: Any, moment: datetime | None = None) -> Any:
     return tokenizer
 
 
-# classes that load from tokenizer.json without `AutoTokenizer`, which imports torch and takes seconds
+# classes that can be loaded from tokenizer.json without `AutoTokenizer`, which imports torch and takes seconds
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 CHATML = (
     "{% for message in messages %}"
@@ -104,10 +104,10 @@ BASE = (
 
 @dataclass(frozen=True)
 class PromptText:
-    """Text to tokenise. If it `begins` a sequence, a beginning-of-sequence token is added; see `token_ids`.
+    """Text to tokenise.
 
-    Raises `DataError` for text that is not valid UTF-8, since row parts that only a template reads are not checked
-    earlier.
+    If it `begins` a sequence, a beginning-of-sequence token is added; see `token_ids`. Raises `DataError` for text that
+    is not valid UTF-8, since parts of a row that only a template reads have not been checked before.
     """
 
     text: str
@@ -117,7 +117,7 @@ class PromptText:
         try:
             self.text.encode("utf-8")
         except UnicodeEncodeError:
-            raise DataError("the text holds half of a surrogate pair, which no tokenizer takes") from None
+            raise DataError("the text has half of a surrogate pair, which no tokenizer accepts") from None
 
 
 class UnusableTemplate(DataError):
@@ -132,13 +132,13 @@ class NoChatTemplate(UnusableTemplate):
 class Template:
     """Renders a conversation as text.
 
-    `prompt` renders up to the answer; `whole` also renders an answer message. If `whole` is None, the answer's text
+    `prompt` renders the part up to the answer; `whole` also renders an answer. If `whole` is None, the answer's text
     follows the prompt unchanged and ends with the end-of-sequence token.
     """
 
     prompt: Callable[["PreTrainedTokenizerBase", Row], str]
     whole: Callable[["PreTrainedTokenizerBase", Row, Mapping[str, Any]], str] | None = None
-    source: str | None = None  # of the chat template; None: the tokenizer's own
+    source: str | None = None  # source of the chat template; None: the tokenizer's template
 
     @property
     def is_of_tokenizer(self) -> bool:
@@ -173,8 +173,8 @@ def _tokenizer_class(path: str) -> str | None:
 def render_prompt(tokenizer: "PreTrainedTokenizerBase", row: Row, template: str = "native") -> PromptText:
     """Return the prompt text of `row`, up to the start of the answer.
 
-    `template` is one of `TEMPLATES`. Raises `DataError` for another name or if the template refuses the conversation,
-    and `NoChatTemplate` if the tokenizer lacks the template.
+    `template` is one of `TEMPLATES`. Raises `DataError` for another name and if the template refuses the conversation,
+    and `NoChatTemplate` if the tokenizer has no template.
     """
     if template not in TEMPLATES:
         raise DataError(f"unknown template {template!r}; known are {', '.join(sorted(TEMPLATES))}")
@@ -187,7 +187,7 @@ def render_prompt(tokenizer: "PreTrainedTokenizerBase", row: Row, template: str 
 def render_answer(
     tokenizer: "PreTrainedTokenizerBase", row: Row, answer: Mapping[str, Any], prompt: PromptText, template: str
 ) -> PromptText:
-    """Return the text of `answer` after `prompt` (of `render_prompt`), up to the end-of-sequence token.
+    """Return the text of `answer` that follows `prompt` (from `render_prompt`), up to the end-of-sequence token.
 
     The answer is tokenised separately, like sampled responses, so that the prompt's tokens are a prefix of the
     conversation's. Raises `DataError` if the prompt is no prefix of the rendered conversation.
@@ -200,11 +200,11 @@ def render_answer(
     text = _complete(template, row, whole, tokenizer, row, answer)
     if not text.startswith(prompt.text):
         raise DataError(
-            f"row {row.id}: the template renders the prompt differently with its answer than without, so training and"
+            f"row {row.id}: the template renders the prompt differently if its answer follows, so training and"
             " sampling would use different prompts; use another template"
         )
     text = text[len(prompt.text) :]
-    # text after the end-of-sequence token is never sampled
+    # the student never samples text after the end-of-sequence token
     text = text[: text.rindex(end) + len(end)] if end and end in text else text.removesuffix("\n")
     _complete(template, row, check_answer, answer, text)
     return PromptText(text, begins=False)
@@ -219,20 +219,20 @@ def _complete(template: str, row: Row, write: Callable[..., Any], *values: Any) 
 
 
 def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[PromptText]) -> list[list[int]]:
-    """Return the token ids of each text, in order; several texts are tokenised in parallel."""
+    """Return the token ids of each text, in order; texts are tokenised in parallel."""
     return token_ids(tokenizer, [text.text for text in texts], [text.begins for text in texts])
 
 
 def _chat(chat_template: str | None = None, **variables: Any) -> Template:
-    """Return a template that renders with `chat_template`; the default is the tokenizer's."""
+    """Return a template that renders with `chat_template`, by default the tokenizer's."""
 
     def render(tokenizer: "PreTrainedTokenizerBase", row: Row, *answer: Mapping[str, Any]) -> str:
         import jinja2
 
         if chat_template is None and not tokenizer.chat_template:
             raise NoChatTemplate(
-                f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "
-                "set the template to `chatml` or `base`, or give rows with `prompt` in place of `messages`"
+                f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; set the template to"
+                " `chatml` or `base`, or use rows with `prompt` instead of `messages`"
             )
         values = {**variables, **row.variables}
 
@@ -258,7 +258,7 @@ def _chat(chat_template: str | None = None, **variables: Any) -> Template:
 
 
 def _around(before: str, after: str) -> Template:
-    """Return a template that puts fixed text around one user message, for models without chat training."""
+    """Return a template that puts fixed text around a single user message, for models without chat training."""
 
     def render(tokenizer: "PreTrainedTokenizerBase", row: Row) -> str:
         if [message["role"] for message in row.messages] != ["user"]:

@@ -1,4 +1,4 @@
-"""Settings table of the model card: the settings of each part of a run, without machine settings."""
+"""The settings table of the model card: settings of each part of a run, except settings of the machine."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from roll_opd.pipelines.history import RunPart, differences, renamed, text_of
 from roll_opd.pipelines.origin import cached, model_name
 from roll_opd.pipelines.plan_settings import CONTENT, Settings, as_written
 
-# keys of every card, if set; keys that differ between two parts are added
+# keys on every card, if they are set; the card adds keys that differ between two parts of the run
 ALWAYS = (
     r"(?!critic\.).+\.training_args\.(learning_rate|lr_scheduler_type|warmup_steps|weight_decay)",
     r"critic\.training_args\.learning_rate",
@@ -20,7 +20,7 @@ ALWAYS = (
     *(r"custom_envs\.[^.]+\.(env_type|max_steps|max_tokens_per_step)", r"train_env_manager\.group_size"),
     *("sequence_length", r"(student|actor)_infer\.generating_args\.max_new_tokens"),  # of environments
 )
-# keys of the machine
+# keys that depend on the machine
 PRIVATE = re.compile(
     r".*(system_envs\.|plugin_dir|endpoint_|base_url|address|host|device_mapping|num_gpus_per_node|num_nodes|_path\b)"
     r".*"
@@ -29,7 +29,7 @@ MAX_ROWS = 60
 
 
 def settings_table(parts: Sequence[RunPart]) -> str:
-    """Return the table: a column for each part, a row for each setting in `ALWAYS` or changed; "" if it has no rows."""
+    """Return the table: columns are parts, rows are the settings in `ALWAYS` and changed settings; "" without rows."""
     parts = [part if part.settings is None else replace(part, settings=as_written(part.settings)) for part in parts]
     known = [part.settings for part in parts if part.settings is not None]
     if not known:
@@ -56,7 +56,7 @@ def steps_text(first: int, last: int | None) -> str:
 
 
 def _keys_below(key: str, before: Settings, now: Settings) -> list[str]:
-    """Return the setting keys that a changed key stands for: the key, or all keys that end in it."""
+    """Return the keys that a changed key in a history stands for: the key itself, or all keys that end in it."""
     if key in before or key in now:
         return [key]
     return [each for each in dict.fromkeys((*before, *now)) if each.endswith(f".{key}")]

@@ -1,4 +1,4 @@
-"""Import and check the user functions and classes that a plan names; used before a run and in `roll-opd plan`."""
+"""Import and check the user's functions and classes in a plan, before a run and in `roll-opd plan`."""
 
 from roll_opd import environments
 from roll_opd.algorithms.registry import advantage, policy_loss

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: write them to a partial directory, rename them when complete, find, check and remove them."""
+"""Checkpoints of a run: write to a partial directory, rename when complete, find, check and remove checkpoints."""
 
 import asyncio
 import json
@@ -19,21 +19,21 @@ from roll_opd.models.model_info import ModelFilesError, read_model
 from roll_opd.pipelines.history import History
 from roll_opd.tracking.run_directory import RUN_FACTS, SUPERSEDED, RunDirectory, checkpoints_of, write_atomic
 
-if TYPE_CHECKING:  # imports torch, and the launcher starts its fork server before that
+if TYPE_CHECKING:  # it imports torch, and the launcher must start its fork server before that
     from roll_opd.cluster.worker_progress import Writing
     from roll_opd.rollout.finished_groups import FinishedGroup
 
 STATE_FILE = "run_state.json"
-CRITIC = "critic"  # its part of a checkpoint
+CRITIC = "critic"  # the student's part of a checkpoint
 FOLLOWERS = "followers"  # teachers that follow the student, by name
-GROUPS = "finished_groups.pickle"  # untrained, of generation that runs ahead
+GROUPS = "finished_groups.pickle"  # finished groups of generation ahead on which no update has trained yet
 ADAPTER = "adapter"  # the adapter of a LoRA student, in peft's format
 HF = "hf"  # the model in Hugging Face's format
 _PARTIAL = ".partial_"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or found; the message names the newest valid one and the remedy."""
+    """A checkpoint could not be written or found; the error names the newest valid checkpoint and a remedy."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,12 @@ class Checkpoint:
 
     path: Path
     step: int
-    source_state: dict[str, Any]  # of the prompt source
-    kl_coef: float | None = None  # of the next step's token-level KL
+    source_state: dict[str, Any]  # state of the prompt source
+    kl_coef: float | None = None  # KL coefficient of the next step
     began: datetime | None = None  # start of its run, in local time; None: saved by an earlier version
-    parts: Any = None  # of the run up to `step`, as `history.parts_of` reads them; None: saved by an earlier version
-    groups: str | None = None  # digest of `GROUPS`; None: no finished group
+    # parts of the run up to `step`, as `history.parts_of` reads them; None: saved by an earlier version
+    parts: Any = None
+    groups: str | None = None  # digest of the file `GROUPS`; None: there is no finished group
 
     @property
     def run(self) -> Path:
@@ -61,7 +62,8 @@ class Checkpoint:
             text = content(file)
         except OSError as error:
             raise CheckpointError(
-                f"{path} is not a checkpoint ({error}); give an experiment, a run or its checkpoints/step_N"
+                f"{path} is not a checkpoint ({error}); give the directory of an experiment, a run or a"
+                " checkpoints/step_N"
             ) from error
         try:
             state = json.loads(text.decode("utf-8"))
@@ -69,7 +71,7 @@ class Checkpoint:
             raise CheckpointError(f"{file} cannot be read ({error}); {instead_of(path)}") from error
         whole = isinstance(state, dict) and type(state.get("step")) is int and isinstance(state.get("source"), dict)
         if not whole or not (path / "state").is_dir():
-            raise CheckpointError(f"{path} is not a whole checkpoint; {instead_of(path)}")
+            raise CheckpointError(f"{path} is not a complete checkpoint; {instead_of(path)}")
         began = _local_time(state.get("began")) or _local_time(_facts(path.resolve().parent.parent).get("started"))
         more = state.get("parts"), state.get("groups")
         return cls(path.resolve(), state["step"], state["source"], state.get("kl_coef"), began, *more)
@@ -86,7 +88,7 @@ class Checkpoint:
             raise CheckpointError(f"{error}; {instead_of(self.path)}") from error
 
 
-Save = Callable[[Path], "Awaitable[Writing | None]"]  # None: all files are written
+Save = Callable[[Path], "Awaitable[Writing | None]"]  # None: all files have been written
 
 
 @dataclass
@@ -96,7 +98,7 @@ class _Pending:
     step: int
     writing: "Writing | None"
     is_on_disk: bool = False
-    is_logged: bool = False  # the logs of the run have its step
+    is_logged: bool = False  # whether the logs of the run have its step
     model_card: str | None = None
 
 
@@ -111,11 +113,11 @@ class Checkpoints:
         began: datetime | None = None,
         history: History | None = None,
     ) -> None:
-        """`began` is the start of the run, `history` has the settings of its steps; each checkpoint saves both."""
+        """`began` is the start of the run, `history` the settings of its steps; each checkpoint saves both."""
         self._run, self._plan, self._last_step, self._began = run, plan, last_step, began
         self._history = history
         self._pending: _Pending | None = None
-        for leftover in run.checkpoints.glob(f"{_PARTIAL}*"):  # of a save that was killed
+        for leftover in run.checkpoints.glob(f"{_PARTIAL}*"):  # left by a save that was killed
             shutil.rmtree(leftover)
 
     def newest(self) -> tuple[int, Path] | None:
@@ -149,7 +151,7 @@ class Checkpoints:
             partial.mkdir(parents=True)
             writing = await save(partial)
             if writing is None and self._plan.async_save:
-                raise TypeError("a pipeline's save returned nothing; return what the student's save did")
+                raise TypeError("the pipeline's save returned None; return the result of the student's save")
             began = self._began and self._began.isoformat()
             parts = self._history.as_json(step) if self._history else None
             digest = await asyncio.to_thread(write_groups, partial / GROUPS, groups) if groups else None
@@ -206,17 +208,18 @@ class Checkpoints:
             yield
         except Exception as error:
             self._pending = None
-            free = shutil.disk_usage(self._run.path).free  # measured before the partial files are removed
+            # read before the partial files are removed, which frees space
+            free = shutil.disk_usage(self._run.path).free
             why = full_disk(error, self._run.path) or f"{_first_line(error)} ({free / 2**20:.0f} MiB free)"
             shutil.rmtree(self._partial(step), ignore_errors=True)
             if isinstance(error, (TypeError, AttributeError, NameError)):
-                raise  # an error of the pipeline, not of the disk
+                raise  # the pipeline failed, not the disk
             raise CheckpointError(self._write_failed(step, why)) from error
 
     def _remove(self, checkpoint: Path) -> None:
-        """Remove a checkpoint; if the process is killed meanwhile, no incomplete checkpoint stays under that name."""
+        """Remove a checkpoint so that a kill in between leaves no incomplete checkpoint under its name."""
         if checkpoint.exists():
-            doomed = checkpoint.with_name(f"{_PARTIAL}old_{checkpoint.name}")  # the next one may be in progress
+            doomed = checkpoint.with_name(f"{_PARTIAL}old_{checkpoint.name}")  # the next checkpoint may be in progress
             os.replace(checkpoint, doomed)
             shutil.rmtree(doomed)
 
@@ -239,7 +242,7 @@ def complete(run: Path) -> list[Path]:
 
 
 def instead_of(checkpoint: Path) -> str:
-    """Return the advice from which checkpoint to resume instead of a damaged one."""
+    """Return advice for an error: the checkpoint from which to resume instead of the damaged one at `path`."""
     path = checkpoint.resolve()
     steps = {each: step for step, each in checkpoints_of(path.parent.parent).items()}
     earlier = [each for each in complete(path.parent.parent) if steps[each] < steps.get(path, 0)]
@@ -261,9 +264,9 @@ def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | N
     runs = [path, *RunDirectory.runs(path.parent, path.name)]
     if path.name.startswith(SUPERSEDED):
         raise CheckpointError(
-            f"{path} was superseded when its run went back to an earlier step, and its steps are not in the logs; to"
+            f"{path} was superseded when its run resumed from an earlier step, and its steps are not in the logs; to"
             f" resume from it, move it to checkpoints/{path.name.removeprefix(SUPERSEDED).split('.')[0]} of a new"
-            " directory, and name that"
+            " directory and name that directory"
         )
     newest = next((checkpoint for run in runs for checkpoint in complete(run)[:1]), None)
     if newest is None and plan.resume is True:
@@ -294,13 +297,13 @@ def _check_all_there(files: Sequence[Path]) -> None:
     missing = [file for file in files if not file.is_file()]
     if missing:
         raise OSError(
-            f"{missing[0]} and {len(missing) - 1} more files were written on another node and are not seen from"
-            " this one; make output_dir a directory of a file system that all nodes share"
+            f"{missing[0]} and {len(missing) - 1} more files were written on another node and are not visible on this"
+            " node; put output_dir on a file system that all nodes share"
         )
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the root cause of an exception as one line."""
+    """Return the root cause of an exception as one line of text."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -326,7 +329,7 @@ def _flush_directory(directory: Path) -> None:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Return the first defect of a checkpoint as text; None if all parts can be loaded.
+    """Return the first defect of a checkpoint as text; None if all of its parts can be loaded.
 
     Raises OSError if the file system fails, which may be temporary.
     """

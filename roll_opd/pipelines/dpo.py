@@ -1,4 +1,4 @@
-"""Direct preference optimization (arXiv 2305.18290): raise the likelihood of the preferred one of two given answers.
+"""Direct preference optimization (arXiv 2305.18290): prefer the better of two given answers.
 
 The implicit reward of an answer is its log-ratio to the frozen reference policy: β · Σ(logprobs - ref_logprobs).
 """
@@ -70,7 +70,7 @@ async def _validate(student: Student, samples: Sequence[Sample], plan: RunPlan) 
 def _preferences(
     samples: Sequence[Sample], logprobs: Sequence[np.ndarray], plan: RunPlan, names: Sequence[str]
 ) -> dict[str, float]:
-    """Return (under `names`) means over pairs: accuracy, margin, reward of the chosen and of the rejected answer."""
+    """Return means over pairs, keyed by `names`: accuracy, margin, reward of the chosen and of the rejected answer."""
     beta = float({**POLICY_LOSSES.defaults("dpo"), **plan.objective.policy_loss_args}["beta"])
     gaps = [
         (student - present(sample.ref_logprobs)).sum(dtype=np.float64)

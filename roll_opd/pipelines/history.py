@@ -1,6 +1,6 @@
-"""Track the settings of a run over its resumes. A part is a range of consecutive steps with the same settings.
+"""The settings of a run across its resumes. A part is a range of consecutive steps with the same settings.
 
-Every checkpoint saves the parts, so that a run can also continue a checkpoint that was moved.
+Every checkpoint stores the parts, so that they are known even if a run resumes from a checkpoint that was moved.
 """
 
 import re
@@ -19,14 +19,14 @@ from roll_opd.planner.build import load_plan
 from roll_opd.tracking.run_directory import RUN_FACTS
 
 DISTRIBUTED_OPTIMIZER = (
-    "strategy_args.strategy_config.use_distributed_optimizer"  # decides the form of an optimizer state
+    "strategy_args.strategy_config.use_distributed_optimizer"  # key on which the format of an optimizer state depends
 )
-SHOWN = 12  # changes in the line of a resumed run
-FEW = 4  # keys: larger sections that are added or removed are one change
+SHOWN = 12  # maximum number of changes in the console line of a resumed run
+FEW = 4  # maximum number of keys; a larger section that is added or removed counts as one change
 LONGEST = 60  # maximum characters of a value in that line
 STUDENTS = (PURE_ROLES[0], MIXED_ROLES[0], *(keys.role for keys in SUPERVISED.values()))  # sections of the student
 SAMPLERS = (PURE_ROLES[1], MIXED_ROLES[1])
-# derived key -> its source keys; its change is not listed if a source key has changed
+# derived key -> source keys; a change of a derived key is not listed if a source key has changed
 FOLLOWS = {
     r".+\.max_model_len": ("prompt_length", "response_length", "sequence_length"),
     "enable_old_logprobs_recompute": (
@@ -35,7 +35,7 @@ FOLLOWS = {
     "num_train_epochs": ("max_steps",),
     r"demonstrations\.updates": ("rollout_batch_size", "num_return_sequences_in_group", "expert_data_ratio"),
 }
-# order of the changes in a line, by the first matching pattern
+# changes in a line are ordered by the first of these patterns that matches
 FIRST = (
     r".*\.(learning_rate|lr_scheduler_\w+.*|warmup_steps)",
     r".*training_args\..*",
@@ -43,15 +43,16 @@ FIRST = (
     r"rollout_batch_size|num_return_sequences_in_group|ppo_epochs|max_steps|response_length|prompt_length|seed",
     r"(.*\.)?(model_args|data_args|generating_args)\..*|rewards\..*|workflow.*",
 )
-SHARED = ("opd_kl_coef", "training_args.max_grad_norm")  # keys of sections with a common key at the top
+SHARED = ("opd_kl_coef", "training_args.max_grad_norm")  # keys of sections that also exist at the top level
 
-# keys that samples, their log-probs of frozen models or their rewards depend on
+# keys on which samples, their log-probs from frozen models or their rewards depend
 OF_SAMPLES = (
     r"(.*\.)?generating_args\..*|num_return_sequences_in_group|.*(prompt|response|sequence)_length|seed",
     r"(train_env_manager|custom_envs|workflow|rewards|opd_objective|opd_topk|teacher|rollout_temp).*",
     r".*(filter|tag_included).*|.*max_model_len",
 )
-ENGINE_LAYOUT = ("device_mapping", "strategy_args", "infer_batch_size")  # of a frozen role; its log-probs stay
+# parts of a frozen role that do not change its log-probs
+ENGINE_LAYOUT = ("device_mapping", "strategy_args", "infer_batch_size")
 
 Changes = dict[str, tuple[Any, Any]]  # key -> value before, value now; None: not set
 
@@ -61,13 +62,13 @@ class RunPart:
     """Consecutive steps with the same settings; `settings` is None if unknown (saved by an earlier version)."""
 
     first: int
-    last: int | None  # None: the current part
+    last: int | None  # None for the current part
     settings: Settings | None
 
 
 @dataclass(frozen=True)
 class History:
-    """The parts of a run, the current part last. `changes` are the settings that the last resume changed."""
+    """The parts of a run, with the current part last. `changes` has the settings that the last resume changed."""
 
     parts: tuple[RunPart, ...]
     resumed_after: int | None = None  # step; None: a new run
@@ -136,7 +137,7 @@ def parts_of(saved: Any, step: int) -> tuple[RunPart, ...]:
 
 
 def read_settings(run: Path, like: RunPlan) -> Settings | None:
-    """Return the settings of a run from its config.yaml, if its checkpoint has none; None if that fails."""
+    """Return the settings of a run from its config.yaml, for a checkpoint without settings; None if that fails."""
     if not (run / "config.yaml").is_file():
         return None
     supervised = like.pipeline if like.rollout is None else None
@@ -159,14 +160,14 @@ def optimizer_problems(settings: History, checkpoint: Path) -> list[str]:
         if key.endswith(DISTRIBUTED_OPTIMIZER) or not is_distributed:
             values = text_of(before), text_of(after)
             problems.append(
-                f"{key}: {values[1]} cannot load the optimizer's state in {checkpoint}, which was saved with"
+                f"{key}: {values[1]} cannot load the optimizer state in {checkpoint}, which was saved with"
                 f" {values[0]}; write {values[0]}, or start a new run with resume_from_checkpoint: false"
             )
     return problems
 
 
 def differences(before: Settings, now: Settings) -> Changes:
-    """Return the changed settings, under the keys of `now`, except settings derived from another change."""
+    """Return the changed settings, with the keys of `now`; omit settings that follow from another change."""
     before, now = renamed(as_written(before), now), as_written(now)
     found: Changes = {
         key: (before.get(key), now.get(key))
@@ -204,14 +205,14 @@ def _place(key: str) -> int:
 
 def _follows(key: str, found: Changes) -> bool:
     """Return whether a change is derived from another change."""
-    if key.endswith(CONTENT):  # the path changed too, or one side has no hash
+    if key.endswith(CONTENT):  # the path also changed, or one side has no hash
         return key.removesuffix(CONTENT) in found or None in found[key]
     follows = any(re.fullmatch(pattern, key) and set(others) & found.keys() for pattern, others in FOLLOWS.items())
     return follows or key.removeprefix("policy_loss_fn_args.") in found.keys() - {key}
 
 
 def renamed(before: Settings, now: Settings) -> Settings:
-    """Return `before` with the section names of student and engines in `now`; the names depend on the pipeline."""
+    """Return `before` with the names that `now` has for the sections of student and engines."""
     names = {}
     for same in (STUDENTS, SAMPLERS):
         old, new = (next((name for name in same if _has(of, name)), None) for of in (before, now))
@@ -221,7 +222,7 @@ def renamed(before: Settings, now: Settings) -> Settings:
 
 
 def _whole_sections(found: Changes, before: Settings, now: Settings) -> Changes:
-    """Return the changes; a large section that was added or removed becomes a single entry."""
+    """Return the changes, with a single entry for a large section that was added or removed."""
     whole: dict[str, tuple[Any, Any]] = {}
     keys = Counter(key.partition(".")[0] for key in found if "." in key)
     for section in (name for name, count in keys.items() if count > FEW):
@@ -239,7 +240,7 @@ def changes_text(changes: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
     """Yield each change as `key: before → now`."""
     for key, (before, now) in changes.items():
         if key.endswith(CONTENT):
-            yield f"{key.removesuffix(CONTENT)}: same path, other content ({before} → {now})"
+            yield f"{key.removesuffix(CONTENT)}: same path, different content ({before} → {now})"
         else:
             yield f"{key}: {text_of(before)} → {text_of(now)}"
 

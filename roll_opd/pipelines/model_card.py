@@ -1,4 +1,4 @@
-"""Model card (README.md) of a trained model: origin, data, objective, figures, loading and an example prompt.
+"""The model card (README.md) of a trained model: origin, data, objective, results, loading and an example prompt.
 
 The card begins with the YAML front matter for model hubs.
 """
@@ -27,7 +27,7 @@ from roll_opd.tracking.summary import versions
 
 
 def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequence[RunPart] = ()) -> str:
-    """Return the card of the student of `plan` after `step`, with the figures of a `summary.json`.
+    """Return the card of the student of `plan` after `step`, with the results in a `summary.json`.
 
     `parts` are the parts of the run with their settings. Paths, hosts and environment variables are omitted.
     """
@@ -50,7 +50,7 @@ def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequ
 
 
 def _metadata(plan: RunPlan) -> dict[str, Any]:
-    """Return the YAML front matter for model hubs; unknown facts are omitted."""
+    """Return the YAML front matter for model hubs, without facts that are unknown."""
     tags = ["roll_opd"]
     if plan.teachers:
         tags += ["on-policy-distillation", "knowledge-distillation"]
@@ -71,7 +71,7 @@ def _metadata(plan: RunPlan) -> dict[str, Any]:
 
 
 def _datasets(plan: RunPlan) -> list[str]:
-    """Return the hub names of data files in the hub's cache."""
+    """Return the hub names of the data files that are in the hub's cache."""
     files = (*plan.data.files, *(plan.demonstrations.data.files if plan.demonstrations else ()))
     return list(dict.fromkeys(name for file in files if (name := cached(file, "datasets"))))
 
@@ -98,7 +98,7 @@ def _made_from(plan: RunPlan) -> dict[str, str]:
 
 
 def _rewards(plan: RunPlan) -> dict[str, str]:
-    """Return the workflow, if any, and the rewards, which come from environment, workflow or configuration."""
+    """Return the workflow, if any, and the rewards, whether from environment, workflow or configuration."""
     purpose = " (measured, not trained on)" if plan.rewards_are_monitored else ""
     if plan.is_agentic:
         return {"reward": f"of the environment{purpose}"}
@@ -137,7 +137,7 @@ def _steps(plan: RunPlan, step: int, parts: Sequence[RunPart]) -> str:
 
 def _batch(plan: RunPlan) -> str:
     if plan.is_agentic:
-        return f"of {plan.sequences_per_step} trajectories, {plan.answers_per_prompt} of each beginning"
+        return f"of {plan.sequences_per_step} trajectories, {plan.answers_per_prompt} from each initial state"
     what = f"prompts × {plan.answers_per_prompt} responses" if plan.rollout else "rows with answers"
     return f"of {plan.rollout_batch_size} {what} each"
 
@@ -148,7 +148,7 @@ def _figures(summary: Mapping[str, Any]) -> str:
 
 
 def _loading(plan: RunPlan) -> Sequence[str]:
-    # a card is published, and rows may be private
+    # a card may be published, and rows may be private
     return loading(".", NEUTRAL, is_chat=has_chat_template(Path(plan.student.model.path)))
 
 
@@ -174,7 +174,7 @@ def example_prompt(plan: RunPlan) -> str:
 
 def _texts(data: DataPlan, key: str) -> Iterator[str]:
     """Yield the user texts of the first rows of a data set; nothing for a file that cannot be read."""
-    if data.schema == "scored":  # teacher files have tokens
+    if data.schema == "scored":  # teacher files have tokens instead of text
         return
     try:
         for file in data.files[:1]:

@@ -1,4 +1,4 @@
-"""Distillation from teacher files: answers and teacher scores come from files; the student's log-probs are computed.
+"""Distillation from teacher files, which have answers and teacher scores; the student's log-probs are computed.
 
 topk      loss = Σ weight · (opd_kl_coef · divergence over the teacher's top-k + sft_loss_coef · -log p(token))
 sampled   reverse KL on answers that the student sampled before (Lightning-OPD, arXiv 2604.13010): the teacher's
@@ -22,7 +22,7 @@ from roll_opd.teachers.target_refs import release
 from roll_opd.tracking.metrics import distillation_metrics
 from roll_opd.tracking.summary import LEARNED_TOKENS, STEP_TOKENS
 
-CHECKED_ROWS = 64  # rows of the preflight
+CHECKED_ROWS = 64  # rows that the preflight checks
 
 
 async def train(run: Run, workers: RunWorkers) -> None:
@@ -67,7 +67,7 @@ async def _validate(student: Student, samples: Sequence[Sample], teacher: str) -
 
 
 async def _check(run: Run, student: Student) -> None:
-    """Report the checks of the teacher's first rows. RunError if a check fails unless `teacher_preflight` is `warn`."""
+    """Report the checks of the first rows. RunError if a check fails, unless `teacher_preflight` is `warn`."""
     plan = run.plan
     (teacher,) = plan.teachers
     assert isinstance(teacher.source, FilePlan)

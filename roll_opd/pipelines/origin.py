@@ -1,4 +1,4 @@
-"""Read a model's origin from the files of the model: name on the hub, licence and languages.
+"""Find a model's origin (name on the hub, licence and languages) in the model's files.
 
 Values are used only if model hubs accept their form.
 """
@@ -51,7 +51,7 @@ def licence(model: Path) -> dict[str, Any]:
         if name == "other":
             found |= {key: card[key] for key in ("license_name",) if isinstance(card.get(key), str)}
         link = card.get("license_link")
-        if isinstance(link, str) and link.startswith("https://"):  # otherwise a local file, which is not copied
+        if isinstance(link, str) and link.startswith("https://"):  # a local file is not copied
             found["license_link"] = link
     elif text := _licence_text(model):
         known = (name for pattern, name in LICENCE_TEXTS.items() if re.match(pattern, text))

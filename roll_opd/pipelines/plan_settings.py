@@ -1,4 +1,4 @@
-"""Flatten a plan into settings: configuration key -> value.
+"""Flatten a plan into settings, a map: configuration key -> value.
 
 Every field of the plan's dataclasses is a setting unless it is listed in `NO_SETTINGS`. Fields are renamed to their
 configuration keys.
@@ -20,11 +20,11 @@ from roll_opd.tracking.secrets import without_secrets
 
 Settings = dict[str, Any]  # key of the configuration -> value, in the types of JSON
 
-CONTENT = " (content)"  # suffix of the key of a model or of data files: a hash of their contents
+CONTENT = " (content)"  # suffix of the key that has the hash of a model's or of data files' contents
 GROUP = "num_return_sequences_in_group"
-WHOLE_BYTES = 16 * 2**20  # files up to this size are hashed completely, larger ones in pieces
+WHOLE_BYTES = 16 * 2**20  # files up to this size are hashed completely; of larger files, pieces are hashed
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model")  # files that determine a model's outputs
-# fields of the plan without influence on results, or derived from others
+# fields of the plan that do not influence results or follow from other fields
 NO_SETTINGS = {
     *("output_dir", "exp_name", "title", "warnings", "memory", "config_yaml", "checkpoint", "trackers", "tracker_args"),
     *("logging_steps", "logged_samples_per_step", "device_memory_gb"),
@@ -32,7 +32,7 @@ NO_SETTINGS = {
     *("max_restarts", "total_steps", "loss_normaliser", "opd_vocab_size", "vocab_size", "length_key", "schema", "dp"),
     *("returns_routes", "contexts", "paired", "engines", "key", "name", "domain"),
 }
-# pattern of a field path's end -> configuration key in the same section
+# pattern for the end of a field path -> configuration key in the same section
 SPELLED = {
     r"optimizer\.(learning_rate|weight_decay|adam_\w+|max_grad_norm|lr_scheduler_type|warmup_steps)": (
         r"training_args.\1"
@@ -78,7 +78,7 @@ SPELLED = {
     r"response_filter\.(.+)": r"response_filter_config.\1",
     r"batch_size": "infer_batch_size",
 }
-# pattern of a whole field path -> configuration key; "": no setting
+# pattern for a whole field path -> configuration key; "": the field is no setting
 AT_THE_TOP = {
     r"objective\.kl_loss": "kl_loss_fn",
     r"objective\.dual_clip": "dual_clip_loss",
@@ -131,7 +131,7 @@ def settings_of(plan: RunPlan) -> Settings:
 
 
 def as_written(settings: Settings) -> Settings:
-    """Return settings; keys of a run in environments are spelled as in its configuration."""
+    """Return settings with the keys of a run in environments spelled as in its configuration."""
     if not any(key.startswith("custom_envs.") for key in settings) or GROUP not in settings:
         return settings
     derived = (GROUP, "prompt_length", "response_length")
@@ -147,7 +147,7 @@ def as_written(settings: Settings) -> Settings:
 
 
 def _top(plan: RunPlan) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a plan under configuration keys; a role's settings are under the role's section."""
+    """Yield (configuration key, value) for the settings of a plan; a role's keys have the role's section as prefix."""
     sections = {"student": plan.student.name} | ({"rollout": plan.rollout.name} if plan.rollout else {})
     for found, value in _walk(plan, ""):
         section, dot, rest = found.partition(".")
@@ -163,7 +163,7 @@ def _top(plan: RunPlan) -> Iterator[tuple[str, Any]]:
 def _walk(value: Any, key: str, env: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
     """Yield (field path joined by dots, value) of all settings below `value`.
 
-    Entries of a tuple of dataclasses are keyed by name; `env` has the variables common to all processes.
+    In the path, entries of a tuple of dataclasses have their names. `env`: variables common to all processes.
     """
     if is_dataclass(value) and not isinstance(value, type):
         env = value.env if isinstance(value, RunPlan) else env
@@ -195,7 +195,7 @@ def _of_entry(key: str, item: Any, number: int) -> str:
 
 
 def _spelled(key: str) -> str:
-    """Return a field path, its end renamed by `SPELLED`."""
+    """Return a field path with its end renamed by `SPELLED`."""
     for pattern, spelled in SPELLED.items():
         if match := re.fullmatch(rf"(.+\.)?{pattern}", key):
             return (match[1] or "") + re.sub(pattern, spelled, key.removeprefix(match[1] or ""))
@@ -203,7 +203,7 @@ def _spelled(key: str) -> str:
 
 
 def _at_the_top(key: str) -> str | None:
-    """Return a field path's configuration key from `AT_THE_TOP`; "" if it is no setting, None if nothing matches."""
+    """Return the configuration key in `AT_THE_TOP` for a field path; "" if it is no setting, None without a match."""
     for pattern, spelled in AT_THE_TOP.items():
         if re.fullmatch(pattern, key):
             return re.sub(pattern, spelled, key)

@@ -55,21 +55,21 @@ from roll_opd.planner.check_machine import machine_problems, other_blocks
 from roll_opd.rewards import reward_registry as rewards
 
 NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # names in torch.cpu.get_capabilities: two for x86, one for ARM
-CLUSTER_SECONDS = 5.0  # for a cluster to answer
-# facts that determine the shapes of a model's weights
+CLUSTER_SECONDS = 5.0  # time in which a Ray cluster must answer
+# facts of a model that determine the shapes of its weights
 SHAPES = ("model_type", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "experts")
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Checked and opened inputs of a run, and the checkpoint to resume from."""
+    """The inputs of a run, checked and opened, and the checkpoint from which it resumes."""
 
-    resumed: Checkpoint | None  # None: the run is a new one
+    resumed: Checkpoint | None  # None for a new run
     history: History  # of its settings
     tokenizer: PreTrainedTokenizerBase
-    source: TaskSource  # a `MixedSource` with demonstrations
+    source: TaskSource  # a `MixedSource` if there are demonstrations
     held_out: list[Prompt]
-    began: datetime  # start of the run, in local time: the date of chat templates
+    began: datetime  # start of the run, in local time; chat templates use its date
 
 
 def preflight(plan: RunPlan) -> Inputs:
@@ -136,10 +136,10 @@ def _restore(source: TaskSource, resumed: Checkpoint) -> None:
 
 
 def cluster_problems(address: str) -> list[str]:
-    """Return why the Ray cluster at host:port cannot be reached, if it cannot; Ray would try for minutes."""
+    """Return why the Ray cluster at host:port cannot be reached, None if it can; Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal() and int(port) < 2**16):
-        return []  # "auto" and other special values; Ray reports their errors
+        return []  # ""auto" and other special values: Ray reports errors in these
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CLUSTER_SECONDS).close()
     except OSError as error:
@@ -154,8 +154,8 @@ def emulated_bf16(plan: RunPlan, cpu: Mapping[str, Any]) -> str | None:
     if not names or any(cpu.get(capability) for capability in NATIVE_BF16):
         return None
     return (
-        f"{', '.join(names)}: model_args.dtype is bf16, which this CPU has no instructions for (AMX, AVX512-BF16), so"
-        " that it is emulated; write fp32"
+        f"{', '.join(names)}: model_args.dtype is bf16, but this CPU has no bf16 instructions (AMX, AVX512-BF16) and"
+        " emulates them; write fp32"
     )
 
 
@@ -170,25 +170,25 @@ def package_problems() -> list[str]:
         return []
     names, why = " ".join(broken), "; ".join(dict.fromkeys(broken.values()))
     return [
-        f"installed packages do not fit torch, and break transformers and vLLM, which import them: {why}. They are not"
-        f" needed here: {sys.executable} -m pip uninstall -y {names}"
+        f"installed packages do not match torch, so transformers and vLLM, which import them, fail: {why}. This"
+        f" package does not need them: {sys.executable} -m pip uninstall -y {names}"
     ]
 
 
 def _lost_weights(plan: RunPlan) -> list[str]:
-    """Return a message for each lost (all-zero) weight of the models that Megatron loads, to fail early."""
+    """Return an error for each all-zero weight tensor in the models that Megatron loads."""
     paths = {role.model.path: name for name, role in reversed(plan.megatron_roles().items())}
     return [f"{name}: {sentence}" for path, name in paths.items() for sentence in lost_weights(read_model(Path(path)))]
 
 
 def checkpoint_problems(plan: RunPlan, checkpoint: Checkpoint) -> list[str]:
-    """Return how student, critic and followers differ from those in the checkpoint, apart from layouts."""
+    """Return how student, critic and followers differ from the checkpoint's, apart from layouts."""
     problems = _shape_problems(plan.student, checkpoint.path / "hf", checkpoint)
     problems += _adapter_problems(plan.student.lora, checkpoint.path / ADAPTER, checkpoint)
     if plan.critic and not (checkpoint.path / CRITIC).is_dir():
         problems.append(
-            f"resume_from_checkpoint: {checkpoint.path} holds no critic, which adv_estimator: gae needs; give"
-            " a checkpoint of a run that had it, or start a new run with resume_from_checkpoint: false"
+            f"resume_from_checkpoint: {checkpoint.path} has no critic, which adv_estimator: gae needs; give a"
+            " checkpoint of a run with a critic, or start a new run with resume_from_checkpoint: false"
         )
     elif plan.critic:
         problems += _shape_problems(plan.critic, checkpoint.path / CRITIC / "hf", checkpoint)
@@ -198,8 +198,8 @@ def checkpoint_problems(plan: RunPlan, checkpoint: Checkpoint) -> list[str]:
             continue
         if not (checkpoint.path / FOLLOWERS / role.name).is_dir():
             problems.append(
-                f"resume_from_checkpoint: {checkpoint.path} holds no weights of {role.name}, which follows the"
-                " student; give a checkpoint of a run in which it did, or start a new run with"
+                f"resume_from_checkpoint: {checkpoint.path} has no weights of {role.name}, which follows the student;"
+                " give a checkpoint of a run in which that teacher followed, or start a new run with"
                 " resume_from_checkpoint: false"
             )
     return problems
@@ -213,8 +213,8 @@ def _adapter_problems(lora: LoraPlan | None, saved: Path, checkpoint: Checkpoint
     if found == wanted:
         return []
     return [
-        f"resume_from_checkpoint: {checkpoint.path} has trained {found}, and this run trains {wanted}; write lora_rank"
-        " and lora_target as they were, or start a new run with resume_from_checkpoint: false"
+        f"resume_from_checkpoint: {checkpoint.path} has trained {found}, but this run trains {wanted}; restore the"
+        " former lora_rank and lora_target, or start a new run with resume_from_checkpoint: false"
     ]
 
 
@@ -228,8 +228,8 @@ def _shape_problems(learner: TrainPlan, saved_model: Path, checkpoint: Checkpoin
     if not different:
         return []
     return [
-        f"resume_from_checkpoint: {checkpoint.path} was made from another model than {now.path}"
-        f" ({'; '.join(different)}); give that model again, or start a new run with resume_from_checkpoint: false"
+        f"resume_from_checkpoint: {checkpoint.path} was trained from another model than {now.path}"
+        f" ({'; '.join(different)}); give the former model, or start a new run with resume_from_checkpoint: false"
     ]
 
 
@@ -328,7 +328,7 @@ def _opened(data_sets: Sequence[DataPlan], tokenizer: PreTrainedTokenizerBase) -
 
 
 def miscounted(plan: RunPlan, usable: int) -> str | None:
-    """Return a warning if the steps of num_train_epochs counted unusable rows too; only `usable` rows count."""
+    """Return a warning if max_steps was computed from num_train_epochs with unusable rows; `usable` rows count."""
     if plan.epochs is None:
         return None
     steps = max(1, whole_steps(plan.epochs, usable, plan.rollout_batch_size))

@@ -1,4 +1,4 @@
-"""Advice for the alarms: configuration keys that have an effect in this run."""
+"""Advice for alarms: configuration keys to change that have an effect in this run."""
 
 from roll_opd.config.plan import RunPlan
 from roll_opd.tracking.divergence_alarm import Remedies
@@ -39,4 +39,4 @@ def _shorter(plan: RunPlan) -> list[str]:
 def _reference(plan: RunPlan) -> str:
     if plan.objective.kl_loss_coef:
         return "a larger kl_loss_coef"
-    return "a KL to the reference policy in the loss (use_kl_loss: true, kl_loss_coef above 0)"
+    return "add a KL to the reference policy to the loss (use_kl_loss: true, kl_loss_coef above 0)"

@@ -1,4 +1,4 @@
-"""Find the source of a workflow's rewards from its class: the workflow, its reward function, or the configuration.
+"""Find out where a workflow's rewards come from: its class, its reward function, or the configuration.
 
 The `rewards` of the configuration score only samples to which the workflow gives no reward.
 """
@@ -14,7 +14,7 @@ from roll_opd.workflows.hooks import PACKAGE, codes_of, names_in
 from roll_opd.workflows.plugins import find_workflow
 from roll_opd.workflows.workflow_bases import RewardPropagationWorkflow, StepWiseRewardWorkflow
 
-# workflow: its code sets every reward; function: workflow_reward sets it; either: known only per sample
+# workflow: the workflow's code sets every reward; function: workflow_reward does; either: it depends on the sample
 Source = Literal["workflow", "function", "configuration", "either"]
 RUN = ("run", "run_async")
 REWARD_NAMES = {"reward", "rewards", "reward_fn", "take_reward", "update_reward", "score", "scored"}
@@ -54,7 +54,7 @@ def _written_by(kind: type, name: str) -> type | None:
 
 
 def _are_ours(kind: type, *names: str) -> bool:
-    """Return whether a class inherits all these methods from the package."""
+    """Return whether a class inherits all of these methods from classes of this package."""
     found = [_written_by(kind, name) for name in names]
     return all(base is None or base.__module__.startswith(PACKAGE) for base in found)
 

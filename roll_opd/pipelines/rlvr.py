@@ -79,7 +79,7 @@ async def train(run: Run, workers: RunWorkers) -> None:
                 await workers.send_weights(version=step)
             if not in_turns:
                 rollouts.gate.publish(step)
-            with clock.phase("reward"):  # rewards that only monitor
+            with clock.phase("reward"):  # rewards that are only monitored
                 samples = await batch.with_rewards(samples)
             samples = audited(samples, plan.advantage_teachers, plan.objective)
             metrics |= sample_metrics(samples, plan) | batch.ahead_metrics()
@@ -97,7 +97,7 @@ async def train(run: Run, workers: RunWorkers) -> None:
 
 
 def rollouts_of(run: Run, workers: RunWorkers, workflow: Workflow) -> Rollouts:
-    """Return the producer of the run's batches; sampling and training alternate unless generation runs ahead."""
+    """Return the producer of the run's batches; without generation ahead, sampling and training take turns."""
     plan = run.plan
     assert plan.rollout is not None
     context = RolloutContext(
@@ -131,7 +131,9 @@ def _restored(run: Run) -> list[FinishedGroup]:
     groups = run.resumed.finished_groups() if run.resumed else []
     roles = [role.name for role in run.plan.frozen_roles()]
     if groups and (changed := changed_samples(run.history.changes, roles)):
-        run.logger.note(f"The {len(groups)} finished groups of the checkpoint are sampled again: {changed} has changed")
+        run.logger.note(
+            f"The {len(groups)} finished groups of the checkpoint are sampled again, as {changed} has changed"
+        )
         return []
     return groups
 
@@ -164,7 +166,7 @@ def _preflight(run: Run, workers: RunWorkers) -> TeacherPreflight:
 async def _with_model_values(
     samples: list[Sample], plan: RunPlan, workers: RunWorkers, clock: PhaseClock, preflight: TeacherPreflight
 ) -> list[Sample]:
-    """Return samples with the log-probs needed from frozen models and the student, and the critic's values."""
+    """Return samples with the log-probs that are needed (of frozen models and the student) and the critic's values."""
     assert plan.rollout is not None
     temperature, turns = plan.rollout.sampling.temperature, workers.turns
     await turns.enter(Phase.READ)
@@ -226,7 +228,7 @@ async def _learn(
 
 
 def sample_metrics(samples: Sequence[Sample], plan: RunPlan) -> dict[str, float]:
-    """Return metrics of a step's samples, except its demonstrations."""
+    """Return metrics of a step's samples, without its demonstrations."""
     sampled = [sample for sample in samples if not sample.demonstration]
     return {
         **train_infer_metrics(sampled),

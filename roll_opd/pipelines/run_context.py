@@ -1,4 +1,4 @@
-"""`Run`: plan, data, records and checkpoints of one run, as its pipeline uses them."""
+"""`Run`: the plan, data, records and checkpoints of one run, for its pipeline."""
 
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -51,7 +51,7 @@ class Run:
 
     @property
     def steps(self) -> Iterator[int]:
-        """Yield the numbers of the steps still to make; the whole run counts from 1.
+        """Yield the numbers of the remaining steps; a run's first step has number 1.
 
         Garbage is collected only between two steps, after the samples of the finished step have been released.
         """
@@ -73,10 +73,10 @@ class Run:
                 metrics = await validate() if self.held_out else {}
             self.logger.start(metrics)
         self.logger.startup_parts |= self.placement.starting.parts
-        self.ending.is_training = True  # from here on a checkpoint is useful
+        self.ending.is_training = True  # from here on, a checkpoint is worth writing
 
     async def validation(self, step: int, validate: Validate) -> dict[str, float]:
-        """Return the metrics of `validate` every `eval_steps` steps and after the last step; otherwise empty."""
+        """Return the metrics of `validate` every `eval_steps` steps and after the last step, else an empty map."""
         every, is_last = self.plan.eval_steps, step == self.plan.max_steps
         if not (self.held_out and every and (step % every == 0 or is_last)):
             return {}
@@ -92,11 +92,10 @@ class Run:
         source_state: dict[str, Any] | None = None,
         groups: Sequence[FinishedGroup] = (),
     ) -> AsyncIterator[None]:
-        """Write a checkpoint before the block, if due, and make it valid after the block; the block logs the step.
+        """If a checkpoint is due, write it before the block and mark it as valid after the block, which logs the step.
 
-        The logs up to a valid checkpoint are therefore complete. With `async_save` the checkpoint becomes valid after a
-        later step, but immediately after the last step. If SIGTERM has arrived, writes a checkpoint, then raises
-        Terminated.
+        So the logs are complete up to any valid checkpoint. With `async_save`, a checkpoint becomes valid after a later
+        step, except after the last step. If SIGTERM has arrived, a checkpoint is written and Terminated is raised.
 
         Args:
             kl_coef: KL coefficient of the next step.
@@ -113,7 +112,7 @@ class Run:
         if is_written:
             await write()
         yield
-        if self.ending.is_asked_for and not is_written:  # while the step was logged
+        if self.ending.is_asked_for and not is_written:  # SIGTERM arrived while the step was logged
             await write()
             is_written = True
         if is_written:

@@ -1,4 +1,4 @@
-"""Facts of a run that are not in its configuration, such as machine and versions: `run.json`, for the report."""
+"""Write `run.json`: facts of a run that are not in its configuration, such as machine and versions, for the report."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from roll_opd.tracking.summary import versions
 GPUS = Path("/proc/driver/nvidia/gpus")  # a query through CUDA would allocate device memory
 MEMORY = Path("/proc/meminfo")
 MAX_ERROR_LENGTH = 2000  # characters of an error
-SENTENCES = (RunError, CheckpointError, ConfigError, DiskFull)  # errors with a message for users
+SENTENCES = (RunError, CheckpointError, ConfigError, DiskFull)  # errors whose text is written for users
 
 
 def run_facts(plan: RunPlan, history: History) -> dict[str, Any]:

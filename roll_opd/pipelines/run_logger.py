@@ -1,4 +1,4 @@
-"""Write a step's metrics and samples to console, trackers and the JSON Lines files of the run directory."""
+"""Log a step's metrics and samples to the console, to trackers and to JSON Lines files in the run directory."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -62,7 +62,7 @@ from roll_opd.tracking.summary import (
 from roll_opd.tracking.system import memory_metrics, throughput_metrics
 from roll_opd.tracking.trackers import Trackers
 
-# settings that the advantages of a sample depend on
+# settings on which the advantages of a sample depend
 OBJECTIVE_FIELDS = (
     "opd_objective",
     "opd_divergence",
@@ -76,7 +76,7 @@ OBJECTIVE_FIELDS = (
     "kl_penalty",
 )
 EPOCH = "data/epoch"
-PLAN_AND_DATA = "plan and data"  # the time before the first process starts
+PLAN_AND_DATA = "plan and data"  # time until the first process starts
 STUDENT = "student"  # the model that answered held-out prompts; teachers are `teacher/NAME`
 
 
@@ -109,7 +109,8 @@ class RunLogger:
         for metrics in earlier:
             self._console.with_grading(metrics)
         self._alarm = self._divergence_alarm(earlier)
-        self.startup_parts = {PLAN_AND_DATA: time.perf_counter() - tee.began}  # seconds of each part of the start-up
+        # duration of each part of the start-up, s
+        self.startup_parts = {PLAN_AND_DATA: time.perf_counter() - tee.began}
 
     def _divergence_alarm(self, earlier: Sequence[Mapping[str, Any]]) -> DivergenceAlarm | None:
         """Return the divergence alarm of a run that samples, continued from the `earlier` rows of a resumed run."""
@@ -128,7 +129,7 @@ class RunLogger:
         self._console.note(text)
 
     def teacher_accuracy(self, name: str, metrics: Mapping[str, float]) -> None:
-        """Store a teacher's validation metrics; with several teachers, log the best accuracy."""
+        """Store a teacher's validation metrics; of several teachers, log the best accuracy."""
         if ACCURACY in metrics:
             self._teachers[name] = metrics
             self.note(f"Teacher {name}: {validation(self._console.with_grading(metrics))}")
@@ -154,7 +155,7 @@ class RunLogger:
         self._trackers.log(0, row)
 
     def restart(self) -> None:
-        """Count the time so far (except validation) as start-up, not as part of a step."""
+        """Count the time so far, except for validation, as start-up instead of as part of a step."""
         lap = self.clock.lap()
         self._startup = {"time/startup": lap["step"] - lap["validate"]}
         if lap["validate"]:
@@ -185,7 +186,7 @@ class RunLogger:
         self._run.append_jsonl(VALIDATION_SAMPLES, rows)
 
     def log(self, step: int, drawn: Mapping[str, Sequence[str]], metrics: Mapping[str, float]) -> None:
-        """Log a finished step: the ids of its prompts, and its metrics."""
+        """Log a finished step: its metrics and the ids of its prompts."""
         row = {EPOCH: self._source.epochs, **metrics, **self._startup, **memory_metrics()}
         row |= time_metrics(self.clock.lap())
         row |= throughput_metrics(row)
@@ -209,7 +210,7 @@ class RunLogger:
     def unfinished_step(self) -> tuple[float, str] | None:
         """Return the seconds of the running step, and a status line.
 
-        None after the last step, and before the first step if no phase is open.
+        None after the last step, and before the first step unless a phase is open.
         """
         moment = self.clock.moment()
         is_before = not moment.laps
@@ -298,7 +299,7 @@ class RunLogger:
 
 
 def _word_for_frozen_models(plan: RunPlan) -> str:
-    """Return the console's name for the time of frozen models."""
+    """Return the name that the console shows for the time of frozen models."""
     words = [SHORT["teacher"]] if plan.teachers or not plan.reference else []
     return "+".join([*words, *(["reference"] if plan.reference else [])])
 
@@ -309,13 +310,13 @@ def _micro_batches() -> list[str]:
 
 
 def not_finite(row: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return, by array name, the indices of NaN and infinite values at action tokens; JSON cannot represent them."""
+    """Return a map: array -> indices of NaN and infinite values at action tokens, which JSON cannot represent."""
     arrays = {name: value for name, value in row.items() if isinstance(value, np.ndarray)}
     acted = np.asarray(row["action_mask"])
     cuts = row.get("teacher_cuts", {})
     for name, value in row.get("teacher_logprobs", {}).items():
         covered = np.full(acted.shape, name not in cuts)
-        for first, count, _ in cuts.get(name, ()):  # outside of its chunks the teacher has no log-prob
+        for first, count, _ in cuts.get(name, ()):  # the teacher has no log-prob for tokens outside its chunks
             covered[first : first + count] = True
         arrays[f"teacher_logprobs.{name}"] = np.where(covered, value, 0) if name in cuts else value
     places = {

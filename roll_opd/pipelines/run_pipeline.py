@@ -1,7 +1,7 @@
-"""Run a pipeline to its last step: sets up run directory, Ray and workers, and handles the errors that end a run.
+"""Run a pipeline to its last step: set up run directory, Ray and workers, and handle the errors that end a run.
 
-A pipeline is a module with `async def train(run: Run, workers: RunWorkers)`; `RunPlan.pipeline` is the module's name in
-this package, or its dotted path.
+A pipeline is a module with `async def train(run: Run, workers: RunWorkers)`; `RunPlan.pipeline` is the name of a module
+in this package, or a dotted path.
 """
 
 import gc
@@ -70,7 +70,7 @@ def _run(
         logger.note(inputs.history.line)
     if directory.set_aside:
         logger.note(f"Superseded, because they are of later steps: {', '.join(map(str, directory.set_aside))}")
-    # imported modules are permanent; a full garbage collection over them would stall a step for 0.3 s. no collection
+    # imported modules are permanent; a full garbage collection over them would stall a step for 0.3 s. Do not collect
     # here either: a Ctrl-C inside a destructor would be ignored
     gc.freeze()
     starting = StartupProgress(plan.startup_timeout_s, logger.note)
@@ -149,15 +149,18 @@ def own_directory(plan: RunPlan, resumed: Checkpoint | None, history: History) -
         try:
             if resumed and str(resumed.run.parent) == experiment:
                 ends.enter_context(lock_run(resumed.run))
-                if find(plan.checkpoint, plan.output_dir, plan.exp_name) != resumed:  # its driver has saved since
+                # the driver of that run has saved a checkpoint since
+                if find(plan.checkpoint, plan.output_dir, plan.exp_name) != resumed:
                     raise RunError(
-                        f"{resumed.run} has saved a later checkpoint since {resumed.path} was read; start again"
+                        f"{resumed.run} has saved a later checkpoint since this run read {resumed.path}; start this"
+                        " run again"
                     )
                 directory = RunDirectory.resume(resumed.run, resumed.step)
             else:
                 directory = RunDirectory.create(plan.output_dir, plan.exp_name)
                 ends.callback(_discard_unbegun, directory)
-                ends.enter_context(lock_run(directory.path))  # closed first: NFS keeps a directory with an open file
+                # closed first, as NFS keeps a directory that has an open file
+                ends.enter_context(lock_run(directory.path))
             directory.checkpoints.mkdir(exist_ok=True)
             directory.write_config(plan.config_yaml)
             write_facts(directory, run_facts(plan, history))

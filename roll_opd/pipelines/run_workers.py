@@ -29,11 +29,11 @@ class RunWorkers:
     """The roles of a run. `teachers_measured` is an awaitable with the result of teacher validation."""
 
     student: Student
-    sampler: Sampler  # no engines in supervised runs
+    sampler: Sampler  # supervised runs have no engines
     frozen_models: FrozenModels
     critic: Critic | None
     followers: Sequence[Follower] = ()
-    turns: DeviceScheduler = field(default_factory=DeviceScheduler)  # of roles that share devices
+    turns: DeviceScheduler = field(default_factory=DeviceScheduler)  # turns of the roles that share devices
     reward_pools: tuple[RewardPool, ...] = ()
     teachers_measured: "asyncio.Future[None] | None" = None
 
@@ -52,7 +52,7 @@ class RunWorkers:
         student = self.student.learn(experiences, plan.teachers, plan.objective, temperature, step)
         if self.critic is None:
             return await student
-        if self.turns.share(self.student.plan.name, self.critic.plan.name):  # otherwise each update would change both
+        if self.turns.share(self.student.plan.name, self.critic.plan.name):  # otherwise an update would change both
             learned, metrics = await student
             return learned, metrics | await self.critic.learn(experiences)
         (learned, metrics), of_critic = await asyncio.gather(student, self.critic.learn(experiences))
@@ -63,8 +63,7 @@ class RunWorkers:
     ) -> tuple[list[np.ndarray], float, dict[str, float]]:
         """Update the student on given answers.
 
-        Returns the log-probs of every answer before its update, the loss (mean over updates), and the optimizer
-        metrics.
+        Returns each answer's log-probs from before its update, the loss (mean over updates), and optimizer metrics.
         """
         learned, metrics = await self.learn(plan, list(samples), step)
         logprobs = [present(sample.old_logprobs) for sample in learned]
@@ -72,13 +71,13 @@ class RunWorkers:
 
     @property
     def updates(self) -> list[Count]:
-        """Counters of the step's updates, one counter for each trained role."""
+        """Counters of the updates in a step, one counter per trained role."""
         return [learner.updates for learner in (self.student, self.critic) if learner]
 
     async def send_weights(self, version: int, *, updated: bool = True) -> None:
         """Send the student's weights as `version` to the inference engines, and to teachers that follow the student.
 
-        Without `updated`, teachers get no weights: they start with these weights.
+        If not `updated`, teachers get no weights, since they start with the same weights.
         """
         await self.turns.enter(Phase.WEIGHT_SYNC)
         due = [follower for follower in self.followers if updated and follower.is_due(version)]
@@ -88,7 +87,7 @@ class RunWorkers:
         await self._send_heads(due)
 
     async def begin_generation(self, version: int) -> None:
-        """Load the engines onto the device; if they have discarded their weights, send the student's as `version`."""
+        """Load the engines onto their devices; if weights were discarded, send the student's as `version`."""
         if self.turns.lack_weights:
             await self.send_weights(version, updated=False)
         await self.turns.enter(Phase.GENERATE)
@@ -138,7 +137,7 @@ class RunWorkers:
                 role.end()
 
     async def for_objective(self, objective: ObjectivePlan) -> "RunWorkers":
-        """Return the roles with the output heads, targets and top-k tokens that the objective needs."""
+        """Return the roles, set up with the output heads, targets and top-k tokens that the objective needs."""
         frozen_models = self.frozen_models
         check_targets(frozen_models.teachers, objective)
         if objective.opd_objective == "full":

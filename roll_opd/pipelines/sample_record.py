@@ -1,4 +1,4 @@
-"""Records of training and validation samples for the files of a run."""
+"""Convert training and validation samples to records for the files of a run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roll_opd.samples.sample import Sample
 
-PIECES_OF_A_CHARACTER = 4  # bytes of the longest UTF-8 character, and so a bound on its tokens
+PIECES_OF_A_CHARACTER = 4  # bytes, and therefore at most as many tokens, of a UTF-8 character
 
 
 def text_of(experience: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -37,16 +37,16 @@ def text_of(experience: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str,
 def teacher_prompts_of(
     experience: Sample, tokenizer: PreTrainedTokenizerBase, others: Mapping[str, PreTrainedTokenizerBase]
 ) -> dict[str, Any]:
-    """Return the prompts of the teachers whose prompt differs from the student's, if any.
+    """Return the prompts of teachers whose prompt differs from the student's.
 
-    `others` has the tokenizers of the teachers whose tokens differ from the student's.
+    `others` has the tokenizers of teachers with other tokens than the student.
     """
     prompts = {name: others.get(name, tokenizer).decode(ids) for name, ids in experience.teacher_prompts.items()}
     return {"teacher_prompts": prompts} if prompts else {}
 
 
 def teacher_cuts_of(experience: Sample) -> dict[str, Any]:
-    """Return the chunks of teachers with a different tokenizer: first token, number of tokens, teacher tokens."""
+    """Return the chunks of teachers with another tokenizer: first token, number of tokens, teacher tokens."""
     cuts = {
         name: [
             [first, count, [piece.decode(errors="replace") for piece in pieces]] for first, count, pieces in one.cuts()
@@ -87,14 +87,15 @@ def as_f32(array: np.ndarray | None) -> np.ndarray | None:
 
 
 def token_ends(decode: Callable[[Sequence[int]], str], tokens: Sequence[int], text: str) -> list[int]:
-    """Return for each token its end: an offset in characters of `text`, which is `decode(tokens)`.
+    """Return the end of each token, as an offset in characters of `text` (which is `decode(tokens)`).
 
     A token with only the first bytes of a character ends before that character. Decoding uses short windows, because
     tokens decode differently at the start of a sequence and inside it. The ends never decrease, and the last end is the
     length of the text.
     """
     ends: list[int] = []
-    window = settled = done = 0  # tokens from `window` give the context, those before `settled` are `done` characters
+    # decode from token `window` for context; the tokens before `settled` are `done` characters
+    window = settled = done = 0
     for place in range(1, len(tokens) + 1):
         before, now = decode(tokens[window:settled]), decode(tokens[window:place])
         if len(now) > len(before) and (not now.endswith("\ufffd") or place - settled >= PIECES_OF_A_CHARACTER):

@@ -32,7 +32,7 @@ from roll_opd.samples.sample import Sample, TargetRef, changed
 from roll_opd.teachers.frozen_models import FrozenModels
 from roll_opd.teachers.target_refs import release
 
-PURE = "on_policy_distill"  # the advantage estimator without an external part
+PURE = "on_policy_distill"  # name of pure distillation as an advantage estimator
 # errors after which the session can continue
 CALL_ERRORS = (RunError, DataError, BadRow, AlgorithmError, ValueError, TypeError, OSError)
 
@@ -69,22 +69,23 @@ async def _serve(connection: Connection, calls: "SessionCalls") -> None:
             answer = error if isinstance(error, ValueError | TypeError | OSError) else RuntimeError(str(error))
         try:
             connection.send(answer)
-        except BrokenPipeError:  # the client left during the call
+        except BrokenPipeError:  # the client has disconnected during the call
             return
 
 
 @dataclass
 class SessionCalls:
-    """Implements the calls of a client on the roles of a run. `step` counts the optimizer steps."""
+    """Executes the calls of a client on the roles of a run. `step` counts optimizer steps."""
 
     run: Run
     workers: RunWorkers
     workflow: Any
     step: int
-    _draws: int = 0  # prompts sampled so far: numbers groups and seeds samples
-    _updated: bool = False  # since the last weight sync
-    _targets: dict[str, Mapping[str, TargetRef]] = field(default_factory=dict)  # by sample id; stay in this process
-    _learned: list[Sample] = field(default_factory=list)  # since the last optimizer step
+    _draws: int = 0  # number of prompts sampled so far; it numbers groups and seeds samples
+    _updated: bool = False  # updates since the last weight sync
+    # targets by sample id; they stay in this process
+    _targets: dict[str, Mapping[str, TargetRef]] = field(default_factory=dict)
+    _learned: list[Sample] = field(default_factory=list)  # gradients accumulated since the last optimizer step
     _metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -132,7 +133,7 @@ class SessionCalls:
         return [changed(sample, teacher_targets={}) for sample in scored]
 
     async def reward(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples scored by the configuration's rewards."""
+        """Return the samples with the rewards that the configuration defines."""
         rewards = PendingRewards(self._context)
         for sample in samples:
             rewards.request(sample)
@@ -159,8 +160,8 @@ class SessionCalls:
         rewarded = any(sample.reward is not None for sample in whole)
         if rewarded and plan.objective.adv_estimator == PURE:
             raise ValueError(
-                f"forward_backward: the batch has rewards, and adv_estimator is {PURE}, which ignores them; give"
-                " adv_estimator='reinforce' or another one, start from a mixed configuration, or pass the batch"
+                f"forward_backward: the batch has rewards, but adv_estimator {PURE} ignores them; use"
+                " adv_estimator='reinforce' or another estimator, start from a mixed configuration, or pass the batch"
                 " without rewards"
             )
         prepared, _ = with_advantages(whole, plan, self._kl_coef, rewarded=rewarded)
@@ -176,7 +177,7 @@ class SessionCalls:
     async def optim_step(self, learning_rate: float | None) -> dict[str, float]:
         """Apply the accumulated gradients with an optimizer step; log the step."""
         if not self._learned:
-            raise ValueError("optim_step: there is no gradient; call forward_backward first")
+            raise ValueError("optim_step: no gradient has been accumulated; call forward_backward first")
         metrics = await self.workers.student.optim_step(self._learned, learning_rate)
         self.step, self._updated = self.step + 1, True
         learned, logged = self._learned, self._metrics | metrics

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: raise the likelihood of given answers; also computes their loss for validation."""
+"""Supervised fine-tuning: raise the likelihood of given answers; validation: the loss on held-out answers."""
 
 from collections.abc import Sequence
 
@@ -54,7 +54,7 @@ async def _validate(student: Student, samples: Sequence[Sample], plan: RunPlan) 
 
 
 def supervised_loss(samples: Sequence[Sample], logprobs: Sequence[np.ndarray], objective: ObjectivePlan) -> float:
-    """Return the loss of `samples` from the `logprobs` of their answers (f32 [T-P] each)."""
+    """Return the loss of `samples`, computed from their answers' `logprobs` (f32 [T-P] each)."""
     masks = [torch.from_numpy(sample.action_mask) for sample in samples]
     weights = token_weights(masks, objective.loss_agg_mode, objective.loss_normaliser)
     logprobs_M = torch.from_numpy(np.concatenate(logprobs)).double()

@@ -1,4 +1,4 @@
-"""End of a run before its last step: SIGTERM, Ctrl-C, or a lost host."""
+"""End a run before its last step: on SIGTERM, on Ctrl-C, or after the loss of a host."""
 
 import asyncio
 import os
@@ -15,24 +15,24 @@ from roll_opd.base.failures import Interrupted, RunError, Terminated
 from roll_opd.base.terminal import echo
 from roll_opd.pipelines.checkpoints import Checkpoints
 
-LOST_SECONDS = 15.0  # limit for the end of a run that has lost a part of its cluster
+LOST_SECONDS = 15.0  # time limit for ending a run that has lost a part of its cluster
 START_UP_SECONDS = (
-    5.0  # limit for the end of a start-up after SIGTERM: Ray's C code may wait longer for ended processes
+    5.0  # time limit for ending a start-up after SIGTERM, as Ray's C code may wait longer for ended processes
 )
-SIGTERM_DEDUP_S = 10.0  # interval in which the hosts of a run send the same SIGTERM
+SIGTERM_DEDUP_S = 10.0  # time within which all hosts of a run send the same SIGTERM
 
 
 class Ending:
-    """Ends a run on SIGTERM: after its current step and a checkpoint, or after a grace period."""
+    """Ends a run on SIGTERM, after the current step and a checkpoint or after a grace period."""
 
     def __init__(self, checkpoints: Checkpoints, shutdown_timeout_s: float, say: Callable[[str], None]) -> None:
-        """`shutdown_timeout_s` is the grace period of the step; `say` prints a line."""
+        """`shutdown_timeout_s` is the grace period for the current step; `say` prints a line."""
         self._checkpoints, self._grace, self._say = checkpoints, shutdown_timeout_s, say
         self.is_asked_for = False
         self._asked_at = 0.0
         self._comes_from_all = False  # SIGTERM, from each host that received it
         self.is_training = False  # training has started, so the current step is finished
-        self._lost: str | None = None  # why the run cannot continue, although no call has failed yet
+        self._lost: str | None = None  # why the run cannot continue, set before any call has failed
         self._is_over = False
         self._is_interrupted = False
         self._is_starting = False
@@ -40,7 +40,7 @@ class Ending:
     @contextmanager
     def before_the_loop(self) -> Iterator[None]:
         """Inside the block, handle SIGTERM (except during `of_the_loop`), and Ctrl-C until `start_up_is_over`."""
-        if threading.current_thread() is not threading.main_thread():  # Python handles signals only there
+        if threading.current_thread() is not threading.main_thread():  # Python handles signals only in the main thread
             yield
             return
         before = signal.getsignal(signal.SIGTERM)
@@ -53,18 +53,18 @@ class Ending:
                 yield
         except Exception as error:
             if isinstance(error, SystemError) and error.__cause__ is not None:
-                raise error.__cause__ from None  # the handler has raised it inside Ray's C code
+                raise error.__cause__ from None  # raised by the handler inside Ray's C code, which swallowed it
             if self._is_starting and self.is_asked_for and not isinstance(error, RunError):
-                raise self._terminated() from error  # a part of Ray has also received the signal
+                raise self._terminated() from error  # a process of Ray has received the same signal
             raise
         finally:
             signal.signal(signal.SIGTERM, before)
             self._leave_interrupts_to_python()
 
     def start_up_is_over(self) -> None:
-        """Install the handlers again after Ray has started; raise a signal's exception that Ray's code swallowed."""
+        """Install the handlers again after Ray's start; raise a signal's exception that Ray's code swallowed."""
         self._is_starting = False
-        self._leave_interrupts_to_python()  # asyncio replaces only Python's own handler
+        self._leave_interrupts_to_python()  # asyncio replaces only Python's default handler
         self.listen()
         if self._is_interrupted:
             raise KeyboardInterrupt
@@ -72,7 +72,7 @@ class Ending:
             raise self._terminated()
 
     def hear_all_hosts(self) -> None:
-        """Ignore a SIGTERM that follows another immediately, since another host has sent the same signal."""
+        """From now on, ignore a SIGTERM that follows another one immediately: a second host sent the same signal."""
         self._comes_from_all = True
 
     def listen(self) -> None:
@@ -110,7 +110,7 @@ class Ending:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def saved(self, step: int) -> Terminated:
-        """Return the error for a run that ended early and was saved after `step`."""
+        """Return the error for a run that has ended early with a checkpoint after `step`."""
         return Terminated(f"ended by SIGTERM after step {step}{self.how_to_go_on()}")
 
     def interrupted(self) -> Interrupted:
@@ -131,8 +131,8 @@ class Ending:
     def _ends_in_time(self) -> Iterator[None]:
         """Inside the block, end the process `START_UP_SECONDS` after a SIGTERM that arrives during start-up.
 
-        Python's handlers run only in the main thread, and not during C code. The signal's number reaches a pipe even
-        then.
+        Python's handlers run only in the main thread and not during C code, but the signal's number always reaches a
+        pipe.
         """
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
@@ -174,7 +174,8 @@ class Ending:
             return
         self.is_asked_for, self._asked_at = True, time.monotonic()
         self._say(
-            f"SIGTERM: the run ends with this step and a checkpoint, or in {self._grace:g} s (shutdown_timeout_s)"
+            f"SIGTERM: the run ends after this step and a checkpoint, at the latest in {self._grace:g} s"
+            " (shutdown_timeout_s)"
         )
         asyncio.get_running_loop().call_later(self._grace, task.cancel)
 

@@ -48,17 +48,17 @@ from roll_opd.weight_sync.send_weights import choose_backend, make_weight_sync
 from roll_opd.workflows.plugins import find_workflow
 from roll_opd.workflows.workflow_interface import flag
 
-MAX_RUNNING_REQUESTS = 256  # of an engine without max_num_seqs
-SMALL = 100_000_000  # parameters up to which a model may be on a host twice
+MAX_RUNNING_REQUESTS = 256  # concurrent sequences of an engine without max_num_seqs
+SMALL = 100_000_000  # maximum number of parameters of a model that a host may load twice
 
 
 async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
-    """Start all roles except rewards concurrently, and wait until they are ready for the plan's objective."""
+    """Start all roles except rewards, concurrently; wait until they are ready for the plan's objective."""
     turns, rollout = _turns(plan, placement), plan.rollout
     over_gpus = placement.on_gpu and plan.weight_sync == "auto"
     backend = choose_backend(plan.student.devices, rollout.devices, on_gpu=over_gpus) if rollout else ""
     starting = [asyncio.ensure_future(start_sampler(plan, rollout, placement, backend, turns))] if rollout else []
-    await asyncio.sleep(0)  # its engines start first: they take longest
+    await asyncio.sleep(0)  # the judges' engines start first, as they take longest
     student = Student(plan.student, _group(TrainWorker, plan, plan.student, placement, turns))
     own = {worker.name: _frozen(plan, worker, placement, turns) for worker in _served(plan)}
     groups: dict[str, FrozenGroup] = {**own, plan.student.name: WithoutAdapter(student.group)}
@@ -71,7 +71,7 @@ async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
         assert not isinstance(source, FilePlan)
         return http_scorer(plan, teacher, source) if isinstance(source, HttpPlan) else scorer(source)
 
-    live = [one for one in plan.teachers if not isinstance(one.source, FilePlan)]  # files have no scorer
+    live = [one for one in plan.teachers if not isinstance(one.source, FilePlan)]  # teacher files need no scorer
     teachers = tuple(Teacher(one, teacher_scorer(one), view_of(one, plan.student.model)) for one in live)
     reference = scorer(plan.reference) if plan.reference else None
     critic = None
@@ -107,7 +107,7 @@ async def start_sampler(
     for engine in range(rollout.engines):
         devices = rollout.devices[engine * rollout.tp : (engine + 1) * rollout.tp]
         names.append(f"{rollout.name}, engine {engine} ({placement.where(devices[0])}),")
-        # the engine core is a separate process and must not outlive a killed run
+        # the engine core is a separate process that must end when a run is killed
         written = {**_environment(plan), **rollout.env}
         env = {**written, "ROLL_OPD_DIE_WITH_PARENT": "1", **forkserver_start.variables(ENGINES, written)}
         actors.append(actor_class.options(**placement.options(devices, rollout.devices, env)).remote())
@@ -127,10 +127,10 @@ async def start_sampler(
 async def teacher_as_student(
     plan: RunPlan, teacher: TeacherPlan, placement: Placement, requests: int
 ) -> AsyncIterator[tuple[Sampler, WorkflowPool | None]]:
-    """Inside the block, serve a teacher on the student's inference devices, for the teacher's validation.
+    """Inside the block, run a teacher's engines on the student's inference devices, to validate the teacher.
 
-    Yields the teacher's engines, and the run's workflow with the teacher as its model. On CPUs, where starting an
-    engine takes longer than the answers, only as many engines start as `requests` occupy.
+    Yields the teacher's engines, and the run's workflow with the teacher as its model. On CPUs, where an engine takes
+    longer to start than to answer, only as many engines start as `requests` can occupy.
     """
     assert plan.rollout is not None and teacher.model is not None
     engines = plan.rollout.engines
@@ -217,9 +217,9 @@ async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) 
 def chunk_samples(plan: RunPlan) -> int:
     """Return the number of finished samples that an inference engine sends together.
 
-    The number fills a micro-batch on every rank of the first teacher, but is at most half of the step's samples per
-    engine, so that log-probs are computed while the other half is still being generated. Smaller chunks are slower if
-    teacher and engine share a device, because the samples of a step end close together.
+    The number fills a micro-batch on every rank of the first teacher. It is at most half of the step's samples per
+    engine, so that log-probs are computed while the other half is still being generated. If teacher and engine share a
+    device, smaller chunks are slower, because the samples of a step end close together.
     """
     assert plan.rollout is not None
     half = -(-plan.sequences_per_step // (2 * plan.rollout.engines))
@@ -232,9 +232,9 @@ def chunk_samples(plan: RunPlan) -> int:
 
 
 def starts_beside_measurement(plan: RunPlan, placement: Placement) -> bool:
-    """Return whether the roles may start while teachers are validated on other engines.
+    """Return whether the roles may start while teachers are being validated on separate engines.
 
-    True only on CPUs, for small models and non-deterministic runs, because both sets of engines are then in memory.
+    True only on CPUs, for small models and runs that need not be deterministic: both sets of engines are in memory.
     """
     assert plan.rollout is not None
     alone = plan.deterministic or placement.on_gpu or _members(plan, placement)
@@ -249,7 +249,7 @@ def reads_beside_generation(plan: RunPlan, turns: DeviceScheduler) -> bool:
     readers = {plan.serving(role).name for role in plan.frozen_roles()}
     if plan.objective.opd_topk_source == "student" and plan.objective.opd_objective == "topk":
         readers.add(plan.student.name)
-    if plan.async_generation_ratio:  # the student learns, and is sent to its followers, at the same time
+    if plan.async_generation_ratio:  # the student learns and its weights are sent to followers at the same time
         follows = any(isinstance(role, FollowingPlan) for role in plan.frozen_roles())
         return not (follows or plan.student.name in readers or any(map(turns.takes_turns, readers)))
     return not any(turns.share(reader, plan.rollout.name) for reader in readers)

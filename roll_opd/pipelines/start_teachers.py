@@ -1,4 +1,4 @@
-"""Start teachers behind a server: create their scorers and answer caches, and check their servers."""
+"""Start teachers that are reached over HTTP: create scorers and answer caches, and check the servers."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,23 +13,23 @@ from roll_opd.teachers.http_checks import check_server
 from roll_opd.teachers.http_teacher import HttpScorer
 from roll_opd.teachers.scorer import Target
 
-ANSWERS = "teacher_answers"  # directory of an experiment with the answers of servers
+ANSWERS = "teacher_answers"  # directory of an experiment that has the answers of servers
 
 
 def http_scorer(plan: RunPlan, teacher: TeacherPlan, source: HttpPlan) -> HttpScorer:
-    """Return the scorer of a teacher behind a server. RunError if the teacher's API key is missing."""
+    """Return the scorer of a teacher that is reached over HTTP. RunError if its API key is missing."""
     vocabulary = source.vocab_size or read_model(Path(plan.student.model.path)).vocab
     cache = AnswerCache(Path(plan.output_dir, plan.exp_name, ANSWERS, f"{teacher.name}.sqlite"))
     return HttpScorer(teacher.name, source, vocabulary, cache)
 
 
 async def check_servers(plan: RunPlan, teachers: Sequence[Teacher], starting: StartupProgress) -> None:
-    """Check the servers of the teachers, concurrently. RunError with the first problem."""
+    """Check the servers of the teachers, concurrently. RunError describes the first problem."""
     await asyncio.gather(*[_check(plan, one, one.scorer, starting) for one in teachers if is_http(one)])
 
 
 def is_http(teacher: Teacher) -> bool:
-    """Return whether the teacher is behind a server."""
+    """Return whether the teacher is reached over HTTP."""
     return isinstance(teacher.scorer, HttpScorer)
 
 

@@ -1,4 +1,4 @@
-"""Start-up of a run: start a backend for its processes, start and try the rewards, validate teachers, start roles."""
+"""The start-up of a run: start Ray, start and try the rewards, validate teachers, and start the roles."""
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Backend:
-    """Starts Ray and workers for one run, and ends them with the run. A subclass may keep them for several runs."""
+    """Starts Ray and workers for one run, and ends them after it. A subclass may keep them for several runs."""
 
     @contextmanager
     def cluster(self, plan: RunPlan, starting: StartupProgress, hosts: Hosts | None) -> Iterator[None]:
@@ -60,7 +60,7 @@ class Backend:
         return await start_roles.start_workers(plan, placement)
 
     async def end(self, workers: RunWorkers) -> None:
-        """End the roles and reward workers of a run that has made its last step."""
+        """End the roles and reward workers after the last step of a run."""
         await workers.end()
         for pool in workers.reward_pools:
             await pool.end()
@@ -77,14 +77,14 @@ async def begin(run: Run, backend: Backend) -> RunWorkers:
 
     async def start_models() -> RunWorkers:
         if any(reward.engine for reward in plan.rewards):
-            await starting_rewards  # judges have engines, and engines on a shared device start one after another
+            await starting_rewards  # engines on a shared device start one after another, and judges have engines
         if not (plan.rollout and starts_beside_measurement(plan, run.placement)):
             await teachers_measured
         run.logger.note(f"Starting {started(plan)} ...")
         starting = background_task(backend.workers(plan, run.placement))
         await asyncio.wait({starting, teachers_measured}, return_when=asyncio.FIRST_COMPLETED)
         if teachers_measured.done():
-            await teachers_measured  # otherwise its failure would be raised only after all have started
+            await teachers_measured  # otherwise a failure would be raised only after all roles have started
         return await starting
 
     reward_pools, workers = await asyncio.gather(starting_rewards, start_models())
@@ -92,7 +92,7 @@ async def begin(run: Run, backend: Backend) -> RunWorkers:
 
 
 def started(plan: RunPlan) -> str:
-    """Return the models that a run starts as text, such as "student and inference engines"."""
+    """Return the models that a run starts, as text such as "student and inference engines"."""
     number = "s" if len(plan.teachers) > 1 else ""
     names = {
         f"teacher{number}": plan.teachers,
@@ -118,8 +118,8 @@ def background_task(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
     return task
 
 
-TRIAL_PROMPTS = 64  # number of first prompts, searched for one prompt of each domain
-TRIAL_SECONDS = 10.0  # time limit of a reward in its trial
+TRIAL_PROMPTS = 64  # number of first prompts in which one prompt of each domain is searched
+TRIAL_SECONDS = 10.0  # time limit for trying a reward
 
 
 async def try_rewards(pools: Sequence[RewardPool], source: TaskSource) -> None:
@@ -140,7 +140,7 @@ async def _try(pool: RewardPool, prompt: Prompt) -> None:
         if answer.done():
             answer.result()
     except RunError as error:
-        raise RunError(f"tried before the first step, on the text of the first prompt: {error}") from error
+        raise RunError(f"failed when tried before the first step, on the text of the first prompt: {error}") from error
     finally:
         answer.cancel()
         pool.drain_metrics()

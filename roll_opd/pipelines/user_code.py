@@ -1,4 +1,4 @@
-"""Check whether a plan names user code, which planning must import."""
+"""Check whether a plan names code of the user, which planning must import."""
 
 from roll_opd.base.registry import declarations
 from roll_opd.config.plan import RunPlan
@@ -7,7 +7,7 @@ BUILTIN = "roll_opd.workflows.builtin"
 
 
 def uses_user_code(plan: RunPlan) -> bool:
-    """Return whether a plan names a user module, by a plugin directory, a dotted path, or a registered name."""
+    """Return whether a plan names code of the user: a plugin directory, a dotted path, or a registered name."""
     workflow = plan.workflow
     names: list[str | None] = [plan.objective.policy_loss, plan.objective.adv_estimator, *plan.trackers]
     names += [term.worker for reward in plan.rewards for term in reward.terms]

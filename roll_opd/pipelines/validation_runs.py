@@ -25,7 +25,7 @@ async def measure(
     workflow: Workflow | None = None,
     turns: DeviceScheduler | None = None,
 ) -> dict[str, float]:
-    """Return validation metrics of the model in `sampler`; log some answers with the log-probs of `readers`."""
+    """Return validation metrics of the model in `sampler`; log some answers, with log-probs from `readers`."""
     plan = run.plan
     assert plan.validation is not None and plan.rollout is not None
     sampling = plan.validation.sampling
@@ -51,19 +51,19 @@ async def measure(
 
 
 async def measure_teachers(run: Run, starting_rewards: Awaitable[Sequence[RewardPool]]) -> None:
-    """Validate each teacher and log its accuracy; only in a new run with `evaluate_teacher`."""
+    """In a new run with `evaluate_teacher`, validate each teacher and log its accuracy."""
     plan = run.plan
     validation = plan.validation if plan.validation and plan.validation.evaluate_teacher else None
     if run.resumed or not (validation and run.held_out and plan.teachers):
         return
     if any(reward.engine for reward in plan.rewards):
-        await starting_rewards  # judges have engines, which may share a device with the teachers
-    run.logger.note("Measuring the teacher in validation ...")
+        await starting_rewards  # the engines of judges may share a device with the teachers
+    run.logger.note("Validating the teacher ...")
     requests = len(run.held_out) * validation.sampling.n
     for teacher in plan.teachers:
         if teacher.model is None or teacher.tokenizer is not None:
-            lacks = "has another tokenizer" if teacher.tokenizer else "has no model directory to sample from"
-            run.logger.note(f"Teacher {teacher.name} {lacks}, and is not measured")
+            lacks = "has another tokenizer" if teacher.tokenizer else "has no model directory from which to sample"
+            run.logger.note(f"Teacher {teacher.name} {lacks} and is not validated")
             continue
         async with teacher_as_student(plan, teacher, run.placement, requests) as (sampler, workflow):
             with run.clock.phase("validate"):

@@ -57,8 +57,12 @@ def test_modules_are_found_where_the_caller_finds_them(tmp_path: Path, monkeypat
     [
         (2, "a warning\nroll-opd: first\nroll-opd: the configuration has a problem:\n  1. x\n", "the configuration"),
         (1, "roll-opd: values are not finite\n", "values are not finite"),
-        (-9, "step 1\nstep 2", "the run was ended by SIGKILL; its last lines:\nstep 1\nstep 2"),
-        (1, "".join(f"line {number}\n" for number in range(99)), "ended with exit code 1; its last lines:\nline 84\n"),
+        (-9, "step 1\nstep 2", "the run was ended by SIGKILL; the last lines of its output:\nstep 1\nstep 2"),
+        (
+            1,
+            "".join(f"line {number}\n" for number in range(99)),
+            "ended with exit code 1; the last lines of its output:\nline 84\n",
+        ),
     ],
 )
 def test_the_sentence_of_an_end(code: int, output: str, sentence: str) -> None:

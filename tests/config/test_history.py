@@ -141,7 +141,7 @@ def test_other_content_under_the_same_path(tmp_path: Path) -> None:
     found = history.differences(before, settings_of(plan_of("pure", *overrides)))
     keys = ["teacher.model_args.model_name_or_path", "validation.data_args.file_name"]
     assert list(found) == [key + CONTENT for key in keys]
-    assert all("same path, other content" in text for text in history.changes_text(found))
+    assert all("same path, different content" in text for text in history.changes_text(found))
 
 
 def test_a_moved_file_is_one_change(tmp_path: Path) -> None:

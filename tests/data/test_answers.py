@@ -121,7 +121,7 @@ def test_a_template_whose_prompt_is_no_prefix_is_refused(tmp_path: Path) -> None
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
     )
-    with pytest.raises(DataError, match="renders the prompt differently with its answer"):
+    with pytest.raises(DataError, match="renders the prompt differently if its answer follows"):
         open_prompts(plan("sft", write(tmp_path / "rows.jsonl", SFT_ROWS[:1])), tokenizer)
 
 
@@ -243,5 +243,5 @@ def test_a_run_with_changed_answers_is_not_resumed(tmp_path: Path) -> None:
     write(path, [{"prompt": "1+1=", "response": "2"}])
     state = PromptSource(open_prompts(plan("sft", path), tokenizer)[0], 0).state_dict()
     write(path, [{"prompt": "1+1=", "response": "3"}])
-    with pytest.raises(DataError, match="not the ones this run was saved with"):
+    with pytest.raises(DataError, match="differ from those with which this run was saved"):
         PromptSource(open_prompts(plan("sft", path), tokenizer)[0], 0).load_state_dict(state)

@@ -98,4 +98,7 @@ def test_tags_without_teacher_or_reward_are_refused(mode: str) -> None:
         expected = ["no teacher has tag 'poem' of the training data in its tag_included", *expected]
     assert len(found) == len(expected)
     assert all(line.startswith(start) for line, start in zip(found, expected, strict=True))
-    assert "math_rule needs: a:1, a:2, a:3, ...; add it, remove the rows, or, for rows of a workflow, name" in found[-1]
+    assert (
+        "math_rule needs: a:1, a:2, a:3, ...; add ground truths or remove the rows; for rows of a workflow, name"
+        in found[-1]
+    )

@@ -62,7 +62,9 @@ def rules(group: int = 4, **settings: Any) -> dict[str, Any]:
 )
 def test_a_run_of_changed_games_is_not_resumed(now: dict[str, Any], key: str) -> None:
     state = EnvironmentSource(SHARES, 7, rules()).state_dict()
-    with pytest.raises(DataError, match=f"saved with another {key}, so it would continue with other games; restore it"):
+    with pytest.raises(
+        DataError, match=f"saved with a different {key}, so it would continue with other games; restore the setting"
+    ):
         EnvironmentSource(SHARES, 7, now).load_state_dict(state)
 
 

@@ -67,7 +67,7 @@ def test_rows_and_tags_of_an_array(tmp_path: Path) -> None:
         ('[{"a": 1}', "element 1, at byte 9: cut off"),
         ('[{"a": 1},\n', "element 2"),
         ('[{"a": 1} {"a": 2}]', "no comma"),
-        ('[\n{"a": 1}\n]\n{"a": 2}', "more text after the end"),
+        ('[\n{"a": 1}\n]\n{"a": 2}', "text after the end"),
         ("[" * 100_000, "element 1"),
     ],
 )

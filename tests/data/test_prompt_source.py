@@ -141,19 +141,19 @@ def test_a_changed_data_set_or_seed_cannot_be_resumed(
     for number, (changed, why) in enumerate(
         [
             (rows(4), "5 prompts then, 4 now"),
-            (rows(5)[::-1], "other ids"),
-            (retagged, "other ids, tags"),
+            (rows(5)[::-1], "different ids"),
+            (retagged, "different ids, tags"),
             (reworded, "tokens"),
             ([{**row, "ground_truth": "7"} for row in rows(5)], "ground truths"),
         ]
     ):
         file = write(tmp_path / f"changed{number}.jsonl", *changed)
-        with pytest.raises(DataError, match="not the ones this run was saved with") as refused:
+        with pytest.raises(DataError, match="differ from those with which this run was saved") as refused:
             source(files=(file,)).load_state_dict(state)
         assert why in str(refused.value)
     with pytest.raises(DataError, match="1 files then, 2 now"):
         source(files=(original, write(tmp_path / "more.jsonl", *rows(1)))).load_state_dict(state)
-    with pytest.raises(DataError, match="not the ones this run"):
+    with pytest.raises(DataError, match="differ from those with which this run"):
         source(files=(original,), limit=4).load_state_dict(state)
     with pytest.raises(DataError, match="saved with seed 1 and is resumed with seed 2"):
         source(5, seed=2).load_state_dict(state)
@@ -192,7 +192,7 @@ def test_demonstrations_keep_their_own_position(tmp_path: Path, tokenizer: PreTr
         with pytest.raises(DataError, match="or a `demonstrations` section was added or removed since"):
             source.load_state_dict(saved)
     write(files["sft"], *answered[:4])
-    with pytest.raises(DataError, match="demonstrations: the prompts are not the ones"):
+    with pytest.raises(DataError, match="demonstrations: the prompts differ from those"):
         mixed().load_state_dict(state)
 
 
@@ -200,7 +200,7 @@ def test_rows_without_ids_may_be_renamed_and_must_be_the_same(source: NewSource,
     nameless = [{"prompt": "1" * n} for n in range(1, 4)]
     state = source(files=(write(tmp_path / "before.jsonl", *nameless),)).state_dict()
     source(files=(write(tmp_path / "after.jsonl", *nameless),)).load_state_dict(state)
-    with pytest.raises(DataError, match="other ids"):
+    with pytest.raises(DataError, match="different ids"):
         source(files=(write(tmp_path / "other.jsonl", *nameless[::-1]),)).load_state_dict(state)
 
 

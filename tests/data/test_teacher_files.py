@@ -123,7 +123,7 @@ def renormalised(row: TeacherScores) -> TeacherScores:
 
 INCONSISTENT = {
     "another tokenizer": (lambda row: replace(row, tokenizer="xyz"), "tokenizer xyz, and the student's is abc"),
-    "another temperature": (lambda row: replace(row, temperature=0.7), "at temperature 0.7, and the run's is 1"),
+    "another temperature": (lambda row: replace(row, temperature=0.7), "at temperature 0.7, but the run samples at 1"),
     "fewer log-probs": (lambda row: replace(row, logprobs=row.logprobs[:-1]), "11 entries of teacher_logprobs for 12"),
     "fewer positions": (lambda row: replace(row, topk_ids=row.topk_ids[1:]), "11 entries of teacher_topk_ids for 12"),
     "a mask of other length": (lambda row: replace(row, mask=np.ones(3, bool)), "3 entries of loss_mask"),
@@ -141,7 +141,7 @@ INCONSISTENT = {
     "no top-k": (lambda row: replace(row, topk_ids=None, topk_logprobs=None, topk_rest=None), "has no top-k"),
     "a smaller top-k": (
         lambda row: replace(row, topk_ids=row.topk_ids[:, :2], topk_logprobs=row.topk_logprobs[:, :2]),
-        "has 2 tokens, and opd_topk is 4",
+        "has 2 tokens, but opd_topk is 4",
     ),
 }
 
@@ -237,7 +237,7 @@ def test_lightning_opd_is_read(tmp_path: Path, tokenizer: PreTrainedTokenizerBas
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"response": "7 7 7"}, "response_tokens are not response in the student's tokenizer"),
+        ({"response": "7 7 7"}, "response_tokens are not the tokens of the text response in the student's tokenizer"),
         ({"teacher_log_probs": [-0.5]}, "1 entries of teacher_logprobs"),
         ({"teacher_log_probs": None}, "has no teacher_logprobs"),
     ],

@@ -50,7 +50,7 @@ def test_the_hint_is_behind_the_last_question_and_the_system_message_is_replaced
 def test_a_hint_for_a_plain_prompt_must_mark_its_place() -> None:
     row = parse_row({"prompt": "2+2=", "ground_truth": "4"}, "f")
     assert read_row(context(hint="(4)\n{prompt}"), row).prompt == "(4)\n2+2="
-    for keys, said in (({"hint": "(4)"}, "{prompt}"), ({"system_prompt": "x"}, "no place")):
+    for keys, said in (({"hint": "(4)"}, "{prompt}"), ({"system_prompt": "x"}, "cannot have a system_prompt")):
         with pytest.raises(BadRow) as caught:
             read_row(context(**keys), row)
         assert said in caught.value.detail
@@ -101,7 +101,7 @@ def test_prompts_that_are_too_long_with_their_hint(opened: Open, tmp_path: Path)
     hinted = (context(hint="{ground_truth}"),)
     prompts, report = opened(file, contexts=hinted)
     assert [prompt.id for prompt in prompts] == ["a"]
-    assert "teacher.t, whose prompt_length is 64" in report.summary()
+    assert "teacher.t, but its prompt_length is 64" in report.summary()
     with pytest.raises(DataError, match="raise the teacher's `prompt_length` or set"):
         opened(file, contexts=hinted, on_long_prompt="refuse")
 

@@ -95,7 +95,7 @@ def test_a_teacher_file_has_hugging_faces_topk(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert pq.read_metadata(target).num_rows == 100
     refused = score("--model", str(MODEL), "--input", str(source), "--output", str(tmp_path / "a.jsonl"), "--topk", "5")
-    assert refused.returncode == 2 and "--topk: is written into parquet only" in refused.stderr
+    assert refused.returncode == 2 and "--topk: is written only to parquet" in refused.stderr
 
 
 @pytest.mark.nightly  # two launches of half a minute; the layouts themselves are tested in the engine

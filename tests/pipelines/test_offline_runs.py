@@ -129,7 +129,7 @@ def test_lightning_opd_recomputes_the_student(rows: list[dict], file: Path, tmp_
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("teacher.name=small", "its teacher is 'large', and teacher.name is 'small'"),
+        ("teacher.name=small", "its teacher is 'large', but teacher.name is 'small'"),
         ("opd_topk=9", "opd_topk: 9 is more than the 8 tokens in the files"),
         ("student_train.data_args.file_name=examples/demo/data/sft_train.jsonl", "the rows come from teacher.files"),
         ("opd_divergence=kl", "opd_divergence: should be"),

@@ -129,7 +129,7 @@ def test_a_checkpoint_without_the_teacher_is_refused(whole: Run, tmp_path: Path)
     checkpoint = whole.path / f"checkpoints/step_{SAVED}"
     slower = [text.replace("late: ", "other: ") for text in FOLLOWERS]
     refused = launch(tmp_path / "output", *slower, f"resume_from_checkpoint={checkpoint}", config=HINTS)
-    assert refused.code == 2 and "holds no weights of teacher.other, which follows the student" in refused.output
+    assert refused.code == 2 and "has no weights of teacher.other, which follows the student" in refused.output
 
 
 @torch.no_grad()

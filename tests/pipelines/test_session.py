@@ -76,7 +76,7 @@ def test_a_batch_with_rewards_learns_from_them_and_from_the_teacher(session: Ses
     tokens = np.array([sample.action_tokens for sample in batch.samples])
     # gamma is 0 in the demo's configuration: a reward counts at its sample's last token
     assert mixed - pure == pytest.approx(-rewards.sum() / tokens.sum(), rel=1e-4)
-    with pytest.raises(ValueError, match="on_policy_distill, which ignores them"):
+    with pytest.raises(ValueError, match="on_policy_distill, ignores them"):
         session.student.forward_backward(batch.with_rewards(rewards))
     without = session.student.forward_backward(batch, opd_kl_coef=0.0)["actor/pg_loss"]
     assert without == pytest.approx(0, abs=1e-6)
@@ -125,7 +125,7 @@ def test_a_reward_that_cannot_be_sent_is_refused_by_name() -> None:
         with lock:
             return characters(samples)
 
-    with pytest.raises(TypeError, match="rewards: math_rule refers to something that cannot be sent"):
+    with pytest.raises(TypeError, match="rewards: math_rule refers to an object that cannot be sent"):
         roll_opd.run(CONFIG, rewards={"math_rule": reward})
 
 

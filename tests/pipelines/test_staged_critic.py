@@ -140,7 +140,7 @@ def test_a_checkpoint_without_a_critic_is_refused(run: Run, tmp_path: Path) -> N
     assert checkpoint_problems(plan, Checkpoint.read(saved)) == []
     shutil.copytree(saved, tmp_path / "bare", ignore=shutil.ignore_patterns("critic"))
     (found,) = checkpoint_problems(plan, Checkpoint.read(tmp_path / "bare"))
-    assert "holds no critic" in found
+    assert "has no critic" in found
     other = replace(plan.critic, model=ModelPlan(str(REPOSITORY / "examples/demo/models/teacher")))
     (found,) = checkpoint_problems(replace(plan, critic=other), Checkpoint.read(saved))
-    assert "made from another model" in found and "layers 3 there, 4 in the model" in found
+    assert "trained from another model" in found and "layers 3 there, 4 in the model" in found

@@ -201,7 +201,7 @@ def test_a_teacher_reads_its_own_words_around_what_was_asked_first(tokenizer: An
             contexts.prompts(tokens[1:], run, row)
         with pytest.raises(ValueError, match="no 'n' in the row"):
             contexts.prompts(tokens, run, replace(row, extra=FrozenDict()))
-        with pytest.raises(ValueError, match="61 tokens for teacher, whose prompt_length is 60"):
+        with pytest.raises(ValueError, match="61 tokens for teacher, but its prompt_length is 60"):
             contexts.prompts(tokens, run, replace(row, ground_truth="8" * (60 - len(read) + 2)))
         tools = [{"type": "function", "function": {"name": "add"}}]
         (called,) = await model.chat_async([{"role": "user", "content": "9="}], tools=tools)

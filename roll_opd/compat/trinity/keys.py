@@ -1,4 +1,4 @@
-"""Table of Trinity-RFT's keys: each is mapped to a key here, combined with others, ignored, or rejected.
+"""Table of Trinity-RFT's keys: each is translated to a key here, combined with other keys, ignored, or rejected.
 
 `translate.py` applies the table; docs/coming-from-trinity.md describes it.
 """
@@ -14,8 +14,10 @@ SFT_ROWS = ("buffer.trainer_input.sft_warmup_dataset", "buffer.trainer_input.aux
 
 @dataclass(frozen=True)
 class Rule:
-    """Translation of a key: to the key `ours` ({train} and {infer} are the student's roles), combined with other keys
-    (`part`), or ignored for the reason `why`. With `harmless` these values are ignored and others rejected.
+    """Translation of a key: to another key, combined with other keys, or ignored.
+
+    `ours` is the new key; {train} and {infer} in it stand for the student's roles. `part` marks a key that is combined
+    with others. `why` is the reason to ignore a key. If `harmless` is set, these values are ignored and others rejected.
     """
 
     ours: str = ""
@@ -29,17 +31,17 @@ NOTHING = Rule()
 
 
 def to(ours: str) -> Rule:
-    """Return the rule of a key whose value is copied to the key `ours`."""
+    """Return the rule for a key whose value is copied to the key `ours`."""
     return Rule(ours=ours)
 
 
 def nothing(why: str) -> Rule:
-    """Return the rule of a key that is ignored."""
+    """Return the rule for a key that is ignored."""
     return Rule(why=why)
 
 
 def only(*harmless: Any, instead: str) -> Rule:
-    """Return the rule of a key whose `harmless` values are ignored; others are rejected with the remedy `instead`."""
+    """Return the rule for a key: `harmless` values are ignored, others rejected with remedy `instead`."""
     return Rule(harmless=harmless, why=instead)
 
 
@@ -67,7 +69,7 @@ _LOGPROBS = nothing("log-probs of sampled tokens are always recorded")
 _THINKING = nothing("the model's chat template decides; a workflow may pass chat_template_kwargs")
 
 _SELECTOR: dict[str, Rule] = {}
-for _name in ("task_selector", "data_selector"):  # before 0.6, and since
+for _name in ("task_selector", "data_selector"):  # up to 0.5, and since 0.6
     _SELECTOR[f"{_name}.selector_type"] = only(
         "sequential", "shuffle", "random", instead="rows are shuffled in each epoch; remove it"
     )
@@ -100,9 +102,9 @@ ENGINE_KEYS: dict[str, Rule] = {
     **_all(PART, "temperature top_p top_k repetition_penalty"),
     "engine_type": only("vllm", "vllm_async", instead="engines are vLLM's; write vllm"),
     **_all(NOTHING, "use_v1 bundle_indices name"),
-    "enable_history": nothing("a run's responses are always recorded"),
+    "enable_history": nothing("the responses of a workflow are always recorded"),
     "enable_thinking": _THINKING,
-    "enable_openai_api": nothing("every run has an OpenAI-compatible endpoint"),
+    "enable_openai_api": nothing("every workflow has an OpenAI-compatible endpoint"),
     "enable_auto_tool_choice": nothing("tools of a request may always be called"),
     "reasoning_parser": nothing("thoughts are part of the response"),
     "tool_call_parser": nothing("a teacher generates no responses"),
@@ -126,7 +128,7 @@ ENGINE_KEYS: dict[str, Rule] = {
     **_all(NOTHING, "gpu_per_engine enable_log_requests nnodes node_rank weight_sync_buffer_size engine_id"),
     **_all(NOTHING, "ray_namespace ray_actor_name sync_method checkpoint_job_dir cuda_visible_devices"),
 }
-# only for the student's engines; teachers run in Megatron
+# applies only to the student's engines, since teachers run in Megatron
 ROLLOUT_KEYS: dict[str, Rule] = {
     **ENGINE_KEYS,
     "seed": to("seed"),
@@ -153,7 +155,7 @@ AUXILIARY_KEYS: dict[str, Rule] = {
     **_all(NOTHING, "seed gpu_memory_utilization enforce_eager enable_prefix_caching enable_chunked_prefill"),
 }
 
-# veRL's keys that are read; the rest is ignored
+# keys of veRL that are read; its other keys are ignored
 _VERL = {
     "actor_rollout_ref.actor": "optim.lr ppo_epochs grad_clip use_dynamic_bsz ppo_max_token_len_per_gpu"
     " ulysses_sequence_parallel_size",
@@ -164,8 +166,8 @@ _VERL = {
 KEYS: dict[str, Rule] = {
     "mode": only(
         "both",
-        instead="exploring and training are one loop here (both); use start_sft_pipeline.py or start_dpo_pipeline.py"
-        " for rows with answers, and validation to evaluate a model",
+        instead="exploring and training are always one loop here (mode: both); use start_sft_pipeline.py or"
+        " start_dpo_pipeline.py for rows with answers, and validation to evaluate a model",
     ),
     **_all(PART, "project checkpoint_root_dir"),
     "name": to("exp_name"),
@@ -180,7 +182,7 @@ KEYS: dict[str, Rule] = {
         _all(PART, "policy_loss_fn_args advantage_fn_args kl_loss_fn kl_loss_fn_args kl_penalty_fn kl_penalty_fn_args"),
     ),
     "algorithm.entropy_loss_fn": only(
-        "default", "basic", "none", None, instead="entropy_loss_coef is the only form; remove the key"
+        "default", "basic", "none", None, instead="entropy is set only by entropy_loss_coef; remove the key"
     ),
     "algorithm.entropy_loss_fn_args": PART,
     "algorithm.sample_strategy": only(
@@ -192,7 +194,7 @@ KEYS: dict[str, Rule] = {
     ),
     "algorithm.use_token_level_loss": NOTHING,
     "algorithm.loss_agg_mode": to("loss_agg_mode"),
-    "algorithm.bypass_old_logprobs": nothing("ratios use log-probs of the training engine"),
+    "algorithm.bypass_old_logprobs": nothing("ratios are computed from log-probs of the training engine"),
     "algorithm.rollout_correction": only(
         None,
         {},
@@ -269,7 +271,7 @@ KEYS: dict[str, Rule] = {
         None, {}, {"enable": False}, instead="max_timeout (workflow_timeout) is the only limit; remove it"
     ),
     "explorer.eval_interval": PART,
-    "explorer.eval_on_startup": nothing("a run with validation always starts with one"),
+    "explorer.eval_on_startup": nothing("a run with validation always starts with a validation"),
     **_below("explorer.rollout_model", ROLLOUT_KEYS),
     AUXILIARY: PART,
     **_below(
@@ -303,7 +305,7 @@ KEYS: dict[str, Rule] = {
     **_below("trainer", _all(PART, "grad_clip use_dynamic_bsz max_token_len_per_gpu ppo_max_token_len_per_gpu")),
     **_below("trainer", _all(PART, "ulysses_sequence_parallel_size actor_grad_clip")),
     **_below("trainer", _all(NOTHING, "name enable_preview save_strategy save_hf_checkpoint")),
-    "trainer.fix_actor_microbatch_loss_scale": nothing("the loss is always that of the whole batch"),
+    "trainer.fix_actor_microbatch_loss_scale": nothing("the loss is always normalised over the whole batch"),
     "trainer.trainer_config_path": only(
         None, "", instead="the file is not read; set algorithm.optimizer and trainer.grad_clip here, remove the key"
     ),
@@ -320,14 +322,14 @@ KEYS: dict[str, Rule] = {
         instead="write one configuration per stage, each starting from the previous stage's checkpoint",
     ),
 }
-# arguments of Trinity-RFT's demonstration losses for veRL's batching
+# arguments of Trinity-RFT's losses with demonstrations that concern only veRL's batching
 BATCH_ARGUMENTS = frozenset(
     (
         *("use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer"),
         *("train_batch_size_expert", "train_batch_size_usual"),
     )
 )
-UNREAD = ("trainer.trainer_config",)  # sections whose other keys are ignored
+UNREAD = ("trainer.trainer_config",)  # sections in which unlisted keys are ignored
 
 # workflow -> its default reward
 DEFAULT_REWARDS = {
@@ -335,7 +337,8 @@ DEFAULT_REWARDS = {
     **dict.fromkeys(("math_boxed_workflow", "async_math_boxed_workflow"), "math_boxed_reward"),
     **dict.fromkeys(("on_policy_distill_math_workflow", "math_eval_workflow"), "accuracy_reward"),
 }
-# Trinity-RFT's reward -> equivalent sections of `rewards`; its format reward is 0.1 or -0.1, equal up to a constant
+# Trinity-RFT's reward -> equivalent sections of `rewards`; its format reward is 0.1 or -0.1, which differs only by a
+# constant
 _FORMAT = {"weight": 0.2, "pattern": r".*?<think>.*?</think>\s*<answer>.*?</answer>\s*"}
 REWARDS: dict[str, dict[str, Any]] = {
     "accuracy_reward": {"math_rule": {"worker_cls": "math_rule"}},

@@ -1,4 +1,4 @@
-"""Load a Trinity-RFT configuration: its values under the keys of this package, with the line of each."""
+"""Load a Trinity-RFT configuration as values under the keys of this package, with the line of each value."""
 
 import warnings
 from pathlib import Path
@@ -30,7 +30,7 @@ from roll_opd.data.rows import DataError
 
 
 def load_trinity(file: Path, overrides: list[str]) -> LoadedConfig:
-    """Load and translate a file of Trinity-RFT; `overrides` use this package's keys. Raises ConfigError."""
+    """Load and translate a Trinity-RFT configuration; `overrides` use this package's keys. Raises ConfigError."""
     with bounded_work(), also_resolving_in(file.parent):
         return _load(file, overrides)
 
@@ -95,7 +95,7 @@ def _overridden(values: dict[str, Any], overrides: list[str]) -> tuple[dict[str,
 
 
 def _files_of(path: str, split: str, subset: str | None) -> list[str]:
-    """Return the files of a dataset as Trinity-RFT finds them: a file, or a split's files in a directory."""
+    """Return the files that Trinity-RFT would find for a dataset: one file, or the files of a split in a directory."""
     try:
         found = find_path(path)
     except PathError as error:

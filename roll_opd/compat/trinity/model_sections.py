@@ -38,7 +38,7 @@ def models(read: Translation) -> None:
         response, keys[2] = whole - prompt, keys[0]
     if prompt is None or response is None:
         missing = "model.max_prompt_tokens" if prompt is None else "model.max_response_tokens"
-        read.diag.error(missing, "is missing; write it: prompt and response have separate limits")
+        read.diag.error(missing, "is missing; write it, as prompt and response have separate limits here")
         return
     read.put("prompt_length", prompt, keys[1])
     read.put("response_length", response, keys[2])
@@ -56,7 +56,9 @@ def _adapter(read: Translation) -> None:
     odd = sorted(key for key in entries[0].keys() - known if entries[0][key])
     if len(entries) > 1 or odd:
         found = f"has {', '.join(odd)}" if odd else f"has {len(entries)} adapters"
-        read.diag.error(place, f"{found}; only one adapter of the student with the keys {', '.join(LORA)} is supported")
+        read.diag.error(
+            place, f"{found}; only one adapter is supported, for the student, with the keys {', '.join(LORA)}"
+        )
         return
     for name, (ours, default) in LORA.items():
         read.put(f"{{train}}.model_args.{ours}", entries[0].get(name, default), place)
@@ -65,9 +67,9 @@ def _adapter(read: Translation) -> None:
 
 
 def _auxiliary_models(read: Translation) -> None:
-    """Translate auxiliary models: in distillation the first is the teacher, all others serve workflows.
+    """Translate auxiliary models: in distillation, the first is the teacher; workflows call the others.
 
-    A user's workflow may also call the teacher, which then also gets an engine.
+    A user's workflow may call the teacher as well; the teacher then also gets an engine.
     """
     models = read.entries(AUXILIARY)
     workflow, _ = read.first(f"{TASKSET}.default_workflow_type", "buffer.explorer_input.default_workflow_type")

@@ -19,7 +19,7 @@ def objective(read: Translation) -> None:
     try:
         row = algorithm(name) if isinstance(name, str) else None
     except AlgorithmError:
-        row = None  # reported under this package's key
+        row = None  # an error names this package's key
     advantage = read.below("algorithm.advantage_fn_args")
     if read.is_pure and "kl_coef" in advantage:
         read.put("opd_kl_coef", advantage.pop("kl_coef"), "algorithm.advantage_fn_args.kl_coef")
@@ -27,7 +27,7 @@ def objective(read: Translation) -> None:
     for argument in sorted(BATCH_ARGUMENTS & loss.keys()):
         read.drop(
             f"algorithm.policy_loss_fn_args.{argument}",
-            "the loss is that of the whole batch, independent of micro-batches",
+            "the loss is normalised over the whole batch, independent of micro-batches",
         )
     if loss.get("use_token_level_loss_in_sft") is True:
         read.drop("algorithm.policy_loss_fn_args.use_token_level_loss_in_sft", "loss_agg_mode sets it")
@@ -51,7 +51,7 @@ def objective(read: Translation) -> None:
         elif argument == "sft_dataset_name":
             read.drop(path, "demonstrations come from trainer_input")
         else:
-            read.diag.error(path, "is not supported; every experience is trained on in its step; remove it")
+            read.diag.error(path, "is not supported, as every experience is trained on in its step; remove it")
     if compares:
         read.put("reference.strategy_args.strategy_name", "megatron_infer")
     if (row and row.advantage == "gae") or read.values.get("advantage_fn") in ("ppo", "gae"):
@@ -59,7 +59,7 @@ def objective(read: Translation) -> None:
 
 
 def _one_argument(read: Translation, section: str, name: str) -> Any:
-    """Return the only supported argument of a function; others are reported."""
+    """Return the only supported argument of a function; report other arguments."""
     given = read.below(section)
     for argument in given.keys() - {name}:
         read.diag.error(f"{section}.{argument}", f"is not an argument here; only {name} is; remove it")
@@ -67,7 +67,7 @@ def _one_argument(read: Translation, section: str, name: str) -> Any:
 
 
 def _kl_loss(read: Translation, by_row: bool) -> bool:
-    """Translate the KL loss; return whether there is one."""
+    """Translate the KL loss; return whether the run has a KL loss."""
     name, key = read.first("algorithm.kl_loss_fn")
     coefficient = _one_argument(read, "algorithm.kl_loss_fn_args", "kl_coef")
     if name:
@@ -85,7 +85,7 @@ def _kl_loss(read: Translation, by_row: bool) -> bool:
 
 
 def _kl_penalty(read: Translation) -> bool:
-    """Translate the KL penalty of rewards; return whether there is one."""
+    """Translate the KL penalty of rewards; return whether the run has a penalty."""
     name, key = read.first("algorithm.kl_penalty_fn", default="none")
     given = read.below("algorithm.kl_penalty_fn_args")
     if name == "none":

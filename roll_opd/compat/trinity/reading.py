@@ -1,4 +1,4 @@
-"""`Translation`: apply the key table to a Trinity-RFT configuration and record the result of each key."""
+"""`Translation` applies the key table to a Trinity-RFT configuration and records what becomes of each key."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ DISTILL = "on_policy_distill"
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices of a node, and whether they are GPUs."""
+    """The number of devices of a node, and whether these are GPUs."""
 
     devices: int
     has_gpus: bool
@@ -22,11 +22,11 @@ class Machine:
 
 @dataclass
 class Translation:
-    """State of a translation: values read, keys mapped and ignored."""
+    """The state of a translation: values read, keys translated and keys ignored."""
 
     diag: Diagnostics
     machine: Machine
-    found: dict[str, Any] = field(default_factory=dict)  # Trinity-RFT key -> value, for combined keys
+    found: dict[str, Any] = field(default_factory=dict)  # combined keys: Trinity-RFT key -> value
     values: dict[str, Any] = field(default_factory=dict)  # translated configuration
     origins: dict[str, str] = field(default_factory=dict)  # of translated keys
     mapped: list[tuple[str, str, Any]] = field(default_factory=list)  # (Trinity-RFT keys, our key, value)
@@ -49,7 +49,7 @@ class Translation:
 
     @property
     def frozen(self) -> list[str]:
-        """Megatron roles other than the student."""
+        """The Megatron roles except the student."""
         return [role for role in ("teacher", "reference", "critic") if role in self.values]
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -57,15 +57,15 @@ class Translation:
         return self.found.get(key, default)
 
     def first(self, *keys: str, default: Any = None) -> tuple[Any, str]:
-        """Return (value, key) of the first Trinity-RFT key that is set; (default, "") if none is."""
+        """Return (value, key) of the first Trinity-RFT key that is set, else (default, "")."""
         return next(((self.found[key], key) for key in keys if key in self.found), (default, ""))
 
     def either(self, key: str, default: Any) -> tuple[Any, str]:
-        """Return (value, key) of a Trinity-RFT key or its default, as arguments of `put`."""
+        """Return (value, key) of a Trinity-RFT key, or its default, for use as arguments of `put`."""
         return self.first(key, default=default)
 
     def put(self, ours: str, value: Any, *by: str) -> None:
-        """Set a key of this package, translated from the keys `by`, or Trinity-RFT's default without them."""
+        """Set a key of this package, translated from the keys `by`; without `by`, it is a default of Trinity-RFT."""
         ours = ours.format(train=self.train, infer=self.infer)
         *sections, last = ours.split(".")
         place = self.values
@@ -90,7 +90,7 @@ class Translation:
             self.drop(key, next((text for beginning, text in why.items() if key.startswith(beginning)), ""))
 
     def number(self, key: str, default: int, least: int = 1) -> int:
-        """Return an integer value of a Trinity-RFT key; reports other values and returns `default`."""
+        """Return the integer value of a Trinity-RFT key; for other values, report them and return `default`."""
         value = self.get(key, default)
         if isinstance(value, int) and not isinstance(value, bool) and value >= least:
             return value
@@ -98,7 +98,7 @@ class Translation:
         return default
 
     def below(self, key: str) -> dict[str, Any]:
-        """Return the section under a Trinity-RFT key; reports other values."""
+        """Return the section under a Trinity-RFT key; report a value that is no section."""
         value = self.get(key, {})
         if isinstance(value, dict):
             return value
@@ -106,7 +106,7 @@ class Translation:
         return {}
 
     def entries(self, key: str) -> list[Mapping[str, Any]]:
-        """Return the list of sections under a Trinity-RFT key; reports other values."""
+        """Return the list of sections under a Trinity-RFT key; report a value that is no such list."""
         value = self.get(key) or []
         if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
             return value
@@ -134,7 +134,7 @@ def _yaml(value: Any) -> str:
 
 
 def sort(read: Translation, values: Mapping[str, Any], keys: Mapping[str, Rule], prefix: str) -> None:
-    """Apply the rules of `keys` to `values` below `prefix`; combined keys are stored in `found`."""
+    """Apply the rules `keys` to `values` below `prefix`; store combined keys in `found`."""
     sections = {key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)}
 
     def visit(value: Any, key: str) -> None:
@@ -168,7 +168,7 @@ def _unknown(key: str, known: Iterable[str]) -> str:
     elsewhere = [name for name in known if name.rpartition(".")[2] == last]
     if elsewhere:
         return f"unknown key here; it belongs to {' or '.join(sorted(elsewhere)[:3])}"
-    return "is not a known key of Trinity-RFT up to 0.6, so its effect is unknown; remove it to run without it"
+    return "is not a key of Trinity-RFT up to 0.6, so its effect is unknown; remove it to run without it"
 
 
 def _follow(read: Translation, rule: Rule, path: str, value: Any) -> None:

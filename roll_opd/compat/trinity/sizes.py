@@ -8,17 +8,18 @@ from roll_opd.algorithms.table import algorithm
 from roll_opd.compat.trinity.keys import AUXILIARY, DTYPES, TASKSET
 from roll_opd.compat.trinity.reading import Translation
 
-MAX_PER_DEVICE = 8  # sequences per micro-batch without a token limit
+MAX_PER_DEVICE = 8  # sequences per micro-batch if tokens are not limited
 ROLLOUT, TEACHER = "explorer.rollout_model", f"{AUXILIARY}.0"  # sections of engines
 _ACTOR = "trainer.trainer_config.actor_rollout_ref.actor"
 _VERL = "trainer.trainer_config.trainer"
 
 
 def devices(read: Translation) -> None:
-    """Translate devices: separate ones for training, sampling and the teacher; without GPUs all share the slots."""
+    """Translate devices: separate devices for training, sampling and teacher; without GPUs, all share the slots."""
     places = (ROLLOUT, *([TEACHER] if "teacher" in read.values else []))
     sizes = {place: _engine_devices(read, place) for place in places}
-    auxiliary = {place: _engine_devices(read, place) for place in read.auxiliaries}  # also a teacher that is called
+    # includes a teacher that workflows call
+    auxiliary = {place: _engine_devices(read, place) for place in read.auxiliaries}
     if not read.machine.has_gpus:
         _slots(read, list(sizes | auxiliary))
         return
@@ -26,7 +27,7 @@ def devices(read: Translation) -> None:
     taken = sum(sizes.values()) + sum(auxiliary.values())
     read.devices = nodes * each - taken
     if read.devices < 1:
-        text = f"{nodes} x {each} GPUs are all used by engines ({taken}); training needs some too"
+        text = f"engines ({taken}) use all {nodes} x {each} GPUs; leave some for training"
         read.diag.error("cluster.gpu_per_node", text)
         return
     read.put("num_nodes", nodes, "cluster.node_num" if read.get("cluster.node_num") else "")
@@ -69,7 +70,7 @@ def _slots(read: Translation, engines: list[str]) -> None:
 
 
 def _mappings(read: Translation, sizes: Mapping[str, int], auxiliary: Mapping[str, int]) -> None:
-    """Give each role separate GPUs, the student first; the reference and the critic share the student's."""
+    """Give each role separate GPUs, the student first; reference and critic share the student's GPUs."""
     owned = {read.train: read.devices, read.infer: sizes[ROLLOUT], "teacher": sizes.get(TEACHER, 0)}
     owned |= {section: auxiliary[place] for place, section in read.auxiliaries.items()}
     first = 0
@@ -113,7 +114,7 @@ def _training_layout(read: Translation) -> None:
 def _megatron(read: Translation) -> None:
     """Translate the parallel layout of Trinity-RFT's Megatron trainer."""
     ours = "{train}.strategy_args.strategy_config"
-    copy = 1  # devices per model replica
+    copy = 1  # devices per replica of the model
     for name in ("tensor", "pipeline", "context", "expert", "virtual_pipeline"):
         theirs = "context_parallel_size" if name == "context" else f"{name}_model_parallel_size"
         key = f"trainer.megatron.{theirs}"

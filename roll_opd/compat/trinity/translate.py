@@ -1,7 +1,7 @@
 """Translate a Trinity-RFT configuration: names, datasets, rewards, validation.
 
 `keys.py` has the rules of single keys; `objective.py`, `model_sections.py` and `sizes.py` translate the objective, the
-models and the sizes. Defaults that differ between the packages are written out.
+models and the sizes. If the packages have different defaults for a key, Trinity-RFT's default is set explicitly.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ UNUSED = {  # prefix of ignored keys -> reason
     "trainer.critic_warmup": "the algorithm has no critic",
     "trainer.trainer_strategy": "Megatron-core shards the model",
     "trainer.megatron": "trainer_strategy is not megatron",
-    f"{EVAL_TASKSETS}.": "validation uses the settings of training",
+    f"{EVAL_TASKSETS}.": "validation uses the same settings as training",
 }
 THINKING = ("math_workflow", "async_math_workflow")
 FilesOf = Callable[[str, str, str | None], list[str]]
@@ -59,7 +59,7 @@ def translated(
     sort(read, values, KEYS, "")
     if "data" in values:
         diag.problems.clear()
-        diag.error("data", "is a section of Trinity-RFT before 0.2; write buffer.explorer_input as in its guide")
+        diag.error("data", "is a section of Trinity-RFT before 0.2; write buffer.explorer_input instead")
         return read
     _names(read)
     objective(read)
@@ -97,7 +97,7 @@ def _rows(read: Translation, files_of: FilesOf) -> None:
     elif sets:
         read.diag.error(
             f"{INPUT}.tasksets",
-            f"{len(sets)} tasksets are not supported; write one, with a directory of all files as path",
+            f"{len(sets)} tasksets are not supported; write one taskset whose path is a directory with all files",
         )
         return
     files = _files(read, TASKSET, files_of)
@@ -112,7 +112,7 @@ def _rows(read: Translation, files_of: FilesOf) -> None:
     if not workflow and read.is_pure:
         workflow = "on_policy_distill_workflow"
     if not workflow:
-        read.diag.error(f"{INPUT}.default_workflow_type", "is missing; set the workflow")
+        read.diag.error(f"{INPUT}.default_workflow_type", "is missing; write the name of the workflow")
     read.put("workflow", workflow, key)
     if args := read.below(f"{TASKSET}.workflow_args"):
         read.put("workflow_args", args, f"{TASKSET}.workflow_args")
@@ -133,7 +133,7 @@ def _rows(read: Translation, files_of: FilesOf) -> None:
 
 
 def _place(read: Translation, place: str) -> list[str]:
-    """Return the set keys that select the files of the dataset at `place`."""
+    """Return those keys that select the files of the dataset at `place` and are set."""
     return [key for name in ("path", "subset_name", "split") if (key := f"{place}.{name}") in read.found]
 
 
@@ -156,7 +156,11 @@ def _demonstrations(read: Translation, files_of: FilesOf) -> None:
     if not isinstance(section, Mapping):
         return
     if read.get("algorithm.algorithm_type") not in ("mix", "mix_chord"):
-        read.diag.error(key, "are supported only by mix and mix_chord; train on them with start_sft_pipeline.py")
+        read.diag.error(
+            key,
+            "are supported only by mix and mix_chord; for other algorithms, train on these rows with"
+            " start_sft_pipeline.py",
+        )
         return
     for name in ("path", "split", "subset_name"):
         if section.get(name) is not None:
@@ -174,9 +178,10 @@ def _demonstrations(read: Translation, files_of: FilesOf) -> None:
 
 
 def _reward(read: Translation) -> None:
-    """Translate the reward function, or the workflow's default one, to a section of `rewards`.
+    """Translate the reward function, or the workflow's default, to a section of `rewards`.
 
-    User workflows, and built-in ones whose function has no counterpart in `rewards`, call the function themselves.
+    A user's workflow calls its function itself, and so does a built-in workflow whose function has no counterpart in
+    `rewards`.
     """
     name, key = read.first(f"{TASKSET}.default_reward_fn_type", f"{INPUT}.default_reward_fn_type")
     workflow = read.values.get("workflow")
@@ -195,7 +200,7 @@ def _reward(read: Translation) -> None:
         return
     given = read.below(f"{TASKSET}.workflow_args")
     if workflow in BOXED and name == "math_boxed_reward" and (given.keys() & {"with_think", "format_score_coef"}):
-        read.put("workflow_reward", name, key or f"{TASKSET}.workflow_args")  # the only reward with these arguments
+        read.put("workflow_reward", name, key or f"{TASKSET}.workflow_args")  # only this reward has these arguments
         return
     if workflow in THINKING and name != "math_reward" and "system_prompt" not in read.values:
         read.put("system_prompt", "", key)  # Trinity-RFT adds its own system prompt for math_reward only
@@ -229,11 +234,13 @@ def _validation(read: Translation, files_of: FilesOf) -> None:
         for name, ours in (("default_workflow_type", "workflow"), ("default_reward_fn_type", None)):
             trained = read.values.get(ours) if ours else read.first(f"{TASKSET}.{name}", f"{INPUT}.{name}")[0]
             if read.get(f"{place}.{name}") not in (None, trained):
-                read.diag.error(f"{place}.{name}", "validation uses training's setting; let it read task.is_eval")
+                read.diag.error(
+                    f"{place}.{name}", "validation uses the setting of training; let the workflow read task.is_eval"
+                )
     other = read.get(f"{INPUT}.default_eval_workflow_type")
     if sets and other not in (None, "", read.values.get("workflow")):
         read.diag.error(
-            f"{INPUT}.default_eval_workflow_type", "validation uses training's workflow; let it read task.is_eval"
+            f"{INPUT}.default_eval_workflow_type", "validation uses the workflow of training; let it read task.is_eval"
         )
     if not sets:
         if "explorer.eval_interval" in read.found:
