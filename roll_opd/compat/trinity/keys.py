@@ -16,8 +16,9 @@ SFT_ROWS = ("buffer.trainer_input.sft_warmup_dataset", "buffer.trainer_input.aux
 class Rule:
     """Translation of a key: to another key, combined with other keys, or ignored.
 
-    `ours` is the new key; {train} and {infer} in it stand for the student's roles. `part` marks a key that is
-    combined with others. `why` is the reason to ignore a key. If `harmless` is set, these values are ignored and others rejected.
+    `ours` is the new key; {train} and {infer} in it stand for the student's roles. `part` marks a key that is combined
+    with other keys. `why` is the reason to ignore a key. If `harmless` is set, these values are ignored and all other
+    values are rejected.
     """
 
     ours: str = ""
