@@ -1,6 +1,6 @@
-"""Loss aggregation: per-token weights for `loss_agg_mode`, fixed before the batch is split.
+"""Loss aggregation: weights of tokens for `loss_agg_mode`, computed before the batch is split.
 
-The loss is the weighted sum over tokens, independent of the split into micro-batches, ranks or packs.
+The loss is the weighted sum over tokens, so it does not depend on the split into micro-batches, ranks or packs.
 
 Legend: M scored tokens of all sequences, B sequences.
 """
@@ -18,10 +18,10 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 def token_weights(
     masks: Sequence[Tensor], mode: str, normaliser: float | None = None, parts: Sequence[Hashable] | None = None
 ) -> list[Tensor]:
-    """Return token weights f32 [M_b] for each sequence of the whole batch, 0 off the mask.
+    """Return token weights f32 [M_b] for each sequence of the whole batch, 0 outside the mask.
 
     Args:
-        masks: bool [M_b] for each of the B sequences over all ranks.
+        masks: bool [M_b] for each of the B sequences of all ranks.
         mode, normaliser, parts: see `token_scales`.
     """
     return scaled(masks, token_scales([int(mask.sum()) for mask in masks], mode, normaliser, parts))
@@ -33,13 +33,13 @@ def token_scales(
     """Return, for each sequence of the whole batch, the weight of each of its tokens.
 
     Args:
-        tokens: number of tokens in the loss, for each of the B sequences over all ranks.
+        tokens: number of tokens in the loss, for each of the B sequences of all ranks.
         mode: token-mean (Σ loss / Σ tokens); seq-mean-token-sum (mean over sequences of their sums);
             seq-mean-token-mean (mean over sequences of their means; ROLL's default);
             seq-mean-token-sum-norm (Σ loss / `normaliser`; Dr. GRPO, arXiv 2503.20783).
-        parts: for each sequence, the part of the batch that it belongs to; the means of the parts are added.
+        parts: the part of the batch to which each sequence belongs; the means of the parts are added.
 
-    Sequences without an action token are left out of all denominators.
+    Sequences without an action token do not count in any denominator.
 
     Raises:
         ValueError: for an unknown mode, or a missing normaliser.
@@ -70,7 +70,7 @@ def loss_scales(tokens: Sequence[int], demonstrations: Sequence[bool], objective
 
 
 def value_scales(tokens: Sequence[int]) -> list[float]:
-    """Return `token_scales` of a critic's update; as in ROLL they do not depend on the policy loss."""
+    """Return `token_scales` of a critic's update; as in ROLL, these do not depend on the policy loss."""
     return token_scales(tokens, "seq-mean-token-mean")
 
 

@@ -1,4 +1,4 @@
-"""Credit of a chunk's reverse KL to the student tokens in it, for teachers with another tokenizer.
+"""Assign a chunk's reverse KL to the student tokens in the chunk, for teachers with another tokenizer.
 
     penalty_i = w_i · Σ_{j in chunk of i} (l_j - q_j),    Σ_j q_j = the teacher's log-prob of the chunk
 
@@ -32,13 +32,13 @@ ChunkCredit = Literal["prefix", "whole", "with_previous", "mean", "share"]
 def chunk_penalty(
     penalty_M: Tensor, student_M: Tensor, chunks_M: Tensor, lengths: Sequence[int], rule: ChunkCredit
 ) -> Tensor:
-    """Return each token's penalty from the penalties in its chunk, in the form of `penalty_M`; 0 without a chunk.
+    """Return each token's penalty, computed from the penalties in its chunk, like `penalty_M`; 0 without a chunk.
 
     Args:
         penalty_M: coefficient times (l - q) of each token.
         student_M: the student's log-probs l.
         chunks_M: int, index of the first token of each token's chunk in the response; negative without a chunk.
-        lengths: tokens of each response, Σ = M.
+        lengths: number of tokens of each response, Σ = M.
     """
     credited_M = chunks_M >= 0
     starts_B = torch.tensor([0, *lengths[:-1]], dtype=torch.int64).cumsum(0).to(chunks_M.device)
@@ -50,7 +50,7 @@ def chunk_penalty(
     def of_chunk(values_M: Tensor) -> Tensor:
         return torch.zeros_like(values_M).index_add(0, places_M, values_M)[places_M]
 
-    # where, not a product: the log-prob of an observed token may be infinite
+    # `where` instead of a product, since the log-prob of an observed token may be infinite
     penalty_M = torch.where(credited_M, penalty_M, 0)
     counts_M = of_chunk(torch.ones_like(penalty_M))
     summed_M = of_chunk(penalty_M)

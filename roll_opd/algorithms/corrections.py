@@ -1,8 +1,8 @@
 """Mismatch of training and rollout log-probs: metrics, importance weights and token masks.
 
 A ratio is train/infer, a difference is p_train - p_infer. Both exist at four levels: `token`; `geometric`, the mean
-over a sequence (for ratios: exp of the mean log-ratio); `segment`, the same mean over an unbroken stretch of action
-tokens; and `sequence`, the product of the sequence's ratios or the sum of its differences.
+over a sequence (for ratios: exp of the mean log-ratio); `segment`, the same mean over an unbroken run of action tokens;
+and `sequence`, the product of the sequence's ratios or the sum of its differences.
 
 Legend: M scored tokens of all sequences, concatenated; `lengths` has the number per sequence.
 """
@@ -18,7 +18,7 @@ from roll_opd.algorithms.losses.batch import MAX_LOG_RATIO, on_tokens, sequence_
 
 Level = Literal["token", "segment", "geometric", "sequence"]
 ICEPOP_LOW, ICEPOP_HIGH = 0.5, 5.0  # defaults of verl and rLLM
-PIECE = 2**15  # tokens per chunk of the metrics, to stay in a core's cache
+PIECE = 2**15  # tokens that metrics process at a time, to stay in a core's cache
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Mismatch:
 
     train_M: Tensor
     infer_M: Tensor
-    mask_M: Tensor  # bool; values off the mask are arbitrary
+    mask_M: Tensor  # bool; values outside the mask are arbitrary
     lengths: tuple[int, ...]
 
     def log_ratio(self, level: Level = "token") -> Tensor:

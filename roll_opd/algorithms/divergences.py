@@ -36,8 +36,8 @@ class ColumnSum:
     Neither function returns NaN for log-probs; `value` is inf if the divergence is.
     """
 
-    value: Callable[..., Tensor]  # term of a column
-    slope: Callable[..., Tensor]  # its derivative by the student's log-prob
+    value: Callable[..., Tensor]  # term of a token in the sum
+    slope: Callable[..., Tensor]  # derivative of the term with respect to the student's log-prob
 
     def __call__(self, student_logprobs: Tensor, *others: Tensor) -> Tensor:
         """Sum over the last dimension, [..., K] -> [...]; only `student_logprobs` gets a gradient."""
@@ -87,7 +87,7 @@ def topk_divergence(student_ML: Tensor, teacher_ML: Tensor, measure: ColumnSum) 
         the rest must be a separate sum: log(1 - Σp) would lose all digits if the K tokens have nearly all mass.
         teacher_ML: teacher log-probs of the same columns.
     """
-    # renormalised in f64, as f32 rounding would dominate the gradient of a confident student
+    # renormalised in f64, as rounding in f32 would dominate the gradient of a confident student
     return measure(*(side_ML.double().log_softmax(-1) for side_ML in (student_ML, teacher_ML))).float()
 
 
@@ -129,7 +129,7 @@ def _jsd(student: Tensor, teacher: Tensor, *, beta: float) -> Tensor:
 
 
 def _jsd_slope(student: Tensor, teacher: Tensor, *, beta: float) -> Tensor:
-    # the mixture's gradients in both KLs cancel in their weighted sum
+    # the gradients through the mixture in the two KLs cancel in the weighted sum
     return (1 - beta) * _times(student.exp(), student - _log_mixture(teacher, student, beta))
 
 

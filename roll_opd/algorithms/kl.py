@@ -11,8 +11,8 @@ from torch import Tensor
 from roll_opd.algorithms.losses.batch import MAX_LOG_RATIO, probability_ratio
 
 MAX_LOW_VARIANCE = 10.0
-MAX_CORRECTION = 2.0  # bound of the ratio in corrected_k3
-MAX_KL_ERROR = 0.2  # bound of the relative change of the adaptive coefficient in a step
+MAX_CORRECTION = 2.0  # upper bound on the ratio in corrected_k3
+MAX_KL_ERROR = 0.2  # bound on the relative error in the adaptive coefficient's update
 
 
 def k1(logprobs: Tensor, other: Tensor) -> Tensor:
@@ -48,14 +48,14 @@ def low_var_kl(logprobs: Tensor, other: Tensor) -> Tensor:
 def corrected_k3(logprobs: Tensor, other: Tensor, old: Tensor | None = None) -> Tensor:
     """Return clamp(r, 0, 2) · `k3`, r = e^(logprobs - old). As a loss, its gradient is that of the reverse KL.
 
-    r has a gradient. `old` are the log-probs under the rollout weights; None means on policy, with r = 1.
+    r has a gradient. `old`: log-probs under the rollout weights; None: on-policy, so r = 1.
     """
     old = logprobs.detach() if old is None else old
     return probability_ratio(logprobs, old).clamp(0, MAX_CORRECTION) * k3(logprobs, other)
 
 
 def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, samples: int) -> float:
-    """Return the KL coefficient of the next step: larger if `kl` is above `target`, else smaller. arXiv 1909.08593.
+    """Return the KL coefficient of the next step, larger if `kl` is above `target`, else smaller. arXiv 1909.08593.
 
     coefficient · (1 + clip(kl/target - 1, ±0.2) · samples/horizon); `samples` is the number in the step, and the
     coefficient changes by at most a fifth per `horizon` samples. A non-finite `kl` leaves it unchanged.
@@ -66,7 +66,7 @@ def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, hor
     return coefficient * (1 + error * samples / horizon)
 
 
-READS_OLD = ("corrected_k3",)  # estimators that also take rollout log-probs
-# names of ROLL's kl_penalty and of the literature; `table` has their uses
+READS_OLD = ("corrected_k3",)  # estimators that also need the log-probs of the rollout
+# names from ROLL's kl_penalty and from the literature; `table` lists where each may be used
 KL_ESTIMATORS: dict[str, Callable[..., Tensor]] = {"kl": k1, "k1": k1, "abs": absolute, "mse": k2, "k2": k2, "k3": k3}
 KL_ESTIMATORS |= {"low_var_kl": low_var_kl, "corrected_k3": corrected_k3}

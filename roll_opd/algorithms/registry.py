@@ -1,11 +1,11 @@
 """`POLICY_LOSSES` and `ADVANTAGES`: registries of the losses and advantages that a configuration can name.
 
-A function is registered where it is defined, with facts for the planner. Its signature gives the arguments and
-defaults.
+A function is registered where it is defined, together with facts for the planner. Its signature defines the arguments
+and defaults.
 Modules in `losses` and `advantages` are found automatically. A user's function needs the same signature; `register_*`
 gives it a name and facts.
 
-Names, facts and defaults are read without importing torch; only the lookup of a function imports it.
+Names, facts and defaults can be read without importing torch; only looking up a function imports torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     from roll_opd.algorithms.advantages.batch import Normalised
 
-PolicyLoss = Callable[..., "Tensor"]  # (LossBatch, *, its arguments) -> [M]
-Advantage = Callable[..., "Normalised"]  # (RewardBatch, *, its arguments) -> Normalised
+PolicyLoss = Callable[..., "Tensor"]  # (LossBatch, *, arguments) -> [M]
+Advantage = Callable[..., "Normalised"]  # (RewardBatch, *, arguments) -> Normalised
 
 
 class AlgorithmError(Exception):
-    """Unknown or misused algorithm, advantage or policy loss; the message gives the reason and the known names."""
+    """An algorithm, advantage or policy loss is unknown or misused; the error has the reason and the known names."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PolicyLossFacts:
     """Properties of a policy loss for the planner."""
 
     reads_advantages: bool = True
-    reads_pg_clip: bool = False  # takes clip_low, clip_high and dual_clip, set by ROLL's pg_clip keys
+    reads_pg_clip: bool = False  # takes clip_low, clip_high and dual_clip from ROLL's pg_clip keys
     needs: Literal["demonstrations", "pairs"] | None = None
     loss_agg_mode: str | None = None  # None: ROLL's default
 
@@ -42,12 +42,12 @@ class PolicyLossFacts:
 class AdvantageFacts:
     """Properties of an advantage function for the planner."""
 
-    baseline: bool = False  # compares the samples of a prompt, so it needs several
-    reads_runs: bool = False  # gets the steps of each run; others get a run as one sample
-    reads_states: bool = False  # compares steps with the same initial state
-    adds_steps: bool = False  # sums a run's rewards, so each must be of a single step
-    discounts_turns: bool = False  # gamma discounts per turn; else per token
-    # defaults of objective keys for the token advantages; may also be given as arguments
+    baseline: bool = False  # compares the samples of a prompt, so a prompt needs several
+    reads_runs: bool = False  # gets each run as steps; other functions get a run as one sample
+    reads_states: bool = False  # compares steps that start from the same state
+    adds_steps: bool = False  # sums the rewards of a run, so each reward must belong to a single step
+    discounts_turns: bool = False  # whether gamma is applied per turn instead of per token
+    # defaults of keys for the token advantages, which may also be given as arguments
     token_defaults: Mapping[str, object] = field(default_factory=lambda: FrozenDict({"gamma": 1.0}))
 
 
@@ -68,7 +68,7 @@ ADVANTAGES = Registry(
     package="roll_opd.algorithms.advantages",
     facts_type=AdvantageFacts,
     decorator="register_advantage",
-    elsewhere=("skip_obs_gae",),  # ROLL's, not available yet
+    elsewhere=("skip_obs_gae",),  # estimators of ROLL that are not available yet
 )
 register_policy_loss = POLICY_LOSSES.register
 register_advantage = ADVANTAGES.register

@@ -1,4 +1,4 @@
-"""Discounted returns-to-go over tokens or turns, generalised advantage estimation, and the value loss of a critic.
+"""Discounted returns-to-go over tokens or turns, generalised advantage estimation, and a critic's value loss.
 
     δ_k = r_k + γ V_{k+1} - V_k        A_k = Σ_{i≥0} (γλ)^i δ_{k+i}        returns_k = A_k + V_k
 
@@ -16,19 +16,19 @@ from torch import Tensor
 
 
 def discounted_to_go(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int], discount: float) -> Tensor:
-    """Return Σ_{k≥0} discount^k · value of the k-th following action token, [M]; 0 off the mask.
+    """Return Σ_{k≥0} discount^k · value of the k-th following action token, [M]; 0 outside the mask.
 
     The discount is per action token; tokens from tools or environments between action tokens do not count.
 
     Args:
-        values_M: ignored off the mask.
+        values_M: ignored outside the mask.
         mask_M: bool, True at action tokens.
         lengths: tokens of each sequence, on and off the mask.
         discount: 0 returns the values themselves.
     """
     if discount == 0.0 or not len(values_M):
         return torch.where(mask_M, values_M, 0)
-    if mask_M.all():  # fast path without indexing
+    if mask_M.all():  # faster, as it needs no indexing
         return _to_go(values_M, torch.as_tensor(lengths, dtype=torch.int64), discount)
     total_M = torch.where(mask_M, values_M, 0)
     counts_B = torch.tensor([int(piece.count_nonzero()) for piece in mask_M.split(list(lengths))], dtype=torch.int64)
@@ -37,15 +37,15 @@ def discounted_to_go(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int], d
 
 
 def turns_to_go(values_M: Tensor, mask_M: Tensor, acted_M: Tensor, lengths: Sequence[int], discount: float) -> Tensor:
-    """Return Σ_{k≥0} discount^k · sum of the values of the k-th following turn, [M]; 0 off the mask.
+    """Return Σ_{k≥0} discount^k · sum of the values of the k-th following turn, [M]; 0 outside the mask.
 
-    A turn is a contiguous span of action tokens. All its tokens get the same return: the one that `discounted_to_go`
-    would give if each turn were one token. Masked tokens of a turn add no value and do not split the turn.
+    A turn is a contiguous span of action tokens. All tokens of a turn get the same return, which is the result of
+    `discounted_to_go` if each turn were one token. Masked tokens of a turn add no value and do not split the turn.
 
     Args:
-        values_M: ignored off `mask_M`.
-        mask_M: bool, action tokens in the loss.
-        acted_M: bool, all action tokens.
+        values_M: ignored outside `mask_M`.
+        mask_M: bool, True at action tokens in the loss.
+        acted_M: bool, True at all action tokens.
         lengths: tokens of each sequence, on and off the mask.
     """
     counted_M = torch.where(mask_M, values_M, 0)
@@ -61,7 +61,7 @@ def turns_to_go(values_M: Tensor, mask_M: Tensor, acted_M: Tensor, lengths: Sequ
 
 
 def _to_go(values_K: Tensor, counts_B: Tensor, discount: float) -> Tensor:
-    """Return discounted sums in log2(longest) steps: the sum over 2n tokens is two sums over n tokens."""
+    """Return discounted sums in log2(longest) steps: a sum over 2n tokens is made of two sums over n tokens."""
     counts_B = counts_B[counts_B > 0].to(values_K.device)
     if not len(counts_B):
         return values_K
@@ -69,7 +69,7 @@ def _to_go(values_K: Tensor, counts_B: Tensor, discount: float) -> Tensor:
     if discount == 1.0 and values_K.count_nonzero() == values_K[ends_B - 1].count_nonzero():
         total_K = torch.repeat_interleave(
             values_K[ends_B - 1] + 0.0, counts_B
-        )  # fast path for a single reward at the end
+        )  # faster, for a single reward at the end
         total_K[ends_B - 1] = values_K[ends_B - 1]
         return total_K
     left_K = torch.repeat_interleave(ends_B, counts_B) - torch.arange(len(values_K), device=values_K.device)
@@ -86,14 +86,14 @@ def _to_go(values_K: Tensor, counts_B: Tensor, discount: float) -> Tensor:
 def gae(
     rewards_M: Tensor, values_M: Tensor, mask_M: Tensor, lengths: Sequence[int], gamma: float, lambd: float
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages (not whitened) and returns, both f64 [M] and 0 off the mask.
+    """Return advantages (not whitened) and returns, both f64 [M] and 0 outside the mask.
 
     Args:
-        rewards_M: token rewards, ignored off the mask.
-        values_M: values of the state before each token, ignored off the mask.
+        rewards_M: token rewards, ignored outside the mask.
+        values_M: values of the state before each token, ignored outside the mask.
         mask_M: bool, True at action tokens.
-        lengths: M_b, tokens of each sequence.
-        gamma: discount of one action token.
+        lengths: M_b, number of tokens of each sequence.
+        gamma: discount factor per action token.
         lambd: 0 gives r + γV' - V, 1 gives the discounted return minus V.
     """
     counts = torch.tensor([int(piece.sum()) for piece in mask_M.split(list(lengths))], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Filters of groups by reward, and ROLL's masks and weights of whole samples by length, difficulty and correctness.
+"""Filters of groups by reward, and ROLL's masks and weights of samples by length, difficulty and correctness.
 
 Legend: B samples. Samples of one prompt share a group.
 """
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def mean_filter(rewards: Sequence[float], *, threshold_down: float, threshold_up: float) -> bool:
-    """Return whether the mean is strictly between the thresholds: the prompt is neither unsolved nor solved."""
+    """Return whether the mean is strictly between the thresholds, so the prompt is not too hard or easy."""
     return bool(threshold_down < np.mean(rewards) < threshold_up)
 
 
@@ -23,16 +23,16 @@ FILTERS: dict[str, Callable[..., bool]] = {"mean_filter": mean_filter, "std_filt
 
 
 def below_longest(lengths: Sequence[int], longest: int) -> list[bool]:
-    """Return the mask [B] of responses below the maximum length; others are probably truncated (`max_len_mask`)."""
+    """Return a mask [B] of responses below the maximum length; the others are probably truncated (`max_len_mask`)."""
     return [length < longest for length in lengths]
 
 
 def between_difficulties(
     rewards: Sequence[float | None], groups: Sequence[str], *, low: float, high: float
 ) -> list[bool]:
-    """Return the mask [B] of samples whose group's mean reward is strictly in (`low`, `high`) (`difficulty_mask`).
+    """Return a mask [B] of samples in groups with a mean reward strictly in (`low`, `high`) (`difficulty_mask`).
 
-    Rewards of None are ignored. A group without rewards is kept.
+    Rewards of None are ignored. A group without any reward is kept.
     """
     by_group: dict[str, list[float]] = defaultdict(list)
     for reward, group in zip(rewards, groups, strict=True):
@@ -43,7 +43,7 @@ def between_difficulties(
 
 
 def right_or_short(rewards: Sequence[float | None], lengths: Sequence[int], *, threshold: int) -> list[bool]:
-    """Return the mask [B] of samples with reward 1 or None, or with reward 0 and below `threshold` tokens."""
+    """Return a mask [B] of samples with reward 1 or None, or with reward 0 and fewer than `threshold` tokens."""
     return [
         reward in (None, 1) or (reward == 0 and length < threshold)
         for reward, length in zip(rewards, lengths, strict=True)
@@ -59,8 +59,8 @@ def sample_weights(
     1.5 - (length - shortest) / (longest - shortest) (`length_loss_weight`).
 
     Args:
-        lengths: response tokens.
-        difficulties: values of the rows; None: not used.
+        lengths: number of response tokens.
+        difficulties: values from the rows; None: not used.
         by_length: whether the weights depend on the lengths.
     """
     weights = [1.0] * len(lengths)

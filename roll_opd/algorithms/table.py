@@ -1,4 +1,4 @@
-"""Table of algorithms without torch: the defaults of each `algorithm_type`, and the check of combinations.
+"""The table of algorithms: defaults of each `algorithm_type`, and a check of combinations. Does not import torch.
 
 Names and flags are Trinity-RFT's. `losses` and `advantages` define the functions with their defaults and facts. The
 names of KL estimators and divergences, which are not extension points, are also here.
@@ -16,7 +16,7 @@ ROLL_LOSS_AGG_MODE = "seq-mean-token-mean"  # without an `algorithm_type`
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Defaults of an `algorithm_type`.
+    """The defaults of an `algorithm_type`.
 
     `advantage` and `policy_loss` are built-in names, registered names or dotted paths.
     """
@@ -28,8 +28,8 @@ class Algorithm:
     schema: str = "experience"  # schema of the data; sft and dpo have separate pipelines
     repeat: int | None = 2  # responses per prompt; None: no rollout, or any number
     kl_loss: str | None = "k2"  # estimator of the KL loss to the reference policy
-    expert_data_ratio: float = 0.0  # share of demonstrations in an update
-    loss_agg_mode: str = "token-mean"  # unless the loss has its own
+    expert_data_ratio: float = 0.0  # fraction of demonstrations in an update
+    loss_agg_mode: str = "token-mean"  # used unless the loss defines another
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -53,8 +53,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     "multi_step_grpo": Algorithm("ppo", "step_wise_grpo", repeat=8),
     "on_policy_distill": Algorithm("ppo", "on_policy_distill", repeat=8, kl_loss=None),
 }
-KL_LOSS_COEF = 0.001  # default of algorithms with a KL loss
-EXPERT_DATA_RATIO = 0.5  # default of other losses with demonstrations
+KL_LOSS_COEF = 0.001  # default KL coefficient of algorithms with a KL loss
+EXPERT_DATA_RATIO = 0.5  # default fraction for other losses with demonstrations
 
 # names of `kl.KL_ESTIMATORS` usable as a KL loss: their gradient depends on the other model
 KL_LOSSES = ("abs", "k2", "k3", "low_var_kl", "corrected_k3")
@@ -75,7 +75,7 @@ ARGUMENT_ALIASES: dict[str, tuple[str, ...]] = {
 
 
 def algorithm(name: str) -> Algorithm:
-    """Return the algorithm with this name, or a user's algorithm by dotted path; raises `AlgorithmError`."""
+    """Return the algorithm with this name; a dotted path names a user's algorithm. Raises `AlgorithmError`."""
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     module_name, _, attribute = name.rpartition(".")
@@ -92,7 +92,7 @@ def algorithm(name: str) -> Algorithm:
 
 
 def loss_facts(name: str | None) -> PolicyLossFacts:
-    """Return the facts of a policy loss; the defaults for an unknown one."""
+    """Return the facts of a policy loss; for an unknown loss, the defaults."""
     try:
         return POLICY_LOSSES.facts(name) if name else PolicyLossFacts()
     except AlgorithmError:
@@ -100,7 +100,7 @@ def loss_facts(name: str | None) -> PolicyLossFacts:
 
 
 def advantage_facts(name: str | None) -> AdvantageFacts:
-    """Return the facts of an advantage; the defaults for an unknown one."""
+    """Return the facts of an advantage; for an unknown advantage, the defaults."""
     try:
         return ADVANTAGES.facts(name) if name else AdvantageFacts()
     except AlgorithmError:
@@ -108,9 +108,10 @@ def advantage_facts(name: str | None) -> AdvantageFacts:
 
 
 def merged_arguments(given: Mapping[str, object], defaults: Mapping[str, object]) -> tuple[FrozenDict, tuple[str, ...]]:
-    """Return (the function's defaults updated with the given arguments, names of unknown arguments)."""
+    """Return (the function's defaults, updated with the given arguments; names of unknown arguments)."""
     ours: dict[str, object] = {}
-    for name in sorted(given, key=lambda name: len(ARGUMENT_ALIASES.get(name, ())) != 2):  # clip_range before its parts
+    # clip_range is applied before clip_range_low and clip_range_high
+    for name in sorted(given, key=lambda name: len(ARGUMENT_ALIASES.get(name, ())) != 2):
         for own in ARGUMENT_ALIASES.get(name, (name,)):
             ours[own] = given[name]
     unknown = tuple(name for name in given if not {*ARGUMENT_ALIASES.get(name, (name,))} <= {*defaults})
@@ -129,24 +130,26 @@ def check_combination(
     expert_data_ratio: float = 0.0,
     opd_objective: str = "sampled",
 ) -> list[str]:
-    """Return a message for each part of a combination that is mathematically empty or wrong.
+    """Return an error for each part of a combination that has no effect or is mathematically wrong.
 
-    User functions without facts are assumed to be correct.
+    A user's functions without facts are assumed to be correct.
     """
     facts = loss_facts(policy_loss)
     name = f"policy loss {policy_loss}"
     wrong = []
     if not facts.reads_advantages and teachers and opd_objective == "sampled":
         wrong.append(
-            f"{name} reads no advantages, so the teachers' term, which is part of them, would have no effect; use"
-            " importance_sampling or ppo"
+            f"{name} reads no advantages, so the teachers' term, which is a part of the advantages, would have no"
+            " effect; use importance_sampling or ppo"
         )
     elif not facts.reads_advantages and advantage is not None:
         wrong.append(f"{name} reads no advantages, so advantage {advantage} would have no effect; remove it")
     if facts.reads_advantages and advantage is None:
-        wrong.append(f"{name} is a multiple of advantages, and without an advantage function it is 0; set one")
+        wrong.append(f"{name} is a multiple of the advantages, which are 0 without an advantage function; set one")
     if advantage == "on_policy_distill" and not teachers:
-        wrong.append("advantage on_policy_distill is only the teachers' term, and without a teacher it is 0; add one")
+        wrong.append(
+            "advantage on_policy_distill has only the teachers' term, which is 0 without a teacher; add a teacher"
+        )
     if (advantage == "gae") != critic:
         wrong.append(
             "advantage gae needs the values of a critic, but there is none; set use_critic or use another advantage"
@@ -165,13 +168,13 @@ def check_combination(
             wrong.append(f"{name} needs a reference policy, but there is none; add reference")
         if loss_agg_mode not in (None, "seq-mean-token-mean"):
             wrong.append(
-                f"{name} is one number per pair; loss_agg_mode {loss_agg_mode} would weight pairs by their length; use"
-                " seq-mean-token-mean"
+                f"{name} gives one value per pair, and loss_agg_mode {loss_agg_mode} would weight pairs by their"
+                " length; use seq-mean-token-mean"
             )
     if facts.needs == "demonstrations" and not 0 < expert_data_ratio < 1:
         wrong.append(
-            f"{name} combines demonstrations and the student's samples, and with expert_data_ratio"
-            f" {expert_data_ratio:g} one of them is empty; choose a ratio between 0 and 1"
+            f"{name} combines demonstrations and the student's samples, but with expert_data_ratio"
+            f" {expert_data_ratio:g} one of the two is empty; choose a ratio between 0 and 1"
         )
     if expert_data_ratio and critic:
         wrong.append("demonstrations are not sampled, so a critic cannot be trained on them; remove the critic")

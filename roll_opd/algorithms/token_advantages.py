@@ -1,4 +1,4 @@
-"""Token advantages from normalised rewards: returns-to-go or GAE, with optional whitening.
+"""Compute token advantages from normalised rewards: returns-to-go or GAE, optionally whitened.
 
     A = whiten(Σ_k γ^k r_{t+k}); with a critic: A = whiten(GAE of r)
     r = whiten(R' on the last action token, 0 elsewhere, minus a penalty per token)
@@ -26,7 +26,7 @@ VARIANCE_FLOOR = 1e-8  # of whitening
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """Advantages and returns (a critic's targets), f64 [M], 0 off the mask; and the mean and scale of both whitenings.
+    """Advantages and returns (a critic's targets), f64 [M], 0 outside the mask; and mean and scale of both whitenings.
 
     Without whitening, mean is 0 and scale 1.
     """
@@ -54,12 +54,12 @@ def token_advantages(
     """Return discounted returns-to-go of token rewards, or GAE; optionally whitened (arXiv 2501.03262).
 
     Args:
-        rewards_M: f64 [M], 0 off the mask.
+        rewards_M: f64 [M], 0 outside the mask.
         mask_M: bool [M].
         lengths: tokens of each sample.
         values_M: a critic's values of the state before each token; None: returns-to-go.
         lambd: λ of GAE.
-        turns_M: bool [M], all action tokens; gamma discounts per unbroken stretch of them; None: per token.
+        turns_M: bool [M], True at action tokens; gamma is applied per unbroken run of these (a turn); None: per token.
     """
     rewards_M, reward_mean, reward_scale = _whitened(rewards_M, mask_M, enabled=whiten_rewards)
     if values_M is not None:
@@ -73,7 +73,7 @@ def token_advantages(
 
 
 def _whitened(values_M: Tensor, mask_M: Tensor, *, enabled: bool) -> tuple[Tensor, float, float]:
-    """Return (whitened values, mean, scale); 0 off the mask."""
+    """Return (whitened values, mean, scale); values are 0 outside the mask."""
     if not enabled:
         return values_M, 0.0, 1.0
     mean, scale = whitening(values_M, mask_M)
@@ -99,7 +99,7 @@ def last_action(mask: np.ndarray) -> int | None:
 
 
 def whitening(values_M: Tensor, mask_M: Tensor) -> tuple[float, float]:
-    """Return mean and standard deviation (unbiased, variance + 1e-8) over the masked tokens; (0, 1) for fewer than two.
+    """Return mean and standard deviation (unbiased, variance + 1e-8) over the mask; (0, 1) below two tokens.
 
     Non-finite values are ignored, so that each affects only the advantages of its sample.
     """
@@ -110,5 +110,5 @@ def whitening(values_M: Tensor, mask_M: Tensor) -> tuple[float, float]:
 
 
 def clipped(values: Tensor, limit: float | None) -> Tensor:
-    """Clip values to ±`limit`; None: no limit. Non-finite values are kept, so that the update is skipped."""
+    """Clip values to ±`limit`; None: no limit. Non-finite values are kept, so that the update will be skipped."""
     return values if limit is None else values.clamp(-limit, limit).where(values.isfinite(), values)

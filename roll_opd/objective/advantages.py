@@ -41,11 +41,11 @@ def external_advantages(
     The constants are `reward_mean` and `reward_scale` of the normalisation, `token_reward_mean`, `token_reward_scale`,
     `advantage_mean` and `advantage_scale` of the two whitenings, and `kl_coef`.
 
-    Excluded samples count in no mean and get an empty `loss_mask`. The samples of a prompt may be compared with each
-    other. If exclusions or runs without samples then leave only one of the prompt's `runs`, its reward is set to 0
-    before the whitening. Samples that the advantage function drops get an empty `loss_mask` after the comparison,
-    unless teachers train on them (`taught`). RunError for a sample without a reward from a reward worker or from the
-    `workflow`.
+    Excluded samples do not count in any mean and get an empty `loss_mask`. If the samples of a prompt are compared with
+    each other, but exclusions or runs without samples leave only one of the prompt's `runs`, the reward of that run is
+    set to 0 before the whitening. Samples that the advantage function drops get an empty `loss_mask` after the
+    comparison, unless teachers train on them (`taught`). RunError for a sample without a reward from a reward worker or
+    from the `workflow`.
     """
     for sample in samples:
         if not sample.excluded:
@@ -65,8 +65,8 @@ def external_advantages(
 def _reduced_to_one(samples: Sequence[Sample], objective: ObjectivePlan, runs: int) -> set[str]:
     """Return the groups in which exclusions or failed runs have left a single run, which cannot be compared.
 
-    If only one run of a workflow has made samples of a kind, they keep their rewards: the workflow chose not to compare
-    them.
+    If only one run of a workflow has made samples of some kind, these keep their rewards, since the workflow chose not
+    to compare them.
     """
     compares = ADVANTAGES.facts(objective.adv_estimator).baseline
     if objective.advantage_args.get("mean_cal_level", "group" if compares else None) != "group":
@@ -114,7 +114,7 @@ def _normalised(samples: Sequence[Sample], uncompared: set[str], objective: Obje
 
 
 def compared_in(samples: Sequence[Sample], objective: ObjectivePlan) -> list[str]:
-    """Return for each sample the group in which its reward is compared: its prompt's group or its tag's."""
+    """Return the group in which each sample's reward is compared: the group of its prompt or of its tag."""
     return [s.tag if objective.reward_groups == "tag" else s.group_id for s in samples]
 
 
@@ -128,24 +128,24 @@ def run_numbers(samples: Sequence[Sample]) -> list[int]:
 
 
 def _states(samples: Sequence[Sample], reader: str) -> list[str]:
-    """Return the state before each sample's step, made unique to its prompt."""
+    """Return the state before each sample's step; states of different prompts differ."""
     found = []
     for s in samples:
         if s.state is None:
             raise RunError(
-                f"sample {s.id}, tagged {s.tag}, has no state, and adv_estimator {reader} compares steps from one;"
-                " its workflow should say it in info['state_hash'] of each experience"
+                f"sample {s.id}, tagged {s.tag}, has no state, but adv_estimator {reader} compares steps from the same"
+                " state; the workflow should set info['state_hash'] of each experience"
             )
         found.append(f"{s.group_id} {s.state}")
     return found
 
 
 def by_runs(function: Advantage, batch: RewardBatch) -> Normalised:
-    """Return step rewards normalised by statistics over runs instead of steps: some runs have more steps than others.
+    """Return step rewards normalised by statistics over runs, as some runs have more steps than others.
 
-    A run's reward is the mean of its steps' rewards. A step's reward is centred on its run's baseline and divided by
-    the larger of its run's scale and the steps' scale: equal runs may have very different steps, and the deviation of
-    equal runs is 0.
+    A run's reward is the mean of its steps' rewards. A step's reward is centred on the run's baseline and divided by
+    the run's scale or the steps' scale, whichever is larger: the deviation of equal runs is 0, but their steps may be
+    very different.
     """
     assert batch.runs is not None
     steps = run_members(batch)
@@ -168,7 +168,7 @@ def _filled(
 ) -> list[Sample]:
     lengths = [sample.response_length for sample in samples]
     acted_M = torch.from_numpy(_joined_masks(samples))
-    # tokens outside the loss count in no whitening
+    # tokens outside the loss do not count in the whitening
     mask_M = acted_M & torch.from_numpy(np.concatenate([sample.in_loss for sample in samples]))
 
     rewards_B = normalised.rewards
@@ -178,7 +178,7 @@ def _filled(
     rewards_M = on_last_action(clipped(rewards_B, objective.reward_clip), acted_M.split(lengths))
     if objective.init_kl_coef:
         rewards_M = rewards_M - kl_coef * torch.cat([reference_kl(s, objective.kl_penalty) for s in samples])
-        rewards_M = clipped(rewards_M, objective.reward_clip)  # a second clip, as in ROLL
+        rewards_M = clipped(rewards_M, objective.reward_clip)  # clipped a second time, as in ROLL
     critic = objective.adv_estimator == "gae"
     tokens = token_advantages(
         rewards_M,
@@ -224,9 +224,9 @@ def _filled(
 
 def reward_of(sample: Sample, workflow: str | None = None) -> float:
     if sample.reward is None:
-        by_rows = "its row needs a ground_truth, and its tag a place in the tag_included of a reward worker"
+        by_rows = "its row needs a ground_truth, and its tag must be in the tag_included of a reward worker"
         by_workflow = f"workflow {workflow} should return experiences with a reward, or " if workflow else ""
-        by_worker = f"rewards.{sample.domain} returned None for it; on_error: drop leaves such samples out"
+        by_worker = f"rewards.{sample.domain} returned None for it; on_error: drop excludes such samples"
         why = sample.reward_reason or (by_worker if sample.domain and not workflow else by_workflow + by_rows)
         raise RunError(f"sample {sample.id}, tagged {sample.tag}, has no reward: {why}")
     return sample.reward

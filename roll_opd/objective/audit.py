@@ -1,4 +1,4 @@
-"""The f64 audit of an update: columns of token rewards and advantages, computed once per step, and their metrics.
+"""The f64 audit of an update: token rewards and advantages as columns, computed once per step, and their metrics.
 
 The update computes its advantages in f32, in `objective.loss`; see `objective.advantages` for the formulas.
 
@@ -23,9 +23,9 @@ from roll_opd.tracking.metrics import statistics
 
 
 def audited(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> list[Sample]:
-    """Fill the columns `token_level_rewards` and `total_advantages`; samples are returned unchanged if all have them.
+    """Set the columns `token_level_rewards` and `total_advantages`, unless all samples have them already.
 
-    Both are 0 off the action mask. The advantages are the weights of the tokens in the update.
+    Both are 0 outside the action mask. The advantages are the weights of the tokens in the update.
     """
     if all("total_advantages" in sample.columns for sample in samples):
         return list(samples)
@@ -63,13 +63,13 @@ def _total_advantages(samples: Sequence[Sample], penalty_M: np.ndarray, objectiv
 
 
 def _penalties(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> np.ndarray:
-    """Return Σ opd_kl_coef · reverse_kl, f64 [M], 0 off the action mask."""
+    """Return Σ opd_kl_coef · reverse_kl, f64 [M], 0 outside the action mask."""
     mask_M = end_to_end([sample.action_mask for sample in samples], np.bool_)
     penalty_M = np.zeros(len(mask_M))
     student = [_student_logprobs(sample) for sample in samples]
     student_M = end_to_end(student, np.float64)
     for teacher in teachers:
-        # a sample that the teacher has not read contributes no penalty
+        # samples that the teacher has not scored have no penalty
         name = logprobs_column(teacher.name)
         read = [sample.columns.get(name, own) for sample, own in zip(samples, student, strict=True)]
         gap_M = np.subtract(student_M, end_to_end(read, np.float32))
@@ -83,7 +83,7 @@ def _penalties(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objec
 def _of_chunks(
     gap_M: np.ndarray, student_M: np.ndarray, samples: Sequence[Sample], teacher: str, objective: ObjectivePlan
 ) -> np.ndarray:
-    """Return each token's reverse KL, computed by chunks, for a teacher with another tokenizer, f64 [M]."""
+    """Return each token's reverse KL from a teacher with another tokenizer, computed per chunk, f64 [M]."""
     none = [np.full(sample.response_length, NO_CHUNK, np.int32) for sample in samples]
     chunks = [sample.columns.get(chunks_column(teacher), no) for sample, no in zip(samples, none, strict=True)]
     chunks_M = torch.from_numpy(end_to_end(chunks, np.int32))
@@ -100,7 +100,7 @@ def _student_logprobs(sample: Sample) -> np.ndarray:
 
 
 def advantage_metrics(samples: Sequence[Sample], objective: ObjectivePlan) -> dict[str, float]:
-    """Return `critic/rewards` (Σ of a sample's token rewards), `critic/advantages` (of action tokens): mean, max, min.
+    """Return mean, max and min of `critic/rewards` (Σ of a sample's token rewards) and `critic/advantages` (per token).
 
     Excluded samples are left out. With a token-level KL, also return `critic/kl_coef` and `critic/reference_kl` (the
     mean over samples of the mean over tokens).

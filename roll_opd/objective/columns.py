@@ -1,7 +1,7 @@
-"""The columns that losses read, computed on the driver before a mini-batch is cut into shards.
+"""The columns that losses read, computed on the driver before a mini-batch is split into shards.
 
-`samples.sample_columns` has the table of their names. A rank packs these columns and computes the loss from them: it
-has neither teachers nor rewards. Legend: T tokens of a sample, P prompt tokens.
+`samples.sample_columns` has the table of their names. A rank packs these columns and computes the loss from them. It
+does not see teachers or rewards. Legend: T tokens of a sample, P prompt tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,13 @@ from roll_opd.samples.sample_columns import as_columns, chunks_column
 
 
 def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> list[Sample]:
-    """Return the samples of one mini-batch, to be sharded, with every column of the policy loss except teacher targets.
+    """Return a mini-batch's samples for sharding, with every column of the policy loss except teacher targets.
 
-    If the teachers are a part of the advantage (`opd_objective: sampled`), their log-probs are merged into
-    `opd_coefficients` and `opd_teacher`. Only a teacher with another tokenizer has three separate columns. If the
-    teachers are a part of the loss instead, both columns are 0 and each teacher has a `share` column. For generation
-    ahead of training see `weighs_rewards_alone`. ValueError if only some of the sampled samples have a column that the
-    loss reads.
+    If the teachers' term is in the advantage (`opd_objective: sampled`), the teachers' log-probs are merged into
+    `opd_coefficients` and `opd_teacher`, except that a teacher with another tokenizer has three separate columns. If
+    the term is in the loss instead, both columns are 0 and each teacher has a `share` column. For generation ahead of
+    training see `weighs_rewards_alone`. ValueError if only some samples of the student have a column that the loss
+    reads.
     """
     if weighs_rewards_alone(teachers, objective):
         samples = [_with_weighted_advantages(sample) for sample in samples]
@@ -36,7 +36,7 @@ def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], obj
     optional = [_optional(s, weight, is_scored=is_scored) for s, weight in zip(samples, weights, strict=True)]
     names = _common_names(samples, optional)
     is_sampled = objective.opd_objective == "sampled"
-    # also with a coefficient of 0, so that a non-finite value becomes visible: 0 times it is NaN
+    # even if the coefficient is 0, so that a non-finite value becomes visible (0 times it is NaN)
     coefficients = {t.name: np.float32(t.opd_kl_coef if is_sampled else 0) for t in teachers}
     shares = {t.name: np.float32(t.opd_kl_coef) for t in teachers}
     targeted = () if is_sampled else tuple(dict.fromkeys(name for s in samples for name in s.teacher_targets))
@@ -55,7 +55,7 @@ def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], obj
             columns["actions"] = sample.action_mask
         if any(demonstrations):
             columns["demonstration"] = np.full(len(mask), sample.demonstration)
-        if sample.demonstration:  # no loss reads these at its tokens; a weight of 1
+        if sample.demonstration:  # no loss reads these columns at the tokens of demonstrations; the weight is 1
             columns |= {name: np.full(len(mask), name == "importance_weights", np.float32) for name in names}
         columns |= arrays
         for name in targeted:
@@ -75,7 +75,7 @@ def weighs_rewards_alone(teachers: Sequence[TeacherPlan], objective: ObjectivePl
 
 
 def _with_weighted_advantages(sample: Sample) -> Sample:
-    """Return the sample with its importance weights moved from the loss to the advantages of the reward."""
+    """Return the sample with the importance weights applied to the reward's advantages instead of the loss."""
     weights = sample.importance_weights
     if weights is None or sample.advantages is None:
         return sample
@@ -83,7 +83,7 @@ def _with_weighted_advantages(sample: Sample) -> Sample:
 
 
 def value_columns(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples of one mini-batch, to be sharded, with the columns of the value loss."""
+    """Return a mini-batch's samples for sharding, with the columns of the value loss."""
     masks = [sample.action_mask & sample.is_learned_from for sample in samples]
     scales = value_scales([int(np.count_nonzero(mask)) for mask in masks])
     return [
@@ -115,13 +115,13 @@ def _teachers_part(sample: Sample, coefficients: Mapping[str, np.float32]) -> di
         )
     return {
         "opd_coefficients": total * mask.astype(np.float32),
-        # where, not a product: a masked log-prob may be infinite
+        # `where` instead of a product, since a masked log-prob may be infinite
         "opd_teacher": np.where(mask, weighted, np.float32(0)).astype(np.float32),
     }
 
 
 def _chunked_part(sample: Sample, teacher: str, coefficient: np.float32) -> dict[str, np.ndarray]:
-    """Return the three columns [T-P] of a teacher with another tokenizer; no token of other samples has a chunk."""
+    """Return the three columns [T-P] of a teacher with another tokenizer; other samples have no chunks."""
     chunks = sample.columns.get(chunks_column(teacher), np.full(sample.response_length, NO_CHUNK, np.int32))
     credited = chunks != NO_CHUNK
     logprobs = sample.teacher_logprobs.get(teacher, np.zeros(sample.response_length, np.float32))
@@ -133,13 +133,13 @@ def _chunked_part(sample: Sample, teacher: str, coefficient: np.float32) -> dict
 
 
 def _advantages(sample: Sample) -> np.ndarray:
-    if sample.advantages is None:  # pure distillation, or a demonstration
+    if sample.advantages is None:  # in pure distillation, or for a demonstration
         return np.zeros(sample.response_length, np.float32)
     return sample.advantages.astype(np.float32)
 
 
 def _optional(sample: Sample, weight: float | None, *, is_scored: bool) -> dict[str, np.ndarray]:
-    """Return the columns that only some objectives use; `is_scored`: every sample of the mini-batch has a reward."""
+    """Return the columns that only some objectives use; `is_scored`: all samples of the mini-batch have a reward."""
     reward = (0.0 if sample.excluded else sample.reward) if is_scored else None
     return as_columns(
         old_logprobs=sample.old_logprobs,
@@ -150,21 +150,21 @@ def _optional(sample: Sample, weight: float | None, *, is_scored: bool) -> dict[
 
 
 def _common_names(samples: Sequence[Sample], optional: Sequence[dict[str, np.ndarray]]) -> list[str]:
-    """Return the names of the optional columns; each exists in all samples except demonstrations, or in none."""
+    """Return the names of the optional columns that all samples except demonstrations have."""
     sampled = [arrays for s, arrays in zip(samples, optional, strict=True) if not s.demonstration]
     names = list(dict.fromkeys(name for arrays in sampled for name in arrays))
     for name in names:
         missing = sum(name not in arrays for arrays in sampled)
         if missing:
             raise ValueError(
-                f"{missing} of {len(sampled)} samples of an update have no {name}, the others have; all or none must "
-                "have it"
+                f"{missing} of {len(sampled)} samples of an update have no {name}; either all samples or none must"
+                " have it"
             )
     return names
 
 
 def _sample_weights(samples: Sequence[Sample], objective: ObjectivePlan) -> list[float | None]:
-    """Return the weight of each sample in the policy loss of its mini-batch; None: 1."""
+    """Return the weight of each sample in its mini-batch's policy loss; None: 1."""
     weights: list[float | None] = [None] * len(samples)
     if not (objective.difficulty_loss_weight or objective.length_loss_weight):
         return weights

@@ -1,6 +1,6 @@
-"""Samples from dataset rows with answers: for SFT and DPO, and as demonstrations among a step's student samples.
+"""Make samples from rows with answers, for SFT and DPO and as demonstrations among the student's samples of a step.
 
-The student does not sample them. Demonstrations have neither rewards nor log-probs from frozen models.
+The student does not sample these answers. Demonstrations have neither rewards nor log-probs from frozen models.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from roll_opd.samples.sample import Sample
 
 
 def supervised_samples(rows: Iterable[tuple[np.ndarray, tuple[np.ndarray, ...]]]) -> list[Sample]:
-    """Return one sample for each answer in tokenized (prompt, answers); the loss covers every token of the answer."""
+    """Return a sample for each answer in tokenised (prompt, answers); every token of the answer is in the loss."""
     return [
         _answered(prompt, answer, id=f"{row}/{number}", group_id=str(row))
         for row, (prompt, answers) in enumerate(rows)
@@ -22,7 +22,7 @@ def supervised_samples(rows: Iterable[tuple[np.ndarray, tuple[np.ndarray, ...]]]
 
 
 def demonstration_samples(rows: Sequence[Prompt], first_draw: int) -> list[Sample]:
-    """Return one sample for each row; the ids continue after the `first_draw` rows that the run drew earlier."""
+    """Return a sample for each row; ids are numbered from `first_draw`, the number of rows drawn before."""
     return [_demonstration(row, f"{row.id}#demonstration{draw}") for draw, row in enumerate(rows, first_draw)]
 
 
@@ -38,7 +38,7 @@ def _answered(prompt: np.ndarray, answer: np.ndarray, **fields: Any) -> Sample:
 
 
 def mixed(sampled: Sequence[Sample], demonstrations: Sequence[Sample], updates: int) -> list[Sample]:
-    """Return student samples and demonstrations in one list of `updates` equal parts, each with the same mixture."""
+    """Return student samples and demonstrations as one list of `updates` parts, each with the same mixture."""
     both: list[Sample] = []
     for update in range(updates):
         for samples in (sampled, demonstrations):

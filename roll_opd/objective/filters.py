@@ -1,4 +1,4 @@
-"""Selection of a step's samples and groups: filters by reward, rejection sampling, masks of whole samples."""
+"""Select the samples and groups of a step: filters by reward, rejection sampling, masks of whole samples."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,8 +8,8 @@ from roll_opd.algorithms.sample_masks import FILTERS, below_longest, between_dif
 from roll_opd.config.plan import FilterPlan, ObjectivePlan, RewardPlan, SamplingPlan
 from roll_opd.samples.sample import Sample, changed
 
-GroupFilter = Callable[[Sequence[Sample]], bool]  # whether a group of samples with rewards passes
-MASKED = "masked_by"  # prefix of a sample's `metrics` for the masks that exclude it
+GroupFilter = Callable[[Sequence[Sample]], bool]  # returns whether a group of samples with rewards passes
+MASKED = "masked_by"  # prefix of the keys in a sample's `metrics` for masks that reject the sample
 
 
 def group_filter(rewards: Sequence[RewardPlan], *, compared: bool = True) -> GroupFilter | None:
@@ -41,7 +41,7 @@ def group_filter(rewards: Sequence[RewardPlan], *, compared: bool = True) -> Gro
 
 
 def without_rejected(samples: Sequence[Sample], rewards: Sequence[RewardPlan]) -> list[Sample]:
-    """Empty the `loss_mask` of samples that their domain's `response_filter` rejects: rejection sampling."""
+    """Rejection sampling: empty the `loss_mask` of samples that the `response_filter` of their domain rejects."""
     filters = {reward.domain: reward.response_filter for reward in rewards}
     return [
         sample
@@ -58,8 +58,8 @@ def _passes(filter_: FilterPlan | None, rewards: Sequence[float]) -> bool:
 def masked(samples: Sequence[Sample], objective: ObjectivePlan, sampling: SamplingPlan) -> list[Sample]:
     """Empty the `loss_mask` of samples that a sample mask rejects; their rewards still count in the group's mean.
 
-    If a sample's reward failed, masks treat the sample as one without a reward. The mask by difficulty needs several
-    responses to a prompt.
+    If the reward of a sample failed, masks treat the sample as if it had no reward. The mask by difficulty needs
+    several responses per prompt.
     """
     lengths = [sample.action_tokens for sample in samples]
     rewards = [None if sample.excluded else sample.reward for sample in samples]

@@ -1,18 +1,19 @@
-"""The loss of on-policy distillation and of the external reward, from log-probs and columns.
+"""The loss of on-policy distillation and of the external reward, computed from log-probs and columns.
 
     reverse_kl_t = old_logprobs_t - teacher_logprobs_t                      (of the sampled token)
     A_t          = clip(A_external_t - Σ_{k≥0} opd_kl_discount^k · Σ_teachers opd_kl_coef · reverse_kl_{t+k})
     loss         = rl_loss_coef · Σ_t weight_t · (policy_loss(logprobs_t, old_logprobs_t, A_t) + kl_loss_coef · KL_t)
 
-In pure distillation A_external is 0, and with the policy loss `importance_sampling` the gradient is that of
-Σ weight · opd_kl_coef · KL(student || teacher). The weights of a mini-batch's tokens sum to 1 with `token-mean`.
+In pure distillation A_external is 0, and with the policy loss `importance_sampling` the gradient is the gradient of Σ
+weight · opd_kl_coef · KL(student || teacher). The weights of a mini-batch's tokens sum to 1 with `token-mean`.
 
 With several teachers the penalty of a token is the sum over the teachers of its sample,
 Σ coef_i (l - q_i) = (Σ coef_i) · l - Σ coef_i · q_i, so a token needs two columns for any number of teachers. The sum
 over k is over action tokens (`returns.discounted_to_go`).
 
-A teacher with another tokenizer may have a reverse KL of chunks instead of tokens; `algorithms.chunk_credit` has its
-credit to their tokens. The sum over a chunk is formed here, from the log-probs of the update, as all others are.
+A teacher with another tokenizer may have a reverse KL per chunk instead of per token; `algorithms.chunk_credit` defines
+how the tokens of a chunk are credited. Like all other terms, the sum over a chunk is computed here, from the log-probs
+of the update.
 
 Legend: M scored tokens of a pack, B sequences.
 """
@@ -45,21 +46,22 @@ def opd_loss(
     arguments: Mapping[str, Any],
     step: int,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a pack's part of the loss, f32 [], and the pack's sums for metrics (see `MegatronTrainer.update`).
+    """Return a pack's contribution to the loss, f32 [], and the pack's sums for metrics (see `MegatronTrainer.update`).
 
     If a log-prob or advantage is not finite, the loss is NaN and the update is skipped.
 
     Args:
         logprobs_M: current log-probs, with a gradient.
         columns: the columns of `objective.columns`, [M] each.
-        lengths: scored tokens of each sequence.
-        arguments: keyword arguments of the policy loss, with defaults.
+        lengths: number of scored tokens of each sequence.
+        arguments: keyword arguments of the policy loss, including defaults.
         step: number of the run's step, from 1.
     """
     mask_M, demonstration_M = columns["mask"], columns.get("demonstration")
     sampled_M = sampled_mask(columns)
     old_M = columns.get("old_logprobs", logprobs_M.detach())
-    if demonstration_M is not None:  # not sampled: their old log-probs are the current ones
+    # demonstrations are not sampled, so their old log-probs are set to the current log-probs
+    if demonstration_M is not None:
         old_M = torch.where(demonstration_M, logprobs_M.detach(), old_M)
     penalty_M = opd_penalty(old_M, columns["opd_coefficients"], columns["opd_teacher"])
     for name in (column.removesuffix(CHUNKS) for column in columns if column.endswith(CHUNKS)):
@@ -67,7 +69,7 @@ def opd_loss(
         chunks_M = columns[f"{name}/chunks"]
         penalty_M = penalty_M + chunk_penalty(own_M, old_M, chunks_M, lengths, objective.opd_chunk_credit)
     to_go_M = discounted_to_go(penalty_M, columns.get("actions", mask_M), lengths, objective.opd_kl_discount)
-    # where, not a product: a masked value may be infinite
+    # `where` instead of a product, since a masked value may be infinite
     advantages_M = torch.where(mask_M, clipped(columns["advantages"] - to_go_M, objective.advantage_clip), 0)
     batch = LossBatch(
         logprobs_M,
@@ -86,7 +88,7 @@ def opd_loss(
     policy = (losses_M * columns["weight"]).sum()
     kl = _kl_loss(replace(batch, mask_M=sampled_M), objective.kl_loss, columns["weight"])
     loss = objective.rl_loss_coef * (policy + objective.kl_loss_coef * kl)
-    # a clamped ratio would hide an infinite log-prob and train on it; a loss of NaN skips the update
+    # with a clamped ratio, an infinite log-prob would be trained on unnoticed; a NaN loss skips the update
     loss = torch.where(_finite(batch), loss, math.nan)
 
     now = replace(batch, logprobs_M=logprobs_M.detach(), mask_M=sampled_M)
@@ -125,14 +127,14 @@ def sampled_mask(columns: Mapping[str, Tensor]) -> Tensor:
 
 
 def _finite(batch: LossBatch) -> Tensor:
-    """Return whether all inputs of the loss are finite at the tokens of the mask, bool []."""
+    """Return whether all inputs of the loss are finite at the tokens in the mask, bool []."""
     arrays = (batch.logprobs_M, batch.old_logprobs_M, batch.advantages_M, batch.ref_logprobs_M)
     read_XM = torch.stack([values_M.detach() for values_M in arrays if values_M is not None])
     return (torch.isfinite(read_XM) | ~batch.mask_M).all()
 
 
 def _kl_loss(batch: LossBatch, name: str, weight_M: Tensor) -> Tensor:
-    """Return the weighted KL loss to the reference policy; without a reference, loss and gradient are 0."""
+    """Return the weighted KL loss relative to the reference policy; without one, loss and gradient are 0."""
     logprobs_M = batch.action_logprobs_M
     reference_M = logprobs_M.detach() if batch.ref_logprobs_M is None else batch.ref_logprobs_M
     others = [torch.where(batch.mask_M, other_M, 0) for other_M in (reference_M, batch.old_logprobs_M)]

@@ -1,4 +1,4 @@
-"""Mismatch of training and inference log-probs over a step's samples: metrics, correction, refusal of stale samples."""
+"""The mismatch of training and inference log-probs in a step: metrics, correction, refusal of stale samples."""
 
 from collections.abc import Callable, Sequence
 
@@ -26,7 +26,7 @@ _WITHIN: dict[str, Callable[..., Tensor]] = {"ratio": ratio_within, "difference"
 
 
 def mismatch_of(samples: Sequence[Sample]) -> Mismatch:
-    """Return the concatenated log-probs of training and inference engine, f64, for the samples with `old_logprobs`."""
+    """Return the concatenated log-probs of training and inference engine, f64, of the samples with `old_logprobs`."""
     computed = [sample for sample in samples if sample.old_logprobs is not None]
     return Mismatch(
         _joined([present(s.old_logprobs) for s in computed], np.float64),
@@ -37,10 +37,10 @@ def mismatch_of(samples: Sequence[Sample]) -> Mismatch:
 
 
 def corrected(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> list[Sample]:
-    """Fill the columns `loss_mask` and `importance_weights` from `old_logprobs`, which all must have.
+    """Set the columns `loss_mask` and `importance_weights` from `old_logprobs`, which all samples must have.
 
-    Every rule reads all action tokens, also tokens masked by another rule. A token without finite log-probs keeps its
-    place in the loss with a weight of NaN, so that the error shows.
+    Every rule reads all action tokens, including tokens that another rule masks. A token without finite log-probs stays
+    in the loss with a weight of NaN, so that the error becomes visible.
     """
     plan = objective.correction
     assert plan is not None
@@ -63,7 +63,7 @@ def corrected(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], object
 
 
 def check_staleness(samples: Sequence[Sample], version: int, updates: int, max_age: int = 0) -> None:
-    """Raise RunError for samples from other weights whose importance ratio would silently be 1.
+    """Raise RunError for samples from other weights if their importance ratio would silently be taken as 1.
 
     The loss compares current log-probs with old log-probs. The step's first weights compute the old log-probs. Without
     old log-probs, the loss uses the current log-probs twice. Neither corrects for a sample from other weights. Such a
@@ -86,13 +86,14 @@ def check_staleness(samples: Sequence[Sample], version: int, updates: int, max_a
         known = sorted(set().union(*(sampling_versions(s.versions) for s in others)))
         raise RunError(
             f"{len(others)} of {len(sampled)} samples of an update were sampled by weights of version"
-            f" {', '.join(map(str, known)) or '(unknown)'}, and the student is at version {version}: their ratio is not"
-            " 1. Set train_infer_correction, whose importance weights account for it, or sample with current weights"
+            f" {', '.join(map(str, known)) or '(unknown)'}, but the student is at version {version}, so their ratio is"
+            " not 1. Set train_infer_correction, whose importance weights account for the ratio, or sample with"
+            " current weights"
         )
     if updates and any(s.old_logprobs is None for s in sampled):
         raise RunError(
-            f"samples of update {updates + 1} of a step have no old log-probs, and the weights have changed since they"
-            " were sampled; set enable_old_logprobs_recompute: true"
+            f"samples of update {updates + 1} of a step have no old log-probs, but the weights have changed since the"
+            " samples were drawn; set enable_old_logprobs_recompute: true"
         )
 
 
@@ -103,9 +104,9 @@ def _check_ages(samples: Sequence[Sample], version: int, max_age: int) -> None:
         if not known or version - min(known) > max_age or max(known) > version:
             of = ", ".join(map(str, sorted(known))) or "(unknown)"
             raise RunError(
-                f"sample {sample.id} was sampled by weights of version {of}, and the student is at version {version}:"
-                f" async_generation_ratio promises an age of at most {max_age}. This is an error of roll_opd or of a"
-                " workflow that states versions itself"
+                f"sample {sample.id} was sampled by weights of version {of}, but the student is at version {version};"
+                f" async_generation_ratio guarantees an age of at most {max_age}. This is a bug of roll_opd, or of a"
+                " workflow that sets versions itself"
             )
 
 

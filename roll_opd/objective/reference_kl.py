@@ -1,4 +1,4 @@
-"""Token-level KL to the reference policy: its estimates and its coefficient, fixed or adaptive."""
+"""The token-level KL to the reference policy: estimates, and the coefficient, which is fixed or adaptive."""
 
 import math
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from roll_opd.samples.sample import Sample
 
 
 def first_kl_coef(objective: ObjectivePlan, saved: float | None) -> float:
-    """Return the KL coefficient of the first step of a run; `saved` is the coefficient of its checkpoint."""
+    """Return the KL coefficient of a run's first step; `saved` is the coefficient in a resumed checkpoint."""
     return saved if saved and objective.target_kl else objective.init_kl_coef
 
 
 def kl_coefs(samples: Sequence[Sample], objective: ObjectivePlan, kl_coef: float | None = None) -> list[float]:
-    """Return the KL coefficient for each reward domain's samples in turn, then the coefficient of the next step.
+    """Return the KL coefficient for the samples of each reward domain in turn, and the coefficient of the next step.
 
-    With a `target_kl`, the coefficient adapts after each domain to the KL of its samples, as in ROLL.
+    With a `target_kl`, the coefficient is adapted after each domain to the KL of the domain's samples, as in ROLL.
     """
     found = [objective.init_kl_coef if kl_coef is None else kl_coef]
     for members in by_domain(samples):
@@ -46,13 +46,13 @@ def by_domain(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def reference_kl_mean(samples: Sequence[Sample], objective: ObjectivePlan) -> float:
-    """Return the mean over samples of the mean over tokens; NaN if no sample has an action token."""
+    """Return the mean over samples of the samples' means over tokens; NaN if no sample has an action token."""
     acted = [s for s in samples if s.action_mask.any()]
     means = [reference_kl(s, objective.kl_penalty).sum() / s.action_mask.sum() for s in acted]
     return float(np.mean(means)) if means else math.nan
 
 
 def reference_kl(sample: Sample, kl_penalty: str) -> Tensor:
-    """Return estimates of KL(student || reference), f64 [T-P], 0 off the action mask."""
+    """Return estimates of KL(student || reference), f64 [T-P], 0 outside the action mask."""
     student, reference = (torch.tensor(x, dtype=torch.float64) for x in (sample.old_logprobs, sample.ref_logprobs))
     return torch.where(torch.tensor(sample.action_mask), KL_ESTIMATORS[kl_penalty](student, reference), 0.0)

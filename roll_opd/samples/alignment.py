@@ -1,8 +1,9 @@
 """Alignment of a response's tokens in two tokenizers, by byte offsets.
 
-Both models read the same response bytes. A chunk ends at every byte where a student token and a teacher token end, so
-it is the smallest run of tokens whose bytes both models score. The student's log-prob of a chunk is the sum over the
-student tokens in it, the teacher's log-prob the sum over the teacher tokens. Bytes are compared, never decoded text.
+Both models read the same response bytes. A chunk ends wherever a student token and a teacher token end at the same
+byte. So it is the smallest run of tokens whose bytes both models score. The student's log-prob of a chunk is the sum
+over the student tokens in it, the teacher's log-prob the sum over the teacher tokens. Bytes are compared instead of
+decoded text.
 
 Legend: T-P student tokens and U teacher tokens of a response, C chunks.
 """
@@ -12,23 +13,24 @@ from functools import cached_property
 
 import numpy as np
 
-NO_CHUNK = -1  # of a student token without teacher log-prob, and of observed tokens
+NO_CHUNK = -1  # index for student tokens without a teacher log-prob and for observed tokens
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """Ends of student and teacher tokens in the bytes of a response, and their common chunks.
+    """The ends of student and teacher tokens in the bytes of a response, and the chunks that both share.
 
-    Both arrays of `ends` are non-decreasing and have the same last value. A `missing` teacher entry stands for bytes or
-    a special token that the teacher's tokenizer cannot encode; its chunk has no teacher log-prob.
+    Both arrays of ends are non-decreasing and have the same last value. A teacher entry that is `missing` stands for
+    bytes or a special token that the teacher's tokenizer cannot encode; the chunk of such an entry has no teacher
+    log-prob.
     """
 
-    student_ends: np.ndarray  # int64 [T-P], bytes of the response up to the end of each token
+    student_ends: np.ndarray  # int64 [T-P], offset in bytes of each token's end
     teacher_ends: np.ndarray  # int64 [U]
     missing: np.ndarray  # bool [U]
-    action_mask: np.ndarray  # bool [T-P]; no chunk has both action tokens and others
+    action_mask: np.ndarray  # bool [T-P]; a chunk has either only action tokens or none
     data: bytes = b""  # of the response
-    by_token: bool = False  # the teacher's log-probs are of single student tokens, not of chunks
+    by_token: bool = False  # whether the teacher's log-probs are of single student tokens instead of chunks
 
     @cached_property
     def _bounds(self) -> np.ndarray:
@@ -50,13 +52,12 @@ class Alignment:
 
     @cached_property
     def _covered(self) -> np.ndarray:
-        """bool [C]: the teacher scores all bytes of the chunk."""
+        """bool [C], true if the teacher scores all bytes of the chunk."""
         return np.bincount(self._teacher_chunks, weights=self.missing, minlength=len(self._bounds)) == 0
 
     @cached_property
     def chunks(self) -> np.ndarray:
-        """int32 [T-P]: index of the first token of each token's chunk in the response; `NO_CHUNK` for tokens without
-        credit."""
+        """int32 [T-P]: index of the first token in each token's chunk; `NO_CHUNK` for tokens without credit."""
         if not len(self.student_ends):
             return np.zeros(0, np.int32)
         firsts = np.searchsorted(self._student_chunks, self._student_chunks)
@@ -65,7 +66,7 @@ class Alignment:
 
     @property
     def credits(self) -> np.ndarray:
-        """int32 [T-P]: number of the first token that shares a token's credit; `NO_CHUNK` without a credit."""
+        """int32 [T-P]: index of the first token with the same credit as a token; `NO_CHUNK` without a credit."""
         numbers = np.arange(len(self.student_ends), dtype=np.int32)
         return np.where(self.chunks == NO_CHUNK, self.chunks, numbers) if self.by_token else self.chunks
 
@@ -79,7 +80,7 @@ class Alignment:
         return sizes[students > 0]
 
     def cuts(self) -> list[tuple[int, int, list[bytes]]]:
-        """Return (first student token, number of student tokens, bytes by teacher token) of chunks with a credit."""
+        """Return (first student token, number of student tokens, bytes of each teacher token) per chunk with credit."""
         found = []
         starts = np.append(0, self.teacher_ends[:-1])
         bounds = np.searchsorted(self._teacher_chunks, np.arange(len(self._bounds) + 1))
@@ -98,8 +99,9 @@ class Alignment:
     def on_student_tokens(self, logprobs: np.ndarray) -> np.ndarray:
         """Return the teacher's log-probs spread over the student's tokens, f32 [T-P]; NaN for tokens without a credit.
 
-        A chunk's entries sum to the teacher's log-prob of the chunk. Each token gets a share in proportion to its
-        bytes. If a chunk is one student token and one teacher token, the entry is the teacher's log-prob to the bit.
+        A chunk's entries sum to the teacher's log-prob of the chunk. Within a chunk, tokens get parts in proportion to
+        their bytes. If a chunk is one student token and one teacher token, the entry is the teacher's log-prob, bit for
+        bit.
 
         Args:
             logprobs: f32 [U - missing], of the teacher's tokens.

@@ -1,7 +1,7 @@
-"""`Sample`: one sequence from the engine's answer to the loss.
+"""`Sample`: one sequence, on its way from the engine's answer to the loss.
 
-The driver holds samples with their identity, reward and records. The samples in a rank's shard have only tokens, prompt
-length, routes and the columns that a forward pass or a loss reads (`shard_sample`).
+The driver holds samples with their identity, reward and records. Samples in a rank's shard have only what a forward
+pass or a loss reads: tokens, prompt length, routes and columns (`shard_sample`).
 
 Legend: T tokens in all, P prompt tokens, L layers with experts, K experts of a token.
 """
@@ -17,7 +17,7 @@ from roll_opd.samples.alignment import NO_CHUNK, Alignment
 from roll_opd.samples.sample_columns import chunks_column, teacher_logprobs
 from roll_opd.samples.versions import Versions
 
-_EMPTY = FrozenDict()  # one object for all samples, so that a message contains it once
+_EMPTY = FrozenDict()  # one object shared by all samples, so that pickling stores it once
 
 
 def _empty() -> FrozenDict:
@@ -26,20 +26,20 @@ def _empty() -> FrozenDict:
 
 @dataclass
 class TargetRef:
-    """Reference to a teacher's targets of one sample, in the object store of the rank that computed them.
+    """A reference to a teacher's targets for one sample, in the object store of the rank that computed them.
 
     For top-k the arrays are `topk_ids` int32 [T-P, K], `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the
     log-prob of all other tokens together. For the whole vocabulary the array is `hidden` [T-P, F] (see
-    `samples.transport`), the final hidden states, to which the student's ranks apply the teacher's output head.
+    `samples.transport`), the final hidden states; the student's ranks apply the teacher's output head to them.
     """
 
-    bundle: Any  # a reference to the arrays of several samples; None: they are released
+    bundle: Any  # a reference to the arrays of several samples; None after they were released
     place: int  # in the bundle
-    columns: Mapping[str, tuple[str, tuple[int, ...]]]  # name -> dtype and shape of a token's part
-    hits: np.ndarray | None = None  # bool [T-P], which sampled tokens are in the top-k; for records
+    columns: Mapping[str, tuple[str, tuple[int, ...]]]  # name -> (dtype, shape) of the entry of a token
+    hits: np.ndarray | None = None  # bool [T-P], true for sampled tokens that are in the top-k; for records
 
     def for_ranks(self) -> "TargetRef":
-        """Return a copy of the reference without the record of hits, for ranks that fetch the arrays."""
+        """Return a copy of the reference without `hits`, for the ranks that fetch the arrays."""
         return replace(self, hits=None)
 
     def released(self) -> None:
@@ -49,7 +49,7 @@ class TargetRef:
 
 @dataclass(frozen=True)
 class Sample:
-    """One immutable sequence with its columns, which the table `samples.sample_columns.COLUMNS` describes.
+    """One immutable sequence with columns; the table `samples.sample_columns.COLUMNS` describes the columns.
 
     All arrays are numpy on the CPU, so that they travel through Ray's object store. A stage returns new samples:
     `with_columns(samples, ...)` for arrays over the response, `changed(sample, ...)` for fields.
@@ -58,26 +58,31 @@ class Sample:
     tokens: np.ndarray  # int64 [T]
     prompt_length: int  # P >= 1
     columns: Mapping[str, np.ndarray] = field(default_factory=_empty)  # each [T-P] or [T-P, K]
-    routes: np.ndarray | None = None  # integer [T-1, L, K], the experts of each token in each layer, from the engine
+    # integer [T-1, L, K], the experts that the engine chose for each token in each layer
+    routes: np.ndarray | None = None
     _: KW_ONLY
     id: str = ""  # source row, draw, run, and the step of a multi-step run
-    group_id: str = ""  # runs of one prompt, and of one kind if a workflow makes several kinds
+    group_id: str = ""  # identifies runs of the same prompt (and kind, if a workflow makes several kinds)
     tag: str = ""
     domain: str = ""
     finish_reason: str = "stop"  # stop | length | abort
     versions: Versions = ()  # runs of (version of the weights, tokens) over [T-P]; None: tokens that were not sampled
-    run: int | None = None  # number among the runs of its prompt; None: the sample is a separate run
-    step: int = 0  # number among the samples of its run
-    state: str | None = None  # digest of the state before its step, if known
-    demonstration: bool = False  # the answer comes from the row instead of sampling
-    teacher_prompts: Mapping[str, np.ndarray] = field(default_factory=_empty)  # teacher -> int64 [P], if another prompt
-    teacher_targets: Mapping[str, TargetRef] = field(default_factory=_empty)  # teacher -> its targets besides log-probs
-    alignments: Mapping[str, Alignment] = field(default_factory=_empty)  # teacher with another tokenizer -> its cut
+    run: int | None = None  # number of the run among the runs of its prompt; None: the sample is a separate run
+    step: int = 0  # number of the sample among the samples of its run
+    state: str | None = None  # digest of the environment's state before the sample's step, if known
+    demonstration: bool = False  # whether the answer comes from a row instead of sampling
+    # teacher -> int64 [P], for teachers with another prompt
+    teacher_prompts: Mapping[str, np.ndarray] = field(default_factory=_empty)
+    # teacher -> targets in addition to log-probs
+    teacher_targets: Mapping[str, TargetRef] = field(default_factory=_empty)
+    # teacher with another tokenizer -> alignment with its tokens
+    alignments: Mapping[str, Alignment] = field(default_factory=_empty)
     reward: float | None = None  # external reward, on the last action token
-    turn_rewards: tuple[float, ...] = ()  # of each turn, from the environment; recorded only
+    turn_rewards: tuple[float, ...] = ()  # rewards of the environment for each turn; only recorded
     reward_parts: Mapping[str, float] = field(default_factory=_empty)  # terms of the reward and further values, by name
     reward_reason: str = ""  # reason of the reward, in a word or two
-    excluded: bool = False  # its reward failed, and it is excluded from the update (`on_error: drop`)
+    # whether the sample is excluded from the update because its reward failed (`on_error: drop`)
+    excluded: bool = False
     ground_truth: str | None = None
     extra: FrozenDict = field(default_factory=_empty)  # other keys of the row, such as test_cases; for rewards
     metrics: Mapping[str, float] = field(default_factory=_empty)
@@ -149,12 +154,12 @@ class Sample:
 
     @property
     def response_length(self) -> int:
-        """Number of tokens after the prompt (T-P), observed tokens included."""
+        """Number of tokens after the prompt (T-P), including observed tokens."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def action_tokens(self) -> int:
-        """Number of tokens that the student generated, or that a demonstration's answer has."""
+        """Number of tokens that the student generated, or of a demonstration's answer."""
         return int(np.count_nonzero(self.action_mask))
 
     @property
@@ -175,7 +180,7 @@ class Sample:
 
     @property
     def is_of_a_kind(self) -> bool:
-        """Whether the sample's workflow makes several kinds of samples; `group_id` then has the kind after the draw."""
+        """Whether the workflow makes several kinds of samples; `group_id` is then the draw followed by the kind."""
         return ":" in self.group_id.rpartition("#")[2]
 
     @property
@@ -185,7 +190,7 @@ class Sample:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def taught_by(self, teacher: str) -> np.ndarray:
-        """Return the mask of action tokens for which this teacher gave a log-prob, bool [T-P]."""
+        """Return a mask of the action tokens for which this teacher has a log-prob, bool [T-P]."""
         chunks = self.columns.get(chunks_column(teacher))
         return self.action_mask if chunks is None else self.action_mask & (chunks != NO_CHUNK)
 
@@ -198,7 +203,7 @@ class Sample:
         return values if self.action_mask.all() else np.where(self.action_mask, values, values.dtype.type(np.nan))
 
     def with_columns(self, **arrays: np.ndarray | None) -> "Sample":
-        """Return the sample with new values of some columns; None removes a column."""
+        """Return the sample with columns set to new values; None removes a column."""
         columns = {**self.columns, **arrays}
         return changed(self, columns={name: array for name, array in columns.items() if array is not None})
 
@@ -211,18 +216,18 @@ class Sample:
 def changed(sample: Sample, **fields: Any) -> Sample:
     """Return `sample` with new values of some fields.
 
-    Same as `dataclasses.replace` at a tenth of the time; a step calls it several times per sample.
+    Like `dataclasses.replace`, but ten times as fast; a step calls it several times per sample.
     """
     if not fields.keys() <= sample.__dict__.keys():
         unknown = ", ".join(sorted(fields.keys() - sample.__dict__.keys()))
-        raise TypeError(f"a Sample has no field {unknown}; arrays over the response are set by with_columns")
+        raise TypeError(f"Sample has no field {unknown}; use with_columns to set arrays over the response")
     made = object.__new__(Sample)
     made.__dict__.update(sample.__dict__, **fields)
     return made
 
 
 def with_columns(samples: Sequence[Sample], **columns: Iterable[np.ndarray]) -> list[Sample]:
-    """Return the samples with some columns filled; each column is given as a list with one array for each sample."""
+    """Return the samples with columns added; each column is a list with one array per sample."""
     rows = zip(*columns.values(), strict=True)
     return [
         changed(sample, columns={**sample.columns, **dict(zip(columns, row, strict=True))})
@@ -238,8 +243,8 @@ def shard_sample(sample: Sample, *, routed: bool = False) -> Sample:
 def one_a_run(samples: Sequence[Sample], *, returns: bool = False) -> list[Sample]:
     """Return the first sample of each run with the mean reward of the run's samples.
 
-    With `returns`, the reward of a run whose steps all have a state is the sum over its steps: such steps have separate
-    rewards, not copies of the run's reward.
+    With `returns`, if all steps of a run have a state, the run's reward is the sum over its steps: such steps have
+    separate rewards instead of copies of the run's reward.
     """
     steps: dict[tuple[str, int], list[Sample]] = {}
     for number, sample in enumerate(samples):
@@ -256,6 +261,6 @@ def one_a_run(samples: Sequence[Sample], *, returns: bool = False) -> list[Sampl
 
 
 def present(array: np.ndarray | None) -> np.ndarray:
-    """Return an optional array that an earlier stage must have filled."""
+    """Return an optional array that an earlier stage must have set."""
     assert array is not None
     return array

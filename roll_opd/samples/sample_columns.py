@@ -1,8 +1,8 @@
 """The columns of a sample: arrays over its response, in one table.
 
 Entry t of every column belongs to token `tokens[P+t]`. A stage fills a column for a whole batch with
-`samples.sample.with_columns`. A rank's shard has exactly the columns with a `shard` dtype, which `objective.columns`
-computes.
+`samples.sample.with_columns`. A rank's shard has exactly the columns with a `shard` dtype; `objective.columns` computes
+them.
 
 Legend: T tokens of a sample, P prompt tokens, K tokens of a top-k, F hidden size, M tokens of a batch, concatenated.
 """
@@ -15,12 +15,12 @@ import numpy as np
 
 TEACHER = "TEACHER"  # placeholder for a teacher's name in the table
 _LOGPROBS = "/logprobs"
-CHUNKS = "/chunks"  # end of the names of such columns
+CHUNKS = "/chunks"  # suffix of the names of such columns
 
 
 @dataclass(frozen=True)
 class Column:
-    """One row of the table. With an empty dtype the column does not exist in that place."""
+    """One row of the table. An empty dtype means that the column does not exist there."""
 
     meaning: str
     filled_by: str
@@ -32,36 +32,42 @@ class Column:
 
 COLUMNS = {
     "action_mask": Column(
-        "tokens that the student sampled, or of a demonstration's answer", "workflows", "all stages", "bool"
+        "true for tokens that the student sampled, and for tokens of a demonstration's answer",
+        "workflows",
+        "all stages",
+        "bool",
     ),
     "rollout_logprobs": Column(
         "log-probs of the sampling distribution; absent if nothing was sampled", "inference engine", "mismatch", "f32"
     ),
     "old_logprobs": Column(
-        "log-probs by the training engine before the update, at the sampling temperature",
+        "log-probs of the training engine before the update, at the sampling temperature",
         "Student.compute_old_logprobs, or Student.learn",
         "policy loss, mismatch, audit, metrics",
         "f32",
         "f32",
     ),
     "ref_logprobs": Column(
-        "log-probs by the frozen reference policy", "FrozenModels", "KL loss, token-level KL", "f32", "f32"
+        "log-probs of the frozen reference policy", "FrozenModels", "KL loss, token-level KL", "f32", "f32"
     ),
     "TEACHER/logprobs": Column(
-        "log-probs by a teacher, of the samples of its tags",
+        "log-probs of a teacher, for samples with its tags",
         "FrozenModels, or a workflow",
         "objective.columns, audit, metrics",
         "f32",
     ),
     "TEACHER/chunks": Column(
-        "of a teacher with another tokenizer: number of the first token of each token's chunk; -1 without a chunk",
+        "for a teacher with another tokenizer: index of the first token of each token's chunk; -1 without a chunk",
         "FrozenModels",
         "objective.columns, audit, policy loss, metrics",
         "i32",
         "i32",
     ),
     "values": Column(
-        "value of the state before each token", "Critic.compute_values", "external_advantages, value_columns", "f32"
+        "critic's value of the state before each token",
+        "Critic.compute_values",
+        "external_advantages, value_columns",
+        "f32",
     ),
     "old_values": Column("`values`, in a shard", "value_columns", "value loss", shard="f32"),
     "returns": Column(
@@ -72,26 +78,26 @@ COLUMNS = {
         "f32",
     ),
     "advantages": Column(
-        "advantages of the external reward, without teachers; 0 outside the action mask",
+        "advantages from the external reward, without the teachers' part; 0 outside the action mask",
         "external_advantages",
         "policy loss, audit, critic",
         "f64",
         "f32",
     ),
     "loss_mask": Column(
-        "action tokens in the loss; absent: all",
+        "true for action tokens in the loss; absent: all action tokens",
         "objective.filters, objective.mismatch",
         "objective.columns, objective.advantages",
         "bool",
     ),
     "importance_weights": Column(
-        "token weights of the policy loss; absent: 1", "objective.mismatch", "policy loss", "f32", "f32"
+        "weight of each token in the policy loss; absent: 1", "objective.mismatch", "policy loss", "f32", "f32"
     ),
     "token_level_rewards": Column(
-        "reward, penalty by teachers and by the reference policy", "objective.audit", "metrics, records", "f64"
+        "reward minus the penalties of teachers and reference policy", "objective.audit", "metrics, records", "f64"
     ),
     "total_advantages": Column(
-        "advantages with the teachers' part, after the clip", "objective.audit", "mismatch, metrics, records", "f64"
+        "advantages including the teachers' part, clipped", "objective.audit", "mismatch, metrics, records", "f64"
     ),
     "mask": Column("tokens in the loss", "objective.columns", "losses", shard="bool"),
     "weight": Column("weight of a token in the mini-batch's mean", "objective.columns", "losses", shard="f32"),
@@ -102,21 +108,27 @@ COLUMNS = {
         "Σ opd_kl_coef · log-probs of the sample's teachers", "objective.columns", "policy loss", shard="f32"
     ),
     "TEACHER/chunk_coefficients": Column(
-        "opd_kl_coef of a teacher with another tokenizer, at tokens of a chunk",
+        "opd_kl_coef of a teacher with another tokenizer, at tokens that have a chunk",
         "objective.columns",
         "policy loss",
         shard="f32",
     ),
     "TEACHER/chunk_teacher": Column(
-        "opd_kl_coef · log-probs of that teacher, at tokens of a chunk", "objective.columns", "policy loss", shard="f32"
+        "opd_kl_coef · log-probs of that teacher, at tokens that have a chunk",
+        "objective.columns",
+        "policy loss",
+        shard="f32",
     ),
     "actions": Column(
-        "`action_mask`, where opd_kl_discount reads it", "objective.columns", "policy loss", shard="bool"
+        "`action_mask`, present if opd_kl_discount needs it", "objective.columns", "policy loss", shard="bool"
     ),
     "demonstration": Column("tokens of demonstrations", "objective.columns", "policy loss", shard="bool"),
-    "rewards": Column("reward of the sample at each token", "objective.columns", "policy loss", shard="f32"),
+    "rewards": Column("the sample's reward, at each token", "objective.columns", "policy loss", shard="f32"),
     "TEACHER/share": Column(
-        "a teacher's opd_kl_coef; 0 off its samples", "objective.columns", "distillation loss", shard="f32"
+        "a teacher's opd_kl_coef; 0 in samples that it did not score",
+        "objective.columns",
+        "distillation loss",
+        shard="f32",
     ),
     "TEACHER/topk_ids": Column("a teacher's top-k", "target_refs", "distillation loss", shard="i32", shape="[T-P, K]"),
     "TEACHER/topk_logprobs": Column(
@@ -135,7 +147,7 @@ COLUMNS = {
 
 
 def as_columns(**arrays: np.ndarray | None) -> dict[str, np.ndarray]:
-    """Return column name -> array, without the columns given as None."""
+    """Return a map: column name -> array, without columns that are None."""
     return {name: array for name, array in arrays.items() if array is not None}
 
 
@@ -145,7 +157,7 @@ def logprobs_column(teacher: str) -> str:
 
 
 def teacher_columns(logprobs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the log-prob columns of these teachers."""
+    """Return the names of the log-prob columns of these teachers."""
     return {logprobs_column(name): array for name, array in logprobs.items()}
 
 
@@ -155,7 +167,7 @@ def chunks_column(teacher: str) -> str:
 
 
 def teacher_logprobs(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return teacher -> log-probs from the columns `TEACHER/logprobs`, in their order."""
+    """Return a map: teacher -> log-probs, from the columns `TEACHER/logprobs` in their order."""
     return {name.removesuffix(_LOGPROBS): array for name, array in columns.items() if name.endswith(_LOGPROBS)}
 
 

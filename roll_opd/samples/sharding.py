@@ -1,8 +1,8 @@
-"""Assign a batch's samples to data-parallel ranks and micro-batches, and cut it into a shard for each rank.
+"""Assign a batch's samples to data-parallel ranks and micro-batches, and split the batch into a shard per rank.
 
-The driver computes the assignment once. It is deterministic and balances the number of tokens; nothing is padded. A
-shard also has a template sample for each set of columns in the batch: a sample without a scored token. With these
-templates all ranks build the same columns.
+The driver computes the assignment once. The assignment is deterministic and balances the number of tokens; there is no
+padding. A shard also has a template for each set of columns in the batch: a sample without a scored token. Because of
+the templates, all ranks build the same columns.
 """
 
 import heapq
@@ -16,9 +16,9 @@ from roll_opd.config.plan import MicroBatchLimits
 from roll_opd.samples.sample import Sample, TargetRef
 from roll_opd.samples.transport import Compact
 
-ROUTER_LOSSES = ("z_loss", "load_balancing_loss")  # of mixtures of experts, in the sums of a `TrainResult`
-Assignment = list[list[list[int]]]  # per data-parallel rank, its micro-batches of sample numbers
-SHORTEST_SHARE = 1 / 8  # share of a sequence; a shorter prefix saves less than its attention mask costs
+ROUTER_LOSSES = ("z_loss", "load_balancing_loss")  # sums of a `TrainResult` that only mixtures of experts have
+Assignment = list[list[list[int]]]  # for each data-parallel rank, micro-batches as lists of sample numbers
+SHORTEST_SHARE = 1 / 8  # fraction of a sequence; sharing a shorter prefix saves less than its attention mask costs
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Unit:
     """Sequences that stay in one micro-batch."""
 
     numbers: tuple[int, ...]
-    tokens: int  # tokens that the model computes for the unit
+    tokens: int  # number of tokens that the model computes for the unit
 
 
 @dataclass(frozen=True)
 class _Relative:
     number: int
     length: int
-    shared: int  # tokens of the prefix shared with the previous member
+    shared: int  # number of tokens in the prefix shared with the previous member
 
 
 def singles(lengths: Sequence[int]) -> list[Unit]:
@@ -42,15 +42,15 @@ def singles(lengths: Sequence[int]) -> list[Unit]:
 
 
 def neighbours(lengths: Sequence[int], size: int) -> list[Unit]:
-    """Return units of `size` consecutive sequences; ValueError if their number is no multiple of `size`."""
+    """Return units of `size` consecutive sequences; ValueError if the number of sequences is no multiple of `size`."""
     if len(lengths) % size:
-        raise ValueError(f"{len(lengths)} sequences are no multiple of {size}, which belong together")
+        raise ValueError(f"{len(lengths)} sequences are not a multiple of {size}, the number that belong together")
     starts = range(0, len(lengths), size)
     return [Unit(tuple(range(start, start + size)), sum(lengths[start : start + size])) for start in starts]
 
 
 def shared_prefix(earlier: np.ndarray, tokens: np.ndarray, prompt_length: int) -> int:
-    """Return the length of the prompt prefix shared with the sequence `earlier`, which is computed only once.
+    """Return the length of the prompt prefix that is shared with sequence `earlier`, so it is computed only once.
 
     The length is 0 if sharing saves less than its attention mask costs. Both sequences are int64 [T]; `prompt_length`
     belongs to `tokens`.
@@ -62,10 +62,9 @@ def shared_prefix(earlier: np.ndarray, tokens: np.ndarray, prompt_length: int) -
 
 
 def relatives(sequences: Sequence[tuple[np.ndarray, int]], ranks: int, limits: MicroBatchLimits) -> list[Unit]:
-    """Return units in which each sequence shares a prefix with the previous one; a shared prefix is computed once.
+    """Return units in which each sequence shares a prefix with the previous sequence; the prefix is computed once.
 
-    The unit size is chosen so that the largest rank has as few tokens as possible. `sequences` are (tokens int64 [T],
-    prompt length) each.
+    The unit size minimises the tokens of the largest rank. Each of `sequences` is (tokens int64 [T], prompt length).
     """
     order = sorted(range(len(sequences)), key=lambda number: sequences[number][0].tobytes())
     families: list[list[_Relative]] = []
@@ -91,7 +90,7 @@ def _most_tokens(units: Sequence[Unit], ranks: int) -> int:
 
 
 def _cut(family: Sequence[_Relative], size: int, limits: MicroBatchLimits) -> list[Unit]:
-    """Cut sequences with shared prefixes into units of at most `size` sequences and within `limits`."""
+    """Split sequences with shared prefixes into units of at most `size` sequences and within `limits`."""
     units: list[Unit] = []
     most_tokens = limits.tokens or sum(member.length for member in family)
     size = min(size, limits.sequences or size)
@@ -106,7 +105,7 @@ def _cut(family: Sequence[_Relative], size: int, limits: MicroBatchLimits) -> li
 
 
 def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Split sequence numbers into `parts` lists of nearly equal total length; each list ascends.
+    """Split sequence numbers into `parts` lists of nearly equal total length; each list is in ascending order.
 
     Each sequence, longest first, is added to the part with the fewest tokens (ties: the part with fewer sequences, then
     the first). No part is empty if there are at least `parts` sequences.
@@ -126,7 +125,7 @@ def micro_batches(
     """Split units into the fewest balanced micro-batches within `limits` whose number is a multiple of `multiple`.
 
     A unit beyond the limits is a separate micro-batch, since a unit is never split. There are at least `at_least`
-    micro-batches, some of them empty if there are fewer units.
+    micro-batches; with fewer units, some are empty.
     """
     if not units:
         return [[] for _ in range(at_least)]
@@ -165,7 +164,7 @@ def assign(
 ) -> list[list[list[int]]]:
     """Return each rank's micro-batches as lists of sequence numbers; see `micro_batches`.
 
-    With `equal`, all ranks have the same number of micro-batches: the number that the largest rank needs.
+    With `equal`, all ranks have as many micro-batches as the largest rank needs.
     """
     shares = [[units[n] for n in share] for share in split_balanced([unit.tokens for unit in units], ranks)]
     split = [micro_batches(share, limits, multiple) for share in shares]
@@ -192,11 +191,11 @@ def _numbers(parts: Sequence[Sequence[Unit]]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Packing:
-    """Rules for assigning an engine's sequences to ranks and micro-batches; the limits are given in each call."""
+    """Rules for assigning an engine's sequences to ranks and micro-batches; each call gets the limits."""
 
     ranks: int  # data-parallel
-    multiple: int = 1  # divides the number of micro-batches
-    equal: bool = False  # as many micro-batches on every rank
+    multiple: int = 1  # the number of micro-batches is a multiple of this
+    equal: bool = False  # whether all ranks get the same number of micro-batches
     share_prefixes: bool = False
 
     def assign(
@@ -218,16 +217,16 @@ class Packing:
 
 @dataclass(frozen=True)
 class DPShard:
-    """One data-parallel rank's part of a batch: template samples, then the rank's samples, in one numbering."""
+    """A data-parallel rank's part of a batch: template samples, then the rank's samples, numbered consecutively."""
 
     samples: Sequence[Sample]
     micro_batches: list[list[int]]
-    held: Sequence[Mapping[str, TargetRef]] = ()  # of each sample, targets to fetch, by name; (): none
+    held: Sequence[Mapping[str, TargetRef]] = ()  # targets to fetch for each sample, by name; (): none
 
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """All shards of a batch, and for each shard the numbers of its samples in the batch (-1 for template samples)."""
+    """All shards of a batch, and the batch number of each sample in a shard (-1 for templates)."""
 
     shards: list[DPShard]
     numbers: list[list[int]]
@@ -244,8 +243,8 @@ def shard_batch(
 ) -> ShardedBatch:
     """Return the batch sharded by `assignment`.
 
-    Every shard has a template for each layout in the batch. A layout is: routes or not, and the names of targets in
-    `held`.
+    Every shard has a template for each layout in the batch. A layout is whether there are routes, and the names of
+    targets in `held`.
     """
     templates: dict[Hashable, int] = {}
     for number, sample in enumerate(samples):
@@ -265,10 +264,10 @@ def shard_batch(
 
 @dataclass(frozen=True)
 class TrainResult:
-    """One rank's result of an update: sums over the rank's tokens, and the log-probs from its forward pass."""
+    """A rank's result of an update: sums over the rank's tokens, and log-probs from the forward pass."""
 
-    sums: dict[str, float]  # name -> Σ over this rank's action tokens; see `update` of the trainer and the critic
-    logprobs: dict[int, np.ndarray]  # sample number -> f32 [T-P], before the update
+    sums: dict[str, float]  # name -> Σ over this rank's action tokens; see `update` in trainer and critic
+    logprobs: dict[int, np.ndarray]  # sample number -> log-probs before the update, f32 [T-P]
     grad_norm: float
     learning_rate: float
-    applied: bool  # False: a loss or gradient was not finite, and the weights are unchanged
+    applied: bool  # False: a loss or gradient was not finite, so the weights are unchanged

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 16  # bytes, enough for every dtype
+_ALIGNMENT = 16  # bytes; enough for every dtype
 
-# received arrays are read-only views, and no tensor of them is written to
+# received arrays are read-only views, and tensors made of them are never written to
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 

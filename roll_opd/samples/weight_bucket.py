@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 BUCKET_BYTES = 64 * 2**20
-ALIGNMENT = 64  # bytes; a cache line, and more than any dtype needs
-SAMPLED_ROWS = 4  # sampled rows in the fingerprint of a matrix
+ALIGNMENT = 64  # bytes; the size of a cache line, and more than any dtype needs
+SAMPLED_ROWS = 4  # number of rows of a matrix that are sampled for its fingerprint
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# place of a bucket (`path`, `size`), and name, dtype, shape, offset and fingerprint of each of its `tensors`;
-# builtins only: sent as a message
+# place of a bucket (`path`, `size`), and name, dtype, shape, offset and fingerprint of each of its `tensors`; only
+# builtin types, because it is sent to other processes
 Description = dict[str, Any]
 
 
@@ -58,7 +58,10 @@ def fingerprint(tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, lis
 def entry_of(name: str, tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, Any]:
     """Return a tensor's description for readers, without its offset; ValueError for a tensor that is not a weight."""
     if tensor.numel() == 0 or tensor.ndim == 0:
-        raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}: expected at least one dimension, none 0")
+        raise ValueError(
+            f"weight {name!r} has shape {tuple(tensor.shape)}: expected at least one dimension, and no dimension"
+            " of size 0"
+        )
     shape, dtype = list(tensor.shape), dtype_name(tensor.dtype)
     return {"name": name, "dtype": dtype, "shape": shape, "fingerprint": fingerprint(tensor, model_dtype)}
 

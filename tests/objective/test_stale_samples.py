@@ -87,7 +87,7 @@ def test_samples_beyond_the_promised_age_are_refused() -> None:
     (sample, *_) = stale(3, rewarded=False)
     check_staleness([sample], version=5, updates=0, max_age=2)
     for versions in (((2, 4),), ((2, 1), (5, 3)), ((6, 4),), ()):
-        with pytest.raises(RunError, match="async_generation_ratio promises an age of at most 2"):
+        with pytest.raises(RunError, match="async_generation_ratio guarantees an age of at most 2"):
             check_staleness([changed(sample, versions=versions)], version=5, updates=0, max_age=2)
 
 

@@ -175,7 +175,7 @@ def test_equal_returns_of_a_state_are_not_divided_by_nothing(mean_over: str | No
 
 
 def test_what_is_missing_is_said() -> None:
-    with pytest.raises(RunError, match=r"sample a/0\.0, tagged lake, has no state, and adv_estimator gigpo"):
+    with pytest.raises(RunError, match=r"sample a/0\.0, tagged lake, has no state, but adv_estimator gigpo"):
         found([[step("a", 0, 0, 1.0, None)]], "gigpo")
     for name in ("gigpo", "step_reinforce"):
         with pytest.raises(RunError, match=r"sample a/0\.1, tagged lake, has no reward"):

@@ -45,8 +45,8 @@ def asymre(batch: RewardBatch, *, baseline_shift: float = -0.1) -> Normalised:
 def rec(batch: RewardBatch, *, std_normalize: bool = False, drop: Literal["balance"] | None = None) -> Normalised:
     """Return R - mean; `std_normalize` divides it by (biased std + 1e-6). arXiv 2509.24203.
 
-    With `drop` balance, if more than half of a group is below its mean, the surplus is dropped from the end. Dropped
-    samples get 0 and do not count in the mean and std.
+    With `drop` balance, if more than half of a group is below the mean, the surplus is dropped from the end. Dropped
+    samples get 0 and do not count in mean and std.
     """
     if drop not in (None, "balance"):
         raise ValueError(f"drop {drop!r} of advantage rec is unknown; use balance or nothing")

@@ -1,7 +1,7 @@
 """Interface of advantage functions (`RewardBatch` -> `Normalised`), and shared normalisation.
 
-An advantage function is `f(batch, *, arguments) -> Normalised`: the reward of each sample relative to its group or
-batch, (R - mean) / scale; `token_advantages` computes the tokens' advantages from it. The standard deviation is
+An advantage function is `f(batch, *, arguments) -> Normalised`. It returns the reward of each sample relative to its
+group or batch, (R - mean) / scale; `token_advantages` computes token advantages from this. The standard deviation is
 unbiased unless stated otherwise. The reward of a group or batch of one is unchanged.
 
 Legend: B samples. All arrays are float64: they are small, and tests compare six digits.
@@ -25,8 +25,9 @@ class RewardBatch:
     rewards_B: Tensor  # f64
     groups: Sequence[str]  # samples of one prompt share a group
     logprobs: Sequence[Tensor] | None = None  # rollout log-probs of each sample's action tokens
-    runs: Sequence[int] | None = None  # steps of a trajectory share a run, in order; None: each sample is a run
-    states: Sequence[str] | None = None  # steps of a prompt with the same initial state share a state; None: unknown
+    runs: Sequence[int] | None = None  # steps of a trajectory have the same run, in order; None: each sample is a run
+    # steps of a prompt that start from the same state have the same number; None: unknown
+    states: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,10 @@ class Normalised:
     rewards: Tensor
     mean: Tensor
     scale: Tensor
-    dropped: Tensor | None = None  # bool [B], samples removed from the batch; None: none
+    dropped: Tensor | None = None  # bool [B], true for samples removed from the batch; None: no sample is removed
 
     def at(self, numbers: Sequence[int]) -> "Normalised":
-        """Return the values of the samples `numbers`."""
+        """Return the batch of the samples `numbers`."""
         return Normalised(self.rewards[numbers], self.mean[numbers], self.scale[numbers])
 
     @classmethod
@@ -50,15 +51,15 @@ class Normalised:
 
     @classmethod
     def given(cls, advantages_B: Tensor, rewards_B: Tensor, dropped_B: Tensor | None = None) -> "Normalised":
-        """Wrap arbitrary advantages: the mean is their difference from the reward, the scale 1."""
+        """Wrap arbitrary advantages: the mean is the reward minus the advantage, the scale is 1."""
         return cls(advantages_B, rewards_B - advantages_B, torch.ones_like(rewards_B), dropped_B)
 
 
 def normalised_rewards(rewards_B: Tensor, groups: Sequence[str], mean_over: Level, std_over: Level) -> Normalised:
     """Normalise rewards over their `group`, the whole `batch`, or nothing (None).
 
-    With std normalisation, equal rewards become 0 for every kind of mean; division by the floor would make them the
-    largest advantages.
+    With std normalisation, equal rewards become 0 for every kind of mean; dividing by the small constant would give
+    them the largest advantages.
     """
     rewards_B = rewards_B.double()
     mean_B, scale_B = torch.zeros_like(rewards_B), torch.ones_like(rewards_B)
@@ -74,7 +75,7 @@ def normalised_rewards(rewards_B: Tensor, groups: Sequence[str], mean_over: Leve
 
 
 def run_members(batch: RewardBatch) -> dict[tuple[str, int], list[int]]:
-    """Return (group, run) -> sample numbers, in order."""
+    """Return a map: (group, run) -> sample numbers in order."""
     numbers = range(len(batch.groups)) if batch.runs is None else batch.runs
     members: dict[tuple[str, int], list[int]] = {}
     for place, run in enumerate(zip(batch.groups, numbers, strict=True)):

@@ -1,4 +1,4 @@
-"""GiGPO: trajectories relative to their group plus steps relative to their state. Legend: see `batch`."""
+"""GiGPO: the advantage of a trajectory in its group plus the advantage of a step in its state. Legend: see `batch`."""
 
 from collections.abc import Sequence
 
@@ -63,7 +63,7 @@ def _relative_to_state(returns_B: Tensor, states: Sequence[str], centred: bool, 
     found_B = torch.zeros_like(returns_B)
     for members in group_members(states):
         own = returns_B[members]
-        if len(members) > 1 and not (scaled and own.std() <= STD_FLOOR):  # equal returns: 0, as for a unique state
+        if len(members) > 1 and not (scaled and own.std() <= STD_FLOOR):  # equal returns get 0, like a unique state
             scale = own.std() + STD_FLOOR if scaled else 1.0
             found_B[members] = (own - (own.mean() if centred else 0.0)) / scale
     return found_B

@@ -26,8 +26,9 @@ def grpo(
     """Return (R - mean of the group) / (std + 1e-6). arXiv 2402.03300.
 
     Args:
-        mean_cal_level, std_cal_level: level; std over the `batch`: arXiv 2508.08221, None: Dr. GRPO, 2503.20783.
-        std_threshold: groups with at most this std, and groups of one, get 0 and are dropped from the batch.
+        mean_cal_level, std_cal_level: level of mean and std. Std over the `batch`: arXiv 2508.08221; None: Dr. GRPO,
+        2503.20783.
+        std_threshold: groups with at most this std, and groups of one sample, get 0 and are dropped from the batch.
         rank_penalty: R · (1 - rank_penalty · rank/G) for R, rank 0 … G-1 in the group from the least to the most likely
             answer (mean log-prob of its action tokens). arXiv 2506.02355.
 
@@ -55,9 +56,9 @@ def step_wise_grpo(
     std_threshold: float | None = None,
     enable_step_norm: bool = False,
 ) -> Normalised:
-    """Return for all steps of a run the `grpo` advantage of its last step's reward, as in Trinity-RFT.
+    """Return the `grpo` advantage of a run's last reward, for all steps of the run, as in Trinity-RFT.
 
-    Every run of a prompt counts once. `enable_step_norm` divides the advantage by the run's number of steps.
+    Every run of a prompt counts once. `enable_step_norm` divides the advantage by the number of steps of the run.
     """
     steps = run_members(batch)
     rewards_B = batch.rewards_B.double()

@@ -1,4 +1,4 @@
-"""REINFORCE advantages without baseline, also for gae, REINFORCE++, steps and distillation. Legend: see `batch`."""
+"""Advantages without a baseline: REINFORCE, GAE, REINFORCE++, step rewards, distillation. Legend: see `batch`."""
 
 import torch
 
@@ -6,13 +6,13 @@ from roll_opd.algorithms.advantages.batch import Level, Normalised, RewardBatch,
 from roll_opd.algorithms.registry import register_advantage
 
 
-# these differ only in the token advantages: critic values, whitening, discount per turn (ROLL's)
+# these (ROLL's) differ only in the token advantages: critic values, whitening, discount per turn
 @register_advantage("gae", token_defaults={"gamma": 1.0, "lambd": 1.0, "whiten_advantages": True})
 @register_advantage("reinforceplusplus", token_defaults={"gamma": 1.0, "whiten_advantages": True})
 @register_advantage("agentic_reinforce", discounts_turns=True)
 @register_advantage("reinforce")
 def reinforce(batch: RewardBatch, *, mean_cal_level: Level = None, std_cal_level: Level = None) -> Normalised:
-    """Return R, normalised as by ROLL's norm_mean_type and norm_std_type."""
+    """Return R, normalised as ROLL does with norm_mean_type and norm_std_type."""
     return normalised_rewards(batch.rewards_B, batch.groups, mean_cal_level, std_cal_level)
 
 

@@ -1,8 +1,8 @@
 """`LossBatch`: input of policy losses.
 
-A policy loss is a function `loss(batch, *, arguments) -> [M]`, one number per token: 0 off the mask, finite if the
-log-probs on the mask are. It does not depend on weights, ranks or packs; training minimises its sum over tokens,
-weighted by `aggregation.token_weights`.
+A policy loss is a function `loss(batch, *, arguments) -> [M]` that returns one number per token: 0 outside the mask,
+and finite if the log-probs in the mask are finite. It does not depend on token weights, ranks or packs. Training
+minimises its sum over tokens, weighted by `aggregation.token_weights`.
 
 Legend: M scored tokens of a pack, B sequences.
 """
@@ -13,25 +13,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0  # without the clamp one outlier token overflows
+MAX_LOG_RATIO = 20.0  # without a clamp, a single outlier token could overflow
 
 
 @dataclass(frozen=True)
 class LossBatch:
-    """Pack of whole sequences. Arrays are [M] and floating unless stated otherwise; only `logprobs_M` has a gradient.
+    """A pack of whole sequences.
 
-    Log-probs off the mask are arbitrary, possibly infinite; advantages and rewards are finite.
+    Arrays are floating [M] unless stated otherwise; only `logprobs_M` has a gradient. Log-probs outside the mask are
+    arbitrary and may be infinite; advantages and rewards are finite.
     """
 
-    logprobs_M: Tensor  # under the weights being trained
-    old_logprobs_M: Tensor  # under the weights that the update starts from
+    logprobs_M: Tensor  # under the weights that are being trained
+    old_logprobs_M: Tensor  # under the weights at the start of the update
     advantages_M: Tensor
     mask_M: Tensor  # bool, sampled tokens
-    lengths: tuple[int, ...]  # scored tokens of each sequence, B of them, Σ = M
+    lengths: tuple[int, ...]  # number of scored tokens of each of the B sequences, Σ = M
     rewards_M: Tensor | None = None  # reward of each token's sequence
     ref_logprobs_M: Tensor | None = None  # under the frozen reference policy
-    demonstration_M: Tensor | None = None  # bool, tokens of demonstrations
-    step: int = 1  # of the run, from 1
+    demonstration_M: Tensor | None = None  # bool, true for tokens of demonstrations
+    step: int = 1  # step of the run, from 1
 
     @property
     def action_logprobs_M(self) -> Tensor:
@@ -54,7 +55,7 @@ class LossBatch:
         return on_tokens(_ratio(sequence_means(self.log_ratio_M, self.mask_M, self.lengths)), self.lengths)
 
     def needs(self, name: str, loss: str) -> Tensor:
-        """Return the optional array `name`; raises ValueError if the batch lacks it."""
+        """Return the optional array `name`; raises ValueError if the batch does not have it."""
         found = getattr(self, name)
         if found is None:
             raise ValueError(f"policy loss {loss} needs {name} in its batch, but there is none")
@@ -76,16 +77,16 @@ def sequence_sums(values_M: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def sequence_means(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the mean over the tokens on each sequence's mask, [B]; 0 for an empty mask."""
+    """Return each sequence's mean over the tokens in its mask, [B]; 0 for an empty mask."""
     sums_B = sequence_sums(torch.where(mask_M, values_M, 0), lengths)
     return sums_B / sequence_sums(mask_M.to(values_M.dtype), lengths).clamp(min=1)
 
 
 def on_tokens(values_B: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the value of each token's sequence, [M]."""
+    """Return the value of the sequence to which each token belongs, [M]."""
     return values_B[sequence_numbers(lengths, values_B.device)]
 
 
 def sequence_numbers(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Return the sequence number of each token, int64 [M]."""
+    """Return the number of the sequence to which each token belongs, int64 [M]."""
     return torch.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(device)

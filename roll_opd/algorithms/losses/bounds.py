@@ -1,4 +1,4 @@
-"""Masks of clipped tokens per policy loss, for metrics. Legend: see `batch`."""
+"""Masks of the tokens that a policy loss clips, for metrics. Legend: see `batch`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,10 +11,10 @@ from roll_opd.algorithms.losses.rec import in_range
 
 
 def beyond_bounds(loss: str, batch: LossBatch, arguments: Mapping[str, Any]) -> Tensor:
-    """Return the mask of tokens outside the bounds of policy loss `loss`, bool [M]; False off the mask.
+    """Return a mask of the tokens outside the bounds of policy loss `loss`, bool [M]; False outside the batch's mask.
 
     `arguments` are all arguments, including defaults. Losses that are not listed here have the bounds `clip_low` and
-    `clip_high`. A loss without these arguments has no bounds, such as sapo with its smooth gate.
+    `clip_high`. A loss without these arguments, such as sapo with its smooth gate, has no bounds.
     """
     if loss in _OUTSIDE:
         return _OUTSIDE[loss](batch, arguments) & batch.mask_M

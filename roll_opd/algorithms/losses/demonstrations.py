@@ -1,6 +1,7 @@
 """Losses of mixed batches: (1-μ) · PPO on the student's samples, μ · SFT on demonstrations.
 
-The two parts are normalised separately by the argument `parts` of `aggregation.token_weights`. Legend: see `batch`.
+The two parts are normalised separately, through the argument `parts` of `aggregation.token_weights`. Legend: see
+`batch`.
 """
 
 import math

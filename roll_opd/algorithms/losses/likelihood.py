@@ -1,4 +1,4 @@
-"""Likelihood losses (a weight without gradient times the log-likelihood) and preference losses.
+"""Likelihood losses (a weight without a gradient times the log-likelihood) and preference losses.
 
 Legend: see `batch`; P pairs. Sequences 2i and 2i+1 of a pack are the chosen and the rejected answer of pair i.
 """
@@ -48,8 +48,8 @@ def topr(
 ) -> Tensor:
     """Return -sg(α) · A · logprobs, α = 1 if A > threshold, else clip(r, 0, 1). arXiv 2503.14286, Trinity-RFT.
 
-    With `sign_of: reward`, the reward (if the batch has rewards) is compared with the threshold instead, as in ROLL,
-    because baselines may change the sign of advantages.
+    With `sign_of: reward` and a batch with rewards, the reward instead of A is compared with the threshold, as in ROLL,
+    because a baseline may change the sign of advantages.
     """
     if sign_of not in ("advantage", "reward"):
         raise ValueError(f"sign_of {sign_of!r} of policy loss topr is unknown; use advantage or reward")
@@ -59,7 +59,7 @@ def topr(
 
 
 def is_negative(batch: LossBatch, threshold: float, sign_of: str) -> Tensor:
-    """Return the mask of tokens that `topr` tapers, bool [M]."""
+    """Return a mask of the tokens to which `topr` applies the clipped ratio, bool [M]."""
     sign_M = batch.advantages_M if sign_of == "advantage" or batch.rewards_M is None else batch.rewards_M
     return sign_M <= threshold
 
@@ -74,8 +74,8 @@ def kimi15(batch: LossBatch, *, tau: float = 0.1) -> Tensor:
 def dpo(batch: LossBatch, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
     """Return -(1-ε)·log σ(h) - ε·log σ(-h), h = β · [Σ(logprobs - ref) of the chosen - of the rejected].
 
-    arXiv 2305.18290. Every action token of a pair has the pair's loss. The weights of seq-mean-token-mean have the same
-    sum for every sequence, so the weighted sum is the mean over pairs, whatever their lengths.
+    arXiv 2305.18290. Every action token of a pair gets the loss of the pair. With seq-mean-token-mean, the weights of
+    every sequence have the same sum, so the weighted sum is the mean over pairs for any lengths.
 
     Raises:
         ValueError: without a reference policy, or with an odd number of sequences.

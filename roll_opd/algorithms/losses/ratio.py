@@ -8,7 +8,7 @@ from torch import Tensor
 from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.algorithms.registry import register_policy_loss
 
-SAPO_HEIGHT = 4.0  # gives the gate slope 1 at r = 1
+SAPO_HEIGHT = 4.0  # factor that makes the gate's slope 1 at r = 1
 
 
 @register_policy_loss("importance_sampling")
@@ -40,7 +40,7 @@ def ppo(
 def gspo(batch: LossBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
     """Return PPO with sg(s) · π_t/sg(π_t) for r, s the geometric mean of r over the sequence. arXiv 2507.18071.
 
-    This is GSPO-token: the value is the sequence's, the gradient is per token.
+    This is GSPO-token: the value is per sequence, the gradient is per token.
     """
     one_M = (batch.action_logprobs_M - batch.action_logprobs_M.detach()).exp()
     return _clipped(batch.sequence_ratio_M.detach() * one_M, batch, clip_low, clip_high, None)
@@ -58,7 +58,7 @@ def cispo(
 ) -> Tensor:
     """Return -A · sg(clip(r, 1-low, 1+high)) · logprobs: clips the weight, not the gradient. arXiv 2506.13585.
 
-    With `enable_mask_clip`, the loss is 0 where PPO with the mask's range would have no gradient, as in Trinity-RFT.
+    With `enable_mask_clip`, the loss is 0 where PPO with the range of that mask has no gradient, as in Trinity-RFT.
     """
     ratio_M, advantages_M = batch.ratio_M.detach(), batch.advantages_M
     loss_M = -advantages_M * ratio_M.clamp(1 - clip_low, 1 + clip_high) * batch.action_logprobs_M
