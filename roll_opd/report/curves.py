@@ -1,4 +1,4 @@
-"""Curves of the report: extract points from rows of `metrics.jsonl` and downsample them. Pure functions.
+"""Curves of the report: extract points from rows of `metrics.jsonl` and downsample them, with pure functions.
 
 A point is (step, value).
 """
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 Point = tuple[int, float]
 
-MAX_POINTS = 1000  # of a curve: about the columns of a screen
-TREND_FROM = 200  # points from which a curve gets a trend line
+MAX_POINTS = 1000  # maximum points of a curve, about the columns of a screen
+TREND_FROM = 200  # a curve with at least this many points gets a trend line
 TREND_POINTS = 100
 
 
@@ -21,7 +21,7 @@ def points(rows: Iterable[Mapping[str, float]], name: str) -> list[Point]:
 def downsample(curve: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     """Return at most `most` (4 or more) of the points: the first, the last, and the extremes of ranges of equal length.
 
-    Outliers are kept, and no point is interpolated.
+    Outliers are kept; points are not interpolated.
     """
     if len(curve) <= most:
         return list(curve)
@@ -59,7 +59,7 @@ def spread(items: Sequence[int], most: int) -> list[int]:
 
 
 def averaged(rows: Sequence[Mapping[str, float]], names: Sequence[str], most: int) -> list[dict[str, float]]:
-    """Return the means of `names` over up to `most` equal ranges of rows, each with first `step` and last step `to`."""
+    """Return the means of `names` over up to `most` equal ranges of rows, with first `step` and last step `to`."""
     groups = [rows[run.start : run.stop] for run in _ranges(range(len(rows)), min(most, len(rows)))]
     return [
         {"step": group[0]["step"], "to": group[-1]["step"]}

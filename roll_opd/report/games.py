@@ -1,4 +1,4 @@
-"""Text with a held-out game before and after training in two columns, printed at the end of a run."""
+"""Write a held-out game before and after training as text in two columns, for the end of a run."""
 
 import re
 import unicodedata
@@ -8,8 +8,8 @@ from typing import Any
 
 from roll_opd.report.text import visible
 
-WIDTH, MAX_LINES = 35, 40  # of one side, in terminal columns and lines
-WIDE, NO_WIDTH = {"W", "F"}, {"Mn", "Me"}  # two columns: Chinese, Japanese, emoji; none: combining accents
+WIDTH, MAX_LINES = 35, 40  # size of one side, in terminal columns and lines
+WIDE, NO_WIDTH = {"W", "F"}, {"Mn", "Me"}  # Chinese, Japanese and emoji take two columns, combining accents none
 MARKUP = re.compile(r"<\|[^|<>]*\|>|</?s>|<(?:start|end)_of_turn>")  # marks of chat templates around messages
 ROLES = {"system", "user", "assistant", "tool", "model"}
 NEEDED = {"step", "id", "reward", "prompt", "response", "token_ends", "action_mask"}
@@ -74,7 +74,7 @@ def _columns(text: str) -> int:
 
 
 def _cut(line: str) -> str:
-    """Return `line`; if it is wider than `WIDTH` columns, cut it and end it with three dots."""
+    """Return `line`, cut and ended with three dots if it is wider than `WIDTH` columns."""
     if _columns(line) <= WIDTH:
         return line
     while _columns(line) > WIDTH - 3:

@@ -1,4 +1,4 @@
-"""Write the report page: one HTML file with inline data, style and scripts, and a policy that forbids all else.
+"""Write the report page: one HTML file with inline data, style and scripts, and a policy that forbids other content.
 
 The scripts (`assets/*.js`) insert text as text, never as HTML. The data is JSON, escaped so that it cannot close its
 `<script>` element.
@@ -25,9 +25,9 @@ from roll_opd.tracking.summary import summarize
 
 REPORT = "report.html"
 SCRIPTS = ("dom.js", "charts.js", "tokens.js", "sections.js")  # in this order
-TIME_BARS = 120  # of the chart of seconds by step
+TIME_BARS = 120  # maximum ranges in the chart of seconds per step
 MAX_WARNINGS, MAX_FACTS, CONFIG_CHARACTERS = 200, 100, 200_000
-MAX_SENTENCE = 2000  # characters of a message from the run's files
+MAX_SENTENCE = 2000  # maximum characters of a warning or error from the run's files
 
 
 def write_report(run: Path, output: Path | None = None) -> Path:
@@ -104,7 +104,7 @@ def _state(run: RunRecord) -> dict[str, str]:
     if isinstance(ended, str):
         return {"kind": "stopped", "text": limited(f"Stopped after {progress}: {ended}", MAX_SENTENCE)}
     when = f", the last one written {run.written:%Y-%m-%d %H:%M} UTC" if run.written and run.metrics else ""
-    return {"kind": "open", "text": f"Not finished: {progress}{when}. The run is still running, or it was killed."}
+    return {"kind": "open", "text": f"Not finished: {progress}{when}. The run is still in progress, or it was killed."}
 
 
 def _totals(run: RunRecord) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _time(run: RunRecord) -> dict[str, Any]:
         "startup": rounded(startup, 6),
         "end": rounded(max(0.0, wall - startup - sum(total.values())), 6),
         "phases": [visible(name) for name in phases],
-        "kinds": [order.get(name, len(order)) for name in phases],  # colours, equal in all reports
+        "kinds": [order.get(name, len(order)) for name in phases],  # colours, the same in all reports
         "total": [rounded(total[name], 6) for name in phases],
         "steps": [[int(bar["step"]), int(bar["to"])] for bar in bars],
         "bars": [[rounded(bar[f"time/{name}"], 4) for name in phases] for bar in bars],
@@ -183,7 +183,7 @@ def _parts(run: RunRecord) -> list[Any]:
 
 
 def _changes(run: RunRecord) -> dict[str, str]:
-    """Return the settings changed at each resume of a run, as texts by "changed from step N"."""
+    """Return a map: "changed from step N" -> texts of the settings that a resume changed."""
     found = {}
     for part in _parts(run)[1:]:
         changed = part.get("changed") if isinstance(part, dict) else None

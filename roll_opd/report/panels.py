@@ -1,4 +1,4 @@
-"""Panels of the report for each mode: charts of the main metrics, and the table of values before and after training."""
+"""Panels of the report for each mode: charts of the main metrics, and a table of values before and after training."""
 
 import itertools
 import math
@@ -14,10 +14,10 @@ from roll_opd.tracking.summary import ACCURACY, ACCURACY_STDERR, LOSS, REVERSE_K
 
 DIGITS = 6
 STUDENT_LOGPROB = "opd/student_logprob"
-SURPRISE = "surprise"  # computed here: mean of -log p over sampled tokens, an estimate of the entropy
-MAX_METRICS, METRIC_POINTS = 200, 300  # of the metrics outside of the panels
+SURPRISE = "surprise"  # computed here: the mean of -log p over sampled tokens, which estimates the entropy
+MAX_METRICS, METRIC_POINTS = 200, 300  # maximum points of the metrics outside the panels
 
-MODES = {  # titles for runs without a recorded title
+MODES = {  # titles for runs whose title was not recorded
     "pure": "pure on-policy distillation",
     "mixed": "on-policy distillation with a reward",
     "rl": "reinforcement learning",
@@ -28,17 +28,17 @@ MODES = {  # titles for runs without a recorded title
 
 @dataclass(frozen=True)
 class Panel:
-    """Chart; each line is (metric, name), and lines without values are left out."""
+    """A chart. Each line is (metric, name); lines without values are left out."""
 
     title: str
     what: str
     lines: tuple[tuple[str, str], ...]
     better: str = ""  # direction of improvement, up or down; "": none
-    unless_zero: bool = False  # hidden if all values are 0: the quantity is unused
+    unless_zero: bool = False  # hidden if all values are 0, as the quantity is then unused
     modes: tuple[str, ...] = ()  # modes with this panel; empty: all
 
 
-MIN_STEPS = 5  # to estimate the noise between steps
+MIN_STEPS = 5  # number of differences needed to estimate the noise between steps
 PANELS = (
     Panel(
         "Reverse KL to the teacher",
@@ -46,7 +46,7 @@ PANELS = (
         ((REVERSE_KL, "student"),),
         "down",
     ),
-    Panel("Validation accuracy", "Share of correct answers to held-out prompts.", ((ACCURACY, "student"),), "up"),
+    Panel("Validation accuracy", "Fraction of correct answers to held-out prompts.", ((ACCURACY, "student"),), "up"),
     Panel("Reward", "Mean external reward of the step's samples.", (("critic/score/mean", "samples"),), "up"),
     Panel(
         "Loss",
@@ -56,7 +56,7 @@ PANELS = (
     ),
     Panel(
         "Pairs in the right order",
-        "Share of pairs in which the chosen answer has the larger implicit reward.",
+        "Fraction of pairs in which the chosen answer has the larger implicit reward.",
         (("dpo/accuracy", "training"), ("val/dpo/accuracy", "validation")),
         "up",
     ),
@@ -80,7 +80,7 @@ PANELS = (
     ),
     Panel(
         "Clipped tokens",
-        "Share of tokens with a clipped ratio.",
+        "Fraction of tokens with a clipped ratio.",
         (("actor/clipfrac", "tokens"),),
         modes=("rl", "mixed"),
     ),
@@ -98,7 +98,7 @@ PANELS = (
     Panel("Value loss", "Loss of the critic.", (("critic/loss", "critic"),), "down"),
     Panel(
         "Explained variance",
-        "Share of the variance of returns that the critic predicts.",
+        "Fraction of the returns' variance that the critic predicts.",
         (("critic/explained_variance", "critic"),),
     ),
     Panel("Gradient norm", "Norm before clipping.", (("actor/grad_norm", "student"),)),
@@ -119,7 +119,7 @@ def mode_of(run: RunRecord) -> str:
 
 
 def with_surprise(rows: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """Return the rows; if the entropy was not measured, add `SURPRISE`."""
+    """Return the rows, with `SURPRISE` added if the entropy was not measured."""
     if any("actor/entropy" in row for row in rows):
         return [dict(row) for row in rows]
     return [{**row, **({SURPRISE: -row[STUDENT_LOGPROB]} if STUDENT_LOGPROB in row else {})} for row in rows]
@@ -139,7 +139,7 @@ def all_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, list[list[floa
 
 
 def before_after(rows: Sequence[Mapping[str, float]], mode: str, *, comparable: bool = True) -> list[dict[str, Any]]:
-    """Return a row for each line of the panels: its values before and after training, and the teacher's value.
+    """Return a row for each line of the panels, with the values before and after training and the teacher's value.
 
     For validation metrics these are the first and the last value; for other metrics, the means over the first and the
     last tenth of the steps. Unless the settings are `comparable`, differences between steps are not judged.
@@ -168,17 +168,17 @@ def before_after(rows: Sequence[Mapping[str, float]], mode: str, *, comparable: 
 
 
 def _as_reward(panel: Panel) -> Panel:
-    """Return the validation panel with the title of a mean reward; used if rewards are not just 0 and 1."""
+    """Return the validation panel with the title of a mean reward, for rewards other than 0 and 1."""
     return replace(panel, title="Validation reward", what="Mean reward of held-out prompts.")
 
 
 def _as_games(panel: Panel) -> Panel:
-    """Return a validation panel with texts about games; other panels unchanged."""
+    """Return a validation panel with texts about games, and other panels unchanged."""
     if panel.lines[0][0] != ACCURACY:
         return panel
     if panel.title == "Validation reward":
         return replace(panel, what="Mean reward of held-out games.")
-    return replace(panel, what="Share of held-out games won.")
+    return replace(panel, what="Fraction of held-out games that were won.")
 
 
 def _is_noise(

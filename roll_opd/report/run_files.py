@@ -18,18 +18,18 @@ import yaml
 from roll_opd.tracking.run_directory import METRICS, PREFLIGHT, RUN_FACTS, SAMPLES, VALIDATION_SAMPLES
 
 CONFIG, SUMMARY = "config.yaml", "summary.json"
-RUN_FILES = (METRICS, CONFIG, RUN_FACTS, SUMMARY)  # at least one exists in every run directory
+RUN_FILES = (METRICS, CONFIG, RUN_FACTS, SUMMARY)  # every run directory has at least one of these files
 STEP = re.compile(rb'\{"step": ?(\d{1,9})[,}]')
 BROKEN = (ValueError, RecursionError)  # of parsing
 
 
 class NoRun(Exception):
-    """The path has no run; the message is shown to the user."""
+    """There is no run at the path; the text is shown to the user."""
 
 
 @dataclass(frozen=True)
 class StepLines:
-    """Index of a JSON Lines file by step; lines are parsed on access, since the file may have gigabytes."""
+    """An index of a JSON Lines file by step. Lines are parsed on access, since the file may have gigabytes."""
 
     path: Path
     places: Mapping[int, list[int]] = field(default_factory=dict)  # step -> byte offsets of its lines
@@ -57,10 +57,10 @@ class RunRecord:
     """Content of a run directory."""
 
     path: Path
-    metrics: list[dict[str, float]]  # one row per step, ascending; finite numbers only, with `step`
+    metrics: list[dict[str, float]]  # one row per step, in ascending order; finite numbers only, including `step`
     summary: dict[str, Any]  # empty before the end of the run
     preflight: dict[str, Any]  # checks by teacher
-    facts: dict[str, Any]  # of `run.json`, written at the start: mode, machine, versions
+    facts: dict[str, Any]  # content of `run.json`, written at the start: mode, machine, versions
     config: dict[str, Any]
     config_text: str
     samples: StepLines
@@ -80,7 +80,7 @@ def find_run(path: Path) -> Path:
             return place.resolve()
     if not path.is_dir():
         raise NoRun(f"{path}: no such directory; name a run directory, such as output/demo/latest")
-    raise NoRun(f"{path} is not a run directory: it has none of {', '.join(RUN_FILES)}")
+    raise NoRun(f"{path} is not a run directory, as it has none of {', '.join(RUN_FILES)}")
 
 
 def read_run(path: Path) -> RunRecord:
@@ -90,7 +90,7 @@ def read_run(path: Path) -> RunRecord:
     config_text = _text(path / CONFIG, problems)
     summary = _mapping(path / SUMMARY, problems, optional=True)
     if metrics and summary and summary.get("steps") != metrics[-1]["step"]:
-        summary = {}  # of an earlier part of a resumed run
+        summary = {}  # written by an earlier part of a resumed run
     return RunRecord(
         path=path,
         metrics=metrics,

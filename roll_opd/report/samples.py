@@ -9,12 +9,12 @@ from roll_opd.report.run_files import StepLines, number
 from roll_opd.report.text import limited, rounded
 
 STEPS, SAMPLES_PER_STEP = 8, 6
-PROMPTS = 8  # held-out prompts with answers of several steps
-TOKENS = 40_000  # over all samples and answers; about 70 bytes each in the page
+PROMPTS = 8  # maximum number of held-out prompts, each with answers of several steps
+TOKENS = 40_000  # maximum tokens over all samples and answers; each takes about 70 bytes in the page
 CHARACTERS = 3000  # of a prompt
 DIGITS = 4
-STUDENT = "student"  # default of `by`, the model that answered a held-out prompt
-CLOSE = 0.1  # nats: the two probabilities differ by less than a tenth
+STUDENT = "student"  # default of `by`, which names the model that answered a held-out prompt
+CLOSE = 0.1  # nats; the two probabilities then differ by less than a tenth
 _BOUNDS = (0.01, 0.1, 0.3, 1.0, 3.0)
 EDGES = (-float("inf"), *(-bound for bound in reversed(_BOUNDS)), *_BOUNDS, float("inf"))
 
@@ -36,7 +36,7 @@ def answers_by_prompt(lines: StepLines) -> list[list[dict[str, Any]]]:
 
 
 def _prompt(row: Mapping[str, Any]) -> str:
-    """Return the key of a row's prompt: its id without the draw number and the sample number."""
+    """Return the key of a row's prompt: the row's id without draw number and sample number."""
     return str(row.get("id")).rpartition("#")[0] or str(row.get("prompt"))
 
 
@@ -57,7 +57,7 @@ def length_of(row: Mapping[str, Any]) -> int:
 
 
 def shaped(row: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """Return a recorded sample as data of the page, shortened to `limit` tokens from its beginning and end.
+    """Return a recorded sample as data of the page, shortened to `limit` tokens: its beginning and its end.
 
     `values` are log-probs (`student`, `rollout`, `reference`, `teacher/NAME`) and `advantage`, null if missing.
     A sample without recorded token ends becomes one piece of text without values.
@@ -99,7 +99,7 @@ def shaped(row: Mapping[str, Any], limit: int) -> dict[str, Any]:
 
 
 def reverse_kl(row: Mapping[str, Any]) -> list[float]:
-    """Return log p(student) - log p(teacher) at a sample's action tokens, for each of its teachers."""
+    """Return log p(student) - log p(teacher) at a sample's action tokens, for each teacher of the sample."""
     columns = _columns(row, length_of(row))
     student = columns.get("student", [])
     return [
@@ -133,7 +133,7 @@ def agreement(lines: StepLines, steps: Sequence[int]) -> dict[str, Any] | None:
 def _columns(row: Mapping[str, Any], length: int) -> dict[str, list[float | None]]:
     """Return the recorded values of each response token, by column; None at observed tokens."""
     sampled, trained = row.get("rollout_logprobs"), row.get("student_logprobs")
-    by = limited(row.get("by") or STUDENT)  # the model of the sampler's log-probs
+    by = limited(row.get("by") or STUDENT)  # the log-probs of the sampler are of this model
     given = {
         **({"student": trained, "rollout": sampled} if trained else {by: sampled}),
         **{f"teacher/{limited(name)}": values for name, values in _dict(row.get("teacher_logprobs")).items()},
@@ -150,7 +150,7 @@ def _columns(row: Mapping[str, Any], length: int) -> dict[str, list[float | None
 
 
 def _acted(row: Mapping[str, Any], length: int) -> list[bool]:
-    """Return a mask of the response tokens that are actions; all are if no mask was recorded."""
+    """Return a mask of the action tokens in the response; True everywhere if no mask was recorded."""
     mask = _list(row.get("action_mask"))
     return [bool(acts) for acts in mask] if len(mask) == length else [True] * length
 
@@ -164,7 +164,7 @@ def _hits(row: Mapping[str, Any]) -> list[Any]:
 
 
 def _turns(acted: Sequence[bool], kept: Sequence[int]) -> list[list[int]]:
-    """Return (first shown token, 1: action or 0: observed, turn number) of each unbroken stretch of shown tokens."""
+    """Return (first shown token, 1 for action or 0 for observed, turn number) of each unbroken run of shown tokens."""
     turns: list[list[int]] = []
     number = 0
     shown = {place: at for at, place in enumerate(kept)}
@@ -201,7 +201,7 @@ def _masked(
 
 
 def _cut(given: Any, length: int, kept: Sequence[int]) -> list[list[Any] | None]:
-    """Return for each shown token its chunk: number of student tokens, and teacher tokens as text; else None."""
+    """Return the chunk of each shown token (number of student tokens, teacher tokens as text), None without one."""
     by_token: dict[int, list[Any]] = {}
     for chunk in _list(given):
         if isinstance(chunk, list) and len(chunk) == 3 and all(isinstance(one, int) for one in chunk[:2]):

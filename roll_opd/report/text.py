@@ -6,18 +6,18 @@ from typing import Any
 
 INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, bidi and zero-width characters, surrogates, line separators
 LITERAL = {"\n", "\t"}
-ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}  # no tag or comment inside a script element
+ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}  # so that a script element contains no tag or comment
 
 
 def visible(text: str) -> str:
-    """Return `text` with invisible and text-direction characters written as `⟨U+202E⟩`."""
+    """Return `text` with characters that are invisible or change the text direction written as `⟨U+202E⟩`."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(_shown(character) for character in text)
 
 
 def limited(value: Any, most: int = 300) -> str:
-    """Return the `visible` text of a value, cut in the middle to at most `most` characters; "" for None."""
+    """Return the `visible` text of a value, shortened in the middle to at most `most` characters; "" for None."""
     text = "" if value is None else str(value)
     if len(text) > most:
         text = f"{text[: most // 2]} … {len(text) - most} characters … {text[-most // 2 :]}"

@@ -1,4 +1,4 @@
-"""Metrics of teachers with another tokenizer: how their cut of the answers into tokens differs from the student's."""
+"""Metrics of teachers with another tokenizer: how much their tokens of the answers differ from the student's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from roll_opd.samples.sample import Sample
 
 @dataclass(frozen=True)
 class Cut:
-    """Statistics of the student's and the teacher's cut of the same action tokens; shares are 0 without tokens."""
+    """Statistics of how student and teacher split the same action tokens; fractions are 0 without tokens."""
 
     chunks: int
-    chunked_bytes: float  # share of the covered bytes in chunks other than one student token and one teacher token
+    chunked_bytes: float  # fraction of the covered bytes in chunks that are not one student token and one teacher token
     longest_chunk: int  # student tokens
-    uncovered: float  # share of action tokens without a teacher log-prob
-    teacher_tokens: float  # teacher tokens of all chunks, by their student tokens
+    uncovered: float  # fraction of action tokens without a teacher log-prob
+    teacher_tokens: float  # teacher tokens in all chunks divided by student tokens in them
 
 
 def cut_of(samples: Sequence[Sample], teacher: str) -> Cut:
-    """Return the statistics of both cuts over the samples that the teacher has scored."""
+    """Return these statistics over the samples that the teacher has scored."""
     scored = [sample for sample in samples if teacher in sample.alignments]
     sizes = np.concatenate([np.zeros((0, 3), np.int64), *(sample.alignments[teacher].sizes for sample in scored)])
     students, teachers, lengths = sizes.T

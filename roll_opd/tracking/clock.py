@@ -1,9 +1,10 @@
 """Wall time of a step by phase, measured in the driver.
 
-Phases of one track are exclusive: overlapping time belongs to the phase opened first. So teacher log-probs computed
-during generation count only from the end of the generation, and generation inside a validation counts as validation. A
-task may open a separate track for itself and the tasks that it starts; phases of different tracks count independently.
-"other" is the time without any phase. If tracks do not overlap, the phases and "other" sum to the step.
+Phases of one track are exclusive: if phases overlap, the time counts for the phase that was opened first. So teacher
+log-probs computed during generation count only from the end of the generation, and generation inside a validation
+counts as validation. A task may open a separate track for itself and the tasks that it starts; phases of different
+tracks count independently. "other" is the time in which no phase is open. If tracks do not overlap, the phases and
+"other" sum to the step.
 """
 
 import threading
@@ -19,7 +20,7 @@ _TRACK: ContextVar[str] = ContextVar("track", default="main")
 
 @dataclass(frozen=True)
 class Moment:
-    """Reading of the clock: finished laps, seconds of the current lap, current phase and seconds of this phase."""
+    """A reading of the clock: finished laps, seconds of the current lap, current phase and seconds of this phase."""
 
     laps: int
     lap_seconds: float
@@ -43,14 +44,14 @@ class PhaseClock:
         self._lock = threading.Lock()
         self._open: list[_Phase] = []  # oldest first
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._covered = 0.0  # seconds of the lap with a phase
+        self._covered = 0.0  # seconds of the lap in which a phase was open
         self._laps = 0
         self._settled = now()
         self._lap_began = self._settled if began is None else began
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside the `with` block under `name`, one of `PHASES` (else `ValueError`)."""
+        """Count the time inside the `with` block as phase `name`; ValueError unless it is one of `PHASES`."""
         if name not in self._seconds:
             raise ValueError(f"unknown phase {name!r}; known are {', '.join(PHASES)}")
         entry = _Phase(name, _TRACK.get(), self._now())
@@ -66,7 +67,7 @@ class PhaseClock:
 
     @contextmanager
     def track(self, name: str) -> Iterator[None]:
-        """Count phases inside the `with` block, and in tasks started there, independently of other tracks."""
+        """Count phases inside the `with` block, and in tasks started in it, independently of other tracks."""
         before = _TRACK.set(name)
         try:
             yield
@@ -93,7 +94,7 @@ class PhaseClock:
             return Moment(self._laps, now - self._lap_began, phase, seconds)
 
     def _settle(self) -> None:
-        """Add the time since the last change to the phase of each track that was opened first."""
+        """Add the time since the last change, for each track, to the phase that was opened first."""
         now = self._now()
         first = {phase.track: phase.name for phase in reversed(self._open)}
         for name in first.values():

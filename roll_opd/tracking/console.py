@@ -15,7 +15,7 @@ from roll_opd.tracking.metrics import GRADED
 from roll_opd.tracking.results import PHASES_SHOWN, SHORT, before_after_table, count_of, duration, phase_split, totals
 from roll_opd.tracking.summary import ACCURACY, GENERATED_TOKENS, LOSS, REVERSE_KL, REWARD, STEP_SECONDS
 
-ETA_STEPS = 20  # last steps whose mean duration gives the remaining time
+ETA_STEPS = 20  # number of last steps from whose mean duration the remaining time is estimated
 
 PHASE_TEXTS = {
     None: "between phases",
@@ -29,19 +29,19 @@ PHASE_TEXTS = {
     "validate": "validating",
     "checkpoint": "saving a checkpoint",
 }
-PHASES_WITH_COUNTS = ("generate", "teacher")  # shown by their counters only
+PHASES_WITH_COUNTS = ("generate", "teacher")  # for these phases, only counters are shown
 
 
 class Console:
     """Prints the progress lines and the final table of a run of `total_steps` steps."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None, frozen: str = SHORT["teacher"]) -> None:
-        """`frozen` is the label for the time of frozen models, which may be a reference policy and not a teacher."""
+        """`frozen` is the label for the time of frozen models, such as teachers or a reference policy."""
         self._total = total_steps
         self._stream = stream
         self._short = SHORT | {"teacher": frozen}
         self._seconds: deque[float] = deque(maxlen=ETA_STEPS)
-        self._graded: dict[str, float] = {}  # last value of `GRADED`, once a reward was neither 0 nor 1
+        self._graded: dict[str, float] = {}  # last value of `GRADED`; set as soon as a reward was neither 0 nor 1
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the line of a finished step, counted from 1."""
@@ -50,7 +50,7 @@ class Console:
         self.note(progress_line(step, self._total, metrics, self._eta(step), width=columns(), short=self._short))
 
     def with_grading(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the metrics with the last `GRADED` value if they lack it, so that the mean reward keeps its label."""
+        """Return the metrics; if they lack `GRADED`, add its last value, so that the mean reward keeps its label."""
         self._graded |= {name: metrics[name] for name in (GRADED,) if name in metrics}
         return {**self._graded, **metrics}
 
@@ -128,18 +128,19 @@ def _numbers(metrics: Mapping[str, float], seconds: float) -> list[str]:
 
 
 def validation(metrics: Mapping[str, float]) -> str:
-    """Return the validation result as text: accuracy, or mean reward if some rewards are neither 0 nor 1."""
+    """Return the validation result as text: accuracy, or the mean reward if some rewards are neither 0 nor 1."""
     what = "mean validation reward" if GRADED in metrics else "validation accuracy"
     return f"{what} {metrics[ACCURACY]:.3f}"
 
 
-LIVE_DELAY_S, LIVE_INTERVAL_S = 5.0, 1.0  # of a line that is updated in place
-JOIN_TIMEOUT_S = 1.0  # the status call may block for ever while Ray shuts down
-FIRST_LINE_S, MAX_INTERVAL_S = 15.0, 600.0  # of a step until its first line; doubled up to
+LIVE_DELAY_S, LIVE_INTERVAL_S = 5.0, 1.0  # seconds between updates of a line that is shown in place
+JOIN_TIMEOUT_S = 1.0  # the status call may block forever while Ray shuts down
+# seconds of a step until its first line; then doubled up to the second value
+FIRST_LINE_S, MAX_INTERVAL_S = 15.0, 600.0
 
 
 class Count:
-    """Counter of finished items out of a total; `what` is the verb shown, such as `generated`."""
+    """A counter of finished items out of a total; `what` is the verb to show, such as `generated`."""
 
     def __init__(self, what: str, total: int = 0) -> None:
         self.what, self.total, self.done = what, total, 0
@@ -175,7 +176,7 @@ class Progress:
         return ", ".join(f"{count.what} {count.done}/{count.total}" for count in counts if count.done < count.total > 1)
 
 
-# returns seconds since the start of the running step, and its status line; None between steps
+# returns (seconds since the start of the running step, status line); None between steps
 StepStatus = Callable[[], tuple[float, str] | None]
 
 
@@ -183,12 +184,12 @@ StepStatus = Callable[[], tuple[float, str] | None]
 def show_progress(
     status: StepStatus, line: Callable[[str], None], live: Callable[[str], None] | None
 ) -> Iterator[None]:
-    """Print the status of long steps from a separate thread while the block runs.
+    """While the block runs, print the status of long steps from a separate thread.
 
     Args:
         status: returns the current status.
         line: prints a line; called at increasing intervals.
-        live: prints a line in place of its previous one; None if the output is not a terminal.
+        live: prints a line that replaces its previous line; None if the output is not a terminal.
     """
     done = threading.Event()
 

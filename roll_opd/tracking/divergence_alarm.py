@@ -1,11 +1,12 @@
-"""Alarms for degrading runs: each warns once, with the numbers and the remedy.
+"""Alarms for degrading runs. Each alarm warns once, with figures and a remedy.
 
-Lower entropy, shorter answers and more agreement with the teacher are normal in training if the reward rises too; in a
-collapse the reward does not rise. Self-distillation often collapses after 100 to 200 steps (siyan-zhao/OPSD, issue 20).
+Lower entropy, shorter answers and more agreement with the teacher are normal in training if the reward also rises. In a
+collapse, the reward does not rise. Self-distillation often collapses after 100 to 200 steps (siyan-zhao/OPSD, issue
+20).
 In another known failure of on-policy distillation, answers grow to the length limit (arXiv 2604.08527).
 
-An alarm sounds if a change is large, is significant against the noise between steps (`significance`), and lasts over
-both halves of the last window.
+An alarm is given if a change is large, is significant compared with the noise between steps (`significance`), and is
+present in both halves of the last window.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,18 +16,18 @@ import numpy as np
 
 from roll_opd.tracking.significance import Shift, is_due, least_evidence, lost_gain, shift, threshold
 
-WINDOW = 5  # steps of the first and last window
-LONG_WINDOW = 10  # for the noisy share of truncated answers
-WINDOW_SHARE = 10  # windows are 1 / WINDOW_SHARE of the steps so far, at most `MAX_WINDOW`
+WINDOW = 5  # number of steps in the first and in the last window
+LONG_WINDOW = 10  # the same for the fraction of truncated answers, which is noisy
+WINDOW_SHARE = 10  # a window has 1 / WINDOW_SHARE of the steps so far, at most `MAX_WINDOW`
 MAX_WINDOW = 40
-MAX_TESTS = 200  # longer runs are tested at every (steps / MAX_TESTS)-th step, since each test reads all steps
-MIN_ENTROPY = 0.2  # share of the first entropy
-SHORTER, LONGER = 0.5, 2.0  # times the first length
-MIN_DISAGREEMENT = 0.2  # share of the first disagreement
+MAX_TESTS = 200  # longer runs are tested only at every (steps / MAX_TESTS)-th step, since each test reads all steps
+MIN_ENTROPY = 0.2  # alarm below this fraction of the first entropy
+SHORTER, LONGER = 0.5, 2.0  # alarm below this fraction of the first length
+MIN_DISAGREEMENT = 0.2  # alarm below this fraction of the first disagreement
 RISEN = 1.0  # standard errors: a larger rise of the reward counts as learning
-TRUNCATED_MORE = 0.1  # of all answers, above the earlier share
-TRUNCATED_TIMES = 1.5  # times the earlier share
-GROWN = 1.1  # times the earlier mean length
+TRUNCATED_MORE = 0.1  # fraction of all answers by which truncated ones must increase
+TRUNCATED_TIMES = 1.5  # factor by which the fraction of truncated answers must increase
+GROWN = 1.1  # factor by which the mean length must increase
 
 ENTROPY, AGREEMENT = "opd/student_entropy", "opd/agreement"
 LENGTH, REWARD = "tokens/response_length/mean", "critic/score/mean"
@@ -37,7 +38,7 @@ STDERR = "critic/score/stderr"
 
 @dataclass(frozen=True)
 class Remedies:
-    """Advice given in alarms: clauses that name configuration keys."""
+    """Advice for alarms: clauses that name configuration keys."""
 
     slower: Sequence[str] = ()  # in addition to a lower learning rate
     shorter: Sequence[str] = ()  # against truncated answers
@@ -53,7 +54,7 @@ class Remedies:
 
 @dataclass
 class _Series:
-    """Values of some metrics at the steps that have all these metrics."""
+    """Values of some metrics, at the steps that have all of these metrics."""
 
     names: tuple[str, ...]
     rows: list[list[float]] = field(default_factory=list)
@@ -73,14 +74,14 @@ class _Series:
 
 
 class DivergenceAlarm:
-    """Compares the last steps of a run with earlier ones; each alarm is returned once."""
+    """Compares the last steps of a run with earlier steps; each alarm is returned once."""
 
     def __init__(self, *, is_itself: bool, remedies: Remedies | None = None) -> None:
-        """`is_itself`: a teacher shares the student's weights, so agreement with it is not progress."""
+        """`is_itself`: a teacher has the student's weights, so agreement with the teacher is not progress."""
         self._is_itself, self._remedies = is_itself, remedies or Remedies()
         self._series = {name: _Series((name,)) for name in (ENTROPY, AGREEMENT, LENGTH)}
         self._rewards, self._truncated = _Series((REWARD,)), _Series((TRUNCATED, LENGTH))
-        self._stderr2: list[float] = []  # of each reward; 0 if not recorded
+        self._stderr2: list[float] = []  # standard error of each reward; 0 if not recorded
         self._sounded: set[str] = set()
         self._steps, self._untested = 0, set[str]()
 
@@ -95,7 +96,7 @@ class DivergenceAlarm:
         self._steps += 1
         self._untested |= measured
         if self._steps % max(1, self._steps // MAX_TESTS):
-            measured &= {REWARD}  # tested at its own steps
+            measured &= {REWARD}  # tested at other steps than the rest
         else:
             measured, self._untested = self._untested, set()
         new = dict(self._found(measured - self._sounded))
@@ -124,7 +125,7 @@ class DivergenceAlarm:
                     yield name, f"{name}: {_COLLAPSED[name](change, reward_text)}; {self._remedies.against_collapse()}"
 
     def _reward(self) -> str:
-        """Return a warning if the reward has lost a part of its gain, else ""."""
+        """Return a warning if the reward has lost a part of an earlier gain, else ""."""
         steps = len(self._rewards.rows)
         if not is_due(steps):
             return ""
@@ -140,7 +141,7 @@ class DivergenceAlarm:
         )
 
     def _truncation(self) -> str:
-        """Return a warning if answers grew and more are truncated, whatever the reward does, else ""."""
+        """Return a warning if answers have grown and more of them are truncated, whatever the reward, else ""."""
         values = self._truncated.values()
         steps = values.shape[1]
         window = max(LONG_WINDOW, min(MAX_WINDOW, steps // WINDOW_SHARE))
@@ -185,8 +186,8 @@ def _is_collapse(name: str, change: Shift) -> bool:
 
 _COLLAPSED = {
     ENTROPY: lambda change, reward: (
-        f"the student's entropy has fallen from {change.first[0]:.3g} to {change.last[0]:.3g}"
-        f" nats per token{reward}: it has collapsed onto a few answers"
+        f"the student's entropy fell from {change.first[0]:.3g} to {change.last[0]:.3g} nats per token{reward}: it has"
+        " collapsed onto a few answers"
     ),
     LENGTH: lambda change, reward: (
         f"responses had {change.first[0]:.3g} tokens and have {change.last[0]:.3g}{reward}: the student adopts a style "

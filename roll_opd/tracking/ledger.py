@@ -1,4 +1,4 @@
-"""Ledger of a run's prompts: a row for each step with the draws trained on or filtered out, in a checksum chain.
+"""The ledger of a run's prompts: a row per step, with the draws trained on or filtered out, in a checksum chain.
 
 A draw is a position in the run's sequence of prompts, over all epochs: a prompt that is read in two epochs has two
 draws. A row's checksum covers the row and the checksum before it, so a changed, missing or reordered row breaks the
@@ -33,10 +33,12 @@ def audit(run: Path) -> tuple[dict[str, int], list[str]]:
             errors.append(f"row {number} (step {row['step']}) has a wrong checksum: a row was changed or removed")
             last = row["checksum"]
     fates = Counter(draw for row in rows for fate in FATES for draw in row[fate])
-    errors += [f"draw {draw} occurs {times} times" for draw, times in sorted(fates.items()) if times > 1]
+    errors += [f"draw {draw} is recorded {times} times" for draw, times in sorted(fates.items()) if times > 1]
     ages = {row["step"]: [row["step"] - 1 - oldest for oldest, _ in row.get(VERSIONS, ())] for row in rows}
     errors += [
-        f"step {step} trained a draw of later weights" for step, of_step in ages.items() if min(of_step, default=0) < 0
+        f"step {step} trained on a draw that later weights sampled"
+        for step, of_step in ages.items()
+        if min(of_step, default=0) < 0
     ]
     for step, path in checkpoints_of(run).items():
         if (path / STATE).is_file():
@@ -58,6 +60,6 @@ def _of_checkpoint(step: int, state: dict[str, Any], rows: Sequence[dict[str, An
         return []
     missing, extra = sorted(done - known)[:3], sorted(known - done)[:3]
     return [
-        f"the checkpoint of step {step} counts draws {missing} as done that the ledger has not, and draws {extra} as"
-        " open that the ledger has"
+        f"the checkpoint of step {step} counts draws {missing} as done, which are not in the ledger, and draws {extra}"
+        " as open, which are in the ledger"
     ]

@@ -23,8 +23,8 @@ REDUCTIONS: dict[str, Callable[[np.ndarray], float]] = {
     "p95": lambda values: float(np.percentile(values, PERCENTS["p95"])),
 }
 
-GRADED = "val/reward/max"  # present if some reward is neither 0 nor 1, so that the mean reward is not an accuracy
-RIGHT = 1.0  # least reward of a correct answer: rule rewards are 1 for correct and 0 for wrong
+GRADED = "val/reward/max"  # present if some reward is neither 0 nor 1; the mean reward is then not an accuracy
+RIGHT = 1.0  # smallest reward of a correct answer; rule rewards are 1 for correct and 0 for wrong answers
 LOG_RATIO_LIMIT = 10.0  # bounds the weight of a single token in the mean `opd/prob_ratio`
 
 
@@ -61,12 +61,13 @@ class Metrics:
 
 
 def statistics(prefix: str, values: Sequence[float] | np.ndarray, kinds: Sequence[str]) -> dict[str, float]:
-    """Return {`prefix/kind`: the values reduced by this kind} for each kind; empty if there are no values."""
+    """Return a map: `prefix/kind` -> the values reduced by this kind; empty if there are no values."""
     array = np.asarray(values, dtype=np.float64)
     if not array.size:
         return {}
     ranks = [kind for kind in kinds if kind in PERCENTS]
-    found = np.percentile(array, [PERCENTS[kind] for kind in ranks]).tolist() if ranks else []  # one sort for all
+    # sorted once for all quantiles
+    found = np.percentile(array, [PERCENTS[kind] for kind in ranks]).tolist() if ranks else []
     known = dict(zip(ranks, found, strict=True))
     return {f"{prefix}/{kind}": known[kind] if kind in known else REDUCTIONS[kind](array) for kind in kinds}
 
@@ -75,7 +76,7 @@ def statistics(prefix: str, values: Sequence[float] | np.ndarray, kinds: Sequenc
 class _Scored:
     """Student and teacher log-probs of one (sample, teacher) pair; arrays are [T-P].
 
-    The mask is false at action tokens without a teacher log-prob.
+    The mask is False at action tokens for which the teacher has no log-prob.
     """
 
     teacher: str
@@ -88,9 +89,9 @@ class _Scored:
 def opd_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
     """Return the metrics of a step's samples: distillation, external reward, lengths and train/inference mismatch.
 
-    The student's log-probs are `old_logprobs`, or `rollout_logprobs` if they were not recomputed. Every (sample,
-    teacher) pair counts once. Metrics with a zero denominator are left out. Raises `ValueError` if log-probs and
-    response differ in length.
+    The student's log-probs are `old_logprobs`, or `rollout_logprobs` if they were not recomputed. Every pair (sample,
+    teacher) counts once. A metric with denominator 0 is left out. Raises `ValueError` if log-probs and response differ
+    in length.
     """
     pairs = [pair for experience in experiences for pair in _scored(experience)]
     metrics = _distillation(pairs)
@@ -101,7 +102,7 @@ def opd_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
 
 
 def distillation_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
-    """Return the metrics `opd/*` of samples that may have no rollout; empty if no sample has teacher log-probs."""
+    """Return the metrics `opd/*` of samples, with or without a rollout; empty if no sample has teacher log-probs."""
     return _distillation([pair for experience in experiences for pair in _scored(experience)])
 
 
@@ -204,7 +205,7 @@ def _by_prompt(experiences: Iterable[Sample]) -> dict[str, list[float]]:
 
 
 def mean_stderr(groups: Sequence[Sequence[float]]) -> float:
-    """Return the standard error of the mean over all values; the groups, at least two, are the independent units.
+    """Return the standard error of the mean over all values; the independent units are the groups, at least two.
 
     Rewards of one prompt's samples are correlated, so a step has as many observations as prompts (Cochran,
     Sampling Techniques, eq. 11.29: cluster sampling, ratio estimate).
@@ -230,7 +231,7 @@ def _lengths(experiences: Sequence[Sample]) -> dict[str, float]:
 
 
 def _mismatch(experiences: Sequence[Sample]) -> dict[str, float]:
-    """Return the gap between the log-probs of inference and training engine, for the same weights and tokens."""
+    """Return metrics of how the log-probs of inference and training engine differ for the same weights and tokens."""
     both = [item for item in experiences if item.old_logprobs is not None]
     masks = [item.action_mask for item in both]
     gaps = _action_values([_checked(item, item.rollout_logprobs, "rollout") for item in both], masks)
@@ -242,12 +243,12 @@ def validation_metrics(experiences: Sequence[Sample], samples: int) -> dict[str,
     """Return validation metrics from `samples` (k) answers to each held-out prompt, over all prompts and by tag.
 
     Samples of a prompt share a `group_id`; samples without a reward do not count. An episode of several steps counts as
-    one sample. Its reward is the mean over its steps, or the sum if each step has its own reward, as in a game.
+    one sample. Its reward is the mean over its steps, or the sum if each step has a separate reward, as in a game.
 
     `val_correct/<tag>/mean` is the mean reward, `stderr` its standard error over prompts. It is an accuracy if every
     reward is 0 or 1; otherwise `val/reward/{max,min}` (`GRADED`) are returned too. If k > 1, these are added, over
-    prompts with k rewards: `avg@k`, the mean share of correct answers (`RIGHT`), and `pass@j` for j in 1, 2, 4, ... and
-    k, the probability that j answers drawn without replacement include a correct one.
+    prompts with k rewards: `avg@k`, the mean fraction of correct answers (`RIGHT`), and `pass@j` for j in 1, 2, 4, ...
+    and k, the probability that j answers drawn without replacement include a correct one.
     """
     rewards: dict[str, dict[str, list[float]]] = {}
     runs = one_a_run(experiences, returns=True)

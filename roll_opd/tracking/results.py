@@ -1,4 +1,4 @@
-"""Texts at the end of a run: the table of results, the times by phase, and a script that loads the model."""
+"""Texts printed at the end of a run: the table of results, times by phase, and a script that loads the model."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from typing import Any
 from roll_opd.tracking.clock import PHASES
 
 PHASES_SHOWN = 3  # largest ones
-MIN_SECONDS = 0.5  # of a named part of the wall time
+MIN_SECONDS = 0.5  # least fraction of the wall time of a part that is named
 SHORT = {
     "generate": "gen",
     "teacher": "teach",
@@ -20,7 +20,7 @@ SHORT = {
     "validate": "val",
     "checkpoint": "save",
 }
-# label in the table, name in a summary, base of the ratio in the last column
+# (label in the table, name in a summary, base of the ratio in the last column)
 ROWS = (
     ("validation accuracy", "val_accuracy", "teacher"),
     ("mean validation reward", "val_reward", "teacher"),
@@ -32,8 +32,8 @@ ROWS = (
     ("reverse KL", "reverse_kl", "first"),
 )
 STEP_METRICS = ("reward", "sft_loss", "dpo_loss", "reverse_kl")
-SEPARATE = {"validate": "validation", "checkpoint": "checkpoints"}  # phases listed outside of the steps
-PROMPT_COLUMNS = 71  # width of the prompt in a line of 80
+SEPARATE = {"validate": "validation", "checkpoint": "checkpoints"}  # phases that are not part of steps
+PROMPT_COLUMNS = 71  # width of the prompt, so that the line has 80 columns
 RULE = 74  # characters
 
 
@@ -76,7 +76,7 @@ def _table_row(label: str, before: str, after: str, teacher: str, ratio: str) ->
 
 
 def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:
-    """Return the steps, the tokens and the wall time of the process with its parts as text, from `summary.json`."""
+    """Return steps, tokens, and wall time with its parts, as text, from `summary.json`."""
     counts = {what: summary.get(f"{what}_tokens") for what in ("generated", "learned")}
     if counts["learned"] == counts["generated"]:  # the usual case
         del counts["learned"]
@@ -97,7 +97,7 @@ def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:
     slowest = sorted(summary.get("startup_parts", {}).items(), key=lambda part: -part[1])[:PHASES_SHOWN]
     waited = ", ".join(f"{part} {duration(seconds)}" for part, seconds in slowest if seconds >= MIN_SECONDS)
     if named and waited:
-        last = summary.get("last_startup_seconds")  # of a resumed run; `startup` sums all its parts
+        last = summary.get("last_startup_seconds")  # for a resumed run, `startup` is the sum over all parts
         which = "start-up" if last is None else f"last start-up, {duration(last)},"
         named += f"\n  {which} waited for: {waited}"
     first = ", ".join([f"{summary['steps']} steps", *tokens, f"{duration(summary['wall_seconds'])} wall time"])
@@ -107,7 +107,7 @@ def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:
 def loading(directory: Path | str, prompt: str, *, is_chat: bool = True) -> Sequence[str]:
     """Return a script that loads the model in `directory` with transformers or vLLM; it works with and without a GPU.
 
-    It generates an answer to the beginning of `prompt`, with the model's chat template if `is_chat`.
+    The script generates an answer to the beginning of `prompt`, with the model's chat template if `is_chat`.
     """
     path = json.dumps(str(directory), ensure_ascii=False)  # quotes and escapes
     generate = 'llm.chat([{"role": "user", "content": prompt}])' if is_chat else "llm.generate(prompt)"
@@ -131,7 +131,7 @@ def loading(directory: Path | str, prompt: str, *, is_chat: bool = True) -> Sequ
 
 
 def _literal(text: str, columns: int) -> str:
-    """Return the beginning of `text` as a Python string literal of at most `columns`, cut between words."""
+    """Return the beginning of `text` as a Python string literal of at most `columns` columns, cut between words."""
     text, shown, width = text.strip(), "", 2  # the quotes
     for place, character in enumerate(text):
         written = _escaped(character)
@@ -201,7 +201,7 @@ def _ratio_stderr(
     return math.hypot(stderr or 0.0, (base_stderr or 0.0) * value / base) / abs(base)
 
 
-# keys of optimization, placement and validation, which do not change the definition of a step's metrics
+# keys of optimization, placement and validation do not change the definition of a step's metrics
 HARMLESS = re.compile(
     r"max_steps|num_train_epochs|seed|ppo_epochs|rollout_batch_size|num_return_sequences_in_group|eval_steps"
     r"|num_nodes|num_gpus_per_node|is_offload_states|weight_sync|deterministic|teacher_preflight"

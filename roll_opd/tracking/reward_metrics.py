@@ -9,8 +9,8 @@ import numpy as np
 from roll_opd.samples.sample import Sample, one_a_run
 from roll_opd.tracking.metrics import statistics
 
-MAX_REASONS, OTHERS = 20, "other"  # reasons with a separate metric; the name for the sum of the others
-MAX_REASON_LENGTH = 40  # characters of a reason in a metric's name
+MAX_REASONS, OTHERS = 20, "other"  # number of reasons with a separate metric; name of the sum of all others
+MAX_REASON_LENGTH = 40  # maximum characters of a reason in a metric's name
 
 
 def reward_metrics(experiences: Sequence[Sample]) -> dict[str, float]:
@@ -52,7 +52,7 @@ def _metric_part(text: str) -> str:
 
 
 def _most_common(counts: Counter[str]) -> dict[str, int]:
-    """Return the most common reasons and the sum of the others, since every name becomes a chart."""
+    """Return the most common reasons and the sum of all others, as every name becomes a chart."""
     common = dict(counts.most_common(MAX_REASONS))
     others = counts.total() - sum(common.values())
     return common | ({OTHERS: others + common.get(OTHERS, 0)} if others else {})

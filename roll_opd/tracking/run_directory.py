@@ -32,7 +32,7 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 PROMPTS = "prompts.jsonl"
 LEDGER = "ledger.jsonl"
-FATES = ("trained", "filtered")  # of a draw in the ledger
+FATES = ("trained", "filtered")  # outcomes of a draw in the ledger
 VERSIONS = "versions"  # in the ledger: oldest and newest version of the weights that sampled each trained draw
 SKIPPED_SAMPLES = "skipped_samples.jsonl"
 PREFLIGHT = "teacher_preflight.json"
@@ -48,8 +48,9 @@ class RunDirectory:
     """Directory of one run; opened by `create` or `resume`."""
 
     path: Path
-    made_directories: tuple[Path, ...] = ()  # directories made by `create`: `path` and new parents, innermost first
-    set_aside: tuple[Path, ...] = ()  # renamed checkpoints of steps after the resumed one
+    # directories that `create` made: `path` and its new parents, innermost first
+    made_directories: tuple[Path, ...] = ()
+    set_aside: tuple[Path, ...] = ()  # renamed checkpoints of steps after the resumed checkpoint
 
     @classmethod
     def create(cls, output_dir: str | Path, exp_name: str) -> "RunDirectory":
@@ -74,7 +75,7 @@ class RunDirectory:
         path = Path(path).resolve()
         if not path.is_dir():
             raise FileNotFoundError(f"there is no run at {path} to resume")
-        # first, because after a kill here the newest checkpoint would be resumed
+        # done first: otherwise, after a kill here, the newest checkpoint would be resumed
         aside = [_set_aside(later) for saved, later in checkpoints_of(path).items() if saved > step]
         run = cls(path, set_aside=tuple(aside))
         for name in STEP_FILES:
@@ -84,7 +85,7 @@ class RunDirectory:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the run has metrics (those of step 0 count) or a checkpoint."""
+        """Whether the run has a checkpoint or metrics (metrics of step 0 count)."""
         return self.metrics_file.exists() or bool(checkpoints_of(self.path))
 
     def discard(self) -> None:
@@ -157,14 +158,14 @@ class RunDirectory:
         Raises `OSError` if a row cannot be written, as on a full disk.
         """
         text = "".join(f"{to_json(row)}\n" for row in rows)
-        rest = text.encode(errors="backslashreplace")  # as JSON escapes half of a surrogate pair
+        rest = text.encode(errors="backslashreplace")  # half of a surrogate pair is escaped as in JSON
         with (self.path / name).open("ab", buffering=0) as file:  # `close` would write a buffer again
             end = file.tell()
             try:
                 while rest:
                     rest = rest[file.write(rest) :]
             except OSError as error:
-                file.truncate(end)  # otherwise the next row would be appended to an incomplete line
+                file.truncate(end)  # removes an incomplete line, to which the next row would be appended
                 error.filename = str(self.path / name)
                 raise
 
@@ -178,14 +179,14 @@ class RunDirectory:
 
 
 def checkpoints_of(run: Path) -> dict[int, Path]:
-    """Return the checkpoints of a run directory, incomplete ones included, by step in descending order."""
+    """Return the checkpoints of a run directory, including incomplete ones, in descending order of steps."""
     names = {path: path.name.removeprefix(STEP) for path in (run / CHECKPOINTS).glob(f"{STEP}*")}
     found = {int(name): path for path, name in names.items() if name.isdecimal()}
     return dict(sorted(found.items(), reverse=True))
 
 
 def _set_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint so that no resume finds it; return its new path."""
+    """Rename a checkpoint so that a resume does not find it; return the new path."""
     places = (checkpoint.with_name(f"{SUPERSEDED}{checkpoint.name}.{number}") for number in itertools.count(1))
     place = next(place for place in places if not place.exists())
     os.replace(checkpoint, place)
@@ -193,7 +194,7 @@ def _set_aside(checkpoint: Path) -> Path:
 
 
 def to_json(value: Any) -> str:
-    """Return one line of strict JSON: plain numbers, NaN and infinity as null, f32 arrays as shortest decimals."""
+    """Return one line of strict JSON: plain numbers, null for NaN and infinity, f32 arrays as shortest decimals."""
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
 
 
@@ -223,7 +224,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError:
-            continue  # incomplete after a kill
+            continue  # a line may be incomplete after a kill
         if isinstance(row, dict):
             rows.append(row)
     return rows
@@ -253,7 +254,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 LOCK = ".driver"
-# errors of file systems without locks, on which other drivers cannot be detected
+# errors of file systems without locks, where other drivers cannot be detected
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -270,7 +271,7 @@ def lock_run(run: Path) -> Iterator[None]:
             file.seek(0)
             who = file.read().strip() or "a process"
             raise ConfigError(
-                [f"{run} is the directory of a run that is still running ({who}): wait for its end, or stop it"]
+                [f"{run} belongs to a run that is still running ({who}): wait for its end, or stop it"]
             ) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
@@ -283,7 +284,7 @@ def lock_run(run: Path) -> Iterator[None]:
 
 
 class Ledger:
-    """Appends the ledger rows of a run; a resumed run continues the checksum chain."""
+    """Appends rows to the ledger of a run; a resumed run continues the checksum chain."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -293,9 +294,9 @@ class Ledger:
     def append(
         self, step: int, trained: Sequence[int], filtered: Sequence[int], versions: Sequence[Sequence[int]] = ()
     ) -> None:
-        """Write the draws of a step, and of each trained one the oldest and newest version that sampled it, if known.
+        """Write the draws of a step and, if known, the oldest and newest version that sampled each trained draw.
 
-        OSError as `RunDirectory.append_jsonl`.
+        Raises OSError like `RunDirectory.append_jsonl`.
         """
         row: dict[str, Any] = {"step": step, "trained": list(trained), "filtered": list(filtered)}
         row |= {VERSIONS: [list(pair) for pair in versions]} if versions else {}

@@ -1,7 +1,7 @@
 """Statistical tests on noisy series of one value per training step: lost gains and lasting shifts.
 
-Every function is pure and takes many series, f64 [R, T]. Legend: R runs, T steps so far, M lengths of the last window,
-L lengths of the best window, which ends where the last window starts.
+All functions are pure and take several series, f64 [R, T]. Legend: R runs, T steps so far, M lengths of the last
+window, L lengths of the best window, which ends where the last window starts.
 
 Both tests compare means over windows in units of their standard error, for many windows and at many steps of a run.
 The limits `least_evidence` and `threshold` account for all of them; `benchmarks/reward_alarm.py` derives the former by
@@ -15,29 +15,35 @@ import numpy as np
 
 FIRST_STEP = 30
 SHORTEST = 5  # steps of a window: shorter changes are not sustained
-SHARES = (0.17, 0.22, 0.29, 0.37, 0.48, 0.63)  # of the steps so far, in a best or last window
-SHORTEST_START, START_SHARES = 4, (0.04, 0.08, 0.16, 0.3)  # of the steps so far, in the first window
+SHARES = (0.17, 0.22, 0.29, 0.37, 0.48, 0.63)  # fractions of the steps so far that a best or a last window may have
+# fractions of the steps so far that the first window may have
+SHORTEST_START, START_SHARES = 4, (0.04, 0.08, 0.16, 0.3)
 PRIOR = 0.7  # V / (1 + V) for a fall with a normal prior of variance V, in squared standard errors of the fall
 FREEDOM = 2 / 3  # degrees of freedom per step of the mean squared difference of neighbours
-GAIN_ERRORS = 2.0  # standard errors of a significant gain
-LOST = 0.25  # share of a gain; a window of a run that loses half of it contains steps of the fall
-RECOVERED = 2.0  # times the deepest earlier fall with a recovery
-VALLEY_ERRORS = 3.2  # standard errors of a fall with a recovery that is no noise
-EVIDENCE, EVIDENCE_PER_DOUBLING = 2.5, 0.5  # log likelihood ratio at `FIRST_STEP`, and more per doubling of the steps
-STANDARD_ERRORS = 4.4  # of a shift; with the two below, 0.3 % of runs without a change reach it, at 30 to 500 steps
-FEW_STEPS = 6.0  # the threshold of a short run is larger by this share over T: its noise is estimated from few steps
-MORE_TESTS, TESTS_FROM = 0.06, 100  # larger by this share per doubling of the steps from here on: more tests
-BLOCK_SHARE, SHORTEST_BLOCK, LONGEST_BLOCK = 1 / 20, 4, 25  # steps of the blocks that show correlated noise
-BLOCKS = 15  # minimum length of a series for that: shorter ones are mostly turns and jumps
-KEPT, KEPT_MEAN = 0.65, 0.259  # share of the smallest squares, and their mean, of a chi-squared of 1 degree
+GAIN_ERRORS = 2.0  # a gain is significant from this many standard errors
+LOST = 0.25  # fraction of a gain that must be lost; the last window of a run that loses half also has steps of the fall
+RECOVERED = 2.0  # a fall must exceed the deepest earlier fall with a recovery by this factor
+VALLEY_ERRORS = 3.2  # a fall with a recovery counts from this many standard errors
+# log likelihood ratio at `FIRST_STEP`, and its increase per doubling of the steps
+EVIDENCE, EVIDENCE_PER_DOUBLING = 2.5, 0.5
+# threshold of a shift; with the two corrections below, 0.3 % of runs without a change exceed it at 30 to 500 steps
+STANDARD_ERRORS = 4.4
+FEW_STEPS = 6.0  # the threshold is larger by this fraction / T, as the noise of a short run is estimated from few steps
+# from this step on, the threshold grows by this fraction per doubling of the steps, as there are more tests
+MORE_TESTS, TESTS_FROM = 0.06, 100
+# numbers of steps in the blocks that are tested for correlated noise
+BLOCK_SHARE, SHORTEST_BLOCK, LONGEST_BLOCK = 1 / 20, 4, 25
+BLOCKS = 15  # shortest series tested for correlation; in shorter series, turns and jumps dominate
+# fraction of the smallest squares that are used, and their mean for a chi-squared with 1 degree of freedom
+KEPT, KEPT_MEAN = 0.65, 0.259
 BY_CHANCE = 5.0  # times sqrt(block / T): ratio of variances above 1 that 2.5 % of white series exceed
-LONGER_CORRELATION = 1.3  # times the variance found in blocks: correlation reaches beyond a block
+LONGER_CORRELATION = 1.3  # factor on the variance found in blocks, as correlation extends beyond a block
 TINY = 1e-18
 
 
 @dataclass(frozen=True)
 class Lost:
-    """For each series, the evidence that a gain is being lost, and the means around the most significant fall."""
+    """The evidence, for each series, that a gain is being lost, and the means around the most significant fall."""
 
     evidence: np.ndarray  # [R] log of the mean likelihood ratio of all falls, -inf without one
     errors: np.ndarray  # [R] standard errors of the most significant fall
@@ -47,27 +53,28 @@ class Lost:
 
 
 def is_due(steps: int) -> bool:
-    """Return whether a series of `steps` steps is tested: every fifth step, less often in long runs."""
+    """Return whether a series is tested after `steps` steps: at every fifth step, less often in long runs."""
     return steps >= FIRST_STEP and steps % max(5, 5 * round(steps / 100)) == 0
 
 
 def least_evidence(steps: int) -> float:
-    """Return the limit of `Lost.evidence`: a run of `steps` steps with more evidence is losing its gain."""
+    """Return the limit on `Lost.evidence` after `steps` steps; with more evidence, a run is losing its gain."""
     return EVIDENCE + EVIDENCE_PER_DOUBLING * math.log2(max(steps, FIRST_STEP) / FIRST_STEP)
 
 
 def threshold(steps: int) -> float:
-    """Return the significance threshold of a shift, in standard errors, for a run of `steps` steps."""
+    """Return the significance threshold of a shift after `steps` steps, in standard errors."""
     longer = MORE_TESTS * math.log2(max(steps / TESTS_FROM, 1.0))
     return STANDARD_ERRORS * (1 + FEW_STEPS / steps) * (1 + longer)
 
 
 def step_variance(values: np.ndarray, stderr2: np.ndarray | None = None) -> np.ndarray:
-    """Return [R] the variance of a step's value around the trend, from which the error of a window's mean follows.
+    """Return [R] the variance of a step's value around the trend; it determines the error of a window's mean.
 
     It is half the mean squared difference of neighbours (von Neumann 1941), but at least the mean of `stderr2` [R, T],
     the recorded squared standard errors. If means over blocks of steps vary significantly more than independent steps
-    imply (prompts of drifting difficulty, for example), the variance is that of the block means (batch means).
+    imply (for example because the difficulty of prompts drifts), the variance is computed from the block means (batch
+    means).
     """
     steps = values.shape[1]
     white = (np.diff(values, axis=1) ** 2).mean(1) / 2
@@ -84,18 +91,20 @@ def step_variance(values: np.ndarray, stderr2: np.ndarray | None = None) -> np.n
 def _lag_variance(values: np.ndarray, lag: int) -> np.ndarray:
     """Return [R] the variance between values `lag` apart, from second differences (no linear trend)."""
     second = values[:, 2 * lag :] - 2 * values[:, lag:-lag] + values[:, : -2 * lag]
-    smaller = np.sort(second**2, axis=1)[:, : int(KEPT * second.shape[1])]  # without a jump or a turn
+    # the largest differences, from a jump or a turn, are left out
+    smaller = np.sort(second**2, axis=1)[:, : int(KEPT * second.shape[1])]
     return smaller.mean(1) / KEPT_MEAN / 6
 
 
 def lost_gain(values: np.ndarray, stderr2: np.ndarray | None = None) -> Lost:
-    """Test whether the series [R, T] rise significantly and later lose at least the fraction `LOST` of that gain.
+    """Test whether each series [R, T] rises significantly and later loses at least the fraction `LOST` of the gain.
 
-    A fall is the mean of a best window minus the mean of all later steps; these have equal weights, or weights 1, 2,
-    ... for a fall that continues. For a rising curve, the expected fall is not positive. The evidence is the mean, over
-    windows and weights, of the likelihood ratio exp(PRIOR z^2 / 2) of a fall of z standard errors with a normal prior
-    of its size (up to a factor: Wakefield 2009). Falls are counted only after a significant gain, if both halves of the
-    last window lie below the best window, and if they exceed every earlier fall from which the run recovered.
+    A fall is the mean of a best window minus the mean of all later steps. The later steps have equal weights, or
+    weights 1, 2, ... to detect a fall that continues. For a rising curve, the expected fall is not positive. The
+    evidence is the mean, over windows and weights, of the likelihood ratio exp(PRIOR z^2 / 2) of a fall of z standard
+    errors with a normal prior of its size (up to a factor: Wakefield 2009). Falls are counted only after a significant
+    gain, if both halves of the last window lie below the best window, and if they exceed every earlier fall from which
+    the run recovered.
     """
     steps = values.shape[1]
     sums, variance_R = _sums(values), step_variance(values, stderr2)
@@ -128,13 +137,12 @@ def lost_gain(values: np.ndarray, stderr2: np.ndarray | None = None) -> Lost:
 
 
 def _lengths(shares: tuple[float, ...], shortest: int, steps: int) -> np.ndarray:
-    """Return the lengths in steps, without duplicates, of windows that span these shares of all steps."""
+    """Return the lengths, in steps and without duplicates, of windows that have these fractions of all steps."""
     return np.unique(np.maximum(shortest, np.round(np.array(shares) * steps)).astype(int))
 
 
 def _later_variance(values: np.ndarray, starts_ML: np.ndarray) -> np.ndarray:
-    """Return [R, M, L] the variance of the steps after each start. It is not constant: rewards near 0 or 1 vary
-    less."""
+    """Return [R, M, L] the variance of the steps after each start; rewards near 0 or 1 vary less."""
     squares = _sums(np.diff(values, axis=1) ** 2 / 2)
     return (squares[:, -1:, None] - squares[:, starts_ML]) / (values.shape[1] - 1 - starts_ML)
 
@@ -152,7 +160,7 @@ def _gain(
 
 
 def _growing_mean(values: np.ndarray, sums: np.ndarray, ends_M: np.ndarray) -> np.ndarray:
-    """Return [R, M] the means of the last windows, their steps weighted by 1, 2, ... from the first step on."""
+    """Return [R, M] the means of the last windows, with weights 1, 2, ... from the window's first step on."""
     steps = values.shape[1]
     moments = _sums(values * np.arange(1, steps + 1))
     weighted = moments[:, -1:] - moments[:, ends_M] - ends_M * (sums[:, -1:] - sums[:, ends_M])
@@ -186,7 +194,7 @@ def _recovered(sums: np.ndarray, windows: np.ndarray, variance_R: np.ndarray) ->
 
 @dataclass(frozen=True)
 class Shift:
-    """For each series, the comparison of its last window with its first."""
+    """The comparison of each series' last window with its first window."""
 
     errors: np.ndarray  # [R] standard errors of last - first
     first: np.ndarray  # [R]
@@ -197,7 +205,7 @@ class Shift:
 def shift(values: np.ndarray, window: int, start: int = 0) -> Shift:
     """Return the change of the series [R, T] from the `window` steps after `start` to the last `window` steps.
 
-    As the noise of a window counts the larger of the noise of the whole series and that of the window.
+    The noise of a window is taken as the noise of the whole series or of the window, whichever is larger.
     """
     sums, variance = _sums(values), step_variance(values)
     first = (sums[:, start + window] - sums[:, start]) / window

@@ -1,4 +1,4 @@
-"""Copy standard output and error of a run to its `console.log`, collect warnings, and show a line updated in place.
+"""Copy a run's output to its `console.log`, collect warnings, and show a line that is updated in place.
 
 A process has one standard output, so only one tee is active at a time.
 """
@@ -19,7 +19,7 @@ CONSOLE_LOG = "console.log"
 WARNING = "warning: "  # prefix of a warning on standard error
 CLEAR = "\r\x1b[K"  # return to the first column and erase the line
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")  # ECMA-48
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters except tab and newline
 
 _current: "StdoutTee | None" = None
 
@@ -89,7 +89,7 @@ class StdoutTee:
         with self._lock:
             if not self._ended:
                 self._erase_live_line()
-                if copy.of_errors and text.startswith(WARNING):  # `print` writes a text in one call
+                if copy.of_errors and text.startswith(WARNING):  # `print` writes its text in one call
                     self.warnings.append(" ".join(text.removeprefix(WARNING).split()))
                 self._add(copy.lines(text))
             return copy.stream.write(text)
@@ -105,12 +105,12 @@ class StdoutTee:
             if self._file is None:
                 self._lines.extend(lines)
             elif lines:
-                with suppress(OSError):  # a full disk is reported by other writers
+                with suppress(OSError):  # other writers report a full disk
                     append(self._file, lines)
 
 
 class _Copy:
-    """Text stream that copies writes to the tee; other attributes are the original stream's."""
+    """A text stream that sends writes to the tee as well; other attributes are the original stream's."""
 
     def __init__(self, stream: TextIO, tee: StdoutTee, *, of_errors: bool) -> None:
         self.stream, self.of_errors = stream, of_errors
@@ -126,7 +126,7 @@ class _Copy:
     def lines(self, text: str) -> list[str]:
         """Return the lines that `text` completes, as a terminal shows them."""
         *whole, rest = (self._rest + text).split("\n")
-        self._rest = "\r".join(rest.split("\r")[-2:])  # drops earlier updates of a live line
+        self._rest = "\r".join(rest.split("\r")[-2:])  # removes earlier updates of a live line
         return [readable(line) for line in whole]
 
     def end(self) -> None:
@@ -145,6 +145,6 @@ def append(file: Path, lines: Sequence[str]) -> None:
 
 
 def readable(line: str) -> str:
-    """Return the final text of a line in a terminal: its last update, without control characters."""
+    """Return the text that a terminal finally shows for a line: the last update, without control characters."""
     updates = [part for part in ESCAPES.sub("", line).split("\r") if part]
     return CONTROLS.sub("", updates[-1]) if updates else ""

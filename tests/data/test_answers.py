@@ -184,7 +184,7 @@ def test_an_answer_may_continue_its_prompt(schema: str) -> None:
 
 
 def test_the_error_for_a_missing_answer_names_the_columns_looked_for() -> None:
-    with pytest.raises(BadRow, match=r"looked for messages, q, prompt, conversations;"):
+    with pytest.raises(BadRow, match=r"none of the columns messages, q, prompt, conversations;"):
         parse_answered({"instruction": "1+1=", "output": "2"}, "0", plan("sft", columns={"instruction": "q"}))
 
 

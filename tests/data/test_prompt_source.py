@@ -140,7 +140,7 @@ def test_a_changed_data_set_or_seed_cannot_be_resumed(
     reworded = [{**row, "prompt": "0"} for row in rows(5)]
     for number, (changed, why) in enumerate(
         [
-            (rows(4), "5 prompts then, 4 now"),
+            (rows(4), "5 prompts when it was saved, 4 now"),
             (rows(5)[::-1], "different ids"),
             (retagged, "different ids, tags"),
             (reworded, "tokens"),
@@ -151,7 +151,7 @@ def test_a_changed_data_set_or_seed_cannot_be_resumed(
         with pytest.raises(DataError, match="differ from those with which this run was saved") as refused:
             source(files=(file,)).load_state_dict(state)
         assert why in str(refused.value)
-    with pytest.raises(DataError, match="1 files then, 2 now"):
+    with pytest.raises(DataError, match="1 files when it was saved, 2 now"):
         source(files=(original, write(tmp_path / "more.jsonl", *rows(1)))).load_state_dict(state)
     with pytest.raises(DataError, match="differ from those with which this run"):
         source(files=(original,), limit=4).load_state_dict(state)

@@ -75,7 +75,7 @@ def test_columns_of_other_names(tmp_path: Path, opened: Opened, suffix: str) -> 
     assert [prompt.tokens.tolist() for prompt in prompts] == [prompt.tokens.tolist() for prompt in plain]
     swapped, _ = opened(file, columns=FrozenDict({"id": "tag", "tag": "tag", "messages": "", "prompt": "messages"}))
     assert [(prompt.id, prompt.tag) for prompt in swapped] == [("x", "x"), ("y", "y")]
-    with pytest.raises(DataError, match=r"looked for qestion, conversations; .*\n.*column names"):
+    with pytest.raises(DataError, match=r"none of the columns qestion, conversations; .*\n.*column names"):
         opened(file, columns=FrozenDict({"prompt": "qestion", "messages": ""}), on_bad_row="drop")
 
 
@@ -155,9 +155,9 @@ def test_a_bad_row_is_counted_and_named(tmp_path: Path, opened: Opened, kind: st
 
 def test_the_error_for_a_missing_prompt_names_the_columns_looked_for() -> None:
     for columns, said in (
-        ({}, "looked for messages, prompt, conversations;"),
-        ({"messages": "", "prompt": "Frage"}, "looked for Frage, conversations;"),
-        ({"messages": "dialog"}, "looked for dialog, prompt, conversations;"),
+        ({}, "none of the columns messages, prompt, conversations;"),
+        ({"messages": "", "prompt": "Frage"}, "none of the columns Frage, conversations;"),
+        ({"messages": "dialog"}, "none of the columns dialog, prompt, conversations;"),
     ):
         with pytest.raises(BadRow) as found:
             parse_row({"question": "1+1=", **({"messages": CHAT} if columns else {})}, "0", columns)

@@ -122,7 +122,7 @@ def renormalised(row: TeacherScores) -> TeacherScores:
 
 
 INCONSISTENT = {
-    "another tokenizer": (lambda row: replace(row, tokenizer="xyz"), "tokenizer xyz, and the student's is abc"),
+    "another tokenizer": (lambda row: replace(row, tokenizer="xyz"), "tokenizer xyz, but the student's is abc"),
     "another temperature": (lambda row: replace(row, temperature=0.7), "at temperature 0.7, but the run samples at 1"),
     "fewer log-probs": (lambda row: replace(row, logprobs=row.logprobs[:-1]), "11 entries of teacher_logprobs for 12"),
     "fewer positions": (lambda row: replace(row, topk_ids=row.topk_ids[1:]), "11 entries of teacher_topk_ids for 12"),
@@ -177,7 +177,7 @@ def test_an_inconsistent_row_is_refused_by_its_number_or_dropped(
         open_teacher_files(plan_of(file), tokenizer, TOPK)
     rows, report = open_teacher_files(plan_of(file, on_bad_row="drop"), tokenizer, TOPK)
     assert report.bad == 1 and [row.id for row in rows.all()] == ["0", "1", "2", "4"]
-    with pytest.raises(DataError, match="tokenizer abc, and the student's is def"):
+    with pytest.raises(DataError, match="tokenizer abc, but the student's is def"):
         open_teacher_files(plan_of(file, on_bad_row="drop"), tokenizer, replace(TOPK, tokenizer="def"))
 
 

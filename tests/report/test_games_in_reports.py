@@ -164,9 +164,9 @@ def test_an_unforeseen_error_is_named_by_its_class(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pipeline", "reward", "what"),
     [
-        ("agentic", 1.0, "Share of held-out games won."),
+        ("agentic", 1.0, "Fraction of held-out games that were won."),
         ("agentic", 0.5, "Mean reward of held-out games."),
-        ("rlvr", 1.0, "Share of correct answers to held-out prompts."),
+        ("rlvr", 1.0, "Fraction of correct answers to held-out prompts."),
     ],
 )
 def test_games_are_won_and_answers_are_right(pipeline: str, reward: float, what: str, tmp_path: Path) -> None:

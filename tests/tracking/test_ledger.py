@@ -68,7 +68,7 @@ def test_every_damage_is_found(tmp_path: Path) -> None:
     run = written(tmp_path / "lost", [([0, 1], []), ([3], [])])
     checkpoint(run, 2, 4)
     (error,) = audit(run.path)[1]
-    assert "the checkpoint of step 2 counts draws [2] as done that the ledger has not" in error
+    assert "the checkpoint of step 2 counts draws [2] as done, which are not in the ledger" in error
     assert main(["audit", str(run.path)]) == 1
 
 

@@ -45,7 +45,7 @@ class MlflowTracker:
             return made.info.run_id
 
         self._id = run_id(run, "mlflow", new)
-        self._client.update_run(self._id, status="RUNNING")  # a resumed run had ended
+        self._client.update_run(self._id, status="RUNNING")  # marks a resumed run, which had ended, as running again
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)

@@ -28,7 +28,7 @@ class SwanlabTracker:
         mode: Literal["online", "cloud", "local", "offline", "disabled"] | None = None,
         login_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Arguments are those of `swanlab.init`; `login_kwargs` are those of `swanlab.login`.
+        """Takes the arguments of `swanlab.init`; `login_kwargs` has the arguments of `swanlab.login`.
 
         ROLL's `mode` `cloud` means online. By default, `mode` is online if a login exists.
         """

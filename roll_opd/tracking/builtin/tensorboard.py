@@ -12,21 +12,21 @@ from roll_opd.tracking.run_directory import SAMPLES, RunDirectory
 from roll_opd.tracking.trackers import register
 
 # Metrics with a default value: seconds of an unused phase, counts of rare events, the KL loss without a reference
-# policy, the ratio of an update with the weights that sampled
+# policy, the ratio in an update whose weights have also sampled
 DEFAULTS = (
     (re.compile(r"time/.*|rollout/filtered_prompts|reward/[^/]+/(errors|timeouts|zero_variance_rate)(/.*)?"), 0.0),
     (re.compile(r"(actor|critic)/(skipped_updates|clipfrac)|actor/(kl_loss|approx_kl)"), 0.0),
     (re.compile(r"actor/ratio_mean"), 1.0),
 )
-DIGITS = 9  # compared between duplicates, which may differ in summation order
+DIGITS = 9  # duplicates may differ in summation order, so they are compared with a tolerance
 
 
 class ChartedMetrics:
-    """Withholds a metric while it has its default value or equals an earlier metric; then returns all its points."""
+    """Withholds a metric while it is at its default or equals an earlier metric; then returns all its points."""
 
     def __init__(self) -> None:
         self._shown: set[str] = set()
-        self._held: dict[str, list[tuple[int, float]]] = {}  # points of withheld metrics
+        self._held: dict[str, list[tuple[int, float]]] = {}  # points of metrics that are withheld so far
         self._histories: dict[str, int] = {}  # name -> hash of all steps and values
 
     def add(self, step: int, metrics: Mapping[str, float]) -> list[tuple[str, int, float]]:
@@ -53,7 +53,7 @@ def _default(name: str) -> float | None:
 
 
 SAMPLES_SHOWN = 3  # of a step
-MAX_TEXT = 4000  # characters of a prompt or response
+MAX_TEXT = 4000  # maximum characters of a prompt or response
 FACTS = ("id", "tag", "reward", "finish_reason")
 TEXT_GROWTH = 1.25  # factor between steps with samples: 30 such steps in 1,000
 
@@ -72,13 +72,13 @@ class TensorBoardTracker:
         self._step = -1
         self._samples = run.path / SAMPLES
         self._read = self._samples.stat().st_size if self._samples.exists() else 0  # bytes
-        self._unseen: list[dict[str, Any]] = []  # samples of the last step read, not written yet
+        self._unseen: list[dict[str, Any]] = []  # samples of the last step that was read, not written yet
         self._next_texts = 1.0
         if resume_step is None and run.config_file.exists():
             self._writer.add_text("config", _code(run.config_file.read_text(encoding="utf-8")), 0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step != self._step:  # a repeated step could not be written before
+        if step != self._step:  # true if a step is repeated because it could not be written
             self._points = self._curves.add(step, metrics)
             self._step = step
         for name, at, value in self._points:
@@ -93,7 +93,7 @@ class TensorBoardTracker:
         self._writer.close()
 
     def _show_samples(self, step: int) -> None:
-        """Write the samples of the last step that has new samples, up to `step`."""
+        """Write the samples of the latest step up to `step` that has new samples."""
         if not self._samples.exists():
             return
         with self._samples.open("rb") as file:

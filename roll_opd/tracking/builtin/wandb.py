@@ -9,8 +9,8 @@ from roll_opd.base.terminal import warn
 from roll_opd.tracking.run_directory import RunDirectory
 from roll_opd.tracking.trackers import as_list, register, run_id
 
-# No console capture, as in ROLL. Timeouts in seconds, so that an unresponsive server does not delay a run; W&B's
-# defaults are 90 and none.
+# As in ROLL, the console is not captured. Timeouts, in seconds, keep an unresponsive server from delaying a run; the
+# defaults of W&B are 90 and none.
 SETTINGS = {"console": "off", "init_timeout": 20.0, "finish_timeout": 20.0}
 
 
@@ -63,7 +63,7 @@ class WandbTracker:
             if wanted_mode != "online":
                 raise
             warn(f"tracker wandb continues offline: {error}")
-            # the half-opened run keeps its id in use, so this part has another
+            # the half-opened run still uses its id, so the offline part gets another id
             self._run = wandb.init(
                 mode="offline", id=f"{identity}-{secrets.token_hex(2)}", settings=wandb.Settings(**options), **wanted
             )
