@@ -33,7 +33,7 @@ def audit(run: Path) -> tuple[dict[str, int], list[str]]:
             errors.append(f"row {number} (step {row['step']}) has a wrong checksum: a row was changed or removed")
             last = row["checksum"]
     fates = Counter(draw for row in rows for fate in FATES for draw in row[fate])
-    errors += [f"draw {draw} is recorded {times} times" for draw, times in sorted(fates.items()) if times > 1]
+    errors += [f"draw {draw} occurs {times} times" for draw, times in sorted(fates.items()) if times > 1]
     ages = {row["step"]: [row["step"] - 1 - oldest for oldest, _ in row.get(VERSIONS, ())] for row in rows}
     errors += [
         f"step {step} trained on a draw that later weights sampled"
