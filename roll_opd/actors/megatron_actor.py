@@ -239,9 +239,9 @@ class TrainWorker(_TrainableRank, BucketWriter):
         """Make one optimizer update from the accumulated gradients; see `MegatronTrainer.optim_step`."""
         return self._engine.optim_step(learning_rate)
 
-    def load_teacher_head(self, name: str, head: Sequence[ray.ObjectRef]) -> None:
-        """Load the output embedding that a teacher's `output_head` has returned."""
-        self._engine.load_teacher_head(name, ray.get(head[0]))
+    def load_teacher_head(self, name: str, head: Sequence[ray.ObjectRef], logit_cap: float | None) -> None:
+        """Load the output embedding that a teacher's `output_head` has returned, and the cap of its logits."""
+        self._engine.load_teacher_head(name, ray.get(head[0]), logit_cap)
 
     def without_adapter(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of this rank with the LoRA adapters disabled, so that it computes with the initial weights."""

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from roll_opd.megatron.deterministic_ops import VECTOR
 from roll_opd.megatron.flash_kernels import flash_attention, uses_flash_attention
 from roll_opd.megatron.packing import PackedSequences
-from roll_opd.megatron.sink_attention import attention_with_sinks
+from roll_opd.megatron.score_attention import attention_by_scores
 from roll_opd.models.families.family import Pieces
 
 
@@ -57,6 +57,7 @@ class PackedAttention(torch.nn.Module):
         pieces = getattr(config, "pieces", Pieces())
         self.window = pieces.windows[layer_number - 1] if pieces.windows else 0  # keys that a query sees; 0: all
         self.sinks = self._make_sinks(config) if pieces.sinks else None
+        self.cap = pieces.score_cap
 
     def _make_sinks(self, config: TransformerConfig) -> torch.nn.Parameter:
         """Return a parameter with one sink score per local head."""
@@ -86,8 +87,8 @@ class PackedAttention(torch.nn.Module):
         """Return [n, H·D] for the sequences in `packed_seq_params`."""
         if packed_seq_params is None:
             raise ValueError("PackedAttention needs packed_seq_params: every batch is packed here")
-        has_kernel = query_nHD.is_cuda and self.sinks is None
-        if has_kernel and uses_flash_attention(query_nHD, value_nGD, packed_seq_params):
+        needs_scores = self.sinks is not None or self.cap is not None  # no kernel of torch has sinks or caps
+        if not needs_scores and uses_flash_attention(query_nHD, value_nGD, packed_seq_params):
             qkv = query_nHD, key_nGD, value_nGD
             return flash_attention(*qkv, packed_seq_params, self.scale, self.window).flatten(1)
         key_NGD, value_NGD = (_gather_context(tensor, packed_seq_params) for tensor in (key_nGD, value_nGD))
@@ -96,8 +97,8 @@ class PackedAttention(torch.nn.Module):
             packed_seq_params.blocks = tuple(_blocks(packed_seq_params, self.MAX_PADDING, query_nHD.device))
         for block in packed_seq_params.blocks:
             attend: Any = self._attend
-            if self.sinks is not None:
-                attend = self._attend_with_sinks
+            if needs_scores:
+                attend = self._attend_by_scores
             elif block.is_masked(self.window):  # recompute in backward: no layer keeps its masks and rows
                 attend = partial(checkpoint, self._attend, use_reentrant=False, preserve_rng_state=False)
             pieces.append(attend(query_nHD, key_NGD, value_NGD, block))
@@ -124,14 +125,13 @@ class PackedAttention(torch.nn.Module):
         )
         return out[..., :width].transpose(1, 2)[block.real_A].to(query_nHD.dtype)
 
-    def _attend_with_sinks(self, query_nHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, block: "_Block") -> Tensor:
-        """Return the same outputs as `_attend`, with sinks in the softmax."""
-        assert self.sinks is not None
+    def _attend_by_scores(self, query_nHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, block: "_Block") -> Tensor:
+        """Return the same outputs as `_attend`, with sinks in the softmax or capped scores."""
         q, k, v = _rows(query_nHD, block.query_BQ), _rows(key_NGD, block.key_BL), _rows(value_NGD, block.key_BL)
         if q.device.type == "cpu":
             q, k, v = q.float(), k.float(), v.float()
         seen = partial(block.seen, self.window)
-        out = attention_with_sinks(q, k, v, seen, self.sinks, scale=self.scale)
+        out = attention_by_scores(q, k, v, seen, scale=self.scale, sinks_H=self.sinks, cap=self.cap)
         return out.transpose(1, 2)[block.real_A].to(query_nHD.dtype)
 
 

@@ -21,7 +21,12 @@ BLOCK_COLUMNS = 4096  # forward evaluates the measure on this many columns at a 
 
 
 def vocab_parallel_divergence(
-    hidden_ME: Tensor, vocab: VocabShard, teacher_hidden_MF: Tensor, teacher_weight_VF: Tensor, measure: ColumnSum
+    hidden_ME: Tensor,
+    vocab: VocabShard,
+    teacher_hidden_MF: Tensor,
+    teacher_weight_VF: Tensor,
+    measure: ColumnSum,
+    teacher_cap: float | None = None,
 ) -> Tensor:
     """Return the divergence of student and teacher over the vocabulary, f32 [M], with a gradient only for the student.
 
@@ -32,16 +37,19 @@ def vocab_parallel_divergence(
         teacher_hidden_MF: the teacher's hidden states; all ranks of the group pass the same states.
         teacher_weight_VF: the teacher's output embedding for the same V columns; see `shard_of_head`.
         measure: the divergence.
+        teacher_cap: the cap of the teacher's logits.
     """
     columns = vocab.columns
     columns = replace(columns, chunk_bytes=columns.chunk_bytes // 2)  # a chunk has the logits of both models
     teacher = teacher_hidden_MF, teacher_weight_VF
-    return _VocabParallelSum.apply(hidden_ME, vocab.weight_VE, *teacher, measure, columns, vocab.weight_grad_VE)
+    both = columns, replace(columns, cap=teacher_cap)
+    return _VocabParallelSum.apply(hidden_ME, vocab.weight_VE, *teacher, measure, both, vocab.weight_grad_VE)
 
 
 def vocab_parallel_entropy(hidden_ME: Tensor, vocab: VocabShard) -> Tensor:
     """Return the entropy of the next token's distribution in nats, f32 [M]."""
-    return _VocabParallelSum.apply(hidden_ME, vocab.weight_VE, None, None, ENTROPY, vocab.columns, vocab.weight_grad_VE)
+    student = (vocab.columns,)
+    return _VocabParallelSum.apply(hidden_ME, vocab.weight_VE, None, None, ENTROPY, student, vocab.weight_grad_VE)
 
 
 def shard_of_head(head_WF: Tensor, *, first: int, columns: int) -> Tensor:
@@ -63,15 +71,16 @@ class _VocabParallelSum(torch.autograd.Function):
         teacher_MF: Tensor | None,
         teacher_VF: Tensor | None,
         measure: ColumnSum,
-        columns: Columns,
+        columns_of: tuple[Columns, ...],
         weight_grad_VE: Tensor | None,
     ) -> Tensor:
+        columns = columns_of[0]
         sides = [(hidden_ME, weight_VE)]
         if teacher_MF is not None and teacher_VF is not None:
             sides.append((teacher_MF, teacher_VF))
         values, slopes, log_normalisers = [], [], []
         for chunk in columns.chunks(hidden_ME.size(0), weight_VE.size(0)):
-            logits = [columns.logits(hidden[chunk], weight) for hidden, weight in sides]
+            logits = [of.logits(hidden[chunk], weight) for of, (hidden, weight) in zip(columns_of, sides, strict=True)]
             normalisers = [columns.log_normaliser(logits_CV.clone())[0] for logits_CV in logits]
             logprobs = [Columns.logprobs(*pair) for pair in zip(logits, normalisers, strict=True)]
             sums = torch.zeros(2, len(logits[0]), dtype=torch.float64, device=hidden_ME.device)
@@ -86,18 +95,18 @@ class _VocabParallelSum(torch.autograd.Function):
         ctx.save_for_backward(
             hidden_ME, weight_VE, teacher_MF, teacher_VF, torch.cat(slopes), torch.cat(log_normalisers, dim=1)
         )
-        ctx.measure, ctx.columns, ctx.weight_grad_VE = measure, columns, weight_grad_VE
+        ctx.measure, ctx.columns_of, ctx.weight_grad_VE = measure, columns_of, weight_grad_VE
         return torch.cat(values)
 
     @staticmethod
     def backward(ctx: Any, grad_M: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ME, weight_VE, teacher_MF, teacher_VF, slope_M, log_normalisers_SM = ctx.saved_tensors
-        columns, grad_M = ctx.columns, grad_M.float()
+        columns, grad_M = ctx.columns_of[0], grad_M.float()
 
         def logits_grad(logits_CV: Tensor, rows: slice, part: slice) -> Tensor:
             logprobs = [Columns.logprobs(logits_CV, log_normalisers_SM[0, rows])]
             if teacher_MF is not None:
-                teacher_CV = raw_logits(teacher_MF[rows], teacher_VF[part]).mul_(columns.inverse_temperature)
+                teacher_CV = ctx.columns_of[1].scaled(raw_logits(teacher_MF[rows], teacher_VF[part]))
                 logprobs.append(Columns.logprobs(teacher_CV, log_normalisers_SM[1, rows]))
             grad_CV = ctx.measure.slope(*logprobs) - logprobs[0].exp() * slope_M[rows, None]
             return grad_CV.mul_(grad_M[rows, None])

@@ -23,6 +23,7 @@ class TeacherHead:
 
     weight_VF: Tensor
     vocab_size: int  # of the teacher, without padding
+    logit_cap: float | None = None  # see `vocabulary.Columns.cap`
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,11 @@ class OutputHead:
         `teacher_hidden_MF` are the teacher's final hidden states at the same positions.
         """
         common = self.within(teacher.vocab_size).vocab
-        teacher_side = self._select(teacher_hidden_MF), teacher.weight_VF
-        return self._gather(vocab_parallel_divergence(self.hidden_mE, common, *teacher_side, measure))
+        hidden_mF = self._select(teacher_hidden_MF)
+        found = vocab_parallel_divergence(
+            self.hidden_mE, common, hidden_mF, teacher.weight_VF, measure, teacher.logit_cap
+        )
+        return self._gather(found)
 
     def within(self, vocab_size: int | None) -> "OutputHead":
         """Return this head restricted to the first `vocab_size` tokens of the vocabulary; None: all tokens."""
@@ -113,7 +117,9 @@ def whole_head(weight_VE: Tensor, vocab_size: int, group: dist.ProcessGroup) -> 
     return torch.cat(pieces)[:vocab_size]
 
 
-def teacher_head(head_WF: Tensor, columns: int, group: dist.ProcessGroup, device: torch.device) -> TeacherHead:
+def teacher_head(
+    head_WF: Tensor, columns: int, group: dist.ProcessGroup, device: torch.device, logit_cap: float | None
+) -> TeacherHead:
     """Return the rows of a teacher's output embedding for the `columns` of this rank in the student's `group`."""
     shard_VF = shard_of_head(head_WF, first=dist.get_rank(group) * columns, columns=columns)
-    return TeacherHead(shard_VF.to(device), head_WF.size(0))
+    return TeacherHead(shard_VF.to(device), head_WF.size(0), logit_cap)

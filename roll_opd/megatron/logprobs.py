@@ -131,7 +131,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             rowwise = log_normaliser_M[rows], grad_MK[rows, 0], targets_MK[rows, 0] - part.start
             return logprob_gradient(logits_CV, *rowwise, ctx.columns.inverse_temperature, hidden_ME.dtype)
 
-        is_plain = log_rest_M is None and targets_MK.size(1) == 1 and has_kernels(hidden_ME)
+        is_plain = log_rest_M is None and targets_MK.size(1) == 1 and ctx.columns.cap is None and has_kernels(hidden_ME)
         gradient = in_one_pass if is_plain else tempered(ctx.columns, logits_grad)
         settings = {"weight_trainable": ctx.needs_input_grad[1]}
         grads = backward_through_logits(ctx.columns, hidden_ME, weight_VE, ctx.weight_grad_VE, gradient, **settings)

@@ -32,7 +32,7 @@ from roll_opd.megatron.latent_attention import latent_sizes
 from roll_opd.megatron.layers import layer_spec, uses_transformer_engine
 from roll_opd.megatron.lora import Adapters
 from roll_opd.megatron.packing import PackedBatch
-from roll_opd.megatron.rotary import angles, rotary_frequencies, scores_scaled
+from roll_opd.megatron.rotary import angles, partial_factor, rotary_frequencies, scores_scaled
 from roll_opd.megatron.router import RouterLosses, RouterReplayState
 from roll_opd.megatron.transformer_settings import has_experts, model_pieces, transformer_config
 from roll_opd.megatron.vocabulary import VocabShard
@@ -127,6 +127,7 @@ class HeadModel(PackedModel):
                 self.vocab_size_real,
                 parallel_state.get_tensor_model_parallel_group(),
                 weight_grad_VE=gradient_buffer(weight) if self.fills_buffer else None,
+                logit_cap=pieces_of(self.config).logit_cap,
             ),
             owners=batch.owners,
         )
@@ -182,6 +183,7 @@ def build_model(
     config.delta = delta_sizes(hf_config.to_dict())  # type: ignore[attr-defined]
     factors = {kind: factor for kind, (_, factor) in rotary_frequencies(hf_config, pieces).items()}
     config.rotary_factors = factors  # type: ignore[attr-defined]
+    config.rotary_factor = partial_factor(hf_config, pieces)  # type: ignore[attr-defined]
     config.router_losses = RouterLosses()  # type: ignore[attr-defined]
     config.routing_replay = RouterReplayState()  # type: ignore[attr-defined]
     lora = plan.lora if isinstance(plan, TrainPlan) else None

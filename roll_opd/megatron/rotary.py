@@ -36,7 +36,8 @@ def apply_rotary(
     [2], bounds the pack, a single segment. With `apply_rope_fusion`, Transformer Engine's kernel computes the rotation
     in f32.
     """
-    if config.apply_rope_fusion and config.context_parallel_size == 1:
+    interleaved, factor = getattr(config, "pieces", Pieces()).interleaved, getattr(config, "rotary_factor", 1.0)
+    if config.apply_rope_fusion and config.context_parallel_size == 1 and not interleaved and factor == 1.0:
         return stock(t_NHD, freqs, config, cu_seqlens, **options)
     usual = (
         cu_seqlens is not None
@@ -50,23 +51,24 @@ def apply_rotary(
         if config.context_parallel_size > 1:
             raise ValueError("these rotary embeddings do not support context parallelism; use context_parallel_size 1")
         return stock(t_NHD, freqs, config, cu_seqlens, **options)
-    width, interleaved = freqs.size(-1), getattr(config, "pieces", Pieces()).interleaved
+    width = freqs.size(-1)
     if width == t_NHD.size(-1):
         return rotate(t_NHD, freqs, interleaved=interleaved)
-    rotated = rotate(t_NHD[..., :width], freqs, interleaved=interleaved)
+    rotated = rotate(t_NHD[..., :width], freqs, interleaved=interleaved, factor=factor)
     return torch.cat([rotated, t_NHD[..., width:]], -1)
 
 
-def rotate(t_NHD: Tensor, freqs: Tensor, *, interleaved: bool = False) -> Tensor:
+def rotate(t_NHD: Tensor, freqs: Tensor, *, interleaved: bool = False, factor: float = 1.0) -> Tensor:
     """Rotate `t_NHD` by `freqs`, f32 [N, 1, 1, D]; with `interleaved`, the two elements of a pair are adjacent.
 
-    The result is not interleaved: it has the first elements of all pairs, then the second elements. This order does not
-    change attention scores, because queries and keys share it.
+    The result is multiplied by `factor`, which is the same for all calls with these `freqs`. It is not interleaved: it
+    has the first elements of all pairs, then the second elements. This order does not change attention scores, because
+    queries and keys share it.
     """
     if interleaved:
         t_NHD = torch.cat([t_NHD[..., ::2], t_NHD[..., 1::2]], -1)
     if freqs not in _CACHE:
-        _CACHE[freqs] = _cos_sin(freqs[:, 0], t_NHD.dtype)
+        _CACHE[freqs] = _cos_sin(freqs[:, 0], t_NHD.dtype, factor)
     result: Tensor = _Rotation.apply(t_NHD, *_CACHE[freqs])
     return result
 
@@ -77,10 +79,12 @@ def install_rotary() -> None:
     module.apply_rotary_pos_emb = apply_rotary
 
 
-def _cos_sin(freqs_N1D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, each [N, 1, D]; the first half of the sines is negated."""
+def _cos_sin(freqs_N1D: Tensor, dtype: torch.dtype, factor: float) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines times `factor`, each [N, 1, D]; the first half of the sines is negated."""
     first, second = torch.sin(freqs_N1D).chunk(2, -1)
-    return torch.cos(freqs_N1D).to(dtype), torch.cat([-first, second], -1).to(dtype)
+    found = torch.cos(freqs_N1D), torch.cat([-first, second], -1)
+    cosines, sines = found if factor == 1.0 else (each * factor for each in found)
+    return cosines.to(dtype), sines.to(dtype)
 
 
 class _Rotation(torch.autograd.Function):
@@ -131,15 +135,22 @@ def inverse_frequencies(hf_config: PretrainedConfig, kind: str | None = None) ->
     return 1.0 / rope["rope_theta"] ** exponents, 1.0
 
 
-def scores_scaled(hf_config: PretrainedConfig, pieces: Pieces) -> dict[str, float]:
-    """Return Megatron's `softmax_scale` for models that scale queries or have an attention factor (rope type yarn).
+def partial_factor(hf_config: PretrainedConfig, pieces: Pieces) -> float:
+    """Return the factor of cosines and sines if only a part of a head is rotated, else 1 (see `scores_scaled`)."""
+    scaled = None if pieces.rotary or pieces.rotated == 1.0 else _scaled_rope(hf_config)
+    return 1.0 if scaled is None else scaled[1]
 
-    transformers multiplies cosines and sines by the factor, and thus scores by its square. The result is empty for
-    other models.
+
+def scores_scaled(hf_config: PretrainedConfig, pieces: Pieces) -> dict[str, float]:
+    """Return Megatron's `softmax_scale` for models that scale queries or have an attention factor (yarn, longrope).
+
+    transformers multiplies cosines and sines by the factor, and thus scores by its square if complete heads are
+    rotated. The result is empty for other models.
     """
     if hasattr(hf_config, "kv_lora_rank"):  # see `latent_scaling`
         return {}
-    scaled = None if pieces.rotary else _scaled_rope(hf_config)  # factors per type of layer: see `FamilyAttention`
+    is_elsewhere = pieces.rotary or pieces.rotated < 1.0  # see `FamilyAttention` and `partial_factor`
+    scaled = None if is_elsewhere else _scaled_rope(hf_config)
     factor = 1.0 if scaled is None else scaled[1]
     if factor == 1.0 and pieces.attention_scale is None:
         return {}

@@ -104,7 +104,7 @@ class MegatronTrainer(MegatronLearner):
         tensors[Part.WEIGHTS] += [head.weight_VF for head in self.teacher_heads.values()]
         return tensors
 
-    def load_teacher_head(self, name: str, head: np.ndarray) -> None:
+    def load_teacher_head(self, name: str, head: np.ndarray, logit_cap: float | None = None) -> None:
         """Store this rank's rows of a teacher's full output embedding [W, F]; the objective `full` needs them."""
         self.memory.check("load a teacher's output embedding", Part.WEIGHTS)
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
@@ -113,7 +113,7 @@ class MegatronTrainer(MegatronLearner):
         model = unwrapped(self.chunks[-1])
         assert isinstance(model, HeadModel)
         columns = model.output_weight().size(0)
-        self.teacher_heads[name] = teacher_head(as_tensor(head), columns, group, self.device)
+        self.teacher_heads[name] = teacher_head(as_tensor(head), columns, group, self.device, logit_cap)
 
 
 def _result(done: Update) -> TrainResult:

@@ -102,11 +102,20 @@ def _expert_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
     }
     router = FAMILIES[config["model_type"]].router
-    return settings | ({} if router == "softmax" else _grouped_experts(config, is_v3=router == "biased_groups"))
+    if router == "softmax":
+        return settings
+    is_biased = router != "groups"
+    settings |= {
+        "moe_router_pre_softmax": not is_biased,
+        "moe_router_score_function": "sigmoid" if is_biased else "softmax",
+        "moe_router_enable_expert_bias": is_biased,
+        "moe_router_bias_update_rate": 0.0,  # Megatron's default would update the biases
+    }
+    return settings if router == "biased" else settings | _grouped_experts(config, is_v3=is_biased)
 
 
 def _grouped_experts(config: Mapping[str, Any], *, is_v3: bool) -> dict[str, Any]:
-    """Return the settings of DeepSeek's routers and shared experts."""
+    """Return the settings of DeepSeek's groups of experts and shared experts."""
     is_limited = is_v3 or config.get("topk_method") == "group_limited_greedy"
     return {
         "moe_shared_expert_intermediate_size": (config.get("n_shared_experts") or 0) * config["moe_intermediate_size"]
@@ -114,10 +123,6 @@ def _grouped_experts(config: Mapping[str, Any], *, is_v3: bool) -> dict[str, Any
         "moe_router_num_groups": config["n_group"] if is_limited else None,
         "moe_router_group_topk": config["topk_group"] if is_limited else None,
         "moe_router_topk_scaling_factor": config["routed_scaling_factor"],
-        "moe_router_pre_softmax": not is_v3,
-        "moe_router_score_function": "sigmoid" if is_v3 else "softmax",
-        "moe_router_enable_expert_bias": is_v3,
-        "moe_router_bias_update_rate": 0.0,  # Megatron's default would update the biases
     }
 
 

@@ -8,6 +8,7 @@ Legend: M scored tokens, C of them in a chunk, E hidden size, V vocabulary colum
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ class Columns:
     group: dist.ProcessGroup
     inverse_temperature: float
     chunk_bytes: int
+    cap: float | None = None  # logits are cap · tanh(product / cap) before the temperature, as in Gemma 2
 
     def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce `values` with `op` (default: sum) over the tensor ranks, in place."""
@@ -38,12 +40,16 @@ class Columns:
 
     def logits(self, hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
         """Return the logits divided by the temperature, f32 [C, V]; -inf in padding columns."""
-        logits_CV = raw_logits(hidden_CE, weight_VE)
-        if self.inverse_temperature != 1.0:
-            logits_CV *= self.inverse_temperature
+        logits_CV = self.scaled(raw_logits(hidden_CE, weight_VE))
         if self.real < logits_CV.size(1):
             logits_CV[:, self.real :] = float("-inf")
         return logits_CV
+
+    def scaled(self, logits_CV: Tensor) -> Tensor:
+        """Cap products of hidden states and output embedding, and divide them by the temperature, in place."""
+        if self.cap is not None:
+            logits_CV.div_(self.cap).tanh_().mul_(self.cap)
+        return logits_CV if self.inverse_temperature == 1.0 else logits_CV.mul_(self.inverse_temperature)
 
     def log_normaliser(self, logits_CV: Tensor, picked_CK: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return log Σ exp over the whole vocabulary, f64 [C], and the sum of `picked_CK` over the ranks, f64 [C, K].
@@ -102,6 +108,7 @@ class VocabShard:
     group: dist.ProcessGroup  # tensor ranks in vocabulary order, each with the same number of rows
     weight_grad_VE: Tensor | None = None  # f32 buffer for the weight's gradient; None: autograd gets the gradient
     chunk_bytes: int | None = None  # bound on f32 logits held at a time; None: `memory.CHUNK_BYTES` of the device
+    logit_cap: float | None = None  # see `Columns.cap`
 
     @property
     def columns(self) -> Columns:
@@ -109,9 +116,8 @@ class VocabShard:
         rows = self.weight_VE.size(0)
         first = dist.get_rank(self.group) * rows
         chunk_bytes = self.chunk_bytes or CHUNK_BYTES[self.weight_VE.device.type]
-        return Columns(
-            first, min(max(self.vocab_size - first, 0), rows), self.group, 1.0 / self.temperature, chunk_bytes
-        )
+        real = min(max(self.vocab_size - first, 0), rows)
+        return Columns(first, real, self.group, 1.0 / self.temperature, chunk_bytes, self.logit_cap)
 
 
 def raw_logits(hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
@@ -176,10 +182,21 @@ def backward_through_logits(
 
 def tempered(columns: Columns, logits_grad: LogitsGradient) -> LogitsGradient:
     """Convert `logits_grad` from a gradient with respect to logits / temperature to one with respect to raw logits."""
-    scale = columns.inverse_temperature
+    scale, cap = columns.inverse_temperature, columns.cap
+    if cap is not None:
+        return partial(_through_cap, logits_grad, cap, scale)
     if scale == 1.0:
         return logits_grad
     return lambda logits_CV, rows, part: logits_grad(logits_CV.mul_(scale), rows, part).mul_(scale)
+
+
+def _through_cap(
+    logits_grad: LogitsGradient, cap: float, scale: float, logits_CV: Tensor, rows: slice, part: slice
+) -> Tensor:
+    """Return the gradient with respect to raw logits from one with respect to cap · tanh(raw / cap) · scale."""
+    tanh_CV = logits_CV.div_(cap).tanh_()
+    grad_CV = logits_grad(tanh_CV * (cap * scale), rows, part)
+    return grad_CV.mul_(tanh_CV.square_().neg_().add_(1.0)).mul_(scale)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

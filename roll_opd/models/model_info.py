@@ -16,6 +16,7 @@ from roll_opd.base.paths import PathError, find_path, hub_hint, places
 from roll_opd.models.delta_sizes import KEYS as DELTA_KEYS
 from roll_opd.models.delta_sizes import DeltaSizes, delta_layers
 from roll_opd.models.families import FAMILIES
+from roll_opd.models.families.family import positions
 from roll_opd.models.model_files import MULTIMODAL, decoder_config, is_kept, stored_tensors, weight_files
 from roll_opd.models.model_files import ModelFilesError as ModelFilesError
 from roll_opd.models.model_files import StoredTensor as StoredTensor
@@ -82,6 +83,8 @@ class ModelInfo:
     is_delta: tuple[bool, ...] = ()  # of each layer; the others have attention
     has_output_gate: bool = False  # of attention
     windows: tuple[int, ...] = ()  # of each layer: keys that a query sees; 0: all before it; empty: no windows
+    logit_cap: float | None = None  # of the output's logits; None: no cap
+    positions_key: str = "max_position_embeddings"  # key of config.json with `max_positions`
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -204,6 +207,8 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
     weights = weight_files(path)
     tensors = stored_tensors(path, weights)
     latent = _latent(config) if model_type in DEEPSEEK_TYPES else None
+    longest, positions_key = positions(config)
+    pieces = FAMILIES[model_type].pieces(config)
     info = ModelInfo(
         path=path,
         model_type=model_type,
@@ -214,7 +219,8 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
         head_dim=latent.plain + latent.rotated if latent else _size(config, "head_dim", default=hidden // heads),
         intermediate=intermediate,
         vocab=_size(config, "vocab_size"),
-        max_positions=_size(config, "max_position_embeddings"),
+        max_positions=_size({positions_key: longest}, positions_key),
+        positions_key=positions_key,
         experts=experts,
         expert_intermediate=expert_intermediate,
         experts_per_token=_size(config, "num_experts_per_tok", default=1) if experts else 0,
@@ -228,7 +234,8 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
         delta=_delta(config),
         is_delta=delta_layers(config, layers),
         has_output_gate=_delta(config) is not None,
-        windows=FAMILIES[model_type].pieces(config).windows,
+        windows=pieces.windows,
+        logit_cap=pieces.logit_cap,
     )
     return info if weights else replace(info, parameters=_parameters_by_size(info))
 

@@ -52,7 +52,7 @@ def not_yet(role: MegatronPlan) -> list[str]:
         sentences += _of_role(role, config, family)
     if isinstance(role, TrainPlan) and role.lora and family and not family.has_adapters:
         sentences.append(f"adapters (LoRA) of models of type {model_type} are not available; train all weights")
-    biased = [name for name, each in FAMILIES.items() if each.router == "biased_groups"]
+    biased = [name for name, each in FAMILIES.items() if each.router.startswith("biased")]
     if role.megatron_args.get("moe_router_bias_update_rate") and model_type not in biased:
         sentences.append(
             "moe_router_bias_update_rate updates router biases, which only models of these types have:"

@@ -11,6 +11,7 @@ from roll_opd.actors.sampler import Sampler
 from roll_opd.cluster.worker_progress import Writing
 from roll_opd.config.plan import ObjectivePlan, RunPlan
 from roll_opd.models.device_phases import Phase
+from roll_opd.models.model_info import read_model
 from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS
 from roll_opd.roles.colocation import DeviceScheduler
 from roll_opd.roles.critic_role import Critic
@@ -126,7 +127,8 @@ class RunWorkers:
 
     async def _load_head(self, teacher: Teacher) -> None:
         assert isinstance(teacher.scorer, MegatronScorer)
-        await self.student.load_teacher_head(teacher.plan.name, await teacher.scorer.output_head())
+        cap = read_model(Path(teacher.scorer.group.plan.model.path)).logit_cap
+        await self.student.load_teacher_head(teacher.plan.name, await teacher.scorer.output_head(), cap)
 
     async def end(self) -> None:
         """End all processes except the reward workers."""

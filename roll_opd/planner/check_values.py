@@ -135,7 +135,8 @@ def _check_lengths(top: Top, roles: Roles, args: GeneratingArgs, response: int, 
         )
         infer.diag.warn(key, text)
     if infer.info is not None and length > infer.info.max_positions:
-        infer.diag.error(key, f"{length} is more than the model's {infer.info.max_positions} positions; lower it")
+        text = f"{length} is more than the model's {infer.info.max_positions} positions"
+        infer.diag.error(key, f"{text} ({infer.info.positions_key}); lower it")
 
 
 def check_batched_tokens(engine: RolloutPlan, diag: Diagnostics, on_cpu: bool) -> None:
@@ -163,13 +164,12 @@ def check_batched_tokens(engine: RolloutPlan, diag: Diagnostics, on_cpu: bool) -
 def check_positions(top: Run, roles: list[Role], tokens: int, what: str, key: str) -> None:
     """Check that `tokens` fit into the positions of every model; `what` names the tokens in the error message."""
     models = {role.info.path: role.info for role in roles if role.info}
-    short = [f"{info.path.name} ({info.max_positions})" for info in models.values() if tokens > info.max_positions]
-    if short:
-        top.diag.error(
-            key,
-            f"{what} is more than the positions of {' and '.join(short)}; lower it"
-            " (max_position_embeddings in the model's config.json)",
-        )
+    small = [info for info in models.values() if tokens > info.max_positions]
+    if small:
+        short = " and ".join(f"{info.path.name} ({info.max_positions})" for info in small)
+        keys = " and ".join(sorted({info.positions_key for info in small}))
+        text = f"{what} is more than the positions of {short}; lower it ({keys} in the model's config.json)"
+        top.diag.error(key, text)
 
 
 def _check_sampling(args: GeneratingArgs) -> None:

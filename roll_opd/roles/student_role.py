@@ -35,9 +35,9 @@ class Student(Learner):
         held = await gathered_and_held(self.group, samples, temperature, kept=("topk_ids",), **wanted)
         return [ids for _, ids in held]
 
-    async def load_teacher_head(self, teacher: str, head: list[Reference]) -> None:
+    async def load_teacher_head(self, teacher: str, head: list[Reference], logit_cap: float | None) -> None:
         """Load a teacher's output head on the student's ranks, to compute distributions from its hidden states."""
-        await self.group.call("load_teacher_head", teacher, head)
+        await self.group.call("load_teacher_head", teacher, head, logit_cap)
 
     async def learn(
         self,

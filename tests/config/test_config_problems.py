@@ -211,6 +211,11 @@ def test_a_wrong_section_does_not_hide_the_others(problems: Problems) -> None:
         ({"rope_parameters": [1]}, {}, "rope_parameters in config.json should be an object, got [1]"),
         ({"hidden_size": "16"}, {}, "hidden_size in config.json should be an integer, got '16'"),
         ({"max_position_embeddings": 64}, {}, "more than the positions of teacher (64)"),
+        (
+            {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 64},
+            {},
+            "teacher (64); lower it (original_max_position_embeddings in",
+        ),
     ],
 )
 def test_teacher_that_does_not_fit(

@@ -85,7 +85,12 @@ def test_what_has_no_effect_says_so(plan: Callable[..., RunPlan], monkeypatch: p
         ({"model_type": "mixtral", "num_experts_per_tok": 1}, "cannot learn"),
         ({"model_type": "qwen3_moe", "num_experts_per_tok": 1, "norm_topk_prob": True}, "cannot learn"),
         ({"model_type": "qwen3_moe", "num_experts_per_tok": 1, "norm_topk_prob": False}, None),
-        ({"model_type": "gemma2"}, "models of type gemma2 are not available"),
+        ({"model_type": "nemotron"}, "models of type nemotron are not available"),
+        ({"model_type": "minimax_m2", "attn_type_list": [1, 0]}, "linear attention"),
+        ({"model_type": "minimax_m2", "attn_type_list": [1, 1], "rotary_dim": 64, "num_mtp_modules": 3}, None),
+        ({"model_type": "gemma2", "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}, None),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, None),
     ],
 )
 def test_models_whose_numbers_would_be_wrong_are_refused(tmp_path: Path, config: dict[str, Any], said: str) -> None:

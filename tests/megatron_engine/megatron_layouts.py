@@ -41,8 +41,8 @@ LAYOUTS = {
     "pp2vpp2ep2": Layout(pp=2, vpp=2, dp=2, ep=2),
 }
 EXPERT_MODELS = ("qwen3_moe", "qwen2_moe", "mixtral")
-FAMILY_MODELS = ("smollm3", "seed_oss", "olmo2", "olmo3", "phi3", "glm4", "glm4_moe", "gemma3")
-EXPERT_FAMILY_MODELS = ("gpt_oss",)  # without split experts
+FAMILY_MODELS = ("smollm3", "seed_oss", "olmo2", "olmo3", "phi3", "phi3_long", "glm4", "glm4_moe", "gemma2", "gemma3")
+EXPERT_FAMILY_MODELS = ("gpt_oss", "minimax_m2")  # without split experts
 HYBRID_MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 MODELS = ("qwen3", "qwen3_tied", "qwen2_tied", "llama", "llama3")
 DEMO_MODELS = ("demo_student", "demo_teacher")

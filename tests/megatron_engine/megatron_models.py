@@ -11,15 +11,18 @@ from megatron_layouts import VOCABULARY
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
     GptOssConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -98,6 +101,13 @@ del LATENT["num_experts"]
 WINDOW = 7  # shorter than most sequences
 # without a padding token, whose embedding transformers does not train
 FAMILY = COMMON | {"num_hidden_layers": 4, "tie_word_embeddings": False, "pad_token_id": None, "eos_token_id": 1}
+LONGROPE = {  # of a head of 16, of which 12 are rotated
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+}
 LOCAL = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
 FAMILIES = {
     "smollm3": lambda: SmolLM3Config(**FAMILY, no_rope_layer_interval=3),
@@ -105,6 +115,7 @@ FAMILIES = {
     "olmo2": lambda: Olmo2Config(**FAMILY),
     "olmo3": lambda: Olmo3Config(**FAMILY, **LOCAL, rope_parameters={"full_attention": dict(YARN)}),
     "phi3": lambda: Phi3Config(**FAMILY, sliding_window=WINDOW),
+    "phi3_long": lambda: Phi3Config(**FAMILY, original_max_position_embeddings=128, rope_parameters=dict(LONGROPE)),
     "glm4": lambda: Glm4Config(**FAMILY, head_dim=24, attention_bias=True),
     "glm4_moe": lambda: Glm4MoeConfig(
         **FAMILY,
@@ -117,6 +128,14 @@ FAMILIES = {
         moe_intermediate_size=24,
         routed_scaling_factor=1.7,
         num_mtp_layers=0,
+    ),
+    "gemma2": lambda: Gemma2Config(
+        **{**FAMILY, "tie_word_embeddings": True},
+        **LOCAL,
+        head_dim=24,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=0.5,
+        final_logit_softcapping=1.5,
     ),
     "gemma3": lambda: Gemma3TextConfig(
         **{**FAMILY, "tie_word_embeddings": True}, **LOCAL, head_dim=24, query_pre_attn_scalar=20
@@ -131,6 +150,9 @@ EXPERT_FAMILIES = {
         num_experts_per_tok=2,
         swiglu_limit=0.7,
         rope_parameters=YARN | {"truncate": False},
+    ),
+    "minimax_m2": lambda: MiniMaxM2Config(
+        **FAMILY, head_dim=24, num_local_experts=4, num_experts_per_tok=2, rotary_dim=12
     ),
 }
 HYBRID = {  # every width is another one; three value heads per key head
@@ -262,7 +284,9 @@ def load_adapted(base: str, adapter: Path, *, learns: bool = False) -> PeftModel
 
 
 def load(path: str | Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    caps_scores = getattr(AutoConfig.from_pretrained(path), "attn_logit_softcapping", None) is not None
+    kernel = {"attn_implementation": "eager"} if caps_scores else {}  # others ignore the cap
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **kernel)
 
 
 def load_critic(path: str | Path) -> PreTrainedModel:

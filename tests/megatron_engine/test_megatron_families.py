@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from tests.cover import cover, tiered
 
-PUSHED = [*cover(families.PLAIN), ("gpt_oss", "tp2cp2ep2")]
+PUSHED = [*cover(families.PLAIN), ("gpt_oss", "tp2cp2ep2"), ("minimax_m2", "ep2")]
 Expected = Callable[[str, float], list[np.ndarray]]
 
 
@@ -71,3 +71,11 @@ def test_training_equals_the_naive_one(answers: Answers, model: str, layout: str
         moved = (tensor - before[name]).norm()
         assert moved > 0 or name.endswith("e_score_correction_bias"), name  # these stay unless a rate is written
         assert (weights[name] - tensor).norm() <= 2e-3 * moved, name
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("model", "layout"), families.SAVED)
+def test_a_state_of_several_ranks_resumes_on_one(answers: Answers, model: str, layout: str) -> None:
+    straight, resumed = answers.weights(f"family-trained-{model}-{layout}"), answers.weights(f"family-resumed-{model}")
+    assert straight.keys() == resumed.keys()
+    assert all((resumed[name] - tensor).abs().max() <= 1e-6 for name, tensor in straight.items())

@@ -55,15 +55,23 @@ def sequences(**arrays: Any) -> list[TrainSample]:
     return samples
 
 
-def packed(samples: list[TrainSample], objective: ObjectivePlan) -> tuple[OutputHead, PackedBatch, Tensor, Tensor]:
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def packed(
+    samples: list[TrainSample], objective: ObjectivePlan, cap: float | None = None
+) -> tuple[OutputHead, PackedBatch, Tensor, Tensor]:
     """Return head and pack, and in double precision the head's hidden states [M, E] and log-probs [M, V] of them."""
     batch = pack(columns_of(samples, objective), torch.device("cpu"), 1)
     hidden_NE = torch.from_numpy(numbers(1, len(batch.tokens_n), WIDTH)).requires_grad_()
     weight_VE = torch.from_numpy(numbers(2, VOCABULARY, WIDTH))
     hidden_ME = hidden_NE[batch.before_m]
-    head = OutputHead(hidden_ME, batch.targets_m, VocabShard(weight_VE, TEMPERATURE, VOCABULARY, dist.group.WORLD))
+    vocab = VocabShard(weight_VE, TEMPERATURE, VOCABULARY, dist.group.WORLD, logit_cap=cap)
+    head = OutputHead(hidden_ME, batch.targets_m, vocab)
     naive_ME = hidden_ME.detach().double().requires_grad_()
-    return head, batch, naive_ME, (naive_ME @ weight_VE.double().T / TEMPERATURE).log_softmax(-1)
+    logits_MV = capped(naive_ME @ weight_VE.double().T, cap) / TEMPERATURE
+    return head, batch, naive_ME, logits_MV.log_softmax(-1)
 
 
 def assert_same(loss: Tensor, head: OutputHead, wanted: Tensor, naive_ME: Tensor) -> None:
@@ -82,9 +90,11 @@ def own_logprobs(samples: list[TrainSample], dense_MV: Tensor) -> list[list[Tens
 
 
 @pytest.mark.parametrize("discount", [0.0, 0.8])
-@pytest.mark.parametrize("clip", [None, 0.7])
-def test_advantage_minus_discounted_reverse_kl_times_ratio(discount: float, clip: float | None) -> None:
-    """Weighted by the corrections, as token means, plus the KL loss to the reference (k2)."""
+@pytest.mark.parametrize(("clip", "cap"), [(None, None), (0.7, 2.5)])
+def test_advantage_minus_discounted_reverse_kl_times_ratio(
+    discount: float, clip: float | None, cap: float | None
+) -> None:
+    """Weighted by the corrections, as token means, plus the KL loss to the reference (k2); also of capped logits."""
     objective = ObjectivePlan(
         opd_kl_discount=discount, advantage_clip=clip, rl_loss_coef=0.5, kl_loss_coef=0.3, kl_loss="k2"
     )
@@ -92,7 +102,7 @@ def test_advantage_minus_discounted_reverse_kl_times_ratio(discount: float, clip
         importance_weights=lambda number, size: np.abs(numbers(40 + number, size)),
         ref_logprobs=lambda number, size: numbers(50 + number, size) / 4 - 2,
     )
-    head, batch, naive_ME, dense_MV = packed(samples, objective)
+    head, batch, naive_ME, dense_MV = packed(samples, objective, cap)
     settings: dict[str, Any] = {"objective": objective, "arguments": {}, "step": 1}
     loss, _ = opd_loss(head.logprobs(), batch.columns, batch.lengths, **settings)
 
@@ -113,12 +123,19 @@ def test_advantage_minus_discounted_reverse_kl_times_ratio(discount: float, clip
     assert_same(loss, head, wanted, naive_ME)
 
 
+@pytest.mark.parametrize("caps", [(None, None), (2.5, None), (None, 1.5)], ids=str)
 @pytest.mark.parametrize("objective", ["topk", "full"])
-def test_distillation_is_the_weighted_divergence_of_taught_tokens(objective: str) -> None:
-    """Reverse KL over a top-k and the bucket of the other tokens, or over the whole vocabulary."""
+def test_distillation_is_the_weighted_divergence_of_taught_tokens(
+    objective: str, caps: tuple[float | None, float | None]
+) -> None:
+    """Reverse KL over a top-k and the bucket of the other tokens, or over the whole vocabulary.
+
+    The logits of student and teacher have `caps`, as in Gemma 2.
+    """
     teacher_VF = torch.from_numpy(numbers(3, VOCABULARY, TEACHER_WIDTH))
     hidden = [torch.from_numpy(numbers(60 + number, size, TEACHER_WIDTH)) for number, (_, size) in enumerate(LENGTHS)]
-    teacher = [(states.double() @ teacher_VF.double().T / TEMPERATURE).log_softmax(-1) for states in hidden]
+    raw = [states.double() @ teacher_VF.double().T for states in hidden]
+    teacher = [(capped(logits, caps[1]) / TEMPERATURE).log_softmax(-1) for logits in raw]
 
     def targets(number: int, size: int) -> dict[str, TeacherTargets]:
         best, ids = teacher[number].topk(TOPK)
@@ -129,8 +146,8 @@ def test_distillation_is_the_weighted_divergence_of_taught_tokens(objective: str
 
     samples = sequences(teachers=targets)
     plan = ObjectivePlan(opd_objective=objective, opd_topk=TOPK, opd_vocab_size=VOCABULARY)
-    head, batch, naive_ME, dense_MV = packed(samples, plan)
-    loss = distillation_loss(head, batch, plan, {"teacher": TeacherHead(teacher_VF, VOCABULARY)})
+    head, batch, naive_ME, dense_MV = packed(samples, plan, caps[0])
+    loss = distillation_loss(head, batch, plan, {"teacher": TeacherHead(teacher_VF, VOCABULARY, caps[1])})
 
     tokens = sum(int(sample.action_mask.sum()) for sample in samples)
     rows, wanted = iter(dense_MV), torch.zeros((), dtype=torch.float64)

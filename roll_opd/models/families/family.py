@@ -28,6 +28,7 @@ Slicing = Literal[
 ]
 DELTA = "delta"  # in `Pieces.mixers`: Gated DeltaNet
 WINDOWED = "sliding_attention"  # in `layer_types` of config.json
+LONGROPE = ("longrope", "su")  # rope types; the second is the old name
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Pieces:
     mixers: tuple[str, ...] = ()  # DELTA: Gated DeltaNet replaces attention; "": attention
     output_gate: bool = False  # the output of attention is multiplied by the sigmoid of a gate
     sinks: bool = False  # a learned score per query head in the softmax's denominator
+    score_cap: float | None = None  # scores of attention are cap · tanh(score / cap)
+    logit_cap: float | None = None  # logits are cap · tanh(logit / cap)
     expert_bias: bool = False  # of routers and experts
     clipped_swiglu: tuple[float, float] | None = None  # limit and alpha: min(gate, limit) · σ(alpha · gate) · (up + 1)
 
@@ -175,6 +178,20 @@ def rotated_share(config: Config, default: float = 1.0) -> float:
     return float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or default)
 
 
+def positions(config: Config) -> tuple[int, str]:
+    """Return the number of positions that the engine supports, and the key of config.json that has it.
+
+    longrope has one set of factors up to the original length and another one above; the engine has the first.
+    """
+    rope, name = config.get("rope_parameters") or config.get("rope_scaling") or {}, "original_max_position_embeddings"
+    is_long = isinstance(rope, Mapping) and (rope.get("rope_type") or rope.get("type")) in LONGROPE
+    original = config.get(name) or (rope.get(name) if is_long else None)
+    if not is_long or not isinstance(original, int):
+        name = "max_position_embeddings"
+        original = config.get(name) or 0
+    return original, name
+
+
 @dataclass(frozen=True)
 class Family:
     """Decoders of one `model_type`."""
@@ -183,8 +200,9 @@ class Family:
     tensors: Entries = field(default_factory=lambda: LLAMA)  # biases and norms in `Pieces` are added
     pieces: Callable[[Config], Pieces] = lambda config: Pieces()
     settings: Mapping[str, Any] = field(default_factory=dict)  # of Megatron's TransformerConfig
-    # how experts are scored; "groups": as in DeepSeek-V2, "biased_groups": as in DeepSeek-V3, with a bias per expert
-    router: Literal["softmax", "groups", "biased_groups"] = "softmax"
+    # how experts are scored; "groups": as in DeepSeek-V2, "biased_groups": as in DeepSeek-V3, with a bias per expert,
+    # "biased": as in DeepSeek-V3 without groups
+    router: Literal["softmax", "groups", "biased_groups", "biased"] = "softmax"
     expects: Mapping[str, object] = field(default_factory=dict)  # key of config.json -> the only validated value
     reads: tuple[str, ...] = ()  # keys of config.json that `pieces` implements
     layer_types: tuple[str, ...] = ()  # layer types in config.json other than attention with and without windows

@@ -1,28 +1,49 @@
-"""Gemma 3 text models: separate rotations in local and global layers, scaled embeddings, norms before and after."""
+"""Gemma 2 and Gemma 3 text models: local and global layers, scaled embeddings, norms before and after.
+
+Gemma 2 caps scores of attention and logits; in Gemma 3 local and global layers have separate rotations.
+"""
 
 import math
+from typing import Any
 
 from roll_opd.models.families.family import LLAMA, Config, Family, Pieces, layer_kinds, norms, windows, without_norms
 
 NORMS = norms("input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
 
 
-def _gemma3(config: Config) -> Pieces:
-    period = config.get("sliding_window_pattern") or 6
-    kinds = config.get("layer_types") or layer_kinds(config["num_hidden_layers"], period)
+def _common(config: Config) -> dict[str, Any]:
+    return {
+        "norms": "both",
+        "zero_centred_norms": True,
+        "attention_scale": 1.0 / math.sqrt(config.get("query_pre_attn_scalar") or 256),
+        "activation": "gelu_tanh",
+        "embedding_scale": math.sqrt(config["hidden_size"]),
+    }
+
+
+def _gemma2(config: Config) -> Pieces:
     return Pieces(
-        query_key_norm="head",
-        norms="both",
-        zero_centred_norms=True,
-        windows=windows(config, period=period),
-        rotary=tuple(kinds),
-        attention_scale=1.0 / math.sqrt(config.get("query_pre_attn_scalar") or 256),
-        activation="gelu_tanh",
-        embedding_scale=math.sqrt(config["hidden_size"]),
+        windows=windows(config, period=2),
+        score_cap=config.get("attn_logit_softcapping", 50.0),
+        logit_cap=config.get("final_logit_softcapping", 30.0),
+        **_common(config),
     )
 
 
+def _gemma3(config: Config) -> Pieces:
+    period = config.get("sliding_window_pattern") or 6
+    kinds = config.get("layer_types") or layer_kinds(config["num_hidden_layers"], period)
+    return Pieces(query_key_norm="head", windows=windows(config, period=period), rotary=tuple(kinds), **_common(config))
+
+
 FAMILIES = (
+    Family(
+        "gemma2",
+        without_norms(LLAMA) | NORMS,
+        _gemma2,
+        expects={"hidden_activation": "gelu_pytorch_tanh"},
+        reads=("layer_types", "attn_logit_softcapping", "final_logit_softcapping"),
+    ),
     Family(
         "gemma3_text",
         without_norms(LLAMA) | NORMS,

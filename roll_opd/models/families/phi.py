@@ -1,11 +1,21 @@
-"""Phi-3 and Phi-4: fused projections, and a window in some releases."""
+"""Phi-3 and Phi-4: fused projections; a window or longrope in some releases."""
 
-from roll_opd.models.families.family import FUSED_GATE_UP, FUSED_QKV, LLAMA, Config, Family, Pieces, rotated_share
+from roll_opd.models.families.family import (
+    FUSED_GATE_UP,
+    FUSED_QKV,
+    LLAMA,
+    LONGROPE,
+    Config,
+    Family,
+    Pieces,
+    positions,
+    rotated_share,
+)
 
 
 def _phi3(config: Config) -> Pieces:
-    window, positions = config.get("sliding_window") or 0, config["max_position_embeddings"]
-    every = (window,) * config["num_hidden_layers"] if 0 < window < positions else ()
+    window = config.get("sliding_window") or 0
+    every = (window,) * config["num_hidden_layers"] if 0 < window < positions(config)[0] else ()
     return Pieces(windows=every, rotated=rotated_share(config))
 
 
@@ -14,7 +24,7 @@ FAMILIES = (
         "phi3",
         LLAMA | FUSED_QKV | FUSED_GATE_UP,
         _phi3,
-        rope_types=("default",),  # longrope chooses its factors by the length of a sequence
+        rope_types=("default", *LONGROPE),
         has_adapters=False,
     ),
 )

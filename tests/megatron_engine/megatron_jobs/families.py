@@ -12,6 +12,7 @@ PLAIN = [(model, layout) for model in FAMILY_MODELS for layout in LAYOUTS]
 SCORED = PLAIN + [(model, layout) for model in EXPERT_FAMILY_MODELS for layout in EXPERT_LAYOUTS]
 TRAINED = [(model, layout) for model in FAMILY_MODELS for layout in ("tp2sp", "pp2cp2", "tp2")]
 TRAINED += [(model, layout) for model in EXPERT_FAMILY_MODELS for layout in ("tp2ep2", "pp2cp2", "cp2ep2", "tp2etp1")]
+SAVED = [("gpt_oss", "tp2ep2")]  # and loaded on one rank
 
 
 @jobs
@@ -32,7 +33,17 @@ def family_jobs() -> Iterator[Job]:
             "name": f"family-trained-{model}-{layout}",
             "model": model,
             "layout": layout,
-            "save": False,
+            "save": (model, layout) in SAVED,
             "load": None,
             "megatron_args": recomputed,
+        }
+    for model, layout in SAVED:
+        yield {
+            "op": "experts",
+            "name": f"family-resumed-{model}",
+            "model": model,
+            "layout": "tp1",
+            "save": False,
+            "load": f"family-trained-{model}-{layout}.ckpt",
+            "megatron_args": {},
         }

@@ -1,8 +1,8 @@
-"""Causal attention with sinks, on materialised scores, because torch's fused kernels do not support sinks.
+"""Causal attention on materialised scores, with sinks or capped scores, which torch's fused kernels do not support.
 
 A sink (gpt-oss) is a learned score per query head. The softmax adds exp(sink) to its denominator, so that the weights
 of a query sum to less than 1. The sink counts once per query also under context parallelism, because every query sees
-all its keys on one rank.
+all its keys on one rank. A cap (Gemma 2) turns a score s into cap · tanh(s / cap).
 
 Legend: B sequences, H query heads, G key/value heads, R = H / G, Q queries, C of them in a chunk, L keys, D head width,
 W value width.
@@ -19,8 +19,15 @@ from roll_opd.models.memory import CHUNK_BYTES
 Seen = Callable[[slice], Tensor]  # slice of queries -> mask of the keys that they see, bool [B or 1, 1, C, L]
 
 
-def attention_with_sinks(
-    query_BHQD: Tensor, key_BGLD: Tensor, value_BGLW: Tensor, seen: Seen, sinks_H: Tensor, *, scale: float
+def attention_by_scores(
+    query_BHQD: Tensor,
+    key_BGLD: Tensor,
+    value_BGLW: Tensor,
+    seen: Seen,
+    *,
+    scale: float,
+    sinks_H: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return the attention output [B, H, Q, W] in the dtype of `query_BHQD`; every query must see at least one key.
 
@@ -32,7 +39,7 @@ def attention_with_sinks(
     step = max(1, CHUNK_BYTES[query_BHQD.device.type] // each)
 
     def attend(query_BHCD: Tensor, key_BGLD: Tensor, value_BGLW: Tensor, chunk: slice) -> Tensor:
-        return _attend(query_BHCD, key_BGLD, value_BGLW, seen(chunk), sinks_H, scale)
+        return _attend(query_BHCD, key_BGLD, value_BGLW, seen(chunk), sinks_H, scale, cap)
 
     found = []
     for start in range(0, queries, step):
@@ -46,12 +53,22 @@ def attention_with_sinks(
 
 
 def _attend(
-    query_BHCD: Tensor, key_BGLD: Tensor, value_BGLW: Tensor, seen_B1CL: Tensor, sinks_H: Tensor, scale: float
+    query_BHCD: Tensor,
+    key_BGLD: Tensor,
+    value_BGLW: Tensor,
+    seen_B1CL: Tensor,
+    sinks_H: Tensor | None,
+    scale: float,
+    cap: float | None,
 ) -> Tensor:
     groups = key_BGLD.size(1)
     query_BGRCD = query_BHCD.unflatten(1, (groups, -1))
     scores = (query_BGRCD @ key_BGLD[:, :, None].transpose(-1, -2)).float() * scale
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
     scores = scores.masked_fill(~seen_B1CL[:, :, None], -torch.inf)
-    normaliser = torch.logaddexp(scores.logsumexp(-1, keepdim=True), sinks_H.float().view(groups, -1, 1, 1))
+    normaliser = scores.logsumexp(-1, keepdim=True)
+    if sinks_H is not None:
+        normaliser = torch.logaddexp(normaliser, sinks_H.float().view(groups, -1, 1, 1))
     weights = (scores - normaliser).exp().to(value_BGLW.dtype)
     return (weights @ value_BGLW[:, :, None]).flatten(1, 2)
