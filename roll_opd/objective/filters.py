@@ -12,20 +12,26 @@ GroupFilter = Callable[[Sequence[Sample]], bool]  # returns whether a group of s
 MASKED = "masked_by"  # prefix of the keys in a sample's `metrics` for masks that reject the sample
 
 
-def group_filter(rewards: Sequence[RewardPlan], *, compared: bool = True) -> GroupFilter | None:
-    """Return the filter of groups; None if no reward domain has a filter.
+def group_filter(rewards: Sequence[RewardPlan], *, compared: bool = True, runs: int = 0) -> GroupFilter | None:
+    """Return the filter of groups; None if all groups pass.
 
     The `query_filter` of a domain tests the rewards of a group together. The `response_filter` tests each reward. If
     the advantages compare the samples of a group (`compared`), every sample must pass the `response_filter`. Otherwise
     one sample must pass, and `without_rejected` masks the others. A group without rewards passes. A workflow may make
     several kinds of samples, with a `group_id` for each kind. The group then passes if one kind passes.
+
+    A group fails if it has a failed sample of a domain with `on_error: replace`, or samples of fewer than `runs` runs.
     """
+    replaced = {reward.domain for reward in rewards if reward.on_error == "replace"}
     filters = {reward.domain: (reward.query_filter, reward.response_filter) for reward in rewards}
-    if not any(one for both in filters.values() for one in both):
+    if not (replaced or runs or any(one for both in filters.values() for one in both)):
         return None
     enough = all if compared else any
 
     def passes(samples: Sequence[Sample]) -> bool:
+        has_failed = any(sample.excluded and sample.domain in replaced for sample in samples)
+        if has_failed or len({sample.run for sample in samples}) < runs:
+            return False
         kinds: dict[str, list[Sample]] = {}
         for sample in samples:
             if sample.reward is not None:

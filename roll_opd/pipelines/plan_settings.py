@@ -29,7 +29,18 @@ NO_SETTINGS = {
     *("output_dir", "exp_name", "title", "warnings", "memory", "config_yaml", "checkpoint", "trackers", "tracker_args"),
     *("logging_steps", "logged_samples_per_step", "device_memory_gb"),
     *("startup_timeout_s", "shutdown_timeout_s", "host_timeout_s", "stall_timeout_s"),
-    *("max_restarts", "total_steps", "loss_normaliser", "opd_vocab_size", "vocab_size", "length_key", "schema", "dp"),
+    *(
+        "max_restarts",
+        "max_lost_workers",
+        "min_batch_fraction",
+        "total_steps",
+        "loss_normaliser",
+        "opd_vocab_size",
+        "vocab_size",
+        "length_key",
+        "schema",
+        "dp",
+    ),
     *("returns_routes", "contexts", "paired", "engines", "key", "name", "domain"),
 }
 # pattern for the end of a field path -> configuration key in the same section

@@ -7,13 +7,14 @@ from contextlib import aclosing
 from functools import partial
 
 from roll_opd.algorithms.table import loss_facts
+from roll_opd.base.failures import RunError
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompt_source import MixedSource
 from roll_opd.models.device_phases import Phase
 from roll_opd.objective.advantages import external_advantages
 from roll_opd.objective.audit import advantage_metrics, audited
 from roll_opd.objective.demonstrations import demonstration_samples, mixed
-from roll_opd.objective.filters import group_filter, mask_metrics, masked, without_rejected
+from roll_opd.objective.filters import GroupFilter, group_filter, mask_metrics, masked, without_rejected
 from roll_opd.objective.mismatch import corrected, train_infer_metrics
 from roll_opd.objective.reference_kl import first_kl_coef, kl_coefs
 from roll_opd.pipelines import validation_runs
@@ -23,7 +24,7 @@ from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start_roles import chunk_samples, reads_beside_generation, start_workflow
 from roll_opd.rollout.finished_groups import FinishedGroup
 from roll_opd.rollout.producer import Gate, Rollouts
-from roll_opd.rollout.runs import RolloutContext
+from roll_opd.rollout.runs import Batch, RolloutContext
 from roll_opd.rollout.workflow import SingleTurn, Workflow
 from roll_opd.samples.sample import Sample
 from roll_opd.teachers.frozen_models import FrozenModels
@@ -69,6 +70,7 @@ async def train(run: Run, workers: RunWorkers) -> None:
             if plan.update_reads_rewards:
                 with clock.phase("reward"):
                     samples = await batch.with_rewards(samples)
+            failed = _failed_metrics(batch, samples, plan)
             samples, kl_coef = with_advantages(samples, plan, kl_coef, rewarded=not plan.rewards_are_monitored)
             if plan.demonstrations:
                 samples = mixed(samples, batch.demonstration_samples, plan.demonstrations.updates)
@@ -82,7 +84,7 @@ async def train(run: Run, workers: RunWorkers) -> None:
             with clock.phase("reward"):  # rewards that are only monitored
                 samples = await batch.with_rewards(samples)
             samples = audited(samples, plan.advantage_teachers, plan.objective)
-            metrics |= sample_metrics(samples, plan) | batch.ahead_metrics()
+            metrics |= sample_metrics(samples, plan) | batch.ahead_metrics() | failed
             metrics |= workers.frozen_models.step_metrics([s for s in samples if not s.demonstration])
             metrics |= await run.validation(step, partial(validate, step))
             metrics |= rollouts.drain_metrics()
@@ -119,11 +121,32 @@ def rollouts_of(run: Run, workers: RunWorkers, workflow: Workflow) -> Rollouts:
         range(run.steps_done, plan.max_steps),
         plan.rollout_batch_size,
         plan.extra_prompts,
-        group_filter(plan.rewards, compared=loss_facts(plan.objective.policy_loss).reads_advantages),
+        _group_filter(plan),
         plan.demonstrations.rows_per_step if plan.demonstrations else 0,
         in_rounds=plan.deterministic and plan.async_generation_ratio > 0,
         restored=_restored(run),
     )
+
+
+def _group_filter(plan: RunPlan) -> GroupFilter | None:
+    """Return the filter of groups. Without a reward in the update, only failed runs reject a group."""
+    replaces = plan.workflow is not None and plan.workflow.on_workflow_error == "replace"
+    return group_filter(
+        () if plan.rewards_are_monitored else plan.rewards,
+        compared=loss_facts(plan.objective.policy_loss).reads_advantages,
+        runs=plan.answers_per_prompt if replaces else 0,
+    )
+
+
+def _failed_metrics(batch: Batch, samples: Sequence[Sample], plan: RunPlan) -> dict[str, float]:
+    """Return the fraction of a step's runs that failures left out, if any. RunError if they left too few."""
+    failed = batch.failed_rate(samples, plan.answers_per_prompt)
+    if 1 - failed < plan.min_batch_fraction:
+        raise RunError(
+            f"failures left {1 - failed:.0%} of the runs of a step, and min_batch_fraction is"
+            f" {plan.min_batch_fraction:g}; see the warnings above, correct the reward or workflow, and resume"
+        )
+    return {"rollout/failed_rate": failed} if failed else {}
 
 
 def _restored(run: Run) -> list[FinishedGroup]:

@@ -171,7 +171,14 @@ async def start_reward_pools(plan: RunPlan, placement: Placement) -> tuple[Rewar
 
     async def begin(reward: RewardPlan) -> RewardPool:
         sampler = await start_sampler(plan, reward.engine, placement) if reward.engine else None
-        pool = RewardPool(reward, spawn, plan.student.model.path, sampler, is_learned=not plan.rewards_are_monitored)
+        pool = RewardPool(
+            reward,
+            spawn,
+            plan.student.model.path,
+            sampler,
+            is_learned=not plan.rewards_are_monitored,
+            max_lost=plan.max_lost_workers,
+        )
         await placement.starting.of(f"rewards.{reward.domain}", pool.start())
         return pool
 
@@ -209,6 +216,7 @@ async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) 
         repeats=repeats,
         chunk=chunk_samples(plan),
         deterministic=plan.deterministic,
+        max_lost=plan.max_lost_workers,
     )
     await pool.start(sampler, auxiliaries)
     return pool

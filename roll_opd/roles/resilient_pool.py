@@ -93,6 +93,7 @@ class ResilientPool(Generic[Item, Result]):
         assign: Assign = in_equal_shares,
         *,
         independent: bool = False,
+        max_lost: int | None = None,
     ) -> None:
         """Args:
         name: name of the pool in error messages.
@@ -103,6 +104,8 @@ class ResilientPool(Generic[Item, Result]):
         assign: selects a worker for each job.
         independent: jobs that are sent together do not depend on each other. A worker then gets a new job whenever one
         job finishes, not when all have finished; and cancelling a future cancels its job.
+        max_lost: number of lost workers after which the pool ends; None: any number. Losses that a job has caused do
+        not count.
         """
         self.name, self._spawn, self._settle_job = name, spawn, settle
         self._size, self._capacity, self._assign, self._independent = size, capacity, assign, independent
@@ -113,6 +116,7 @@ class ResilientPool(Generic[Item, Result]):
         self._broken: BaseException | None = None
         self._queued: list[int] = []
         self._restarts = 0
+        self._max_lost, self._lost = max_lost, 0
 
     async def start(self) -> None:
         """Start the workers and wait until they are ready."""
@@ -204,6 +208,7 @@ class ResilientPool(Generic[Item, Result]):
         except WorkerLost as lost:
             self._retire(member, f"{lost}, and its {len(left)} unfinished jobs run again")
             self._requeue(list(left.values()), lost.kind)
+            self._count_lost(str(lost))
         except Exception as error:
             for job in left.values():
                 job.fail(error if isinstance(error, RunError) else RunError(f"{self.name}: {error}"))
@@ -232,9 +237,27 @@ class ResilientPool(Generic[Item, Result]):
             if self._broken:
                 job.fail(self._broken)
             elif job.deaths == MAX_DEATHS:
+                self._lost -= MAX_DEATHS
                 message = f"{MAX_DEATHS} workers were lost ({kind}) while they ran it; the last worker ran nothing else"
                 self._settle(job, WorkerLost(kind, message))
         self._waiting = [job for job in jobs if not job.result.done()] + self._waiting
+
+    def _count_lost(self, problem: str) -> None:
+        """Count a lost worker; break the pool if there are more than it may lose."""
+        self._lost += 1
+        if self._max_lost is not None and self._lost > self._max_lost:
+            self._break(
+                RunError(
+                    f"{self.name}: {self._lost} processes were lost, and max_lost_workers is {self._max_lost}; the last"
+                    f" one {problem}; correct the cause, or raise the number"
+                )
+            )
+
+    def _break(self, error: BaseException) -> None:
+        """Fail the waiting and all later jobs with `error`."""
+        self._broken = error
+        for job in self._waiting:
+            job.fail(error)
 
     def _retire(self, member: Member, problem: str) -> None:
         if self.members.get(member.number) is not member:
@@ -272,9 +295,7 @@ class ResilientPool(Generic[Item, Result]):
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
-            self._broken = error  # a worker cannot be replaced
-            for job in self._waiting:
-                job.fail(error)
+            self._break(error)  # a worker cannot be replaced
 
 
 @dataclass

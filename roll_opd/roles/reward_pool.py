@@ -18,6 +18,8 @@ from roll_opd.samples.sample import Sample, changed
 from roll_opd.tracking.reward_metrics import scoring_metrics
 
 NO_VALUE = "none"  # kind of failure: the reward returned None in a run that trains on it
+LEFT_OUT = ("drop", "replace")  # values of on_error that leave a failed sample out of training
+CONSEQUENCES = {"zero": "have the reward 0", "replace": "are left out, and other prompts replace their groups"}
 MAX_FAILED_STEPS = 3  # consecutive steps without a reward that end the run
 ALIVE_SECONDS = 60.0  # without an answer, after which a worker is checked; at least the reward's time limit
 
@@ -55,23 +57,29 @@ class RewardPool:
         sampler: Sampler | None = None,
         *,
         is_learned: bool = True,
+        max_lost: int | None = None,
     ) -> None:
         """`spawn` starts a process, `model_path` has the tokenizer, and `sampler` has the engines of `plan.engine`.
 
-        Without `is_learned`, rewards are only monitored, so that all of them may fail.
+        Without `is_learned`, rewards are only monitored, so that all of them may fail. `max_lost`: see `ResilientPool`.
         """
         self.plan = plan
         self._spawn, self._model_path, self._sampler = spawn, model_path, sampler
         self._is_learned = is_learned
         self._key = f"rewards.{plan.domain}"
         self._pool: ResilientPool[Sample, RewardResult] = ResilientPool(
-            self._key, self._start_worker, self._result, plan.world_size, plan.max_concurrency * plan.batch_size
+            self._key,
+            self._start_worker,
+            self._result,
+            plan.world_size,
+            plan.max_concurrency * plan.batch_size,
+            max_lost=max_lost,
         )
         self._failures = FailureLog(
             "samples",
-            "have the reward 0" if plan.on_error == "zero" else "are left out",
+            CONSEQUENCES.get(plan.on_error, "are left out"),
             f"reward/{plan.domain}/errors",
-            f"correct it, or set {self._key}.on_error to zero or drop" if plan.on_error == "stop" else None,
+            f"correct it, or set {self._key}.on_error to zero, drop or replace" if plan.on_error == "stop" else None,
             must_succeed=is_learned,
         )
         self._failed_steps = 0  # consecutive calls of `drain_metrics` in which every sample had failed
@@ -128,7 +136,7 @@ class RewardPool:
         self._errors.update(scored.errors)
         self._latencies.append(seconds)
         domain, on_error = self.plan.domain, self.plan.on_error
-        if isinstance(scored, Score) and scored.value is None and on_error == "drop" and self._is_learned:
+        if isinstance(scored, Score) and scored.value is None and on_error in LEFT_OUT and self._is_learned:
             scored = Failure(NO_VALUE, "its reward returned None")
         if isinstance(scored, Score):
             self._failures.add_success()
@@ -137,4 +145,4 @@ class RewardPool:
         self._failed += 1
         self._failures.add_failure(scored.kind, f"{self._key}: sample {experience.id}: {scored.message}")
         reward = 0.0 if on_error == "zero" else None
-        return RewardResult(domain, reward, reason=scored.kind, excluded=on_error == "drop")
+        return RewardResult(domain, reward, reason=scored.kind, excluded=on_error in LEFT_OUT)

@@ -46,10 +46,12 @@ class WorkflowPool:
         repeats: bool,
         chunk: int | None = None,
         deterministic: bool = False,
+        max_lost: int | None = None,
     ) -> None:
         """`spawn` starts a process. With `repeats`, a single call makes all runs of a prompt.
 
         A process collects experiences for a short time and then sends them; it sends a complete `chunk` immediately.
+        `max_lost`: see `ResilientPool`.
         """
         self._chunk, self._deterministic = chunk, deterministic
         self.plan = plan
@@ -63,9 +65,10 @@ class WorkflowPool:
             plan.workflow_concurrency,
             self._near_engines,
             independent=True,
+            max_lost=max_lost,
         )
         self._shared: dict[int, SharedCall] = {}  # by draw
-        remedy = "correct it, or set on_workflow_error to drop" if plan.on_workflow_error == "stop" else None
+        remedy = "correct it, or set on_workflow_error to drop or replace" if plan.on_workflow_error == "stop" else None
         self._failure_log = FailureLog("runs", "are left out", "workflow/failed", remedy)
         self._has_warned_of_missing = False
         self._reset()

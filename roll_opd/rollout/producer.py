@@ -341,6 +341,7 @@ class _Production:
                 sampled_by = set[int]().union(*(sampling_versions(sample.versions) for sample in group.samples))
                 batch.sampled_by.append([min(sampled_by, default=version), max(sampled_by, default=version)])
             batch.samples += group.samples
+            batch.group_sizes.append(len(group.samples))
             if group.rewards not in batch.rewards:
                 batch.rewards.append(group.rewards)
         while self._oldest in self._done:
@@ -392,8 +393,8 @@ class _Production:
             )
         raise RunError(
             f"the filters rejected the samples of {rejected} prompts and kept {kept} in a step of {groups}; loosen"
-            " query_filter_config or response_filter_config, use other prompts, or correct a workflow that returns no"
-            " samples"
+            " query_filter_config or response_filter_config, use other prompts, or correct a workflow or a"
+            " reward that fails"
         )
 
 

@@ -237,6 +237,7 @@ class Batch:
     rewards: list[PendingRewards] = field(default_factory=list)
     prompts: list[Prompt] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)  # samples of each prompt, in the order of the prompts
+    group_sizes: list[int] = field(default_factory=list)  # number of samples of each prompt
     filtered: list[Prompt] = field(default_factory=list)  # prompts whose groups did not pass
     draws: list[int] = field(default_factory=list)  # number of each prompt in the order of the data
     filtered_draws: list[int] = field(default_factory=list)
@@ -278,6 +279,18 @@ class Batch:
             "rollout/async/age_max": float(max((age for age, _ in ages), default=0)),
             "rollout/async/versions_per_sample": sum(kinds) / max(len(kinds), 1),
         }
+
+    def failed_rate(self, samples: Sequence[Sample], runs: int) -> float:
+        """Return the fraction of the batch's runs, `runs` per prompt, without a sample or with an excluded one.
+
+        `samples` are the batch's, in its order, with rewards.
+        """
+        left, begin = 0, 0
+        for size in self.group_sizes:
+            group = samples[begin : begin + size]
+            left += len({sample.run for sample in group} - {sample.run for sample in group if sample.excluded})
+            begin += size
+        return 1 - left / (runs * len(self.group_sizes))
 
     async def with_rewards(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the batch's samples with their missing rewards."""

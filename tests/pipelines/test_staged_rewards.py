@@ -17,6 +17,7 @@ from stage import SHORT, WITH_REWARD, Stage, optimizer_of
 
 from roll_opd.base.frozen import freeze
 from roll_opd.roles.reward_pool import RewardPool
+from roll_opd.tracking.ledger import audit
 
 STEPS = 3
 FAILING = '''
@@ -102,6 +103,20 @@ def test_samples_whose_reward_fails(stage: Stage) -> None:
     zero = play(stage, "zero", *own(stage, FAILING, section.format(on_error="zero")))
     counted = [sample for sample in zero.rows("samples.jsonl") if int(sample["ground_truth"]) % 5 == 0]
     assert zero.code == 0 and counted and all(sample["reward"] == 0 for sample in counted)
+
+
+@pytest.mark.nightly  # test_failed_runs.py shows on every push which groups are replaced
+def test_failed_samples_are_replaced_or_end_a_run_below_the_floor(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = "{{sums: {{worker_cls: my_rewards.failing, on_error: {on_error}, rest: 0}}}}"
+    run = play(stage, "replace", *own(stage, FAILING, section.format(on_error="replace")))
+    assert run.code == 0 and audit(run.path)[1] == []
+    assert any(row["filtered"] for row in run.rows("ledger.jsonl"))
+    assert all(int(sample["ground_truth"]) % 5 and sample["reward"] is not None for sample in run.rows("samples.jsonl"))
+    floor = "min_batch_fraction=0.99"
+    ended = play(stage, "floor", *own(stage, FAILING, section.format(on_error="drop")), floor)
+    assert ended.code == 1 and "min_batch_fraction is 0.99" in capsys.readouterr().err
 
 
 def test_an_error_may_end_the_run(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:

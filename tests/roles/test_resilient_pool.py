@@ -151,6 +151,43 @@ def test_every_job_is_answered_once_whatever_dies(seed: int, independent: bool) 
             assert deaths[-1] == [number]
 
 
+@pytest.mark.parametrize(("max_lost", "ends"), [(None, False), (3, False), (2, True)])
+def test_a_pool_ends_if_it_loses_more_processes_than_allowed(max_lost: int | None, ends: bool) -> None:
+    async def scene(pool: ResilientPool, processes: Processes) -> None:
+        answers = []
+        for number in range(3):
+            processes.gate.clear()
+            job = pool.submit((number, WAIT))
+            while not (having := [process for process in processes.started if process.has and not process.is_dead]):
+                await asyncio.sleep(0)
+            having[0].is_dead = True
+            while not any(process.has for process in processes.started if not process.is_dead) and not job.done():
+                await asyncio.sleep(0)
+            processes.gate.set()
+            answers += await asyncio.gather(job, return_exceptions=True)
+        assert answers[:2] == [0, 2]
+        (later,) = await asyncio.gather(pool.submit((9, "")), return_exceptions=True)
+        for answer in (answers[2], later):
+            assert isinstance(answer, RunError) == ends
+        assert not ends or "the pool: 3 processes were lost, and max_lost_workers is 2" in str(later)
+        if not ends:
+            await settled(pool)
+
+    play(scene, max_lost=max_lost)
+
+
+def test_a_job_that_kills_processes_is_a_failure_of_the_job() -> None:
+    """The processes that it has killed do not count as lost."""
+
+    async def scene(pool: ResilientPool, processes: Processes) -> None:
+        for number in range(4):
+            assert await pool.submit((number, DIE)) == "worker_died"
+        assert await pool.submit((9, "")) == 18
+        await settled(pool)
+
+    play(scene, max_lost=2)
+
+
 def test_a_suspect_runs_alone_while_the_other_process_goes_on() -> None:
     def by_tens(items: Sequence[tuple[int, str]], loads: Mapping[int, int], capacity: int) -> Iterator[int]:
         for number, _ in items:

@@ -108,7 +108,9 @@ def test_a_reward_that_was_quick_may_be_slow(start, loop) -> None:
         assert time.monotonic() - began < 2
 
 
-@pytest.mark.parametrize(("on_error", "reward", "excluded"), [("zero", 0.0, False), ("drop", None, True)])
+@pytest.mark.parametrize(
+    ("on_error", "reward", "excluded"), [("zero", 0.0, False), ("drop", None, True), ("replace", None, True)]
+)
 def test_a_sample_that_fails_harms_no_other(start, loop, on_error, reward, excluded) -> None:
     """In one call with its neighbours, which are scored without it."""
     pool = start("troubled", on_error=on_error, max_concurrency=1, batch_size=8)

@@ -101,3 +101,14 @@ def test_kinds_of_samples_are_filtered_apart() -> None:
 
 def test_without_a_filter_there_is_no_test() -> None:
     assert group_filter([RewardPlan("math", ())]) is None
+
+
+def test_a_group_with_a_failure_is_replaced_if_its_domain_says_so() -> None:
+    passes = group_filter([RewardPlan("math", (), on_error="replace"), RewardPlan("code", (), on_error="drop")])
+    failed = {domain: replace(sample(0, 1, None, domain), excluded=True) for domain in ("math", "code")}
+    assert passes([sample(0, 0, 1.0), sample(0, 1, 0.0)])
+    assert not passes([sample(0, 0, 1.0), failed["math"]])
+    assert passes([sample(0, 0, 1.0, "code"), failed["code"]])
+    by_runs = group_filter([], runs=2)
+    assert by_runs([replace(sample(0, run, None), run=run) for run in range(2)])
+    assert not by_runs([sample(0, 0, None), sample(0, 0, None)])

@@ -35,8 +35,11 @@ class RewardKeys(Section):
     """Processes that compute a domain's rewards."""
 
     world_size: Annotated[int, Field(ge=1, le=4096)] = key(1, "processes", also="num_workers")
-    on_error: Literal["zero", "drop", "stop"] = key(
-        "stop", "a sample whose reward fails gets the reward 0, is dropped, or stops the run", OURS
+    on_error: Literal["zero", "drop", "replace", "stop"] = key(
+        "stop",
+        "a sample whose reward fails gets the reward 0, is dropped, is dropped with its group, which another prompt"
+        " replaces, or stops the run",
+        OURS,
     )
 
 

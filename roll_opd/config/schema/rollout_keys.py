@@ -7,7 +7,7 @@ from pydantic import Field
 
 from roll_opd.config import roll_keys as roll
 from roll_opd.config.schema.environment_keys import AgenticKeys
-from roll_opd.config.schema.key_types import AboveZero, Fraction, Many, Name, NotNegative, Positive
+from roll_opd.config.schema.key_types import AboveZero, Count, Fraction, Many, Name, NotNegative, Positive
 from roll_opd.config.schema.objective_keys import CriticKeys, ObjectiveKeys, TrainInferCorrection
 from roll_opd.config.schema.run_keys import PromptColumns, Run
 from roll_opd.config.schema.section import OURS, TRINITY, Section, key, keys_of
@@ -38,6 +38,15 @@ class RolloutKeys(Section):
         "treatment of running answers at a weight update with async_generation_ratio; wait: finish them first;"
         " continue: continue with the new weights and a recomputed KV cache; restart: generate them again from their"
         " prompts",
+        OURS,
+    )
+    min_batch_fraction: Fraction = key(
+        0.0, "fraction of a step's runs that failures must leave; below it the training ends before the update", OURS
+    )
+    max_lost_workers: Count | None = key(
+        None,
+        "processes of a reward domain, or of the workflow, that may be lost before the training ends; default: any"
+        " number",
         OURS,
     )
     weight_sync: Literal["auto", "shared_memory"] = key(
@@ -103,7 +112,9 @@ class WorkflowKeys(Section):
         None, "one API key for all workflow calls; the URL or a header then selects the call", OURS
     )
     tool_call_parser: Name = key("hermes", "format of tool calls, a name that --tool-call-parser of vLLM accepts", OURS)
-    on_workflow_error: Literal["drop", "stop"] = key("drop", "drop a failed workflow call, or stop the training", OURS)
+    on_workflow_error: Literal["drop", "replace", "stop"] = key(
+        "drop", "drop a failed workflow call, replace its group by another prompt, or stop the training", OURS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

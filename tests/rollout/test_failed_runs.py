@@ -1,0 +1,80 @@
+"""Runs and rewards that fail: groups are replaced, or train without them, and no batch has a placeholder."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from sampling_assets import SAMPLING, RewardPool
+from test_gate import BATCHES, GROUPS, learned, learner_of
+
+from roll_opd.config.plan import RewardPlan
+from roll_opd.objective.filters import group_filter
+from roll_opd.roles.reward_pool import RewardResult
+from roll_opd.rollout.runs import Batch
+from roll_opd.rollout.workflow import Model, SingleTurn, Task
+from roll_opd.samples.sample import Sample, changed
+from roll_opd.samples.sample_columns import as_columns
+
+PLAN = RewardPlan("math", (), on_error="replace")
+
+
+def fails(name: str) -> bool:
+    """Return whether a run fails, a seventh of all, by its name."""
+    return random.Random(name).random() < 1 / 7
+
+
+class FailingRewards(RewardPool):
+    async def _score(self, experience: Sample, slowness: int) -> RewardResult:
+        scored = await super()._score(experience, slowness)
+        return RewardResult("math", None, reason="raised", excluded=True) if fails(experience.id) else scored
+
+
+class FailingRuns(SingleTurn):
+    async def run(self, task: Task, model: Model) -> Sequence[Sample]:
+        await asyncio.sleep(0)
+        return [] if fails(f"{task.prompt.id}#{task.draw}/{task.run}") else await super().run(task, model)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+@pytest.mark.parametrize("what", ["rewards", "runs"])
+def test_groups_with_a_failure_are_replaced(make_source: Any, what: str, bound: int) -> None:
+    """Batches are full, each run has a sample, and the ledger's draws are the prompts in order."""
+    for seed in range(3):
+        passes = group_filter([PLAN]) if what == "rewards" else group_filter([], runs=SAMPLING.n)
+        learner = learner_of(make_source(), bound, seed, passes=passes)
+        context = learner.rollouts.context
+        failing = {"reward_pools": [FailingRewards(seed)]} if what == "rewards" else {"workflow": FailingRuns()}
+        learner.rollouts = replace(learner.rollouts, context=replace(context, **failing))
+        batches = learned(learner)
+        for batch in batches:
+            assert batch.group_sizes == [SAMPLING.n] * GROUPS and batch.failed_rate(batch.samples, SAMPLING.n) == 0
+            assert not any(sample.excluded or fails(sample.id) for sample in batch.samples)
+        draws = [draw for batch in batches for draw in (*batch.draws, *batch.filtered_draws)]
+        assert sorted(draws) == list(range(len(draws)))
+        assert any(batch.filtered_draws for batch in batches) and len(batches) == BATCHES
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_failed_rate_counts_missing_and_excluded_runs(seed: int) -> None:
+    rng, runs = random.Random(seed), 4
+    batch, failed = Batch(0), 0
+    for group in range(6):
+        made = []
+        for run in range(runs):
+            parts = rng.choice([0, 1, 1, 3])  # samples of the run
+            bad = rng.choice([None, *range(parts)]) if parts else None
+            failed += parts == 0 or bad is not None
+            made += [sample(f"{group}/{run}.{part}", run, part == bad) for part in range(parts)]
+        batch.group_sizes.append(len(made))
+        batch.samples += made
+    assert batch.failed_rate(batch.samples, runs) == pytest.approx(failed / (6 * runs))
+
+
+def sample(name: str, run: int, excluded: bool) -> Sample:
+    columns = as_columns(action_mask=np.ones(1, bool), rollout_logprobs=np.zeros(1, np.float32))
+    made = Sample(id=name, group_id=name, run=run, tokens=np.arange(3), prompt_length=2, columns=columns)
+    return changed(made, excluded=excluded)
