@@ -7,6 +7,7 @@ and `sequence`, the product of the sequence's ratios or the sum of its differenc
 Legend: M scored tokens of all sequences, concatenated; `lengths` has the number per sequence.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,6 +19,7 @@ from roll_opd.algorithms.losses.batch import MAX_LOG_RATIO, on_tokens, sequence_
 
 Level = Literal["token", "segment", "geometric", "sequence"]
 ICEPOP_LOW, ICEPOP_HIGH = 0.5, 5.0  # defaults of verl and rLLM
+TAIL = 0.99  # quantile of the ratios
 PIECE = 2**15  # tokens that metrics process at a time, to stay in a core's cache
 
 
@@ -99,15 +101,16 @@ def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
     """Return the mismatch metrics, which are independent of corrections; empty without masked tokens.
 
     The metrics are: `logprob_diff_mean` and `_max` of |train - infer|, and the same for probabilities; `k1` and `k3`,
-    estimates of KL(infer || train); `ratio_mean`, `_min` and `_max`; and `ess`, the effective sample size as a fraction
-    of the samples, (Σw)² / (N·Σw²).
+    estimates of KL(infer || train); `ratio_mean`, `_min`, `_max` and `_p99`, the 99 % quantile; and the effective
+    sample size of the ratios as a fraction of the tokens (`ess`), and of the sequences by the products of their ratios
+    (`ess_sequence`), see `effective_share`.
     """
     kept = mismatch.mask_M
     if not kept.any():
         return {}
     every = bool(kept.all())
-    acted = (logprobs if every else logprobs[kept] for logprobs in (mismatch.train_M, mismatch.infer_M))
-    pieces = zip(*(logprobs_K.split(PIECE) for logprobs_K in acted), strict=True)
+    train_K, infer_K = (logprobs if every else logprobs[kept] for logprobs in (mismatch.train_M, mismatch.infer_M))
+    pieces = zip(train_K.split(PIECE), infer_K.split(PIECE), strict=True)
     sums, extremes = zip(*(_sums_and_extremes(train.double(), infer.double()) for train, infer in pieces), strict=True)
     log_ratio, apart, k3, ratio, square, difference = (torch.stack(sums).sum(0) / int(kept.sum())).tolist()
     most_apart, largest, least, most_different = torch.stack(extremes).amax(0).tolist()
@@ -121,8 +124,32 @@ def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
         "ratio_mean": ratio,
         "ratio_min": -least,
         "ratio_max": largest,
+        "ratio_p99": float(_quantile((train_K - infer_K).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO), TAIL).exp()),
         "ess": ratio**2 / square,
+        "ess_sequence": effective_share(_sequence_log_ratios(mismatch).softmax(0)),
     }
+
+
+def effective_share(weights_N: Tensor) -> float:
+    """Return the effective sample size of weights as a fraction of their number: (Σw)² / (N · Σw²).
+
+    1 for equal weights, 1/N if one weight has all the sum. Kong, "A Note on Importance Sampling using Standardized
+    Weights" (1992). A factor of all weights has no effect. 0 without a positive weight.
+    """
+    squares = float(weights_N.square().sum())
+    return float(weights_N.sum()) ** 2 / squares / len(weights_N) if squares else 0.0
+
+
+def _sequence_log_ratios(mismatch: Mismatch) -> Tensor:
+    """Return the log of the product of the ratios of each sequence with action tokens, f64."""
+    gaps_M = (mismatch.train_M - mismatch.infer_M).double().masked_fill_(~mismatch.mask_M, 0)
+    acted_B = sequence_sums(mismatch.mask_M.double(), mismatch.lengths) > 0
+    return sequence_sums(gaps_M, mismatch.lengths)[acted_B]
+
+
+def _quantile(values_N: Tensor, share: float) -> Tensor:
+    """Return the smallest value with at least the fraction `share` of the values at or below it."""
+    return values_N.kthvalue(math.ceil(share * len(values_N))).values
 
 
 def _sums_and_extremes(train_K: Tensor, infer_K: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from roll_opd.algorithms.corrections import (
     Mismatch,
     difference_within,
+    effective_share,
     icepop_weights,
     importance_weights,
     mismatch_metrics,
@@ -110,22 +111,34 @@ def _check_ages(samples: Sequence[Sample], version: int, max_age: int) -> None:
             )
 
 
-def train_infer_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+def train_infer_metrics(samples: Sequence[Sample], correction: CorrectionPlan | None = None) -> dict[str, float]:
     """Return `rollout/mismatch/*` (see `mismatch_metrics`), and `rollout/correction/*` of corrected samples."""
     return {
         **{f"rollout/mismatch/{name}": value for name, value in mismatch_metrics(mismatch_of(samples)).items()},
-        **_correction_metrics([s for s in samples if s.importance_weights is not None]),
+        **_correction_metrics([s for s in samples if s.importance_weights is not None], correction),
     }
 
 
-def _correction_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the fraction of action tokens that are masked, and the mean weight of the other action tokens."""
+def _correction_metrics(samples: Sequence[Sample], plan: CorrectionPlan | None) -> dict[str, float]:
+    """Return the fraction of action tokens that are masked, and metrics of the weights of the reward's part.
+
+    `weight_mean` is a mean over the tokens that are not masked. `ess` is the effective share of all action tokens; a
+    masked token has the weight 0. `clipped_rate` is the fraction of action tokens whose weight is not their ratio.
+    """
     acted = sum(s.action_tokens for s in samples)
     kept = np.concatenate([np.zeros(0), *[present(s.importance_weights)[s.loss_mask] for s in samples]])
     if not acted:
         return {}
     metrics = {"rollout/correction/masked_rate": 1 - len(kept) / acted}
-    return metrics | ({"rollout/correction/weight_mean": float(kept.mean())} if len(kept) else {})
+    if plan and plan.weight:
+        mismatch = mismatch_of(samples)
+        weights_M, ratio_M = _weights(mismatch, plan), mismatch.ratio(plan.level)
+        clipped_M = (weights_M != ratio_M) & mismatch.mask_M
+        metrics["rollout/correction/clipped_rate"] = float(clipped_M.sum()) / acted
+    if not len(kept):
+        return metrics
+    effective = effective_share(torch.from_numpy(kept)) * len(kept) / acted
+    return metrics | {"rollout/correction/weight_mean": float(kept.mean()), "rollout/correction/ess": effective}
 
 
 def _weights(mismatch: Mismatch, plan: CorrectionPlan) -> Tensor:

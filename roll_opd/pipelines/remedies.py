@@ -8,7 +8,7 @@ LENGTH_PENALTY = "length_penalty"
 
 def remedies(plan: RunPlan) -> Remedies:
     """Return the clauses of advice for the alarms of `plan`."""
-    return Remedies(slower=tuple(_slower(plan)), shorter=tuple(_shorter(plan)))
+    return Remedies(slower=tuple(_slower(plan)), shorter=tuple(_shorter(plan)), fresher=tuple(_fresher(plan)))
 
 
 def _slower(plan: RunPlan) -> list[str]:
@@ -34,6 +34,12 @@ def _shorter(plan: RunPlan) -> list[str]:
             found.append(f"add a {LENGTH_PENALTY} to the reward")
         found.append(_reference(plan))
     return found
+
+
+def _fresher(plan: RunPlan) -> list[str]:
+    if plan.async_generation_ratio:
+        return [f"lower async_generation_ratio ({plan.async_generation_ratio:g})"]
+    return ["compare the settings of training and inference engine (dtype, router_replay)"]
 
 
 def _reference(plan: RunPlan) -> str:

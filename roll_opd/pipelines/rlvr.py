@@ -254,7 +254,7 @@ def sample_metrics(samples: Sequence[Sample], plan: RunPlan) -> dict[str, float]
     """Return metrics of a step's samples, without its demonstrations."""
     sampled = [sample for sample in samples if not sample.demonstration]
     return {
-        **train_infer_metrics(sampled),
+        **train_infer_metrics(sampled, plan.objective.correction),
         **opd_metrics(sampled),
         **(alignment_metrics(sampled) if any(sample.alignments for sample in sampled) else {}),
         **reward_metrics(sampled),

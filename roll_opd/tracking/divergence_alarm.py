@@ -6,7 +6,8 @@ collapse, the reward does not rise. Self-distillation often collapses after 100 
 In another known failure of on-policy distillation, answers grow to the length limit (arXiv 2604.08527).
 
 An alarm is given if a change is large, is significant compared with the noise between steps (`significance`), and is
-present in both halves of the last window.
+present in both halves of the last window. The alarm of old samples has fixed limits: importance weights of a few
+sequences dominate an update before the reward falls (arXiv 2602.17616).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,11 +29,17 @@ RISEN = 1.0  # standard errors: a larger rise of the reward counts as learning
 TRUNCATED_MORE = 0.1  # fraction of all answers by which truncated ones must increase
 TRUNCATED_TIMES = 1.5  # factor by which the fraction of truncated answers must increase
 GROWN = 1.1  # factor by which the mean length must increase
+ESS_WINDOW = 3  # number of steps whose samples are tested for their age
+MIN_ESS = 0.25  # alarm below this effective fraction of the sequences (geometric mean). Long answers have less, so that
+MIN_KL = 0.01  # the mean KL from sampler to learner must also be above this, in nats per token
+
+TINY = 1e-9
 
 ENTROPY, AGREEMENT = "opd/student_entropy", "opd/agreement"
 LENGTH, REWARD = "tokens/response_length/mean", "critic/score/mean"
 TRUNCATED = "rollout/finish_length_rate"
-READ = (ENTROPY, AGREEMENT, LENGTH, REWARD, TRUNCATED)
+ESS, KL = "rollout/mismatch/ess_sequence", "rollout/mismatch/k1"
+READ = (ENTROPY, AGREEMENT, LENGTH, REWARD, TRUNCATED, ESS)
 STDERR = "critic/score/stderr"
 
 
@@ -42,6 +49,7 @@ class Remedies:
 
     slower: Sequence[str] = ()  # in addition to a lower learning rate
     shorter: Sequence[str] = ()  # against truncated answers
+    fresher: Sequence[str] = ()  # against samples of other weights
 
     def against_collapse(self) -> str:
         """Return the advice against a loss of earlier gains."""
@@ -50,6 +58,10 @@ class Remedies:
     def against_length(self) -> str:
         """Return the advice against truncated answers."""
         return _listed(["raise response_length", *self.shorter, "lower learning_rate"])
+
+    def against_staleness(self) -> str:
+        """Return the advice against samples that are far from the student."""
+        return _listed([*self.fresher, "lower learning_rate"])
 
 
 @dataclass
@@ -81,6 +93,7 @@ class DivergenceAlarm:
         self._is_itself, self._remedies = is_itself, remedies or Remedies()
         self._series = {name: _Series((name,)) for name in (ENTROPY, AGREEMENT, LENGTH)}
         self._rewards, self._truncated = _Series((REWARD,)), _Series((TRUNCATED, LENGTH))
+        self._effective = _Series((ESS, KL))
         self._stderr2: list[float] = []  # standard error of each reward; 0 if not recorded
         self._sounded: set[str] = set()
         self._steps, self._untested = 0, set[str]()
@@ -93,6 +106,7 @@ class DivergenceAlarm:
             self._stderr2.append((_finite(metrics.get(STDERR)) or 0.0) ** 2)
         if self._truncated.add(metrics):
             measured.add(TRUNCATED)
+        is_far = self._effective.add(metrics) and ESS not in self._sounded
         self._steps += 1
         self._untested |= measured
         if self._steps % max(1, self._steps // MAX_TESTS):
@@ -100,6 +114,8 @@ class DivergenceAlarm:
         else:
             measured, self._untested = self._untested, set()
         new = dict(self._found(measured - self._sounded))
+        if is_far and (text := self._staleness()):
+            new[ESS] = text
         self._sounded |= new.keys()
         return list(new.values())
 
@@ -138,6 +154,18 @@ class DivergenceAlarm:
             f"{REWARD}: the reward has risen from {first:.3g} to {best:.3g} and fallen to {last:.3g} (by"
             f" {lost.errors[0]:.1f} standard errors): training is losing earlier gains;"
             f" {self._remedies.against_collapse()}"
+        )
+
+    def _staleness(self) -> str:
+        """Return a warning if the last samples are far from the student, else ""."""
+        shares, kl = self._effective.values()[:, -ESS_WINDOW:]
+        effective = float(np.exp(np.log(np.maximum(shares, TINY)).mean()))
+        if len(shares) < ESS_WINDOW or effective >= MIN_ESS or kl.mean() <= MIN_KL:
+            return ""
+        return (
+            f"{ESS}: the sequences of the last {ESS_WINDOW} steps count as {effective:.0%} of their number, because the"
+            f" student is {kl.mean():.2g} nats per token from the weights that sampled them: updates become noisy, and"
+            f" the reward may fall; {self._remedies.against_staleness()}"
         )
 
     def _truncation(self) -> str:

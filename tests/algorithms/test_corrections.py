@@ -10,6 +10,7 @@ from roll_opd.algorithms import corrections
 from roll_opd.algorithms.corrections import (
     Mismatch,
     difference_within,
+    effective_share,
     icepop_weights,
     importance_weights,
     mismatch_metrics,
@@ -111,6 +112,12 @@ def test_mismatch_metrics_equal_the_loop_in_pieces_of_any_size(piece: int, monke
     made = mismatch(7)
     gaps = [(float(made.train_M[t]), float(made.infer_M[t])) for t in torch.nonzero(made.mask_M).flatten()]
     ratios = [math.exp(a - b) for a, b in gaps]
+    products, begin = [], 0
+    for length in made.lengths:
+        acted = [t for t in range(begin, begin + length) if made.mask_M[t]]
+        if acted:
+            products.append(math.prod(math.exp(float(made.train_M[t] - made.infer_M[t])) for t in acted))
+        begin += length
     assert mismatch_metrics(made) == pytest.approx(
         {
             "logprob_diff_mean": statistics.mean(abs(a - b) for a, b in gaps),
@@ -122,7 +129,9 @@ def test_mismatch_metrics_equal_the_loop_in_pieces_of_any_size(piece: int, monke
             "ratio_mean": statistics.mean(ratios),
             "ratio_min": min(ratios),
             "ratio_max": max(ratios),
+            "ratio_p99": sorted(ratios)[math.ceil(0.99 * len(ratios)) - 1],
             "ess": sum(ratios) ** 2 / (len(ratios) * sum(r * r for r in ratios)),
+            "ess_sequence": sum(products) ** 2 / (len(products) * sum(r * r for r in products)),
         }
     )
 
@@ -134,6 +143,21 @@ def test_engines_that_agree_change_nothing() -> None:
         assert ratio_within(made, level=level).all() and difference_within(made, level=level).all()
     metrics = mismatch_metrics(made)
     assert (metrics["k1"], metrics["k3"], metrics["ess"], metrics["ratio_mean"]) == (0.0, 0.0, 1.0, 1.0)
+    assert metrics["ess_sequence"] == pytest.approx(1.0) and metrics["ratio_p99"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("weights", "share"), [([2.0] * 5, 1.0), ([0, 3, 0, 0], 0.25), ([1, 3], 0.8), ([0, 0], 0.0), ([1e-9, 3e-9], 0.8)]
+)
+def test_the_effective_share_of_weights(weights: list[float], share: float) -> None:
+    assert effective_share(torch.tensor(weights, dtype=torch.float64)) == pytest.approx(share)
+
+
+def test_products_of_long_sequences_do_not_overflow() -> None:
+    """Each of two sequences has a product of e^1500; the third has e^-1500."""
+    gaps = torch.tensor([3.0] * 1000 + [-3.0] * 500, dtype=torch.float64)
+    made = Mismatch(gaps, torch.zeros(1500), torch.ones(1500, dtype=torch.bool), (500, 500, 500))
+    assert mismatch_metrics(made)["ess_sequence"] == pytest.approx(2 / 3)
 
 
 def test_nothing_to_compare() -> None:

@@ -1,6 +1,7 @@
 """The mismatch of a step is that of its action tokens, of the samples that the training engine has scored."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -157,11 +158,18 @@ def test_corrected_samples_and_their_loss(plan: CorrectionPlan) -> None:
         assert alone.loss_mask.tolist() == after.loss_mask.tolist()  # nobody else's business
         assert alone.importance_weights.tolist() == after.importance_weights.tolist()
     assert loss == pytest.approx(wanted / left, rel=1e-5)
-    metrics = train_infer_metrics(found)
+    metrics = train_infer_metrics(found, plan)
     acted = sum(int(e.action_mask.sum()) for e in made)
     assert metrics["rollout/correction/masked_rate"] == pytest.approx(1 - left / acted)
     used = [w for e in found for w, keeps in zip(e.importance_weights, e.loss_mask, strict=True) if keeps]
     assert metrics["rollout/correction/weight_mean"] == pytest.approx(float(np.mean(used)), rel=1e-6)
+    effective = sum(used) ** 2 / (acted * sum(w * w for w in used)) if any(used) else 0.0
+    assert metrics["rollout/correction/ess"] == pytest.approx(effective, rel=1e-6)
+    if plan.weight:
+        raw = [naive_correction(e, replace(plan, high=None, low=None))[1] for e in made]
+        pairs = zip(made, raw, (naive_correction(e, plan)[1] for e in made), strict=True)
+        clipped = sum(a and r != w for e, rs, ws in pairs for a, r, w in zip(e.action_mask, rs, ws, strict=True))
+        assert metrics["rollout/correction/clipped_rate"] == pytest.approx(clipped / acted)
 
 
 def test_the_corrections_do_something() -> None:

@@ -12,6 +12,8 @@ from roll_opd.samples.sample_columns import as_columns, teacher_columns
 from roll_opd.tracking.divergence_alarm import (
     AGREEMENT,
     ENTROPY,
+    ESS,
+    KL,
     LENGTH,
     REWARD,
     TRUNCATED,
@@ -22,6 +24,7 @@ from roll_opd.tracking.divergence_alarm import (
 from roll_opd.tracking.metrics import opd_metrics
 
 FIRST = {ENTROPY: 1.0, AGREEMENT: 0.6, LENGTH: 20.0, REWARD: 0.3}
+STALE = Path(__file__).parents[2] / "benchmarks/results/async_effective_samples.json"
 RECORDED = Path(__file__).parents[2] / "benchmarks/results/privileged_context.json"
 
 
@@ -61,6 +64,43 @@ def test_a_collapse_of_one_metric_sounds_its_alarms(change: dict, expected: set)
     rows = run(FIRST, FIRST | change, noise=0.004)
     assert set(sounded(rows)) == expected
     assert set(sounded(rows, is_itself=False)) == expected - {AGREEMENT}  # to become as another teacher is the aim
+
+
+@pytest.mark.parametrize(
+    ("shares", "kl", "sounds_after"),
+    [
+        ([0.9, 0.7, 0.4, 0.2, 0.15, 0.1], 0.02, 5),
+        ([0.9, 0.7, 0.4, 0.2, 0.15, 0.1], 0.009, None),  # long answers: each token is near
+        ([0.1, 0.1], 0.1, None),  # too few steps
+        ([1.0, 0.05, 1.0] * 5, 0.1, None),  # single steps
+        ([0.3] * 40, 0.1, None),
+        ([None, float("nan"), 0.1, 0.1, 0.1, 0.1], 0.1, 5),
+    ],
+)
+def test_samples_far_from_the_student_sound_the_alarm_once(
+    shares: list[float | None], kl: float, sounds_after: int | None
+) -> None:
+    """Whatever the reward does."""
+    alarm = DivergenceAlarm(is_itself=False, remedies=Remedies(fresher=("lower async_generation_ratio (8)",)))
+    found = {step: alarm.after({ESS: share, KL: kl, REWARD: step / 9}) for step, share in enumerate(shares, 1)}
+    assert [step for step, texts in found.items() if texts] == ([sounds_after] if sounds_after else [])
+    if sounds_after:
+        (text,) = found[sounds_after]
+        assert text.startswith(f"{ESS}: ") and text.endswith("lower async_generation_ratio (8) or lower learning_rate")
+
+
+@pytest.mark.parametrize(("bound", "sounds_after"), [(0, None), (1, 5), (2, 4), (4, 3), (8, 4)])
+def test_the_alarm_of_old_samples_sounds_before_the_recorded_reward_falls(bound: int, sounds_after: int | None) -> None:
+    """GRPO on the demo: with S = 0 it learns, with older samples it loses everything at the same learning rate."""
+    rows = json.loads(STALE.read_text())["runs"][f"{bound}"]
+    rewards = np.array([row[REWARD] for row in rows])
+    alarm = DivergenceAlarm(is_itself=False)
+    sounding = [row["step"] for row in rows if any(text.startswith(ESS) for text in alarm.after(row))]
+    assert sounding == ([sounds_after] if sounds_after else [])
+    if sounds_after:
+        assert rewards[20:].mean() < 0.1 < rewards[:sounds_after].mean() and not alarm.after({})
+    else:
+        assert rewards[-5:].mean() > 0.6
 
 
 def test_large_changes_within_noise_sound_no_alarm() -> None:
