@@ -9,7 +9,7 @@ also has the versions of the weights that sampled each trained draw: the order i
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +40,39 @@ def audit(run: Path) -> tuple[dict[str, int], list[str]]:
         for step, of_step in ages.items()
         if min(of_step, default=0) < 0
     ]
-    for step, path in checkpoints_of(run).items():
-        if (path / STATE).is_file():
-            errors += _of_checkpoint(step, json.loads((path / STATE).read_text(encoding="utf-8")), rows)
-    later = set(range(max(fates, default=-1) + 1)) - fates.keys()
+    states = {
+        step: json.loads((path / STATE).read_text(encoding="utf-8"))
+        for step, path in sorted(checkpoints_of(run).items())
+        if (path / STATE).is_file()
+    }
+    earlier: set[int] = set()  # draws before the ledger of a run that continues another run's checkpoint
+    if states and rows and rows[0]["step"] > 1:
+        earlier = _done(next(iter(states.values()))) - fates.keys()
+    for step, state in states.items():
+        errors += _of_checkpoint(step, state, rows, earlier)
+    later = set(range(max(fates, default=-1) + 1)) - fates.keys() - earlier
     counts = {fate: sum(len(row[fate]) for row in rows) for fate in FATES}
     counts |= {"in flight before the last draw": len(later)}
     known = [age for of_step in ages.values() for age in of_step]
     return {"steps": len(rows), **counts, **({"largest age": max(known)} if known else {})}, errors
 
 
-def _of_checkpoint(step: int, state: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return an error if a checkpoint's position in the data differs from the ledger's, else an empty list."""
+def _done(state: dict[str, Any]) -> set[int]:
+    """Return the draws that are trained or filtered according to the state of a checkpoint."""
     source = state["source"]
     position = source["taken"] if "taken" in source else sum(stream["taken"] for stream in source["streams"])
-    done = {*range(position), *source.get("passed", ())}
-    known = {draw for row in rows if row["step"] <= step for fate in FATES for draw in row[fate]}
+    return {*range(position), *source.get("passed", ())}
+
+
+def _of_checkpoint(
+    step: int, state: dict[str, Any], rows: Sequence[dict[str, Any]], earlier: Collection[int]
+) -> list[str]:
+    """Return an error if a checkpoint's position in the data differs from the ledger's, else an empty list.
+
+    `earlier` has the draws before the ledger.
+    """
+    done = _done(state)
+    known = {draw for row in rows if row["step"] <= step for fate in FATES for draw in row[fate]} | set(earlier)
     if done == known:
         return []
     missing, extra = sorted(done - known)[:3], sorted(known - done)[:3]

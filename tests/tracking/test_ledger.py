@@ -49,6 +49,19 @@ def test_draws_in_a_window_are_those_that_have_passed(tmp_path: Path) -> None:
     assert counts["in flight before the last draw"] == 1 and errors == []
 
 
+def test_a_run_from_another_runs_checkpoint_has_a_ledger_from_there_on(tmp_path: Path) -> None:
+    """Draws 0 to 4 are in the ledger of the other run; later checkpoints must have all draws of this one."""
+    run = RunDirectory.create(tmp_path, "demo")
+    Ledger(run).append(3, [5, 7], [])
+    checkpoint(run, 3, 6, passed=[7])
+    counts, errors = audit(run.path)
+    assert counts["in flight before the last draw"] == 1 and errors == []
+    Ledger(run).append(4, [6, 9], [])
+    checkpoint(run, 4, 10)
+    (error,) = audit(run.path)[1]
+    assert "the checkpoint of step 4 counts draws [8] as done that the ledger has not" in error
+
+
 def changed_row(run: RunDirectory, row: int, old: str, new: str) -> None:
     lines = (run.path / LEDGER).read_text().splitlines()
     lines[row] = lines[row].replace(old, new)
