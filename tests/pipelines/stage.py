@@ -110,6 +110,7 @@ class Stage(Backend):
             wanted, found = (getattr(whole, role) for whole in (plan, self._plan))
             assert wanted is None or worker_settings(wanted) == worker_settings(found)
         await there.load(self.place / "start")
+        await self._set_updates(plan)
         taking_part = RunWorkers(
             student=replace(there.student, plan=plan.student),
             sampler=there.sampler,
@@ -121,6 +122,18 @@ class Stage(Backend):
             critic=replace(there.critic, plan=plan.critic) if plan.critic else None,
         )
         return await taking_part.for_objective(plan.objective)
+
+    async def _set_updates(self, plan: RunPlan) -> None:
+        """Give the engines a run's settings of weight updates; for a synchronous run, those of their start."""
+
+        def change(worker: Any, on_update: str, deterministic: bool) -> None:
+            worker._engine._on_update, worker._engine._deterministic = on_update, deterministic
+
+        of_engines = plan if plan.async_generation_ratio else self._plan
+        assert of_engines.rollout
+        engines = self._workers.sampler.engines.actors
+        settings = of_engines.rollout.on_weight_update, of_engines.deterministic
+        await asyncio.gather(*[engine.__ray_call__.remote(change, *settings) for engine in engines])
 
     def cluster(self, *_: object) -> AbstractContextManager[None]:
         return nullcontext()
