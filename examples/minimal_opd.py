@@ -29,7 +29,8 @@ Data, advantage, loss and reward are the package's own functions. Everything els
 Legend: B sequences, P prompt tokens, A answer tokens, T = P + A, V vocabulary; M = B * A, all answers end to end.
 """
 
-if __name__ == "__main__" and __import__("importlib.util").util.find_spec("project_environment"):  # or a copy alone
+# unless this file was copied elsewhere
+if __name__ == "__main__" and __import__("importlib.util").util.find_spec("project_environment"):
     __import__("project_environment").use_project_environment(("roll_opd", "torch", "transformers"))
 
 import argparse
@@ -54,19 +55,19 @@ from roll_opd.objective.loss import opd_penalty
 from roll_opd.rewards.builtin.math_rule import is_right
 
 DEMO = Path(__file__).resolve().parent / "demo"
-PROMPTS_PER_STEP = 128  # one answer each: with a reward one would compare several answers to one prompt
+PROMPTS_PER_STEP = 128  # one answer per prompt; with a reward, several answers to a prompt would be compared
 MAX_NEW_TOKENS = 48
 LEARNING_RATE = 1e-4
-CausalLM = Any  # any one of transformers: its own annotation of `generate` does not pass a type checker
+CausalLM = Any  # any model of transformers; the annotation of its `generate` does not pass a type checker
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A batch of prompts and a model's answers."""
+    """A batch of prompts, and a model's answers."""
 
     prompts_BP: Tensor  # int64
     answers_BA: Tensor  # int64
-    mask_BA: Tensor  # bool: the tokens that the model chose, its end-of-sequence token included
+    mask_BA: Tensor  # bool: True for tokens that the model chose, including the end-of-sequence token
 
 
 def load_model(name: str) -> CausalLM:
@@ -78,11 +79,11 @@ def load_prompts(file: str, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
 
 
 def sample(model: CausalLM, prompts: list[Prompt], top_k: int = 0) -> Rollout:
-    """Let the model answer: with top_k 0 it samples from its whole distribution, with 1 it is greedy."""
+    """Sample answers from the model; top_k 0 samples from the whole distribution, 1 is greedy."""
     prompts_BP = torch.from_numpy(np.stack([prompt.tokens for prompt in prompts]))
     tokens_BT = model.generate(prompts_BP, max_new_tokens=MAX_NEW_TOKENS, do_sample=True, top_k=top_k)
     answers_BA = tokens_BT[:, prompts_BP.shape[1] :]
-    # `generate` pads a row behind its end token: the model chose the tokens that have no end token before them
+    # `generate` pads a row after its end token, so the model chose the tokens without an end token before them
     end_BA = answers_BA == model.config.eos_token_id
     return Rollout(prompts_BP, answers_BA, mask_BA=end_BA.cumsum(dim=1) == end_BA)
 
@@ -90,7 +91,7 @@ def sample(model: CausalLM, prompts: list[Prompt], top_k: int = 0) -> Rollout:
 def compute_logprobs(model: CausalLM, rollout: Rollout) -> Tensor:
     """Return the model's log-prob of every answer token, f32 [B, A]."""
     tokens_BT = torch.cat([rollout.prompts_BP, rollout.answers_BA], dim=1)
-    # the logits at a position are for the next token: those of the first answer token are at the prompt's last
+    # logits at a position are for the next token, so the first answer token's logits are at the prompt's last position
     logits_BAV = model(tokens_BT).logits[:, rollout.prompts_BP.shape[1] - 1 : -1]
     return logits_BAV.log_softmax(dim=-1).gather(-1, rollout.answers_BA[..., None]).squeeze(-1)
 
@@ -99,12 +100,13 @@ def update(student: CausalLM, optimizer: torch.optim.Optimizer, rollout: Rollout
     """Train the student on one rollout; return the mean reverse KL per token before the update."""
     mask_M, teacher_M = rollout.mask_BA.flatten(), teacher_BA.flatten()
     student_M = compute_logprobs(student, rollout).flatten()
-    old_M = student_M.detach()  # under the weights that sampled: still the same, so every ratio exp(l - old) is 1
-    advantages_M = -opd_penalty(old_M, mask_M.float(), teacher_M * mask_M)  # q - l, a constant for the gradient
+    # under the weights that sampled, which are still the same: every ratio exp(l - old) is 1
+    old_M = student_M.detach()
+    advantages_M = -opd_penalty(old_M, mask_M.float(), teacher_M * mask_M)  # q - l; constant for the gradient
 
     lengths = (rollout.answers_BA.shape[1],) * len(rollout.answers_BA)
     loss_M = importance_sampling(LossBatch(student_M, old_M, advantages_M, mask_M, lengths))
-    weights_M = torch.cat(token_weights(list(rollout.mask_BA), "token-mean"))  # 1 / tokens; 0 off the mask
+    weights_M = torch.cat(token_weights(list(rollout.mask_BA), "token-mean"))  # 1 / tokens; 0 outside the mask
 
     optimizer.zero_grad()
     (weights_M * loss_M).sum().backward()
@@ -114,7 +116,7 @@ def update(student: CausalLM, optimizer: torch.optim.Optimizer, rollout: Rollout
 
 
 def accuracy(tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt], rollout: Rollout) -> float:
-    """Return the share of right answers, by the rule of the reward `math_rule`."""
+    """Return the fraction of right answers, as judged by the reward `math_rule`."""
     chosen = [answer_A[mask_A].tolist() for answer_A, mask_A in zip(rollout.answers_BA, rollout.mask_BA, strict=True)]
     texts = tokenizer.batch_decode(chosen, skip_special_tokens=True)
     right = [is_right(text, prompt.ground_truth or "") for text, prompt in zip(texts, prompts, strict=True)]
@@ -123,7 +125,7 @@ def accuracy(tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt], rollout:
 
 def main(steps: int, seed: int) -> None:
     torch.manual_seed(seed)
-    torch.set_num_threads(1)  # models this small only make several threads wait for each other
+    torch.set_num_threads(1)  # with models this small, several threads would only wait for each other
     student, teacher = load_model("student"), load_model("teacher").requires_grad_(False)
     tokenizer = load_tokenizer(str(DEMO / "models" / "student"))  # the teacher must have the same one
     source = PromptSource(load_prompts("train.jsonl", tokenizer), seed)

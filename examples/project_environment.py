@@ -4,5 +4,5 @@ import os
 import runpy
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "roll_opd")
-# loaded by its path, since the package may not be importable yet
+# loaded by path, since the package may not be importable yet
 use_project_environment = runpy.run_path(os.path.join(_PACKAGE, "base", "interpreter.py"))["use_project_environment"]

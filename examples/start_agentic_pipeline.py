@@ -1,4 +1,4 @@
-"""Learning in environments, turn by turn: from teachers (is_pure_opd), from rewards, or (use_opd) from both.
+"""Learning in environments, turn by turn, from teachers (is_pure_opd), from rewards, or from both (use_opd).
 
 python examples/start_agentic_pipeline.py --config_path DIR --config_name NAME [key=value ...]
 """

@@ -1,4 +1,4 @@
-"""Reinforcement learning from verifiable rewards, alone or (use_opd: true) together with teachers.
+"""Reinforcement learning from verifiable rewards, without teachers or together with teachers (use_opd: true).
 
 python examples/start_rlvr_pipeline.py --config_path DIR --config_name NAME [key=value ...]
 """

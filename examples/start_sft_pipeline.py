@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on rows that bring their answers.
+"""Supervised fine-tuning on rows with answers.
 
 python examples/start_sft_pipeline.py --config_path DIR --config_name NAME [key=value ...]
 """

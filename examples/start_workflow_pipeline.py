@@ -1,4 +1,4 @@
-"""Workflows: custom code processes each row. Also runs unchanged YAML files of Trinity-RFT.
+"""Workflows: custom code processes each row. Also runs YAML files of Trinity-RFT unchanged.
 
 python examples/start_workflow_pipeline.py --config trinity.yaml [key=value ...]
 python examples/start_workflow_pipeline.py --config_path DIR --config_name NAME [key=value ...]

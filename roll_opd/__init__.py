@@ -1,9 +1,9 @@
-"""On-policy distillation of large language models: Megatron trains and scores, vLLM samples, Ray conducts.
+"""On-policy distillation of large language models: Megatron trains and scores, vLLM samples, Ray runs the processes.
 
     import roll_opd
     result = roll_opd.run("run.yaml", overrides=["max_steps=20"])
 
-Importing this package imports neither torch nor any engine and patches nothing.
+Importing this package does not import torch or an engine, and patches nothing.
 """
 
 import sys
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
-        """Import the API on first use: every process of a run imports this package."""
+        """Import the API on first use, since every process of a run imports this package."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if name == "open":
@@ -33,7 +33,7 @@ else:
         return getattr(python_api, name)
 
 
-FORMER_MODULES = {  # name in 0.1 -> name now; importable under both until 0.3
+FORMER_MODULES = {  # module name in 0.1 -> name now; both can be imported until 0.3
     "roll_opd.data.prompts": "roll_opd.data.dataset",
     "roll_opd.frozen": "roll_opd.base.frozen",
     "roll_opd.plan": "roll_opd.config.plan",
@@ -43,7 +43,7 @@ FORMER_NAMES = {"roll_opd.tracking.collapse": {"CollapseAlarm": "DivergenceAlarm
 
 
 class _FormerModules:
-    """Finder and loader of the modules of 0.1 that scripts of users import."""
+    """Finds and loads the modules of 0.1 that users' scripts import."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> "ModuleSpec | None":  # 3.6 evaluates it
@@ -61,7 +61,9 @@ class _FormerModules:
         now = import_module(FORMER_MODULES[name])
         former = {old: getattr(now, new) for old, new in FORMER_NAMES.get(name, {}).items()}
         module.__dict__.update({key: value for key, value in vars(now).items() if key[:2] != "__"}, **former)
-        warnings.warn(f"{name} is now {now.__name__}; the former name goes in 0.3", FutureWarning, stacklevel=2)
+        warnings.warn(
+            f"{name} is now {now.__name__}; the former name will be removed in 0.3", FutureWarning, stacklevel=2
+        )
 
 
 sys.meta_path.append(_FormerModules)

@@ -1,4 +1,4 @@
-"""Training as a library: a session with a student, its teachers and a sampler, driven call by call from Python.
+"""Training as a library: a session with student, teachers and sampler, whose steps Python code calls one by one.
 
     with roll_opd.open("examples/demo/onpolicy_distill.yaml") as session:
         for _ in range(20):
@@ -10,8 +10,8 @@
         session.student.save("out")
 
 The models run in the processes of an ordinary run with the same configuration (`roll_opd.pipelines.session`). This
-process imports no torch, and Ray only to send reward functions. A session ends with it. Calls block. docs/python.md has
-complete examples.
+process does not import torch, and imports Ray only to send reward functions. The session ends together with this
+process. Calls block. docs/python.md has complete examples.
 """
 
 import os
@@ -49,10 +49,10 @@ Reward = Callable[..., Sequence[float]]
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples in the order of their prompts; each call returns a new batch. `samples` have all arrays."""
+    """Samples in the order of their prompts. Each call returns a new batch. `samples` has all arrays."""
 
     samples: tuple[Sample, ...]
-    texts: tuple[str, ...]  # text of the responses, without special tokens
+    texts: tuple[str, ...]  # texts of the responses, without special tokens
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -73,7 +73,7 @@ class Batch:
     def reverse_kl(self) -> float:
         """Return the mean of student minus teacher log-prob over all tokens that the student sampled.
 
-        With several teachers, of each sample's first. ValueError without `teacher.score`.
+        If a sample has several teachers, the first counts. ValueError if `teacher.score` was not called.
         """
         parts = []
         for sample in self.samples:
@@ -85,7 +85,7 @@ class Batch:
 
 
 class Sampler:
-    """The inference engines with the student's weights of the last `update`."""
+    """The inference engines, with the student's weights as of the last `update`."""
 
     def __init__(self, session: "Session") -> None:
         self._session = session
@@ -93,21 +93,21 @@ class Sampler:
     def sample(
         self, prompts: Sequence[Prompt | str | Sequence[Message]], n: int | None = None, **sampling: Any
     ) -> Batch:
-        """Return `n` samples of each prompt (default: the configuration's number).
+        """Return `n` samples of each prompt (default: as configured).
 
-        A prompt is a text, a list of messages or one of `Session.prompts`. `sampling` replaces settings of the
+        A prompt is a text, a list of messages, or an element of `Session.prompts`. `sampling` overrides settings of the
         configuration: `temperature`, `top_p`, `top_k`, `max_new_tokens`.
         """
         samples, texts = self._session.call("sample", prompts=list(prompts), n=n, sampling=sampling)
         return Batch(tuple(samples), tuple(texts))
 
     def update(self) -> None:
-        """Send the student's weights to the engines, and to teachers that follow it."""
+        """Send the student's weights to the engines, and to teachers that follow the student."""
         self._session.call("sync")
 
 
 class Teacher:
-    """The teachers of the configuration, and the reference policy if there is one."""
+    """The teachers of the configuration, and the reference policy if it is configured."""
 
     def __init__(self, session: "Session") -> None:
         self._session = session
@@ -130,17 +130,17 @@ class Student:
     def forward_backward(
         self, batch: Batch, loss: str | None = None, *, opd_kl_coef: float | None = None, **objective: Any
     ) -> dict[str, float]:
-        """Add the gradient of the mean loss over the batch; return metrics.
+        """Accumulate the gradient of the mean loss over the batch; return metrics.
 
-        `loss` is one of `losses()`; default: the configuration's. `opd_kl_coef` and `objective` replace keys of the
-        configuration for this call. Rewards of the batch become advantages by the configured estimator; without rewards
-        the teachers are the only signal.
+        `loss` is one of `losses()`, by default the configured loss. `opd_kl_coef` and `objective` override keys of the
+        configuration for this call. The configured estimator turns rewards of the batch into advantages; without
+        rewards, the teachers are the only signal.
         """
         keys = {**objective, **({"policy_loss": loss} if loss else {})}
         return self._session.call("forward_backward", samples=batch.samples, objective=keys, opd_kl_coef=opd_kl_coef)
 
     def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:
-        """Make one optimizer step with the added gradients; return metrics. Default: the schedule's learning rate."""
+        """Apply the accumulated gradients; return metrics. The default is the schedule's learning rate."""
         return self._session.call("optim_step", learning_rate=learning_rate)
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
@@ -148,14 +148,15 @@ class Student:
         return Path(self._session.call("save", directory=os.path.abspath(directory)))
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """Restore the training state of `save`; the engines get its weights."""
+        """Restore the training state that `save` wrote; the engines get its weights."""
         self._session.call("load", directory=os.path.abspath(directory))
 
 
 class Session:
     """A running student, teacher and sampler; use `roll_opd.open`, in a `with` statement.
 
-    RunFailed if the run behind it fails. A failed call (ValueError, TypeError, RuntimeError) leaves the session usable.
+    RunFailed if the run of the session fails. After a failed call (ValueError, TypeError, RuntimeError), the session
+    can still be used.
     """
 
     def __init__(self, config: Config, overrides: Overrides, rewards: Mapping[str, Reward]) -> None:
@@ -171,7 +172,7 @@ class Session:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # an interrupt reaches it only from here
+            start_new_session=True,  # the run is in another process group, so an interrupt reaches it only from here
         )
         self._shown = threading.Thread(target=self._show, name="roll_opd session output", daemon=True)
         self._shown.start()
@@ -188,7 +189,7 @@ class Session:
         return self.call("prompts", n=n)
 
     def reward(self, batch: Batch) -> Batch:
-        """Return the batch with the rewards of the configuration, or of the functions given to `open`."""
+        """Return the batch with rewards from the configuration, or from the functions given to `open`."""
         return replace(batch, samples=tuple(self.call("reward", samples=batch.samples)))
 
     @property
@@ -204,7 +205,7 @@ class Session:
             self._connection.send((name, arguments))
             return self._answer()
         except KeyboardInterrupt:
-            self.close()  # the answer may arrive later, and would be mistaken for that of another call
+            self.close()  # the answer may still arrive, and would be taken for the answer to another call
             raise
 
     def _answer(self) -> Any:
@@ -218,21 +219,21 @@ class Session:
         return answer
 
     def _failed(self) -> NoReturn:
-        """Raise RunFailed with the message of the ended run."""
+        """Raise RunFailed with the error of the run that has ended."""
         self._connection = None
         code = self._process.wait()
         self._shown.join()
         raise RunFailed(end_message(code, self._output), code, self.directory)
 
     def _show(self) -> None:
-        """Print the run's output until it ends; then end the wait for its connection."""
+        """Print the run's output until the run ends; then stop waiting for its connection."""
         self._output = show(self._process)
         if self._connection is None:
             with suppress(OSError):
                 Client(self._listener.address).close()
 
     def close(self) -> None:
-        """End the session and its processes; may be called again."""
+        """End the session and its processes; further calls do nothing."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -255,8 +256,8 @@ class Session:
 def open_session(config: Config, overrides: Overrides = (), *, rewards: Mapping[str, Reward] | None = None) -> Session:
     """Start the models of a configuration and return them as a session; also called `roll_opd.open`.
 
-    `config`, `overrides` and `rewards` are those of `roll_opd.run`. Prompts, rewards, objective, layouts and the
-    learning-rate schedule come from the configuration; steps are made by the caller.
+    `config`, `overrides` and `rewards` are as for `roll_opd.run`. Prompts, rewards, objective, layouts and the
+    learning-rate schedule come from the configuration; the caller makes the steps.
     """
     return Session(config, overrides, rewards or {})
 

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the declarations of the keys in roll_opd/config/schema/: `make docs`."""
+"""Write docs/configuration.md from the declarations of the keys in roll_opd/config/schema/ (`make docs`)."""
 
 import inspect
 import re
@@ -30,7 +30,7 @@ The roles are sections with the keys of [a role](#a-role): in pure distillation 
 needed `teacher`, `reference` and `critic`. `rewards` maps domains to [rewards](#a-reward), `auxiliary_models` names to
 the models that a workflow calls: roles, or [addresses](#an-auxiliary-model-that-runs-elsewhere).
 """
-SANITY = (2**31 - 1, 10**6)  # bounds against slips, not shown
+SANITY = (2**31 - 1, 10**6)  # bounds that only catch slips; the page does not show them
 TITLES = {
     schema.Top: "A run that rolls out",
     schema.Worker: "A role",
@@ -48,7 +48,7 @@ TITLES = {
     schema.FileTeacher: "teacher of the pipeline offline_distill",
 }
 
-BASES = {schema.TeacherWorker: schema.Worker}  # section -> base class, whose keys have another table
+BASES = {schema.TeacherWorker: schema.Worker}  # section -> base class whose keys are in another table
 
 
 def sections() -> list[type[Section]]:
@@ -113,7 +113,7 @@ def _range(metadata: tuple[Any, ...]) -> str:
 
 
 def title(section: type[Section]) -> str:
-    """Return the heading of a section: what its docstring calls it."""
+    """Return the heading of a section, which is the name in its docstring."""
     return TITLES.get(section) or re.split(r"[:.]", inspect.cleandoc(section.__doc__ or ""))[0].replace("`", "")
 
 
@@ -135,7 +135,7 @@ def _default(item: Field[Any]) -> str:
 
 
 def table(section: type[Section]) -> str:
-    """Return one section of the page."""
+    """Return a section of the page: its heading and the table of its keys."""
     rows = ["| key | type | default | meaning | origin |", "|---|---|---|---|---|"]
     for item in fields(section):
         if item.name in section.ignored or item.name in schema.keys_of(BASES.get(section, Section)):

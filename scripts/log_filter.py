@@ -1,6 +1,6 @@
 """Write the output of `pytest -n 2 -v` to a log file and print its important lines.
 
-Printed are the progress in steps of 10 %, failures with their reasons, skips, and the summary.
+It prints the progress in steps of 10 %, failures with reasons, skips, and the summary.
 """
 
 import re
@@ -12,11 +12,11 @@ BAD = re.compile(r"^\[gw\d+\] \[ *\d+%\] (FAILED|ERROR)")
 REPORTED = re.compile(r"^(E  |FAILED|ERROR|SKIPPED|INTERNALERROR)")
 ENDED = re.compile(r"=+ .*(passed|failed|error|no tests ran)")
 WIDTH = 400
-MOST = 100  # lines about failures: one broken fixture fails all tests of a session
+MOST = 100  # maximum number of lines about failures, as a broken fixture fails all tests of a session
 
 
 def main(log: Path) -> None:
-    """Copy standard input to the file `log`, and its important lines with the log's name to standard output."""
+    """Copy standard input to the file `log`, and important lines, with the log's name, to standard output."""
     shown, reported = -1, 0
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:

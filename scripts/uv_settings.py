@@ -12,11 +12,11 @@ VARIABLES = {
     "cert": "SSL_CERT_FILE",
     "proxy": "ALL_PROXY",
 }
-SECTIONS = ("global", "install", ":env:")  # each overrides the previous ones
+SECTIONS = ("global", "install", ":env:")  # each file overrides the previous files
 
 
 def uv_settings(lines: list[str]) -> dict[str, str]:
-    found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # pip's: the best version that any index has
+    found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # as in pip: the best version in any index
     for section in SECTIONS:
         for line in lines:
             key, _, value = line.partition("=")

@@ -1,9 +1,9 @@
-"""Measure all-reduce bandwidth over the hosts of a run, with the run's network and variables.
+"""Measure the bandwidth of all-reduces over the hosts of a run, with the run's network and environment variables.
 
     torchrun --nnodes 2 --node_rank R --master_addr A --nproc_per_node 8 examples/clusters/bandwidth.py [--mib N]
 
-NCCL on GPUs, else gloo. Bus bandwidth as in nccl-tests: 2 (n - 1) / n times the bytes of the buffer, divided by the
-seconds of one all-reduce over n ranks. Compare it with the speed of the slowest link.
+Uses NCCL on GPUs, else gloo. Bus bandwidth is defined as in nccl-tests: 2 (n - 1) / n times the bytes of the buffer,
+divided by the seconds of one all-reduce over n ranks. Compare it with the speed of the slowest link.
 """
 
 import argparse
@@ -13,11 +13,11 @@ import time
 import torch
 import torch.distributed as dist
 
-WARM_UP = 3  # the first calls set up connections
+WARM_UP = 3  # not timed, as the first calls set up connections
 
 
 def bus_gigabytes(mebibytes: int, repeats: int) -> float:
-    """Return the bus bandwidth of all-reduces of one buffer, in 10^9 bytes a second. Collective."""
+    """Return the bus bandwidth of all-reduces of a buffer, in 10^9 bytes per second. Collective."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     buffer = torch.ones(mebibytes * 2**20 // 4, dtype=torch.float32, device=device)
@@ -41,7 +41,7 @@ def _wait(device: torch.device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="bus bandwidth of an all-reduce over all ranks")
-    parser.add_argument("--mib", type=int, default=1024, help="size of the buffer, about that of gradients")
+    parser.add_argument("--mib", type=int, default=1024, help="size of the buffer, about the size of gradients")
     parser.add_argument("--repeats", type=int, default=10)
     options = parser.parse_args()
     if torch.cuda.is_available():

@@ -2,8 +2,8 @@
 
     python examples/demo/make_answers.py [--output DIR]
 
-SFT learns right workings of the sums; DPO prefers them to workings in which a carry was forgotten. All of it follows
-from the seed.
+SFT learns correct workings of the sums. DPO prefers them to workings in which a carry was forgotten. The seed
+determines all rows.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from make_assets import HERE, worked_answer
 
 SEED = 11
 TRAIN_ROWS, VAL_ROWS = 1000, 100
-FORGET = 0.65  # share of carries forgotten in a rejected answer, at least one
+FORGET = 0.65  # fraction of carries forgotten in a rejected answer; at least one carry
 
 
 def rows(path: Path) -> list[dict]:
@@ -37,7 +37,7 @@ def worked(row: dict) -> dict:
 
 
 def compared(row: dict, rng: random.Random) -> dict | None:
-    """None for a sum without a carry that could be forgotten."""
+    """Return a row with both workings; None for a sum without a carry."""
     right = worked_answer(*summands(row))
     if not row["difficulty"]:
         return None

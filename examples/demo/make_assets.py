@@ -9,16 +9,14 @@ from the right ("digit+digit+carry=sum"), then the result on its own line:
     assistant:  7+9+0=16,4+8+1=13,3+5+1=9
                 936
 
-The *teacher* is pre-trained on correct work and is right practically always.
-The *student* is smaller, has another shape, and is pre-trained on careless
-work in which most of the carries are forgotten, so that at first it is right
-about one time in nine.  On-policy distillation then has something to
-teach: the student's own samples contain the mistakes, and the teacher's score
-of each sampled token says which tokens they are.
+The *teacher* is pre-trained on correct work and is almost always right. The *student* is smaller, has another shape,
+and is pre-trained on careless work in which most carries are forgotten, so that at first about one answer in nine is
+right. The student's samples contain the mistakes, and the teacher's score of each sampled token shows which tokens are
+wrong: this is what on-policy distillation teaches.
 
-Everything follows from the seeds below; one run takes about six minutes on one
-idle CPU core.  Another number of threads or another CPU rounds differently: the
-weights then differ, and the accuracies by a little.  This supervised pre-training is the only place where the demo uses
+The seeds below determine the result; one run takes about six minutes on an idle CPU core. With another number of
+threads or another CPU, rounding differs, so the weights differ and the accuracies change slightly.  This supervised
+pre-training is the only place where the demo uses
 a plain PyTorch + transformers loop.
 """
 
@@ -42,13 +40,13 @@ Pair = tuple[int, int]  # summands
 # ---------------------------------------------------------------- settings
 DIGITS = 3  # digits of each summand; every prompt has the same length
 TRAIN_ROWS = 4000  # prompts for on-policy distillation
-VAL_ROWS = 200  # prompts for validation, never trained on by anyone
-DATA_SEED = 7  # decides which prompts are in the two files
+VAL_ROWS = 200  # prompts for validation; no model is trained on them
+DATA_SEED = 7  # determines which prompts are in the two files
 
 VOCAB_SIZE = 320  # 256 bytes + 5 special tokens, padded (divisible by 64)
-MAX_POSITIONS = 2048  # longest sequence the models accept
+MAX_POSITIONS = 2048  # longest sequence that the models accept
 MAX_NEW_TOKENS = 40  # generation limit; a correct answer has at most 32 tokens
-FORGET = 0.65  # share of carries forgotten in the student's pre-training
+FORGET = 0.65  # fraction of carries forgotten in the student's pre-training
 
 # Shape of each model (head_dim 32 throughout) and its supervised pre-training.
 # Heads and layers are divisible by 2 where the demo splits them: heads for
@@ -78,7 +76,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer: one token per UTF-8 byte, plus the special tokens."""
+    """Return a byte-level tokenizer: one token per UTF-8 byte, and the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -102,10 +100,9 @@ def question(a: int, b: int) -> str:
 
 
 def worked_answer(a: int, b: int, forget: float = 0.0, rng: random.Random | None = None) -> str:
-    """The visible work and, on the last line, the result.
+    """Return the visible work and, on the last line, the result.
 
-    Each carry is forgotten with probability `forget`; the result then is what
-    the work says, not the true sum.
+    Each carry is forgotten with probability `forget`; the result then follows from the work and is not the true sum.
     """
     columns, result, carry = [], "", 0
     for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
@@ -119,7 +116,7 @@ def worked_answer(a: int, b: int, forget: float = 0.0, rng: random.Random | None
 
 
 def count_carries(a: int, b: int) -> int:
-    """How many of the columns carry: the row's difficulty, 0 to DIGITS."""
+    """Return the number of columns with a carry: the row's difficulty, 0 to DIGITS."""
     return sum(a % 10**k + b % 10**k >= 10**k for k in range(1, DIGITS + 1))
 
 
@@ -129,7 +126,7 @@ def draw_pair(rng: random.Random) -> Pair:
 
 
 def draw_splits() -> tuple[list[Pair], list[Pair]]:
-    """Distinct pairs for train.jsonl and val.jsonl; also no pair swapped."""
+    """Return distinct pairs for train.jsonl and val.jsonl; a swapped pair counts as the same pair."""
     rng, seen = random.Random(DATA_SEED), set()
     pairs: list[Pair] = []
     while len(pairs) < TRAIN_ROWS + VAL_ROWS:
@@ -141,7 +138,7 @@ def draw_splits() -> tuple[list[Pair], list[Pair]]:
 
 
 def write_rows(path: Path, name: str, pairs: Iterable[Pair]) -> None:
-    """One JSON object a line, in ROLL's format: `messages` is a JSON *string*."""
+    """Write one JSON object per line, in ROLL's format: `messages` is a JSON *string*."""
     with path.open("w", encoding="utf-8") as file:
         for i, (a, b) in enumerate(pairs):
             messages = [{"role": "user", "content": question(a, b)}]
@@ -170,7 +167,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, a: int, b: int) -> list[int]:
 def make_batch(
     tokenizer: PreTrainedTokenizerFast, pairs: Iterable[Pair], forget: float, rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Padded token ids, and labels that count only the response tokens."""
+    """Return padded token ids, and labels that are set only at response tokens."""
     rows, labels = [], []
     for a, b in pairs:
         prompt = prompt_ids(tokenizer, a, b)
@@ -187,7 +184,7 @@ def make_batch(
 
 @torch.no_grad()
 def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair]) -> float:
-    """Share of pairs whose greedy completion ends in a line with the true sum."""
+    """Return the fraction of pairs whose greedy completion ends in a line with the true sum."""
     model.eval()
     rows = [prompt_ids(tokenizer, a, b) for a, b in pairs]
     width = max(map(len, rows))
@@ -203,7 +200,7 @@ def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
 
 
 def round_to_bf16(model: torch.nn.Module) -> None:
-    """Round the weights to what the saved file holds; keep computing in fp32."""
+    """Round the weights to bf16, as in the saved file; computation stays in fp32."""
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
 
@@ -211,7 +208,7 @@ def round_to_bf16(model: torch.nn.Module) -> None:
 def pretrain(
     name: str, spec: dict[str, Any], tokenizer: PreTrainedTokenizerFast, val_pairs: Sequence[Pair]
 ) -> Qwen3ForCausalLM:
-    """Supervised pre-training of one model on freshly drawn sums."""
+    """Pre-train a model by supervised learning on freshly drawn sums."""
     torch.manual_seed(spec["seed"])
     rng = random.Random(spec["seed"])
     config = Qwen3Config(
@@ -233,7 +230,7 @@ def pretrain(
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     start = time.time()
     for step in range(1, spec["steps"] + 1):
-        # 20 steps of warm-up, then a cosine down to a fiftieth of the peak rate.
+        # 20 steps of warm-up, then cosine decay to a fiftieth of the peak rate
         cosine = 0.5 * (1 + math.cos(math.pi * step / spec["steps"]))
         rate = spec["lr"] * min(1, step / 20) * (0.02 + 0.98 * cosine)
         for group in optimizer.param_groups:
@@ -269,7 +266,7 @@ def pretrain(
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write a Hugging Face directory with bf16 weights (the two files stay below 4 MB)."""
     model.to(torch.bfloat16).save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # some versions write it for the owner only
+    (folder / "model.safetensors").chmod(0o644)  # some versions make the file readable for the owner only
     tokenizer.save_pretrained(folder)
 
 

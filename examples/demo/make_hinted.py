@@ -1,19 +1,20 @@
-"""Make the model and the rows that show what a hint to the teacher does.
+"""Make the model and the rows for showing the effect of a hint to the teacher.
 
     python examples/demo/make_hinted.py [--output DIR] [--threads N]
 
-The task is a code: a digit d of the question is (7 d + 3) modulo 10 in the answer, which is never d itself. Nothing in
-the question says so.
+The task is a code: a digit d of the question becomes (7 d + 3) modulo 10 in the answer, which is never d. The question
+does not explain this.
 
     user:       583          user:       583
     assistant:  587                      894
                              assistant:  894
 
-The model is pre-trained to answer a bare question with its own digits, of which half are random (left), and one behind
-which an answer stands by copying that (right). So it hardly ever knows the code; with a hint, it is practically always
-right. Some of the digits before the one to be copied are wrong: a teacher reads what a student has written.
+The model is pre-trained to answer a bare question with the question's digits, half of them replaced by random digits
+(left), and to answer a question that is followed by an answer by copying that answer (right). So without a hint it
+almost never knows the code, and with a hint it is almost always right. Some digits before the digit to copy are wrong,
+because a teacher reads what a student has written.
 
-Everything follows from the seeds; one run takes about a minute on one idle CPU core.
+The seeds determine the result; one run takes about a minute on an idle CPU core.
 """
 
 import argparse
@@ -29,9 +30,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 SEED = 13
 DIGITS = 3
-VAL_ROWS = 200  # of the thousand questions
+VAL_ROWS = 200  # number of the thousand questions that are held out
 STEPS, BATCH, RATE = 300, 128, 3e-3
-WRONG = 0.5  # share of the answers that are copied behind digits of which some are wrong
+WRONG = 0.5  # fraction of the copied answers that follow a text with some wrong digits
 SHAPE = {
     "num_hidden_layers": 2,
     "hidden_size": 64,
@@ -53,7 +54,7 @@ def digits(rng: random.Random) -> str:
 
 
 def half_of(text: str, rng: random.Random) -> str:
-    """The text with each digit a random one, half of the time."""
+    """Return the text with each digit replaced by a random digit with probability 1/2."""
     return "".join(digit if rng.random() < 0.5 else str(rng.randrange(10)) for digit in text)
 
 
@@ -63,7 +64,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 
 def sample(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[list[int], list[int]]:
-    """Token ids, and as many labels, of which -100 counts for nothing."""
+    """Return token ids and labels; labels of -100 are ignored."""
     question, hinted = digits(rng), rng.random() < 0.5
     answer = digits(rng) if hinted else half_of(question, rng)
     prompt = prompt_ids(tokenizer, f"{question}\n\n{answer}" if hinted else question)
@@ -74,7 +75,7 @@ def sample(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[list
 
 @torch.no_grad()
 def accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[str], hinted: bool) -> float:
-    """Share of greedy answers that are right."""
+    """Return the fraction of greedy answers that are right."""
     texts = [f"{question}\n\n{encoded(question)}" if hinted else question for question in questions]
     prompts = torch.tensor([prompt_ids(tokenizer, text) for text in texts])  # one length
     output = model.generate(
@@ -102,7 +103,7 @@ def pretrain(tokenizer: PreTrainedTokenizerFast, held_out: list[str]) -> Qwen3Fo
     model = Qwen3ForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(1, STEPS + 1):
-        # 20 steps of warm-up, then a cosine down to a fiftieth of the peak rate
+        # 20 steps of warm-up, then cosine decay to a fiftieth of the peak rate
         cosine = 0.5 * (1 + math.cos(math.pi * step / STEPS))
         optimizer.param_groups[0]["lr"] = RATE * min(1, step / 20) * (0.02 + 0.98 * cosine)
         rows = [sample(tokenizer, rng) for _ in range(BATCH)]

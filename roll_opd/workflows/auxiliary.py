@@ -11,11 +11,11 @@ from roll_opd.workflows.model_wrapper import ModelWrapper, Responses
 from roll_opd.workflows.run_state import RunState
 from roll_opd.workflows.workflow_experience import Experience
 
-AUXILIARY_SEEDS = 2**32  # offset of auxiliary models' seeds, above any draw number
+AUXILIARY_SEEDS = 2**32  # offset of the seeds of auxiliary models, above any draw number
 
 
 class AuxiliaryModel(ModelWrapper):
-    """Frozen model in engines of this run, called like the policy; its responses are not trained on."""
+    """A frozen model in engines of this run. It is called like the policy, but its responses are not trained on."""
 
     def __init__(self, number: int, sampling: SamplingPlan, *args: Any, **settings: Any) -> None:
         """Create model `number` of `auxiliary_models`; `sampling` has the defaults of its calls."""
@@ -40,7 +40,7 @@ class AuxiliaryModel(ModelWrapper):
         return CallTree(self.tokenizer)
 
     def _state(self) -> RunState:
-        """Return a new state for each call, because the run records only the number of these calls."""
+        """Return a new state for each call, because a run records only the number of calls to auxiliary models."""
         run = self._run()
         run.auxiliary_calls += 1
         seed = (*run.seed, AUXILIARY_SEEDS + self._number, run.auxiliary_calls)
@@ -56,7 +56,7 @@ class RemoteResponse:
 
 
 class RemoteModel:
-    """Model behind an OpenAI-compatible API: text only, no tokens or log-probs."""
+    """A model on a server with an OpenAI-compatible API, which returns text without tokens or log-probs."""
 
     def __init__(
         self, model_name: str, base_url: str, api_key: str, name: str | None = None, seconds: float | None = None
@@ -85,7 +85,7 @@ class RemoteModel:
         return self._client(AsyncOpenAI)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Responses:
-        """Return the responses to a conversation; `options` are those of OpenAI's client. Raises openai.APIError."""
+        """Return the responses to a conversation; `options` as in OpenAI's client. Raises openai.APIError."""
         with self.get_openai_client() as client:
             return _read(client.chat.completions.create(model=self.model_path, messages=messages, **options))
 
@@ -103,7 +103,7 @@ class RemoteModel:
         if name.startswith("_") or not hasattr(ModelWrapper, name):
             raise AttributeError(name)
         raise AttributeError(
-            f"{name}: {self.model_path} at {self.base_url} returns text only; run the model here for tokens"
+            f"{name}: {self.model_path} at {self.base_url} returns only text; run the model here if tokens are needed"
         )
 
 

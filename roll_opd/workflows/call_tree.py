@@ -1,9 +1,9 @@
-"""Tree of a run's model calls: a continued conversation reuses the sampled tokens and never re-tokenizes them.
+"""The tree of a run's model calls: a continued conversation reuses the sampled tokens instead of tokenizing again.
 
-A request continues an earlier call if its text starts with the prompt and the response of that call: the tokens of the
-call are kept and only the new text is tokenized. A response that recurs in later messages is rendered with its sampled
-text, even if a client has serialized it in another way (a parsed tool call, for example). If a template renders earlier
-turns differently (a stripped thought, another system prompt), a new branch starts.
+A request continues an earlier call if its text starts with the prompt and the response of that call. The tokens of the
+call are then kept, and only the new text is tokenized. A response that occurs in later messages is rendered with its
+sampled text, even if a client has serialized it differently (as a parsed tool call, for example). If a template renders
+earlier turns differently (without a thought, or with another system prompt), a new branch starts.
 
 Legend: T tokens of a call, P tokens of its prompt.
 """
@@ -36,7 +36,7 @@ class Call:
     messages: Sequence[Mapping[str, Any]]  # of the request
     tools: Sequence[Mapping[str, Any]]  # of the request
     answer: Callable[[], Mapping[str, Any]]  # the response as an assistant message
-    parent: "Call | None" = None  # the call that this one continues
+    parent: "Call | None" = None  # the call that this call continues
 
     # computed on demand: most calls are single-turn and never need these
 
@@ -71,7 +71,7 @@ class CallTree:
         self.calls: list[Call] = []
 
     def continued(self, text: str) -> Call | None:
-        """Return the longest call that `text` continues; of equally long calls, the latest."""
+        """Return the longest call that `text` continues; of several equally long calls, the latest."""
         found = [call for call in self.calls if text.startswith(call.text)]
         return max(reversed(found), key=lambda call: len(call.text), default=None)
 
@@ -114,7 +114,7 @@ class CallTree:
     def branches(self) -> list[tuple[Experience, Call]]:
         """Return (experience, last call) for each branch.
 
-        Every response is trained on once: a response that several branches share counts in the first branch.
+        Every response is trained on once: if several branches share a response, it counts in the first branch.
         """
         learned: set[Call] = set()
         found = []
@@ -164,7 +164,7 @@ def digest(before: bytes, message: Mapping[str, Any]) -> bytes:
     role, content = message.get("role"), message.get("content")
     content = "" if content is None else content
     if isinstance(role, str) and isinstance(content, str) and not message.get("tool_calls"):
-        key = f"{role}\0{content}"  # fast path for plain messages
+        key = f"{role}\0{content}"  # faster, for plain messages
     else:
         calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
         called = [[c.get("name"), _read(c.get("arguments"))] for c in calls]

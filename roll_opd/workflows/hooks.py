@@ -1,9 +1,9 @@
-"""Check that the run of a user's workflow calls the Trinity-RFT hooks that its class overrides.
+"""Check that the run of a user's workflow calls the hooks of Trinity-RFT that the workflow's class overrides.
 
 Calls are found in the bytecode: a method is assumed to call every method whose name it mentions. A hook counts as
-called if code reachable from the run, or any other code of the user's modules, mentions its name. If a method passes
-`self` to other code, or computes the name of an attribute, it may call every hook, so no hook counts as uncalled. A
-hook that only roll_opd calls must take the arguments of this call.
+called if its name is mentioned in code that the run reaches, or in any other code of the user's modules. A method that
+passes `self` to other code, or computes the name of an attribute, may call every hook, so then all hooks count as
+called. A hook that only roll_opd calls must accept the arguments of that call.
 """
 
 import dis
@@ -17,14 +17,14 @@ from typing import Any
 from roll_opd.workflows.workflow_interface import Workflow, flag
 
 PACKAGE = "roll_opd."
-# builtins that call no method of their argument; builtins that access a named attribute
+# builtins that do not call methods of their argument; builtins that access a named attribute
 OBJECT_BUILTINS, ATTRIBUTE_BUILTINS = ("isinstance", "type", "id", "hash"), ("getattr", "hasattr", "setattr")
-RUN = ("run", "run_async", "execute", "set_repeat_times")  # called by the runner alone
+RUN = ("run", "run_async", "execute", "set_repeat_times")  # called only by the runner
 RUNNER = "roll_opd.actors"  # calls the entry methods of a class
 TWINS = {"run": "run_async", "step": "step_async", "reward": "reward_async"}
 TWINS |= {value: name for name, value in TWINS.items()}
 BY_KEYWORD = ("step_num",)  # arguments of hooks that are passed by keyword; all others are positional
-# hook of Trinity-RFT's classes -> what to do if nothing calls it
+# hook of Trinity-RFT's classes -> remedy if nothing calls it
 HOOKS = {
     "format_messages": "derive from SimpleWorkflow or OnPolicyDistillWorkflow, whose runs call it",
     "format_prompt": "derive from MathBoxedWorkflow, whose run calls it with workflow_args use_base",
@@ -42,7 +42,7 @@ HOOKS = {
 
 
 def hook_problems(kind: type) -> Iterator[tuple[str, str]]:
-    """Yield (class and method, problem) for each hook that a user's class overrides and whose run does not call."""
+    """Yield (class and method, problem) for each hook that a user's class overrides but that the run does not call."""
     own = [base for base in kind.__mro__ if not base.__module__.startswith((PACKAGE, "builtins"))]
     written = {name: base for base in reversed(own) for name in HOOKS.keys() & vars(base).keys()}
     if not any(isinstance(vars(base)[name], FunctionType | staticmethod) for name, base in written.items()):
@@ -54,7 +54,8 @@ def hook_problems(kind: type) -> Iterator[tuple[str, str]]:
             continue
         called = f"{written[name].__name__}.{name}"
         if name not in by and name not in elsewhere:
-            if TWINS.get(name) not in written and (name in RUN or not is_open):  # a class may have both forms
+            # a class may have a synchronous and an asynchronous form
+            if TWINS.get(name) not in written and (name in RUN or not is_open):
                 yield called, f"is never called; {instead}"
         elif any(module.startswith(PACKAGE) for module in by.get(name, ())) and name != "execute":
             is_called_by_package_only = all(module.startswith(PACKAGE) for module in by[name]) and name not in elsewhere
@@ -64,13 +65,13 @@ def hook_problems(kind: type) -> Iterator[tuple[str, str]]:
 
 
 def _async_problem(name: str, hook: Any) -> str | None:
-    """Return why a hook cannot be awaited, or called without `await`; None if it can."""
+    """Return why a hook cannot be awaited, or cannot be called without `await`; None without a problem."""
     is_awaited, is_coroutine = name.endswith("_async"), inspect.iscoroutinefunction(hook)
     if is_awaited and not _may_be_awaited(hook) and name != "run_async":
         return "is awaited; write `async def`"
     if is_coroutine and not is_awaited and name != "run":
         other = f" or name it {TWINS[name]} in an asynchronous base" if name in TWINS else ""
-        return f"is called and not awaited; write it without `async`{other}"
+        return f"is called without `await`; write it without `async`{other}"
     return None
 
 
@@ -103,7 +104,7 @@ def _is_package_class(base: type) -> bool:
 
 def _mentions(kind: type) -> tuple[dict[str, set[str]], bool]:
     """Return method name -> modules that mention it, and whether the user's code may call methods of any name."""
-    both = isinstance(getattr(kind, "is_async", None), property)  # only known for an instance
+    both = isinstance(getattr(kind, "is_async", None), property)  # known only for an instance
     entries = ["run", "run_async"] if both else ["run_async" if flag(kind, "is_async") else "run"]
     entries += ["reset"] if flag(kind, "can_reset") or callable(getattr(kind, "resettable", None)) else []
     entries += ["set_repeat_times"] if flag(kind, "can_repeat") else ["set_single_run_context"]
@@ -125,7 +126,7 @@ def _mentions(kind: type) -> tuple[dict[str, set[str]], bool]:
 
 
 def _called(kind: type, name: str) -> Iterator[tuple[type, CodeType]]:
-    """Yield (class, code) of a method and, while the code mentions its name (as super() does), of the base's method."""
+    """Yield (class, code) of a method and, while code mentions its name (like super()), of the base's method."""
     for base in kind.__mro__:
         codes = list(codes_of(vars(base).get(name)))
         yield from ((base, code) for code in codes)

@@ -1,4 +1,4 @@
-"""OpenAI clients of the policy for the calling run, and the attributes of a model that Trinity-RFT workflows read."""
+"""OpenAI clients of the policy for the calling run, and attributes of a model that workflows of Trinity-RFT read."""
 
 import ssl
 from collections.abc import Callable
@@ -10,13 +10,15 @@ from roll_opd.workflows.run_state import RunAccess
 
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 _RECORDED = "return the experiences, or derive from WorkflowWithRecording and call its update_reward"
-NOT_HERE = {  # method of Trinity-RFT's ModelWrapper -> what to use instead
+NOT_HERE = {  # method of Trinity-RFT's ModelWrapper -> alternative here
     "set_api_key": "use self.model.api_key, which differs for each run",
     **dict.fromkeys(("overwrite_history_experiences_async", "update_experience_reward_async"), _RECORDED),
     "clone_with_isolated_history": "use self.model.history, which belongs to one run",
-    **dict.fromkeys(("get_lora_request", "get_lora_request_async"), "requests use the adapter without it"),
+    **dict.fromkeys(
+        ("get_lora_request", "get_lora_request_async"), "remove the call, as requests use the adapter anyway"
+    ),
     **dict.fromkeys(("get_current_load", "get_available_address_async"), "use api_address, which serves all engines"),
-    **dict.fromkeys(("sync_model_weights", "init_process_group", "shutdown"), "remove the call, the run does this"),
+    **dict.fromkeys(("sync_model_weights", "init_process_group", "shutdown"), "remove the call, as the run does this"),
 }
 
 
@@ -25,7 +27,7 @@ class ModelFacts:
     """A model's `config`: the attributes that Trinity-RFT workflows read."""
 
     model_path: str
-    name: str | None = None  # of an auxiliary model in the configuration
+    name: str | None = None  # name of an auxiliary model in the configuration
 
 
 def generate_kwargs(sampling: SamplingPlan) -> dict[str, Any]:
@@ -41,7 +43,7 @@ class ModelClients(RunAccess):
 
     @property
     def model_path(self) -> str:
-        """Directory of the model, which is also its name for OpenAI clients."""
+        """Directory of the model, which OpenAI clients use as its name."""
         return self.config.model_path
 
     model_name = model_path
@@ -68,7 +70,7 @@ class ModelClients(RunAccess):
 
     @property
     def session_url(self) -> str:
-        """`base_url` with this run's session in it, for an OpenAI client that uses the key `endpoint_api_key`."""
+        """`base_url` with this run's session in the path, for an OpenAI client that uses the key `endpoint_api_key`."""
         return f"{self.api_address}/sessions/{self._endpoint.session(self._run()).id}/v1"
 
     @property
@@ -111,5 +113,5 @@ class ModelClients(RunAccess):
     @property
     def _endpoint(self) -> Any:
         if self.endpoint is None:
-            raise RuntimeError("this model has no endpoint; use its methods")
+            raise RuntimeError("this model has no endpoint; call its methods")
         return self.endpoint

@@ -1,4 +1,4 @@
-"""Model interface of workflows: chat and generate return experiences with the sampled tokens and log-probs."""
+"""The model interface of workflows: `chat` and `generate` return experiences with the sampled tokens and log-probs."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +62,7 @@ def text_message(response: Experience) -> dict[str, Any]:
 
 
 class Responses(list):
-    """List of the responses of one call; reading an attribute gives that of the first response."""
+    """The list of responses of one call; reading an attribute of it reads the attribute of the first response."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not self:
@@ -71,7 +71,7 @@ class Responses(list):
 
 
 class ModelWrapper(ModelClients):
-    """Client of the policy. Methods without `_async` block and must not be called on the event loop."""
+    """A client of the policy. Methods without `_async` block and must not be called on the event loop."""
 
     enable_history = True  # responses are kept until the run ends or extracts them
 
@@ -93,8 +93,8 @@ class ModelWrapper(ModelClients):
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Responses:
         """Return `n` responses to a conversation, rendered with the tokenizer's chat template.
 
-        `options` are vLLM's and OpenAI's sampling parameters (n, temperature, top_p, top_k, max_tokens, stop,
-        repetition_penalty); the configuration has the defaults. `tools` and `chat_template_kwargs` are passed to the
+        `options` are sampling parameters of vLLM and OpenAI (n, temperature, top_p, top_k, max_tokens, stop,
+        repetition_penalty), with defaults from the configuration. `tools` and `chat_template_kwargs` are passed to the
         template. Raises NoRoomError if the conversation leaves no room for a response, ValueError if the template drops
         a message, a tool or a call.
         """
@@ -114,7 +114,7 @@ class ModelWrapper(ModelClients):
         as_message: AsMessage | None = None,
         **options: Any,
     ) -> list[tuple[Experience, Call]]:
-        """Return `n` responses to a conversation, as `chat` does, each with its call.
+        """Return `n` responses to a conversation, as `chat` does, each with the call that made it.
 
         `as_message` converts a response to an assistant message; None: to a message with the response's text.
         """
@@ -127,10 +127,11 @@ class ModelWrapper(ModelClients):
         text = self._conversation(
             tree, given, tools, chat_template_kwargs, continues=continues, add_generation_prompt=not continues
         )
-        if len(text) > self._most_characters:  # too long for any tokenizer; skip slow tokenization
+        # not tokenized, which would be slow: the text is too long with any tokenizer
+        if len(text) > self._most_characters:
             raise NoRoomError(
-                f"the prompt has {len(text)} characters, which leaves no room for a response: prompt and response have"
-                f" {self._max_model_len} tokens together; {MORE_ROOM}"
+                f"the prompt has {len(text)} characters, which leaves no room for a response: prompt and response may"
+                f" have {self._max_model_len} tokens together; {MORE_ROOM}"
             )
         if len(text) > LONG_TEXT:
             tokens, parent = await asyncio.to_thread(tree.tokens, text)
@@ -169,14 +170,16 @@ class ModelWrapper(ModelClients):
         """Return a conversation of this run as one experience with the sampled tokens and log-probs.
 
         Tokens between responses are masked, and text after the last response is dropped. If the chat template rewrites
-        earlier turns, the experience has the last call only, and `branches` has the others. Raises ValueError if the
-        conversation is not one of this run.
+        earlier turns, the experience has only the last call, and `branches` returns the others. Raises ValueError if
+        the conversation is not one of this run.
         """
         given = [dict(message) for message in messages]
         tree = self._run().tree_of(self.tokenizer)
         call = tree.continued(self._conversation(tree, given, tools))
         if call is None:
-            raise ValueError("no response in these messages was sampled by this run; pass them as `chat` returned them")
+            raise ValueError(
+                "no response in these messages was sampled by this run; pass responses as `chat` returned them"
+            )
         made = self._described(experience(call.path()), call.completion)
         made.messages = given
         return made
@@ -191,7 +194,7 @@ class ModelWrapper(ModelClients):
         return self.convert_messages_to_experience(messages, tools)
 
     def branches(self) -> list[Experience]:
-        """Return this run's conversations, one experience each; every sampled token is trained on once.
+        """Return this run's conversations as one experience each; every sampled token is trained on once.
 
         A call whose messages do not continue an earlier call starts a new conversation.
         """

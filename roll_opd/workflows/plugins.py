@@ -1,4 +1,4 @@
-"""Load the configured workflow or reward function from a plugin directory, a module, or this package."""
+"""Load the configured workflow or reward function from a plugin directory, from a module, or from this package."""
 
 import importlib
 import importlib.util
@@ -17,7 +17,8 @@ from roll_opd.workflows.workflow_bases import WorkflowWithRecording
 from roll_opd.workflows.workflow_experience import WorkflowError
 from roll_opd.workflows.workflow_interface import REWARD_FUNCTIONS, WORKFLOWS, Workflow, flag
 
-PASSED = ("task", "model", "auxiliary_models", "auxiliary_model_wrappers")  # arguments of a workflow's constructor
+# arguments that a workflow's constructor gets
+PASSED = ("task", "model", "auxiliary_models", "auxiliary_model_wrappers")
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -98,7 +99,7 @@ def find_reward(name: str, plugin_dir: str | None, arguments: Mapping[str, Any])
 
 def own_traceback(error: BaseException) -> str:
     """Return the traceback of an error from the first frame of user code."""
-    # an `exit()` is re-raised as another error; the user's frame is in the traceback of its cause
+    # an `exit()` is re-raised as another error, so the user's frame is in the traceback of the cause
     shown = error.__cause__ if isinstance(error.__cause__, SystemExit | KeyboardInterrupt) else error
     frames = traceback.extract_tb(shown.__traceback__)
     own = itertools.dropwhile(lambda frame: _is_library_frame(frame.filename), frames)

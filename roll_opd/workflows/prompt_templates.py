@@ -1,7 +1,7 @@
 """Prompt templates of environments, and ROLL's environment managers that select them.
 
-A template renders a game's turn as a user message. A manager, selected by its class path, makes one sample per action
-or one sample per conversation.
+A template renders a turn of a game as a user message. A manager, selected by class path, makes one sample per action or
+one sample per conversation.
 """
 
 import re
@@ -54,7 +54,7 @@ def template_problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def missing_observation_field(settings: Mapping[str, Any]) -> str | None:
-    """Return the name of the observation's field if the template lacks it (the model would not see it), else None."""
+    """Return the name of the observation's field if the template lacks it (the model would not see it)."""
     needed = "current_observation" if makes_steps(settings["env_manager_cls"]) else "observation"
     shown = "agent_template" not in _keys(settings) or needed in map(_name, _fields(settings["agent_template"]))
     return None if shown else needed
@@ -81,7 +81,7 @@ def _name(field: str) -> str:
 
 STEP_WISE = ("StepEnvManager", "StepConcatEnvManager", "AgentNativeStepEnvManager")  # one sample per action
 CONVERSATION = "TrajEnvManager"  # ROLL's default
-TYPO_SIMILARITY = 0.9  # high, because all managers' names share a suffix
+TYPO_SIMILARITY = 0.9  # high, because the names of all managers have the same suffix
 PACKAGE = "roll.pipeline.agentic.env_manager"
 
 

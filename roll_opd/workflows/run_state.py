@@ -1,4 +1,4 @@
-"""State of a workflow run: its model calls, history and reward, and the teacher prompts of its calls."""
+"""The state of a workflow run: model calls, history and reward, and the teachers' prompts for its calls."""
 
 import asyncio
 import json
@@ -25,25 +25,25 @@ Value = TypeVar("Value")
 class RunState:
     """State of one workflow call, which produces one run (or several with `can_repeat`) for a prompt."""
 
-    group: int  # calls of one group go to one engine
+    group: int  # all calls of a group go to the same engine
     seed: tuple[int, ...]  # (training seed, draw)
     runs: tuple[int, ...]  # run numbers
     sampling: SamplingPlan
     calls: int = 0
-    returned: bool = False  # the workflow's run method has returned
+    returned: bool = False  # whether the workflow's run method has returned
     history: list[Experience] = field(default_factory=list)
     turns: CallTree | None = None
     texts: dict[bytes, str] = field(default_factory=dict)  # token bytes of a text prompt -> the text
     reward: float | None = None  # posted by an agent; applies to experiences without a reward
-    metrics: dict[str, float] = field(default_factory=dict)  # posted with the reward
+    metrics: dict[str, float] = field(default_factory=dict)  # metrics posted with the reward
     notes: dict[str, Any] = field(default_factory=dict)  # state set by the workflow
     auxiliary_calls: int = 0
-    ended: bool = False  # further model calls are refused
-    stuck: bool = False  # user code that cannot be stopped still runs in this process
+    ended: bool = False  # if set, further model calls are refused
+    stuck: bool = False  # whether user code that cannot be stopped still runs in this process
 
     def seeds(self, n: int) -> list[int]:
-        """Return the seeds of the `n` responses of the next call; a run's first call has those of a single-turn run."""
-        each = n == len(self.runs)  # one response per run
+        """Return the seeds of the next call's `n` responses; the first call has the seeds of a single-turn run."""
+        each = n == len(self.runs)  # True: one response per run
         numbers = [
             (*self.seed, self.runs[place], *([self.calls] if self.calls else []))
             if each
@@ -85,14 +85,14 @@ RUN: ContextVar[RunState] = ContextVar("run")
 
 
 class RunAccess:
-    """Base of a model wrapper: history, reward and state of the calling run, and blocking calls from threads."""
+    """Base class of a model wrapper: history, reward and state of the calling run, and blocking calls from threads."""
 
     tokenizer: Any
     _loop: asyncio.AbstractEventLoop
 
     @property
     def reward(self) -> float | None:
-        """The reward that an agent has posted for this run; None if it has not."""
+        """The reward that an agent has posted for this run; None without one."""
         return self._run().reward
 
     def take_reward(self, body: bytes | str) -> None:
@@ -133,7 +133,9 @@ class RunAccess:
                 "a thread outside of any run called the model; start threads with contextvars.copy_context()"
             ) from None
         if run.ended:
-            raise RuntimeError("the model was called for a run that has ended; end threads and tasks with their run")
+            raise RuntimeError(
+                "the model was called for a run that has ended; end threads and tasks before their run returns"
+            )
         return run
 
     def _state(self) -> RunState:
@@ -151,7 +153,7 @@ class RunAccess:
         except RuntimeError:
             running = None
         if running is self._loop:
-            raise RuntimeError("this call blocks all other runs; await its _async form instead")
+            raise RuntimeError("this call would block all other runs; await its _async form instead")
 
     def _wait(self, work: Coroutine[Any, Any, Value]) -> Value:
         try:
@@ -169,14 +171,14 @@ class RunAccess:
 
 
 class TeacherContexts:
-    """Builder of teacher prompts from the model calls of a workflow."""
+    """Builds teachers' prompts from the model calls of a workflow."""
 
     def __init__(self, contexts: Sequence[ContextPlan], tokenizer: Any) -> None:
         """Create a builder with the student's `tokenizer`."""
         self._contexts, self._prompts = contexts, TeacherPrompts(contexts, tokenizer)
 
     def prompts(self, tokens: np.ndarray, run: RunState, prompt: Prompt) -> dict[str, np.ndarray]:
-        """Return teacher -> prompt tokens, which replace the student's prompt `tokens`, int64 [P].
+        """Return a map: teacher -> prompt tokens, which replace the student's prompt `tokens`, int64 [P].
 
         Raises ValueError if no call of the run has these tokens, or a context cannot be added to the call's prompt.
         """
@@ -198,7 +200,7 @@ class TeacherContexts:
         messages, text = (call.messages, None) if call else ((), run.texts.get(tokens.astype(np.int64).tobytes()))
         if call is None and text is None:
             raise ValueError(
-                f"{key}: the prompt of an experience was not sent to the model; return the model's experiences"
+                f"{key}: the prompt of an experience was never sent to the model; return experiences from the model"
             )
         tools = call.tools if call else None
         if tools and any(context.hint or context.system_prompt for context in self._contexts):

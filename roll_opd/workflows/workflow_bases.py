@@ -1,7 +1,7 @@
-"""Bases of user workflows: multi-step, multi-turn, and agents that call the policy at an OpenAI address.
+"""Base classes of users' workflows: multi-step, multi-turn, and agents that call the policy at an OpenAI address.
 
 A step is one call of `step` (or `step_async`), which may call the model any number of times. The experiences of a step
-have its number in `eid.step`; multi-step advantages are computed from it.
+have the step's number in `eid.step`, from which multi-step advantages are computed.
 """
 
 import json
@@ -37,7 +37,7 @@ class _Steps(Workflow):
         if self._own_client is not None:
             return self._own_client
         run = (self.model.base_url, self.model.api_key) if self._uses_client else ("", "")
-        if run != self._client[0]:  # a reset instance serves another run
+        if run != self._client[0]:  # an instance that was reset serves another run
             is_async = flag(self, "is_async")
             client = self.model.get_openai_async_client() if is_async else self.model.get_openai_client()
             self._client = (run, client)
@@ -61,7 +61,7 @@ class _Steps(Workflow):
         raise NotImplementedError(f"{type(self).__name__} has no method step_async; write it")
 
     def _of_step(self, number: int) -> list[Experience]:
-        """Return the experiences of the step just done."""
+        """Return the experiences of the latest step."""
         made = self.model.extract_experience_from_history()
         for one in made:
             one.eid.step = number
@@ -201,7 +201,7 @@ class MultiTurnWorkflow(Workflow):
 
 
 class WorkflowWithRecording(Workflow):
-    """Base of workflows that start an agent with `base_url`, `api_key` and `model_name` and train on its requests.
+    """Base class of workflows whose agent gets `base_url`, `api_key` and `model_name`; its requests are trained on.
 
     Implement `run_async`, which calls `update_reward` and returns the run's metrics as name -> number. Each
     conversation of a run is one experience, as with `agent_workflow`.
@@ -213,7 +213,7 @@ class WorkflowWithRecording(Workflow):
         self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
     ) -> None:
         super().__init__(model, task, list(auxiliary_models or ()))
-        self.auxiliary_models = self.auxiliary_model_wrappers  # models, not clients, as in Trinity-RFT
+        self.auxiliary_models = self.auxiliary_model_wrappers  # models instead of clients, as in Trinity-RFT
         self._info: dict[str, Any] = {}
 
     @property
@@ -228,7 +228,7 @@ class WorkflowWithRecording(Workflow):
 
     @property
     def model_name(self) -> str:
-        """The name of the policy; requests with other names are answered too."""
+        """The name of the policy; requests with other names are answered as well."""
         return self.model.model_path
 
     async def update_reward(

@@ -1,4 +1,4 @@
-"""Checks of a configured workflow: its name and arguments, with advice for workflows of Trinity-RFT 0.6.0."""
+"""Check the name and arguments of a configured workflow, with advice for workflows of Trinity-RFT 0.6.0."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -72,7 +72,7 @@ def is_written_in(name: str, directory: str) -> bool:
     try:
         files = [file.read_text(encoding="utf-8", errors="replace") for file in Path(directory).glob("*.py")]
     except OSError:
-        return True  # the import of the plugins reports this
+        return True  # reported when the plugins are imported
     return any(quoted.search(text) for text in files)
 
 

@@ -1,4 +1,4 @@
-"""`Experience` of workflows (mutable, tensors, in Trinity-RFT's form), and its validated conversion to a `Sample`.
+"""`Experience` of workflows (mutable, with tensors, as in Trinity-RFT), and its validated conversion to a `Sample`.
 
 Legend: T tokens in all, P prompt tokens.
 """
@@ -25,7 +25,7 @@ class NoRoomError(ValueError):
 
 
 class RunFailure(RuntimeError):
-    """A run failed; it is not trained on."""
+    """A run has failed and is not trained on."""
 
     def __init__(self, kind: str, message: str) -> None:
         """Create a failure counted in the metric `workflow/failed/<kind>`."""
@@ -34,9 +34,9 @@ class RunFailure(RuntimeError):
 
 
 TEACHER = "teacher_logprobs"  # key of `info`: the teacher's log-probs of the response, f32 [T-P]
-TURN_REWARDS = "roll_opd/turn_rewards"  # key of `info`: a number for each turn of a trajectory, recorded only
-STATE = "state_hash"  # key of `info`: a string that is equal for steps with the same initial state
-# field of Trinity-RFT's Experience that training does not read -> what to use instead
+TURN_REWARDS = "roll_opd/turn_rewards"  # key of `info`: a number for each turn of a trajectory, which is only recorded
+STATE = "state_hash"  # key of `info`: a string that is equal for steps that start from the same state
+# field of Trinity-RFT's Experience that training does not read -> alternative
 UNREAD = {
     "token_level_reward": "set one number as `reward`",
     **dict.fromkeys(("advantages", "returns"), "they are computed from `reward` by the algorithm of the configuration"),
@@ -83,7 +83,7 @@ class EID:
 
 
 class Experience:
-    """One trajectory, or one step of it. Sequences become tensors; unknown keyword arguments are kept in `info`."""
+    """A trajectory or one step of it. Sequences become tensors; unknown keyword arguments go into `info`."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class TokenLimits:
 
 
 def by_run(made: Sequence[Any], runs: Sequence[int]) -> dict[int, list[tuple[int, Experience]]]:
-    """Return run -> [(step, experience)], sorted by step, from the experiences of one call.
+    """Return a map: run -> [(step, experience)] sorted by step, from the experiences of one call.
 
     If all `eid.step` of a run are 0, each experience of a task becomes one step. If a call makes several runs,
     `eid.run` is the run. If it is not set and there are as many experiences as runs, each run gets one experience.
@@ -200,11 +200,11 @@ def trained(
 ) -> Sample:
     """Validate an experience and return it as a `Sample` with number `place` in its run and step `step`.
 
-    The sample lacks the row's ground truth and other columns, which the receiver has.
+    The sample has no ground truth or other columns of the row; the receiver adds these.
 
     Raises TypeError and ValueError for an experience that cannot be trained on correctly.
     """
-    info, metrics = made.info or {}, {} if made.metrics is None else made.metrics  # Trinity-RFT's may be None
+    info, metrics = made.info or {}, {} if made.metrics is None else made.metrics  # may be None in Trinity-RFT
     for name, instead in UNREAD.items():
         if vars(made).get(name, info.get(name)) is not None:
             raise ValueError(f"Experience.{name} is not used in training; {instead}")
@@ -276,7 +276,7 @@ def _column(values: Any, name: str, length: int) -> np.ndarray | None:
 
 
 def _versions(versions: Versions, length: int) -> Versions:
-    """Return the weight versions of a response; empty (unknown) if the run changed the response's length."""
+    """Return the weight versions of a response; empty (unknown) if the workflow changed the response's length."""
     return versions if sum(tokens for _, tokens in versions) == length else ()
 
 

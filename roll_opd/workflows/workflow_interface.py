@@ -43,7 +43,7 @@ class GenerationConfig:
 
 @dataclass
 class Task:
-    """One dataset row with the settings of its workflow."""
+    """A dataset row with the settings of its workflow."""
 
     raw_task: dict[str, Any] = field(default_factory=dict)
     format_args: FormatConfig = field(default_factory=FormatConfig)
@@ -55,9 +55,9 @@ class Task:
     is_eval: bool = False
     batch_id: int | str = ""
     task_id: int | str = ""
-    run_id: int = 0  # of the first run of the call
+    run_id: int = 0  # number of the first run of the call
     index: dict[str, Any] = field(default_factory=dict)
-    is_scored: bool = False  # the configuration's `rewards` score experiences without a reward
+    is_scored: bool = False  # whether the configuration's `rewards` score experiences without a reward
 
     @property
     def task_desc(self) -> Any:
@@ -149,12 +149,13 @@ class Workflow:
 
 
 class Modules(Registry[dict]):
-    """Registry that also has the method names of Trinity-RFT's registries."""
+    """A registry that also has the method names of Trinity-RFT's registries."""
 
     def register(self, name: str, **facts: Any) -> Callable[[Part], Part]:
         """Register a class as `name`; a user's class replaces a built-in class, a second user class is an error.
 
-        This lets copied files of Trinity-RFT register their original names; some of these names are built in here.
+        So copied files of Trinity-RFT can register their original names, even if these are names of built-in classes
+        here.
         """
         built_in = self._declared.get(name)
         registered = super().register(name, **facts)
@@ -169,7 +170,7 @@ class Modules(Registry[dict]):
             elif holder in (None, built_in.module, part.__module__):
                 self._registered[name] = (part, self.facts_type(**facts))
             else:
-                return registered(part)  # raises the error with the current owner
+                return registered(part)  # raises the error that names the current owner
             return part
 
         return decorate
@@ -209,9 +210,10 @@ def flag(workflow: Any, name: str) -> bool:
 
 
 class RewardFn(ABC):
-    """Reward function: called with `response`, `truth` and further keyword arguments, it returns named parts.
+    """A reward function: called with `response`, `truth` and further keyword arguments, it returns named parts.
 
-    The reward is their sum. Each workflow instance creates one, with the configuration's arguments.
+    The reward is the sum of the parts. Each workflow instance creates one reward function, with the configured
+    arguments.
     """
 
     def __init__(self, **kwargs: Any) -> None:  # noqa: B027  # optional for subclasses without arguments
@@ -223,7 +225,7 @@ class RewardFn(ABC):
 
 
 def parts_of(function: Any, inputs: Mapping[str, Any]) -> dict[str, float]:
-    """Call a reward function with those `inputs` that it takes; return the parts of the reward."""
+    """Call a reward function with the `inputs` that it accepts; return the parts of the reward."""
     taken = inspect.signature(function).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
         inputs = {name: value for name, value in inputs.items() if name in taken}

@@ -197,7 +197,7 @@ def test_a_teacher_reads_its_own_words_around_what_was_asked_first(tokenizer: An
             (read,) = contexts.prompts(tokens, run, row).values()
             assert tokenizer.decode(read) == asked
         assert TeacherContexts([], tokenizer).prompts(tokens, run, row) == {}
-        with pytest.raises(ValueError, match="was not sent to the model"):
+        with pytest.raises(ValueError, match="was never sent to the model"):
             contexts.prompts(tokens[1:], run, row)
         with pytest.raises(ValueError, match="no 'n' in the row"):
             contexts.prompts(tokens, run, replace(row, extra=FrozenDict()))

@@ -327,7 +327,7 @@ def test_an_endpoint_answers_the_keys_of_its_runs_alone(tokenizer: Any) -> None:
         assert (await status(address, "wrong\xff"))[0] == 401
         assert (await status(address, "wrong"))[0] == 401 and (await status(named, "wrong"))[0] == 401
         code, message = await status(address, "house")
-        assert code == 400 and "no session given" in message
+        assert code == 400 and "no session is named" in message
         assert (await status(f"{address}/sessions/nobody", "house"))[0] == 404
         assert (await status(named, other))[0] == 403
         # a key of its own says which session: the header may have another meaning, but not another session's
@@ -615,7 +615,7 @@ def test_a_task_that_outlives_its_run_is_reported(tokenizer: Any) -> None:
 def test_a_client_that_would_stop_the_loop_is_reported(tokenizer: Any) -> None:
     async def script(served: Served) -> None:
         served.run()
-        with pytest.raises(RuntimeError, match="blocks all other runs"):
+        with pytest.raises(RuntimeError, match="would block all other runs"):
             served.model.get_openai_client().chat.completions.create(model="m", messages=ASKED)
 
     served(script, tokenizer)

@@ -23,12 +23,12 @@ UNSAFE = (
     " and use your network; remove `unsafe: true` unless the machine is disposable"
 )
 BAD_ROW = "unusable test cases"
-MAX_DIGITS = 100_000  # of an integer in a row's cases; parsing one takes 0.1 s
+MAX_DIGITS = 100_000  # maximum digits of an integer in a row's cases; parsing such an integer takes 0.1 s
 
 
 @register("code_sandbox", keeps_time=True)
 class CodeSandbox:
-    """1.0 for a program that passes all cases of its row, else 0.0; with `partial`, the share of passed cases.
+    """1.0 for a program that passes all cases of its row, else 0.0; with `partial`, the fraction of passed cases.
 
     The score is None for a row with unusable cases. Numbers with a fraction may differ by `tolerance`. At most
     `workers` programs run concurrently, counted over all calls (default: the CPUs of this process). Programs may import
@@ -80,7 +80,7 @@ class CodeSandbox:
         try:
             cases = read_cases(sample.extra, sample.response)
         except BadCases as error:
-            if not self._reported:  # log the first, count all
+            if not self._reported:  # only the first failure is logged; all are counted
                 self._reported = True
                 print(f"code_sandbox: {sample.id}: {BAD_ROW}: {error}", file=sys.stderr, flush=True)
             return Score(None, reason=BAD_ROW)

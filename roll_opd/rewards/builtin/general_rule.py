@@ -1,4 +1,4 @@
-"""`general_rule`: reward by a named text rule: 1.0 if the rule holds, else 0.0 (`f1` also gives values between).
+"""`general_rule`: reward by a named text rule, 1.0 if the rule holds, else 0.0 (`f1` also has values in between).
 
 `choice` (ROLL's GeneralValRuleRewardWorker), `exact`, `number` and `f1` read the final answer; `contains` and
 `regex` read all text after the thought.
@@ -54,7 +54,7 @@ def _numbers(text: str) -> list[str]:
     return [found for found in _NUMBER.findall(short_answers.undecorated(text)) if found]
 
 
-# rule on normalised text -> (function, part of the response that it reads)
+# rule on normalised text -> (function, part of the response that the function reads)
 TEXT_RULES: dict[str, tuple[Callable[[str, str], float], Callable[[str], str]]] = {
     "exact": (exact, short_answers.final_answer),
     "contains": (contains, str),

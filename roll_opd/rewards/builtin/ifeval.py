@@ -20,14 +20,14 @@ Check = Callable[[str], bool]
 
 
 class Unjudgeable(ValueError):
-    """A row has no instruction, an unknown one, or one with missing arguments."""
+    """A row has no instruction, an unknown instruction, or an instruction with missing arguments."""
 
 
 @register("ifeval")
 class IFEval:
-    """Instruction-following score; `loose`: by the paper's loose accuracy; `partial`: by the share followed.
+    """Instruction-following score; `loose`: the paper's loose accuracy; `partial`: the followed fraction.
 
-    The part `followed` is the share of followed instructions in any case. Text before `</think>` is ignored.
+    The part `followed` is always the fraction of followed instructions. Text before `</think>` is ignored.
     """
 
     def __init__(self, loose: bool = False, partial: bool = False) -> None:
@@ -49,7 +49,7 @@ class IFEval:
 
 
 def strict_view(text: str) -> list[str]:
-    """Return the text as the only view; empty for blank text, which follows no instruction."""
+    """Return the text as the only view; no view for blank text, which follows no instruction."""
     return [text] if text.strip() else []
 
 

@@ -1,4 +1,4 @@
-"""`length_penalty`: reward term that penalizes long responses, to be added to another reward.
+"""`length_penalty`: a reward term that penalizes long responses; add it to another reward.
 
 With L tokens in the response, DAPO's soft overlong punishment (arXiv 2503.14476, equation 13) is
 

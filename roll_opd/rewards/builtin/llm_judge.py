@@ -1,4 +1,4 @@
-"""`llm_judge`: reward parsed from the verdict of a language model about each response.
+"""`llm_judge`: the reward is parsed from a language model's verdict on each response.
 
 A `Complete` calls the model; see `roll_opd.rewards.endpoint`.
 """
@@ -32,7 +32,7 @@ from roll_opd.rewards.reward_registry import register
 VERDICT_ATTEMPTS = 3
 RETRY_PROMPT = "No verdict can be read in that. Write only the verdict, in exactly the form that was asked for."
 DEFAULT_KEY_ENV = "OPENAI_API_KEY"
-# arguments of a judge behind an API only; all others apply to any judge
+# arguments only for a judge behind an API; all others apply to any judge
 ENDPOINT_ARGUMENTS = """
     judge_model_name judge_api_url judge_api_key api_key_env temperature max_tokens extra_body request_seconds
     retry_seconds concurrency requests_per_minute
@@ -110,7 +110,7 @@ class LLMJudge:
         return Score(verdict.value, verdict.parts, errors=dict(errors))
 
     async def _judge(self, messages: Messages, errors: Counter[str]) -> Verdict:
-        """Request a verdict; retries include the previous answer, because an equal prompt would get an equal answer."""
+        """Request a verdict; a retry includes the previous answer, as the same prompt would get the same answer."""
         text = await self._complete(messages, errors)
         for _ in range(VERDICT_ATTEMPTS - 1):
             verdict = self._read(text)
@@ -123,8 +123,8 @@ class LLMJudge:
         if verdict is None:
             raise GaveUp(
                 "no_verdict",
-                f"no verdict in {VERDICT_ATTEMPTS} answers of the judge, the last ending in {text[-200:]!r}; correct"
-                " the prompt or its parsing (verdict, pattern, verdict_key, min_score, max_score), or raise"
+                f"no verdict in {VERDICT_ATTEMPTS} answers of the judge (the last answer ends in {text[-200:]!r});"
+                " correct the prompt or its parsing (verdict, pattern, verdict_key, min_score, max_score), or raise"
                 " max_tokens",
             )
         return verdict
@@ -161,7 +161,7 @@ def _reader(
     low: float | None,
     high: float | None,
 ) -> ReadVerdict:
-    """Return the verdict parser from the configuration, or else the prompt's default."""
+    """Return the configured parser of the verdict, else the prompt's default."""
     low, high = (prompt.min_score if low is None else low), (prompt.max_score if high is None else high)
     if not low < high:
         raise RewardError(f"min_score {low!r} is not below max_score {high!r}; write the range of the judge's scores")
@@ -178,7 +178,7 @@ def _reader(
 
 
 def _key(written: str, variable: str | None) -> str:
-    """Return the API key from the configuration, or else from the environment; empty if neither has one."""
+    """Return the API key from the configuration, else from the environment; empty if neither has a key."""
     if written:
         return written.strip()
     if variable is not None and not os.environ.get(variable):

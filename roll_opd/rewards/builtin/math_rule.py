@@ -1,4 +1,4 @@
-r"""`math_rule`: reward 1.0 for an exactly right mathematical answer, else 0.0.
+r"""`math_rule`: the reward is 1.0 for an exactly right mathematical answer, else 0.0.
 
 `final_answer` finds the answer in the text, `notation` normalises it, `equality` compares it with the ground truth:
 numbers are compared exactly, as fractions; math-verify compares LaTeX expressions and sets in separate processes,
@@ -14,12 +14,12 @@ from roll_opd.rewards.mathematics.notation import MAX_EXPRESSION
 from roll_opd.rewards.mathematics.processes import Busy, Crashed, TimedAlgebra, TimedOut
 from roll_opd.rewards.reward_registry import register
 
-GSM8K = "####"  # marker before the answer of its rows
+GSM8K = "####"  # marker before the answer in GSM8K's rows
 
 
 @register("math_rule", needs_ground_truth=True, keeps_time=True)
 class MathRule:
-    """1.0 for a sample whose final answer equals its ground truth, else 0.0; accepts any text.
+    """1.0 if a sample's final answer equals its ground truth, else 0.0; accepts any text.
 
     `timeout`: CPU seconds for the algebra of one sample. An answer that takes longer counts as wrong.
     """

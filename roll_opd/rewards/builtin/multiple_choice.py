@@ -1,4 +1,4 @@
-"""`multiple_choice`: reward 1.0 for choosing exactly the options of the ground truth, else 0.0."""
+"""`multiple_choice`: the reward is 1.0 for choosing exactly the options of the ground truth, else 0.0."""
 
 from collections.abc import Sequence
 

@@ -14,7 +14,7 @@ from langdetect import detector_factory
 from langdetect.lang_detect_exception import LangDetectException
 
 # langdetect has quadratic patterns, so only both ends of a long text are searched
-SEARCHED = 2_000  # characters of each end
+SEARCHED = 2_000  # number of characters at each end
 SEED = 0  # langdetect samples; a seed makes it deterministic
 
 _LOADING = threading.Lock()
@@ -82,7 +82,7 @@ def _ends_a_sentence(text: str, point: int, after: int) -> bool:
     mark = text[point:after]
     if mark[0] in "。！？" or mark in ("!", "?"):
         return True
-    if mark != ".":  # with a closing quote or bracket, or an ellipsis
+    if mark != ".":  # ends in a closing quote or bracket, or in an ellipsis
         return not continues
     before = text[max(0, point - _LOOK_BACK) : point]
     if _LIST_NUMBER.search(before if point <= _LOOK_BACK else "x" + before):
@@ -99,7 +99,7 @@ def _ends_a_sentence(text: str, point: int, after: int) -> bool:
 
 
 Relation = Literal["less than", "at least", "at most", "around"]
-ENGLISH_SHARE = 0.9  # minimum share of a-z among the letters of an English text
+ENGLISH_SHARE = 0.9  # minimum fraction of a-z among the letters of an English text
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _HIGHLIGHT = re.compile(r"\*[^\n*]*\*")
 _STRONG = re.compile(r"\*\*[^\n*]*\*\*")

@@ -1,6 +1,6 @@
 r"""Comparison of LaTeX expressions and sets with math-verify and SymPy, for `equality`.
 
-This module does not limit the run time; `processes` runs it and does.
+This module does not limit the run time; `processes` runs it with a time limit.
 """
 
 import re
@@ -31,7 +31,7 @@ from roll_opd.rewards.mathematics.notation import brackets_inside, split_outside
 
 _READ = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none")
 _PLAIN_PRODUCTS = ConversionConfig(interpret_as_mixed_fractions=False)  # mixed numbers are fractions by now
-_DIGITS = 30  # of a numeric comparison
+_DIGITS = 30  # relative tolerance of a numeric comparison
 _APART = 10.0**-20  # relative difference above which two numbers differ
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\})\s*\^\\circ")
 _UNREADABLE = re.compile(r"\d\s+\d")  # 5 5 is neither 25 nor 10
@@ -44,7 +44,7 @@ def same_expression(gold: str, answer: str) -> bool:
     golds, answers = _read(gold), _read(answer)
     if isinstance(golds, Set) != isinstance(answers, Set):
         return False
-    if golds.has(Derivative) or answers.has(Derivative):  # derivatives of symbols would all be 0
+    if golds.has(Derivative) or answers.has(Derivative):  # the derivatives of all symbols would be 0
         return bool(golds == answers)
     if not isinstance(golds, MatrixBase) and not isinstance(answers, MatrixBase):
         apart = _apart(golds, answers)

@@ -24,7 +24,7 @@ from roll_opd.rewards.interface import RewardError
 PROCESSES = 8
 PATIENCE = 60  # seconds that a question waits for a free process, before its own time starts
 START_SECONDS = 120  # timeout of starting the first process
-MAX_WALL_FACTOR = 20  # wall time limit of a question, as a multiple of its CPU limit
+MAX_WALL_FACTOR = 20  # limit on the wall time of a question, as a multiple of the CPU limit
 MEMORY_BYTES = 1 << 30  # address space of a process
 
 READY = "ready"  # a process's first line
@@ -207,10 +207,10 @@ def _serve() -> None:
     print(READY, flush=True)
     for line in sys.stdin:
         question, gold, answer, seconds = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, seconds + 1)  # ends this process if its parent has died
+        signal.setitimer(signal.ITIMER_PROF, seconds + 1)  # this process ends if its parent has died
         try:
             same = getattr(algebra, question)(gold, answer)
-        except Exception:  # unparsable answers count as wrong
+        except Exception:  # an answer that cannot be parsed counts as wrong
             same = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         print("true" if same else "false", flush=True)

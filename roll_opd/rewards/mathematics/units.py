@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 
-# kind: {name: size}; the names are lower case and singular, or a symbol in its own case
+# kind: {name: size}; a name is lower case and singular, or a symbol with its usual case
 _TABLE: dict[str, dict[str, str]] = {
     "length": {
         "mm millimeter millimetre": "1/1000",
@@ -100,7 +100,7 @@ def split_unit(text: str) -> tuple[str, PhysicalUnit | None]:
 
 
 def _can_have(value: str, written: str, unit: PhysicalUnit, apart: bool) -> bool:
-    """Return whether the text `written` after a value is its unit and not the rest of a formula."""
+    """Return whether the text `written` after a value is the value's unit instead of the rest of a formula."""
     if written.startswith(("$", "\\$", "€", "£")):
         return True
     if written.startswith("^\\circ"):
@@ -127,7 +127,7 @@ def _unit(text: str) -> PhysicalUnit | None:
     text = re.sub(r"\^degree", "degree ", text.replace("}", "").replace(".", ""))
     powers: Counter[tuple[str, int]] = Counter()
     names: list[tuple[str, int]] = []
-    sign, power = 1, 1  # of the next word
+    sign, power = 1, 1  # beginning of the next word
     tokens = _WORDS.findall(text)
     for token in tokens:
         word = token if token in _UNITS else token.lower()

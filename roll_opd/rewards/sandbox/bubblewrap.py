@@ -21,20 +21,20 @@ MEBI = 1 << 20
 
 
 class SandboxError(RewardError):
-    """A sandbox could not be started or has broken down; the message states what to do."""
+    """A sandbox could not be started or has broken down; the text states a remedy."""
 
 
 @dataclass(frozen=True)
 class CaseLimits:
     """Limits of one test case, enforced inside the sandbox; `wall_seconds` is also enforced from outside."""
 
-    cpu_seconds: int = 5  # of all processes together
+    cpu_seconds: int = 5  # limit for all processes together
     wall_seconds: float = 10.0  # waiting for a CPU does not count
     memory_mb: int = 512  # address space per process, and resident memory of all together
     processes: int = 16  # concurrent processes and threads
     open_files: int = 64
     disk_mb: int = 32  # the work directory, which is memory, and shared memory
-    files: int = 4096  # files and directories in either
+    files: int = 4096  # maximum number of files and directories in each
     output_mb: int = 4  # standard output
 
     def __post_init__(self) -> None:

@@ -12,11 +12,11 @@ from roll_opd.rewards.sandbox.assertions import HiddenCheck, check_of_call, hide
 from roll_opd.rewards.sandbox.response import answer_of
 
 _TEST = re.compile(r"^def (test_\w*)\(\s*\)", re.MULTILINE)
-_RESPONSE = "{response}"  # in the code of a case about text
+_RESPONSE = "{response}"  # placeholder in the code of a case about text
 
 
 class BadCases(ValueError):
-    """The row's test cases cannot be used; the message states why."""
+    """The row's test cases cannot be used; the text states why."""
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from roll_opd.workflows.workflow_experience import Experience, WorkflowError
 from roll_opd.workflows.workflow_interface import WORKFLOWS, Workflow
 
 KINDS = BRANCH, _ = "branch", "call"  # one experience per conversation branch, or per request
-OUTPUT_TAIL_BYTES = 4000  # of a command's stdout or stderr
+OUTPUT_TAIL_BYTES = 4000  # bytes of a command's stdout or stderr that are kept
 
 
 @WORKFLOWS.register_module("agent_workflow", arguments=("agent", "command", "experiences"))
 class AgentWorkflow(Workflow):
-    """Run an agent on a row and train on the requests that it sends to the policy's endpoint.
+    """Run an agent on a row; train on the requests that the agent sends to the policy's endpoint.
 
     `workflow_args` has either
 
@@ -31,8 +31,9 @@ class AgentWorkflow(Workflow):
       row as JSON on stdin, and address and key in OPENAI_BASE_URL and OPENAI_API_KEY. Its last line of output may be
       the reward: a number, or JSON with `reward` and `metrics`.
 
-    and optionally `experiences`: `branch` (default) makes one per conversation, `call` one per request. The agent may
-    also post its reward (`POST {base_url}/reward`); if it gives no reward, the configuration's rewards score it.
+    and optionally `experiences`: `branch` (default) makes one experience per conversation, `call` one per request. The
+    agent may also post its reward (`POST {base_url}/reward`). Without a reward from the agent, the configuration's
+    rewards score the experiences.
     """
 
     @staticmethod
@@ -83,7 +84,7 @@ class AgentWorkflow(Workflow):
         words = [word.replace("{base_url}", url).replace("{api_key}", key) for word in command]
         environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
         host = urlsplit(url).hostname or ""
-        for name in ("NO_PROXY", "no_proxy"):  # a proxy cannot reach this host and must not see the key
+        for name in ("NO_PROXY", "no_proxy"):  # no proxy: it cannot reach this host and must not see the key
             environment[name] = ",".join(filter(None, [os.environ.get(name), host]))
         with TemporaryFile() as row, TemporaryFile() as output, TemporaryFile() as errors:
             row.write(json.dumps(self.task.raw_task, default=str).encode())
@@ -100,7 +101,7 @@ class AgentWorkflow(Workflow):
             return self._parse_reward(_tail(output))
 
     def _parse_reward(self, output: str) -> float | None:
-        """Return the reward in a command's last line of output, or the posted reward; record the metrics given with it.
+        """Return the reward in a command's last line of output, or the posted reward; record metrics given with it.
 
         Raises ValueError for a malformed reward.
         """

@@ -17,7 +17,7 @@ INVALID_ACTION_NOTE = " (this action is not valid: keep to the form that is aske
 
 @dataclass
 class ModelTurn:
-    """One observation, the model's action, and the reward of this action."""
+    """An observation, the model's action, and the reward of the action."""
 
     observation: str
     info: dict[str, Any]
@@ -50,9 +50,9 @@ class Trajectory:
 class EnvironmentWorkflow(Workflow):
     """Built-in workflow for environments; `workflow_args.environments` maps each tag to its settings.
 
-    A conversation is one experience with the game's total reward; if the chat template rewrites earlier turns, it is
-    split into one experience per branch. With a StepEnvManager, each action is an experience with its own reward and
-    state.
+    A conversation is one experience with the game's total reward. If the chat template rewrites earlier turns, the
+    conversation is split into one experience per branch. With a StepEnvManager, each action is an experience with a
+    separate reward and state.
     """
 
     is_async = can_reset = True
@@ -187,7 +187,7 @@ class EnvironmentWorkflow(Workflow):
 
 
 def _state(observation: str) -> str:
-    """Return a digest of the observation without the template around it."""
+    """Return a digest of the observation, without the text of the template around it."""
     return blake2b(observation.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 

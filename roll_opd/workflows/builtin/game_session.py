@@ -1,6 +1,6 @@
-"""Environment session of one trajectory: calls run in threads, have a timeout, and classify failures.
+"""The environment session of one trajectory: calls run in threads with a timeout, and failures are classified.
 
-A failure ends only its trajectory. An environment whose episode has ended goes to a pool for the next trajectory.
+A failure ends only its trajectory. After an episode has ended, its environment goes to a pool for the next trajectory.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class GameSession:
 
     def __init__(self, tag: str, settings: Mapping[str, Any]) -> None:
         """Create a session; `settings` have the keys of `EnvironmentKeys`."""
-        self.seconds = 0.0  # spent in the environment
+        self.seconds = 0.0  # seconds spent in the environment
         self._tag, self._settings, self._environment = tag, settings, None
         self._last: Future[Any] | None = None
         most = settings["max_env_step_concurrent"]

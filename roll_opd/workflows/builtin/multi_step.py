@@ -1,4 +1,4 @@
-"""`try_again_workflow`: several attempts at a question with feedback; each attempt is one step with its experience."""
+"""`try_again_workflow`: several attempts at a question, with feedback; each attempt is a step with one experience."""
 
 from dataclasses import asdict
 from typing import Any
@@ -14,7 +14,7 @@ FEEDBACK = "That is not right. Look for the mistake, and answer again."
 
 @WORKFLOWS.register_module("try_again_workflow", arguments=("max_steps", "enough", "feedback"))
 class TryAgainWorkflow(AsyncStepWiseRewardWorkflow):
-    """Put a question; while the reward is below `enough`, give feedback and retry. Each try is one step.
+    """Ask a question; while the reward is below `enough`, give feedback and ask again. Each try is one step.
 
     `workflow_args`: `max_steps` (3) tries, `enough` (1.0), `feedback` (the user message after a wrong answer). The
     reward is the configuration's `workflow_reward`, by default `accuracy_reward`.

@@ -1,6 +1,7 @@
-"""Trinity-RFT's mathematics reward functions, with this package's check of the final answer.
+"""Trinity-RFT's reward functions for mathematics; they use this package's check of the final answer.
 
-The configuration's `rewards` score built-in workflows; these functions are for workflows that call one.
+Built-in workflows are scored by the configuration's `rewards`; these functions are for workflows that call a reward
+function themselves.
 Arguments are in Trinity-RFT's order; extra keyword arguments are ignored.
 """
 
@@ -99,7 +100,7 @@ class MathBoxedRewardFn(RewardFn):
 
 @REWARD_FUNCTIONS.register_module("countdown_reward")
 class CountDownRewardFn(RewardFn):
-    """1 if `<answer>` has a formula that reaches the target with each number once, 0.1 for another formula, else 0.
+    """1 if `<answer>` has a formula that gives the target and uses each number once, 0.1 for other formulas, else 0.
 
     The truth is an object with `target` and `numbers`, or the JSON of such an object.
     """

@@ -23,9 +23,9 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 
 
 class BaseSimpleWorkflow(Workflow):
-    """Base of single-turn workflows: build the messages, score the responses.
+    """Base class of single-turn workflows, which build the messages and score the responses.
 
-    One call produces one run unless a subclass sets `can_repeat = True`.
+    A call makes one run unless a subclass sets `can_repeat = True`.
     """
 
     can_reset = True
@@ -45,7 +45,7 @@ class BaseSimpleWorkflow(Workflow):
 
     @property
     def rollout_args(self) -> dict[str, Any]:
-        """Sampling options for one response per run; older workflows assign other options."""
+        """Sampling options for one response per run; older workflows assign other options to this attribute."""
         return {**(self._rollout_args or asdict(self.task.rollout_args)), "n": self.repeat_times}
 
     @rollout_args.setter
@@ -117,7 +117,7 @@ class SimpleWorkflow(BaseSimpleWorkflow):
 
 @WORKFLOWS.register_module("async_simple_workflow")
 class AsyncSimpleWorkflow(BaseSimpleWorkflow):
-    """`simple_workflow` in a coroutine, which costs less than a thread."""
+    """`simple_workflow` as a coroutine, which costs less than a thread."""
 
     can_repeat = is_async = True
 
@@ -132,12 +132,12 @@ class _Thinking(BaseSimpleWorkflow):
         if self.system_prompt is None and task.reward_fn in (
             None,
             MathRewardFn,
-        ):  # other reward functions expect other formats
+        ):  # other reward functions expect a different format of the answer
             self.system_prompt = THINK_AND_ANSWER
 
 
 class _Boxed(BaseSimpleWorkflow):
-    """Base: requests a boxed answer from a chat or base model, unless the configuration has a system prompt."""
+    """Base class: requests a boxed answer from a chat or base model, unless the configuration has a system prompt."""
 
     use_base = with_think = False
     format_score_coef = 0.1
@@ -177,7 +177,7 @@ class _BoxedInQuestion(BaseSimpleWorkflow):
 class MathWorkflow(_Thinking, SimpleWorkflow):
     """Mathematics question with DeepSeek-R1-Zero's system prompt unless the configuration has one.
 
-    As in Trinity-RFT, there is no such prompt with a `workflow_reward` other than `math_reward`.
+    As in Trinity-RFT, with a `workflow_reward` other than `math_reward` there is no such prompt.
     """
 
 
@@ -216,7 +216,7 @@ class AsyncMathBoxedWorkflow(_Boxed, AsyncSimpleWorkflow):
 class OnPolicyDistillWorkflow(AsyncSimpleWorkflow):
     """Sample an answer to the row's prompt, to be scored by the configuration's teachers.
 
-    The `compute_reward` of a subclass gives the reward, as in Trinity-RFT. Pure distillation records this reward and
+    The `compute_reward` of a subclass gives the reward, as in Trinity-RFT. Pure distillation records this reward, but
     does not train on it.
     """
 

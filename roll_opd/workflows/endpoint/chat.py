@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from roll_opd.data.messages import KNOWN_ROLES, ROLES, MessageError, read_message
 from roll_opd.inference.tool_calls import ToolCallParser
 
-MAX_RESPONSES = 128  # `n` of one request
+MAX_RESPONSES = 128  # maximum of `n` in a request
 SMALLEST = 1e-9  # lower bound of parameters that must be positive
 STREAMED_CHARACTERS = 64  # per chunk
 
@@ -19,7 +19,7 @@ STREAMED_CHARACTERS = 64  # per chunk
 _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "max_completion_tokens", "stop", "n")
 _TEMPLATE = ("chat_template_kwargs", "continue_final_message")
 _READ = ("messages", "model", "tools", "tool_choice", "stream", "stream_options", "logprobs")
-# ignored: the run sets the seeds and always has log-probs
+# ignored, as the run sets the seeds and always has log-probs
 _IGNORED = (
     *("seed", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "reasoning_effort", "verbosity"),
     *(
@@ -75,10 +75,10 @@ class ChatRequest:
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """Parse and validate a request body; raises Refusal with the wrong field unless it can be served exactly."""
+    """Parse and validate a request body; raises Refusal, with the wrong field, unless it can be served exactly."""
     try:
         request = json.loads(body)
-        json.dumps(request, ensure_ascii=False).encode()  # raises for a lone surrogate
+        json.dumps(request, ensure_ascii=False).encode()  # raises an error for a lone surrogate
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not JSON: {error}") from None
     if not isinstance(request, dict):
@@ -101,7 +101,9 @@ def read_request(body: bytes) -> ChatRequest:
         raise _wrong("chat_template_kwargs", "is not an object of variables for the chat template")
     tools = [] if request.get("tool_choice") == "none" else request.get("tools") or []
     if request.get("tool_choice") not in (None, "auto", "none"):
-        raise _wrong("tool_choice", "auto and none are supported: a forced call would not be sampled from the policy")
+        raise _wrong(
+            "tool_choice", "only auto and none are supported, as a forced call would not be sampled from the policy"
+        )
     if not _is_list(tools, dict):
         raise _wrong("tools", "is not a list of objects")
     stream_options = request.get("stream_options") or {}

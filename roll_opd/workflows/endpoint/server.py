@@ -1,4 +1,4 @@
-"""HTTP server of the policy in the workflow process, with one session per run.
+"""The HTTP server of the policy in a workflow process, with one session per run.
 
 Responses come from `ModelWrapper.answer`, so they are recorded in the run's call tree. The server starts when its
 address is first read, or with the process if a port is configured.
@@ -29,12 +29,12 @@ from roll_opd.workflows.run_state import RUN, RunState
 from roll_opd.workflows.workflow_experience import Experience, NoRoomError, WorkflowError
 
 MAX_BODY_BYTES = 8 << 20
-MARK_TOKENS = 32  # at the end of a prompt, searched for an opened thought
-MAX_CONCURRENT_REQUESTS = 1024  # above it, requests get status 429
+MARK_TOKENS = 32  # characters at the end of a prompt in which an opened thought is searched
+MAX_CONCURRENT_REQUESTS = 1024  # further requests get status 429
 READ_SECONDS = 60  # timeout of reading a request body
 KEEPALIVE_SECONDS = 10  # interval of comments in a stream without data
 CLOSED_KEPT = 20_000  # keys and ids of closed sessions, remembered to answer 410 instead of 401 or 404
-ABANDONED = "abandoned"  # counted like an HTTP status: the client disconnected before the response
+ABANDONED = "abandoned"  # counted like an HTTP status, if the client disconnected before the response
 SESSION_HEADER = "X-Session-Id"
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class RunSession:
 
 
 class PolicyServer:
-    """HTTP server of one process; a session is identified by its key, or by URL or header and the server's key."""
+    """The HTTP server of a process; sessions are identified by key, or by URL or header and the server's key."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class PolicyServer:
                 host, port = listening.getsockname()[:2]
                 reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
                 self._address = f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
-                # separate context: the server outlives the run that starts it
+                # a separate context, as the server outlives the run that starts it
                 self._loop.call_soon_threadsafe(self._begin, listening, context=contextvars.Context())
             return self._address
 
@@ -117,7 +117,7 @@ class PolicyServer:
             return self._by_run[id(run)]
 
     def close(self, run: RunState) -> None:
-        """Close a run's session, if it has one: running and later requests are refused."""
+        """Close a run's session, if it has one; running and later requests are refused."""
         with self._starting:
             run.ended = True
             session = self._by_run.pop(id(run), None)
@@ -149,7 +149,7 @@ class PolicyServer:
 
     @web.middleware
     async def _accounted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Convert errors to error responses in OpenAI's format; count all responses by status."""
+        """Convert exceptions to error responses in OpenAI's format; count all responses by status."""
         response: web.StreamResponse
         try:
             if self._active_requests >= MAX_CONCURRENT_REQUESTS:
@@ -215,7 +215,7 @@ class PolicyServer:
             work.cancel()
             session.tasks.discard(work)
             if not delivered and work.done() and not work.cancelled() and work.exception() is None:
-                self._model.forget(work.result())  # the client never received it, so it must not be trained on
+                self._model.forget(work.result())  # not trained on, as the client has not received it
 
     async def _answer(self, chat: ChatRequest) -> Responses:
         """Generate the response; raises Refusal for a conversation that the model cannot continue."""
@@ -264,7 +264,7 @@ class PolicyServer:
             await asyncio.wait([work], timeout=KEEPALIVE_SECONDS)
         try:
             pieces = list(stream(*self._arguments(session, chat, await self._of_session(session, work))))
-        except Exception as error:  # the status has been sent: report the error in the stream
+        except Exception as error:  # the status has already been sent, so the error is reported in the stream
             refusal = error if isinstance(error, Refusal) else Refusal(500, f"{type(error).__name__}: {error}")
             self.counts[str(refusal.status)] += 1
             await response.write(_event(refusal.body))
@@ -301,7 +301,7 @@ class PolicyServer:
         name = in_url or in_header
         session = self._by_key.get(key)
         if session:
-            # the key identifies the session; clients also use the header for their own routing ids
+            # the key identifies the session, since clients also use the header for private routing ids
             if in_url in (None, session.id) and (in_url or in_header == session.id or in_header not in self._by_id):
                 return session
             raise Refusal(403, f"session {name} has another key")
@@ -311,7 +311,7 @@ class PolicyServer:
             raise Refusal(401, "wrong API key: use the session's key or endpoint_api_key", code="invalid_api_key")
         if name is None:
             raise Refusal(
-                400, f"no session given: name it in the URL, /sessions/ID/v1, or in the header {SESSION_HEADER}"
+                400, f"no session is named; name it in the URL, /sessions/ID/v1, or in the header {SESSION_HEADER}"
             )
         if name in self._closed:
             raise Refusal(410, f"session {name} is closed: its run has ended", code="session_closed")
