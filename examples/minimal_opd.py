@@ -127,7 +127,7 @@ def main(steps: int, seed: int) -> None:
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # with models this small, several threads would only wait for each other
     student, teacher = load_model("student"), load_model("teacher").requires_grad_(False)
-    tokenizer = load_tokenizer(str(DEMO / "models" / "student"))  # the teacher must have the same one
+    tokenizer = load_tokenizer(str(DEMO / "models" / "student"))  # the teacher must have the same tokenizer
     source = PromptSource(load_prompts("train.jsonl", tokenizer), seed)
     held_out = load_prompts("val.jsonl", tokenizer).all()
     optimizer = torch.optim.AdamW(student.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)

@@ -200,7 +200,7 @@ class Session:
     def call(self, name: str, **arguments: Any) -> Any:
         """Execute a call of `pipelines.session.SessionCalls` and return its answer."""
         if self._connection is None:
-            raise ValueError("the session is closed; open another one")
+            raise ValueError("the session is closed; open a new session")
         try:
             self._connection.send((name, arguments))
             return self._answer()

@@ -33,16 +33,16 @@ class Mismatch:
     lengths: tuple[int, ...]
 
     def log_ratio(self, level: Level = "token") -> Tensor:
-        """Return train - infer log-probs [M] at `level`, clamped to ±20; 0 off the mask."""
+        """Return train - infer log-probs [M] at `level`, clamped to ±20; 0 outside the mask."""
         values_M = self._at((self.train_M - self.infer_M).masked_fill_(~self.mask_M, 0), level)
         return values_M.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def ratio(self, level: Level = "token") -> Tensor:
-        """Return the ratio train/infer [M] at `level`; 1 off the mask."""
+        """Return the ratio train/infer [M] at `level`; 1 outside the mask."""
         return self.log_ratio(level).exp_()
 
     def difference(self, level: Level = "token") -> Tensor:
-        """Return the difference p_train - p_infer [M] at `level`; 0 off the mask."""
+        """Return the difference p_train - p_infer [M] at `level`; 0 outside the mask."""
         return self._at(self.train_M.exp().sub_(self.infer_M.exp()).masked_fill_(~self.mask_M, 0), level)
 
     def _at(self, values_M: Tensor, level: Level) -> Tensor:
@@ -58,7 +58,7 @@ class Mismatch:
 
 
 def importance_weights(mismatch: Mismatch, *, level: Level = "token", upper_bound: float | None = 1.2) -> Tensor:
-    """Return min(ratio, upper_bound), [M]; 1 off the mask: truncated importance sampling.
+    """Return min(ratio, upper_bound), [M]; 1 outside the mask: truncated importance sampling.
 
     Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025). The weights multiply
     the loss, so that its expectation is taken under the training engine's distribution.
@@ -70,14 +70,14 @@ def importance_weights(mismatch: Mismatch, *, level: Level = "token", upper_boun
 def icepop_weights(
     mismatch: Mismatch, *, level: Level = "token", low: float | None = ICEPOP_LOW, high: float | None = ICEPOP_HIGH
 ) -> Tensor:
-    """Return the ratio where low <= ratio <= high, else 0, [M]; 1 off the mask. IcePop, arXiv 2510.18855."""
+    """Return the ratio where low <= ratio <= high, else 0, [M]; 1 outside the mask. IcePop, arXiv 2510.18855."""
     return mismatch.ratio(level) * ratio_within(mismatch, level=level, low=low, high=high)
 
 
 def ratio_within(
     mismatch: Mismatch, *, level: Level = "token", low: float | None = 0.8, high: float | None = 1.2
 ) -> Tensor:
-    """Return the mask of tokens with low <= ratio <= high, bool [M]. A bound of None is no bound. True off the mask."""
+    """Return a mask of tokens with low <= ratio <= high, bool [M]. None is no bound. True outside the mask."""
     return _within(mismatch.ratio(level), low, high) | ~mismatch.mask_M
 
 

@@ -23,7 +23,7 @@ def discounted_to_go(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int], d
     Args:
         values_M: ignored outside the mask.
         mask_M: bool, True at action tokens.
-        lengths: tokens of each sequence, on and off the mask.
+        lengths: tokens of each sequence, on and outside the mask.
         discount: 0 returns the values themselves.
     """
     if discount == 0.0 or not len(values_M):
@@ -46,7 +46,7 @@ def turns_to_go(values_M: Tensor, mask_M: Tensor, acted_M: Tensor, lengths: Sequ
         values_M: ignored outside `mask_M`.
         mask_M: bool, True at action tokens in the loss.
         acted_M: bool, True at all action tokens.
-        lengths: tokens of each sequence, on and off the mask.
+        lengths: tokens of each sequence, on and outside the mask.
     """
     counted_M = torch.where(mask_M, values_M, 0)
     total_M = torch.zeros_like(counted_M)

@@ -109,7 +109,7 @@ def check_file(path: Path) -> None:
 
 def _check_nodes(path: Path, text: str) -> None:
     """Raise ConfigError for too many values, too deep sections, or an alias inside its own anchor."""
-    sizes: dict[str, int] = {}  # anchor -> number of values in an alias of it
+    sizes: dict[str, int] = {}  # anchor -> number of values in an alias of this anchor
     within: list[tuple[str | None, int]] = [(None, 0)]  # anchor and number of values of each open collection
 
     def refuse(event: yaml.Event, what: str) -> ConfigError:

@@ -25,7 +25,7 @@ _PART = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")  # other braces, such as tho
 
 
 class TeacherPrompts:
-    """Renders and tokenises the prompts of teachers with their own context."""
+    """Renders and tokenises the prompts of teachers that have a context."""
 
     def __init__(self, contexts: Sequence[ContextPlan], tokenizer: "PreTrainedTokenizerBase") -> None:
         """`tokenizer` is the student's. Raises `DataError` if a teacher's tokenizer cannot be loaded."""

@@ -198,6 +198,6 @@ def _contradictions(scores: TeacherScores, tolerance: float) -> Iterator[str]:
         token = int(np.argmax(differs))
         there = f"{inside[token]:.4f} in its top-k" if hit[token].any() else "more than the last of its top-k"
         yield (
-            f"the log-prob of response token {token} is {own[token]:.4f}, and {there}: one of them is shifted,"
+            f"the log-prob of response token {token} is {own[token]:.4f}, but {there}: one of the two is shifted,"
             " renormalised or at another temperature"
         )

@@ -22,7 +22,7 @@ Step = tuple[str, float, bool, bool, dict[str, Any]]  # observation, reward, ter
 
 
 class EnvironmentFailure(ValueError):
-    """An environment cannot be found, created or stepped; the message has its name, the place and the remedy."""
+    """An environment cannot be found, created or stepped; the text has its name, the place and a remedy."""
 
 
 class Environment:
@@ -35,8 +35,8 @@ class Environment:
     def step(self, action: str) -> Step:
         """Process a response of the model; return (observation, reward, terminated, truncated, info).
 
-        `terminated`: the episode ended by its rules. `truncated`: a limit ended it. After either of them, only `reset`
-        may be called.
+        `terminated`: the episode ended by the game's rules. `truncated`: a limit ended the episode. In both cases, only
+        `reset` may be called next.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method `step`; write step(action) -> five values")
 
@@ -55,7 +55,7 @@ ENVIRONMENTS: Registry[dict] = Registry(
 )
 
 
-# value of `metrics_agg_mode` -> aggregation over the turns of an episode
+# value of `metrics_agg_mode` -> function that aggregates over the turns of an episode
 AGGREGATIONS: dict[str, Callable[[list[float]], float]] = {
     "mean": fmean,
     "sum": sum,

@@ -1,4 +1,4 @@
-"""Find, check and create the environment that a configuration names.
+"""Find, check and create environments named in a configuration.
 
 A name is one of: a registered name (`frozen_lake`), a ROLL class path, a dotted path to a user's class, a gymnasium
 game (`gymnasium:Taxi-v3`), a GEM id with a colon (`game:GuessTheNumber-v0`).
@@ -14,7 +14,7 @@ from roll_opd.base.registry import argument_problems
 from roll_opd.environments.environment_interface import ENVIRONMENTS, Environment, EnvironmentFailure
 
 GYMNASIUM = "gymnasium:"
-GEM_PACKAGE = "gem-llm"  # its module is `gem`
+GEM_PACKAGE = "gem-llm"  # name of the package on PyPI; its module is `gem`
 
 
 def find(env_type: str) -> Callable[..., Any]:
@@ -58,7 +58,7 @@ def check(env_type: str, config: Mapping[str, Any]) -> list[str]:
 def check_declared(env_type: str, config: Mapping[str, Any], has_plugins: bool = False) -> list[str]:
     """Return the problems that `check` finds without creating an environment or importing outside this package.
 
-    `has_plugins`: accept unknown names, because the user's modules may register them.
+    `has_plugins`: unknown names are accepted, because the user's modules may register them.
     """
     plain = "." not in env_type and ":" not in env_type
     if not (plain or env_type.startswith("roll.")) or (has_plugins and env_type not in {*NEEDS, *ENVIRONMENTS.builtin}):
@@ -82,7 +82,7 @@ def make(env_type: str, /, **config: Any) -> Any:
         return maker(**config)
     except EnvironmentFailure:
         raise
-    except Exception as error:  # a user's class may raise anything
+    except Exception as error:  # a user's class may raise any exception
         raise EnvironmentFailure(
             f"env_type {env_type}: cannot be created: {type(error).__name__}: {error}; correct it or its arguments"
         ) from error
@@ -125,7 +125,7 @@ def _gem(env_type: str) -> Any:
 CLASSES = {"FrozenLakeEnv": "frozen_lake", "SokobanEnv": "sokoban", "MathEnv": "roll_math"}
 SERVED = "or serve it from a process that has it, and set `env_type: http` with its url"
 ROCK = f"needs a ROCK server, which starts containers for its episodes; use an environment of this package, {SERVED}"
-# unsupported env_type -> its requirement and an alternative
+# unsupported env_type -> what it needs, and an alternative
 NEEDS = {
     "webshop": (
         "needs the package webshop-minimal of ROLL's third_party/ and its data of products;"

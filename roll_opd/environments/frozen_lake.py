@@ -58,11 +58,11 @@ class FrozenLake(Game):
         special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
         render_mode: str = "text",
     ) -> None:
-        """`p`: share of ice; `map_seed`: all episodes have the map of this seed, and their seeds set only the slips."""
+        """`p`: fraction of ice; `map_seed`: all episodes use this seed's map, and their seeds set only the slips."""
         only_text(render_mode)
         at_least("size", size, 2)
         if not 0 < p <= 1:
-            raise EnvironmentFailure(f"p is {p}; set the share of ice cells, above 0 and at most 1")
+            raise EnvironmentFailure(f"p is {p}; set the fraction of ice cells, above 0 and at most 1")
         self._size, self._p, self._is_slippery, self._map_seed = size, p, is_slippery, map_seed
         self._symbols = complete("grid_lookup", grid_lookup, SYMBOLS)
         self._cells = _cells(map_lookup)

@@ -19,15 +19,15 @@ MAX_CHARACTERS = 32_768  # only the last characters of a response are searched
 
 @dataclass(frozen=True)
 class Action:
-    """Action parsed from a response."""
+    """An action parsed from a response."""
 
-    action: Any | None  # key in the action table, or the text without a table; None: invalid
+    action: Any | None  # key in the action table, or the text if there is no table; None: invalid
     content: str = ""  # text of the response
     thought: str = ""
 
     @property
     def info(self) -> dict[str, Any]:
-        """Entries of `info` with ROLL's keys."""
+        """The entries of `info`, with ROLL's keys."""
         return {"action": self.action, "action_content": self.content, "think_content": self.thought}
 
 
@@ -35,7 +35,7 @@ INVALID = Action(None)
 
 
 class ActionReader:
-    """Parser with one pattern: its only group is the action; of two groups, 1 is the thought and 2 the action."""
+    """A parser with one pattern. A single group is the action; of two groups, 1 is the thought and 2 the action."""
 
     def __init__(
         self, pattern: str, lookup: Mapping[Any, str] | None = None, special_tokens: Sequence[str] | None = None
@@ -95,7 +95,7 @@ def numbered(name: str, table: Mapping[Any, str], known: Collection[int]) -> dic
 
 
 def complete(name: str, table: Mapping[Any, str] | None, default: Mapping[int, str]) -> dict[int, str]:
-    """Return the configured table of symbols, completed by the defaults."""
+    """Return the configured table of symbols; missing symbols get the defaults."""
     return {**default, **numbered(name, table, default)} if table is not None else dict(default)
 
 
@@ -119,16 +119,16 @@ AGGREGATES = {"success": "last", "action_is_valid": "mean", "action_is_effective
 
 @dataclass(frozen=True)
 class Turn:
-    """Outcome of one action."""
+    """The outcome of one action."""
 
     reward: float = 0.0
     effective: bool = False  # the state changed
     over: bool = False  # the game has ended
-    truncated: bool = False  # ended by the game's own limit
+    truncated: bool = False  # ended by a limit of the game itself
 
 
 class Game(Environment, ABC):
-    """Turn-based game. A subclass implements `begin`, `play`, `render` and `succeeded`."""
+    """A turn-based game. Subclasses implement `begin`, `play`, `render` and `succeeded`."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from roll_opd.environments.game import PATTERN, SPECIAL_TOKENS, Game, Turn, numb
 
 HIGHLIGHT = re.compile(r"\x1b\[[\d;]*m(.)\x1b\[0m")  # marks the player's position
 ESCAPE = re.compile(r"\x1b\[[\d;]*m")
-ENDLESS = 10**9  # max_steps if only the game's own limit applies
+ENDLESS = 10**9  # max_steps if only the limit of the game itself applies
 SAYS_ACTION = re.compile(r"^ *\(\w[\w ]*\)$\n?", re.MULTILINE)  # line with the last action
 
 
@@ -36,7 +36,7 @@ def _cards(_: Any, observation: Any) -> str:
 
 @dataclass(frozen=True)
 class Known:
-    """Text facts of a gymnasium game."""
+    """Texts that describe a gymnasium game."""
 
     actions: tuple[str, ...]
     instruction: str
@@ -67,7 +67,7 @@ KNOWN = {
 
 @ENVIRONMENTS.register("gymnasium")
 class GymnasiumText(Game):
-    """Gymnasium game, named `gymnasium:Taxi-v3`, with the game's own rewards and termination."""
+    """A gymnasium game, named like `gymnasium:Taxi-v3`, with the rewards and termination of the game."""
 
     def __init__(
         self,

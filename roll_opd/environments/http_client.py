@@ -6,8 +6,8 @@
   info};
 - /close takes {episode}; servers need not have it.
 
-A failed request is retried if that is safe: a reset carries the episode's id; a step is retried only if the server
-announced `repeats`, or if the request was not sent.
+A failed request is retried if this is safe. A reset is safe because it has the episode's id. A step is retried only if
+the server announced `repeats` or the request was not sent.
 """
 
 import contextlib
@@ -32,15 +32,15 @@ from roll_opd.environments.environment_interface import (
 from roll_opd.environments.game import at_least, checked_seed
 
 BUSY = (408, 425, 429)  # retryable statuses, in addition to 500 and above
-FIRST_WAIT, MAX_WAIT = 0.2, 10.0  # s between attempts, doubled each time
+FIRST_WAIT, MAX_WAIT = 0.2, 10.0  # seconds between attempts, doubled each time
 CLOSE_SECONDS = 2.0
-MAX_QUOTE = 300  # characters of a response in a message
+MAX_QUOTE = 300  # maximum characters of a response in an error
 HOW_TO_SERVE = "start a server with `python -m roll_opd.environments.serve`, or correct the url"
 
 
 @ENVIRONMENTS.register("http")
 class RemoteEnvironment(Environment):
-    """Environment served by another process or machine."""
+    """An environment served by another process or machine."""
 
     def __init__(
         self, url: str, timeout: float = 60.0, retries: int = 3, headers: Mapping[str, str] | None = None
@@ -53,7 +53,7 @@ class RemoteEnvironment(Environment):
             raise EnvironmentFailure(f"url is {url!r}; set the server's address, such as http://127.0.0.1:8000")
         self._url, self._retries = url.rstrip("/"), retries
         own = {"Content-Type": "application/json", **(headers or {})}
-        # load certificates for https only: loading dominates the constructor
+        # certificates are loaded only for https, as loading takes most of the constructor's time
         self._client = httpx.Client(timeout=timeout, headers=own, verify=url.startswith("https://"))
         self._episode: str | None = None
         self._step, self._repeats = 0, False
@@ -82,7 +82,7 @@ class RemoteEnvironment(Environment):
         self._client.close()
 
     def _end_episode(self) -> None:
-        """Notify the server of the episode's end; ignore errors, because servers also limit the number of episodes."""
+        """Notify the server that the episode has ended; ignore errors, because servers limit episodes anyway."""
         if self._episode is not None:
             with contextlib.suppress(httpx.HTTPError):
                 self._client.post(f"{self._url}/close", json={"episode": self._episode}, timeout=CLOSE_SECONDS)

@@ -1,6 +1,6 @@
 """Episodes of an environment server: each has a pooled environment, and its requests are idempotent.
 
-Each episode keeps its last response, so that a repeated request takes no second step.
+Each episode keeps its last response, so that repeating a request does not take a second step.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ class Refused(Exception):
 
 @dataclass
 class Episode:
-    """Environment in use with its last response."""
+    """An environment in use, with its last response."""
 
     seed: int | None
     environment: Any = None
     lock: threading.Lock = field(default_factory=threading.Lock)
-    steps: int = -1  # played; -1 before the reset
+    steps: int = -1  # steps played; -1 before the reset
     last: dict[str, Any] | Refused | None = None
     ended: bool = False
 
@@ -37,14 +37,14 @@ class Episodes:
     """Thread-safe table of the active episodes."""
 
     def __init__(self, name: str, make: Callable[[], Any], most: int) -> None:
-        """Create a table of at most `most` environments; for a further one, the least recently used episode ends."""
+        """Create a table of at most `most` environments; a further reset ends the least recently used episode."""
         self._name, self._make, self._most = name, make, most
         self._episodes: OrderedDict[str, Episode] = OrderedDict()
         self._free: list[Any] = []
         self._lock = threading.Lock()
 
     def reset(self, identifier: str, seed: int | None) -> dict[str, Any]:
-        """Start an episode, idempotently; raises `Refused` if it cannot start."""
+        """Start an episode; a repeated request starts no second one. Raises `Refused` if it cannot start."""
         episode = self._open(identifier, seed)
         with episode.lock:
             if episode.ended or episode.seed != seed or episode.steps > 0:
@@ -70,7 +70,7 @@ class Episodes:
             return self._answer(episode, wanted, lambda: self._next(episode.environment, action))
 
     def close(self, identifier: str) -> dict[str, Any]:
-        """End an episode; unknown ones are ignored."""
+        """End an episode; an unknown episode is ignored."""
         with self._lock:
             episode = self._episodes.pop(identifier, None)
         if episode is not None:

@@ -25,7 +25,7 @@ from roll_opd.rewards.sandbox.response import answer_of, program_of
 OPEN, CLOSE = "<code>", "</code>"
 FENCES = ("```py", "```Py")
 NOTHING = "(the program printed nothing; print what you want to see)"
-# errors go to stdout: a sandboxed program has no stderr
+# errors go to stdout, as a sandboxed program has no stderr
 WRAPPED = """\
 import sys as _sys, traceback as _traceback
 try:
@@ -53,7 +53,7 @@ def tool_program(response: str) -> str | None:
 
 
 class PythonTool:
-    """Thread-safe program runner; tools with equal limits share processes, one per CPU."""
+    """A thread-safe runner of programs; tools with equal limits share processes, one per CPU."""
 
     def __init__(self, seconds: float, unsafe: bool = False, most_characters: int = 4000) -> None:
         """Create a runner with `seconds` of CPU per program; `unsafe`: no sandbox. Processes start on first use."""
@@ -117,7 +117,7 @@ INSTRUCTION = (
 @ENVIRONMENTS.register("math_python")
 @ENVIRONMENTS.register("roll_math")
 class MathPython(Environment):
-    """Mathematics with a Python tool: reward 1 for a right answer, else 0, `format_penalty` without an answer."""
+    """Mathematics with a Python tool. The reward is 1 for a right answer, 0 for a wrong one, else `format_penalty`."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class MathPython(Environment):
         self._answer: str | None = None  # None: no active episode
 
     def reset(self, seed: int | None = None) -> Reset:
-        """Start with a question; without a seed, with the next question of the file."""
+        """Start an episode with a question; without a seed, it is the next question of the file."""
         seed = checked_seed(seed)
         if seed is None:
             number, self._next = self._next, self._next + 1

@@ -17,7 +17,7 @@ KINDS = ("shirt", "jacket", "scarf", "lamp", "chair", "rug", "mug", "backpack")
 COLORS = ("red", "blue", "green", "black", "white", "yellow")
 MATERIALS = ("cotton", "wool", "leather", "linen", "bamboo", "steel")
 SIZES = ("small", "medium", "large")
-LOWEST, HIGHEST = 5, 100  # of prices, whole numbers
+LOWEST, HIGHEST = 5, 100  # lowest and highest price, in whole numbers
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Wish:
         return f"a {self.color} {self.kind} of {self.material}, size {self.size}, for at most {self.most}"
 
     def score(self, item: Item, size: str | None) -> float:
-        """Return the share of wanted attributes that an item has; 0 for a wrong kind of item."""
+        """Return the fraction of wanted attributes that an item has; 0 for a wrong kind of item."""
         if item.kind != self.kind:
             return 0.0
         met = (item.color == self.color, item.material == self.material, size == self.size, item.price <= self.most)
@@ -98,7 +98,7 @@ INSTRUCTION = (
 
 @ENVIRONMENTS.register("search_shop")
 class SearchShop(Game):
-    """Synthetic shop: the reward is the share of wanted attributes in a purchase, 0 for a wrong kind; 1 is success."""
+    """Synthetic shop: the reward is the fraction of wanted attributes in a purchase, 0 for a wrong kind."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class SearchShop(Game):
         elif target == NEXT:
             self._show(found, self._page + 1)
         elif target == PREVIOUS:
-            # from an item back to its page
+            # returns from an item to the page of results
             self._show(found, self._page if self._item is not None else self._page - 1)
         else:
             self._show(found, self._page, next(item for item in found if item.id.lower() == target))

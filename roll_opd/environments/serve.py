@@ -26,7 +26,7 @@ class EnvironmentServer(ThreadingHTTPServer):
     """HTTP server of one environment type, one thread per connection."""
 
     daemon_threads = True
-    request_queue_size = 256  # accept backlog: a whole batch may connect simultaneously
+    request_queue_size = 256  # backlog of connections, as a whole batch may connect at the same time
 
     def __init__(self, env_type: str, config: dict[str, Any], host: str, port: int, episodes: int) -> None:
         """Bind and listen; `serve_forever` handles requests. Raises OSError if the address is unavailable."""
@@ -80,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
         except (TypeError, ValueError):
             size = -1
         if not 0 <= size <= MAX_BODY_BYTES:
-            self.close_connection = True  # the body stays unread
+            self.close_connection = True  # the body has not been read
             raise Refused(413, f"the body needs a Content-Length of at most {MAX_BODY_BYTES}")
         try:
             found = json.loads(self.rfile.read(size))
@@ -125,7 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until interrupted; return the exit code, 2 for invalid arguments."""
     parser = argparse.ArgumentParser("python -m roll_opd.environments.serve", description=(__doc__ or "").split(",")[0])
     parser.add_argument("env_type", help="a name as in a configuration: frozen_lake, my_envs.MyGame, game:Wordle-v0")
-    parser.add_argument("config", nargs="*", metavar="key=value", help="arguments of the environment, values as YAML")
+    parser.add_argument(
+        "config", nargs="*", metavar="key=value", help="arguments of the environment, with values in YAML"
+    )
     parser.add_argument("--host", default=LOOPBACK, help=f"address to listen on; {LOOPBACK}: this machine only")
     parser.add_argument("--port", type=int, default=PORT, help=f"{PORT} by default; 0: any free port")
     parser.add_argument("--episodes", type=int, default=MAX_EPISODES, help="maximum number of concurrent environments")

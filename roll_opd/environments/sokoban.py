@@ -29,11 +29,11 @@ Cell = tuple[int, int]
 Boxes = tuple[Cell, ...]  # box i was pulled from target i
 MOVES = {1: (-1, 0), 2: (1, 0), 3: (0, -1), 4: (0, 1)}
 MAX_ROOMS = 1_000  # attempts per seed
-PICKY_ROOMS = 30  # first attempts, which must need more than one push
-MAX_PULLED = 3_000  # states searched backwards per room
-MAX_SOLVED = 300_000  # states searched by `solution`
-TURN_CHANCE = 0.35  # of the walk that carves the floor, as in gym-sokoban
-STEPS_PER_SIDE = 1.7  # of that walk, times rows and columns, as in gym-sokoban
+PICKY_ROOMS = 30  # number of first attempts in which a room must need more than one push
+MAX_PULLED = 3_000  # maximum number of states in the backward search for a room
+MAX_SOLVED = 300_000  # maximum number of states that `solution` searches
+TURN_CHANCE = 0.35  # probability that the walk that carves the floor turns, as in gym-sokoban
+STEPS_PER_SIDE = 1.7  # steps of that walk as a factor on rows plus columns, as in gym-sokoban
 # floor carved around one step of the walk: lines, corners and squares
 BRUSHES: tuple[tuple[Cell, ...], ...] = (
     ((0, -1), (0, 0), (0, 1)),
@@ -46,7 +46,7 @@ BRUSHES: tuple[tuple[Cell, ...], ...] = (
 
 @dataclass(frozen=True)
 class Room:
-    """Room with its current state."""
+    """A room with its current state."""
 
     floor: frozenset[Cell]  # all cells but walls, including targets
     targets: frozenset[Cell]
@@ -139,7 +139,7 @@ def _pulled(
     """
     best, found = above, None
     seen: set[tuple[Cell, frozenset[Cell]]] = set()
-    waiting = [(player, targets, depth, -1, 0)]  # depth first, to get far away
+    waiting = [(player, targets, depth, -1, 0)]  # depth first, to get far from the solved state
     while waiting and len(seen) < MAX_PULLED:
         player, boxes, left, last, swaps = waiting.pop()
         state = (player, frozenset(boxes))
@@ -199,7 +199,7 @@ INSTRUCTION = (
 
 @ENVIRONMENTS.register("sokoban")
 class Sokoban(Game):
-    """Sokoban: reward -0.1 per turn, 1 for a box pushed onto a target, -1 for one pushed off, 10 when solved."""
+    """Sokoban: reward -0.1 per turn, 1 for pushing a box onto a target, -1 for pushing it off, 10 when solved."""
 
     def __init__(
         self,

@@ -72,7 +72,7 @@ class Ending:
             raise self._terminated()
 
     def hear_all_hosts(self) -> None:
-        """From now on, ignore a SIGTERM that follows another one immediately: a second host sent the same signal."""
+        """From now on, ignore a SIGTERM that follows a SIGTERM immediately: a second host sent the same signal."""
         self._comes_from_all = True
 
     def listen(self) -> None:

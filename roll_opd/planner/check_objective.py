@@ -278,7 +278,7 @@ def check_signals(top: Top, roles: Roles, rewards: Sequence[RewardPlan]) -> None
     facts, teachers = loss_facts(top.policy_loss), roles.teachers.values()
     own_coefs = [teacher.worker.opd_kl_coef for teacher in teachers]
     if own_coefs and None not in own_coefs and "opd_kl_coef" in top.written:
-        top.diag.note("opd_kl_coef", "has no effect, as every teacher has its own; remove it")
+        top.diag.note("opd_kl_coef", "has no effect, as every teacher sets this key itself; remove it")
     distils = any(top.opd_kl_coef if own is None else own for own in own_coefs)
     learns_samples = top.policy_loss not in POLICY_LOSSES.builtin or not facts.reads_advantages or facts.needs
     if distils or learns_samples or top.entropy_loss_coef:

@@ -192,8 +192,7 @@ def demonstration_rows(mini_batch: int, share: float) -> int:
 
 
 def _per_update(args: TrainingArgs, dp: int) -> tuple[int, str]:
-    """Return the sequences of an update over `dp` data-parallel ranks, and the computation as text for error
-    messages."""
+    """Return the sequences of an update over `dp` data-parallel ranks, and the computation as text for errors."""
     device, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     arithmetic = (
         f"(per_device_train_batch_size {device} x gradient_accumulation_steps {steps} x data-parallel size {dp})"
@@ -224,7 +223,7 @@ def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0
         top.diag.error(
             "expert_data_ratio",
             f"{share:g} of a mini-batch of {mini} sequences {arithmetic} is {mini * share:g} demonstrations; change"
-            " one of them, so that it has a whole number of demonstrations and of samples",
+            " the share or the mini-batch, so that both numbers are whole",
         )
         return None
     if agentic and sequences % mini:
@@ -270,8 +269,7 @@ def _fitting(sequences: int, share: int) -> str:
 
 
 def check_micro_batches(roles: Sequence[Role], longest: int, answers: int = 0) -> None:
-    """Check that the longest sequence fits into every micro-batch; in training, that all `answers` of a row fit into
-    one."""
+    """Check that the longest sequence fits into a micro-batch; in training, all `answers` of a row together."""
     what = "one sequence of prompt + " + ("answer" if answers else "response")
     for role in roles:
         if role.job != "rollout":
@@ -319,8 +317,7 @@ def check_replay_of_turns(workflow: str | None, train: Role | None) -> None:
 
 
 def check_replay(workers: Iterable[Worker], train: Role | None, infer: Role | None) -> None:
-    """Refuse routing replay in runs without a rollout, in roles other than the student's, and for models without
-    experts.
+    """Refuse routing replay without a rollout, in roles other than the student's, and without experts.
 
     `train` and `infer` are the student's roles; None in a supervised run, or if a role could not be read.
     """

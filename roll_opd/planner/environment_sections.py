@@ -60,7 +60,7 @@ def is_agentic(values: Mapping[str, Any]) -> bool:
 
 
 def with_sampling(sections: Sections) -> None:
-    """Set the generating_args of a rollout that has none to those of train_env_manager, as older files of ROLL need.
+    """If the rollout has no generating_args, use train_env_manager's, as older files of ROLL need.
 
     A turn has one response, whatever `num_return_sequences` is. Also reports sections that have no effect.
     """

@@ -90,7 +90,7 @@ def _loss(top: Top, row: Algorithm | None, variant: "Variant | None") -> dict[st
             top.diag.error("importance_sampling", f"seq is a ratio of policy loss ppo, and the loss is {name}")
     if name is None:
         if given:
-            top.diag.error("policy_loss_fn_args", "belong to no loss; write policy_loss_fn or algorithm_type too")
+            top.diag.error("policy_loss_fn_args", "need a loss; write policy_loss_fn or algorithm_type as well")
         return {}
     if row is not None and name == row.policy_loss:
         given = {**row.policy_loss_args, **given}
@@ -126,7 +126,9 @@ def _advantage(top: Top, row: Algorithm | None, mode: str) -> dict[str, Any]:
         return {}
     if name is None:
         if given:
-            top.diag.error("advantage_fn_args", "belong to no function; write advantage_fn or algorithm_type too")
+            top.diag.error(
+                "advantage_fn_args", "need an advantage function; write advantage_fn or algorithm_type as well"
+            )
         if row is not None:
             return {"adv_estimator": "reinforce"}  # any estimator will do: the loss reads no advantages
         return {} if mode == "pure" else {"adv_estimator": "gae"}  # ROLL's default

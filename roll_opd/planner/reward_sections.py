@@ -82,7 +82,7 @@ def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
         if term.args.get("judge_model_type") == LOCAL_JUDGE:
             section.diag.error(
                 "judge_model_type",
-                "a term cannot have its own engines; make the judge the domain's reward, and the others its terms",
+                "a term cannot have engines; make the judge the domain's reward, and the other rewards its terms",
             )
         found.append((section, term))
     for section, term in found if len(problems) == before else ():

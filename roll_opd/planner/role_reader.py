@@ -139,7 +139,7 @@ class RoleReader:
             diag.add_warning("teacher: is written but not used; set use_opd: true to distil from it")
         elif self._mode != "rl":
             if not sections.teachers:
-                diag.error("teacher", "is missing; write a teacher section with its own model_name_or_path")
+                diag.error("teacher", "is missing; write a teacher section with a model_name_or_path")
             for name, worker in sections.teachers.items():
                 if worker is not None:
                     roles.teachers[name] = self._teacher(worker)

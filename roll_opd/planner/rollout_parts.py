@@ -254,9 +254,8 @@ def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
         if share:
             top.diag.error(
                 "demonstrations",
-                f"is missing; policy loss {top.policy_loss} trains on a share of each batch (expert_data_ratio "
-                f"{share:g})"
-                " from demonstrations, rows with answers; write demonstrations.data_args.file_name",
+                f"is missing; policy loss {top.policy_loss} trains on demonstrations (rows with answers) as a fraction"
+                f" of each batch (expert_data_ratio {share:g}); write demonstrations.data_args.file_name",
             )
         return None
     if not share:

@@ -127,7 +127,7 @@ def _carried_over(worker: Worker, name: str, job: str) -> dict[str, Any]:
 def read_megatron(
     worker: Worker, job: str, strict: bool, student: Strategy | None = None, *, every: int = 0
 ) -> Strategy:
-    """Return the placement of a Megatron role; `student` and `every` are those of `read_devices`.
+    """Return the placement of a Megatron role; `student` and `every` as in `read_devices`.
 
     A role that takes turns with the student has the student's layout by default.
     """
@@ -226,7 +226,7 @@ def _layout(
 
 
 def read_vllm(worker: Worker, strict: bool, student: Strategy | None = None, *, every: int = 0) -> Strategy:
-    """Return the placement of a role's engines; `student` and `every` are those of `read_devices`."""
+    """Return the placement of a role's engines; `student` and `every` as in `read_devices`."""
     devices = read_devices(worker, student, every)
     config = read_strategy(worker, "rollout", strict)
     if config is None:

@@ -210,7 +210,7 @@ class Selection:
 
     @property
     def used(self) -> int:
-        """Number of groups up to the last one needed; the prompts of later groups count as not drawn."""
+        """Number of groups up to the last group that is needed; the prompts of later groups count as not drawn."""
         return self._used
 
     @property

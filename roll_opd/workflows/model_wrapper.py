@@ -201,7 +201,7 @@ class ModelWrapper(ModelClients):
         return [self._described(made, call.completion) for made, call in self._run().tree_of(self.tokenizer).branches()]
 
     def generate(self, prompts: str | Sequence[str], **options: Any) -> Responses:
-        """Return `n` responses to each text, in order; `options` are those of `chat`."""
+        """Return `n` responses to each text, in order; `options` as in `chat`."""
         return self._wait(self.generate_async(prompts, **options))
 
     async def generate_async(self, prompts: str | Sequence[str], **options: Any) -> Responses:

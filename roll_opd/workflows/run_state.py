@@ -80,7 +80,7 @@ class RunState:
         self.reward, self.metrics = float(given["reward"]), {**self.metrics, **metrics}
 
 
-# the run of the current call; every run's thread or coroutine has its own context
+# the run of the current call; every run's thread or coroutine has a separate context
 RUN: ContextVar[RunState] = ContextVar("run")
 
 
@@ -204,7 +204,9 @@ class TeacherContexts:
             )
         tools = call.tools if call else None
         if tools and any(context.hint or context.system_prompt for context in self._contexts):
-            raise ValueError(f"{key}: a teacher context cannot be added to a prompt with tools; remove one of them")
+            raise ValueError(
+                f"{key}: a teacher context cannot be added to a prompt with tools; remove the context or the tools"
+            )
         if messages and messages[-1].get("role") == "assistant":
             raise ValueError(f"{key}: a teacher context cannot be added to a prompt that ends in an assistant message")
         kept = tuple(freeze(message) for message in messages)

@@ -169,7 +169,7 @@ def test_a_users_own_algorithm(rl: dict[str, Any], plan: Plan, tmp_path: Path, m
             {"advantage_fn": "rloo", "advantage_fn_args": {"tau": 1}},
             "advantage_fn_args.tau: is not an argument of advantage rloo, which takes none",
         ),
-        ({"policy_loss_fn_args": {"tau": 1}}, "policy_loss_fn_args: belong to no loss"),
+        ({"policy_loss_fn_args": {"tau": 1}}, "policy_loss_fn_args: need a loss"),
         ({"policy_loss_fn": "ppo", "policy_loss": "tis"}, "policy_loss_fn: contradicts policy_loss; keep only one"),
         ({"pg_variant": "ppo3"}, "pg_variant: 'ppo3' is unknown; use one of vanilla, ppo, tis"),
         (

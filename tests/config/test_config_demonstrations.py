@@ -82,7 +82,7 @@ def test_a_loss_of_ones_own_may_read_them_too(
     [
         (
             {"demonstrations": ...},
-            "demonstrations: is missing; policy loss mix trains on a share of each batch (expert_data_ratio 0.5)",
+            "demonstrations: is missing; policy loss mix trains on demonstrations (rows with answers)",
         ),
         ({"demonstrations": {}}, "demonstrations.data_args.file_name: is missing"),
         (

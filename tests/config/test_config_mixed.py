@@ -332,7 +332,7 @@ def test_planned_but_not_available_yet(
         ({"rewards.math_rule.judge_model_type": "inference"}, "math_rule uses no judge"),
         (
             {"rewards.math_rule.terms": {"j": {"worker_cls": "llm_judge", "judge_model_type": "inference"}}},
-            "rewards.math_rule.terms.j.judge_model_type: a term cannot have its own engines",
+            "rewards.math_rule.terms.j.judge_model_type: a term cannot have engines",
         ),
         (
             {"rewards.judge": {"worker_cls": "llm_judge", "args": {"judge_model_type": "inference"}}},
@@ -390,7 +390,10 @@ def test_a_coefficient_that_every_teacher_overrides_is_reported(values: dict[str
     for own, reported in (({}, 0), ({"teacher.opd_kl_coef": 0.5}, 1)):
         run = plan({"opd_kl_coef": 0.3, **own})
         assert run.teachers[0].opd_kl_coef == (0.5 if own else 0.3)
-        assert run.warnings.count("opd_kl_coef: has no effect, as every teacher has its own; remove it") == reported
+        assert (
+            run.warnings.count("opd_kl_coef: has no effect, as every teacher sets this key itself; remove it")
+            == reported
+        )
 
 
 def test_keys_of_workflows_without_one_are_reported(mixed: dict[str, Any], plan: Plan) -> None:

@@ -137,7 +137,7 @@ INCONSISTENT = {
     "one token twice": (lambda row: replace(row, topk_ids=row.topk_ids * 0), "twice in the top-k of response token 0"),
     "a renormalised top-k": (renormalised, "its top-k is renormalised"),
     "a rest of another top-k": (lambda row: replace(row, topk_rest=row.topk_rest - 5), "sum to 0."),
-    "shifted log-probs": (lambda row: replace(row, logprobs=np.roll(row.logprobs, 1)), "one of them is shifted"),
+    "shifted log-probs": (lambda row: replace(row, logprobs=np.roll(row.logprobs, 1)), "one of the two is shifted"),
     "no top-k": (lambda row: replace(row, topk_ids=None, topk_logprobs=None, topk_rest=None), "has no top-k"),
     "a smaller top-k": (
         lambda row: replace(row, topk_ids=row.topk_ids[:, :2], topk_logprobs=row.topk_logprobs[:, :2]),

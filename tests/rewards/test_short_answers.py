@@ -135,10 +135,10 @@ def test_what_is_normalised_and_how_near_a_number_must_be_is_the_users_choice() 
 def test_rows_that_cannot_be_judged_and_patterns_that_do_not_end() -> None:
     assert GeneralRule("exact").score([RewardSample("r", "a", None, "t")]) == [Score(None, reason="no ground truth")]
     assert GeneralRule("number").score([RewardSample("r", "4", "four", "t")]) == [
-        Score(None, reason="ground truth is no number")
+        Score(None, reason="ground truth is not a number")
     ]
     (unreadable,) = GeneralRule("regex").score([RewardSample("r", "a", "(", "t")])
-    assert unreadable == Score(None, reason="ground truth is no regular expression")
+    assert unreadable == Score(None, reason="ground truth is not a regular expression")
     (endless,) = GeneralRule("regex").score([RewardSample("r", "a" * 99_999 + "c", "(a|aa)+$", "t")])
     assert isinstance(endless, Failure)
     assert (endless.kind, f"more than {SECONDS} s on 100000 characters" in endless.message) == ("timeout", True)

@@ -243,7 +243,7 @@ WRONG = {
     "presence_penalty: 1 is not supported": {"messages": ASKED, "presence_penalty": 1},
     "top_logprobs": {"messages": ASKED, "top_logprobs": 5},
     "response_format": {"messages": ASKED, "response_format": {"type": "json_object"}},
-    "tool_choice: auto and none": {"messages": ASKED, "tools": [ADD], "tool_choice": "required"},
+    "tool_choice: only auto and none": {"messages": ASKED, "tools": [ADD], "tool_choice": "required"},
     "tools: is not": {"messages": ASKED, "tools": "add"},
     "temprature: is not a known parameter": {"messages": ASKED, "temprature": 1},
     "leaves no room": {"messages": [{"role": "user", "content": "1" * 5000}]},

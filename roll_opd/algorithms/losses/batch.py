@@ -36,17 +36,17 @@ class LossBatch:
 
     @property
     def action_logprobs_M(self) -> Tensor:
-        """`logprobs_M`, 0 off the mask."""
+        """`logprobs_M`, 0 outside the mask."""
         return torch.where(self.mask_M, self.logprobs_M, 0)
 
     @property
     def log_ratio_M(self) -> Tensor:
-        """logprobs - old_logprobs, 0 off the mask."""
+        """logprobs - old_logprobs, 0 outside the mask."""
         return torch.where(self.mask_M, self.logprobs_M - self.old_logprobs_M, 0)
 
     @property
     def ratio_M(self) -> Tensor:
-        """exp(log_ratio), with the log-ratio clamped to ±20; 1 off the mask."""
+        """exp(log_ratio), with the log-ratio clamped to ±20; 1 outside the mask."""
         return _ratio(self.log_ratio_M)
 
     @property

@@ -228,7 +228,7 @@ KEYS: dict[str, Rule] = {
         None, {}, {"enable": False}, instead="training runs locally with Megatron-core; remove the section"
     ),
     **_below("cluster", _all(PART, "node_num gpu_per_node")),
-    "cluster.ray_address": nothing("a run starts its own Ray, or joins with torchrun"),
+    "cluster.ray_address": nothing("a run starts Ray itself, or joins hosts with torchrun"),
     **_below("cluster", _all(NOTHING, "total_gpu_num rollout_gpu_num auxiliary_model_gpu_num explorer_gpu_num")),
     **_below("cluster", _all(NOTHING, "trainer_gpu_num trainer_node_num trainer_gpu_num_per_node")),
     "buffer.batch_size": PART,

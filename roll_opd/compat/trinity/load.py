@@ -61,7 +61,7 @@ def _loaded(file: Path) -> DictConfig:
 
 
 def _resolved(config: DictConfig, lines: dict[str, str]) -> dict[str, Any]:
-    """Resolve references to plain values; raises ConfigError for invalid ones."""
+    """Resolve references to plain values; raises ConfigError for invalid references."""
     diag = Diagnostics(lines)
     found = resolve(config, diag)
     if diag.problems:

@@ -203,7 +203,7 @@ def _reward(read: Translation) -> None:
         read.put("workflow_reward", name, key or f"{TASKSET}.workflow_args")  # only this reward has these arguments
         return
     if workflow in THINKING and name != "math_reward" and "system_prompt" not in read.values:
-        read.put("system_prompt", "", key)  # Trinity-RFT adds its own system prompt for math_reward only
+        read.put("system_prompt", "", key)  # Trinity-RFT adds a system prompt only for math_reward
     for domain, section in REWARDS[name].items():
         read.put(f"rewards.{domain}", {**section}, key)
     if name == "math_dapo_reward" and args.get("enable_overlong_penalty"):

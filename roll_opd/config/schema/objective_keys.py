@@ -106,7 +106,7 @@ class ObjectiveKeys(ReinforcementKeys, SampleKeys, DistillationKeys):
         " a part of its chunk's reverse KL, see algorithms.chunk_credit",
         OURS,
     )
-    ppo_epochs: Positive = key(1, "passes over a step's samples")
+    ppo_epochs: Positive = key(1, "number of passes over a step's samples")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class CriticKeys(Section):
     """The critic's training."""
 
     critic_warmup: Count = key(0, "number of first steps that train only the critic")
-    critic_epochs: Positive = key(1, "passes of the critic over a step's samples", OURS)
+    critic_epochs: Positive = key(1, "number of passes of the critic over a step's samples", OURS)
     value_clip: AboveZero | None = key(None, "maximum change of a value in an update")
 
 

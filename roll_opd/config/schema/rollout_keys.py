@@ -142,7 +142,7 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys, WorkflowKeys, AgenticKeys
         None, "rows with answers for training together with the student's samples", OURS
     )
     expert_data_ratio: Fraction | None = key(
-        None, "share of demonstrations in an update; default: the algorithm's", TRINITY
+        None, "fraction of demonstrations in an update; default: set by the algorithm", TRINITY
     )
     is_pure_opd: bool = key(False, "train on the teachers' log-probs only")
     use_opd: bool = key(False, "train on the teachers' log-probs and on rewards")

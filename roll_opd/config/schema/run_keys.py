@@ -32,7 +32,7 @@ class RowKeys(Section):
 class CheckpointKeys(Section):
     """Keys that set how often checkpoints are written and how many are kept."""
 
-    save_steps: Count = key(50, "steps between checkpoints; 0: only at the end")
+    save_steps: Count = key(50, "number of steps between checkpoints; 0: only at the end")
     max_ckpt_to_keep: Count = key(0, "number of newest checkpoints to keep; 0: all")
     async_save: bool = key(False, "write checkpoints during the next steps, from copies in the host's memory", OURS)
 

@@ -100,7 +100,7 @@ class Dpo(Supervised):
 
     chosen_key: Name | None = key(None, "column of the better answer")
     rejected_key: Name | None = key(None, "column of the worse answer")
-    beta: AboveZero | None = key(None, "scale of the implicit reward; default 0.1")
+    beta: AboveZero | None = key(None, "scale of the implicit reward; default: 0.1")
     label_smoothing: Annotated[NotNegative, Field(lt=0.5)] | None = key(None, "assumed fraction of wrong preferences")
     kl_loss_coef: NotNegative | None = key(
         None,

@@ -95,7 +95,7 @@ class GeneralRule:
         golds = short_answers.several(sample.ground_truth)
         value = self._by_number(text, golds) if self.rule == "number" else self._by_text(text, golds)
         if value is None:
-            return Score(None, reason="ground truth is no number")
+            return Score(None, reason="ground truth is not a number")
         return Score(value, reason="right" if value == 1.0 else "partly right" if value else "wrong answer")
 
     def _by_text(self, text: str, golds: Sequence[str]) -> float:
@@ -117,7 +117,7 @@ def _by_regex(text: str, pattern: str) -> Score | Failure:
     try:
         found = matches(compiled("general_rule", "ground_truth", pattern), text, whole=False)
     except RewardError:
-        return Score(None, reason="ground truth is no regular expression")
+        return Score(None, reason="ground truth is not a regular expression")
     except PatternTimeout as timeout:
         return Failure(TIMEOUT, f"reward general_rule: the row's pattern {timeout}")
     return Score(float(found), reason="right" if found else "wrong answer")

@@ -37,7 +37,7 @@ def is_language(text: str, language: str) -> bool:
 
 _WORD = re.compile(r"\w+")
 _TOKEN = re.compile(r"[^\W_]+(?:[.'’_-][^\W_]+)*")  # hyphenated words and contractions count as one
-# end marks of sentences with closing quotes and brackets; Chinese and Japanese ones need no space
+# end marks of sentences with closing quotes and brackets; after Chinese and Japanese marks, no space is needed
 _POINT = re.compile(r"(?<![.!?…])[.!?…]+[\"'”’)\]*_]*(?=\s|\Z)|[。！？]+[”’」』）]*")
 _BEFORE_POINT = re.compile(r"[^\s(\[\"'“‘]{1,20}\Z")
 _LIST_NUMBER = re.compile(r"(?:^|\n)[ \t]{0,8}(?:\d{1,3}|[A-Za-z])\Z")

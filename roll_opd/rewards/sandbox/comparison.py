@@ -1,4 +1,4 @@
-"""Comparison of outputs and returned values with the expected ones; numbers with a fraction have a tolerance.
+"""Compare outputs and returned values with the expected values; numbers with a fraction may differ by a tolerance.
 
 A number is right within `tolerance * max(1, |expected|)`, as in programming contests. Integers of any length are
 compared digit by digit; a number with a fraction where an integer is expected is right within `tolerance`. Returned
@@ -36,7 +36,7 @@ def same_output(output: bytes, expected: str, tolerance: float = TOLERANCE) -> b
 
 
 def same_value(value: Any, wanted: Any, tolerance: float = TOLERANCE) -> bool:
-    """Return whether a value equals the expected one, or is within tolerance if one of them has a fraction.
+    """Return whether a value equals the expected value, or is within tolerance if either has a fraction.
 
     Recurses into lists, tuples and the values of mappings; sets and keys are compared exactly.
     """

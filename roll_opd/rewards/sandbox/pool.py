@@ -101,7 +101,7 @@ class SandboxPool:
             sandbox.close()
 
     def close(self) -> None:
-        """Close all idle sandboxes; busy ones close after their program."""
+        """Close all idle sandboxes; a busy sandbox is closed after its program."""
         self._wanted.put(False)
         self._keeper.join()
         while not self._ready.empty():
@@ -129,7 +129,7 @@ class SandboxPool:
         return reasons + [NOT_RUN] * (len(cases) - len(reasons))
 
     def _take_ready(self) -> Sandbox:
-        """Take a sandbox, skipping dead ones; raises `SandboxError` if all are dead."""
+        """Take a ready sandbox, skipping dead sandboxes; raises `SandboxError` if all are dead."""
         for _ in range(self._size):
             with suppress(SandboxError):
                 return self._take()

@@ -1,6 +1,6 @@
-"""Extract the program from a response: parse its fenced code blocks and choose one.
+"""Extract the program from a response: parse the fenced code blocks and choose one block.
 
-Blocks that are marked as Python come before unmarked ones; blocks marked as anything else are never run.
+Blocks marked as Python take precedence over unmarked blocks; blocks marked as other languages are never run.
 """
 
 import re

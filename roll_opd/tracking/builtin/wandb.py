@@ -35,7 +35,7 @@ class WandbTracker:
         mode: Literal["online", "offline", "disabled"] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Arguments are those of `wandb.init`; `log_dir` is passed as `dir`. Default `mode`: online with a login."""
+        """Takes the arguments of `wandb.init`; `log_dir` is passed as `dir`. Default `mode`: online with a login."""
         import wandb
 
         known = {"api_key": api_key, "base_url": base_url}
