@@ -6,7 +6,6 @@ imports vLLM.
 
 import ctypes
 import errno
-import functools
 import gc
 import importlib
 import json
@@ -15,11 +14,13 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import forkserver
 from types import SimpleNamespace
 from typing import Any, TextIO
+
+from roll_opd.base.lazy_compile import lazy_compile
 
 ENVIRONMENT = dict(os.environ)  # before imports change it
 PATH = list(sys.path)
@@ -176,37 +177,6 @@ class _SameUserSocket(socket.socket):
             connection.close()
             raise ConnectionAbortedError(errno.ECONNABORTED, "another user")  # ignored by the server
         return connection, address
-
-
-@contextmanager
-def lazy_compile() -> Iterator[None]:
-    """Postpone `torch.compile` of the functions that are decorated inside the block until their first call.
-
-    Megatron decorates functions that are rarely called on CPUs; postponing avoids importing the compiler.
-    """
-    torch: Any = importlib.import_module("torch")
-    compile_now = torch.compile
-
-    def later(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
-        if model is None:
-            return functools.partial(later, **options)
-
-        compiled: list[Callable[..., Any]] = []
-
-        @functools.wraps(model)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not compiled:
-                is_off = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
-                compiled.append(model if is_off else compile_now(model, **options))
-            return compiled[0](*args, **kwargs)
-
-        return call
-
-    torch.compile = later
-    try:
-        yield
-    finally:
-        torch.compile = compile_now
 
 
 def _import(modules: Sequence[str]) -> None:

@@ -1,0 +1,39 @@
+"""Postpone `torch.compile` to the first call of the functions that it decorates."""
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def lazy_compile() -> Iterator[None]:
+    """Postpone `torch.compile` of the functions that are decorated inside the block until their first call.
+
+    Megatron decorates functions that are rarely called on CPUs; postponing avoids importing the compiler.
+    """
+    torch: Any = importlib.import_module("torch")
+    compile_now = torch.compile
+
+    def later(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+        if model is None:
+            return functools.partial(later, **options)
+
+        compiled: list[Callable[..., Any]] = []
+
+        @functools.wraps(model)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not compiled:
+                is_off = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+                compiled.append(model if is_off else compile_now(model, **options))
+            return compiled[0](*args, **kwargs)
+
+        return call
+
+    torch.compile = later
+    try:
+        yield
+    finally:
+        torch.compile = compile_now
