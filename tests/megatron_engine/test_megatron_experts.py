@@ -21,6 +21,8 @@ from tests.cover import cover, tiered
 
 GRID = experts.EXPERT_GRID
 PUSHED = cover(GRID, of=lambda case: (case[0], *layouts.axes(case[1])))
+# no other test needs the layout that saves DeepSeek's; its weights and biases of routers are exported on every push
+ONE_MODELS_RESUMES = [case for case in experts.EXPERT_RESUMES if case[0] == layouts.EXPERT_MODELS[0]]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +75,7 @@ def test_training_equals_the_naive_one(answers: Answers, naive: Any, model: str,
 
 @pytest.mark.parametrize(
     ("model", "saved", "loads"),
-    tiered(experts.EXPERT_RESUMES, cover(experts.EXPERT_RESUMES, of=lambda case: (case[0], case[1] == case[2]))),
+    tiered(experts.EXPERT_RESUMES, cover(ONE_MODELS_RESUMES, of=lambda case: (case[1] == case[2],))),
 )
 def test_resumed_equals_uninterrupted(answers: Answers, model: str, saved: str, loads: str) -> None:
     straight = answers.weights(f"experts-{model}-{saved}")

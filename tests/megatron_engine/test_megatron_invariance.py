@@ -23,8 +23,8 @@ def test_observed_tokens_change_no_bit_of_loss_and_gradient(answers: Answers, lo
 
 @pytest.mark.parametrize(("loss", "layout"), tiered(invariance.INVARIANCE_GRID, invariance.PUSHED_INVARIANCE))
 def test_loss_and_gradient_do_not_depend_on_split_order_and_layout(answers: Answers, loss: str, layout: str) -> None:
-    alone, found = (answers.arrays(invariance.invariance_name(loss, name)) for name in ("tp1", layout))
-    agree(alone, found, loss, invariance.INVARIANCE_LAYOUTS[layout])
+    names = invariance.alone_name(loss), invariance.invariance_name(loss, layout)
+    agree(*(answers.arrays(name) for name in names), loss, invariance.INVARIANCE_LAYOUTS[layout])
 
 
 @pytest.mark.parametrize(

@@ -63,10 +63,12 @@ EXPERT_INVARIANCE = {
     "pp2vpp2ep2": ("sequences", INVARIANT[1::2]),
 }
 CORE = ("ppo", "topk", "full")  # a ratio of two policies, and what a teacher says of other tokens
+PURE_LAYOUTS = ("tp1", "tp4", "pp4", "dp4", "cp4")  # with one dimension, or none
+ALONE = "invariance-alone"  # the job of every loss for the unsplit batch on one rank
 # the losses of a layout are those of one job on every push, and of another one nightly
 INVARIANCE_GRID = [(loss, layout) for loss in (*INVARIANT, CRITIC_LOSS) for layout in INVARIANCE_LAYOUTS]
-PUSHED_INVARIANCE = [case for case in INVARIANCE_GRID if case[0] in CORE or case[1] == "tp1"]
-PUSHED_INVARIANCE += cover(case for case in INVARIANCE_GRID if case[1] != "tp1")
+PUSHED_INVARIANCE = [case for case in INVARIANCE_GRID if case[0] in CORE and case[1] in PURE_LAYOUTS]
+PUSHED_INVARIANCE += [(CRITIC_LOSS, "tp1"), *cover(case for case in INVARIANCE_GRID if case[1] != "tp1")]
 EXPERT_INVARIANCE_GRID = [(layout, loss) for layout, (_, losses) in EXPERT_INVARIANCE.items() for loss in losses]
 PUSHED_EXPERT_INVARIANCE = [case for case in EXPERT_INVARIANCE_GRID if case[1] in CORE]
 
@@ -163,6 +165,11 @@ def invariance_name(loss: str, layout: str) -> str:
     return f"invariance-{layout}" + ("" if (loss, layout) in PUSHED_INVARIANCE else "-nightly")
 
 
+def alone_name(loss: str) -> str:
+    """The job that computes a loss for the unsplit batch on one rank."""
+    return invariance_name(loss, "tp1") if loss == CRITIC_LOSS else ALONE
+
+
 def expert_invariance_name(layout: str, loss: str) -> str:
     return f"experts_invariance-{layout}" + ("" if (layout, loss) in PUSHED_EXPERT_INVARIANCE else "-nightly")
 
@@ -172,7 +179,8 @@ def invariance(job: Job, root: Path) -> None:
     """Compute loss and gradient of every policy loss for several splits of its batch."""
     trainer = trainer_of({**job, "model": "deep"}, root, STILL, MicroBatchLimits())
     trainer.load_teacher_head("random", vocabulary.teacher_inputs(1)[1])
-    write_results(root / f"{job['name']}.npz", over_losses(trainer, INVARIANCE_LAYOUTS[job["layout"]], job["losses"]))
+    splits = ("whole",) if job["name"] == ALONE else INVARIANCE_LAYOUTS[job["layout"]]
+    write_results(root / f"{job['name']}.npz", over_losses(trainer, splits, job["losses"]))
 
 
 def over_losses(trainer: MegatronTrainer, splits: tuple[str, ...], losses: list[str]) -> dict[str, np.ndarray]:
@@ -239,5 +247,6 @@ def invariance_jobs() -> Iterator[Job]:
         losses.setdefault((invariance_name(loss, layout), layout), []).append(loss)
     for layout, loss in EXPERT_INVARIANCE_GRID:
         losses.setdefault((expert_invariance_name(layout, loss), layout), []).append(loss)
+    losses[ALONE, "tp1"] = list(INVARIANT)
     for (name, layout), some in losses.items():
         yield {"op": name.partition("-")[0], "name": name, "layout": layout, "losses": some}
