@@ -1,27 +1,37 @@
-"""Outputs that wait in the engine core until their request ends: nothing is lost, nothing comes twice."""
+"""Outputs that wait in the engine core until their request ends: nothing is lost, nothing comes twice.
+
+Tests import vLLM themselves: that takes seconds in each process that collects this file.
+"""
 
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from vllm.v1.outputs import LogprobsLists
 
 from roll_opd.inference.coalesce_outputs import coalesces_outputs, flushes_outputs
 
-WHOLE = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
-SEARCHED = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=True, stop=["x"])
-STREAMED = SamplingParams(output_kind=RequestOutputKind.DELTA, detokenize=False)
+WHOLE, SEARCHED, STREAMED = "whole", "searched", "streamed"  # how a request is read
 
 
-def row(token: int) -> LogprobsLists:
+def params_of(kind: str) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    output_kind = RequestOutputKind.DELTA if kind == STREAMED else RequestOutputKind.FINAL_ONLY
+    stop = ["x"] if kind == SEARCHED else None
+    return SamplingParams(output_kind=output_kind, detokenize=kind == SEARCHED, stop=stop)
+
+
+def row(token: int) -> Any:
+    from vllm.v1.outputs import LogprobsLists
+
     return LogprobsLists(np.array([[token]]), np.array([[-token / 10]], np.float32), np.array([token + 1]))
 
 
-def output(name: str, token: int, last: bool = False) -> EngineCoreOutput:
+def output(name: str, token: int, last: bool = False) -> Any:
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+
     reason = FinishReason.LENGTH if last else None
     return EngineCoreOutput(name, [token], new_logprobs=row(token), finish_reason=reason)
 
@@ -29,41 +39,47 @@ def output(name: str, token: int, last: bool = False) -> EngineCoreOutput:
 class Steps:
     """A scheduler whose steps are written down: what it would send after each, to client 0."""
 
-    def __init__(self, **params: SamplingParams) -> None:
-        self.requests = {name: SimpleNamespace(sampling_params=value) for name, value in params.items()}
+    def __init__(self, **kinds: str) -> None:
+        self.requests = {name: SimpleNamespace(sampling_params=params_of(kind)) for name, kind in kinds.items()}
 
-    def update_from_output(self, scheduled: Any, outputs: list[EngineCoreOutput]) -> dict[int, EngineCoreOutputs]:
+    def update_from_output(self, scheduled: Any, outputs: list[Any]) -> dict[int, Any]:
+        from vllm.v1.engine import EngineCoreOutputs
+
         for ended in outputs:
             if ended.finished:
                 del self.requests[ended.request_id]
         return {0: EngineCoreOutputs(outputs=outputs)} if outputs else {}
 
-    def step(self, *outputs: EngineCoreOutput) -> list[tuple[str, list[int], FinishReason | None]]:
+    def step(self, *outputs: Any) -> list[tuple[str, list[int], str | None]]:
         scheduled = SimpleNamespace(num_scheduled_tokens=dict.fromkeys((o.request_id for o in outputs), 1))
         self.sent = coalesces_outputs(Steps.update_from_output)(self, scheduled, list(outputs))
-        return [(o.request_id, o.new_token_ids, o.finish_reason) for step in self.sent.values() for o in step.outputs]
+        return [
+            (o.request_id, o.new_token_ids, getattr(o.finish_reason, "name", None))
+            for step in self.sent.values()
+            for o in step.outputs
+        ]
 
 
 def test_a_request_has_one_output_with_everything_in_it() -> None:
     steps = Steps(a=WHOLE, b=WHOLE)
     assert steps.step(output("a", 3)) == [] and steps.sent == {}  # not even an empty message
     assert steps.step(output("a", 5), output("b", 1)) == []
-    assert steps.step(output("a", 7, last=True), output("b", 2)) == [("a", [3, 5, 7], FinishReason.LENGTH)]
+    assert steps.step(output("a", 7, last=True), output("b", 2)) == [("a", [3, 5, 7], "LENGTH")]
     logprobs = steps.sent[0].outputs[0].new_logprobs
     assert logprobs.logprob_token_ids.tolist() == [[3], [5], [7]] and logprobs.sampled_token_ranks.tolist() == [4, 6, 8]
     np.testing.assert_array_equal(logprobs.logprobs, np.array([[-0.3], [-0.5], [-0.7]], np.float32))
-    assert steps.step(output("b", 4, last=True)) == [("b", [1, 2, 4], FinishReason.LENGTH)]
+    assert steps.step(output("b", 4, last=True)) == [("b", [1, 2, 4], "LENGTH")]
 
 
 def test_a_request_with_one_output_is_unchanged() -> None:
-    assert Steps(a=WHOLE).step(output("a", 3, last=True)) == [("a", [3], FinishReason.LENGTH)]
+    assert Steps(a=WHOLE).step(output("a", 3, last=True)) == [("a", [3], "LENGTH")]
 
 
-@pytest.mark.parametrize("params", [SEARCHED, STREAMED])
-def test_requests_read_token_by_token_are_unchanged(params: SamplingParams) -> None:
-    steps = Steps(a=params, b=WHOLE)
+@pytest.mark.parametrize("kind", [SEARCHED, STREAMED], ids=["params0", "params1"])
+def test_requests_read_token_by_token_are_unchanged(kind: str) -> None:
+    steps = Steps(a=kind, b=WHOLE)
     assert steps.step(output("a", 3), output("b", 1)) == [("a", [3], None)]
-    assert steps.step(output("a", 4, last=True)) == [("a", [4], FinishReason.LENGTH)]
+    assert steps.step(output("a", 4, last=True)) == [("a", [4], "LENGTH")]
 
 
 def test_held_outputs_of_an_aborted_request_are_dropped() -> None:
@@ -71,8 +87,8 @@ def test_held_outputs_of_an_aborted_request_are_dropped() -> None:
     steps.step(output("a", 3))
     del steps.requests["a"]
     assert steps.step() == []
-    steps.requests["a"] = SimpleNamespace(sampling_params=WHOLE)  # another request may have its name
-    assert steps.step(output("a", 9, last=True)) == [("a", [9], FinishReason.LENGTH)]
+    steps.requests["a"] = SimpleNamespace(sampling_params=params_of(WHOLE))  # another request may have its name
+    assert steps.step(output("a", 9, last=True)) == [("a", [9], "LENGTH")]
 
 
 def test_facts_of_the_first_token_are_kept() -> None:
@@ -100,4 +116,4 @@ def test_held_outputs_are_sent_before_the_weight_version_changes() -> None:
     ((client, message),) = messages
     assert (client, message.weight_version, versions) == (0, "3", ["4"])
     assert [(o.request_id, o.new_token_ids, o.finish_reason) for o in message.outputs] == [("a", [3, 5], None)]
-    assert steps.step(output("a", 7, last=True)) == [("a", [7], FinishReason.LENGTH)]
+    assert steps.step(output("a", 7, last=True)) == [("a", [7], "LENGTH")]

@@ -7,7 +7,6 @@ from contextlib import suppress
 import pytest
 import torch
 from inference_models import MAX_MODEL_LEN, Running, buckets_of, make_model, running
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.vllm_engine import WeightUpdateError
@@ -63,6 +62,8 @@ def test_weights_changed_in_transfer_fail_the_update(engine: Running, monkeypatc
 
 def test_a_core_that_dies_in_an_update_raises_engine_dead_error(engine: Running) -> None:
     """The last test of this file: there is no engine after it."""
+    from vllm.v1.engine.exceptions import EngineDeadError  # seconds of imports, in each process that collects this file
+
     (core,) = engine.engine._llm.engine_core.resources.engine_manager.processes
     engine.engine._broken = None
     core.kill()

@@ -1,4 +1,7 @@
-"""Our weight-transfer backends match the interface of the installed vLLM; a renamed method there fails here."""
+"""Our weight-transfer backends match the interface of the installed vLLM; a renamed method there fails here.
+
+Tests import vLLM themselves: that takes seconds in each process that collects this file.
+"""
 
 import inspect
 import pickle
@@ -6,14 +9,9 @@ from dataclasses import fields
 
 import pytest
 import torch
-from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
 
 from roll_opd.inference.plugin import BACKENDS, register
 from roll_opd.samples.weight_bucket import entry_of
-from roll_opd.weight_sync.cuda_receiver import CheckedIpcUpdateInfo, CheckedNcclUpdateInfo
 
 CALLED = (  # by vLLM's worker, on our engines
     "__init__",
@@ -27,6 +25,10 @@ CALLED = (  # by vLLM's worker, on our engines
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_are_called_as_vllm_declares_it(backend: str) -> None:
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
     register()
     engine = WeightTransferEngineFactory._registry[backend]()
     assert issubclass(engine, WeightTransferEngine) and not inspect.isabstract(engine)
@@ -39,7 +41,7 @@ def test_backends_are_called_as_vllm_declares_it(backend: str) -> None:
 
 
 def test_front_end_and_worker_have_the_called_methods() -> None:
-    from vllm.v1.engine.async_llm import AsyncLLM  # seconds of imports, in each process that collects this file
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.worker.gpu_worker import Worker
 
     requests = ("init_weight_transfer_engine", "update_weights")
@@ -53,6 +55,8 @@ def test_front_end_and_worker_have_the_called_methods() -> None:
 
 def test_ipc_update_info_survives_vllms_serialization() -> None:
     """Handles hold types and bytes; the last message holds none."""
+    from roll_opd.weight_sync.cuda_receiver import CheckedIpcUpdateInfo, CheckedNcclUpdateInfo
+
     handles = {"GPU-1": (torch.Tensor, (3,), b"handle", torch.float32, 0)}
     reported = {"names": ["norm"], "dtype_names": ["float32"], "shapes": [[3]], "tensor_sizes": [12]}
     info = CheckedIpcUpdateInfo(**reported, ipc_handles=None, ipc_handles_pickled=None, handles=pickle.dumps(handles))
@@ -66,6 +70,8 @@ def test_ipc_update_info_survives_vllms_serialization() -> None:
 
 def test_packed_weights_are_cut_alike_on_both_sides() -> None:
     """vLLM's sender packs tensors, its receiver cuts them from names, dtypes and shapes alone: in the same order."""
+    from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
+
     torch.manual_seed(0)
     source = {f"w{n}": torch.randn(n + 1, 3).to(torch.bfloat16 if n % 2 else torch.float32) for n in range(7)}
     pairs, arrived = iter(source.items()), {}
