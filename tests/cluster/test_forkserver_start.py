@@ -274,6 +274,7 @@ def test_variables_of_a_run_are_in_the_server_as_it_imports(tmp_path: Path, monk
     assert ended.stdout.split()[:3] == cold.stdout.split()[:3], ended.stderr
 
 
+@pytest.mark.nightly  # as above: imports of the installed packages, which only another release of them changes
 def test_variables_read_at_use_are_not_read_by_imports_of_the_server(
     preloaded: subprocess.CompletedProcess[str],
 ) -> None:

@@ -38,6 +38,7 @@ def fork(whole: Run, place: Path, *changes: str) -> Run:
     return run
 
 
+@pytest.mark.nightly  # on every push: what an optimizer takes, test_megatron_changed.py; what is named, test_history.py
 def test_changed_settings_are_taken_and_named(whole: Run, tmp_path: Path) -> None:
     changes = (f"{ARGS}.learning_rate=3e-4", f"{ARGS}.adam_beta1=0.7", f"{ARGS}.adam_epsilon=1e-6")
     run = fork(whole, tmp_path / "fork", *changes)

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from roll_opd.tracking.divergence_alarm import AGREEMENT, ENTROPY, READ
 from tests.pages import blocks
 
-pytestmark = pytest.mark.usefixtures("forks")
+# on every push: followers' weights in test_megatron_follower.py, a teacher's hint in test_staged_hints.py
+pytestmark = [pytest.mark.usefixtures("forks"), pytest.mark.nightly]
 START = REPOSITORY / "examples/demo/models/hinted"
 HINTS = ("demo", "hints")
 
@@ -25,7 +26,6 @@ def alarms(run: Run) -> list[str]:
     return [name for name in READ for text in warnings if text.startswith(f"{name}: ")]
 
 
-@pytest.mark.nightly
 def test_the_file_of_the_page_as_it_is_printed(tmp_path: Path) -> None:
     """A student learns what neither it nor its teacher knows without the hint."""
     text = blocks("teacher-context.md", "yaml")[0]
@@ -41,7 +41,6 @@ def test_the_file_of_the_page_as_it_is_printed(tmp_path: Path) -> None:
         assert answer["teacher_logprobs"] == {}
 
 
-@pytest.mark.nightly
 def test_a_live_teacher_with_a_hint_that_says_nothing_of_the_row_collapses(tmp_path: Path) -> None:
     settings = ("exp_name=demo", "max_steps=12", "validation.evaluate_teacher=false", "eval_steps=0")
     run = launch(tmp_path / "output", *settings, "+teacher.follows_student={}", 'teacher.hint="000"', config=HINTS)
@@ -115,7 +114,6 @@ def test_followers_have_the_weights_that_they_should(whole: Run) -> None:
         assert not (whole.path / f"checkpoints/step_{step}/followers/teacher.live").exists()  # it is the student's
 
 
-@pytest.mark.nightly
 def test_a_resumed_run_has_the_same_bits(whole: Run, tmp_path: Path) -> None:
     checkpoint = whole.path / f"checkpoints/step_{SAVED}"
     resumed = launch(tmp_path / "output", *FOLLOWERS, f"resume_from_checkpoint={checkpoint}", config=HINTS)
