@@ -18,13 +18,16 @@ tests-%: export PYTHONUNBUFFERED := 1
 # set-up compiles few modules; the first import of a module writes its bytecode for all later processes
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all test-fast tests-push tests-all lint style format docs doctor clean
+CLAIM ?=
+
+.PHONY: help setup demo claims test test-all test-fast tests-push tests-all lint style format docs doctor clean
 
 help:
 	@echo "make demo       set up, then distil the example teacher into the example student on the CPU"
 	@echo "make test       set up, then lint and run the tests of every push: all but the nightly ones"
 	@echo "make test-all   set up, then lint and run all tests, and measure which lines they execute"
 	@echo "make test-fast  set up, then run the tests that start no engines and no whole runs"
+	@echo "make claims     set up, then measure the claims of docs/evidence.md; CLAIM=NAME: one of them"
 	@echo "make lint       set up, then check style (ruff) and types (mypy)"
 	@echo "make format     set up, then let ruff fix and format the code"
 	@echo "make docs       set up, then write docs/configuration.md from the declarations of the keys"
@@ -37,6 +40,9 @@ setup:
 
 demo: setup
 	@$(DEMO)
+
+claims: setup
+	@$(PYTHON_IN_VENV) benchmarks/claims.py $(CLAIM)
 
 # repeat failures at the end of the log
 SAY_AGAIN = { for log in $(LOGS)/*.log; do echo $$log; \

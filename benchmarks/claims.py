@@ -1,0 +1,144 @@
+"""Published claims, measured: every claim is a directory of examples/claims; docs/evidence.md shows the results.
+
+    python benchmarks/claims.py [NAME ...] [--seeds 1 2 3] [--task threes] [--engine loop] [--arms ARM ...]
+        [--resume] [--output DIR]
+
+Writes NAME.json and NAME.svg, with every run that was started, into the output directory (default
+benchmarks/results/claims). Files of another task or engine have its name behind the claim's. The engine `loop` trains
+in this process, `session` in the processes of a run. The exit code is 1 if an inequality of a claim does not hold.
+"""
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pipeline_run import REPOSITORY, machine
+
+CLAIMS = REPOSITORY / "examples" / "claims"
+RESULTS = REPOSITORY / "benchmarks" / "results" / "claims"
+sys.path.insert(0, str(CLAIMS))
+
+from results import Runs, plot, table  # noqa: E402
+
+
+def names() -> list[str]:
+    """Return the names of the claims."""
+    return sorted(path.parent.name for path in CLAIMS.glob("*/__init__.py"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the claims and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(names())}")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--task", default="threes", help="of examples/claims/make_chains.py (%(default)s)")
+    parser.add_argument("--engine", choices=("loop", "session"), default="loop")
+    parser.add_argument("--resume", action="store_true", help="keep the finished runs of the result file")
+    parser.add_argument("--arms", nargs="+", help="only these, for a look; the claim is not judged then")
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.names) - set(names()):
+        parser.error(f"no claim {', '.join(sorted(unknown))}; known are {', '.join(names())}")
+    verdicts = [measure(name, options) for name in options.names or names()]
+    return 0 if all(verdicts) else 1
+
+
+def measure(name: str, options: argparse.Namespace) -> bool:
+    """Run the arms of a claim with all seeds and write its files; return whether the claim holds."""
+    from lab import train
+    from make_chains import TASKS
+
+    claim = importlib.import_module(name)
+    arms = {arm: claim.ARMS[arm] for arm in options.arms or claim.ARMS}
+    started = [{"arm": arm, "seed": seed} for seed in options.seeds for arm in arms]
+    result: dict[str, Any] = {
+        "claim": (claim.__doc__ or "").splitlines()[0],
+        "task": options.task,
+        "engine": options.engine,
+        "commit": commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine(),
+        "started": started,
+        "arms": {arm: {"length": a.length, "steps": a.steps, "bar": a.bar} for arm, a in arms.items()},
+        "runs": [],
+    }
+    options.output.mkdir(parents=True, exist_ok=True)
+    file = options.output / f"{'-'.join([name, *suffixes(options)])}.json"
+    kept = finished(file) if options.resume else {}
+    with tempfile.TemporaryDirectory(prefix="claims-") as directory, engine_of(options, Path(directory)) as engine:
+        for number, one in enumerate(started):
+            result["runs"].append(kept.get((one["arm"], one["seed"]), {}))
+            if result["runs"][number]:
+                continue
+            for run in train(engine, TASKS[options.task], one["arm"], arms[one["arm"]], one["seed"]):
+                result["runs"][number] = asdict(run) | {"commit": result["commit"]}
+                write(file, result)
+            print(f"{run.arm}, seed {run.seed}: {json.dumps(run.curve[-1])}, {run.seconds} s", flush=True)
+    runs = Runs(result["runs"], {arm: a.bar for arm, a in arms.items()})
+    print(table(runs))
+    if not options.arms:
+        result["figures"] = claim.figures(runs)
+        result["holds"] = claim.holds(result["figures"])
+        file.with_suffix(".svg").write_text(plot(runs, claim.PANELS), encoding="utf-8")
+        print("\n".join(f"{'holds' if value else 'DOES NOT HOLD'}: {text}" for text, value in result["holds"].items()))
+    write(file, result)
+    return all(result.get("holds", {}).values())
+
+
+def finished(file: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the finished runs of a result file by arm and seed; none if there is no file."""
+    runs = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.is_file() else []
+    return {(run["arm"], run["seed"]): run for run in runs if run.get("finished")}
+
+
+def suffixes(options: argparse.Namespace) -> list[str]:
+    """Return the options that differ from their defaults and are part of a file's name."""
+    chosen = {options.task: "threes", options.engine: "loop"}
+    return [value for value, default in chosen.items() if value != default]
+
+
+@contextmanager
+def engine_of(options: argparse.Namespace, directory: Path) -> Iterator[Any]:
+    """Yield the engine with the task's models, which are made first if the repository does not have them."""
+    from make_chains import TASKS, make
+
+    models = CLAIMS / "assets"
+    if not (models / f"{options.task}_teacher").is_dir():
+        models = directory / "models"
+        make(TASKS[options.task], models)
+    if options.engine == "loop":
+        from loop import Loop
+
+        yield Loop(models, options.task)
+    else:
+        from session import opened
+
+        with opened(models, options.task, directory) as engine:
+            yield engine
+
+
+def write(file: Path, result: dict[str, Any]) -> None:
+    """Write the result; a run has one line in it."""
+    runs = ",\n  ".join(json.dumps(run) for run in result["runs"])
+    rest = json.dumps({key: value for key, value in result.items() if key != "runs"}, indent=1)
+    file.write_text(f'{rest[:-2]},\n "runs": [\n  {runs}\n ]\n}}\n', encoding="utf-8")
+
+
+def commit() -> str:
+    """Return the commit that was measured, with + if files differ from it."""
+    git = ["git", "-C", str(REPOSITORY)]
+    done = subprocess.run([*git, "describe", "--always", "--dirty=+"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

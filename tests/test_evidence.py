@@ -1,0 +1,147 @@
+"""docs/evidence.md against the result files, and the first claim in small without engines."""
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RESULTS = REPOSITORY / "benchmarks" / "results" / "claims"
+CLAIMS = REPOSITORY / "examples" / "claims"
+PAGE = REPOSITORY / "docs" / "evidence.md"
+SECTION = re.compile(r"^## .*?\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"results/claims/([\w-]+)\.json")
+NUMBER = re.compile(r"(?<![\w.:/-])\d[\d,]*(?:\.\d+)?(?![\w/-])")
+
+
+def prose_of(section: str) -> str:
+    """The section without quotations of papers, code and links."""
+    lines = [line for line in section.splitlines() if not line.startswith((">", "    "))]
+    return re.sub(r"`[^`]*`|\]\([^)]*\)", "", "\n".join(lines))
+
+
+def numbers_in(value: object) -> set[float]:
+    """All numbers in JSON, also those in its keys and texts."""
+    if isinstance(value, dict):
+        return set().union(*(numbers_in(part) for pair in value.items() for part in pair))
+    if isinstance(value, list):
+        return set().union(set(), *map(numbers_in, value))
+    if isinstance(value, str):
+        return {float(number.replace(",", "")) for number in NUMBER.findall(value)}
+    return {float(value)} if isinstance(value, int | float) else set()
+
+
+def is_in(shown: str, known: set[float]) -> bool:
+    decimals = len(shown.partition(".")[2])
+    return any(round(number, decimals) == float(shown.replace(",", "")) for number in known)
+
+
+def sections() -> list[tuple[str, str]]:
+    """(name of the result file, text) of the page's claims."""
+    found = [(LINK.search(text), text) for text in SECTION.findall(PAGE.read_text(encoding="utf-8"))]
+    return [(link[1], text) for link, text in found if link]
+
+
+@pytest.mark.parametrize(("name", "text"), sections(), ids=[name for name, _ in sections()])
+def test_every_number_of_a_section_is_in_its_result_file(name: str, text: str) -> None:
+    known = numbers_in(json.loads((RESULTS / f"{name}.json").read_text()))
+    assert [shown for shown in NUMBER.findall(prose_of(text)) if not is_in(shown, known)] == []
+
+
+def test_a_number_that_was_not_measured_is_found() -> None:
+    known = numbers_in({"figures": {"OPD 8 steps": 21.04}})
+    assert [is_in(shown, known) for shown in ("8", "21", "21.0", "21.04", "22", "20.9")] == [True] * 4 + [False] * 2
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
+def test_every_run_that_was_started_is_in_its_result_file(file: Path) -> None:
+    result = json.loads(file.read_text())
+    assert [{"arm": run["arm"], "seed": run["seed"]} for run in result["runs"]] == result["started"]
+    assert all(run["finished"] for run in result["runs"])
+    assert len({one["seed"] for one in result["started"]}) >= 3
+    assert file.stem in dict(sections())
+
+
+@pytest.fixture
+def claims(monkeypatch: pytest.MonkeyPatch):
+    """Imports the modules of examples/claims by name; they are removed after the test."""
+    known = set(sys.modules)
+    threads = torch.get_num_threads()
+    monkeypatch.syspath_prepend(str(CLAIMS))
+    yield importlib.import_module
+    for name in set(sys.modules) - known:
+        if str(REPOSITORY / "examples") in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+    torch.set_num_threads(threads)
+
+
+def test_figures_and_verdicts_follow_from_the_runs(claims) -> None:
+    runs_of = claims("results").Runs
+    for file in RESULTS.glob("*.json"):
+        result = json.loads(file.read_text())
+        claim = claims(file.stem.partition("-")[0])
+        found = claim.figures(runs_of(result["runs"], {arm: values["bar"] for arm, values in result["arms"].items()}))
+        assert found == result["figures"]
+        assert claim.holds(found) == result["holds"]
+
+
+def test_a_right_answer_is_a_chain_and_one_wrong_digit_is_not(claims) -> None:
+    made = claims("make_chains")
+    for task in made.TASKS.values():
+        for question in made.questions(20, seed=1):
+            answer = made.right_answer(task, question, 9)
+            digits = [int(digit) for digit in question + answer]
+            for place in range(3, 12):
+                total = digits[place - 1] + task.plus + digits[place - 3] % task.remainder
+                assert digits[place] == total % 10
+            wrong = answer[:4] + str((int(answer[4]) + 1) % 10) + answer[5:]
+            assert claims("lab").graded(task, [question] * 2, [answer, wrong], 9).tolist() == [1, 0]
+
+
+def test_wraps_are_nearly_half_of_the_places_and_random_for_the_student(claims) -> None:
+    made = claims("make_chains")
+    task, rng = made.TASKS["threes"], np.random.default_rng(0)
+    totals = [task.total(row) for row in rng.integers(0, 10, (4000, 3)).tolist()]
+    assert 0.42 < np.mean([total >= 10 for total in totals]) < 0.48
+    assert {total for total in totals} == set(range(3, 16))
+
+
+def test_grpo_advantages_are_rewards_normalised_in_their_group(claims) -> None:
+    rewards = np.array([1, 0, 0, 0, 1, 1, 1, 1], np.float32)
+    advantages = claims("lab").reward(np.zeros((8, 3), np.float32), np.zeros((8, 3), np.float32), rewards)
+    assert advantages == pytest.approx(np.outer([1.5, -0.5, -0.5, -0.5, 0, 0, 0, 0], np.ones(3)), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_in_small_the_teacher_teaches_what_the_reward_does_not(claims) -> None:
+    lab, made = claims("lab"), claims("make_chains")
+    engine, task = claims("loop").Loop(CLAIMS / "assets", "threes"), made.TASKS["threes"]
+    reached = {}
+    for name, signal in (("OPD", lab.teacher), ("GRPO", lab.reward)):
+        arm = lab.Arm(signal, length=8, steps=75, bar=0.3)
+        *_, run = lab.train(engine, task, name, arm, seed=1)
+        reached[name] = max(row["accuracy"] for row in run.curve)
+    assert reached["OPD"] >= 0.3
+    assert reached["GRPO"] < 0.1
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_the_engines_start_from_the_same_student_and_both_train_it(claims, tmp_path: Path) -> None:
+    lab, made = claims("lab"), claims("make_chains")
+    asked = made.questions(40, seed=3)
+    loop = claims("loop").Loop(CLAIMS / "assets", "threes")
+    expected = loop.sample(asked, 6, greedy=True)
+    with claims("session").opened(CLAIMS / "assets", "threes", tmp_path) as session:
+        assert np.mean([a == b for a, b in zip(session.sample(asked, 6, greedy=True), expected, strict=True)]) > 0.95
+        arm = lab.Arm(lab.teacher, length=6, steps=2)
+        *_, run = lab.train(session, made.TASKS["threes"], "OPD", arm, seed=1)
+        assert [row["step"] for row in run.curve] == [0, 1, 2]
+        assert session.sample(asked, 6, greedy=True) != expected
+        session.reset(1)
+        assert np.mean([a == b for a, b in zip(session.sample(asked, 6, greedy=True), expected, strict=True)]) > 0.95
