@@ -172,5 +172,5 @@ def memory_bytes(limit_file: Path = CGROUP_MEMORY) -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(total, int(limit_file.read_text()))
-    except (OSError, ValueError):  # the file does not exist, or has the value "max""
+    except (OSError, ValueError):  # the file does not exist, or has the value "max"
         return total

@@ -22,7 +22,7 @@ from typing import Any
 
 from roll_opd.base.command_line import RUN_DIRECTORY_FILE
 
-PREFIX = "roll-opd: "  # maximum lines of the message about the end of a run
+PREFIX = "roll-opd: "  # prefix of the message about the end of a run
 TAIL = 8000  # number of last characters of the output in which this message is searched
 LAST_LINES = 15  # shown if a run ended without such a message
 POLL_MS = 500
@@ -209,7 +209,7 @@ def _run_and_show(command: Sequence[str], environment: Mapping[str, str]) -> tup
         except BaseException:
             process.send_signal(signal.SIGINT)
             try:
-                show(process)  # time for the run's clean-up and last message
+                show(process)  # shows the run's clean-up and last message
             except BaseException:  # a second interrupt: kill it immediately
                 process.kill()
                 raise

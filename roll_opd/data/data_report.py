@@ -25,7 +25,7 @@ class FileReport:
     rows: int = 0
     prompts: int = 0
     bad_counts: Counter = field(default_factory=Counter)  # kind -> rows
-    # kind -> "file:line (detail)" of the first few rows"
+    # kind -> "file:line (detail)" of the first few rows
     bad_examples: dict[str, list[str]] = field(default_factory=dict)
     # ignored column -> number of rows with a value in it, see `Row.unread`
     unread: Counter = field(default_factory=Counter)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # it imports torch, and the launcher must start its fork serv
     from roll_opd.rollout.finished_groups import FinishedGroup
 
 STATE_FILE = "run_state.json"
-CRITIC = "critic"  # the student's part of a checkpoint
+CRITIC = "critic"  # the critic's part of a checkpoint
 FOLLOWERS = "followers"  # teachers that follow the student, by name
 GROUPS = "finished_groups.pickle"  # finished groups of generation ahead on which no update has trained yet
 ADAPTER = "adapter"  # the adapter of a LoRA student, in peft's format

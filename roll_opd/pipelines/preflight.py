@@ -139,7 +139,7 @@ def cluster_problems(address: str) -> list[str]:
     """Return why the Ray cluster at host:port cannot be reached, None if it can; Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal() and int(port) < 2**16):
-        return []  # ""auto" and other special values: Ray reports errors in these
+        return []  # "auto" and other special values: Ray reports errors in these
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CLUSTER_SECONDS).close()
     except OSError as error:

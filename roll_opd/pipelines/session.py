@@ -82,10 +82,10 @@ class SessionCalls:
     workflow: Any
     step: int
     _draws: int = 0  # number of prompts sampled so far; it numbers groups and seeds samples
-    _updated: bool = False  # updates since the last weight sync
+    _updated: bool = False  # whether an update was made since the last weight sync
     # targets by sample id; they stay in this process
     _targets: dict[str, Mapping[str, TargetRef]] = field(default_factory=dict)
-    _learned: list[Sample] = field(default_factory=list)  # gradients accumulated since the last optimizer step
+    _learned: list[Sample] = field(default_factory=list)  # samples trained on since the last optimizer step
     _metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

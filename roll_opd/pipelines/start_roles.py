@@ -58,7 +58,7 @@ async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
     over_gpus = placement.on_gpu and plan.weight_sync == "auto"
     backend = choose_backend(plan.student.devices, rollout.devices, on_gpu=over_gpus) if rollout else ""
     starting = [asyncio.ensure_future(start_sampler(plan, rollout, placement, backend, turns))] if rollout else []
-    await asyncio.sleep(0)  # the judges' engines start first, as they take longest
+    await asyncio.sleep(0)  # the student's engines start first, as they take longest
     student = Student(plan.student, _group(TrainWorker, plan, plan.student, placement, turns))
     own = {worker.name: _frozen(plan, worker, placement, turns) for worker in _served(plan)}
     groups: dict[str, FrozenGroup] = {**own, plan.student.name: WithoutAdapter(student.group)}

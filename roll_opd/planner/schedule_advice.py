@@ -58,10 +58,7 @@ class Advice:
 
     def _sentence(self, devices: int, found: Sequence[Prediction]) -> str:
         if not found:
-            return (
-                f"{devices} devices: too few for an engine and a replica of the student, or not a sum of multiples"
-                " of their sizes"
-            )
+            return f"{devices} devices: too few for an engine and a replica of the student, or not divisible into these"
         best = fastest(found)
         place = "all devices in turns" if best.is_shared else f"engines on {best.engines}, training on {best.training}"
         return (

@@ -15,7 +15,7 @@ from roll_opd.tracking.summary import ACCURACY, ACCURACY_STDERR, LOSS, REVERSE_K
 DIGITS = 6
 STUDENT_LOGPROB = "opd/student_logprob"
 SURPRISE = "surprise"  # computed here: the mean of -log p over sampled tokens, which estimates the entropy
-MAX_METRICS, METRIC_POINTS = 200, 300  # maximum points of the metrics outside the panels
+MAX_METRICS, METRIC_POINTS = 200, 300  # maximum number of metrics outside the panels, and of points of each
 
 MODES = {  # titles for runs whose title was not recorded
     "pure": "pure on-policy distillation",
@@ -38,7 +38,7 @@ class Panel:
     modes: tuple[str, ...] = ()  # modes with this panel; empty: all
 
 
-MIN_STEPS = 5  # number of differences needed to estimate the noise between steps
+MIN_STEPS = 5  # number of steps needed to estimate the noise between steps
 PANELS = (
     Panel(
         "Reverse KL to the teacher",

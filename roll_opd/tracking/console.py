@@ -133,7 +133,7 @@ def validation(metrics: Mapping[str, float]) -> str:
     return f"{what} {metrics[ACCURACY]:.3f}"
 
 
-LIVE_DELAY_S, LIVE_INTERVAL_S = 5.0, 1.0  # seconds between updates of a line that is shown in place
+LIVE_DELAY_S, LIVE_INTERVAL_S = 5.0, 1.0  # seconds until a line is shown in place, and between its updates
 JOIN_TIMEOUT_S = 1.0  # the status call may block forever while Ray shuts down
 # seconds of a step until its first line; then doubled up to the second value
 FIRST_LINE_S, MAX_INTERVAL_S = 15.0, 600.0

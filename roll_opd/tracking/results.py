@@ -11,7 +11,7 @@ from typing import Any
 from roll_opd.tracking.clock import PHASES
 
 PHASES_SHOWN = 3  # largest ones
-MIN_SECONDS = 0.5  # least fraction of the wall time of a part that is named
+MIN_SECONDS = 0.5  # shorter parts of the wall time are not named
 SHORT = {
     "generate": "gen",
     "teacher": "teach",

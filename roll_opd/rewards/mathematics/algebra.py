@@ -31,7 +31,7 @@ from roll_opd.rewards.mathematics.notation import brackets_inside, split_outside
 
 _READ = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none")
 _PLAIN_PRODUCTS = ConversionConfig(interpret_as_mixed_fractions=False)  # mixed numbers are fractions by now
-_DIGITS = 30  # relative tolerance of a numeric comparison
+_DIGITS = 30  # digits of a numeric comparison
 _APART = 10.0**-20  # relative difference above which two numbers differ
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\})\s*\^\\circ")
 _UNREADABLE = re.compile(r"\d\s+\d")  # 5 5 is neither 25 nor 10

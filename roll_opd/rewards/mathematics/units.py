@@ -127,7 +127,7 @@ def _unit(text: str) -> PhysicalUnit | None:
     text = re.sub(r"\^degree", "degree ", text.replace("}", "").replace(".", ""))
     powers: Counter[tuple[str, int]] = Counter()
     names: list[tuple[str, int]] = []
-    sign, power = 1, 1  # beginning of the next word
+    sign, power = 1, 1  # sign and power of the next word
     tokens = _WORDS.findall(text)
     for token in tokens:
         word = token if token in _UNITS else token.lower()
