@@ -21,6 +21,7 @@ KL, GAE, TOKENS = "test_kl.py", "test_gae.py", "test_token_advantages.py"
 LOSSES, ADVANTAGES, DIVERGENCES = "test_losses.py", "test_advantage_functions.py", "test_divergences.py"
 CORRECTIONS, MASKS, STEPS = "test_corrections.py", "test_sample_masks.py", "test_steps_of_runs.py"
 WHOLE_LOSS, STEP_REWARDS = "test_megatron_loss_formulas.py", "test_step_rewards.py"
+PREFIXES = "test_prefix_logprobs.py"
 
 WRONG_FORMULAS = (
     # estimators of KL
@@ -79,6 +80,18 @@ WRONG_FORMULAS = (
         'columns["advantages"] - to_go_M',
         'columns["advantages"] + to_go_M',
         (WHOLE_LOSS,),
+    ),
+    WrongFormula(
+        "prefix probability without the response's own tokens",
+        "np.logaddexp.reduce([shifts[student], *terms])",
+        "np.logaddexp.reduce(terms)",
+        (PREFIXES,),
+    ),
+    WrongFormula(
+        "log-prob of a token without the prefix before it",
+        "shifts - np.append(0.0, np.where(follows, shifts[:-1], 0.0))",
+        "shifts",
+        (PREFIXES,),
     ),
     # returns and GAE
     WrongFormula(
