@@ -1,6 +1,8 @@
 """Runs on teacher files: their loss is that of the live teacher, they learn, and what cannot work is refused."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -124,6 +126,32 @@ def test_lightning_opd_recomputes_the_student(rows: list[dict], file: Path, tmp_
     assert metrics[1]["opd/reverse_kl/mean"] == pytest.approx(float(torch.cat(gaps).mean()), rel=1e-4)
     assert metrics[2]["opd/reverse_kl/mean"] != pytest.approx(metrics[1]["opd/reverse_kl/mean"], rel=1e-3)
     assert "teacher of the fine-tuning is unknown" in run.output
+
+
+@pytest.mark.nightly
+def test_the_commands_of_lightning_opd_lower_the_reverse_kl(tmp_path: Path) -> None:
+    """docs/teacher-files.md: sample with the student, score with the teacher, train; f32 at each place."""
+    rollouts, scores = tmp_path / "rollouts.jsonl", tmp_path / "scores.parquet"
+    sample = [str(REPOSITORY / "examples/teachers/sample_rollouts.py"), str(MODELS / "student")]
+    sample += [str(REPOSITORY / "examples/demo/data/train.jsonl"), str(rollouts), "--limit", "128"]
+    score = ["-m", "roll_opd", "score", "--model", str(MODELS / "teacher"), "--input", str(rollouts)]
+    score += ["--name", "my-teacher", "--output", str(scores)]
+    for command in (sample, score):
+        subprocess.run([sys.executable, *command], check=True, cwd=REPOSITORY)
+    rows = [json.loads(line) for line in rollouts.read_text().splitlines()]
+    assert len(rows) == 128 and all(len(row["tokens"]) > row["prompt_length"] > 1 for row in rows)
+    gaps = []
+    for row in rows[:16]:
+        tokens = torch.tensor(row["tokens"][row["prompt_length"] :])[:, None]
+        student, teacher = (answer_logprobs(model, row).gather(1, tokens) for model in ("student", "teacher"))
+        gaps.append(student - teacher)
+    assert float(torch.cat(gaps).mean()) > 0.05  # a reverse KL: the student sampled these answers
+    settings = (f"teacher.files={scores}", *SETTINGS, "exp_name=teachers", "max_steps=12")
+    launcher_name, config = "start_offline_distill_pipeline.py", ("teachers", "lightning_opd")
+    run = launch(tmp_path / "run", *settings, launcher=launcher_name, config=config)
+    assert run.code == 0, run.output[-4000:]
+    metrics = run.rows("metrics.jsonl")
+    assert metrics[-1]["opd/reverse_kl/mean"] < 0.8 * metrics[1]["opd/reverse_kl/mean"]
 
 
 @pytest.mark.parametrize(
