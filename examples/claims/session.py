@@ -10,7 +10,7 @@ from make_chains import LONGEST, TASKS, write_rows
 
 import roll_opd
 from roll_opd.api import Batch, Session
-from roll_opd.samples.sample import changed
+from roll_opd.samples.sample_columns import teacher_columns
 
 # one student, one teacher and one engine on two CPU slots; every step is one update on fresh samples
 CONFIG = {
@@ -88,7 +88,7 @@ def with_advantages(batch: Batch, signal: Signal, rewards: np.ndarray) -> Batch:
     )
     wanted = student + signal(student, scored, rewards)
     samples = [
-        changed(sample, teacher_logprobs={name: row[: len(sample.student_logprobs)].astype(np.float32)})
+        sample.with_columns(**teacher_columns({name: row[: len(sample.student_logprobs)].astype(np.float32)}))
         for sample, row in zip(batch.samples, wanted, strict=True)
     ]
     return Batch(tuple(samples), batch.texts)
