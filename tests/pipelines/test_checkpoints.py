@@ -146,7 +146,7 @@ def test_a_checkpoint_keeps_the_date_of_its_run(tmp_path: Path, kept: bool) -> N
 
 def test_what_was_set_aside_is_resumed_from_a_directory_of_its_own(tmp_path: Path) -> None:
     aside = RunDirectory.resume(saved(tmp_path / "run", 4).parent.parent, step=2).set_aside[0]
-    with pytest.raises(CheckpointError, match=r"move it to checkpoints/step_4 of a new directory, and name that"):
+    with pytest.raises(CheckpointError, match=r"move it to checkpoints/step_4 of a new directory and name that"):
         find(CheckpointPlan(resume=str(aside)), "output", "demo")
     moved = tmp_path / "new" / "checkpoints" / "step_4"
     moved.parent.mkdir(parents=True)
