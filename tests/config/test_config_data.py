@@ -174,6 +174,8 @@ def test_a_file_in_two_entries_is_refused(root: Path, problems: Callable[..., li
 def test_a_domain_without_rows_is_reported_early(plan: Callable[..., RunPlan], two_domains: dict) -> None:
     two_domains["rewards.code_sandbox"]["tag_included"] = ["python"]
     run = plan({**two_domains, PROBS: {"math_rule": 0.5, "code_sandbox": 0.5}})
-    assert any(f"{PROBS}.code_sandbox: no row of the data has one of its tags (python)" in t for t in run.warnings)
+    assert any(
+        f"{PROBS}.code_sandbox: no row of the data has one of the domain's tags (python)" in t for t in run.warnings
+    )
     off = plan({PROBS: {"math_rule": 1, "code_sandbox": 0}})
     assert not any("no row of the data" in text for text in off.warnings)

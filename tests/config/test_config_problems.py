@@ -182,7 +182,7 @@ def test_a_wrong_section_does_not_hide_the_others(problems: Problems) -> None:
             {"tensor_model_parallel_size": 2},
             "3 attention heads",
         ),
-        ({"num_key_value_heads": 1}, {"tensor_model_parallel_size": 2}, "more than the 1 key/value heads"),
+        ({"num_key_value_heads": 1}, {"tensor_model_parallel_size": 2}, "2 exceeds the number of key/value heads"),
         ({"intermediate_size": 33}, {"tensor_model_parallel_size": 2}, "MLP width of teacher (33)"),
         (
             {"num_hidden_layers": 1},

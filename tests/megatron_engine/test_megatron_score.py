@@ -148,7 +148,7 @@ BAD_ROWS = [
 BAD_OPTIONS = [
     (["--tp", "0"], "--tp: 0 is not a size"),
     (["--dp", "-1"], "--dp: -1 is not a size"),
-    (["--tp", "4"], "4 is more than the 2 key/value heads"),
+    (["--tp", "4"], "4 exceeds the number of key/value heads"),
     (["--tp", "3"], "4 attention heads of teacher are not divisible by 3"),
     (["--pp", "3"], "the 4 layers of teacher are not divisible by 3"),
     (["--cp", "0"], "--cp: 0 is not a size"),
@@ -210,5 +210,5 @@ def test_the_input_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_many_bad_rows_are_counted_and_an_empty_file_is_refused(refused: Any) -> None:
     error = refused(["x"] * 9, [])
-    assert error.count("not a row") == 5 and "4 more of 9 rows are bad" in error
+    assert error.count("not a row") == 5 and "4 more rows of 9 are bad" in error
     assert "has no rows" in refused([], [])

@@ -59,7 +59,7 @@ def test_a_run_from_another_runs_checkpoint_has_a_ledger_from_there_on(tmp_path:
     Ledger(run).append(4, [6, 9], [])
     checkpoint(run, 4, 10)
     (error,) = audit(run.path)[1]
-    assert "the checkpoint of step 4 counts draws [8] as done that the ledger has not" in error
+    assert "the checkpoint of step 4 counts draws [8] as done, which are not in the ledger" in error
 
 
 def changed_row(run: RunDirectory, row: int, old: str, new: str) -> None:
