@@ -139,22 +139,24 @@ def test_terminated_in_a_step_and_resumed_equals_uninterrupted(
 
 
 def test_killed_in_a_step_and_resumed_equals_uninterrupted(
-    mixed: Run, settings: tuple[str, ...], tmp_path: Path
+    stage: Stage, mixed: Run, settings: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the launcher, bit for bit what the run was that nobody killed."""
+    """A launcher that is killed; other processes make of its run, bit for bit, what the run was that nobody killed."""
     experiment = tmp_path / "killed" / "demo"
     settings = (*settings, "exp_name=demo")
 
     def in_step_4() -> bool:
         return any(len(path.read_text().splitlines()) == 3 for path in experiment.glob("*/prompts.jsonl"))
 
-    here = {"launcher": RLVR, "config": WITH_TEACHER}
-    killed = launch(tmp_path / "killed", *settings, kill_when=in_step_4, **here)
+    place = tmp_path / "killed"
+    killed = launch(place, *settings, kill_when=in_step_4, launcher=RLVR, config=WITH_TEACHER)
     assert killed.code == -9, killed.output[-4000:]
     assert not (killed.path / f"checkpoints/step_{STEPS}").exists()
-    resumed = launch(tmp_path / "killed", *settings, "resume_from_checkpoint=true", **here)
-    assert resumed.code == 0, resumed.output[-4000:]
-    assert f"step {STEPS}/{STEPS}" in resumed.output and "reverse KL" in resumed.output
+    again = "resume_from_checkpoint=true"
+    resumed = stage.run(*settings, again, config=WITH_TEACHER, place=place, name="demo")
+    assert resumed.code == 0 and resumed.path == killed.path.resolve()
+    printed = capsys.readouterr().out
+    assert f"step {STEPS}/{STEPS}" in printed and "reverse KL" in printed
     assert resumed.rows("prompts.jsonl") == mixed.rows("prompts.jsonl")
     assert [row["step"] for row in resumed.rows("metrics.jsonl")] == list(range(STEPS + 1))
     assert len(list(experiment.iterdir())) == 2  # one run and `latest`

@@ -20,6 +20,7 @@ from tests.cover import cover, tiered
 
 ELSEWHERE = ("sft", "dpo")  # other pipelines: test_supervised_runs.py
 NAMES = [name for name in ALGORITHMS if name not in ELSEWHERE]
+ALSO_ELSEWHERE = ("ppo", "on_policy_distill")  # on every push: test_staged_critic.py, and the divergences below
 STEPS = 3
 DEMONSTRATIONS = "++demonstrations={data_args: {file_name: examples/demo/data/sft_train.jsonl}}"
 
@@ -43,23 +44,21 @@ def last_weights(run: Run) -> Path:
     return run.path / f"checkpoints/step_{STEPS}/hf/model.safetensors"
 
 
-@pytest.mark.parametrize("name", tiered(NAMES, cover(NAMES, of=data_flow)))
+@pytest.mark.parametrize("name", tiered(NAMES, set(cover(NAMES, of=data_flow)) - set(ALSO_ELSEWHERE)))
 def test_every_algorithm_moves_the_weights(stage: Stage, name: str) -> None:
-    row = ALGORITHMS[name]
+    row, one_step = ALGORITHMS[name], "max_steps=1"
     if name == "on_policy_distill":
-        run = pure(stage)
+        run = pure(stage, one_step)
     else:
         roles = [REFERENCE] * bool(row.kl_loss) + [DEMONSTRATIONS] * bool(row.expert_data_ratio)
         settings, config = (
             ((CRITIC_SCHEDULE, "critic_warmup=0"), WITH_CRITIC) if row.advantage == "gae" else ((), WITH_REWARD)
         )
-        run = rewarded(stage, "~adv_estimator", f"+algorithm_type={name}", *roles, *settings, config=config)
+        run = rewarded(stage, one_step, "~adv_estimator", f"+algorithm_type={name}", *roles, *settings, config=config)
     assert run.code == 0
-    rows = run.rows("metrics.jsonl")[1:]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    for row in rows:
-        assert 0 < row["actor/grad_norm"] < 1e3 and row["actor/skipped_updates"] == 0
-    before, after = load_file(stage.first_weights), load_file(last_weights(run))
+    (row,) = run.rows("metrics.jsonl")[1:]
+    assert row["step"] == 1 and 0 < row["actor/grad_norm"] < 1e3 and row["actor/skipped_updates"] == 0
+    before, after = load_file(stage.first_weights), load_file(run.path / "checkpoints/step_1/hf/model.safetensors")
     assert all(not torch.equal(before[name], after[name]) for name in before)
 
 
@@ -102,7 +101,8 @@ DIVERGENCES = {
 }
 
 
-@pytest.mark.parametrize("objective", tiered(DIVERGENCES, ["sampled", "full"]))  # topk: test_staged_hints.py
+# on every push also topk: test_staged_hints.py; and sampled: examples/minimal_opd.py, which learns for longer
+@pytest.mark.parametrize("objective", tiered(DIVERGENCES, ["full"]))
 def test_distillation_brings_the_student_closer(stage: Stage, objective: str) -> None:
     """To 0.6 x the first reverse KL in six steps; the teacher is on both slots (TP2), the student on one."""
     run = pure(stage, *DIVERGENCES[objective], "max_steps=6")
@@ -182,11 +182,12 @@ def test_the_preflight_of_a_teacher(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A sound one passes and learns the same bits as without; one at another temperature ends before a step."""
-    checked, unchecked = pure(stage), pure(stage, "teacher_preflight=false")
+    one_step = "max_steps=1"
+    checked, unchecked = pure(stage, one_step), pure(stage, one_step, "teacher_preflight=false")
     rows = json.loads((checked.path / "summary.json").read_text())["teacher_preflight"]["teacher"]
     assert len(rows) == 12 and {row["verdict"] for row in rows} == {"ok"}, rows
     assert "teacher_preflight" not in json.loads((unchecked.path / "summary.json").read_text())
-    weights = [load_file(last_weights(run)) for run in (checked, unchecked)]
+    weights = [load_file(run.path / "checkpoints/step_1/hf/model.safetensors") for run in (checked, unchecked)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     honest = MegatronScorer.score
 
@@ -200,9 +201,10 @@ def test_the_preflight_of_a_teacher(
     run = pure(stage)
     assert run.code == 1 and [row["step"] for row in run.rows("metrics.jsonl")] == [0]
     assert "the preflight of teacher teacher failed: sampling temperature" in capsys.readouterr().err
-    assert pure(stage, "teacher_preflight=warn", "max_steps=1").code == 0
+    assert pure(stage, "teacher_preflight=warn", one_step).code == 0
 
 
+@pytest.mark.nightly  # on every push: a teacher that is the student in test_rewarded_runs.py, and `full` above
 def test_a_student_that_is_its_own_teacher_learns_nothing(stage: Stage) -> None:
     """Neither from sampled tokens nor from the whole vocabulary."""
     myself = REFERENCE.replace("reference", "teacher", 1)

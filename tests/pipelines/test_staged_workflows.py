@@ -227,12 +227,12 @@ def reinforced(stage: Stage, mine: tuple[str, ...], name: str, *more: str) -> Ru
     *settings, rows = mine
     file = f"actor_train.data_args.file_name={rows.partition('=')[2]}"
     settings += [*SHORT, *optimizer_of("actor_train"), "deterministic=false", f"workflow={name}", file]
-    return stage.run(*settings, "max_steps=2", *more, config=WITH_REWARD)
+    return stage.run(*settings, "max_steps=2", "workflow_workers=1", *more, config=WITH_REWARD)
 
 
 @pytest.mark.parametrize("name", ["documented", pytest.param("older", marks=pytest.mark.nightly)])
 def test_a_workflow_of_trinitys_trains(stage: Stage, mine: tuple[str, ...], name: str) -> None:
-    run = reinforced(stage, mine, name)
+    run = reinforced(stage, mine, name, "max_steps=1", "workflow_workers=2")
     assert run.code == 0
     rows = run.rows("metrics.jsonl")[1:]
     for row in rows:
@@ -242,7 +242,7 @@ def test_a_workflow_of_trinitys_trains(stage: Stage, mine: tuple[str, ...], name
     for sample in run.rows("samples.jsonl"):
         answer = sample["response"].removesuffix("<|end|>").split()[-1]
         assert sample["reward"] == float(answer == sample["ground_truth"])
-    before, after = load_file(stage.first_weights), load_file(run.path / "checkpoints/step_2/hf/model.safetensors")
+    before, after = load_file(stage.first_weights), load_file(run.path / "checkpoints/step_1/hf/model.safetensors")
     assert all(not torch.equal(before[name], after[name]) for name in before)
 
 
@@ -259,7 +259,7 @@ def test_the_first_workflow_of_the_page(stage: Stage, mine: tuple[str, ...]) -> 
 
 def test_a_conversation_is_trained_on_as_it_was_sampled(stage: Stage, mine: tuple[str, ...]) -> None:
     """The log-probs of three turns, with what was said between them, are the same to engine and trainer."""
-    run = reinforced(stage, mine, "talk", "response_length=200", "logged_samples_per_step=64")
+    run = reinforced(stage, mine, "talk", "response_length=200", "logged_samples_per_step=64", "max_steps=1")
     assert run.code == 0
     for row in run.rows("metrics.jsonl")[1:]:
         assert row["workflow/runs"] == 16 * 4 and row["workflow/calls_mean"] == 3
@@ -273,7 +273,7 @@ def test_a_conversation_is_trained_on_as_it_was_sampled(stage: Stage, mine: tupl
 def test_64_openai_clients_of_every_kind_get_the_log_probs_that_are_trained_on(
     stage: Stage, mine: tuple[str, ...]
 ) -> None:
-    run = reinforced(stage, mine, "clients", "response_length=200", "workflow_workers=1", "max_steps=1")
+    run = reinforced(stage, mine, "clients", "response_length=200", "max_steps=1")
     assert run.code == 0
     (row,) = run.rows("metrics.jsonl")[1:]
     assert row["workflow/runs"] == 16 * 4 and not any(name.startswith("workflow/failed") for name in row)
@@ -383,10 +383,8 @@ def test_pure_distillation_records_the_rewards_of_a_hook_and_does_not_learn_from
     assert json.loads((with_reward.path / "run.json").read_text())["pipeline"] == "workflow"
 
 
-@pytest.mark.parametrize(
-    ("name", "metric"),
-    [("rewarded", "workflow/own/accuracy"), pytest.param("recorded", "example/reward", marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly  # on every push: a reward of a workflow's above, and the hooks in tests/workflows
+@pytest.mark.parametrize(("name", "metric"), [("rewarded", "workflow/own/accuracy"), ("recorded", "example/reward")])
 def test_rewards_of_trinitys_hooks_are_learned_from(
     stage: Stage, mine: tuple[str, ...], name: str, metric: str
 ) -> None:
