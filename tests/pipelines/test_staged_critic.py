@@ -15,19 +15,25 @@ from roll_opd.pipelines.checkpoints import Checkpoint, damage
 from roll_opd.pipelines.preflight import checkpoint_problems
 from roll_opd.planner.build import load_plan
 
-STEPS, WARMUP, SAVED = 10, 2, 9
+STEPS, WARMUP, SAVED = 4, 2, 3
+LEARNING_STEPS = 10  # of a run in which the task is learned
 SETTINGS = (
     *SHORT,
     *optimizer_of("actor_train"),
     CRITIC_SCHEDULE,
-    "rollout_batch_size=256",
+    "rollout_batch_size=64",
     "num_return_sequences_in_group=1",
-    "actor_train.training_args.gradient_accumulation_steps=4",
     f"max_steps={STEPS}",
     f"critic_warmup={WARMUP}",
     f"save_steps={SAVED}",
     "max_ckpt_to_keep=0",
-    "logged_samples_per_step=256",
+    "logged_samples_per_step=64",
+)
+LEARNING = (
+    "rollout_batch_size=256",
+    "actor_train.training_args.gradient_accumulation_steps=4",
+    f"max_steps={LEARNING_STEPS}",
+    f"save_steps={LEARNING_STEPS}",
 )
 
 
@@ -42,34 +48,46 @@ def run(stage: Stage) -> Run:
     return ppo(stage, name="ppo")
 
 
-def test_the_student_learns_the_task(run: Run) -> None:
+@pytest.fixture(scope="module")
+def long_run(stage: Stage) -> Run:
+    return ppo(stage, *LEARNING, name="long_ppo")
+
+
+@pytest.mark.nightly  # on every push: both losses and their updates against naive training, in megatron_engine
+def test_the_student_learns_the_task(long_run: Run) -> None:
     """The share of right answers (sampled): 0.3 before, more than 0.6 after eight updates."""
-    rewards = [row["critic/score/mean"] for row in run.rows("metrics.jsonl")[1:]]
-    assert len(rewards) == STEPS
+    rewards = [row["critic/score/mean"] for row in long_run.rows("metrics.jsonl")[1:]]
+    assert len(rewards) == LEARNING_STEPS
     assert np.mean(rewards[:WARMUP]) < 0.4
     assert np.mean(rewards[-2:]) > 0.6
 
 
-def test_the_critic_comes_to_know_what_a_state_is_worth(run: Run) -> None:
-    rows = run.rows("metrics.jsonl")[1:]
-    assert rows[0]["critic/values/max"] == rows[0]["critic/values/min"] == 0.0  # before its first update
-    assert rows[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-9)
+@pytest.mark.nightly
+def test_the_critic_comes_to_know_what_a_state_is_worth(long_run: Run) -> None:
+    rows = long_run.rows("metrics.jsonl")[1:]
     assert np.mean([row["critic/explained_variance"] for row in rows[2:6]]) > 0.05
     gaps = [abs(row["critic/values/mean"] - row["critic/returns/mean"]) for row in rows]
     assert gaps[0] > 0.15 and np.mean(gaps[-3:]) < 0.1
     assert all(row["critic/skipped_updates"] == 0 for row in rows)
 
 
+def test_before_the_first_update_every_value_is_0(run: Run) -> None:
+    rows = run.rows("metrics.jsonl")[1:]
+    assert rows[0]["critic/values/max"] == rows[0]["critic/values/min"] == 0.0
+    assert rows[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-9)
+    assert rows[1]["critic/values/max"] > rows[1]["critic/values/min"]
+
+
 def test_in_the_first_steps_the_critic_learns_alone(run: Run) -> None:
     rows = run.rows("metrics.jsonl")[1:]
     assert ["actor/pg_loss" in row for row in rows] == [False] * WARMUP + [True] * (STEPS - WARMUP)
-    assert all("critic/loss" in row for row in rows)
+    assert all("critic/loss" in row and row["critic/skipped_updates"] == 0 for row in rows)
 
 
 def test_advantages_follow_from_the_record_alone(run: Run) -> None:
     rows = run.rows("samples.jsonl")
-    assert len(rows) == STEPS * 256
-    for step in (1, 2, STEPS):
+    assert len(rows) == STEPS * 64
+    for step in range(1, STEPS + 1):
         batch = [row for row in rows if row["step"] == step]
         found = [advantages_of(row) for row in batch]
         every = np.concatenate(found)
