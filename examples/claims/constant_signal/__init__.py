@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from statistics import median
 
 import numpy as np
-from lab import Arm, Signal, teacher
+from lab import Arm, Signal
 from results import Runs
 
-LENGTH, STEPS = 8, 100
+LENGTH, STEPS = 8, 100  # OPD needs about 90 (dense_beats_sparse)
 HALF = float(np.log(0.5))
 
 
@@ -21,26 +21,19 @@ def student_unlikely(student: np.ndarray, scored: np.ndarray, rewards: np.ndarra
     return -(student < HALF).astype(np.float32)
 
 
-SIGNALS: dict[str, Signal] = {
-    "OPD": teacher,
-    "-1": constant,
-    "-1, student unlikely": student_unlikely,
-}
+SIGNALS: dict[str, Signal] = {"-1": constant, "-1, student unlikely": student_unlikely}
 ARMS = {name: Arm(signal, LENGTH, STEPS) for name, signal in SIGNALS.items()}
 PANELS = {f"chains of {LENGTH}": tuple(ARMS)}
 
 
 def figures(runs: Runs) -> dict[str, float]:
-    """Return the median over the seeds of each arm's best accuracy and steps to the bar."""
-    return {f"{arm} accuracy": median(runs.best(arm)) for arm in ARMS} | {
-        f"{arm} steps": median(runs.steps_to_bar(arm)) for arm in ARMS
-    }
+    """Return the median over the seeds of each arm's best accuracy."""
+    return {f"{arm} accuracy": median(runs.best(arm)) for arm in ARMS}
 
 
 def holds(found: Mapping[str, float]) -> dict[str, bool]:
     """Return the inequalities of the claim."""
     return {
-        "OPD reaches the bar": found["OPD accuracy"] >= 0.8,
         "-1 everywhere stays below 0.1": found["-1 accuracy"] < 0.1,
         "-1 where the student is unlikely stays below 0.1": found["-1, student unlikely accuracy"] < 0.1,
     }
