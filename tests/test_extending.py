@@ -32,14 +32,17 @@ def code(title: str, language: str = "python") -> list[str]:
 
 
 def apply(diff: str, root: Path) -> str:
-    """Change the one place that the context of `diff` fits; returns the file."""
-    head, *lines = diff.splitlines()
-    file, hunk = head.removeprefix("--- a/"), lines[2:]
-    old = "".join(f"{line[1:]}\n" for line in hunk if line[:1] in " -")
-    new = "".join(f"{line[1:]}\n" for line in hunk if line[:1] in " +")
+    """Change the one place that the context of each hunk of `diff` fits; returns the file."""
+    head, *hunks = re.split(r"^@@.*\n", diff, flags=re.MULTILINE)
+    file = head.splitlines()[0].removeprefix("--- a/")
     text = (root / file).read_text(encoding="utf-8")
-    assert text.count(old) == 1, f"{file} has the lines of the page {text.count(old)} times:\n{old}"
-    (root / file).write_text(text.replace(old, new), encoding="utf-8")
+    for lines in map(str.splitlines, hunks):
+        old = "".join(f"{line[1:]}\n" for line in lines if line[:1] in " -")
+        new = "".join(f"{line[1:]}\n" for line in lines if line[:1] in " +")
+        assert text.count(old) == 1, f"{file} has the lines of the page {text.count(old)} times:\n{old}"
+        text = text.replace(old, new)
+    (root / file).unlink()  # in a linked copy, the file of the repository stays
+    (root / file).write_text(text, encoding="utf-8")
     return file
 
 
@@ -56,6 +59,15 @@ def copy(tmp_path: Path) -> Path:
     """The package, its groups and its examples, to change."""
     for part in ("roll_opd", "configs", "examples"):
         shutil.copytree(REPOSITORY / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+@pytest.fixture
+def linked(tmp_path: Path) -> Path:
+    """The package with links to its files and their bytecode, to change single files by `apply`."""
+    shutil.copytree(REPOSITORY / "roll_opd", tmp_path / "roll_opd", copy_function=os.symlink)
+    for part in ("configs", "examples"):
+        (tmp_path / part).symlink_to(REPOSITORY / part)
     return tmp_path
 
 
@@ -183,3 +195,61 @@ def test_a_pipeline_runs(copy: Path, where: str) -> None:
     rows = [json.loads(line) for line in (copy / "output/demo_sft/latest/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "self_paced/loss" in row] == [1, 2]
     assert len(list((copy / "output/demo_sft/latest/checkpoints/step_2/hf").glob("*.safetensors"))) == 1
+
+
+def with_teacher_kind(root: Path) -> None:
+    """Make the changes of the page's section on teachers."""
+    changes = code("A teacher kind", "diff")
+    assert len(changes) == 4
+    for diff in changes:
+        apply(diff, root)
+    (root / "roll_opd/teachers/hugging_face.py").write_text(code("A teacher kind")[0], encoding="utf-8")
+
+
+OTHER_TEACHER = ["~teacher.strategy_args", "~teacher.device_mapping", "~teacher.use_dynamic_batching_in_infer"]
+OTHER_TEACHER += ["~teacher.max_tokens_per_microbatch_in_infer", "+teacher.hugging_face={precision: bfloat16}"]
+
+
+def test_the_changes_of_the_page_plan_a_teacher_of_a_new_kind(linked: Path) -> None:
+    """It has no devices and its own row; keys of other kinds are reported, and so is a missing model."""
+    with_teacher_kind(linked)
+    ast.parse((linked / "roll_opd/pipelines/start_teachers.py").read_text(encoding="utf-8"))
+    program = f"""
+import json
+from roll_opd.base.failures import ConfigError
+from roll_opd.planner.build import load_plan
+from roll_opd.planner.describe import to_json
+
+def planned(*overrides):
+    return load_plan("demo", "onpolicy_distill", [*{OTHER_TEACHER!r}, *overrides], pure=True)
+
+plan = planned()
+(teacher,) = plan.teachers
+unread = planned("+teacher.infer_batch_size=3")
+try:
+    planned("~teacher.model_args.model_name_or_path", "+teacher.http={{url: 'http://teacher.example:1'}}")
+except ConfigError as error:
+    refused = str(error)
+print(json.dumps([teacher.source.precision, teacher.role is None, to_json(plan)["roles"]["teacher"],
+                  plan.warnings, unread.warnings, refused]))
+"""
+    precision, is_external, row, warnings, unread, refused = python(linked, program)
+    assert precision == "bfloat16" and is_external
+    assert row["strategy"] == "hugging_face, bfloat16" and row["devices"] == []
+    assert Path(row["model"]).samefile(MODELS / "teacher")
+    assert not any("teacher" in warning for warning in warnings)
+    assert any("infer_batch_size" in warning for warning in unread)
+    assert "model_name_or_path: is missing" in refused and "second source" in refused
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_run_with_a_teacher_of_a_new_kind(linked: Path) -> None:
+    with_teacher_kind(linked)
+    command = ["-m", "roll_opd.commands.main", "run", "examples/demo/onpolicy_distill.yaml", *OTHER_TEACHER]
+    command += ["max_steps=2", "eval_steps=0", "track_with=stdout", f"output_dir={linked}/output"]
+    environment = {**os.environ, "PYTHONPATH": str(linked)}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=linked)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (linked / "output/demo/latest/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row.get("opd/teacher/teacher/token_share") == 1.0] == [1, 2]

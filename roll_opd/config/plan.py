@@ -12,6 +12,7 @@ from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.role_plans import (
     ContextPlan,
     CriticPlan,
+    ExternalPlan,
     FilePlan,
     FollowingPlan,
     HttpPlan,

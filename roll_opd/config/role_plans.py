@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.roll_keys import Schedule
@@ -17,6 +17,7 @@ from roll_opd.config.schema import (
     OptimizerKeys,
     RoutingMode,
     SamplingKeys,
+    shared,
 )
 
 
@@ -146,8 +147,24 @@ class ContextPlan(ContextKeys):
     tags: tuple[str, ...] | None = None  # None: every tag
 
 
+class ExternalPlan:
+    """A source of a teacher's log-probs without Megatron processes of the run, such as a server or files."""
+
+    name: str  # dotted key of the teacher's section
+
+    @property
+    def location(self) -> str:
+        """Directory, address or file of the source."""
+        raise NotImplementedError
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The fields of the teacher's row in `roll-opd plan`: `strategy` (the kind of source), `model`, settings."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, kw_only=True)
-class HttpPlan(HttpKeys):
+class HttpPlan(HttpKeys, ExternalPlan):
     """A teacher that is reached over HTTP."""
 
     name: str
@@ -159,9 +176,13 @@ class HttpPlan(HttpKeys):
         """Addresses of the server."""
         return ", ".join(self.url)
 
+    @property
+    def shown(self) -> dict[str, Any]:
+        return {"strategy": f"http, {self.server}", "model": self.location, "http": shared(HttpKeys, self)}
+
 
 @dataclass(frozen=True)
-class FilePlan:
+class FilePlan(ExternalPlan):
     """A teacher whose scores of given answers are in parquet files; see `data.teacher_formats`."""
 
     name: str
@@ -175,10 +196,14 @@ class FilePlan:
         """The first file."""
         return self.files[0]
 
+    @property
+    def shown(self) -> dict[str, Any]:
+        return {"strategy": "files", "model": ", ".join(self.files)}
+
 
 # The source of a teacher's log-probs; each kind has `name` and `location`. Other code uses `TeacherPlan.role` or
 # `RunPlan.megatron_roles()`, or checks the type.
-TeacherSource = MegatronPlan | HttpPlan | FilePlan
+TeacherSource = MegatronPlan | ExternalPlan
 
 
 @dataclass(frozen=True)

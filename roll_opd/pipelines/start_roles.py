@@ -21,7 +21,6 @@ from roll_opd.config.plan import (
     AuxiliaryPlan,
     FilePlan,
     FollowingPlan,
-    HttpPlan,
     MegatronPlan,
     RewardPlan,
     RolloutPlan,
@@ -34,7 +33,7 @@ from roll_opd.inference.tool_calls import HERMES
 from roll_opd.models.device_phases import PhaseMember, members_of
 from roll_opd.models.model_info import read_model
 from roll_opd.pipelines.run_workers import RunWorkers
-from roll_opd.pipelines.start_teachers import check_servers, http_scorer
+from roll_opd.pipelines.start_teachers import check_servers, external_scorer
 from roll_opd.roles.colocation import DeviceScheduler
 from roll_opd.roles.critic_role import Critic
 from roll_opd.roles.reward_pool import RewardPool
@@ -67,9 +66,7 @@ async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
         return MegatronScorer(role.name, groups[plan.serving(role).name], read_model(Path(role.model.path)).vocab)
 
     def teacher_scorer(teacher: TeacherPlan) -> TeacherScorer:
-        source = teacher.source
-        assert not isinstance(source, FilePlan)
-        return http_scorer(plan, teacher, source) if isinstance(source, HttpPlan) else scorer(source)
+        return scorer(teacher.role) if teacher.role else external_scorer(plan, teacher)
 
     live = [one for one in plan.teachers if not isinstance(one.source, FilePlan)]  # teacher files need no scorer
     teachers = tuple(Teacher(one, teacher_scorer(one), view_of(one, plan.student.model)) for one in live)

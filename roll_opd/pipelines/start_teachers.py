@@ -1,17 +1,18 @@
-"""Start teachers that are reached over HTTP: create scorers and answer caches, and check the servers."""
+"""Start teachers without Megatron processes: create their scorers and answer caches, and check their servers."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from roll_opd.cluster.startup_progress import StartupProgress
-from roll_opd.config.plan import HttpPlan, RunPlan, TeacherPlan
+from roll_opd.config.plan import ExternalPlan, HttpPlan, RunPlan, TeacherPlan
 from roll_opd.models.model_info import read_model
 from roll_opd.teachers.answer_cache import AnswerCache
 from roll_opd.teachers.frozen_models import Teacher
 from roll_opd.teachers.http_checks import check_server
 from roll_opd.teachers.http_teacher import HttpScorer
-from roll_opd.teachers.scorer import Target
+from roll_opd.teachers.scorer import Target, TeacherScorer
 
 ANSWERS = "teacher_answers"  # directory of an experiment that has the answers of servers
 
@@ -21,6 +22,18 @@ def http_scorer(plan: RunPlan, teacher: TeacherPlan, source: HttpPlan) -> HttpSc
     vocabulary = source.vocab_size or read_model(Path(plan.student.model.path)).vocab
     cache = AnswerCache(Path(plan.output_dir, plan.exp_name, ANSWERS, f"{teacher.name}.sqlite"))
     return HttpScorer(teacher.name, source, vocabulary, cache)
+
+
+# source of a teacher's log-probs -> function from plan, teacher and source to the scorer
+SCORERS: dict[type[ExternalPlan], Callable[[RunPlan, TeacherPlan, Any], TeacherScorer]] = {
+    HttpPlan: http_scorer,
+}
+
+
+def external_scorer(plan: RunPlan, teacher: TeacherPlan) -> TeacherScorer:
+    """Return the scorer of a teacher without Megatron processes of the run."""
+    assert isinstance(teacher.source, ExternalPlan)
+    return SCORERS[type(teacher.source)](plan, teacher, teacher.source)
 
 
 async def check_servers(plan: RunPlan, teachers: Sequence[Teacher], starting: StartupProgress) -> None:

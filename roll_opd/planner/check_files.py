@@ -23,7 +23,6 @@ from roll_opd.models.model_info import ModelFilesError, ModelInfo, same_weights
 from roll_opd.models.stop_tokens import StopTokens, TurnEnd, stop_tokens, turn_end
 from roll_opd.models.token_bytes import check_format
 from roll_opd.models.tokenizer_files import compare_tokenizers, has_chat_template, has_tokenizer, largest_token_id
-from roll_opd.planner.http_plans import http_keys
 from roll_opd.planner.role_reader import MODEL, Role, Roles
 from roll_opd.planner.teacher_context import follows, has_context
 
@@ -52,7 +51,7 @@ def compare_models(roles: Roles, top: Run | None) -> None:
     for name, role in roles.teachers.items():
         if role.info is None:
             continue
-        if not (may_be_itself or follows(role) or has_context(role) or http_keys(role)):
+        if not (may_be_itself or follows(role) or has_context(role) or role.external):
             with role.diag.catching(MODEL):
                 if same_weights(train.info, role.info):
                     same = "path" if train.info.path == role.info.path else "weights"

@@ -5,16 +5,15 @@ from typing import Any
 
 from roll_opd.base.frozen import thaw
 from roll_opd.config.plan import (
-    FilePlan,
+    ExternalPlan,
     FollowingPlan,
-    HttpPlan,
     RewardPlan,
     RolloutPlan,
     RunPlan,
     TeacherPlan,
     TrainPlan,
 )
-from roll_opd.config.schema import FollowKeys, HttpKeys, shared
+from roll_opd.config.schema import FollowKeys, shared
 from roll_opd.models.memory import device_memory, fullest
 from roll_opd.tracking.secrets import without_secrets
 
@@ -75,22 +74,17 @@ def _roles(plan: RunPlan) -> dict[str, dict[str, Any]]:
             "memory_bytes_of_stages": [dict(parts) for parts in plan.memory.get(name, ())],
         }
     for teacher in plan.teachers:
-        if isinstance(teacher.source, HttpPlan):
-            also = {"http": thaw(shared(HttpKeys, teacher.source))}
-            roles[teacher.source.name] = (
-                _elsewhere(teacher, f"http, {teacher.source.server}", teacher.source.location) | also
-            )
-        elif isinstance(teacher.source, FilePlan):
-            roles[teacher.source.name] = _elsewhere(teacher, "files", ", ".join(teacher.source.files))
+        if isinstance(teacher.source, ExternalPlan):
+            roles[teacher.source.name] = _external(teacher, teacher.source)
     return roles
 
 
-def _elsewhere(teacher: TeacherPlan, strategy: str, model: str) -> dict[str, Any]:
-    """Return the data of a teacher without devices, with the same keys as for other roles."""
-    return {
-        "strategy": strategy,
+def _external(teacher: TeacherPlan, source: ExternalPlan) -> dict[str, Any]:
+    """Return the data of a teacher without devices: the keys of other roles, and the source's settings."""
+    fields = {
+        "strategy": "",
         **dict.fromkeys(SIZES, ""),
-        "model": model,
+        "model": "",
         "dtype": "",
         "devices": [],
         "tags": list(teacher.tags) if teacher.tags is not None else None,
@@ -100,6 +94,7 @@ def _elsewhere(teacher: TeacherPlan, strategy: str, model: str) -> dict[str, Any
         "memory_bytes_per_rank": 0,
         "memory_bytes_of_stages": [],
     }
+    return fields | thaw(source.shown)
 
 
 def _reward(reward: RewardPlan) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from urllib.parse import urlsplit
 
 from roll_opd.config.plan import HttpPlan
-from roll_opd.config.schema import HttpKeys, TeacherWorker, Top, shared
+from roll_opd.config.schema import HttpKeys, Top, shared
 from roll_opd.planner.role_reader import Role, Roles
 
 SERVER = "http.server"  # key of a teacher's section
@@ -17,7 +17,7 @@ AT_ONE = {  # protocol -> sentence for the error
 
 def http_keys(role: Role) -> HttpKeys | None:
     """Return the `http` section of a teacher that is reached over HTTP; None for another role."""
-    return role.worker.http if isinstance(role.worker, TeacherWorker) else None
+    return role.external if isinstance(role.external, HttpKeys) else None
 
 
 def http_plan(role: Role, keys: HttpKeys) -> HttpPlan:
@@ -38,9 +38,6 @@ def check_http_teachers(roles: Roles, top: Top) -> None:
         if keys is None:
             continue
         _check_addresses(keys)
-        assert isinstance(role.worker, TeacherWorker)
-        if role.worker.follows_student:
-            role.diag.error("follows_student", "a server does not get the student's weights; remove it, or http")
         if temperature != 1:
             role.diag.error(
                 SERVER,

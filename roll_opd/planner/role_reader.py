@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import LoraPlan
-from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, Dtype, Supervised, TeacherWorker, Top, Worker
+from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, Dtype, ExternalKeys, Supervised, TeacherWorker, Top, Worker
 from roll_opd.models.layouts import check_layout, check_tensor_parallel
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.models.tokenizer_files import has_tokenizer
@@ -45,6 +45,11 @@ class Role:
     def path(self) -> str:
         """The dotted key of the role's section."""
         return self.diag.path
+
+    @property
+    def external(self) -> ExternalKeys | None:
+        """The section with the source of a teacher's log-probs; None for a role with processes of the run."""
+        return next(iter(self.worker.sources.values()), None) if isinstance(self.worker, TeacherWorker) else None
 
 
 @dataclass
@@ -157,9 +162,15 @@ class RoleReader:
     def _teacher(self, worker: Worker) -> Role:
         """Return the role of a teacher: a Megatron role, or a role without devices."""
         assert isinstance(worker, TeacherWorker)
-        if worker.http is None:
+        if not worker.sources:
             return self._megatron("frozen", worker, self._student if worker.follows_student else None)
+        first, *others = worker.sources
+        for other in others:
+            worker.diag.error(other, f"is a second source of the teacher's log-probs after {first}; remove one of them")
         info, model = None, worker.model_args.model_name_or_path
+        needs_model = worker.sources[first].needs_model
+        if needs_model and model is None:
+            worker.diag.error(MODEL, f"is missing; {first} needs the directory of the teacher's model")
         if model is not None:
             with worker.diag.catching(MODEL, ModelFilesError):
                 info = read_model(find_model(model))
@@ -169,6 +180,8 @@ class RoleReader:
                         f"{info.path} has no tokenizer.json; give the directory of the teacher's tokenizer, or"
                         " leave it out",
                     )
+        if needs_model:
+            self._check_weights(worker, info)
         return Role("frozen", worker, Strategy(), info)
 
     def _read_student(self, name: str) -> None:
@@ -290,8 +303,7 @@ class RoleReader:
         if role.job == "rollout":
             return key_hints.ROLLOUT
         if any(role is teacher for teacher in self._roles.teachers.values()):
-            elsewhere = isinstance(role.worker, TeacherWorker) and role.worker.http
-            return key_hints.ELSEWHERE if elsewhere else key_hints.TEACHER
+            return key_hints.ELSEWHERE if role.external else key_hints.TEACHER
         kinds = {key_hints.TRAIN: self._roles.train, key_hints.CRITIC: self._roles.critic}
         return next((kind for kind, one in kinds.items() if role is one), key_hints.FROZEN)
 

@@ -83,6 +83,7 @@ from roll_opd.config.schema.worker_keys import (
     PURE_ROLES,
     ContextKeys,
     DataArgs,
+    ExternalKeys,
     FollowKeys,
     GeneratingArgs,
     HttpKeys,

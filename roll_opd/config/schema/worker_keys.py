@@ -1,7 +1,7 @@
 """Keys of a role: its model, optimizer, rows, sampling, engine and devices."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -24,7 +24,7 @@ from roll_opd.config.schema.key_types import (
     Temperature,
     Texts,
 )
-from roll_opd.config.schema.section import OURS, Section, key
+from roll_opd.config.schema.section import OURS, Section, key, keys_of
 
 PURE_ROLES = ("student_train", "student_infer")  # names of the student's training and sampling roles
 MIXED_ROLES = ("actor_train", "actor_infer")  # their names in mixed mode
@@ -245,7 +245,14 @@ class FollowKeys(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HttpKeys(Section):
+class ExternalKeys(Section):
+    """A section of a teacher that names another source of its log-probs than Megatron processes of the run."""
+
+    needs_model: ClassVar[bool] = False  # whether the source reads the weights in model_args.model_name_or_path
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpKeys(ExternalKeys):
     """`http`: a teacher on a server that gets token ids and returns log-probs."""
 
     url: Names = key(
@@ -282,3 +289,9 @@ class TeacherWorker(Worker, ContextKeys):
         " tokenizer, without weights; default: the student's tokenizer",
         OURS,
     )
+
+    @property
+    def sources(self) -> dict[str, ExternalKeys]:
+        """The written sections with another source of log-probs, by key; empty: Megatron processes of the run."""
+        sections = {name: getattr(self, name) for name in keys_of(type(self))}
+        return {name: section for name, section in sections.items() if isinstance(section, ExternalKeys)}
