@@ -1,8 +1,8 @@
 """The run plan: the parsed and checked configuration of a run.
 
 After planning, all code reads the plan and none reads the raw configuration. A plan is immutable and picklable, and
-does not need torch. Fields that a class inherits from `schema` are keys of the user. Lengths are in tokens. Counts of
-prompts and sequences are global (over all ranks) unless the name states another unit.
+does not need torch. Fields that a class inherits from `schema` are configuration keys that a user can set. Lengths are
+in tokens. Counts of prompts and sequences are global (over all ranks) unless the name states another unit.
 """
 
 from dataclasses import dataclass, field, replace

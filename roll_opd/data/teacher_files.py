@@ -134,8 +134,9 @@ def open_teacher_files(
 ) -> tuple[ScoredSet, DataReport]:
     """Check every row of `plan.files` in one pass; return the usable rows and a report.
 
-    `plan.on_bad_row` sets whether inconsistent rows are refused or dropped; `plan.on_long_prompt` does so for rows with
-    more than `plan.prompt_length` tokens. Raises DataError if a row is refused or no row is usable.
+    `plan.on_bad_row` sets whether inconsistent rows are refused or dropped; `plan.on_long_prompt` sets the same for
+    rows whose prompt is longer than `plan.prompt_length` tokens. Raises DataError if a row is refused or no row is
+    usable.
     """
     files = [TeacherFile(Path(name), tokenizer, packing) for name in plan.files]
     places: list[_Place] = []

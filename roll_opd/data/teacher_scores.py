@@ -196,7 +196,8 @@ def _contradictions(scores: TeacherScores, tolerance: float) -> Iterator[str]:
     differs = np.where(hit.any(1), np.abs(inside - own) > limit, own > scores.topk_logprobs.min(1) + limit)
     if differs.any():
         token = int(np.argmax(differs))
-        there = f"{inside[token]:.4f} in its top-k" if hit[token].any() else "more than the last of its top-k"
+        missing = "above the lowest log-prob of its top-k, which does not contain the token"
+        there = f"{inside[token]:.4f} in its top-k" if hit[token].any() else missing
         yield (
             f"the log-prob of response token {token} is {own[token]:.4f}, but {there}: one of the two is shifted,"
             " renormalised or at another temperature"

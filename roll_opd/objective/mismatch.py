@@ -27,7 +27,7 @@ _WITHIN: dict[str, Callable[..., Tensor]] = {"ratio": ratio_within, "difference"
 
 
 def mismatch_of(samples: Sequence[Sample]) -> Mismatch:
-    """Return the concatenated log-probs of training and inference engine, f64, of the samples with `old_logprobs`."""
+    """Return the log-probs (f64) of both engines, each concatenated over the samples that have `old_logprobs`."""
     computed = [sample for sample in samples if sample.old_logprobs is not None]
     return Mismatch(
         _joined([present(s.old_logprobs) for s in computed], np.float64),

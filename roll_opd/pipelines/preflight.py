@@ -107,7 +107,7 @@ def preflight(plan: RunPlan) -> Inputs:
     set_date(began)
     tokenizer = load_tokenizer(plan.student.model.path)
     if began.date() != now.date() and writes_date(tokenizer):
-        echo(f"The chat template writes the date: {began:%d %B %Y}, the start of the run, stays in use")
+        echo(f"The chat template writes the date into prompts; this run keeps the date of its start, {began:%d %B %Y}")
     source, held_out = _open_data(plan, tokenizer)
     if resumed:
         _restore(source, resumed)
@@ -170,8 +170,8 @@ def package_problems() -> list[str]:
         return []
     names, why = " ".join(broken), "; ".join(dict.fromkeys(broken.values()))
     return [
-        f"installed packages do not match torch, so transformers and vLLM, which import them, fail: {why}. This"
-        f" package does not need them: {sys.executable} -m pip uninstall -y {names}"
+        f"installed packages do not match torch ({why}), so transformers and vLLM fail when they import these packages;"
+        f" roll_opd does not need them, uninstall them: {sys.executable} -m pip uninstall -y {names}"
     ]
 
 

@@ -49,9 +49,9 @@ def _check_devices(top: Top, roles: Roles) -> None:
         if role is not roles.infer and shared:
             top.diag.error(
                 KEY,
-                f"{top.async_generation_ratio:g} lets generation and training run at the same time, and"
-                f" {roles.infer.path} and {role.path} take turns on {short_devices(sorted(shared))}; give the engines"
-                " separate devices, or set 0",
+                f"{top.async_generation_ratio:g} lets generation and training run at the same time, but"
+                f" {roles.infer.path} and {role.path} share {short_devices(sorted(shared))} and must take turns; give"
+                " the engines separate devices, or set 0",
             )
             return
 

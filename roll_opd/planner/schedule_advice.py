@@ -137,7 +137,7 @@ def work_of(plan: RunPlan) -> Work:
 def measured_costs(directory: Path, plan: RunPlan) -> dict[str, float]:
     """Return fields of `StepCosts` from a run's `metrics.jsonl`: medians over all steps except the first.
 
-    Raises ConfigError if the run has fewer than two steps, generates ahead of training, or has another batch.
+    Raises ConfigError if the run has fewer than two steps or generated ahead of training.
     """
     rows = [row for row in read_jsonl(directory / METRICS) if row.get("time/step") is not None][WARM_UP:]
     if not rows:

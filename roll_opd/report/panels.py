@@ -126,7 +126,7 @@ def with_surprise(rows: Sequence[Mapping[str, float]]) -> list[dict[str, float]]
 
 
 def charts(rows: Sequence[Mapping[str, float]], mode: str, *, of_games: bool = False) -> list[dict[str, Any]]:
-    """Return the panels that have values, as data of the page; `of_games` for a run in environments."""
+    """Return the panels that have values, as data for the page; set `of_games` for a run in environments."""
     panels = [_as_games(panel) if of_games else panel for panel in _panels(rows, mode)]
     drawn = [_chart(panel, rows) for panel in panels]
     return [chart for chart in drawn if chart["lines"]]

@@ -57,7 +57,7 @@ def length_of(row: Mapping[str, Any]) -> int:
 
 
 def shaped(row: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """Return a recorded sample as data of the page, shortened to `limit` tokens: its beginning and its end.
+    """Return a recorded sample as data for the page, shortened to `limit` tokens: its beginning and its end.
 
     `values` are log-probs (`student`, `rollout`, `reference`, `teacher/NAME`) and `advantage`, null if missing.
     A sample without recorded token ends becomes one piece of text without values.

@@ -1,9 +1,9 @@
 """Judge models: prompt templates, parsers of the verdict, and a cache of verdicts.
 
 The fields of a template (`{prompt}`, `{response}`, `{ground_truth}` and others) are replaced in one pass and everything
-else is kept, so braces in a template's JSON or in a response are safe. `{boundary}` is a hash of the response, so that
-no response can contain its own end marker. The last JSON object or pattern match in a verdict counts, because a judge
-may first quote other verdicts, such as a verdict in the graded response.
+else is kept, so braces in a template's JSON or in a response are safe. `{boundary}` marks the start and end of the
+response. It is a hash of the response, so that no response can contain its own marker. The last JSON object or pattern
+match in a verdict counts, because a judge may first quote other verdicts, such as a verdict in the graded response.
 """
 
 import asyncio

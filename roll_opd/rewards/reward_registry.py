@@ -63,8 +63,8 @@ def resolve(worker: str, args: Mapping[str, Any] | None = None, *given: Any) -> 
 
 
 def check(worker: str, args: Mapping[str, Any] | None = None) -> None:
-    """Raise the errors of `resolve`. Only built-in classes are instantiated, to check the machine's requirements; a
-    user's class may load a model.
+    """Raise the errors of `resolve`. A built-in class is instantiated, which checks the machine's requirements. A
+    user's class is not, because its constructor could load a model.
     """
     if worker in REWARDS.builtin:
         resolve(worker, args)

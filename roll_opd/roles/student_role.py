@@ -111,7 +111,7 @@ def _held(sample: Sample) -> dict[str, TargetRef]:
 
 
 def _with_old_logprobs(samples: Sequence[Sample], logprobs: Mapping[int, np.ndarray]) -> list[Sample]:
-    """Return the samples; if a sample has no `old_logprobs`, set them from `logprobs`, by number."""
+    """Return the samples; those without `old_logprobs` get them from `logprobs`, a map: sample number -> log-probs."""
     return [
         sample.with_columns(old_logprobs=logprobs[number])
         if sample.old_logprobs is None and number in logprobs

@@ -313,7 +313,7 @@ class _Production:
         return sorted([*decided, *self._restored.values()], key=lambda group: group.draw)
 
     def _decide(self, wave: _Wave, selection: Selection, rewards: PendingRewards, end: int) -> None:
-        """Decide the groups of a wave before index `end` whose runs have all ended."""
+        """Decide those groups of a wave that are before index `end` and whose runs have all ended."""
         for place, passed in selection.decided.items():
             if place < end and place not in wave.decided:
                 wave.decided.add(place)

@@ -1,5 +1,5 @@
-"""The interface of a teacher, which computes log-probs of given tokens, and targets for distillation over several
-tokens.
+"""The interface of a teacher. A teacher computes the log-probs of given tokens and the targets of distillation over
+several tokens.
 
 All implementations, such as `megatron_teacher.MegatronScorer`, share the layers above: routing by tag, order of
 teachers, preflight and metrics. docs/extending.md shows how to add one.

@@ -1,4 +1,4 @@
-"""Check that the run of a user's workflow calls the hooks of Trinity-RFT that the workflow's class overrides.
+"""Check that a user's workflow, when it runs, calls those Trinity-RFT hooks that the workflow's class overrides.
 
 Calls are found in the bytecode: a method is assumed to call every method whose name it mentions. A hook counts as
 called if its name is mentioned in code that the run reaches, or in any other code of the user's modules. A method that

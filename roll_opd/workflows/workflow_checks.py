@@ -80,7 +80,8 @@ BOXED = ("math_boxed_workflow", "async_math_boxed_workflow")
 
 
 def name_problem(name: str, plugin_dir: str | None) -> str | None:
-    """Return the problem of a workflow name that exists only in Trinity-RFT and that `plugin_dir` does not register."""
+    """Return a problem if a workflow name exists only in Trinity-RFT and `plugin_dir` does not register it, else
+    None."""
     declared = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module")
     if name in declared or (plugin_dir and is_written_in(name, plugin_dir)):
         return None

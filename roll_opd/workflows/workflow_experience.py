@@ -171,7 +171,8 @@ def by_run(made: Sequence[Any], runs: Sequence[int]) -> dict[int, list[tuple[int
     """Return a map: run -> [(step, experience)] sorted by step, from the experiences of one call.
 
     If all `eid.step` of a run are 0, each experience of a task becomes one step. If a call makes several runs,
-    `eid.run` is the run. If it is not set and there are as many experiences as runs, each run gets one experience.
+    `eid.run` is the run to which an experience belongs. If no experience sets it and there are as many experiences as
+    runs, each run gets one experience.
     Raises TypeError and ValueError.
     """
     found: dict[int, list[tuple[int, Experience]]] = {}

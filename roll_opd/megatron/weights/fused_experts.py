@@ -129,7 +129,7 @@ def _fused(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tupl
 
 
 def _stacked(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors; each tensor of a layer's `experts` is stacked when that of the last expert has arrived."""
+    """Yield the tensors; a parameter's tensors of all `experts` are stacked as soon as the last of them has arrived."""
     held: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors:
         if (match := IN_STACK.fullmatch(name)) is None:

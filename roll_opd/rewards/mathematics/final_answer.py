@@ -1,8 +1,8 @@
 r"""Extraction of the final answer from a mathematical text.
 
-Only text after `</think>` is searched, in this order: the last `\boxed{...}` (boxes joined by "and", "or" or a comma
-are one list); the text after the last `####`, `<answer>` or "the answer is"; the last formula unless a number follows;
-the last number, or the last line for a non-numeric answer.
+Only text after `</think>` is searched. The first of these that exists is taken: the last `\boxed{...}` (boxes joined by
+"and", "or" or a comma are one list); the text after the last `####`, `<answer>` or "the answer is"; the last formula,
+if no number follows it; the last number (or the last line, if the answer is not numeric).
 
 Every pattern takes time linear in the text.
 """

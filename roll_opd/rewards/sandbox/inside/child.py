@@ -38,8 +38,8 @@ FUTURE = functools.reduce(
 
 
 def load_module() -> types.ModuleType:
-    """Return the module in which programs run, with the names of the prelude defined. It is created once before
-    forking: filling it in a child would copy the memory of every name.
+    """Return the module in which programs run, with the names of the prelude defined. It is created once, before
+    forking: if each child defined the names itself, each would have its own copy in memory.
     """
     module = types.ModuleType("__main__")
     exec(PRELUDE, module.__dict__)
