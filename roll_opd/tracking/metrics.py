@@ -46,7 +46,7 @@ class Metrics:
             raise ValueError(f"metric {name}: {reduction!r} is not one of {', '.join(REDUCTIONS)}")
         known = self._reductions.setdefault(name, reduction)
         if known != reduction:
-            raise ValueError(f"metric {name} is already reduced by {known!r}; it cannot also be reduced by {reduction!r}")
+            raise ValueError(f"metric {name} is already reduced by {known!r}; it cannot also have {reduction!r}")
         self._values.setdefault(name, []).append(np.atleast_1d(np.asarray(values, dtype=np.float64)).ravel())
 
     def update(self, metrics: dict[str, float]) -> None:
