@@ -64,10 +64,10 @@ def not_yet(role: MegatronPlan) -> list[str]:
 
 
 def _of_role(role: MegatronPlan, config: Mapping[str, Any], family: Family) -> Iterator[str]:
-    if isinstance(role, TrainPlan) and family.stacks_experts:
+    if isinstance(role, TrainPlan) and config.get("quantization_config"):
         yield (
-            f"training of models of type {family.model_type} is not available: their experts cannot be sent to"
-            " inference engines yet; use the model as a teacher or a reference"
+            "training of weights in MXFP4 is not available: inference engines would keep quantised experts, and an"
+            " update has bf16; save the model in bf16 first (from_pretrained, then save_pretrained of transformers)"
         )
     if family.pieces(config).expert_bias and role.layout.expert_tp > 1:
         yield (

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from roll_opd.samples.weight_bucket import row_checksums, sampled_rows
+from roll_opd.weight_sync.attention_sinks import load_sinks_by_loader
 
 
 class WeightVerifier:
@@ -27,7 +28,9 @@ class WeightVerifier:
         self._sent: dict[str, dict[str, Any]] = {}  # tensor name -> its entry (see `weight_bucket.entry_of`)
         self._version = 0
         self._tied_heads = tied_heads(model)
+        self._mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
         reset_expert_kernels(model)
+        load_sinks_by_loader(model)
 
     def expect(self, entries: Iterable[dict[str, Any]], version: int) -> None:
         """Record the entries of sent tensors; raises ValueError for a tensor sent twice."""
@@ -35,6 +38,8 @@ class WeightVerifier:
         if repeated := sorted(found.keys() & self._sent.keys()):
             raise ValueError(f"weights sent twice in one update: {_listed(repeated)}")
         self._sent |= found
+        for name, entry in found.items() if self._mapper else ():  # the model's modules may have other names
+            self._sent.setdefault(self._mapper.map_name(name) or name, entry)
         self._version = version
 
     def finish(self, finalize: Callable[[], None]) -> int:

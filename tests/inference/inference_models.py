@@ -13,6 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3_5ForCausalLM,
@@ -80,6 +82,26 @@ def make_hybrid(seed: int) -> Qwen3_5ForCausalLM:
     return _all_random(Qwen3_5ForCausalLM(config)).bfloat16()
 
 
+def make_gpt_oss(seed: int) -> GptOssForCausalLM:
+    """A gpt-oss whose window is shorter than the test's sequences."""
+    torch.manual_seed(seed)
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    config = GptOssConfig(
+        **SIZES | {"intermediate_size": 128},  # what vLLM's kernel for CPUs computes on two ranks
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=rope | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    )
+    model: GptOssForCausalLM = _all_random(GptOssForCausalLM(config))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("_bias"):  # of experts
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
 def _all_random(model: Any) -> Any:
     model.float().eval()
     with torch.no_grad():
@@ -115,9 +137,19 @@ def buckets_of(model: PreTrainedModel, count: int = 3) -> list[dict[str, torch.T
     """Return the weights as an exporter sends them; the parts of fused layers are in different buckets."""
     with tempfile.TemporaryDirectory() as directory:  # as they are on disk: in memory, experts are fused
         model.save_pretrained(directory)
-        weights = load_file(Path(directory, "model.safetensors"))
+        weights = dict(_by_expert(load_file(Path(directory, "model.safetensors"))))
     names = list(weights)
     return [{name: weights[name] for name in names[first::count]} for first in range(count)]
+
+
+def _by_expert(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors, those of all experts of a layer as one for each expert."""
+    for name, tensor in weights.items():
+        block, found, part = name.partition(".mlp.experts.")
+        if not found or part[0].isdigit():
+            yield name, tensor
+        else:
+            yield from ((f"{block}.mlp.experts.{expert}.{part}", each) for expert, each in enumerate(tensor.unbind()))
 
 
 class Running:

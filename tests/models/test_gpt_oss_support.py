@@ -35,12 +35,18 @@ def test_mxfp4_is_supported_and_other_formats_are_not(tmp_path: Path, config: di
 
 
 @pytest.mark.parametrize(
-    ("kind", "expert_tp", "refused"),
-    [(MegatronPlan, 1, ()), (MegatronPlan, 2, ("expert_tensor_parallel_size: 1",)), (TrainPlan, 1, ("training of",))],
+    ("kind", "expert_tp", "quantised", "refused"),
+    [
+        (MegatronPlan, 1, "mxfp4", ()),
+        (MegatronPlan, 2, None, ("expert_tensor_parallel_size: 1",)),
+        (TrainPlan, 1, None, ()),
+        (TrainPlan, 1, "mxfp4", ("save the model in bf16",)),
+    ],
 )
-def test_frozen_roles_with_whole_experts_are_supported(
-    tmp_path: Path, kind: type[MegatronPlan], expert_tp: int, refused: tuple
+def test_roles_with_whole_experts_are_supported(
+    tmp_path: Path, kind: type[MegatronPlan], expert_tp: int, quantised: str | None, refused: tuple
 ) -> None:
     layout = Layout(tp=2, etp=expert_tp)
-    found = not_yet(kind("role", ModelPlan(write(tmp_path)), (0, 1), layout, MicroBatchLimits()))
+    path = write(tmp_path, quantization_config=quantised and {"quant_method": quantised})
+    found = not_yet(kind("role", ModelPlan(path), (0, 1), layout, MicroBatchLimits()))
     assert len(found) == len(refused) and all(text in line for text, line in zip(refused, found, strict=True))
