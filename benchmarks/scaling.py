@@ -22,9 +22,10 @@ from loglog import Panel, drawn
 from models import made_models
 from pipeline_run import ONLY_STEPS, machine, pipeline_row, run_pipeline
 from process_memory import PeakMemory
-from work import matrix_parameters, phase_work
+from work import phase_work
 
 from roll_opd.config.plan import RunPlan
+from roll_opd.models.flops import matrix_parameters
 from roll_opd.models.model_info import read_model
 from roll_opd.planner.build import load_plan
 

@@ -1,9 +1,6 @@
 """Work of the phases of a step, independent of the engines: model FLOPs, and the minimum of bytes.
 
-Counted from config.json and the token counts of a step's metrics. A product of an [m, k] and a [k, n] matrix has 2mkn
-FLOPs. Counted are the layers' matrices at every token, attention over the keys that a token sees (causal), and the
-output head at predicted tokens. Not counted are the embedding's look-up, norms, activations, softmax, the optimizer,
-and recomputation. A backward pass has twice the FLOPs of its forward pass.
+Counted from config.json and the token counts of a step's metrics; FLOPs as in `roll_opd.models.flops`.
 """
 
 import math
@@ -12,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll_opd.config.plan import RunPlan
+from roll_opd.models.flops import TRAINED, forward_flops, keys_seen, matrix_parameters, sequence_flops
 from roll_opd.models.model_info import ModelInfo, read_model
 
-TRAINED = 3  # FLOPs of forward and backward passes over those of the forward passes
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 CONCURRENT = 256  # sequences at once of an engine that is told nothing
 GRADIENT, STATE = 8, 24  # bytes a parameter and update: f32 gradient, and f32 weight and moments; written and read
@@ -30,25 +27,6 @@ class Work:
 
     flops: float
     bytes: float  # the least that has to come from memory or go there
-
-
-def matrix_parameters(model: ModelInfo) -> int:
-    """Return the number of parameters in all layers' matrices, without embedding, head and norms."""
-    attention = 2 * model.hidden * model.head_dim * (model.heads + model.kv_heads)
-    return model.layers * (attention + 3 * model.hidden * model.intermediate)
-
-
-def keys_seen(first: float, end: float) -> float:
-    """Return the number of keys that the tokens at positions `first` to `end` - 1 of a sequence see, including
-    themselves."""
-    return (end * (end + 1) - first * (first + 1)) / 2
-
-
-def forward_flops(model: ModelInfo, tokens: float, keys: float, predicted: float) -> float:
-    """Return the FLOPs of forward passes: `tokens` in the layers, `keys` seen in attention, `predicted` tokens in the
-    head."""
-    attention = 4 * model.layers * model.heads * model.head_dim * keys  # scores, and the sum of values
-    return 2 * matrix_parameters(model) * tokens + attention + 2 * model.hidden * model.vocab * predicted
 
 
 def check_counted(plan: RunPlan) -> None:
@@ -70,18 +48,19 @@ def phase_work(plan: RunPlan, row: Mapping[str, float]) -> dict[str, Work]:
     sequences = plan.sequences_per_step
     prompt, response = row["tokens/prompt_length/mean"], row["tokens/response_length/mean"]
     length = prompt + response
-    read = (sequences * length, sequences * keys_seen(0, length), sequences * response)
     work = {"generate": _generate(plan, student, prompt, response, row["tokens/response_length/max"])}
     for name, model, worker in (("teacher", teacher, plan.frozen_roles()[0]), ("old_logprobs", student, plan.student)):
         copies = worker.layout.dp * worker.layout.cp
-        work[name] = Work(forward_flops(model, *read), copies * _weight_bytes(model, worker.model.dtype))
+        flops = sequences * sequence_flops(model, length, response)
+        work[name] = Work(flops, copies * _weight_bytes(model, worker.model.dtype))
     if not plan.objective.recompute_old_logprobs:
         del work["old_logprobs"]
     epochs, copies = plan.objective.ppo_epochs, plan.student.layout.dp * plan.student.layout.cp
     updates = epochs * math.ceil(sequences / plan.student.mini_batch_sequences)
     weights = _weight_bytes(student, plan.student.model.dtype)
     each_update = copies * (2 * weights + GRADIENT * student.parameters) + STATE * student.parameters
-    work["train"] = Work(epochs * TRAINED * forward_flops(student, *read), updates * each_update)
+    trained = epochs * TRAINED * sequences * sequence_flops(student, length, response)
+    work["train"] = Work(trained, updates * each_update)
     sent = DTYPE_BYTES[plan.student.model.dtype] * student.parameters
     work["weight_sync"] = Work(0.0, sent * (1 + plan.rollout.engines))  # read once, written by every engine
     return work
@@ -92,19 +71,17 @@ def _generate(plan: RunPlan, model: ModelInfo, prompt: float, response: float, l
     assert rollout is not None
     prompts, sequences = plan.rollout_batch_size, plan.sequences_per_step
     later = response - 1  # tokens of an answer that are read: not the last one
-    decoded_keys = sequences * keys_seen(prompt, prompt + later)
-    flops = forward_flops(
-        model,
-        prompts * prompt + sequences * later,
-        prompts * keys_seen(0, prompt) + decoded_keys,
-        prompts + sequences * later,
-    )
+
+    def keys(window: int) -> float:
+        return prompts * keys_seen(0, prompt, window) + sequences * keys_seen(prompt, prompt + later, window)
+
+    flops = forward_flops(model, prompts * prompt + sequences * later, keys, prompts + sequences * later)
     of_each = math.ceil(sequences / rollout.engines)
     at_once = min(of_each, rollout.engine_args.get("max_num_seqs") or CONCURRENT)
     steps = max(longest, of_each * response / at_once)
     size = DTYPE_BYTES[rollout.model.dtype]
-    key_bytes = 2 * model.layers * model.kv_heads * model.head_dim * size
-    return Work(flops, rollout.engines * steps * _weight_bytes(model, rollout.model.dtype) + decoded_keys * key_bytes)
+    key_bytes = model.cached_elements(1) * size * sequences * keys_seen(prompt, prompt + later)
+    return Work(flops, rollout.engines * steps * _weight_bytes(model, rollout.model.dtype) + key_bytes)
 
 
 def _weight_bytes(model: ModelInfo, dtype: str) -> float:

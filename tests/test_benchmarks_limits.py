@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from roll_opd.base.frozen import FrozenDict
+from roll_opd.models.flops import TRAINED, forward_flops, sequence_flops
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 OWN = ("limits", "scaling", "work", "models", "machine_rates", "process_memory", "loglog", "pipeline_run")
@@ -44,40 +45,32 @@ def tiny(tmp_path: Path) -> tuple[Any, Any]:
 
 
 @pytest.mark.slow
-def test_flops_are_those_that_pytorch_counts_token_by_token(benchmark, tiny):
+def test_flops_are_those_that_pytorch_counts_token_by_token(tiny):
     """With a cache a token's query meets the keys up to its own alone, so that the counter counts causal attention."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    work, (model, info) = benchmark("work"), tiny
-    length, predicted, cache = 11, 4, None
+    (model, info), (length, predicted, cache) = tiny, (11, 4, None)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         for place in range(length):
             hidden = model.model(torch.tensor([[place]]), past_key_values=cache, use_cache=True)
             cache = hidden.past_key_values
             if place >= length - predicted:
                 model.lm_head(hidden.last_hidden_state)
-    assert work.forward_flops(info, length, work.keys_seen(0, length), predicted) == counter.get_total_flops()
+    assert sequence_flops(info, length, predicted) == counter.get_total_flops()
 
 
 @pytest.mark.slow
-def test_a_backward_pass_has_twice_the_flops(benchmark, tiny):
+def test_a_backward_pass_has_twice_the_flops(tiny):
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    work, (model, info) = benchmark("work"), tiny
+    model, info = tiny
     tokens = torch.arange(10)[None]
     with FlopCounterMode(display=False) as counter:
         model(tokens).logits.sum().backward()
     every_pair = 10 * 10  # without a cache the counter takes attention for one that is not causal
-    assert work.TRAINED * work.forward_flops(info, 10, every_pair, 10) == counter.get_total_flops()
-
-
-def test_attended_keys_are_counted(benchmark):
-    work = benchmark("work")
-    assert work.keys_seen(0, 4) == 1 + 2 + 3 + 4
-    assert work.keys_seen(2, 5) == 3 + 4 + 5
-    assert work.keys_seen(0, 9) == work.keys_seen(0, 3) + work.keys_seen(3, 9)
+    assert TRAINED * forward_flops(info, 10, lambda window: every_pair, 10) == counter.get_total_flops()
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ import torch
 from batches import ALPHA, BETA, OBJECTIVES, PROMPT, TEMPERATURE, samples, sequences
 from safetensors.torch import load_file
 from shapes import SHAPES, Shape
-from work import TRAINED, forward_flops, keys_seen
 
 from roll_opd.config.plan import Layout, MicroBatchLimits, ModelPlan, ObjectivePlan, OptimizerPlan, TrainPlan
 from roll_opd.config.schema import Dtype
@@ -31,6 +30,7 @@ from roll_opd.megatron.export import hf_tensors, weight_buckets
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs
 from roll_opd.megatron.trainer import MegatronTrainer
 from roll_opd.megatron.vocabulary import VocabShard
+from roll_opd.models.flops import TRAINED, sequence_flops
 from roll_opd.models.model_info import read_model
 from roll_opd.samples.weight_bucket import BucketMemory
 
@@ -169,12 +169,10 @@ def teacher(directory: Path, shape: Shape, dtype: Dtype) -> dict[str, Any]:
 
 
 def speed(directory: Path, tokens: Sequence[np.ndarray], seconds: float, passes: int) -> dict[str, float]:
-    """Return tokens and model FLOPs per second; `work.py` defines the FLOPs."""
+    """Return tokens and model FLOPs per second (`models.flops`)."""
     model = read_model(directory / "student")
     counts = [len(one) for one in tokens]
-    flops = passes * forward_flops(
-        model, sum(counts), sum(keys_seen(0, count) for count in counts), sum(count - PROMPT for count in counts)
-    )
+    flops = passes * sum(sequence_flops(model, count, count - PROMPT) for count in counts)
     return {"seconds": seconds, "tokens_a_second": sum(counts) / seconds, "flops_a_second": flops / seconds}
 
 

@@ -122,9 +122,9 @@ def workload(name: str, rank: Any, shape: Any) -> tuple[Callable[[], dict[str, f
     """Return (a call of the pass that returns figures, its sequences, its FLOPs relative to a forward pass)."""
     import numpy as np
     from batches import PROMPT, samples, sequences
-    from work import TRAINED
 
     from roll_opd.config.plan import ObjectivePlan
+    from roll_opd.models.flops import TRAINED
 
     tokens = sequences(shape.vocab, shape.sequences, shape.length)
     if name == "teacher":

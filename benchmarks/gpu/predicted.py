@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shapes import Shape
-from work import keys_seen
+
+from roll_opd.models.flops import keys_seen
 
 H100 = (798e12, 3.0e12)  # measured on one: a product of 8,192³ in bf16, and a copy, counting bytes read and written
 HALF, SINGLE = 2, 4  # bytes of a number

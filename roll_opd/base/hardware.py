@@ -11,6 +11,19 @@ GPU_FILES = (NVIDIA_FILE, "/dev/dxg", "/dev/kfd")  # NVIDIA, NVIDIA under WSL, A
 # for deterministic matrix products; cuBLAS reads it once, so every process starts with it
 CUBLAS_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # 8 buffers of 4 MiB, cuBLAS's default on Hopper
 DRIVER_SECONDS = 20.0  # the first query may initialize the driver
+# dense bf16 products, FLOP/s, by a part of the device's name; NVIDIA's data sheets. The first match counts
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H200": 989e12,
+    "H20": 148e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+}
 
 
 def gpus() -> int:
@@ -38,17 +51,31 @@ def has_nvidia_driver() -> bool:
     return os.path.exists(NVIDIA_FILE)
 
 
+def peak_flops() -> float | None:
+    """Return the peak FLOP/s of dense bf16 products of this machine's first NVIDIA GPU; None if it is not known."""
+    names = _queried("name")
+    return next((peak for part, peak in PEAK_FLOPS.items() if names and part in names[0]), None)
+
+
 def _gpu_mebibytes() -> list[int]:
     """Return the memory of each NVIDIA GPU in MiB; empty if nvidia-smi is missing or finds none."""
+    try:
+        return [int(line) for line in _queried("memory.total")]
+    except ValueError:
+        return []
+
+
+def _queried(field: str) -> list[str]:
+    """Return a field of nvidia-smi for each GPU, memory in MiB; empty if the tool is missing or fails."""
     tool = shutil.which("nvidia-smi")
     try:
-        return _query_memory(tool) if tool else []
-    except (OSError, ValueError, subprocess.SubprocessError):
+        return _query(tool, field) if tool else []
+    except (OSError, subprocess.SubprocessError):
         return []
 
 
 @cache  # cached: nvidia-smi takes a second, and planning needs this for every Megatron option
-def _query_memory(tool: str) -> list[int]:
-    command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]  # MiB, one line per GPU
+def _query(tool: str, field: str) -> list[str]:
+    command = [tool, f"--query-gpu={field}", "--format=csv,noheader,nounits"]  # one line per GPU
     done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_SECONDS, check=True)
-    return [int(line) for line in done.stdout.split()]
+    return done.stdout.splitlines()

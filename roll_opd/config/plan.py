@@ -243,6 +243,9 @@ class RunPlan(RunKeys, RolloutKeys):
     memory: FrozenDict = field(
         default_factory=FrozenDict
     )  # role name -> {part: estimated bytes per rank} for each pipeline stage
+    flops: FrozenDict = field(
+        default_factory=FrozenDict
+    )  # role name -> forward FLOPs per token of the longest sequence
     config_yaml: str = ""  # the composed configuration, for the run directory
 
     @property

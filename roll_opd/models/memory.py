@@ -112,8 +112,9 @@ class ModelShard:
     def layer_elements(self) -> float:
         """Return how many elements per token a layer stores for backward on a rank, averaged over layers.
 
-        With flash attention and a fused SwiGLU, a layer stores: inputs and outputs of both norms (4 times hidden);
-        queries and keys before and after rotation, values, and the attention output (3 times the query width and 3
+        With flash attention and a fused SwiGLU, a layer stores: inputs of norms (2 times hidden, in Gemma and GLM-4 4
+        times, and twice as much for norms that copy them to f32); inputs of attention and MLP (2 times hidden); queries
+        and keys before and after rotation, values, and the attention output (3 times the query width and 3
         times the key width); the two MLP projections and their product (3 times the MLP width). In a mixture of
         experts, each of the `experts_per_token` experts stores a copy of the token's hidden state. Follows Korthikanti
         et al. 2022, section 4, generalised to widths that are not multiples of hidden.
@@ -133,7 +134,8 @@ class ModelShard:
             heads += info.head_dim * info.heads / layout.tp * 2  # output gates
             heads = (info.attention_layers * heads + sum(info.is_delta) * mixed) / info.layers
         mlp = (info.expert_layers * experts + (info.layers - info.expert_layers) * dense) / info.layers
-        return 4 * info.hidden / sequence + heads + mlp
+        norms = info.norms * (2 if info.has_f32_norms else 1)
+        return (2 + norms) * info.hidden / sequence + heads + mlp
 
     def kept_elements(self, stage: int, args: Mapping[str, object], micro_batches: int) -> float:
         """Return the peak number of stored elements per token, over all layers and micro-batches in flight of a stage.

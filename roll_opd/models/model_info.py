@@ -84,6 +84,8 @@ class ModelInfo:
     has_output_gate: bool = False  # of attention
     windows: tuple[int, ...] = ()  # of each layer: keys that a query sees; 0: all before it; empty: no windows
     logit_cap: float | None = None  # of the output's logits; None: no cap
+    norms: int = 2  # of a layer, besides those of queries and keys
+    has_f32_norms: bool = False  # norms copy their input to f32
     positions_key: str = "max_position_embeddings"  # key of config.json with `max_positions`
 
     @property
@@ -236,6 +238,8 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
         has_output_gate=_delta(config) is not None,
         windows=pieces.windows,
         logit_cap=pieces.logit_cap,
+        norms=4 if pieces.norms == "both" else 2,
+        has_f32_norms=pieces.zero_centred_norms,
     )
     return info if weights else replace(info, parameters=_parameters_by_size(info))
 
@@ -289,7 +293,7 @@ def _parameters_by_size(info: ModelInfo) -> int:
         mixers += sum(info.is_delta) * (
             info.hidden * (delta.projected + delta.values) + sum(delta.channels) * delta.taps
         )
-    return embeddings + mixers + 2 * info.layers * info.hidden + mlps * info.hidden + info.hidden
+    return embeddings + mixers + info.norms * info.layers * info.hidden + mlps * info.hidden + info.hidden
 
 
 def _size(config: dict[str, Any], *names: str, default: int | None = None) -> int:

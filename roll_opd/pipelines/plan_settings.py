@@ -26,7 +26,18 @@ WHOLE_BYTES = 16 * 2**20  # files up to this size are hashed completely; of larg
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model")  # files that determine a model's outputs
 # fields of the plan that do not influence results or follow from other fields
 NO_SETTINGS = {
-    *("output_dir", "exp_name", "title", "warnings", "memory", "config_yaml", "checkpoint", "trackers", "tracker_args"),
+    *(
+        "output_dir",
+        "exp_name",
+        "title",
+        "warnings",
+        "memory",
+        "flops",
+        "config_yaml",
+        "checkpoint",
+        "trackers",
+        "tracker_args",
+    ),
     *("logging_steps", "logged_samples_per_step", "device_memory_gb"),
     *("startup_timeout_s", "shutdown_timeout_s", "host_timeout_s", "stall_timeout_s"),
     *(

@@ -59,7 +59,7 @@ from roll_opd.tracking.summary import (
     summarize,
     write_summary,
 )
-from roll_opd.tracking.system import memory_metrics, throughput_metrics
+from roll_opd.tracking.system import TrainingFlops, memory_metrics, throughput_metrics
 from roll_opd.tracking.trackers import Trackers
 
 # settings on which the advantages of a sample depend
@@ -102,6 +102,7 @@ class RunLogger:
         self._other_tokenizers = {t.name: load_tokenizer(t.tokenizer) for t in plan.teachers if t.tokenizer}
         self._source, self._tee, self._history = source, tee, history
         self._ledger = Ledger(run)
+        self._flops = TrainingFlops(plan.student, plan.objective.ppo_epochs)
         self._console = Console(plan.max_steps, frozen=_word_for_frozen_models(plan))
         self._teachers: dict[str, Mapping[str, float]] = {}
         self._startup: dict[str, float] = {}
@@ -169,6 +170,7 @@ class RunLogger:
             "rollout/generated_tokens": float(batch.generated_tokens),
             "rollout/filtered_prompts": float(len(batch.filtered)),
             STEP_TOKENS: float(sum(len(experience.tokens) for experience in experiences)),
+            **self._flops.of_step(experiences),
         }
         for text in self._alarm.after(metrics) if self._alarm else ():
             warn(text)
@@ -190,6 +192,7 @@ class RunLogger:
         row = {EPOCH: self._source.epochs, **metrics, **self._startup, **memory_metrics()}
         row |= time_metrics(self.clock.lap())
         row |= throughput_metrics(row)
+        row |= self._flops.utilisation(row)
         self._startup = {}
         self._run.append_jsonl(PROMPTS, [{"step": step, **drawn}])
         self._trackers.log(step, row)

@@ -20,6 +20,7 @@ from roll_opd.config.compose import LoadedConfig, find_config, load_config, writ
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import CheckpointPlan, RunPlan
 from roll_opd.config.schema import CheckpointKeys, Run, RunKeys, Supervised, shared
+from roll_opd.models.flops import sequence_flops
 from roll_opd.models.memory import estimate_memory
 from roll_opd.models.model_files import engine_problem
 from roll_opd.models.supported import not_yet
@@ -158,12 +159,14 @@ def _check_engines(plan: RunPlan, roles: Roles) -> None:
 
 
 def _finished(plan: RunPlan, loaded: LoadedConfig, top: Run, roles: Roles, longest: int) -> RunPlan:
-    """Return `plan` with its memory estimate and YAML text; `longest` is the token count of the longest sequence."""
+    """Return `plan` with its estimates and YAML text; `longest` is the token count of the longest sequence."""
     models = {role.path: role.info for role in roles.placed() if role.info}
     on_devices = replace(plan, device_memory_gb=top.device_memory_gb or hardware.gpu_memory_gb())
+    memory = estimate_memory(on_devices, models, longest)
     finished = replace(
         on_devices,
-        memory=FrozenDict(estimate_memory(on_devices, models, longest)),
+        memory=FrozenDict(memory),
+        flops=FrozenDict({name: sequence_flops(models[name], longest, longest) / longest for name in memory}),
         config_yaml=write_yaml(without_secrets(loaded.values), left_out=top.diag.replaced),
     )
     top.diag.warn_unused()  # all keys have been read

@@ -48,6 +48,9 @@ def to_text(plan: RunPlan, width: int | None = None) -> str:
         "Frozen models": _frozen_lines(plan),
         "Batch": _batch_lines(plan, content["batch"]),
         "Memory a rank (estimate)": [*_memory_lines(plan), *_device_lines(plan)],
+        "FLOPs a token of the longest sequence, forward (a training pass has three times as many)": [
+            f"{name}: {flops / 1e9:.4g} GFLOP" for name, flops in plan.flops.items()
+        ],
         "Objective": _objective_lines(plan),
         "Warnings": [f"- {text}" for text in plan.warnings],
     }

@@ -1,22 +1,50 @@
 """Throughput and memory metrics of a step. `docs/metrics.md` lists every name."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import psutil
 import torch
 
+from roll_opd.base.hardware import peak_flops
+from roll_opd.config.plan import TrainPlan
+from roll_opd.models.flops import TRAINED, TRAINED_ADAPTERS, sequence_flops
+from roll_opd.models.model_info import read_model
+from roll_opd.samples.sample import Sample
 from roll_opd.tracking.summary import GENERATED_TOKENS, STEP_SECONDS, STEP_TOKENS
 
 GIB = 2**30
+TRAIN_FLOPS, TRAIN_RATE = "system/train_flops", "system/train_flops_per_second"
 
 
 def throughput_metrics(row: Mapping[str, float]) -> dict[str, float]:
-    """Return `system/tps` and `system/generate_tps` of a step, if `row` has the tokens and seconds that each needs."""
+    """Return the rates of a step, each if `row` has the amount and the seconds that it needs."""
     rates = {
         "system/tps": (row.get(STEP_TOKENS), row.get(STEP_SECONDS)),
         "system/generate_tps": (row.get(GENERATED_TOKENS), row.get("time/generate")),
+        TRAIN_RATE: (row.get(TRAIN_FLOPS), row.get("time/train")),
     }
-    return {name: tokens / seconds for name, (tokens, seconds) in rates.items() if tokens and seconds}
+    return {name: amount / seconds for name, (amount, seconds) in rates.items() if amount and seconds}
+
+
+class TrainingFlops:
+    """Model FLOPs of a learner's updates (`models.flops`), and their share of the peak of its devices (MFU)."""
+
+    def __init__(self, learner: TrainPlan, epochs: int) -> None:
+        self._info = read_model(Path(learner.model.path))
+        self._passes = epochs * (TRAINED_ADAPTERS if learner.lora else TRAINED)
+        peak = peak_flops() if learner.model.dtype != "fp32" else None
+        self._peak = peak and peak * len(learner.devices)
+
+    def of_step(self, samples: Iterable[Sample]) -> dict[str, float]:
+        """Return `system/train_flops` of the updates of a step with these samples."""
+        each = (sequence_flops(self._info, len(one.tokens), one.response_length) for one in samples)
+        return {TRAIN_FLOPS: self._passes * sum(each)}
+
+    def utilisation(self, row: Mapping[str, float]) -> dict[str, float]:
+        """Return `system/mfu`; nothing without GPUs of a known peak."""
+        rate = row.get(TRAIN_RATE)
+        return {"system/mfu": rate / self._peak} if rate and self._peak else {}
 
 
 def memory_metrics() -> dict[str, float]:

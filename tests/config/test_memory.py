@@ -212,6 +212,10 @@ def test_layers_with_windows_store_a_window_of_each_sequence(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(config))
     info = read_model(tmp_path)
     assert len(info.windows) == 26 and info.windows.count(512) == 22
+    assert info.parameters == pytest.approx(999_885_952, rel=2e-5)  # of the release; without norms of queries and keys
+    inputs = 4 * 2 + 2  # of norms, which copy them to f32, and of attention and MLP
+    elements = inputs * 1152 + 3 * 256 * (4 + 1) + 3 * 6912
+    assert ModelShard(info, Layout()).layer_elements() == elements
     engines = RolloutPlan("student_infer", ModelPlan("m", "bf16"), (0,), 1, 1, SamplingPlan(), 16384)
     each_token = 2 * 256 * 2  # keys and values of one head, in bytes
     wanted = 8 * each_token * (4 * 16384 + 22 * (33 + 1) * 16)

@@ -1,0 +1,71 @@
+"""FLOPs of a model's passes, from its sizes: matrices at every token, attention over the keys that a token sees.
+
+A product of an [m, k] and a [k, n] matrix has 2mkn FLOPs. Not counted are the embedding's look-up, norms, activations,
+softmax, the optimizer, and recomputed layers. Of a mixture of experts, only the experts of a token count. Gated
+DeltaNet counts as the recurrence that it defines, although it is computed in chunks, with more FLOPs.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+from roll_opd.models.families import FAMILIES
+from roll_opd.models.model_info import ModelInfo
+
+# FLOPs of forward and backward passes over those of the forward passes; adapters need no gradients of weights
+TRAINED, TRAINED_ADAPTERS = 3, 2
+
+
+def matrix_parameters(info: ModelInfo) -> int:
+    """Return the parameters of the matrices that a token passes in all layers; without embedding, head and norms."""
+    dense = (info.layers - info.expert_layers) * 3 * info.intermediate
+    routed = info.experts_per_token * 3 * info.expert_intermediate + info.experts  # and the router
+    has_gate = FAMILIES[info.model_type].settings.get("moe_shared_expert_gate")
+    experts = info.expert_layers * (routed + 3 * info.shared_intermediate + bool(has_gate))
+    mixers = info.attention_layers * _attention_parameters(info)
+    if delta := info.delta:  # projections, and the taps of the convolution's channels
+        each = info.hidden * (delta.projected + delta.values) + sum(delta.channels) * delta.taps
+        mixers += sum(info.is_delta) * each
+    return mixers + info.hidden * (dense + experts)
+
+
+def _attention_parameters(info: ModelInfo) -> int:
+    if (latent := info.latent) is None:
+        gates = info.heads if info.has_output_gate else 0
+        return info.hidden * info.head_dim * (2 * (info.heads + info.kv_heads) + gates)
+    queries, values = info.heads * info.head_dim, info.heads * latent.value
+    compressed = info.hidden * latent.narrow + (latent.query_rank or info.hidden) * queries
+    return compressed + latent.rank * (info.heads * latent.plain + values) + values * info.hidden
+
+
+def keys_seen(first: float, end: float, window: int = 0) -> float:
+    """Return the sum of the keys that tokens at positions `first` to `end` - 1 of a sequence see, themselves included.
+
+    With a `window`, a token sees at most that many keys.
+    """
+    if window and end > window:
+        full = end - max(first, window)  # tokens that see a full window
+        return full * window + (keys_seen(first, window) if first < window else 0)
+    return (end * (end + 1) - first * (first + 1)) / 2
+
+
+def forward_flops(info: ModelInfo, tokens: float, keys: Callable[[int], float], predicted: float) -> float:
+    """Return the FLOPs of forward passes.
+
+    Args:
+        info: the model.
+        tokens: tokens that pass the layers.
+        keys: window -> sum over the tokens of the keys that they see in a layer with this window (0: no window).
+        predicted: tokens that pass the output head.
+    """
+    widths = info.head_dim + (info.latent.value if info.latent else info.head_dim)  # scores, and the sum of values
+    windows = Counter(info.windows or (0,) * info.layers)
+    windows[0] -= sum(info.is_delta)
+    attention = sum(number * 2 * info.heads * widths * keys(window) for window, number in windows.items())
+    # decay aside, a token reads the state twice and updates it once
+    states = 6 * sum(info.is_delta) * info.delta.values * info.delta.key_width if info.delta else 0
+    return (2 * matrix_parameters(info) + states) * tokens + attention + 2 * info.hidden * info.vocab * predicted
+
+
+def sequence_flops(info: ModelInfo, length: float, predicted: float) -> float:
+    """Return the FLOPs of a forward pass over a sequence of `length` tokens that predicts `predicted` tokens."""
+    return forward_flops(info, length, lambda window: keys_seen(0, length, window), predicted)
