@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from roll_opd.base import hardware
 from roll_opd.base.command_line import DONE, FAILED, USER_ERROR
 from roll_opd.base.terminal import echo
 from roll_opd.cluster.multihost import torch_ranks
@@ -22,6 +23,7 @@ from roll_opd.models.supported import unsupported
 from roll_opd.models.weight_files import lost_weights, weight_problems
 
 BOUND = 1e-5  # largest difference of log-probs in f32, for each unit of their size above 1
+HALF_BOUND = 3.0  # mean difference in bf16, as a multiple of that of Hugging Face's log-probs in bf16
 SEQUENCES = 4
 LENGTH = 96  # tokens of the longest sequence, unless an attention window is longer
 MAX_LENGTH = 1024
@@ -61,7 +63,7 @@ def _rows(
     info: ModelInfo, sequences: list[list[int]], directory: Path, *, has_vllm: bool
 ) -> Iterator[tuple[str, bool]]:
     """Yield (text, whether it agrees) for each comparison."""
-    wanted = _hugging_face(info.path, sequences)
+    wanted = _hugging_face(info.path, "float32", sequences)
     for tp in TENSOR_RANKS:
         ranks = "one tensor rank" if tp == 1 else f"{tp} tensor ranks"
         if info.kv_heads % tp:
@@ -79,18 +81,30 @@ def _rows(
     if has_vllm:
         output = directory / "vllm"
         output.mkdir()
+        # vLLM's Gated DeltaNet on CPUs computes in bf16 only
+        is_half = info.delta is not None and not hardware.gpus()
         settings = {"model": str(info.path), "sequences": sequences, "directory": str(output)}
+        settings |= {"dtype": "bf16" if is_half else "fp32"}
         program = [sys.executable, "-m", "roll_opd.inference.parity_engine", json.dumps(settings)]
-        failed = subprocess.run(program, check=False).returncode
-        yield ("vLLM: it failed, see above", False) if failed else _compared("vLLM", output, wanted)
+        if subprocess.run(program, check=False).returncode:
+            yield "vLLM: it failed, see above", False
+        elif is_half:
+            rounded = _hugging_face(info.path, "bfloat16", sequences)
+            yield _compared_in_half("vLLM in bf16", output, wanted, rounded)
+        else:
+            yield _compared("vLLM", output, wanted)
 
 
-def _hugging_face(path: Path, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Return Hugging Face's log-probs of tokens 1 to T-1 of each sequence, f32 [T-1]."""
+def _hugging_face(path: Path, dtype: str, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Return Hugging Face's log-probs of tokens 1 to T-1 of each sequence, f32 [T-1].
+
+    Other attention than "eager" ignores caps of scores.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    kind = getattr(torch, dtype)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=kind, attn_implementation="eager").eval()
     found = []
     for tokens in sequences:
         ids_T = torch.tensor(tokens)
@@ -109,6 +123,21 @@ def _compared(what: str, directory: Path, wanted: Sequence[np.ndarray]) -> tuple
     return (
         f"{what}: log-probs differ from Hugging Face's by at most {largest:.1e} (bound {bound:.1e})",
         largest <= bound,
+    )
+
+
+def _compared_in_half(
+    what: str, directory: Path, wanted: Sequence[np.ndarray], rounded: Sequence[np.ndarray]
+) -> tuple[str, bool]:
+    """Compare the mean distance from `wanted`, in f32, with that of `rounded`, in bf16; see `_compared`."""
+    with np.load(directory / "logprobs.npz") as file:
+        found = np.concatenate([file[str(number)] for number in range(len(wanted))])
+    exact = np.concatenate(wanted)
+    distance, bound = (float(np.abs(values - exact).mean()) for values in (found, np.concatenate(rounded)))
+    return (
+        f"{what}: log-probs differ from Hugging Face's in f32 by {distance:.1e} on average (bound"
+        f" {HALF_BOUND * bound:.1e}, {HALF_BOUND:g} times the difference of Hugging Face's in bf16)",
+        distance <= HALF_BOUND * bound,
     )
 
 

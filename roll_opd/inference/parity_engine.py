@@ -1,4 +1,4 @@
-"""Program that computes a model's log-probs with a vLLM engine in f32, for `roll-opd check-model`."""
+"""Program that computes a model's log-probs with a vLLM engine, for `roll-opd check-model`."""
 
 import asyncio
 import json
@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 
 from roll_opd.config.plan import ModelPlan
+from roll_opd.config.schema import Dtype
 from roll_opd.inference.engine_arguments import prepare_environment
 from roll_opd.inference.vllm_engine import InferenceEngine
 
 
-async def write_parity(model: str, sequences: list[list[int]], directory: Path) -> None:
+async def write_parity(model: str, dtype: Dtype, sequences: list[list[int]], directory: Path) -> None:
     """Write `logprobs.npz`: sequence number -> log-probs, f32 [T-1]."""
     longest = max(map(len, sequences)) + 1
-    engine = await InferenceEngine.start(ModelPlan(model), max_model_len=longest, seed=0)
+    engine = await InferenceEngine.start(ModelPlan(model, dtype), max_model_len=longest, seed=0)
     found: dict[str, Any] = {
         str(number): await engine.prompt_logprobs(tokens) for number, tokens in enumerate(sequences)
     }
@@ -27,4 +28,4 @@ async def write_parity(model: str, sequences: list[list[int]], directory: Path) 
 if __name__ == "__main__":
     prepare_environment(eager_on_cpu=True)
     settings = json.loads(sys.argv[1])
-    asyncio.run(write_parity(settings["model"], settings["sequences"], Path(settings["directory"])))
+    asyncio.run(write_parity(settings["model"], settings["dtype"], settings["sequences"], Path(settings["directory"])))

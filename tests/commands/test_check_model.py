@@ -44,6 +44,15 @@ def test_the_largest_difference_decides(tmp_path: Path) -> None:
     assert check_model._compared("engine", tmp_path, wanted)[1]
 
 
+def test_in_half_precision_the_mean_distance_is_compared_with_that_of_transformers(tmp_path: Path) -> None:
+    wanted = [np.array([-1.0, -2.0], np.float32), np.array([-0.5], np.float32)]
+    rounded = [values + np.float32(1e-2) for values in wanted]
+    for distance, agrees in ((2.9e-2, True), (3.1e-2, False)):
+        np.savez(tmp_path / "logprobs.npz", **{str(n): values - distance for n, values in enumerate(wanted)})
+        text, found = check_model._compared_in_half("vLLM", tmp_path, wanted, rounded)
+        assert found is agrees and "bound 3.0e-02" in text
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_model_agrees_on_one_and_two_ranks_and_in_vllm(capfd: pytest.CaptureFixture[str]) -> None:
