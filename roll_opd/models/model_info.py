@@ -228,7 +228,7 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
         experts_per_token=_size(config, "num_experts_per_tok", default=1) if experts else 0,
         shared_intermediate=_size(config, "shared_expert_intermediate_size", default=shared) if experts else 0,
         has_experts=layers_with_experts(config, layers, experts),
-        tied=bool(config.get("tie_word_embeddings")),
+        tied=bool(config.get("tie_word_embeddings", FAMILIES[model_type].is_tied)),
         parameters=sum(_weights_in(name, tensor) for name, tensor in tensors.items() if not is_kept(name, layers)),
         weight_files=weights,
         tensors=tensors,

@@ -37,7 +37,7 @@ def weight_problems(info: ModelInfo, *, needs_head: bool = True) -> list[str]:
         return []
     found = {decoder_name(name): tensor for name, tensor in info.tensors.items()}
     config = decoder_config(read_json(info.path / "config.json"))
-    tied, problems = bool(config.get("tie_word_embeddings")), list(_layer_problems(info, found))
+    tied, problems = info.tied, list(_layer_problems(info, found))
     wanted = {EMBEDDING: (info.vocab, info.hidden), FINAL_NORM: (info.hidden,)}
     if HEAD in found or (needs_head and not tied):
         wanted[HEAD] = (info.vocab, info.hidden)

@@ -207,6 +207,7 @@ class Family:
     reads: tuple[str, ...] = ()  # keys of config.json that `pieces` implements
     layer_types: tuple[str, ...] = ()  # layer types in config.json other than attention with and without windows
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    is_tied: bool = False  # the head is the embedding unless config.json has tie_word_embeddings
     has_adapters: bool = True  # LoRA is validated
     # a checkpoint stacks the tensors of a layer's experts; the stack has an expert tensor's name without its number
     stacks_experts: bool = False

@@ -42,6 +42,7 @@ FAMILIES = (
         without_norms(LLAMA) | NORMS,
         _gemma2,
         expects={"hidden_activation": "gelu_pytorch_tanh"},
+        is_tied=True,
         reads=("layer_types", "attn_logit_softcapping", "final_logit_softcapping"),
     ),
     Family(
@@ -49,6 +50,7 @@ FAMILIES = (
         without_norms(LLAMA) | NORMS,
         _gemma3,
         expects={"hidden_activation": "gelu_pytorch_tanh"},
+        is_tied=True,
         reads=("layer_types",),
     ),
 )

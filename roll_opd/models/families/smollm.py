@@ -14,4 +14,6 @@ def _smollm3(config: Config) -> Pieces:
     )
 
 
-FAMILIES = (Family("smollm3", pieces=_smollm3, reads=("attention_bias", "use_sliding_window", "layer_types")),)
+FAMILIES = (
+    Family("smollm3", pieces=_smollm3, reads=("attention_bias", "use_sliding_window", "layer_types"), is_tied=True),
+)
