@@ -37,7 +37,7 @@ def test_every_example_with_every_launcher(example: tuple[str, str]) -> None:
         with pytest.raises(ConfigError) as caught:
             load_plan(*example, **options(pipeline))
         (problem,) = caught.value.problems
-        assert f"examples/{launcher}" in problem and f"(pipeline {pipeline})" in problem and ".yaml:" in problem
+        assert f"examples/{launcher}" in problem and f"runs pipeline {pipeline};" in problem and ".yaml:" in problem
     plan = load_plan(*example, **options(sorted(right)[0]), runnable=False)
     assert (to_json(plan)["mode"], to_json(plan)["pipeline"]) == (mode, kind)
     head = to_text(plan).splitlines()[0]
