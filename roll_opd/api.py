@@ -155,7 +155,7 @@ class Student:
 class Session:
     """A running student, teacher and sampler; use `roll_opd.open`, in a `with` statement.
 
-    RunFailed if the run of the session fails. After a failed call (ValueError, TypeError, RuntimeError), the session
+    Raises RunFailed if the session's run fails. After a failed call (ValueError, TypeError, RuntimeError), the session
     can still be used.
     """
 

@@ -226,7 +226,8 @@ class TrainWorker(_TrainableRank, BucketWriter):
         return self._with_gradient(self._engine.update, shard, objective, temperature, step)
 
     def forward_backward(self, shard: DPShard, objective: ObjectivePlan, temperature: float, step: int) -> Compact:
-        """Accumulate the gradient of a mini-batch; see `MegatronTrainer.forward_backward`. Returns as `update`."""
+        """Accumulate the gradient of a mini-batch; see `MegatronTrainer.forward_backward`. Returns what `update`
+        returns."""
         return self._with_gradient(self._engine.forward_backward, shard, objective, temperature, step)
 
     def _with_gradient(self, method: Callable[..., Any], shard: DPShard, *args: Any) -> Compact:
@@ -298,7 +299,7 @@ def _sequences(shard: DPShard) -> list[tuple[np.ndarray, int]]:
 
 
 def _read(shard: DPShard) -> dict[str, Any]:
-    """Return the arguments of a forward pass, which include `routes` only if a sample has routes."""
+    """Return the arguments of a forward pass; `routes` is one of them only if a sample has routes."""
     routes = [sample.routes for sample in shard.samples]
     arguments = {"sequences": _sequences(shard), "assigned": shard.micro_batches}
     return arguments if all(taken is None for taken in routes) else {**arguments, "routes": routes}

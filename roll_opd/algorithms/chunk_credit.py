@@ -32,7 +32,7 @@ ChunkCredit = Literal["prefix", "whole", "with_previous", "mean", "share"]
 def chunk_penalty(
     penalty_M: Tensor, student_M: Tensor, chunks_M: Tensor, lengths: Sequence[int], rule: ChunkCredit
 ) -> Tensor:
-    """Return each token's penalty, computed from the penalties in its chunk, like `penalty_M`; 0 without a chunk.
+    """Return each token's penalty, [M], computed from the penalties in its chunk; 0 for a token without a chunk.
 
     Args:
         penalty_M: coefficient times (l - q) of each token.

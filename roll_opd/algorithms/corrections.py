@@ -89,7 +89,7 @@ def difference_within(
 
 
 def negatives_near(mismatch: Mismatch, advantages_M: Tensor, *, delta: float = 0.1) -> Tensor:
-    """Return the mask of tokens to keep, bool [M]: drop A < 0 in sequences whose mean infer - train exceeds `delta`.
+    """Return a mask, bool [M], that drops tokens with A < 0 if their sequence's mean infer - train exceeds `delta`.
 
     Negative advantages on unlikely text are harmful. DeepSeek-V3.2, arXiv 2512.02556.
     """
@@ -133,8 +133,9 @@ def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
 def effective_share(weights_N: Tensor) -> float:
     """Return the effective sample size of weights as a fraction of their number: (Σw)² / (N · Σw²).
 
-    1 for equal weights, 1/N if one weight has all the sum. Kong, "A Note on Importance Sampling using Standardized
-    Weights" (1992). A factor of all weights has no effect. 0 without a positive weight.
+    The result is 1 for equal weights and 1/N if all other weights are 0. Kong, "A Note on Importance Sampling using
+    Standardized Weights" (1992). A common factor of all weights has no effect. The result is 0 if no weight is
+    positive.
     """
     squares = float(weights_N.square().sum())
     return float(weights_N.sum()) ** 2 / squares / len(weights_N) if squares else 0.0

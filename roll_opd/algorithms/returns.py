@@ -39,8 +39,8 @@ def discounted_to_go(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int], d
 def turns_to_go(values_M: Tensor, mask_M: Tensor, acted_M: Tensor, lengths: Sequence[int], discount: float) -> Tensor:
     """Return Σ_{k≥0} discount^k · sum of the values of the k-th following turn, [M]; 0 outside the mask.
 
-    A turn is a contiguous span of action tokens. All tokens of a turn get the same return, which is the result of
-    `discounted_to_go` if each turn were one token. Masked tokens of a turn add no value and do not split the turn.
+    A turn is a contiguous span of action tokens. All tokens of a turn get the same return: the return that
+    `discounted_to_go` gives if each turn is one token. Masked tokens of a turn add no value and do not split the turn.
 
     Args:
         values_M: ignored outside `mask_M`.

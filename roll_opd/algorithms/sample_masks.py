@@ -10,7 +10,8 @@ import numpy as np
 
 
 def mean_filter(rewards: Sequence[float], *, threshold_down: float, threshold_up: float) -> bool:
-    """Return whether the mean is strictly between the thresholds, so the prompt is not too hard or easy."""
+    """Return whether the mean is strictly between the thresholds, so that the prompt is neither too hard nor too
+    easy."""
     return bool(threshold_down < np.mean(rewards) < threshold_up)
 
 

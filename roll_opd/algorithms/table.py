@@ -130,7 +130,7 @@ def check_combination(
     expert_data_ratio: float = 0.0,
     opd_objective: str = "sampled",
 ) -> list[str]:
-    """Return an error for each part of a combination that has no effect or is mathematically wrong.
+    """Return an error for each part that, in this combination, has no effect or is mathematically wrong.
 
     A user's functions without facts are assumed to be correct.
     """

@@ -26,7 +26,7 @@ VARIANCE_FLOOR = 1e-8  # of whitening
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """Advantages and returns (a critic's targets), f64 [M], 0 outside the mask; and mean and scale of both whitenings.
+    """Advantages and returns (a critic's targets), f64 [M], 0 outside the mask; mean and scale of the two whitenings.
 
     Without whitening, mean is 0 and scale 1.
     """
@@ -101,7 +101,7 @@ def last_action(mask: np.ndarray) -> int | None:
 def whitening(values_M: Tensor, mask_M: Tensor) -> tuple[float, float]:
     """Return mean and standard deviation (unbiased, variance + 1e-8) over the mask; (0, 1) below two tokens.
 
-    Non-finite values are ignored, so that each affects only the advantages of its sample.
+    Non-finite values are ignored, so that such a value affects only the advantages of its sample.
     """
     kept = values_M[mask_M & values_M.isfinite()].double()
     if len(kept) < 2:

@@ -80,7 +80,7 @@ def find_path(text: str) -> Path | None:
 
 
 def regular_file(path: Path) -> Path:
-    """Return `path` if it is a regular file, because others may be readable only once; else raise PathError."""
+    """Return `path` if it is a regular file, else raise PathError: other files may be readable only once."""
     try:
         path.stat()  # raises OSError if missing
         if path.is_file() and not path.resolve().is_relative_to("/proc"):  # files of /proc may block forever

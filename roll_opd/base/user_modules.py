@@ -64,7 +64,7 @@ def users_module(name: str) -> ModuleType:
 
 
 def dotted_path(text: str) -> str:
-    """Convert `path/to/file.py:name` to `file.name` and add its directory to the path; return others unchanged.
+    """Convert `path/to/file.py:name` to `file.name` and add its directory to the path; return other texts unchanged.
 
     The file is searched for like a data file. Raises PathError if it is missing or another module has its name.
     """

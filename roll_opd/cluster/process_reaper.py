@@ -2,8 +2,8 @@
 
 Ray's processes exit when their driver is killed, but its agents first try for a minute to report the death to a dead
 server. The reaper tracks the driver's descendants, and kills the remaining ones after the driver's end.
-`inference.process_cleanup` ends an engine core after the death of its parent. Both are needed, because the engine core
-may run on a different node from the driver.
+`inference.process_cleanup` ends an engine core after the death of its parent. Both modules are needed, because the
+engine core may run on a different node from the driver.
 """
 
 import glob
@@ -75,7 +75,7 @@ def guarded() -> Iterator[Reaper]:
 
 
 def watch(driver: int, preexisting: set[int]) -> None:
-    """Wait for the end of standard input, then kill the descendants of `driver` except itself and `preexisting`.
+    """Wait for the end of standard input, then kill the descendants of `driver` except this process and `preexisting`.
 
     Each input line has a glob pattern of directories and an action: remove afterwards, keep, or remove if empty.
     """

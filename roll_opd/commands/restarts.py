@@ -1,7 +1,7 @@
 """The supervisor of a run: start the command in a separate process, and restart it after a failure.
 
-Every attempt is a new process with the same command and the checkpoint from which to resume, so that no state of a
-failed attempt remains (Ray, partly transferred weights). The supervisor notices any end of an attempt, even by SIGKILL.
+Every attempt is a new process with the same command and the checkpoint from which to resume, so that no state (Ray,
+partly transferred weights) of a failed attempt remains. The supervisor notices any end of an attempt, even by SIGKILL.
 """
 
 import os

@@ -67,7 +67,8 @@ class LoadedConfig:
 
 
 def load_config(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
-    """Compose the file `config_name` (with or without .yaml) of directory `config_path`, looked up in `config_places`.
+    """Compose the file `config_name` (with or without .yaml) of directory `config_path`, which is looked up in
+    `config_places`.
 
     An override is `key=value`, `+key=value`, `++key=value`, `~key` or `group=option`. Raises ConfigError.
     """
@@ -301,7 +302,8 @@ def keys_below(key: str, value: Any) -> Iterator[str]:
 
 
 def resolve(node: DictConfig | ListConfig, diag: Diagnostics) -> Any:
-    """Return plain dicts and lists with all interpolations resolved; collect problems of the others."""
+    """Return plain dicts and lists with interpolations resolved; collect the problems of unresolvable
+    interpolations."""
     keys = list(node.keys()) if isinstance(node, DictConfig) else range(len(node))
     resolved = {}
     for key in keys:

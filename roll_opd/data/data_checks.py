@@ -111,7 +111,7 @@ def _misrouted(name: str, tags: Mapping[str, TagRows], rewards: Sequence[RewardP
 
 
 def overlap_warning(validation: "PromptSet", learned: "Sequence[PromptSet]") -> str | None:
-    """Return a warning if prompts of validation rows are also training prompts, with their number; else None."""
+    """Return a warning with the number of validation prompts that are also training prompts; None if there are none."""
     held_out = validation.prompt_hashes(np.arange(len(validation)))  # [V]
     numbers = [prompts.drawn() for prompts in learned]
     trained = [prompts.prompt_hashes(drawn) for prompts, drawn in zip(learned, numbers, strict=True)]  # [L] each

@@ -201,8 +201,8 @@ def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[
     """Check and index the rows of `plan.files` (at most `plan.limit`) in one pass; return prompts and a report.
 
     `plan.on_long_prompt` sets whether rows with more than `plan.prompt_length` tokens are dropped or refused;
-    `plan.on_bad_row` does so for other unusable rows. Raises `DataError` if a row is refused, a file is missing, a
-    template is unknown or missing, no row is usable, or a stream with a positive weight has no prompt.
+    `plan.on_bad_row` sets the same for other unusable rows. Raises `DataError` if a row is refused, a file is missing,
+    a template is unknown or missing, no row is usable, or a stream with a positive weight has no prompt.
     """
     for template in (plan.template, *plan.tag_templates.values()):
         if template not in TEMPLATES:

@@ -84,7 +84,7 @@ class Indexer:
         self._longest = 0
 
     def index(self, files: Sequence[RowFile]) -> tuple[Index, tuple[FileReport, ...], int]:
-        """Scan `files`; return the index, a report on each file, and the number of tokens of the longest row."""
+        """Scan `files`; return the index, a report on each file, and the token count of the longest row."""
         reports, digests, starts = [], [], [0]
         sizes = [file.path.stat().st_size for file in files]
         with tqdm(
@@ -203,7 +203,7 @@ def render_row(tokenizer: "PreTrainedTokenizerBase", row: Row, plan: DataPlan) -
 
 
 def dropped_parts(row: Row, prompt: str) -> Iterator[str]:
-    """Yield the names of parts of a row that the rendered prompt lacks and that cause only a warning."""
+    """Yield the names of a row's parts that are missing from the rendered prompt but only cause a warning."""
     if drops_text_with_calls(row.messages, prompt):
         yield TEXT_WITH_CALLS
     if row.prompt is not None and any((tool_name(tool) or "") not in prompt for tool in row.tools):

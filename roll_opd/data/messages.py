@@ -112,7 +112,7 @@ def read_tools(tools: Any, where: str = "tools") -> list[dict[str, Any]] | None:
 
 
 def tool_name(tool: Mapping[str, Any]) -> str | None:
-    """Return the name of a tool or of a call, with or without the outer `function` object."""
+    """Return the name of a tool or a call in either form: with or without the outer `function` object."""
     function = tool.get("function")
     name = (function if isinstance(function, Mapping) else tool).get("name")
     return name if isinstance(name, str) and name else None
@@ -189,7 +189,8 @@ _WORDS = {"true": True, "yes": True, "1": True, "1.0": True, "false": False, "no
 
 
 def loss_mark(marked: Mapping[str, Any]) -> tuple[str, bool] | None:
-    """Return the loss-weight key of a turn or row, and whether it includes it in the loss; None without such a key.
+    """Return a turn's or row's loss-weight key, and whether it includes the turn or row in the loss; None without a
+    key.
 
     A key that excludes the turn or row takes precedence over one that includes it.
     """

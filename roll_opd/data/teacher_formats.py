@@ -5,7 +5,7 @@
     DistillKit    input_ids, compressed_logprobs, bytepacked_indices, and `compression_config.yaml` next to the files
 
 A row that cannot be decoded becomes a `BadRow`. Files of Lightning-OPD and DistillKit state neither tokenizer nor
-temperature; both score at temperature 1.
+temperature; both programs score at temperature 1.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -137,7 +137,7 @@ def _lightning_rows(table: "pa.Table", tokenizer: "PreTrainedTokenizerBase") -> 
 
 
 def _is_text_of(row: TeacherScores, text: str, tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether tokens decode to `text` or are its encoding; for a truncated answer, only the former may hold."""
+    """Whether tokens decode to `text` or are its encoding; a truncated answer may meet only the first condition."""
     tokens = row.response_ids.tolist()
     if any(not 0 <= token < len(tokenizer) for token in tokens):
         return False

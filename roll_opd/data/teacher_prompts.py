@@ -1,4 +1,4 @@
-"""Prompts of teachers with another system message or template than the student, or with a hint filled in from the row.
+"""Prompts of teachers whose system message or template differs from the student's, or that get a hint from the row.
 
 The student's response tokens follow such a prompt unchanged.
 """

@@ -1,4 +1,4 @@
-"""Write a teacher file in parts, so that scoring can continue after its last part if it was interrupted.
+"""Write a teacher file in parts, so that interrupted scoring can continue after the last complete part.
 
 A part is a parquet file in `.OUTPUT.parts/`, renamed when it is complete. At the end, all parts become one file, which
 is renamed to OUTPUT. Parts that were written with other settings or from another input are discarded.

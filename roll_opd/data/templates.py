@@ -173,8 +173,8 @@ def _tokenizer_class(path: str) -> str | None:
 def render_prompt(tokenizer: "PreTrainedTokenizerBase", row: Row, template: str = "native") -> PromptText:
     """Return the prompt text of `row`, up to the start of the answer.
 
-    `template` is one of `TEMPLATES`. Raises `DataError` for another name and if the template refuses the conversation,
-    and `NoChatTemplate` if the tokenizer has no template.
+    `template` is one of `TEMPLATES`. Raises `DataError` if the name is unknown or the template refuses the
+    conversation, and `NoChatTemplate` if the tokenizer has no template.
     """
     if template not in TEMPLATES:
         raise DataError(f"unknown template {template!r}; known are {', '.join(sorted(TEMPLATES))}")

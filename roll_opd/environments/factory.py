@@ -151,7 +151,7 @@ NEEDS = {
 
 
 def name_of_roll(path: str) -> str:
-    """Return the name of a ROLL class path in this package; raises `EnvironmentFailure` if it has no counterpart."""
+    """Return this package's name for a ROLL class path; raises `EnvironmentFailure` if there is no counterpart."""
     name = CLASSES.get(path.replace(":", ".").rpartition(".")[2])
     if name is None:
         raise EnvironmentFailure(

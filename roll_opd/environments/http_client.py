@@ -4,7 +4,7 @@
   idempotent;
 - /step takes {episode, step, action}, `step` counting from 1, and returns {observation, reward, terminated, truncated,
   info};
-- /close takes {episode}; servers need not have it.
+- /close takes {episode}; this path is optional.
 
 A failed request is retried if this is safe. A reset is safe because it has the episode's id. A step is retried only if
 the server announced `repeats` or the request was not sent.

@@ -54,7 +54,7 @@ class Episodes:
     def step(self, identifier: str, number: int | None, action: str) -> dict[str, Any]:
         """Play step `number` (from 1; None: the next step); if it repeats the last step, return that response again.
 
-        Raises `Refused` for another number and for an unknown episode.
+        Raises `Refused` for any other number and for an unknown episode.
         """
         with self._lock:
             episode = self._episodes.get(identifier)

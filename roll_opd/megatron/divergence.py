@@ -1,8 +1,8 @@
 """Vocabulary-parallel divergence and entropy over the whole vocabulary, computed from hidden states.
 
-Both are sums over columns of a function f of the student's log-prob (and, for the divergence, the teacher's). With g =
-∂f/∂log-prob, the gradient of the logits is g - p Σg. Forward therefore keeps only Σg and the log-normalisers, a few
-numbers per token, and backward recomputes the columns.
+Both sum a function f over the columns. f depends on the student's log-prob and, for the divergence, on the teacher's.
+With g = ∂f/∂log-prob, the gradient of the logits is g - p Σg. Forward therefore keeps only Σg and the log-normalisers,
+a few numbers per token, and backward recomputes the columns.
 
 Legend: M scored tokens, C of them in a chunk, E and F hidden sizes of student and teacher, V vocabulary columns on this
 rank.

@@ -135,7 +135,7 @@ class MegatronEngine:
 
         Returns:
             On the rank that returns the results of its model replica: index of the sequence -> f32 [T-P], for the
-            replica's shard. None on the others.
+            replica's shard. None on all other ranks.
         """
         computed = self.compute_targets(sequences, temperature, TargetRequest(), routes=routes, assigned=assigned)
         return None if computed is None else {number: values["logprobs"] for number, values in computed.items()}

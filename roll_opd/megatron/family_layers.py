@@ -61,7 +61,7 @@ class HeadsRMSNorm(LocalRMSNorm):
 
 
 class OutputNorm(torch.nn.Module):
-    """Norm of the output of attention or MLP, then the addition to the residual; replaces Megatron's addition."""
+    """Norm after attention or MLP, followed by the addition to the residual; replaces Megatron's addition."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -146,14 +146,14 @@ def norm_class(config: TransformerConfig) -> type[LocalRMSNorm]:
 
 
 def query_key_norm(config: TransformerConfig, heads: int) -> Any:
-    """Return the layer spec of the norm of queries or keys; `heads` counts the heads of all tensor ranks."""
+    """Return the layer spec for the norm of queries or keys; `heads` counts the heads of all tensor ranks."""
     if pieces_of(config).query_key_norm == "heads":
         return ModuleSpec(module=HeadsRMSNorm, params={"heads": heads})
     return norm_class(config)
 
 
 def place_norms(layer: Any, config: TransformerConfig) -> None:
-    """Place the norms in the submodules of a layer spec: before attention and MLP, after them, or both."""
+    """Place the norms in the submodules of a layer spec: before attention and MLP, after them, or in both places."""
     place = pieces_of(config).norms
     before: Any = IdentityOp if place == "after" else norm_class(config)
     layer.input_layernorm = layer.pre_mlp_layernorm = before

@@ -122,7 +122,7 @@ def _torch_kernel(
     scale: float,
     window: int = 0,
 ) -> Tensor:
-    """Return [N, H, D]; `own` has the segments of the queries, `whole` those of the keys; their ends are aligned.
+    """Return [N, H, D]; `own` has the queries' segments, `whole` the keys' segments; the ends of both are aligned.
 
     `torch.nn.attention.varlen` calls the same operator.
     """

@@ -1,7 +1,7 @@
 """Routers of mixtures of experts: auxiliary losses with one global denominator, expert biases, and routing replay.
 
-It replaces Megatron's router, which needs Transformer Engine, counts padding, and divides its losses by the number of
-tokens on each rank.
+`PackedRouter` replaces Megatron's router, which needs Transformer Engine, counts padding, and divides its losses by the
+number of tokens on each rank.
 
 Routing replay (R3, arXiv 2510.11370) sends each token to the experts that the inference engine chose for it. Without
 replay, the trainer's kernels can give slightly different scores; if two scores are close, the router then chooses a

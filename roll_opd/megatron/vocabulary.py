@@ -1,6 +1,6 @@
 """Vocabulary-parallel logits: the columns of a rank, logits in chunks, log-normalisers, and the backward pass.
 
-The logits of a batch are never stored. Forward computes them in chunks of rows of bounded size and keeps a few numbers
+The logits of a batch are never stored. Forward computes them in row chunks of bounded size and keeps a few numbers
 per token. Backward recomputes the logits in tiles and needs no further sums over the vocabulary.
 
 Legend: M scored tokens, C of them in a chunk, E hidden size, V vocabulary columns on this rank.

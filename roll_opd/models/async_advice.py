@@ -109,7 +109,8 @@ class Predictor:
         )
 
     def predictions(self, devices: int, bounds: Sequence[float] = BOUNDS) -> list[Prediction]:
-        """Return schedules for `devices` devices: with both sides in turns, and per age bound for splits near the best.
+        """Return schedules for `devices` devices: with both sides in turns, and for each age bound with splits near the
+        best.
 
         The measured split is included if it has the same number of devices. The list is empty if the devices are too
         few for an engine and a replica of the student.

@@ -39,7 +39,7 @@ class DeltaSizes:
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """Numbers of channels of the convolution: queries, keys, values."""
+        """Numbers of convolution channels: queries, keys, values."""
         return tuple(self.key_heads * rows for rows in self.of_key_head[:3])
 
     @property

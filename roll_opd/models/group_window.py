@@ -123,7 +123,8 @@ class GroupWindow:
             del self._open[self._admitted]
 
     def decide(self, number: int, *, passed: bool) -> None:
-        """End the sampling of a running group: it passed the filters, or it is rejected and makes room for another."""
+        """End the sampling of a running group: it passed the filters, or it is rejected and makes room for a new
+        group."""
         if self._open.get(number) is not False:
             raise ValueError(f"group {number} is not running")
         if passed:

@@ -44,7 +44,7 @@ Parts = dict[str, int]  # name of a part -> bytes per rank
 
 @dataclass(frozen=True)
 class ModelShard:
-    """Sizes of the part of a model that one rank holds in a layout."""
+    """Sizes of one rank's part of a model in a layout."""
 
     info: ModelInfo
     layout: Layout
@@ -196,11 +196,11 @@ def estimate_memory(plan: RunPlan, models: Mapping[str, ModelInfo], longest: int
 
 
 def train_memory(shard: ModelShard, plan: TrainPlan, longest: int, stage: int) -> Parts:
-    """Return the memory of a rank of a training role in a pipeline stage.
+    """Return a training role's memory per rank in a pipeline stage.
 
     With p parameters: weights = p * bytes; gradients = 4p; optimizer = 8p for fp32 models, else 12p. The distributed
-    optimizer divides its part by dp * cp; the part for experts by dp * cp * tp / (expert_tp * ep). Activations and head
-    are computed by `ModelShard`. With LoRA, gradients and optimizer count only the adapters.
+    optimizer divides its part by dp * cp, but the experts' part by dp * cp * tp / (expert_tp * ep). Activations and
+    head are computed by `ModelShard`. With LoRA, gradients and optimizer count only the adapters.
     """
     layout, size = plan.layout, BYTES[plan.model.dtype]
     dense, experts = shard.parameters(stage)

@@ -37,8 +37,8 @@ def decoder_name(name: str) -> str:
 def is_kept(name: str, layers: int) -> bool:
     """Return whether a tensor is exported unchanged because a model of `layers` layers neither loads nor trains it.
 
-    Such tensors belong to the vision encoder or to multi-token prediction; DeepSeek-V3 and GLM-4.5 store the latter's
-    layers after the last layer.
+    Such tensors belong to the vision encoder or to multi-token prediction, whose layers DeepSeek-V3 and GLM-4.5 store
+    after the last layer.
     """
     in_a_layer = IN_A_LAYER.match(name)
     return name.startswith(KEPT) or (in_a_layer is not None and int(in_a_layer[1]) >= layers)

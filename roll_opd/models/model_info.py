@@ -108,7 +108,8 @@ class ModelInfo:
         return sum(self.is_delta) * self.delta.state / tp if self.delta else 0
 
     def cached_elements(self, tp: int) -> float:
-        """Return the cached elements per token on each of `tp` inference ranks; heads are copied if ranks are more."""
+        """Return the cached elements per token on each of `tp` inference ranks; with more ranks than heads, heads are
+        copied."""
         if self.latent:
             return self.layers * self.latent.cached
         return 2 * self.attention_layers * max(1.0, self.kv_heads / tp) * self.head_dim

@@ -26,7 +26,7 @@ MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError, Recurs
 
 @dataclass(frozen=True)
 class TokenizerComparison:
-    """Differences between the tokenizer of a student and that of a model that reads the student's tokens."""
+    """Differences between the tokenizers of a student and of a model that reads the student's tokens."""
 
     conflict: str | None = None  # message if an id of the student is a different or no token in the other
     differences: tuple[str, ...] = ()  # messages for all other differences
@@ -68,7 +68,7 @@ def added_ids(path: Path) -> frozenset[int]:
 
 
 def compare_tokenizers(student: Path, other: Path, name: str = "teacher") -> TokenizerComparison:
-    """Compare the student's tokenizer with the tokenizer of `other`; messages call the latter model `name`.
+    """Compare the student's tokenizer with the tokenizer of `other`, a model that messages call `name`.
 
     Raises ModelFilesError if a file cannot be read.
     """

@@ -1,4 +1,4 @@
-"""The external part of the advantages of a step's samples, from rewards and the KL to the reference policy.
+"""The external part of a step's advantages, from rewards and the KL to the reference policy.
 
     token_level_rewards = external_reward - Σ opd_kl_coef · reverse_kl - kl_coef · KL(student, reference)
     A_t                 = clip(A_external_t - Σ_{k≥0} opd_kl_discount^k · Σ opd_kl_coef · reverse_kl_{t+k})

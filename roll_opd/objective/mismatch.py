@@ -120,7 +120,7 @@ def train_infer_metrics(samples: Sequence[Sample], correction: CorrectionPlan | 
 
 
 def _correction_metrics(samples: Sequence[Sample], plan: CorrectionPlan | None) -> dict[str, float]:
-    """Return the fraction of action tokens that are masked, and metrics of the weights of the reward's part.
+    """Return the fraction of action tokens that are masked, and metrics of the importance weights.
 
     `weight_mean` is a mean over the tokens that are not masked. `ess` is the effective share of all action tokens; a
     masked token has the weight 0. `clipped_rate` is the fraction of action tokens whose weight is not their ratio.

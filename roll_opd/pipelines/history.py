@@ -75,7 +75,7 @@ class History:
     changes: Changes = field(default_factory=dict)
 
     def up_to(self, step: int) -> tuple[RunPart, ...]:
-        """Return the parts as of the end of `step`."""
+        """Return the parts up to the end of `step`."""
         return (*self.parts[:-1], replace(self.parts[-1], last=step))
 
     def as_json(self, step: int) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from roll_opd.tracking.summary import versions
 
 
 def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequence[RunPart] = ()) -> str:
-    """Return the card of the student of `plan` after `step`, with the results in a `summary.json`.
+    """Return the card of `plan`'s student after `step`, with the results from a `summary.json`.
 
     `parts` are the parts of the run with their settings. Paths, hosts and environment variables are omitted.
     """

@@ -2,7 +2,7 @@
 
 topk      loss = Σ weight · (opd_kl_coef · divergence over the teacher's top-k + sft_loss_coef · -log p(token))
 sampled   reverse KL on answers that the student sampled before (Lightning-OPD, arXiv 2604.13010): the teacher's
-          log-probs are fixed, the student's are those of its current weights
+          log-probs are fixed, the student's log-probs come from its current weights
 """
 
 from collections.abc import Sequence

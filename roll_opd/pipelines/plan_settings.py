@@ -185,7 +185,7 @@ def _top(plan: RunPlan) -> Iterator[tuple[str, Any]]:
 def _walk(value: Any, key: str, env: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
     """Yield (field path joined by dots, value) of all settings below `value`.
 
-    In the path, entries of a tuple of dataclasses have their names. `env`: variables common to all processes.
+    In the path, a dataclass in a tuple appears under its name. `env`: variables common to all processes.
     """
     if is_dataclass(value) and not isinstance(value, type):
         env = value.env if isinstance(value, RunPlan) else env

@@ -39,7 +39,7 @@ def teacher_prompts_of(
 ) -> dict[str, Any]:
     """Return the prompts of teachers whose prompt differs from the student's.
 
-    `others` has the tokenizers of teachers with other tokens than the student.
+    `others` has the tokenizers of teachers whose tokens differ from the student's.
     """
     prompts = {name: others.get(name, tokenizer).decode(ids) for name, ids in experience.teacher_prompts.items()}
     return {"teacher_prompts": prompts} if prompts else {}

@@ -1,8 +1,8 @@
 """Turn a user's configuration into a `RunPlan`: compose, validate, check everything, then freeze.
 
 `load_plan` is the only entry point. It starts no process, writes no file, and reports all problems of a configuration
-together. Checks and fields of runs with rollouts are in `rollout_parts`; those of supervised runs are in
-`supervised_parts`.
+together. `rollout_parts` has the checks and fields of runs with rollouts, `supervised_parts` the checks and fields of
+supervised runs.
 """
 
 import os
@@ -47,7 +47,7 @@ def load_plan(
 
     Relative paths inside a configuration are looked up in the current directory, as in ROLL, then in the directory of
     the configuration file, then in the repository (the parent of `examples/`). The user's modules that Python does not
-    find are imported from the first two.
+    find are imported from the first two directories.
 
     Args:
         config_path: a directory, searched for in `compose.config_places`.

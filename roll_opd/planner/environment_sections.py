@@ -237,7 +237,7 @@ def data(top: Top) -> DataPlan:
 
 
 def held_out(top: Top, args: GeneratingArgs, response: int) -> ValidationPlan | None:
-    """Return (tasks, sampling) of validation, with those of training as defaults; None without val_env_manager.
+    """Return (tasks, sampling) of validation, by default the same as in training; None without val_env_manager.
 
     `args` are the rollout's generating_args, `response` the tokens of a turn.
     """

@@ -16,7 +16,7 @@ AT_ONE = {  # protocol -> sentence for the error
 
 
 def http_keys(role: Role) -> HttpKeys | None:
-    """Return the `http` section of a teacher that is reached over HTTP; None for another role."""
+    """Return the `http` section of a teacher that is reached over HTTP; None for any other role."""
     return role.external if isinstance(role.external, HttpKeys) else None
 
 

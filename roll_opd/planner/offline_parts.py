@@ -23,7 +23,7 @@ TEACHER = "teacher"  # name of the teacher in the plan, metrics and records
 
 @dataclass(frozen=True)
 class OfflineParts:
-    """The checked parts of the plan of a run on teacher files."""
+    """The checked parts of a plan for a run on teacher files."""
 
     data: DataPlan | None
     held_out: DataPlan | None

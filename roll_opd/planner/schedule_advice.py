@@ -72,7 +72,7 @@ def advice_for(plan: RunPlan, measured: str | None, stated: str | None, devices:
     """Return the advice for `plan` from command-line options; None if no costs are given.
 
     Args:
-        plan: its devices and batch are those for which the costs hold.
+        plan: the costs hold for its devices and its batch.
         measured: directory of a run with measured costs.
         stated: costs in the form of `--costs`; they take precedence.
         devices: numbers of devices, separated by commas; None: the number in `plan`.

@@ -19,8 +19,8 @@ ACTION_PREFIX = "> "
 def before_and_after(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a game at the first and last validation in two columns; "" if no game was played at both validations.
 
-    `rows` are the rows of `validation_samples.jsonl`. The game is the first whose reward is higher at the last
-    validation, else the first game.
+    `rows` are the rows of `validation_samples.jsonl`. The game is the first one whose reward is higher at the last
+    validation than at the first, else the first game.
     """
     students = [row for row in rows if row.get("by") == "student" and row.keys() >= NEEDED]
     if not students or any("." in str(row["id"]).rpartition("/")[2] for row in students):

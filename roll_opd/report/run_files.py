@@ -74,7 +74,7 @@ class RunRecord:
 
 
 def find_run(path: Path) -> Path:
-    """Return the run directory at `path` or at the link `latest` in `path`. Raises `NoRun` if both have no run."""
+    """Return the run directory at `path` or at the link `latest` in `path`. Raises `NoRun` if neither has a run."""
     for place in (path, path / "latest"):
         if any((place / name).exists() for name in RUN_FILES):
             return place.resolve()

@@ -80,7 +80,7 @@ class _Failed(Exception):
 
 
 class Endpoint:
-    """A client of one URL, for any number of tasks of one event loop."""
+    """A client of one URL, for any number of tasks in one event loop."""
 
     def __init__(
         self,

@@ -42,8 +42,8 @@ register = REWARDS.register
 def reward_arguments(worker: str) -> dict[str, inspect.Parameter]:
     """Return the configurable arguments of reward `worker`; raises the errors of `resolve`.
 
-    A function's first argument (the samples) is not configurable, nor are the positional-only arguments of a class,
-    which the process that creates it passes.
+    A function's first argument (the samples) is not configurable, nor are a class's positional-only arguments: the
+    process that creates an instance passes them.
     """
     found = _find(worker)
     return arguments(found, given_by_us=0 if inspect.isclass(found) else 1)

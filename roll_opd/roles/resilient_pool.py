@@ -193,7 +193,8 @@ class ResilientPool(Generic[Item, Result]):
             job.result.add_done_callback(cancel_unneeded)
 
     async def _follow(self, member: Member, left: dict[int, _Job[Item, Result]]) -> None:
-        """Settle jobs as the worker answers, and remove them from `left`; after its loss, queue the rest again."""
+        """Settle jobs as the worker answers, and remove them from `left`; if the worker is lost, queue the rest
+        again."""
         stream = member.worker.run([job.item for job in left.values()])
         try:
             async for answers in stream:

@@ -74,7 +74,7 @@ class WorkflowPool:
         self._reset()
 
     async def start(self, sampler: Sampler, auxiliaries: Sequence[Sampler | None] = ()) -> None:
-        """Start the processes. `sampler` has the policy's engines; `auxiliaries` has those of auxiliary models.
+        """Start the processes. `sampler` has the policy's engines; `auxiliaries` has the engines of auxiliary models.
 
         Auxiliary engines end with the pool; None means that a model runs on a remote server.
         """

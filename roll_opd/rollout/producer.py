@@ -99,7 +99,7 @@ class Rollouts:
             await self._production.settle()
 
     def finished_groups(self) -> list[FinishedGroup]:
-        """Return the groups, by draw, whose sampling has ended and that are in no batch."""
+        """Return, by draw, the groups that have finished sampling but are in no batch."""
         return self._production.finished_groups() if self._production else []
 
     def drain_metrics(self) -> dict[str, float]:
@@ -295,7 +295,7 @@ class _Production:
         self._check_rejected()
 
     async def _restore(self, number: int, prompt: Prompt, group: FinishedGroup) -> None:
-        """Decide a group of a checkpoint, after the models that have not scored its samples have done so."""
+        """Decide a group of a checkpoint, after all models that had not scored its samples have scored them."""
         context = self._of.context
         rewards, samples = PendingRewards(context), list(group.samples)
         if group.passed:
@@ -308,7 +308,7 @@ class _Production:
         self._window.decide(number, passed=group.passed)
 
     def finished_groups(self) -> list[FinishedGroup]:
-        """Return the groups, by draw, whose sampling has ended and that are in no batch."""
+        """Return, by draw, the groups that have finished sampling but are in no batch."""
         decided = [FinishedGroup(group.draw, group.passed, group.samples) for group in self._groups.values()]
         return sorted([*decided, *self._restored.values()], key=lambda group: group.draw)
 

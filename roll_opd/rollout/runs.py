@@ -205,7 +205,7 @@ class Selection:
 
     @property
     def decided(self) -> dict[int, bool]:
-        """Whether a group has passed, for each group whose runs have all ended."""
+        """Map: group whose runs have all ended -> whether the group has passed."""
         return {group: passed for group, passed in enumerate(self._passed) if passed is not None}
 
     @property
@@ -281,7 +281,7 @@ class Batch:
         }
 
     def failed_rate(self, samples: Sequence[Sample], runs: int) -> float:
-        """Return the fraction of the batch's runs, `runs` per prompt, without a sample or with an excluded one.
+        """Return the fraction of the batch's runs (`runs` per prompt) that have no sample or an excluded sample.
 
         `samples` are the batch's, in its order, with rewards.
         """

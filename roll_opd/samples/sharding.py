@@ -122,7 +122,8 @@ def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
 def micro_batches(
     units: Sequence[Unit], limits: MicroBatchLimits, multiple: int = 1, at_least: int = 0
 ) -> list[list[Unit]]:
-    """Split units into the fewest balanced micro-batches within `limits` whose number is a multiple of `multiple`.
+    """Split units into balanced micro-batches within `limits`; their number is the smallest possible multiple of
+    `multiple`.
 
     A unit beyond the limits is a separate micro-batch, since a unit is never split. There are at least `at_least`
     micro-batches; with fewer units, some are empty.

@@ -1,7 +1,7 @@
 """Checks of a teacher file before the first update: its teacher, and its log-probs compared with the student's.
 
 `data.teacher_scores` checks each row when the files are opened. The checks here find faults that a single row does not
-show: answers of another model, log-probs shifted by a token, or a different teacher than the one of the student's
+show: answers of another model, log-probs shifted by a token, or a different teacher from the teacher of the student's
 fine-tuning.
 
 Legend: N tokens of all answers.

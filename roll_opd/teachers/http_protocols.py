@@ -83,8 +83,8 @@ class VllmCompletions:
 class VllmTokens:
     """vLLM's /inference/v1/generate with `prompt_logprob_token_ids`.
 
-    Log-probs are returned as one array [T-P, 1+K]: column 0 is of the sequence's tokens, the other columns of the given
-    ids.
+    Log-probs are returned as one array [T-P, 1+K]: column 0 is for the sequence's tokens, the other columns are for the
+    given ids.
     """
 
     path, listing = "/inference/v1/generate", "/v1/models"

@@ -112,7 +112,7 @@ class OtherTokenizer:
 
     @cached_property
     def _special(self) -> dict[int, int]:
-        """Map: special token of the student -> token of the teacher with the same text or that also ends a turn."""
+        """Map: special token of the student -> token of the teacher that has the same text or also ends a turn."""
         texts = {number: text for text, number in self.student.added.items() if number in self.student.special}
         known, special = self.encoder.table.added, self.encoder.table.special
         found = {number: known[text] for number, text in texts.items() if known.get(text) in special}

@@ -56,9 +56,9 @@ class PrefixLogprobs:
         bit.
 
         Args:
-            alignment: of the response.
+            alignment: alignment of the response.
             is_text: bool [T-P], true for ordinary text; no teacher token spans such a token and another kind of token.
-            tokens: int64 [U - missing], of the teacher.
+            tokens: int64 [U - missing], the teacher's tokens.
             logprobs: f32 [U - missing], finite.
             top: ids and log-probs [U - missing, K] of the most likely tokens in place of each of `tokens`.
         """
@@ -149,7 +149,7 @@ class _Text:
 
     @classmethod
     def of(cls, alignment: Alignment, is_text: np.ndarray, logprobs: np.ndarray) -> "_Text":
-        """Return the arrays of an alignment with at least one token of both."""
+        """Return the arrays of an alignment with at least one token in each tokenizer."""
         ends, teacher_ends, covered = alignment.student_ends, alignment.teacher_ends, ~alignment.missing
         values = np.zeros(len(covered))
         values[covered] = logprobs

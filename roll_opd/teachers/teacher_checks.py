@@ -80,7 +80,7 @@ class Settings:
 
     @property
     def tolerance(self) -> float:
-        """Largest allowed mean difference of two computations of a log-prob, in nats."""
+        """Largest allowed mean difference between two computations of a log-prob, in nats."""
         return EXACT if self.exact else ROUNDED
 
 
@@ -277,7 +277,7 @@ def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarra
 
 
 def _overlap(readings: Readings) -> Check:
-    """Check the probability that each model gives to the other's top-k, over the student's samples."""
+    """Check the probability that each model gives to the other model's top-k, over the student's samples."""
     chosen = readings.sampled
     student_ids, teacher_ids = readings.student_ids[chosen], readings.teacher_ids[chosen]
     shared_NKK = student_ids[:, :, None] == teacher_ids[:, None, :]

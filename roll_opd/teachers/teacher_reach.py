@@ -58,7 +58,7 @@ def changes(texts: Sequence[np.ndarray]) -> list[Change]:
 
 
 def difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return for each token the largest difference of two computations [N, 1 + K] of log-prob and top-k, f64 [N]."""
+    """Return, for each token, the largest difference between two arrays [N, 1 + K] of log-prob and top-k, f64 [N]."""
     return np.abs(one.astype(np.float64) - other).max(1)
 
 
@@ -70,7 +70,7 @@ def reach(differences: np.ndarray, first: int, end: int) -> Reach:
 
 
 def reach_check(found: Sequence[Reach]) -> Check:
-    """Return the verdict: failed if two changes, or the one farthest back, have no effect at the text's end."""
+    """Return the verdict: failed if two changes, or the change farthest back, have no effect at the text's end."""
     farthest = max(found, key=lambda one: one.tested)
     short = [one for one in found if one.falls_short]
     verdict: Verdict = "warning" if short else "ok"

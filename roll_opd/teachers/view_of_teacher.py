@@ -50,7 +50,7 @@ def tokenizer_content(path: Path) -> dict[str, Any]:
 
 
 def turn_end_token(path: Path, template: str | None = None) -> int | None:
-    """Return the token that ends a turn in the template, else the end-of-sequence token; None without either."""
+    """Return the token that ends a turn in the template, else the end-of-sequence token; None if both are missing."""
     found = turn_end(path, template)
     if found and found.ids and found.ids[0] >= 0:
         return found.ids[0]

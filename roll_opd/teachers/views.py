@@ -31,7 +31,7 @@ class SameTokens:
     """The view for a teacher with the student's token ids.
 
     The teacher scores the student's response after the teacher's prompt, or after the student's prompt if the sample
-    has no other.
+    has no prompt for the teacher.
     """
 
     teacher: str

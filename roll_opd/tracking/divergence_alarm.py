@@ -6,7 +6,7 @@ collapse, the reward does not rise. Self-distillation often collapses after 100 
 In another known failure of on-policy distillation, answers grow to the length limit (arXiv 2604.08527).
 
 An alarm is given if a change is large, is significant compared with the noise between steps (`significance`), and is
-present in both halves of the last window. The alarm of old samples has fixed limits: importance weights of a few
+present in both halves of the last window. The alarm about old samples has fixed limits: importance weights of a few
 sequences dominate an update before the reward falls (arXiv 2602.17616).
 """
 
@@ -72,7 +72,7 @@ class _Series:
     rows: list[list[float]] = field(default_factory=list)
 
     def add(self, metrics: Mapping[str, float | None]) -> bool:
-        """Append the values of a step if it has every metric; return whether it has."""
+        """Append the values of a step if it has every metric; return whether they were appended."""
         values = [_finite(metrics.get(name)) for name in self.names]
         given = [value for value in values if value is not None]
         if len(given) < len(self.names):

@@ -4,8 +4,8 @@ All functions are pure and take several series, f64 [R, T]. Legend: R runs, T st
 window, L lengths of the best window, which ends where the last window starts.
 
 Both tests compare means over windows in units of their standard error, for many windows and at many steps of a run. The
-limits `least_evidence` and `threshold` account for all of them; `benchmarks/reward_alarm.py` derives the former by
-simulation and compares the test with the most powerful test.
+limits `least_evidence` and `threshold` account for all of them; `benchmarks/reward_alarm.py` derives `least_evidence`
+by simulation and compares the test with the most powerful test.
 """
 
 import math

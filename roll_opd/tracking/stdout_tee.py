@@ -26,7 +26,7 @@ _current: "StdoutTee | None" = None
 
 @contextmanager
 def tee_output() -> Iterator["StdoutTee"]:
-    """Copy all output inside the block; a nested block returns the tee of the outer one."""
+    """Copy all output inside the block; a nested block returns the tee of the outer block."""
     global _current
     if _current:
         yield _current

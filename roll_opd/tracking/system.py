@@ -50,8 +50,8 @@ class TrainingFlops:
 def memory_metrics() -> dict[str, float]:
     """Return `system/memory_gib` of this process and its descendants, and `system/device_memory_gib`.
 
-    The former is resident private memory. The latter is the memory that all processes use on the fullest device; it is
-    missing without a GPU.
+    `memory_gib` is resident private memory. `device_memory_gib` is the memory that all processes use on the fullest
+    device; it is missing without a GPU.
     """
     here = psutil.Process()
     own = sum(map(_private_bytes, (here, *here.children(recursive=True))))

@@ -106,7 +106,8 @@ class TrackerTimeouts:
 
 
 class BackgroundTracker:
-    """The queue and thread of a tracker, which `make` creates. No method raises; only `ready` and `join` block."""
+    """The queue and thread of a tracker; `make` creates the tracker. No method raises; only `ready` and `join`
+    block."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], timeouts: TrackerTimeouts) -> None:
         self._name, self._make, self._timeouts = name, make, timeouts

@@ -115,7 +115,7 @@ class WeightSyncClient:
         ray.get([actor.begin_update.remote(self.version) for actor in self._actors])
 
     def update_weights(self, update_info: Any) -> None:
-        """Load the weights that `update_info` describes in all engines; return when all engines have loaded them."""
+        """Load into all engines the weights that `update_info` describes; return when all engines have loaded them."""
         self._load(update_info, last=False)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -135,7 +135,7 @@ class WeightSyncClient:
 
 
 def init_info_of(init_info: Mapping[str, Any], number: int, ranks: int) -> dict[str, Any]:
-    """Return the init info of engine `number`; in an NCCL group, its ranks come after those of earlier engines."""
+    """Return the init info of engine `number`; in an NCCL group, its ranks come after the ranks of earlier engines."""
     offset = {"rank_offset": init_info["rank_offset"] + number * ranks} if "rank_offset" in init_info else {}
     return {**init_info, **offset}
 

@@ -63,7 +63,7 @@ class RemoteModel:
     ) -> None:
         """Create a client for `model_name` of the server; `name` is its name in the configuration.
 
-        `seconds` is the timeout of each of the three attempts of OpenAI's client; None: the client's default.
+        `seconds` is the timeout of one attempt (OpenAI's client makes three); None: the client's default.
         """
         self._limits = {} if seconds is None else {"timeout": seconds}
         self.base_url, self.api_key = base_url, api_key

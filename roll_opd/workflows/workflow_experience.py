@@ -73,7 +73,7 @@ class EID:
 
     @property
     def rid(self) -> str:
-        """Id of its run of the task."""
+        """Id of its run within the task."""
         return f"{self.tid}/{self.run}"
 
     @property

@@ -48,8 +48,8 @@ def topr(
 ) -> Tensor:
     """Return -sg(α) · A · logprobs, α = 1 if A > threshold, else clip(r, 0, 1). arXiv 2503.14286, Trinity-RFT.
 
-    With `sign_of: reward` and a batch with rewards, the reward instead of A is compared with the threshold, as in ROLL,
-    because a baseline may change the sign of advantages.
+    With `sign_of: reward`, if the batch has rewards, the reward is compared with the threshold instead of A, as in
+    ROLL, because a baseline may change the sign of advantages.
     """
     if sign_of not in ("advantage", "reward"):
         raise ValueError(f"sign_of {sign_of!r} of policy loss topr is unknown; use advantage or reward")
@@ -75,7 +75,7 @@ def dpo(batch: LossBatch, *, beta: float = 0.1, label_smoothing: float = 0.0) ->
     """Return -(1-ε)·log σ(h) - ε·log σ(-h), h = β · [Σ(logprobs - ref) of the chosen - of the rejected].
 
     arXiv 2305.18290. Every action token of a pair gets the loss of the pair. With seq-mean-token-mean, the weights of
-    every sequence have the same sum, so the weighted sum is the mean over pairs for any lengths.
+    every sequence have the same sum, so the weighted sum is the mean over pairs, whatever their lengths.
 
     Raises:
         ValueError: without a reference policy, or with an odd number of sequences.

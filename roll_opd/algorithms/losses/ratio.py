@@ -58,7 +58,7 @@ def cispo(
 ) -> Tensor:
     """Return -A · sg(clip(r, 1-low, 1+high)) · logprobs: clips the weight, not the gradient. arXiv 2506.13585.
 
-    With `enable_mask_clip`, the loss is 0 where PPO with the range of that mask has no gradient, as in Trinity-RFT.
+    With `enable_mask_clip`, the loss is 0 where PPO with that mask's clip range has no gradient, as in Trinity-RFT.
     """
     ratio_M, advantages_M = batch.ratio_M.detach(), batch.advantages_M
     loss_M = -advantages_M * ratio_M.clamp(1 - clip_low, 1 + clip_high) * batch.action_logprobs_M

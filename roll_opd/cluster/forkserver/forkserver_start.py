@@ -7,8 +7,8 @@ Ray then starts `forkserver_worker`, which requests a fork that runs the worker'
 from the same server process as its client. If a run sets variables that are read at import (`read_at_import`), the
 server is restarted with these variables, which takes one or two seconds.
 
-The server is also used with NVIDIA GPUs. It does not initialise CUDA, and it refuses requests if an import has done so
-(see `forkserver_main`).
+The server is also used with NVIDIA GPUs. It does not initialise CUDA, and it refuses requests if an import has
+initialised CUDA (see `forkserver_main`).
 """
 
 import json

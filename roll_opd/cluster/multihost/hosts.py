@@ -106,7 +106,7 @@ class Hosts:
             raise ClusterError("\n".join(failed))
 
     def start_ranks(self, command: Mapping[str, Any]) -> None:
-        """Start each host's part of the ranks of a program; see `torch_ranks`."""
+        """Start on each host its ranks of a program; see `torch_ranks`."""
         for rank, channel in self._channels.items():
             channel.send(ranks={**command, "host": rank})
 
@@ -223,7 +223,7 @@ def dismiss(host: LaunchedHost, code: int) -> None:
 
 @contextmanager
 def _nonce(directory: Path) -> Iterator[tuple[str, Callable[[str], Path]]]:
-    """Create a file in `directory` for the block; yield its name, and a function that registers another file.
+    """Create a file in `directory` for the block; yield its name, and a function that registers further files.
 
     The function takes a file name and returns its path. The files and new directories are removed at the end.
     """

@@ -42,7 +42,7 @@ def nothing(why: str) -> Rule:
 
 
 def only(*harmless: Any, instead: str) -> Rule:
-    """Return the rule for a key: `harmless` values are ignored, others rejected with remedy `instead`."""
+    """Return the rule for a key: `harmless` values are ignored, other values are rejected with the remedy `instead`."""
     return Rule(harmless=harmless, why=instead)
 
 

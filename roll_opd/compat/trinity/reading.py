@@ -14,7 +14,7 @@ DISTILL = "on_policy_distill"
 
 @dataclass(frozen=True)
 class Machine:
-    """The number of devices of a node, and whether these are GPUs."""
+    """The number of devices per node, and whether they are GPUs."""
 
     devices: int
     has_gpus: bool

@@ -44,7 +44,7 @@ def devices(read: Translation) -> None:
 
 
 def _engine_devices(read: Translation, place: str) -> int:
-    """Return the devices of the engines of a Trinity-RFT section."""
+    """Return the devices of a Trinity-RFT section's engines."""
     return read.number(f"{place}.engine_num", 1) * read.number(f"{place}.tensor_parallel_size", 1)
 
 

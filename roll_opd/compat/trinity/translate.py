@@ -52,8 +52,8 @@ def translated(
 ) -> Translation:
     """Translate `values` of Trinity-RFT; problems are reported to `diag`.
 
-    `files_of(path, split, subset)` returns the files of a dataset, `count` the number of rows of files; both raise
-    ValueError with a message.
+    `files_of(path, split, subset)` returns the files of a dataset, and `count` returns the number of rows in files;
+    both functions raise ValueError with a message.
     """
     read = Translation(diag, machine)
     sort(read, values, KEYS, "")
@@ -180,8 +180,7 @@ def _demonstrations(read: Translation, files_of: FilesOf) -> None:
 def _reward(read: Translation) -> None:
     """Translate the reward function, or the workflow's default, to a section of `rewards`.
 
-    A user's workflow calls its function itself, and so does a built-in workflow whose function has no counterpart in
-    `rewards`.
+    A workflow calls its function itself if it is a user's workflow, or if its function has no counterpart in `rewards`.
     """
     name, key = read.first(f"{TASKSET}.default_reward_fn_type", f"{INPUT}.default_reward_fn_type")
     workflow = read.values.get("workflow")

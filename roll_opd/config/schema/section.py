@@ -96,7 +96,7 @@ def _current_names(section: type[Section], data: dict[str, Any], diag: Diagnosti
 
 
 def _known_keys(section: type[Section], data: dict[str, Any], diag: Diagnostics, reading: Reading) -> dict[str, Any]:
-    """Return the known keys of `data`, without those set to null for their default; report unknown keys."""
+    """Return the known keys of `data`, without keys whose null means the default; report unknown keys."""
     kept: dict[str, Any] = {}
     keys = keys_of(section)
     for name, value in data.items():

@@ -1,4 +1,4 @@
-"""Slicing of the tensors of Gated DeltaNet and gated attention over tensor ranks (see `tensor_slices`).
+"""Slicing of Gated DeltaNet's and gated attention's tensors over tensor ranks (see `tensor_slices`).
 
 Each rank has an equal number of key heads, and the value heads of these key heads.
 """

@@ -92,7 +92,7 @@ def tensor_rank(*, expert: bool = False) -> tuple[int, int]:
 
 
 def peers_of_expert(expert: int, config: TransformerConfig) -> list[int]:
-    """Return, for each expert rank, the expert whose local index on that rank equals that of `expert`."""
+    """Return, for each expert rank, its expert with the same local index that `expert` has on the expert's own rank."""
     assert config.num_moe_experts
     ranks = config.expert_model_parallel_size
     each = config.num_moe_experts // ranks

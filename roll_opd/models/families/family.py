@@ -151,7 +151,7 @@ def norms(before_attention: str, before_mlp: str, after_attention: str, after_ml
 
 
 def without_norms(entries: Entries) -> dict[str, Entry]:
-    """Return the entries except those of a layer's norms."""
+    """Return the entries without the entries of a layer's norms."""
     return {place: entry for place, entry in entries.items() if not place.endswith(("layernorm.weight", "norm_weight"))}
 
 
@@ -181,7 +181,7 @@ def rotated_share(config: Config, default: float = 1.0) -> float:
 def positions(config: Config) -> tuple[int, str]:
     """Return the number of positions that the engine supports, and the key of config.json that has it.
 
-    longrope has one set of factors up to the original length and another one above; the engine has the first.
+    longrope has one set of factors up to the original length and a second set above it; the engine has the first set.
     """
     rope, name = config.get("rope_parameters") or config.get("rope_scaling") or {}, "original_max_position_embeddings"
     is_long = isinstance(rope, Mapping) and (rope.get("rope_type") or rope.get("type")) in LONGROPE

@@ -40,7 +40,7 @@ def f1(answer: str, gold: str) -> float:
 
 
 def final_number(text: str) -> Fraction | None:
-    """Return the first number (after an equals sign) of the boxed or announced answer, else the last of the text."""
+    """Return the first number (after an equals sign) in the boxed or announced answer, else the text's last number."""
     boxed = short_answers.last_boxed(text)
     for part in short_answers.announced(text) if boxed is None else (boxed,):
         numbers = _numbers(part.rpartition("=")[2])

@@ -54,7 +54,8 @@ def strict_view(text: str) -> list[str]:
 
 
 def loose_views(text: str) -> list[str]:
-    """Return views of the text: in full, without its first line, last line or both; each with and without asterisks.
+    """Return views of the text: all of it, or without the first line, last line or both; each with and without
+    asterisks.
 
     An instruction counts as followed if one of the views follows it.
     """

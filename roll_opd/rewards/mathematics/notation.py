@@ -213,7 +213,7 @@ def assigned(members: Sequence[str]) -> dict[str, str] | None:
 
 
 def members_of(text: str) -> list[str]:
-    r"""Return the members of a list, of a set in braces or of a +-; otherwise the text as the only member."""
+    r"""Return the members of a list, of a set in braces or of "a +- b"; otherwise the text as the only member."""
     text = text.strip()
     inside = brackets_inside(text)
     while inside is not None and text.startswith("(") and len(split_outside(inside, _COMMA)) == 1:

@@ -177,7 +177,7 @@ class _BoxedInQuestion(BaseSimpleWorkflow):
 class MathWorkflow(_Thinking, SimpleWorkflow):
     """Mathematics question with DeepSeek-R1-Zero's system prompt unless the configuration has one.
 
-    As in Trinity-RFT, with a `workflow_reward` other than `math_reward` there is no such prompt.
+    As in Trinity-RFT, this system prompt is not used with a `workflow_reward` other than `math_reward`.
     """
 
 

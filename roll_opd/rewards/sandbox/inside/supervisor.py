@@ -46,7 +46,7 @@ def main(directory: str, *packages: str) -> None:
 
 
 def serve(requests: int, replies: int, directory: str) -> None:
-    """Run requested cases in `directory` until the pipe closes; remove their files after each."""
+    """Run requested cases in `directory` until the pipe closes; remove the files of each case after it."""
     module = load_module()
     gc.freeze()  # keeps garbage collection in a child from copying pages
     write_frames(replies, READY)
