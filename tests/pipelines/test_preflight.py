@@ -202,7 +202,7 @@ def test_a_checkpoint_of_another_model(plan: RunPlan, tmp_path: Path, capsys: py
     assert plan.student
     adapted = replace(plan, student=replace(plan.student, lora=LoraPlan(("q_proj",), 8, 16.0)))
     (problem,) = checkpoint_problems(adapted, Checkpoint.read(checkpoint))
-    assert "has trained all weights, and this run trains LoRA of rank 8 on q_proj" in problem
+    assert "has trained all weights, but this run trains LoRA of rank 8 on q_proj" in problem
     shutil.rmtree(checkpoint / "hf")
     _student(checkpoint / "hf", num_hidden_layers=7)
     arguments = ["--config_path", "demo", "--config_name", "onpolicy_distill", f"resume_from_checkpoint={checkpoint}"]

@@ -76,7 +76,7 @@ def test_a_batch_with_rewards_learns_from_them_and_from_the_teacher(session: Ses
     tokens = np.array([sample.action_tokens for sample in batch.samples])
     # gamma is 0 in the demo's configuration: a reward counts at its sample's last token
     assert mixed - pure == pytest.approx(-rewards.sum() / tokens.sum(), rel=1e-4)
-    with pytest.raises(ValueError, match="on_policy_distill, ignores them"):
+    with pytest.raises(ValueError, match="on_policy_distill ignores them"):
         session.student.forward_backward(batch.with_rewards(rewards))
     without = session.student.forward_backward(batch, opd_kl_coef=0.0)["actor/pg_loss"]
     assert without == pytest.approx(0, abs=1e-6)
