@@ -23,7 +23,7 @@ from typing import Any
 from roll_opd.base.command_line import RUN_DIRECTORY_FILE
 
 PREFIX = "roll-opd: "  # prefix of the message about the end of a run
-TAIL = 8000  # number of last characters of the output in which this message is searched
+TAIL = 8000  # number of characters at the end of the output that are searched for this message
 LAST_LINES = 15  # shown if a run ended without such a message
 POLL_MS = 500
 

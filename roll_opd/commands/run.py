@@ -167,7 +167,7 @@ def _launch(
         except Terminated as error:  # after the run, before the exit
             code = exit_code(error)
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):  # other hosts send it when the run is already ending
+            for number in (signal.SIGTERM, signal.SIGINT):  # other hosts send them; this run is already ending
                 signal.signal(number, signal.SIG_IGN)
             hosts.end(code, again=code == FAILED and restarts_left() > 0)
         return code
@@ -208,8 +208,8 @@ def _check_number(plan: RunPlan, host: LaunchedHost | None) -> None:
         return
     if plan.num_nodes > size:
         wanted = (
-            f"launch it on all {plan.num_nodes} (torchrun --nnodes {plan.num_nodes}, srun or mpirun), or start Ray on"
-            " them (ray start) and set RAY_ADDRESS to its head"
+            f"launch it on all {plan.num_nodes} hosts (torchrun --nnodes {plan.num_nodes}, srun or mpirun), or start"
+            " Ray on them (ray start) and set RAY_ADDRESS to its head"
         )
     else:
         wanted = f"write num_nodes={size} and give roles devices on all hosts, or launch it on fewer"

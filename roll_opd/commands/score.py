@@ -105,9 +105,9 @@ def _over_hosts(host: LaunchedHost, command: dict[str, Any], model: str, seconds
             process = torch_ranks.start({**command, "here": host.own_address()})
 
             def lost(why: str) -> None:
-                if process.poll() is None:  # the program has not been killed
+                if process.poll() is None:  # the ranks of this host have not ended
                     _fail(why, FAILED)
-                    process.terminate()  # the ranks of this host wait for the lost ranks
+                    process.terminate()  # they wait for the lost ranks
 
             hosts.watch(lost)
             code = FAILED if process.wait() else DONE

@@ -18,7 +18,7 @@ from roll_opd.base.failures import ConfigError
 from roll_opd.base.paths import REPOSITORY
 
 GROUPS = REPOSITORY / "configs"
-# has our versions of files that ROLL's YAML include by name, such as "../config/traj_envs@_here_"
+# has our versions of the files that ROLL's configurations include by name, such as "../config/traj_envs@_here_"
 FRAGMENTS = REPOSITORY / "examples" / "config"
 SEARCH_PATH = "hydra.searchpath"
 LEARNERS = ("student_train", "actor_train", "sft_train")

@@ -127,7 +127,7 @@ class CriticPlan(TrainPlan, CriticKeys):
 class FollowingPlan(MegatronPlan, FollowKeys):
     """A teacher with an exponential moving average of the student's weights, updated every `update_interval` steps.
 
-    Teachers that follow in the same way are loaded once: see `RunPlan.serving`.
+    Teachers with the same weights, devices and layout are loaded once: see `RunPlan.serving`.
     """
 
     @property

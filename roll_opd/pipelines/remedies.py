@@ -32,7 +32,7 @@ def _shorter(plan: RunPlan) -> list[str]:
     if plan.mode != "pure":
         if plan.rewards and not any(term.worker == LENGTH_PENALTY for reward in plan.rewards for term in reward.terms):
             found.append(f"add a {LENGTH_PENALTY} to the reward")
-        found.append(_reference(plan))
+        found.append(f"use {_reference(plan)}")
     return found
 
 
@@ -45,4 +45,4 @@ def _fresher(plan: RunPlan) -> list[str]:
 def _reference(plan: RunPlan) -> str:
     if plan.objective.kl_loss_coef:
         return "a larger kl_loss_coef"
-    return "add a KL to the reference policy to the loss (use_kl_loss: true, kl_loss_coef above 0)"
+    return "a KL to the reference policy in the loss (use_kl_loss: true, kl_loss_coef above 0)"

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roll_opd.samples.sample import Sample
 
-PIECES_OF_A_CHARACTER = 4  # bytes, and therefore at most as many tokens, of a UTF-8 character
+PIECES_OF_A_CHARACTER = 4  # most bytes of a UTF-8 character, and so the most tokens of one
 
 
 def text_of(experience: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

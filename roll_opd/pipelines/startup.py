@@ -118,7 +118,7 @@ def background_task(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
     return task
 
 
-TRIAL_PROMPTS = 64  # number of first prompts in which one prompt of each domain is searched
+TRIAL_PROMPTS = 64  # number of prompts, from the first, that are searched for one of each domain
 TRIAL_SECONDS = 10.0  # time limit for trying a reward
 
 

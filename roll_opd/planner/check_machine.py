@@ -91,8 +91,8 @@ def _linear(name: str, path: str, engine: RolloutPlan) -> str | None:
     if len(widths) > 1 or any(width % CPU_WIDTH or width == CPU_WIDTH for width in widths):
         return (
             f"{name}: vLLM's linear attention on CPUs needs keys and values of the same width, which must be a"
-            f" multiple of {CPU_WIDTH} above it, and {path} has {delta.key_width} and {delta.value_width}; use another"
-            " model, or a machine with GPUs"
+            f" multiple of {CPU_WIDTH} and above {CPU_WIDTH}, but {path} has {delta.key_width} and {delta.value_width};"
+            " use another model, or a machine with GPUs"
         )
     return None
 

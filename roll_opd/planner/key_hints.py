@@ -202,7 +202,7 @@ def _is_role(name: str) -> bool:
 
 
 def top_level(diag: Diagnostics) -> Set[str]:
-    """Return the section of top-level keys that the configuration uses."""
+    """Return the top-level keys that the configuration sets."""
     return {key.partition(".")[0] for key in diag.origins}
 
 

@@ -159,7 +159,7 @@ def _teacher_source(role: Role, top: Top, student: Role) -> TeacherSource:
 
 
 def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> RolloutPlan:
-    """Return the plan of the student's engines: `n` responses of `response` tokens (validation: `held_out`)."""
+    """Return the plan of the student's engines: `n` responses of up to `response` tokens (validation: `held_out`)."""
     sampling = sampling_plan(role.worker.generating_args, n, response)
     plan = _engines(role, top, sampling, top.prompt_length + max(response, held_out))
     if top.max_running_requests:  # an engine queues requests beyond this number

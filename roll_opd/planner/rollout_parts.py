@@ -281,7 +281,7 @@ def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
 
 
 def _workflow(top: Top) -> WorkflowPlan | None:
-    """Return the fields of the workflow; without a workflow, each row is answered once."""
+    """Return the plan of the workflow, except auxiliary models; None if each row is answered once."""
     if top.workflow is None:
         top.diag.unused(*sorted(keys_of(WorkflowKeys).keys() & top.written))
         return None

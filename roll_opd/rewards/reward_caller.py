@@ -34,8 +34,7 @@ class Caller:
     def __init__(
         self, name: str, reward: RewardFunction, executor: Executor, timeout: float | None = None, most_calls: int = 256
     ) -> None:
-        """`timeout`: seconds per sample, None for a reward with a separate limit. `most_calls`: limit on concurrent
-        calls."""
+        """`timeout`: seconds per sample; None: the reward sets a limit itself. `most_calls`: concurrent calls."""
         self._name, self._reward, self._executor, self._timeout = name, reward, executor, timeout
         self._calls = asyncio.Semaphore(most_calls)
         self._is_async = inspect.iscoroutinefunction(reward)

@@ -233,7 +233,7 @@ class Batch:
     """The samples of one step, and the state of the prompt source after them."""
 
     version: int  # version of the weights before the update on this batch
-    # metrics of each rollout that made samples of the batch
+    # reward requests of each rollout that made samples of the batch
     rewards: list[PendingRewards] = field(default_factory=list)
     prompts: list[Prompt] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)  # samples of each prompt, in the order of the prompts

@@ -54,7 +54,10 @@ def _origin(rows: Sequence[Prompt]) -> Check:
         )
         return Check("teacher", value, "warning", meaning)
     return Check(
-        "teacher", value, "ok", "all rows are of one teacher, with the student's tokenizer and at the run's temperature"
+        "teacher",
+        value,
+        "ok",
+        "the first rows are of one teacher, with the student's tokenizer and at the run's temperature",
     )
 
 

@@ -81,7 +81,7 @@ class PrefixLogprobs:
         return np.where(credited, found, np.nan).astype(np.float32)
 
     def _candidates(self, text: "_Text", tokens: np.ndarray, ids: np.ndarray) -> list[tuple[int, int]]:
-        """Return (teacher token, entry of its top-k) for entries that may span the end of a student token."""
+        """Return (teacher token, entry of its top-k) for entries that may cover the end of a student token."""
         ids = np.minimum(ids, len(self._firsts) - 1)
         firsts = np.frombuffer(text.data, np.uint8)[np.minimum(text.starts, len(text.data) - 1)]
         fits = (self._firsts[ids] == firsts[:, None]) & (ids != tokens[:, None])
@@ -136,8 +136,8 @@ class _Text:
 
     data: bytes
     ends: np.ndarray  # [T-P], ends of the student's tokens, in bytes
-    is_text: np.ndarray  # bool [T-P], true for tokens with a credit
-    sums: np.ndarray  # [T-P], sum of the log-probs of teacher tokens that end inside the student token
+    is_text: np.ndarray  # bool [T-P], true for ordinary text with a credit
+    sums: np.ndarray  # [T-P], sum of the log-probs of teacher tokens that end inside the student token or at its end
     reached: np.ndarray  # [T-P], A at the last teacher-token end that is not after the student token's end
     # [T-P], log-prob of the teacher token that spans the student token's end; 0 if a teacher token ends there
     own: np.ndarray

@@ -43,7 +43,7 @@ class Reach:
 
 
 def changes(texts: Sequence[np.ndarray]) -> list[Change]:
-    """Return each text with one of its `PARTS` parts reversed: part 1 of the first text, part 2 of the second, ....
+    """Return each text with one of its `PARTS` parts reversed: part 1 of the first text, part 2 of the second.
 
     The last part is never changed, as no text follows it.
     """
@@ -85,6 +85,6 @@ def reach_check(found: Sequence[Reach]) -> Check:
         "reach of its context",
         f"{value}; {len(short)} of {len(found)} changes not seen",
         verdict,
-        "changes of earlier text do not change a bit of the teacher's log-probs: its context is truncated by an"
+        "changes of earlier text leave the teacher's log-probs exactly the same: its context is truncated by an"
         " attention window, by a limit on the length, or because its prompt is cut",
     )

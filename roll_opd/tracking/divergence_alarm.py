@@ -2,8 +2,7 @@
 
 Lower entropy, shorter answers and more agreement with the teacher are normal in training if the reward also rises. In a
 collapse, the reward does not rise. Self-distillation often collapses after 100 to 200 steps (siyan-zhao/OPSD, issue
-20).
-In another known failure of on-policy distillation, answers grow to the length limit (arXiv 2604.08527).
+20). In another known failure of on-policy distillation, answers grow to the length limit (arXiv 2604.08527).
 
 An alarm is given if a change is large, is significant compared with the noise between steps (`significance`), and is
 present in both halves of the last window. The alarm about old samples has fixed limits: importance weights of a few
@@ -30,8 +29,9 @@ TRUNCATED_MORE = 0.1  # increase of the fraction of truncated answers that gives
 TRUNCATED_TIMES = 1.5  # factor by which the fraction of truncated answers must increase
 GROWN = 1.1  # factor by which the mean length must increase
 ESS_WINDOW = 3  # number of steps whose samples are tested for their age
-MIN_ESS = 0.25  # alarm below this effective fraction of the sequences (geometric mean). Long answers have less, so that
-MIN_KL = 0.01  # the mean KL from sampler to learner must also be above this, in nats per token
+MIN_ESS = 0.25  # alarm below this effective fraction of the sequences (geometric mean)
+# nats per token: the mean KL from sampler to learner must also be above this, as long answers have a lower fraction
+MIN_KL = 0.01
 
 TINY = 1e-9
 
@@ -94,7 +94,7 @@ class DivergenceAlarm:
         self._series = {name: _Series((name,)) for name in (ENTROPY, AGREEMENT, LENGTH)}
         self._rewards, self._truncated = _Series((REWARD,)), _Series((TRUNCATED, LENGTH))
         self._effective = _Series((ESS, KL))
-        self._stderr2: list[float] = []  # standard error of each reward; 0 if not recorded
+        self._stderr2: list[float] = []  # squared standard error of each reward; 0 if not recorded
         self._sounded: set[str] = set()
         self._steps, self._untested = 0, set[str]()
 

@@ -75,7 +75,7 @@ class RunDirectory:
         path = Path(path).resolve()
         if not path.is_dir():
             raise FileNotFoundError(f"there is no run at {path} to resume")
-        # done first: otherwise, after a kill here, the newest checkpoint would be resumed
+        # before the logs are cut: after a kill in between, a resume would find a checkpoint of steps that the logs lack
         aside = [_set_aside(later) for saved, later in checkpoints_of(path).items() if saved > step]
         run = cls(path, set_aside=tuple(aside))
         for name in STEP_FILES:

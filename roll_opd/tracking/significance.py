@@ -21,7 +21,7 @@ SHORTEST_START, START_SHARES = 4, (0.04, 0.08, 0.16, 0.3)
 PRIOR = 0.7  # V / (1 + V) for a fall with a normal prior of variance V, in squared standard errors of the fall
 FREEDOM = 2 / 3  # degrees of freedom per step of the mean squared difference of neighbours
 GAIN_ERRORS = 2.0  # a gain is significant from this many standard errors
-LOST = 0.25  # fraction of a gain that must be lost; the last window of a run that loses half also has steps of the fall
+LOST = 0.25  # fraction of a gain that must be lost; low, as the last window also has steps of the fall
 RECOVERED = 2.0  # a fall must exceed the deepest earlier fall with a recovery by this factor
 VALLEY_ERRORS = 3.2  # a fall with a recovery counts from this many standard errors
 # log likelihood ratio at `FIRST_STEP`, and its increase per doubling of the steps
@@ -31,9 +31,9 @@ STANDARD_ERRORS = 4.4
 FEW_STEPS = 6.0  # the threshold is larger by this fraction / T, as the noise of a short run is estimated from few steps
 # from this step on, the threshold grows by this fraction per doubling of the steps, as there are more tests
 MORE_TESTS, TESTS_FROM = 0.06, 100
-# numbers of steps in the blocks that are tested for correlated noise
+# steps of a block, as a fraction of all steps and with bounds; means over blocks show correlated noise
 BLOCK_SHARE, SHORTEST_BLOCK, LONGEST_BLOCK = 1 / 20, 4, 25
-BLOCKS = 15  # shortest series tested for correlation; in shorter series, turns and jumps dominate
+BLOCKS = 15  # fewest blocks of a series tested for correlation; in shorter series, turns and jumps dominate
 # fraction of the smallest squares that are used, and their mean for a chi-squared with 1 degree of freedom
 KEPT, KEPT_MEAN = 0.65, 0.259
 BY_CHANCE = 5.0  # times sqrt(block / T): ratio of variances above 1 that 2.5 % of white series exceed

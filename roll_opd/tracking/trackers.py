@@ -146,7 +146,7 @@ class BackgroundTracker:
             self._drop(f"does not respond and is dropped at step {step}")
 
     def finish(self) -> None:
-        """Request that the queue is written and the tracker closed; `join` waits until this is done."""
+        """Request to write the queue and close the tracker; `join` waits until this is done."""
         try:
             self._rows.put_nowait(None)
         except queue.Full:

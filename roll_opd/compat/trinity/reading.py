@@ -65,7 +65,7 @@ class Translation:
         return self.first(key, default=default)
 
     def put(self, ours: str, value: Any, *by: str) -> None:
-        """Set a key of this package, translated from the keys `by`; without `by`, it is a default of Trinity-RFT."""
+        """Set a key of this package, translated from the keys `by`; without `by`, `value` is Trinity-RFT's default."""
         ours = ours.format(train=self.train, infer=self.infer)
         *sections, last = ours.split(".")
         place = self.values

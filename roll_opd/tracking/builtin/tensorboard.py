@@ -12,7 +12,7 @@ from roll_opd.tracking.run_directory import SAMPLES, RunDirectory
 from roll_opd.tracking.trackers import register
 
 # Metrics with a default value: seconds of an unused phase, counts of rare events, the KL loss without a reference
-# policy, the ratio in an update whose weights have also sampled
+# policy, the ratio in an update of the weights that sampled
 DEFAULTS = (
     (re.compile(r"time/.*|rollout/filtered_prompts|reward/[^/]+/(errors|timeouts|zero_variance_rate)(/.*)?"), 0.0),
     (re.compile(r"(actor|critic)/(skipped_updates|clipfrac)|actor/(kl_loss|approx_kl)"), 0.0),
@@ -78,7 +78,7 @@ class TensorBoardTracker:
             self._writer.add_text("config", _code(run.config_file.read_text(encoding="utf-8")), 0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step != self._step:  # true if a step is repeated because it could not be written
+        if step != self._step:  # equal if the step is repeated because it could not be written
             self._points = self._curves.add(step, metrics)
             self._step = step
         for name, at, value in self._points:
