@@ -1,9 +1,8 @@
 """`POLICY_LOSSES` and `ADVANTAGES`: registries of the losses and advantages that a configuration can name.
 
 A function is registered where it is defined, together with facts for the planner. Its signature defines the arguments
-and defaults.
-Modules in `losses` and `advantages` are found automatically. A user's function needs the same signature; `register_*`
-gives it a name and facts.
+and defaults. Modules in `losses` and `advantages` are found automatically. A user's function needs the same signature;
+`register_*` gives it a name and facts.
 
 Names, facts and defaults can be read without importing torch; only looking up a function imports torch.
 """

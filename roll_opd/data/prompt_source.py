@@ -3,6 +3,7 @@
 Prompts come from one or several weighted streams. The order within an epoch depends only on seed, epoch and stream
 number. The choice of the next stream depends on the number of prompts taken from each stream, so these counts are the
 complete state.
+
 A task is a tag (the game) and a seed (the game's initial state). Tags take turns, in rounds with a fixed number of
 tasks per tag, and every task has a different seed. So the number of tasks taken is the complete state.
 """

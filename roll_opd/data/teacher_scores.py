@@ -11,7 +11,7 @@ import numpy as np
 REST_FLOOR = 1e-8  # smallest probability of the tokens outside a top-k, if there is no `topk_rest`
 PLACEHOLDER = -1e3  # lower than any log-prob of a softmax; formats write such values as placeholders
 FEWEST_POSITIONS = 4  # number of positions that decide whether a top-k is renormalised
-# if a top-k is renormalised, all other tokens have less than this fraction of its least likely token's probability
+# in a softmax, all tokens outside the top-k have at least the probability of its least likely token divided by this
 SHARE_OF_LAST = 100
 
 

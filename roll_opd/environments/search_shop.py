@@ -98,7 +98,7 @@ INSTRUCTION = (
 
 @ENVIRONMENTS.register("search_shop")
 class SearchShop(Game):
-    """Synthetic shop: the reward is the fraction of wanted attributes in a purchase, 0 for a wrong kind."""
+    """Synthetic shop; reward: fraction of wanted attributes in a purchase, 0 for a wrong kind; 1 is success."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Report why an engine does not start; vLLM itself only reports that its processes have ended.
 
-`start_errors` creates a file and sets its path in the environment. Our plugin calls `record_errors` in vLLM's
-processes, which writes the first exception that vLLM logs to this file.
+`start_errors` creates a file and sets its path in the environment. `record_errors`, which our plugin calls in vLLM's
+processes, writes the first exception that vLLM logs to this file.
 """
 
 import logging

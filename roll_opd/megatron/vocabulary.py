@@ -138,7 +138,7 @@ def has_kernels(tensor: Tensor) -> bool:
 
 
 def is_taken(columns_CK: Tensor, width: int) -> Tensor:
-    """Return which of this rank's `width` columns are in `columns_CK`, bool [C, width]; other columns are ignored."""
+    """Return a mask of the columns in `columns_CK`, bool [C, width]; columns of other ranks are ignored."""
     mine_CK = (columns_CK >= 0) & (columns_CK < width)
     taken = torch.zeros(len(columns_CK), width + 1, dtype=torch.bool, device=columns_CK.device)
     return taken.scatter_(1, torch.where(mine_CK, columns_CK, width), True)[:, :width]

@@ -74,7 +74,7 @@ HOLDS: Mapping[Phase, Mapping[Kind, Parts]] = {
     Phase.TRAIN: {Kind.STUDENT: LEARNING, Kind.CRITIC: LEARNING},
     Phase.CHECKPOINT: {Kind.STUDENT: STATE, Kind.CRITIC: STATE, Kind.FOLLOWER: WEIGHTS},
 }
-TOGETHER = frozenset({Phase.WEIGHT_SYNC})  # phases in which roles run concurrently; in other phases one at a time
+TOGETHER = frozenset({Phase.WEIGHT_SYNC})  # phases in which roles that share a device run concurrently
 # kinds that acquire memory when the phase starts; other kinds acquire it on their first call
 ACQUIRED_ON_ENTRY: Mapping[Phase, tuple[Kind, ...]] = {
     Phase.WEIGHT_SYNC: (Kind.STUDENT, Kind.ENGINES),

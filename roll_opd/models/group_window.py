@@ -5,8 +5,8 @@ the weights of version v into version v + 1. Legend: P groups of a batch, A grou
 
 **Admission.** Until version v + 1 is published, the groups admitted since the start, without rejected groups, are at
 most (v + 1) · P + A: the groups of v + 1 batches, and A groups ahead.
-**Order.** Take the oldest group that is not yet in a batch, and let h be its number. A batch takes only finished groups
-with numbers below h + W. So at most W - 1 younger groups are trained before any group.
+**Order.** Let h be the number of the oldest group that is neither in a batch nor rejected. A batch takes only finished
+groups with numbers below h + W. So at most W - 1 younger groups are trained before any group.
 **Bound.** A group is admitted as number n < (v + 1) · P + A, and at most n + W - 1 groups are trained before it. The
 group is in batch (n + W - 1) // P at the latest, so its age in versions is at most (P + A + W - 2) // P. With A = S · P
 for an integer S, this bound is S + ceil((W - 1) / P). No group is discarded because of its age. With A = 0 and W = 1

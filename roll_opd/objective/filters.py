@@ -17,8 +17,9 @@ def group_filter(rewards: Sequence[RewardPlan], *, compared: bool = True, runs: 
 
     The `query_filter` of a domain tests the rewards of a group together. The `response_filter` tests each reward. If
     the advantages compare the samples of a group (`compared`), every sample must pass the `response_filter`. Otherwise
-    one sample must pass, and `without_rejected` masks the others. A group without rewards passes. A workflow may make
-    several kinds of samples, with a `group_id` for each kind. The group then passes if one kind passes.
+    at least one must pass, and `without_rejected` masks the samples that fail. A group without rewards passes. A
+    workflow may make several kinds of samples, with a `group_id` for each kind. The group then passes if one kind
+    passes.
 
     A group fails if it has a failed sample of a domain with `on_error: replace`, or samples of fewer than `runs` runs.
     """

@@ -20,7 +20,7 @@ from roll_opd.tracking.reward_metrics import scoring_metrics
 NO_VALUE = "none"  # kind of failure: the reward returned None in a run that trains on it
 LEFT_OUT = ("drop", "replace")  # values of on_error that leave a failed sample out of training
 CONSEQUENCES = {"zero": "have the reward 0", "replace": "are left out, and other prompts replace their groups"}
-MAX_FAILED_STEPS = 3  # consecutive steps without a reward that end the run
+MAX_FAILED_STEPS = 3  # after this many consecutive steps without any reward the run ends
 ALIVE_SECONDS = 60.0  # without an answer, after which a worker is checked; at least the reward's time limit
 
 

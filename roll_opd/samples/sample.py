@@ -180,7 +180,7 @@ class Sample:
 
     @property
     def is_of_a_kind(self) -> bool:
-        """Whether the workflow makes several kinds of samples; `group_id` is then the draw followed by the kind."""
+        """Whether the workflow makes several kinds of samples; `group_id` then ends with the draw and the kind."""
         return ":" in self.group_id.rpartition("#")[2]
 
     @property

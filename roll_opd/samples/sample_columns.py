@@ -157,7 +157,7 @@ def logprobs_column(teacher: str) -> str:
 
 
 def teacher_columns(logprobs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the names of the log-prob columns of these teachers."""
+    """Return a map: name of the log-prob column of each teacher -> its log-probs."""
     return {logprobs_column(name): array for name, array in logprobs.items()}
 
 

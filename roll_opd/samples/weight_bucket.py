@@ -1,8 +1,7 @@
 """Buckets of named tensors in anonymous shared memory, with fingerprints that a reader verifies.
 
 A bucket is a memfd, which has no name in any file system. The kernel frees it when its last user exits, even by
-SIGKILL.
-Readers on the same machine map it through `/proc/<pid>/fd/<fd>`.
+SIGKILL. Readers on the same machine map it through `/proc/<pid>/fd/<fd>`.
 """
 
 import mmap
@@ -135,8 +134,7 @@ def bucketed(
     """Yield (bucket, is last) until all named tensors are written; nothing if there are no tensors.
 
     A bucket has at most `limit` bytes, or one tensor if that is larger. Buckets are written lazily, into each of
-    `memories` in turn.
-    `model_dtype` is the dtype of the models that load the tensors.
+    `memories` in turn. `model_dtype` is the dtype of the models that load the tensors.
     """
     turns = cycle(memories)
     memory = None

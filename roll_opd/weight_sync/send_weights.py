@@ -17,7 +17,7 @@ class WeightSync(Protocol):
     """Transport of the student's weights."""
 
     async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> None:
-        """Load the student's weights as `version` into all engines and `followers`; each receiver verifies them."""
+        """Load the student's weights as `version` into all engines and `followers`; each checks that all arrived."""
         ...
 
 

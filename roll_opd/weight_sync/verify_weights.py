@@ -45,7 +45,7 @@ class WeightVerifier:
     def finish(self, finalize: Callable[[], None]) -> int:
         """End layerwise reload with `finalize`, then verify the model; return its new version.
 
-        Raises RuntimeError that names missing or different weights.
+        Raises a RuntimeError that names missing or different weights.
         """
         incomplete = incomplete_layers(self._model, set(self._sent), {name for name, _ in self._tied_heads})
         finalize()

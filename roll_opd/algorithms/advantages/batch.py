@@ -26,7 +26,7 @@ class RewardBatch:
     groups: Sequence[str]  # samples of one prompt share a group
     logprobs: Sequence[Tensor] | None = None  # rollout log-probs of each sample's action tokens
     runs: Sequence[int] | None = None  # steps of a trajectory have the same run, in order; None: each sample is a run
-    # steps of a prompt that start from the same state have the same number; None: unknown
+    # steps of a prompt that start from the same state have equal strings; None: unknown
     states: Sequence[str] | None = None
 
 
@@ -40,7 +40,7 @@ class Normalised:
     dropped: Tensor | None = None  # bool [B], true for samples removed from the batch; None: no sample is removed
 
     def at(self, numbers: Sequence[int]) -> "Normalised":
-        """Return the batch of the samples `numbers`."""
+        """Return the values of the samples with these numbers."""
         return Normalised(self.rewards[numbers], self.mean[numbers], self.scale[numbers])
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Advantages without a baseline: REINFORCE, GAE, REINFORCE++, step rewards, distillation. Legend: see `batch`."""
+"""Advantages without a baseline: REINFORCE (also of steps), GAE, REINFORCE++, distillation. Legend: see `batch`."""
 
 import torch
 

@@ -1,8 +1,7 @@
 """Trinity-RFT's reward functions for mathematics; they use this package's check of the final answer.
 
 Built-in workflows are scored by the configuration's `rewards`; these functions are for workflows that call a reward
-function themselves.
-Arguments are in Trinity-RFT's order; extra keyword arguments are ignored.
+function themselves. Arguments are in Trinity-RFT's order; extra keyword arguments are ignored.
 """
 
 import ast

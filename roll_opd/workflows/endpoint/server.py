@@ -29,7 +29,7 @@ from roll_opd.workflows.run_state import RUN, RunState
 from roll_opd.workflows.workflow_experience import Experience, NoRoomError, WorkflowError
 
 MAX_BODY_BYTES = 8 << 20
-MARK_TOKENS = 32  # tokens at the end of a prompt in which an opened thought is searched
+MARK_TOKENS = 32  # tokens at the end of a prompt that are searched for an opened thought
 MAX_CONCURRENT_REQUESTS = 1024  # further requests get status 429
 READ_SECONDS = 60  # timeout of reading a request body
 KEEPALIVE_SECONDS = 10  # interval of comments in a stream without data
