@@ -51,9 +51,13 @@ def environment(*sections: Run | Worker) -> FrozenDict:
 
 
 def megatron_plan(role: Role, top: Run, student: Role | None = None) -> MegatronPlan:
-    """Return the plan of a Megatron role; a frozen model scores only the token ids that `student` has as well."""
+    """Return the plan of a Megatron role.
+
+    Log-probs of a frozen model are normalised over the token ids that `student` has as well. A model with another
+    tokenizer uses all of its ids: the same id is another token in the student.
+    """
     assert role.info and role.strategy.devices and role.strategy.layout
-    vocabulary = student.info.vocab if student and student.info else role.info.vocab
+    scored = student.info if student and student.info and not role.is_aligned else role.info
     return MegatronPlan(
         name=role.path,
         model=ModelPlan(str(role.info.path), role.dtype),
@@ -62,7 +66,7 @@ def megatron_plan(role: Role, top: Run, student: Role | None = None) -> Megatron
         forward_limits=micro_batch(role.worker, False),
         megatron_args=FrozenDict(role.strategy.args),
         env=environment(top, role.worker),
-        vocab_size=vocabulary if vocabulary < role.info.vocab else None,
+        vocab_size=scored.vocab if scored.vocab < role.info.vocab else None,
     )
 
 

@@ -63,6 +63,13 @@ class MegatronScorer:
                 f"token {largest} is outside {self.name}'s vocabulary of {self.vocab_size}: the student sampled a"
                 " padding id that the teacher does not have; use a teacher with the same vocabulary"
             )
+        scored = self.group.plan.vocab_size or self.vocab_size
+        largest = max((int(tokens[prompt:].max(initial=0)) for tokens, prompt in sequences), default=0)
+        if largest >= scored:
+            raise RunError(
+                f"token {largest} has no log-prob under {self.name}, whose log-probs are normalised over the {scored}"
+                " token ids of the student; use a teacher with the same vocabulary"
+            )
 
 
 @dataclass(frozen=True)

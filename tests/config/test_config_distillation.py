@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from config_assets import write_model
+from config_assets import VOCABULARY, write_model
 
 from roll_opd.config.plan import RunPlan
 from roll_opd.planner.plan_text import to_text
@@ -37,6 +37,12 @@ def test_every_key_reaches_the_plan(plan: Plan, root: Path) -> None:
     assert run.advantage_teachers == ()
     assert "opd_jsd_beta" in run.warnings[0]  # of a divergence that is not the chosen one
     assert "1 * skewed_forward_kl(teacher) (alpha 0.2), over the student's 5 most likely tokens" in to_text(run)
+
+
+def test_a_teacher_with_another_tokenizer_normalises_over_all_its_token_ids(plan: Plan, root: Path) -> None:
+    write_model(root / "teacher", seed=2, vocab_size=9, tokenizer={"vocab": {**VOCABULARY, "z": 1}})
+    run = plan({"teacher_tokenizer_check": "align"})
+    assert run.teachers[0].tokenizer and run.teachers[0].source.vocab_size is None
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from roll_opd.config.plan import (
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import as_columns, teacher_columns
 from roll_opd.teachers.frozen_models import FrozenModels, Teacher, check_targets, wanted_for
+from roll_opd.teachers.megatron_teacher import MegatronScorer
 from roll_opd.teachers.scorer import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
 from roll_opd.teachers.views import SameTokens
 
@@ -110,3 +112,11 @@ def test_an_objective_is_refused_for_a_teacher_that_cannot_compute_its_targets(
 
 def test_without_an_objective_in_its_targets_the_stage_wants_log_probs_only() -> None:
     assert wanted_for(None, ()) == LOGPROBS and LOGPROBS.target is None
+
+
+def test_a_scored_token_outside_the_normalised_vocabulary_is_refused() -> None:
+    model = ModelPlan("/models/larger")
+    group: Any = SimpleNamespace(plan=MegatronPlan("teacher", model, (0,), Layout(), MicroBatchLimits(), vocab_size=8))
+    scorer = MegatronScorer("teacher", group, vocab_size=9)
+    with pytest.raises(RunError, match="token 8 has no log-prob under teacher"):
+        asyncio.run(scorer.score([(np.array([8, 1, 7]), 1), (np.array([1, 8]), 1)], 1.0))
