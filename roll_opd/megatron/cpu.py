@@ -108,6 +108,8 @@ def install_cpu_port() -> None:
     """Redirect megatron-core's CUDA calls to the CPU in this process. Idempotent."""
     if getattr(torch.cuda, "_roll_opd_cpu_port", False):
         return
+    # functions that Megatron compiles would need a C++ compiler and seconds for the first sizes of a pack
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     for name in _CONSTRUCTORS:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     tensor: Any = torch.Tensor

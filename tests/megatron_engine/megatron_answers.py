@@ -37,7 +37,8 @@ class Workers:
                 stdout=subprocess.PIPE,
                 stderr=self.log.open("a"),
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+                # no compiler, as in a run; here megatron is imported before the engine postpones its compiled functions
+                env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(REPOSITORY)},
             )
         self.is_asked = True
         print(json.dumps(job), file=self.process.stdin, flush=True)
