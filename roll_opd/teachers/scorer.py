@@ -32,7 +32,7 @@ class Wanted:
     # one `topk_ids` array per sequence, such as the student's top-k; used instead of `topk`
     ids: Sequence[TargetRef] = ()
     hidden: bool = False
-    vocab_size: int | None = None  # log-probs are normalised over the token ids below this; None: over all ids
+    vocab_size: int | None = None  # targets are normalised over the token ids below this; None: over all ids
     plain: bool = False  # also return the log-probs of the top-k at temperature 1
     fetched: bool = False  # return arrays instead of a reference to them
 

@@ -31,7 +31,7 @@ def hold(targets: Mapping[int, dict[str, np.ndarray]]) -> dict[int, TargetRef]:
 def opened(
     held: Sequence[Mapping[str, TargetRef]], needed: Sequence[Sequence[int]]
 ) -> list[dict[str, dict[str, np.ndarray]]]:
-    """Return a map: name -> arrays of the samples; empty arrays for samples outside these micro-batches."""
+    """Return, for each sample, a map: name -> arrays; empty arrays for samples outside the micro-batches `needed`."""
     numbers = {number for part in needed for number in part}
     wanted = {id(one): one for number in numbers for one in held[number].values()}.values()
     references = list({one.bundle: None for one in wanted})

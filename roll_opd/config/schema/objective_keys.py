@@ -151,5 +151,5 @@ class TrainInferCorrection(Section):
     is_weight: ImportanceWeight = key(ImportanceWeight(), "weights of the policy loss")
     filters: Several[TokenFilter] = key((), "masks of tokens")
     negatives_delta: AboveZero | None = key(
-        None, "mask negative advantages of tokens whose infer - train probability is above this", OURS
+        None, "mask negative advantages of sequences whose mean infer - train log-prob is above this", OURS
     )
