@@ -299,7 +299,7 @@ def _sequences(shard: DPShard) -> list[tuple[np.ndarray, int]]:
 
 
 def _read(shard: DPShard) -> dict[str, Any]:
-    """Return the arguments of a forward pass; `routes` is one of them only if a sample has routes."""
+    """Return the arguments of a forward pass; `routes` is included only if a sample has routes."""
     routes = [sample.routes for sample in shard.samples]
     arguments = {"sequences": _sequences(shard), "assigned": shard.micro_batches}
     return arguments if all(taken is None for taken in routes) else {**arguments, "routes": routes}

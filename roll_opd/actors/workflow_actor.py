@@ -286,7 +286,7 @@ class WorkflowWorker:
         running.exception()
 
     def _instance(self, job: Job) -> Any:
-        """Return a workflow instance for the job: a new instance, or a kept one after a reset."""
+        """Return a workflow instance for the job: a new instance, or a kept instance after a reset."""
         from roll_opd.workflows.workflow_interface import FormatConfig, GenerationConfig, Task, flag
 
         sampling, plan = job.sampling, self._plan

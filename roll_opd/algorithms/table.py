@@ -108,7 +108,7 @@ def advantage_facts(name: str | None) -> AdvantageFacts:
 
 
 def merged_arguments(given: Mapping[str, object], defaults: Mapping[str, object]) -> tuple[FrozenDict, tuple[str, ...]]:
-    """Return (the function's defaults, updated with the given arguments; names of unknown arguments)."""
+    """Return a pair: the function's defaults, updated with the given arguments, and the names of unknown arguments."""
     ours: dict[str, object] = {}
     # clip_range is applied before clip_range_low and clip_range_high
     for name in sorted(given, key=lambda name: len(ARGUMENT_ALIASES.get(name, ())) != 2):

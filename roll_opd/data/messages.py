@@ -192,7 +192,7 @@ def loss_mark(marked: Mapping[str, Any]) -> tuple[str, bool] | None:
     """Return a turn's or row's loss-weight key, and whether it includes the turn or row in the loss; None without a
     key.
 
-    A key that excludes the turn or row takes precedence over one that includes it.
+    A key that excludes the turn or row takes precedence over a key that includes it.
     """
     found = [(name, learned) for name in MARKS if (learned := _learned(marked.get(name))) is not None]
     return min(found, key=lambda mark: mark[1], default=None)

@@ -158,7 +158,7 @@ class _RenderedText:
         return _squeezed(part) in self._text
 
     def has(self, part: str) -> bool:
-        """Whether a text occurs, verbatim or escaped as JSON, or most of its words do."""
+        """Whether a text occurs (verbatim or escaped as JSON), or most of its words occur."""
         if self.exactly(part):
             return True
         if any(self.exactly(json.dumps(part, ensure_ascii=ascii_)[1:-1]) for ascii_ in (False, True)):

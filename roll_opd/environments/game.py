@@ -169,7 +169,7 @@ class Game(Environment, ABC):
         """Whether the game is won."""
 
     def reset(self, seed: int | None = None) -> Reset:
-        """Start the episode of `seed`, or a random one."""
+        """Start the episode of `seed`; without a seed, a random episode."""
         self.begin(checked_seed(seed))
         self._turn, self._playing = 0, True
         return self.render(), {"env_instruction": self._instruction}

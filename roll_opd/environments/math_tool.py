@@ -117,7 +117,8 @@ INSTRUCTION = (
 @ENVIRONMENTS.register("math_python")
 @ENVIRONMENTS.register("roll_math")
 class MathPython(Environment):
-    """Mathematics with a Python tool. The reward is 1 for a right answer, 0 for a wrong one, else `format_penalty`."""
+    """Mathematics with a Python tool. The reward is 1 for a right answer, 0 for a wrong answer, and `format_penalty`
+    without an answer."""
 
     def __init__(
         self,

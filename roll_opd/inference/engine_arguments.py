@@ -104,7 +104,7 @@ def check_engine_args(engine_args: Mapping[str, Any], known: set[str]) -> None:
 
 
 def cpu_block(engine_args: Mapping[str, Any]) -> int:
-    """Return the number of tokens per KV-cache block on a CPU: the user's number, rounded up to a supported one."""
+    """Return the number of tokens per KV-cache block on a CPU: the user's number, rounded up to a supported number."""
     return -(-(engine_args.get("block_size") or CPU_BLOCK) // CPU_BLOCK_MULTIPLE) * CPU_BLOCK_MULTIPLE
 
 

@@ -38,7 +38,7 @@ def start_errors() -> Iterator[None]:
 
 
 def record_errors() -> None:
-    """Write the first exception that this process logs to the file that the environment names."""
+    """Write this process's first logged exception to the file that the environment names."""
     name = os.environ.get(FILE)
     logger = logging.getLogger("vllm")
     if name and not any(isinstance(handler, _FirstError) for handler in logger.handlers):
@@ -63,7 +63,7 @@ class _FirstError(logging.Handler):
 
 
 def _exit_reason(error: Exception) -> str:
-    """Return vLLM's error message and, if a signal killed its process, the signal."""
+    """Return vLLM's error message and, if a signal killed vLLM's process, the signal."""
     message = f"{type(error).__name__}: {error}".replace("See root cause above. ", "")
     killed = re.search(r"proc\(s\): \{[^}]*?: -(\d+)", message)
     if not killed:

@@ -1,7 +1,7 @@
 """Modules of local layers: RMSNorm for every device, and for half precision on GPUs a dense layer with few kernels.
 
 `DenseLayer` and `PackedSelfAttention` have the same parameters as Megatron's modules. One Triton kernel computes the
-norms and the rotation of queries and keys; a second one computes SwiGLU (see `layer_kernels`).
+norms and the rotation of queries and keys; a second kernel computes SwiGLU (see `layer_kernels`).
 """
 
 from typing import Any

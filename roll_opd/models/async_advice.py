@@ -160,7 +160,7 @@ def spread_of(ratio: float, count: int) -> float:
 
     The largest sample is near the quantile 1 - 1 / count, which is exp(z s - s² / 2) times the mean. The result is the
     smaller root s of exp(z s - s² / 2) = ratio. The left side is at most exp(z² / 2); for this ratio and for larger
-    ones, the result is z.
+    ratios, the result is z.
     """
     z = NormalDist().inv_cdf(1 - 1 / max(count, 3))
     return z - math.sqrt(max(0.0, z * z - 2 * math.log(max(ratio, 1.0))))

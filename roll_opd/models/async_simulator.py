@@ -118,7 +118,7 @@ class _Simulation:
 
     @property
     def _speed(self) -> float:
-        """Progress of a busy run per second of time, measured in seconds with all slots busy."""
+        """Progress of a busy run in one second; the unit is the run's progress in one second with all slots busy."""
         fixed = self._costs.fixed
         return 1 / (fixed + (1 - fixed) * len(self._busy) / self._slots) if self._busy else 0.0
 

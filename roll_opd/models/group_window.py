@@ -98,7 +98,7 @@ class GroupWindow:
         return self.batches == self._last - self._first
 
     def publish(self, version: int) -> None:
-        """Set the version of the engines' weights; raises ValueError for a version before the current one."""
+        """Set the version of the engines' weights; raises ValueError for a version before the current version."""
         if version < self.version:
             raise ValueError(f"version {version} was published after version {self.version}")
         self.version = version

@@ -256,9 +256,9 @@ def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Par
         kv_cache = 2 * layers * (kv_heads of the rank) * head_dim * bytes * tokens
         kv_cache = layers * (kv_lora_rank + qk_rope_head_dim) * bytes * tokens        (latent attention)
 
-    Layers with windows count `window_tokens` per sequence. vLLM allocates gpu_memory_utilization and queues sequences
-    that do not fit. This function returns the memory for running all sequences concurrently, without the prompts in
-    prefill.
+    Layers with windows count `window_tokens` per sequence. vLLM allocates the fraction gpu_memory_utilization of a
+    device, and queues sequences that do not fit. This function returns the memory for running all sequences
+    concurrently, without the prompts in prefill.
     """
     size, shard, length = BYTES[engines.model.dtype], ModelShard(info, Layout(tp=engines.tp)), engines.max_model_len
     block = engines.engine_args.get("block_size") or VLLM_BLOCK

@@ -134,7 +134,7 @@ def _finite(batch: LossBatch) -> Tensor:
 
 
 def _kl_loss(batch: LossBatch, name: str, weight_M: Tensor) -> Tensor:
-    """Return the weighted KL loss relative to the reference policy; without one, loss and gradient are 0."""
+    """Return the weighted KL loss relative to the reference policy; without a KL loss, loss and gradient are 0."""
     logprobs_M = batch.action_logprobs_M
     reference_M = logprobs_M.detach() if batch.ref_logprobs_M is None else batch.ref_logprobs_M
     others = [torch.where(batch.mask_M, other_M, 0) for other_M in (reference_M, batch.old_logprobs_M)]

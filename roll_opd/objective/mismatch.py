@@ -66,11 +66,11 @@ def corrected(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], object
 def check_staleness(samples: Sequence[Sample], version: int, updates: int, max_age: int = 0) -> None:
     """Raise RunError for samples from other weights if their importance ratio would silently be taken as 1.
 
-    The loss compares current log-probs with old log-probs. The step's first weights compute the old log-probs. Without
-    old log-probs, the loss uses the current log-probs twice. Neither corrects for a sample from other weights. Such a
-    sample needs the importance weights of a correction. There is one exception: with generation ahead of training
-    (`max_age` above 0), a sample without a reward in its advantage is allowed, because the teachers' part of an
-    advantage is computed from current log-probs.
+    The loss compares current log-probs with old log-probs. The old log-probs are computed with the step's first
+    weights. Without old log-probs, the loss uses the current log-probs twice. Neither corrects for a sample from other
+    weights. Such a sample needs the importance weights of a correction. There is one exception: with generation ahead
+    of training (`max_age` above 0), a sample without a reward in its advantage is allowed, because the teachers' part
+    of an advantage is computed from current log-probs.
 
     Args:
         samples: the samples of a mini-batch.

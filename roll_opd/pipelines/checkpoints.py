@@ -242,7 +242,7 @@ def complete(run: Path) -> list[Path]:
 
 
 def instead_of(checkpoint: Path) -> str:
-    """Return advice for an error: the checkpoint from which to resume instead of the damaged one at `path`."""
+    """Return advice for an error: the checkpoint from which to resume instead of the damaged checkpoint at `path`."""
     path = checkpoint.resolve()
     steps = {each: step for step, each in checkpoints_of(path.parent.parent).items()}
     earlier = [each for each in complete(path.parent.parent) if steps[each] < steps.get(path, 0)]
@@ -284,7 +284,7 @@ def _facts(run: Path) -> dict[str, Any]:
 
 
 def _local_time(text: Any) -> datetime | None:
-    """Return an ISO 8601 date as local time without a zone; None for an invalid one."""
+    """Return an ISO 8601 date as local time without a zone; None for an invalid date."""
     try:
         moment = datetime.fromisoformat(text)
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
 """Check that the keys of the objective fit the mode and each other.
 
-Objectives are refused if they give no training signal, or a different signal from the configured one. Keys without
-effect are reported.
+Objectives are refused if they give no training signal, or a signal that differs from the configured signal. Keys
+without effect are reported.
 """
 
 from collections.abc import Iterator, Sequence
@@ -319,7 +319,7 @@ def _given(top: Top, key: str) -> object:
 
 
 def _check_distillation(top: Top) -> None:
-    """Refuse teacher keys that give no training signal, or a different signal from the configured one."""
+    """Refuse teacher keys that give no training signal, or a signal that differs from the configured signal."""
     objective, policy_gradient = top.opd_objective, top.opd_use_policy_gradient
     if objective == "sampled":
         if policy_gradient is False:

@@ -76,7 +76,7 @@ def pipeline_keys(
     """Return the keys of the requested or configured supervised pipeline; None: the student samples.
 
     `pure` and `pipeline` are arguments of `load_plan`. Raises ConfigError with one problem if the configuration is for
-    another pipeline than the requested one, or for a pipeline that does not exist here.
+    a different pipeline from the requested pipeline, or for a pipeline that does not exist here.
     """
     requested = pipeline or (None if pure is None else "distill" if pure else "rlvr")
     problem = _vision_problem(values) or _off_policy_problem(values)

@@ -124,7 +124,7 @@ def _variables(
     variables: frozenset[str],
     diag: Diagnostics,
 ) -> set[str]:
-    """Return the unknown top-level keys that may be variables of the file; note the unused ones as dropped.
+    """Return the unknown top-level keys that may be variables of the file; note the unused keys as dropped.
 
     ROLL ignores all unknown keys. Here a key is a typing error if its name resembles a known key, if it is a key of
     some section, or if its value has keys of a role.

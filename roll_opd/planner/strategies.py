@@ -1,7 +1,7 @@
 """Read a role's `strategy_args`: its engine, devices and layout.
 
-A ROLL strategy that does not exist here is replaced by the nearest one, with a warning; with `strict_strategies: true`
-it is refused. Options of the engine pass through untouched.
+A ROLL strategy that does not exist here is replaced by the nearest strategy, with a warning; with `strict_strategies:
+true` it is refused. Options of the engine pass through untouched.
 """
 
 from collections.abc import Sequence

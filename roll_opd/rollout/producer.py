@@ -2,7 +2,7 @@
 
 A batch belongs to a version of the weights: the update on batch v makes version v + 1. A `Gate` publishes versions.
 `models.group_window` defines the order of groups and the bound on their ages. Groups that are admitted together form a
-wave, which is rolled out as one. If no groups run ahead, there is one wave at a time, and sampling and training take
+wave, which is rolled out together. If no groups run ahead, there is one wave at a time, and sampling and training take
 turns.
 
 Groups are selected in the order of their prompts and not in the order in which they finish, so that short answers are

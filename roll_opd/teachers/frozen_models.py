@@ -72,7 +72,7 @@ class FrozenModels:
         return metrics
 
     def lacks(self, sample: Sample) -> bool:
-        """Whether a model has not computed its log-probs of a sample."""
+        """Whether a model's log-probs of a sample are missing."""
         reads = self.reference is not None and sample.ref_logprobs is None
         return reads or any(teacher.scores(sample) for teacher in self.teachers)
 

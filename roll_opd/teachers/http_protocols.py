@@ -123,7 +123,7 @@ class VllmTokens:
 class Sglang:
     """SGLang's /generate with `return_logprob`; given ids are requested as their union over the sequence.
 
-    The request's temperature applies to generated tokens and not to log-probs of given ones. In the answer, the last
+    The request's temperature applies to generated tokens and not to log-probs of given tokens. In the answer, the last
     id of the model's vocabulary is 0 in `input_token_logprobs`.
     """
 

@@ -38,7 +38,7 @@ class Metrics:
     def add(self, name: str, values: float | Sequence[float] | np.ndarray, reduction: str = "mean") -> None:
         """Add one or several values. A suffix of the name such as `@sum` is its reduction.
 
-        Raises `ValueError` for an unknown reduction, or if the name was added with a different one.
+        Raises `ValueError` for an unknown reduction, or if the name was added with a different reduction.
         """
         name, _, suffix = name.partition("@")
         reduction = suffix or reduction

@@ -69,7 +69,7 @@ def threshold(steps: int) -> float:
 
 
 def step_variance(values: np.ndarray, stderr2: np.ndarray | None = None) -> np.ndarray:
-    """Return [R] the variance of a step's value around the trend; it determines the error of a window's mean.
+    """Return the variance of a step's value around the trend, [R]; it determines the error of a window's mean.
 
     It is half the mean squared difference of neighbours (von Neumann 1941), but at least the mean of `stderr2` [R, T],
     the recorded squared standard errors. If means over blocks of steps vary significantly more than independent steps
@@ -89,7 +89,7 @@ def step_variance(values: np.ndarray, stderr2: np.ndarray | None = None) -> np.n
 
 
 def _lag_variance(values: np.ndarray, lag: int) -> np.ndarray:
-    """Return [R] the variance between values `lag` apart, from second differences (no linear trend)."""
+    """Return the variance between values `lag` apart, [R], from second differences (no linear trend)."""
     second = values[:, 2 * lag :] - 2 * values[:, lag:-lag] + values[:, : -2 * lag]
     # the largest differences, from a jump or a turn, are left out
     smaller = np.sort(second**2, axis=1)[:, : int(KEPT * second.shape[1])]
@@ -142,7 +142,7 @@ def _lengths(shares: tuple[float, ...], shortest: int, steps: int) -> np.ndarray
 
 
 def _later_variance(values: np.ndarray, starts_ML: np.ndarray) -> np.ndarray:
-    """Return [R, M, L] the variance of the steps after each start; rewards near 0 or 1 vary less."""
+    """Return the variance of the steps after each start, [R, M, L]; rewards near 0 or 1 vary less."""
     squares = _sums(np.diff(values, axis=1) ** 2 / 2)
     return (squares[:, -1:, None] - squares[:, starts_ML]) / (values.shape[1] - 1 - starts_ML)
 
@@ -150,7 +150,8 @@ def _later_variance(values: np.ndarray, starts_ML: np.ndarray) -> np.ndarray:
 def _gain(
     sums: np.ndarray, best_RML: np.ndarray, squared_RML: np.ndarray, variance_RML: np.ndarray, starts_ML: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return [R, M, L] the most significant gain of the best windows over a first window, and its standard errors."""
+    """Return the most significant gain of the best windows over a first window, and its standard errors, [R, M, L]
+    each."""
     gain, errors = np.zeros(best_RML.shape), np.full(best_RML.shape, -np.inf)
     for length in _lengths(START_SHARES, SHORTEST_START, sums.shape[1] - 1):
         new = best_RML - (sums[:, length] / length)[:, None, None]
@@ -160,7 +161,7 @@ def _gain(
 
 
 def _growing_mean(values: np.ndarray, sums: np.ndarray, ends_M: np.ndarray) -> np.ndarray:
-    """Return [R, M] the means of the last windows, with weights 1, 2, ... from the window's first step on."""
+    """Return the means of the last windows, [R, M], with weights 1, 2, ... from the window's first step on."""
     steps = values.shape[1]
     moments = _sums(values * np.arange(1, steps + 1))
     weighted = moments[:, -1:] - moments[:, ends_M] - ends_M * (sums[:, -1:] - sums[:, ends_M])
@@ -181,7 +182,7 @@ def _halves(sums: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _recovered(sums: np.ndarray, windows: np.ndarray, variance_R: np.ndarray) -> np.ndarray:
-    """Return [R, M] the depth of the deepest valley between two peaks of the smoothed series; 0 if it is noise."""
+    """Return the depth of the deepest valley between two peaks of the smoothed series, [R, M]; 0 if it is noise."""
     deepest = []
     for length in windows:
         means = _windows(sums, length)
@@ -218,12 +219,12 @@ def shift(values: np.ndarray, window: int, start: int = 0) -> Shift:
 
 
 def _sums(values: np.ndarray) -> np.ndarray:
-    """Return [R, T + 1] the sums of the first 0, 1, ... T values."""
+    """Return the sums of the first 0, 1, ... T values, [R, T + 1]."""
     return np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
 
 
 def _windows(sums: np.ndarray, length: int) -> np.ndarray:
-    """Return [R, T - length + 1] the mean of every window."""
+    """Return the mean of every window, [R, T - length + 1]."""
     return (sums[:, length:] - sums[:, :-length]) / length
 
 

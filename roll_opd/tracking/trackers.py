@@ -73,7 +73,7 @@ def run_id(run: RunDirectory, tracker: str, new: Callable[[], str]) -> str:
 
 
 def as_list(texts: Sequence[str] | str) -> list[str]:
-    """Return `texts` as a list; a single text becomes a list of one."""
+    """Return `texts` as a list; a single text becomes a list with one element."""
     return [texts] if isinstance(texts, str) else list(texts)
 
 

@@ -59,7 +59,7 @@ class Call:
         return text_of(self.tokenizer, tokens)
 
     def path(self) -> "list[Call]":
-        """Return the calls from the root to this one."""
+        """Return the calls from the root to this call."""
         return [*(self.parent.path() if self.parent else ()), self]
 
 
@@ -157,7 +157,8 @@ def without_special(tokenizer: Any, text: str | None) -> str:
 
 
 def digest(before: bytes, message: Mapping[str, Any]) -> bytes:
-    """Return the digest of a conversation whose last message is `message`; `before` is the digest of the rest.
+    """Return the digest of a conversation whose last message is `message`; `before` is the digest of the messages
+    before it.
 
     Ids of tool calls and spaces in their arguments do not change the digest.
     """

@@ -83,7 +83,7 @@ class EID:
 
 
 class Experience:
-    """A trajectory or one step of it. Sequences become tensors; unknown keyword arguments go into `info`."""
+    """A trajectory, or one step of a trajectory. Sequences become tensors; unknown keyword arguments go into `info`."""
 
     def __init__(
         self,

@@ -154,7 +154,7 @@ def number_words(text: str, num_words: int, relation: Relation) -> bool:
 
 
 def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Check the first word of a paragraph; paragraphs are separated by two newlines, and empty ones count."""
+    """Check the first word of a paragraph; paragraphs are separated by two newlines, and empty paragraphs count."""
     paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
     if not 1 <= nth_paragraph <= len(paragraphs) or not paragraphs[nth_paragraph - 1]:
         return False

@@ -35,7 +35,7 @@ CLOSE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class CaseOutcome:
-    """Outcome of one case. Only `ended` and `exit_code` are trusted; the program may have forged the rest."""
+    """Outcome of one case. Only `ended` and `exit_code` are trusted; the program may have forged the other fields."""
 
     ended: str  # "ended" or the exceeded limit
     exit_code: int | None  # negative: the signal; None: killed for exceeding a limit

@@ -92,7 +92,7 @@ def _joined(lines: list[str]) -> str:
 
 
 def _closes(line: str, fence: str) -> bool:
-    """Return whether a line is a closing fence: at least as long as the opening one, without an info string."""
+    """Return whether a line is a closing fence: at least as long as the opening fence, without an info string."""
     start = line.strip()
     return len(start) >= len(fence) and not start.strip(fence[0]) and len(line) - len(line.lstrip()) <= 3
 
