@@ -29,8 +29,7 @@ Data, advantage, loss and reward are the package's own functions. Everything els
 Legend: B sequences, P prompt tokens, A answer tokens, T = P + A, V vocabulary; M = B * A, all answers end to end.
 """
 
-# unless this file was copied elsewhere
-if __name__ == "__main__" and __import__("importlib.util").util.find_spec("project_environment"):
+if __name__ == "__main__" and __import__("importlib.util").util.find_spec("project_environment"):  # not in a copy
     __import__("project_environment").use_project_environment(("roll_opd", "torch", "transformers"))
 
 import argparse
@@ -100,8 +99,7 @@ def update(student: CausalLM, optimizer: torch.optim.Optimizer, rollout: Rollout
     """Train the student on one rollout; return the mean reverse KL per token before the update."""
     mask_M, teacher_M = rollout.mask_BA.flatten(), teacher_BA.flatten()
     student_M = compute_logprobs(student, rollout).flatten()
-    # under the weights that sampled, which are still the same: every ratio exp(l - old) is 1
-    old_M = student_M.detach()
+    old_M = student_M.detach()  # the weights that sampled are still the same: every ratio exp(l - old) is 1
     advantages_M = -opd_penalty(old_M, mask_M.float(), teacher_M * mask_M)  # q - l; constant for the gradient
 
     lengths = (rollout.answers_BA.shape[1],) * len(rollout.answers_BA)

@@ -142,7 +142,7 @@ def test_pairs_stay_side_by_side(limits: MicroBatchLimits, ranks: int) -> None:
 
 
 def test_an_odd_sequence_has_no_pair() -> None:
-    with pytest.raises(ValueError, match="no multiple of 2"):
+    with pytest.raises(ValueError, match="not a multiple of 2"):
         neighbours([1, 2, 3], 2)
 
 
