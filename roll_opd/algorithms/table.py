@@ -159,7 +159,7 @@ def check_combination(
     if kl_loss in ("k1", "kl"):
         wrong.append(
             f"{kl_loss} as a KL loss has the gradient of log π, which is independent of the reference policy and has"
-            " expectation 0; use k2, whose gradient is that of the reverse KL"
+            " expectation 0; use k2, whose gradient is the gradient of the reverse KL"
         )
     if kl_loss is not None and not reference:
         wrong.append(f"a KL loss ({kl_loss}) needs a reference policy, but there is none; add reference")
@@ -168,7 +168,7 @@ def check_combination(
             wrong.append(f"{name} needs a reference policy, but there is none; add reference")
         if loss_agg_mode not in (None, "seq-mean-token-mean"):
             wrong.append(
-                f"{name} gives one value per pair, and loss_agg_mode {loss_agg_mode} would weight pairs by their"
+                f"{name} gives one value per pair, but loss_agg_mode {loss_agg_mode} would weight pairs by their"
                 " length; use seq-mean-token-mean"
             )
     if facts.needs == "demonstrations" and not 0 < expert_data_ratio < 1:

@@ -174,7 +174,7 @@ def missing_templates(plan: RunPlan) -> list[str]:
         names = sorted(name for name in used if TEMPLATES[name].is_of_tokenizer)
         if names:
             found.append(
-                f"{context.key}.template: template {names[0]} is the chat template of a tokenizer, and that of"
+                f"{context.key}.template: template {names[0]} is the chat template of a tokenizer, but the tokenizer"
                 f" {context.tokenizer} has none; write {context.key}.template: chatml, or put the teacher's template"
                 f" into {Path(context.tokenizer) / 'chat_template.jinja'}"
             )

@@ -194,7 +194,7 @@ def check_steps(top: Top, agentic: bool, whole: Sequence[str]) -> None:
     if facts.reads_states and not (agentic or top.workflow):
         top.diag.error(
             "adv_estimator",
-            f"{name} compares actions from the same state of an environment, and answers to a prompt have no such"
+            f"{name} compares actions from the same state of an environment, but answers to a prompt have no such"
             " state; use grpo",
         )
     if facts.reads_states and (agentic or top.workflow) and top.norm_mean_type is None and top.norm_std_type is None:
@@ -214,7 +214,7 @@ def _check_functions(top: Top, mode: str) -> None:
     if facts.needs == "pairs":
         top.diag.unsupported(
             "policy_loss",
-            f"{top.policy_loss!r} needs pairs of answers, and a rollout makes none; run it with start_dpo_pipeline.py,"
+            f"{top.policy_loss!r} needs pairs of answers, but a rollout makes none; run it with start_dpo_pipeline.py,"
             " or use another loss",
         )
     for sentence in check_combination(

@@ -79,7 +79,7 @@ def _response_length(top: Top, args: GeneratingArgs) -> int | None:
     if written is not None and written != length:
         args.diag.warn(
             "max_new_tokens",
-            f"{written} and the response length {length} differ, and the smaller one counts (ROLL uses the response"
+            f"{written} and the response length {length} differ; the smaller number applies (ROLL uses the response"
             " length)",
         )
     return min(written or length, length)

@@ -203,7 +203,7 @@ class RoleReader:
             compares = "use_kl_loss" if top.use_kl_loss else "add_token_level_kl" if top.add_token_level_kl else ""
             needs_values = top.adv_estimator == "gae"
             if compares and REFERENCE not in written:
-                missing = f"write a reference section, or set {compares}: false to do without"
+                missing = f"write a reference section, or set {compares}: false to run without one"
                 top.diag.error(compares, f"true needs a reference policy; {missing}")
             if needs_values and CRITIC not in written:
                 top.diag.error(

@@ -37,8 +37,8 @@ class RewardKeys(Section):
     world_size: Annotated[int, Field(ge=1, le=4096)] = key(1, "processes", also="num_workers")
     on_error: Literal["zero", "drop", "replace", "stop"] = key(
         "stop",
-        "a sample whose reward fails gets the reward 0, is dropped, is dropped with its group, which another prompt"
-        " replaces, or stops the run",
+        "treatment of a sample whose reward fails; zero: reward 0; drop: drop the sample; replace: drop its group and"
+        " take another prompt; stop: end the run",
         OURS,
     )
 
@@ -51,7 +51,7 @@ class Reward(Term, RewardKeys):
     tag_included: Texts | None = key(None, "tags of the rows to score; default: all")
     infer_batch_size: Many = key(16, "maximum number of samples in a call of the reward")
     max_concurrency: Many | None = key(None, "number of concurrent calls in a process")
-    terms: dict[Name, Term] = key({}, "further rewards that are added to the domain's, by name", OURS)
+    terms: dict[Name, Term] = key({}, "further rewards, by name, that are added to the domain's reward", OURS)
     query_filter_config: Filter = key(Filter(), "filter of groups of samples")
     response_filter_config: Filter = key(
         Filter(),

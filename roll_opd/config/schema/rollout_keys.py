@@ -88,11 +88,13 @@ class WorkflowKeys(Section):
 
     workflow: Name | None = key(None, "the workflow: a name or a dotted path; default: one answer per prompt", OURS)
     workflow_args: dict[str, Any] = key({}, "its task.workflow_args", OURS)
-    workflow_reward: Name | None = key(None, "its task.reward_fn: a registered name or a dotted path", OURS)
+    workflow_reward: Name | None = key(
+        None, "the workflow's reward function (task.reward_fn): a registered name or a dotted path", OURS
+    )
     workflow_reward_args: dict[str, Any] = key({}, "arguments of that function", OURS)
     plugin_dir: Name | None = key(None, "directory whose modules are imported; they may register workflows", OURS)
     prompt_key: Name = key("prompt", "column for task.task_desc", OURS)
-    response_key: Name = key("ground_truth", "column of the ground truth, task.truth", OURS)
+    response_key: Name = key("ground_truth", "column of the ground truth (task.truth)", OURS)
     system_prompt: str | None = key(None, "task.format_args.system_prompt", OURS)
     reply_prefix: str | None = key(
         None, "task.format_args.reply_prefix: the words with which every answer starts", OURS
@@ -159,12 +161,14 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys, WorkflowKeys, AgenticKeys
     adv_estimator: str | None = key(None, "estimator of advantages; default gae")
     advantage_fn: str | None = key(None, "adv_estimator: a built-in or registered name, or a dotted path", TRINITY)
     advantage_fn_args: dict[str, Any] = key({}, "arguments of the advantage", TRINITY)
-    policy_loss: str | None = key(None, "the policy loss; default ppo, in pure distillation importance_sampling", OURS)
+    policy_loss: str | None = key(
+        None, "the policy loss; default: ppo, but importance_sampling in pure distillation", OURS
+    )
     policy_loss_fn: str | None = key(None, "policy_loss: a built-in or registered name, or a dotted path", TRINITY)
     policy_loss_fn_args: dict[str, Any] = key({}, "arguments of the loss", TRINITY)
     use_pg_clip_range: bool | None = key(
         None,
-        "use pg_clip_low and pg_clip_high; default: false as in ROLL, true if another key selects the loss",
+        "use pg_clip_low and pg_clip_high; default: false as in ROLL, true if a key that ROLL lacks selects the loss",
     )
     dual_clip_loss: bool | Annotated[float, Field(gt=1)] = key(
         False, "bound on the loss at negative advantages: a number, or true for 1 + 2 pg_clip"

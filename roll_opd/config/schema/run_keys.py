@@ -82,7 +82,9 @@ class Run(RunKeys, CheckpointKeys, RowKeys):
     exp_name: str | None = key(None, "name of the experiment; default: the file's name")
     system_envs: Environment = key({}, "environment variables of all processes")
     track_with: Texts = key(("tensorboard",), "trackers: built-in names or dotted paths")
-    tracker_kwargs: dict[str, Any] = key({}, "arguments of the tracker; several trackers: a mapping by name")
+    tracker_kwargs: dict[str, Any] = key(
+        {}, "arguments of the tracker; for several trackers, a map from names to arguments"
+    )
     num_nodes: Many | None = key(None, "number of nodes; default: the number that the device mappings need")
     num_gpus_per_node: Annotated[int, Field(ge=1, le=1024)] = key(
         8,
@@ -95,15 +97,17 @@ class Run(RunKeys, CheckpointKeys, RowKeys):
     )
     max_grad_norm: NotNegative = key(1.0, "maximum gradient norm; 0: no clipping")
     pretrain: str | None = key(None, "model of roles without model_name_or_path")
-    global_template: str | None = key(None, "template of rows whose tag is not in the next key")
-    tag_to_template: dict[str, str] = key({}, "the template of rows by tag", OURS)
+    global_template: str | None = key(None, "template of rows whose tag is not in tag_to_template")
+    tag_to_template: dict[str, str] = key({}, "map from tags to the templates of their rows", OURS)
     algorithm_type: str | None = key(
         None, "an entry of the table of algorithms, which sets the defaults of other keys", TRINITY
     )
     loss_agg_mode: (
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
     ) = key(None, "how token losses are aggregated; default: as the loss defines it, else seq-mean-token-mean")
-    strict_strategies: bool = key(False, "refuse an unavailable strategy or precision; false: use the nearest", OURS)
+    strict_strategies: bool = key(
+        False, "refuse an unavailable strategy or precision; false: replace it by the nearest", OURS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ class FileTeacher(Section):
         OURS,
     )
     compression: Name | None = key(
-        None, "DistillKit's compression_config.yaml; default: the one next to the files", OURS
+        None, "DistillKit's compression_config.yaml; default: the file next to the teacher files", OURS
     )
     opd_kl_coef: NotNegative = key(1.0, "weight of the teacher", OURS)
 

@@ -35,8 +35,8 @@ class ModelArgs(Section):
     """`model_args`."""
 
     ignored = roll.IGNORED_MODEL_ARGS
-    model_name_or_path: str | None = key(None, "directory of a Hugging Face model, or the name of a downloaded one")
-    dtype: Dtype | None = key(None, "precision; default: bf16, for a rollout the student's")
+    model_name_or_path: str | None = key(None, "directory of a Hugging Face model, or the name of a downloaded model")
+    dtype: Dtype | None = key(None, "precision; default: bf16; for a rollout, the student's precision")
     lora_target: Several[str] | str | None = key(
         None, "LoRA: linear layers that get an adapter, as a list or separated by commas; all-linear: all linear layers"
     )
@@ -109,11 +109,11 @@ class DataArgs(Section):
 
     ignored = roll.IGNORED_DATA_ARGS
     file_name: Texts = key((), "files (JSONL, Parquet), directories or patterns")
-    dataset_dir: str | None = key(None, "another directory in which the files are looked up")
+    dataset_dir: str | None = key(None, "further directory in which the files are looked up")
     domain_interleave_probs: dict[str, NotNegative] = key(
-        {}, "fraction of draws from each domain or tag, with the sum 1"
+        {}, "fraction of draws from each domain or tag; the fractions sum to 1"
     )
-    interleave_probs: Probabilities = key((), "fraction of draws from each entry of file_name, with the sum 1")
+    interleave_probs: Probabilities = key((), "fraction of draws from each entry of file_name; the fractions sum to 1")
     template: str | None = key(None, "template of a prompt's text; default: the tokenizer's chat template")
     messages: Name | None = key(
         None, "column of the prompt as a list of messages, or as its JSON text; for plain text use prompt"
