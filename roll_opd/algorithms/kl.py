@@ -26,12 +26,12 @@ def absolute(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Return Δ²/2: as a loss on the student's samples, its gradient is that of the reverse KL."""
+    """Return Δ²/2: as a loss on the student's samples, its gradient is the gradient of the reverse KL."""
     return (logprobs - other).square() / 2
 
 
 def k3(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Return e^-Δ - 1 + Δ: unbiased, never negative. As a loss, its gradient is that of the forward KL.
+    """Return e^-Δ - 1 + Δ: unbiased, never negative. As a loss, its gradient is the gradient of the forward KL.
 
     Unbounded, as in Trinity-RFT: a token e^20 times likelier under `other` counts as e^20.
     """
@@ -46,7 +46,7 @@ def low_var_kl(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def corrected_k3(logprobs: Tensor, other: Tensor, old: Tensor | None = None) -> Tensor:
-    """Return clamp(r, 0, 2) · `k3`, r = e^(logprobs - old). As a loss, its gradient is that of the reverse KL.
+    """Return clamp(r, 0, 2) · `k3`, r = e^(logprobs - old). As a loss, its gradient is the reverse KL's.
 
     r has a gradient. `old`: log-probs under the rollout weights; None: on-policy, so r = 1.
     """

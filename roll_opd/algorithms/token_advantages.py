@@ -99,7 +99,7 @@ def last_action(mask: np.ndarray) -> int | None:
 
 
 def whitening(values_M: Tensor, mask_M: Tensor) -> tuple[float, float]:
-    """Return mean and standard deviation (unbiased, variance + 1e-8) over the mask; (0, 1) below two tokens.
+    """Return mean and standard deviation (unbiased, variance + 1e-8) over the mask; (0, 1) for fewer than two tokens.
 
     Non-finite values are ignored, so that such a value affects only the advantages of its sample.
     """

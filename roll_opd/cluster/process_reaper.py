@@ -39,7 +39,7 @@ class Reaper:
         self._commands = commands
 
     def remove_at_the_end(self, directory: Path, within: str = "") -> None:
-        """Register `directory`, or the matches of the glob pattern `within` in it, for removal at the end."""
+        """Register `directory`, or the paths in it that match the glob pattern `within`, for removal at the end."""
         self._send(REMOVE, directory, within)
 
     def cancel_removal(self, directory: Path, within: str = "") -> None:

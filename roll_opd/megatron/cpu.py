@@ -179,7 +179,7 @@ def shared_groups() -> Iterator[None]:
     """Inside the `with` block, create only one process group per set of ranks; Megatron would create about thirty.
 
     Each gloo group normally has a thread that wakes up a hundred times per second; here all groups of a process share
-    one.
+    one thread.
     """
     create, made = parallel_state.create_group, {}
 

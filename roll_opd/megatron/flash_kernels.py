@@ -82,7 +82,7 @@ def uses_flash_attention(query_NHD: Tensor, value_NGD: Tensor, pack: PackedSeque
 
 
 def _kernel_for(width: int) -> FlashKernel:
-    """Return the chosen kernel, or torch's kernel if the heads are too wide for the chosen one."""
+    """Return the chosen kernel, or torch's kernel if the heads are too wide for the chosen kernel."""
     kernel = chosen_kernel()
     return kernel if width <= kernel.max_width else KERNELS[DEFAULT]
 

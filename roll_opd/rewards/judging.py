@@ -36,7 +36,8 @@ ReadVerdict = Callable[[str], Verdict | None]  # None: no verdict found
 
 
 def by_pattern(pattern: re.Pattern[str], low: float, high: float) -> ReadVerdict:
-    """Return a parser that reads the last match (its first group, if it has one): a number, or a word such as YES."""
+    """Return a parser that reads the last match (the first group, if the pattern has one): a number, or a word such as
+    YES."""
 
     def read(text: str) -> Verdict | None:
         matches = list(pattern.finditer(_without_thought(text)))

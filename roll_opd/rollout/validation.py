@@ -30,9 +30,9 @@ async def read_answers(
 ) -> list[Sample]:
     """Return the answers with log-probs from the teachers and the reference policy, at the sampling temperature.
 
-    Answers for which there is no teacher are returned unchanged, and so are answers longer than `most_tokens`, the
-    limit of the models' batches. Teachers with a context are left out, because held-out rows may lack the columns of
-    the context.
+    An answer is returned unchanged if there is no teacher for it, or if it is longer than `most_tokens`, the limit of
+    the models' batches. Teachers with a context are left out, because held-out rows may lack the columns of the
+    context.
     """
     teachers = [teacher for teacher in models.teachers if teacher.plan.context is None]
     plain = replace(models, teachers=teachers, targets_for=None, student=None)

@@ -50,7 +50,7 @@ def neighbours(lengths: Sequence[int], size: int) -> list[Unit]:
 
 
 def shared_prefix(earlier: np.ndarray, tokens: np.ndarray, prompt_length: int) -> int:
-    """Return the length of the prompt prefix that is shared with sequence `earlier`, so it is computed only once.
+    """Return the length of the prompt prefix that is shared with sequence `earlier` and so computed only once.
 
     The length is 0 if sharing saves less than its attention mask costs. Both sequences are int64 [T]; `prompt_length`
     belongs to `tokens`.

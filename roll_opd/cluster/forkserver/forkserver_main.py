@@ -1,4 +1,4 @@
-"""Program of the fork server: imports libraries, and forks itself on request of processes of the same user.
+"""Program of the fork server: imports libraries, and forks itself when processes of the same user request it.
 
 The server has two processes. The second process is a fork of the first. It imports Megatron's modules while the first
 imports vLLM.

@@ -216,7 +216,7 @@ class Hosts:
 
 
 def dismiss(host: LaunchedHost, code: int) -> None:
-    """Make the waiting hosts of a run that cannot start exit with `code`."""
+    """Make the waiting hosts exit with `code`, because the run cannot start."""
     with suppress(LaunchError):
         Hosts(host).end(code)
 
