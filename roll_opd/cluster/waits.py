@@ -1,6 +1,6 @@
 """Open waits of the driver: what waits for what, for how long, and when the run last made progress.
 
-Every call of a named actor is a wait, and so is each wait between producer, learner, scorer and weight sync. The start
+A wait is a call of a named actor, or waiting between producer, learner, scorer and weight sync. The start
 and the end of a wait count as movements, that is as progress. `watchdog` reports a run in which nothing moves.
 """
 

@@ -70,8 +70,9 @@ class MegatronEngine:
     def __init__(self, plan: MegatronPlan, *, seed: int, deterministic: bool = True) -> None:
         """Initialise the process group and load the weights. Raises ValueError for an unsupported model or layout.
 
-        With `deterministic`, two runs give the same bits; in f32, so do two layouts without context parallelism (see
-        `deterministic_ops`). Without it, computation is faster, and results differ between layouts by rounding.
+        With `deterministic`, two runs give the same bits. In f32, two layouts without context parallelism also give the
+        same bits (see `deterministic_ops`). Without `deterministic`, computation is faster, and results differ between
+        layouts by rounding.
         """
         self.plan, self._exact = plan, deterministic
         if not self.trainable:  # inference engines may read a trainable model's weights through IPC handles

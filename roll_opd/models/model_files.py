@@ -283,7 +283,7 @@ _DTYPE_KEYS = ("torch_dtype", "dtype")
 
 
 def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a copy of a config.json with all existing dtype keys (also those of inner models) set to `dtype`.
+    """Return a copy of a config.json with all existing dtype keys, also of inner models, set to `dtype`.
 
     transformers 5 writes `dtype` but also reads `torch_dtype`. If both exist, different programs read different keys.
     """

@@ -1,7 +1,7 @@
 """Finished groups in a checkpoint: groups whose sampling is complete and on which no update has trained yet.
 
 A resumed run trains on these groups without sampling them again. Teachers' targets are in an object store, so they are
-not saved, and neither are the log-probs of teachers with targets: these teachers score the samples again. Missing
+not saved. The log-probs of teachers with targets are not saved either: these teachers score the samples again. Missing
 rewards are also requested again.
 """
 

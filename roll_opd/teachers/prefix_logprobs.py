@@ -15,8 +15,8 @@ of the response up to the start b of some token, and one token t after them cove
 The tokens t are the teacher's token of the response and the tokens of the teacher's top-k. A token t that is longer
 counts if the student's tokenizer would also split its bytes at n. With the same tokenizer, no longer t counts, and q is
 the teacher's log-prob of the token. Sequences that leave the response's tokens before b would need a further pass each
-and are left out, and so are tokens beyond the top-k. This lowers P at some n, and moves part of a penalty from a token
-to its neighbour. Over a whole text, Σ q is always the log-prob of the teacher's tokens.
+and are left out. Tokens beyond the top-k are left out too. This lowers P at some n, and moves part of a penalty from a
+token to its neighbour. Over a whole text, Σ q is always the log-prob of the teacher's tokens.
 
 Legend: T-P student tokens of a response, U teacher tokens of it, K tokens of a top-k, V token ids.
 """

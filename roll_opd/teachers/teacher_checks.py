@@ -1,7 +1,7 @@
 """Check a teacher by its log-probs on a few samples.
 
 A wrong teacher raises no error: it returns plausible log-probs, and the student trains on them. The checks compare the
-teacher's log-probs with each other, and with those of the student, which sampled the texts.
+teacher's log-probs with each other, and with the log-probs of the student, which sampled the texts.
 
 Legend: N scored tokens of all texts, K tokens of a top-k, S samples.
 """

@@ -74,7 +74,8 @@ class SandboxPool:
             raise
 
     def run(self, program: str, cases: Sequence[Case], all_cases: bool, tolerance: float = TOLERANCE) -> list[str]:
-        """Return the results of the cases; a time limit ends the run, as does any failure unless `all_cases` is set.
+        """Return the results of the cases. An exceeded time limit ends the run; unless `all_cases` is set, any failure
+        ends it.
 
         The result is `REFUSED` if only this program breaks its sandbox; raises `SandboxError` if the probe program
         fails too.
