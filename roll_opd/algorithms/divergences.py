@@ -33,7 +33,7 @@ from torch import Tensor
 class ColumnSum:
     """A sum over columns, as two functions of a column's log-probs: of (student, teacher), and of the student only.
 
-    Neither function returns NaN for log-probs; `value` is inf if the divergence is.
+    Neither function returns NaN for log-probs; `value` is inf if the divergence is infinite.
     """
 
     value: Callable[..., Tensor]  # term of a token in the sum

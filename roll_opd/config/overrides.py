@@ -100,7 +100,7 @@ def hydra_arguments(
 
 
 def _misplaced(override: Override, file: Path, places: SearchPath, chosen: Collection[str]) -> list[str]:
-    """Return a problem if the group is one of ours that configures a part of a role, but the override names no role."""
+    """Return a problem if a group of this package configures a part of a role, but the override names no role."""
     group, option = override.key_or_group, override.value()
     found = next((place for place in places.directories if (place / group / f"{option}.yaml").is_file()), None)
     if override.package is not None or group not in PLACES or found != GROUPS:

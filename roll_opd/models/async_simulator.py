@@ -27,8 +27,8 @@ class Costs:
     """Seconds of each part of a step. `run` samples how many seconds a run takes if all slots are busy.
 
     With n of N slots busy, a token takes `fixed + (1 - fixed) * n / N` times as long as with all slots busy. `fixed` is
-    1 if an engine spends all its time on reading weights (GPUs at moderate batch sizes), and 0 if it spends all on
-    computation.
+    1 if an engine spends all its time on reading weights (GPUs at moderate batch sizes), and 0 if it spends all its
+    time on computation.
     """
 
     run: Length

@@ -185,7 +185,8 @@ class _Production:
             await asyncio.gather(*self._waves, return_exceptions=True)
 
     async def settle(self) -> None:
-        """Wait until no group runs and none may start at the published version. Raises the errors of the producer."""
+        """Wait until no group runs and no group may start at the published version. Raises the errors of the
+        producer."""
         with WAITS.of("the weight sync", "the end of running groups (deterministic)"):
             while not (self.producing.done() or self._is_settled):
                 await self._gate.change()

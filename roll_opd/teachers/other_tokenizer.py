@@ -32,7 +32,7 @@ KEPT = 4096  # maximum number of alignments that are kept between request and an
 
 @dataclass(frozen=True)
 class OtherTokenizer:
-    """A `TeacherView` for a teacher with other token ids than the student."""
+    """A `TeacherView` for a teacher whose token ids differ from the student's."""
 
     teacher: str
     student: TokenBytes

@@ -18,7 +18,7 @@ TRAIN_FLOPS, TRAIN_RATE = "system/train_flops", "system/train_flops_per_second"
 
 
 def throughput_metrics(row: Mapping[str, float]) -> dict[str, float]:
-    """Return the rates of a step, each if `row` has the amount and the seconds that it needs."""
+    """Return those rates of a step for which `row` has the amount and the seconds."""
     rates = {
         "system/tps": (row.get(STEP_TOKENS), row.get(STEP_SECONDS)),
         "system/generate_tps": (row.get(GENERATED_TOKENS), row.get("time/generate")),

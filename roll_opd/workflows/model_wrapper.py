@@ -171,7 +171,7 @@ class ModelWrapper(ModelClients):
 
         Tokens between responses are masked, and text after the last response is dropped. If the chat template rewrites
         earlier turns, the experience has only the last call, and `branches` returns the others. Raises ValueError if
-        the conversation is not one of this run.
+        the conversation does not belong to this run.
         """
         given = [dict(message) for message in messages]
         tree = self._run().tree_of(self.tokenizer)

@@ -152,7 +152,7 @@ class Modules(Registry[dict]):
     """A registry that also has the method names of Trinity-RFT's registries."""
 
     def register(self, name: str, **facts: Any) -> Callable[[Part], Part]:
-        """Register a class as `name`; a user's class replaces a built-in class, a second user class is an error.
+        """Register a class as `name`; a user's class replaces a built-in class, but a second user class is an error.
 
         So copied files of Trinity-RFT can register their original names, even if these are names of built-in classes
         here.

@@ -70,7 +70,7 @@ def in_range(
     epsilon_high_prime: float,
     **_: object,
 ) -> Tensor:
-    """Return a mask of the tokens in range, bool [M]; takes the arguments of `rec` and ignores others."""
+    """Return a mask of the tokens in range, bool [M]; takes the arguments of `rec` and ignores all other arguments."""
     ratio_M, sequence_ratio_M = batch.ratio_M.detach(), batch.sequence_ratio_M.detach()
     good_M, bad_M = batch.advantages_M >= 0, batch.advantages_M <= 0
     low, high = 1 - epsilon_low, 1 + epsilon_high

@@ -67,7 +67,7 @@ def _adapter(read: Translation) -> None:
 
 
 def _auxiliary_models(read: Translation) -> None:
-    """Translate auxiliary models: in distillation, the first is the teacher; workflows call the others.
+    """Translate auxiliary models: in distillation, the first model is the teacher; workflows call the other models.
 
     A user's workflow may call the teacher as well; the teacher then also gets an engine.
     """

@@ -217,7 +217,7 @@ def _reward(read: Translation) -> None:
 
 
 def _validation(read: Translation, files_of: FilesOf) -> None:
-    """Translate validation: all datasets are merged and sampled with the settings of the first."""
+    """Translate validation: all datasets are merged and sampled with the settings of the first dataset."""
     sets = read.entries(EVAL_TASKSETS)
     files: list[str] = []
     keys: list[str] = []

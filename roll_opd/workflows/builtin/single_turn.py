@@ -175,7 +175,7 @@ class _BoxedInQuestion(BaseSimpleWorkflow):
 
 @WORKFLOWS.register_module("math_workflow")
 class MathWorkflow(_Thinking, SimpleWorkflow):
-    """Mathematics question with DeepSeek-R1-Zero's system prompt unless the configuration has one.
+    """Mathematics question with DeepSeek-R1-Zero's system prompt unless the configuration sets a system prompt.
 
     As in Trinity-RFT, this system prompt is not used with a `workflow_reward` other than `math_reward`.
     """
