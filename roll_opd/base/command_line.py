@@ -28,7 +28,7 @@ SESSION_SOCKET = "ROLL_OPD_SESSION_SOCKET"
 
 
 def safe_output() -> None:
-    """From now on, print characters that the terminal's encoding lacks as escapes, instead of raising an error."""
+    """Set up output to print escapes for characters that the terminal's encoding lacks, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
