@@ -191,7 +191,7 @@ Choice = tuple[Tensor, Tensor]  # scores [n, K] and experts int64 [n, K]
 
 @dataclass
 class RouterReplayState:
-    """State that a rank's routers share: the current micro-batch, which has the routes."""
+    """The shared state of a rank's routers: the current micro-batch, which has the routes."""
 
     replays: bool = False  # False: the routes are not used, only compared with the routers' choices
     _pack: PackedSequences | None = None

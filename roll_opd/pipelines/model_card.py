@@ -32,12 +32,13 @@ def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequ
     `parts` are the parts of the run with their settings. Paths, hosts and environment variables are omitted.
     """
     head = yaml.safe_dump(_metadata(plan), sort_keys=False, allow_unicode=True)
-    last = f" of {steps_text(parts[-1].first, step)}" if len(parts) > 1 else ""
+    span = steps_text(parts[-1].first, step) if len(parts) > 1 else ""
+    last = span and f" of {span}"
     sections = {
         f"{plan.exp_name}, step {step}": (
             f"`{model_name(plan.student.model.path)}`, trained by {plan.title} with roll_opd {__version__}."
         ),
-        f"How it was made{last and ', as'}{last}": _table({**_made_from(plan), "steps": _steps(plan, step, parts)}),
+        "How it was made" + (span and f" ({span})"): _table({**_made_from(plan), "steps": _steps(plan, step, parts)}),
         "Settings": settings_table(parts),
         f"Objective{last}": _code(objective_text(plan)),
         "Figures": _figures(summary),

@@ -94,7 +94,7 @@ class Ending:
                 raise self._without_a_part() from None
             if not self.is_asked_for:
                 raise
-            late = f", and the step did not end within {self._grace:g} s of" if self.is_training else ""
+            late = f", and the step did not end within {self._grace:g} s" if self.is_training else ""
             raise Terminated(f"ended by SIGTERM{late}{self.how_to_go_on()}") from None
         finally:
             self._is_over = True

@@ -54,8 +54,8 @@ def check_devices(roles: list[Role], top: Run) -> None:
             here, there, both = (short_devices(sorted(devices)) for devices in (theirs, mine, shared))
             other.diag.error(
                 "device_mapping",
-                f"devices {here} and {one.path}'s {there} share only {both}; the devices of two roles must be"
-                " equal, nested or disjoint",
+                f"devices {here} and {one.path}'s {there} share only {both}; give the two roles equal,"
+                " nested or disjoint devices",
             )
 
 

@@ -102,10 +102,10 @@ def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True
         elif found.conflict:
             role.diag.note(MODEL, f"{sentence}; its log-probs of the differing tokens are meaningless")
         if found.differences:
-            counts = "the student's tokenizer and template count"
+            counts = "the student's tokenizer and template are used"
             if what == "teacher":
                 own = getattr(role.worker, "template", None)
-                counts = f"the teacher reads template {own}" if own else f"{counts}, unless template: native is written"
+                counts = f"the teacher reads template {own}" if own else f"{counts} unless you set `template: native`"
             role.diag.note(
                 "",
                 f"the tokenizers of student and {what} differ, but not in their token ids:"

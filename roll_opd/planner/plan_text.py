@@ -116,8 +116,8 @@ def _batch_lines(plan: RunPlan, batch: dict[str, int | None]) -> list[str]:
         more |= {name: getattr(plan.workflow, name) for name in names} | {"auxiliary_models": models}
     lines = [
         f"{batch['prompts_per_step']} {unit} x {batch['responses_per_prompt']} {samples} ="
-        f" {batch['sequences_per_step']} sequences a step, {batch['updates_per_step']} update(s) of"
-        f" {batch['sequences_per_update']} a step",
+        f" {batch['sequences_per_step']} sequences a step, in {batch['updates_per_step']} update(s) of"
+        f" {batch['sequences_per_update']}",
         f"micro-batches of {micro} on each of {plan.student.layout.dp} data-parallel rank(s)",
         f"{batch['steps']} steps, {batch['updates']} updates; {longest}",
     ]

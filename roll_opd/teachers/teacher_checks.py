@@ -63,7 +63,7 @@ class Readings:
     ended: np.ndarray  # bool [N], true at the token that ended a sample
 
     def without(self, observed: np.ndarray) -> "Readings":
-        """Return the readings without the tokens in `observed`, bool [N]."""
+        """Return the readings without the tokens where the mask `observed` (bool [N]) is true."""
         arrays = {field.name: getattr(self, field.name) for field in fields(self)}
         return Readings(**{name: array[~observed[: len(array)]] for name, array in arrays.items()})
 

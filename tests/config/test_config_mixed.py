@@ -323,7 +323,7 @@ def test_planned_but_not_available_yet(
         ({"adv_estimator": "on_policy_distill"}, "adv_estimator: 'on_policy_distill' is set by pure distillation"),
         (
             {"adv_estimator": "gigpo"},
-            "adv_estimator: gigpo compares actions from the same state of an environment, and",
+            "adv_estimator: gigpo compares actions from the same state of an environment, but",
         ),
         ({"adv_estimator": "grpoo"}, "adv_estimator: should be 'agentic_reinforce', 'asymre',"),
         ({"kl_penalty": "k9"}, "kl_penalty: should be 'kl', 'k1'"),
