@@ -22,7 +22,6 @@ idle CPU core.
 
 import argparse
 import json
-import math
 import random
 import sys
 from collections.abc import Sequence
@@ -30,18 +29,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "demo"))
-from make_assets import MAX_POSITIONS, VOCAB_SIZE, build_tokenizer, round_to_bf16, save  # noqa: E402
+from make_assets import build_tokenizer, new_model, new_optimizer, pretrain_step, rate_of, round_to_bf16, save  # noqa: E402
 
 MODULUS = 10
 GIVEN = 3  # digits of the question
 LONGEST = 24  # digits of an answer
 SHORT = 12  # digits of four in five batches
-SHAPE = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+SHAPE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+}
 BATCH = 64
 # nothing stands between question and answer, so the rule is the same at every place
 TEMPLATE = (
@@ -110,50 +116,25 @@ def make_batch(
     return torch.tensor(rows), torch.tensor(labels)
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Return a model with random weights."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        head_dim=32,
-        max_position_embeddings=MAX_POSITIONS,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        num_key_value_heads=SHAPE["num_attention_heads"],
-        tie_word_embeddings=True,
-        **SHAPE,
-    )
-    return Qwen3ForCausalLM(config)
-
-
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, stage: str) -> None:
     """Train the model in place on fresh chains of `LONGEST` and `SHORT` digits."""
     wraps_known, steps, peak = STAGES[stage]
     rng = random.Random(f"{task.name} {stage} {task.seed}")
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = new_optimizer(model)
     for step in range(1, steps + 1):
-        cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
-        optimizer.param_groups[0]["lr"] = peak * min(1, step / 20) * (0.02 + 0.98 * cosine)
         length = SHORT if step % 5 else LONGEST
         ids, labels = make_batch(tokenizer, [chain(task, length, rng, wraps_known) for _ in range(BATCH)])
-        logits = model(ids).logits[:, :-1].float()
-        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        loss = pretrain_step(model, optimizer, ids, labels, rate_of(step, steps, peak))
         if step % 50 == 0:
-            print(f"{task.name}, {stage}: step {step}/{steps}, loss {loss.item():.4f}", flush=True)
+            print(f"{task.name}, {stage}: step {step}/{steps}, loss {loss:.4f}", flush=True)
 
 
 def make(task: Task, output: Path) -> None:
     """Write `output`/TASK_student and `output`/TASK_teacher, directories in Hugging Face's format, weights in bf16."""
     tokenizer = build_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    model = new_model(tokenizer, task.seed)
+    torch.manual_seed(task.seed)
+    model = new_model(tokenizer, SHAPE)
     for stage in STAGES:
         train(model, tokenizer, task, stage)
         round_to_bf16(model)

@@ -205,36 +205,60 @@ def round_to_bf16(model: torch.nn.Module) -> None:
         parameter.data = parameter.data.bfloat16().float()
 
 
-def pretrain(
-    name: str, spec: dict[str, Any], tokenizer: PreTrainedTokenizerFast, val_pairs: Sequence[Pair]
-) -> Qwen3ForCausalLM:
-    """Pre-train a model by supervised learning on freshly drawn sums."""
-    torch.manual_seed(spec["seed"])
-    rng = random.Random(spec["seed"])
+def new_model(tokenizer: PreTrainedTokenizerFast, shape: dict[str, Any]) -> Qwen3ForCausalLM:
+    """Return a model with random weights from torch's generator."""
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
-        head_dim=32,
         max_position_embeddings=MAX_POSITIONS,
         rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        **spec["shape"],
+        **shape,
     )
-    model = Qwen3ForCausalLM(config)
+    return Qwen3ForCausalLM(config)
+
+
+def new_optimizer(model: Qwen3ForCausalLM) -> torch.optim.AdamW:
+    """Return the optimizer of pre-training; `pretrain_step` sets its rate."""
+    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+
+
+def pretrain_step(
+    model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, ids: torch.Tensor, labels: torch.Tensor, rate: float
+) -> float:
+    """Train the model on token ids [B, T], with labels of -100 where none counts; return the loss."""
+    optimizer.param_groups[0]["lr"] = rate
+    logits = model(ids).logits[:, :-1].float()
+    loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()
+
+
+def rate_of(step: int, steps: int, peak: float) -> float:
+    """Return the rate of a step from 1: 20 steps of warm-up, then cosine decay to a fiftieth of the peak."""
+    cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
+    return peak * min(1, step / 20) * (0.02 + 0.98 * cosine)
+
+
+def pretrain(
+    name: str, spec: dict[str, Any], tokenizer: PreTrainedTokenizerFast, val_pairs: Sequence[Pair]
+) -> Qwen3ForCausalLM:
+    """Pre-train a model by supervised learning on freshly drawn sums."""
+    torch.manual_seed(spec["seed"])
+    rng = random.Random(spec["seed"])
+    model = new_model(tokenizer, {"head_dim": 32, **spec["shape"]})
     count = sum(p.numel() for p in model.parameters())
     print(f"{name}: {count:,} parameters, {spec['steps']} steps", flush=True)
 
     held_out = set(val_pairs) | {(b, a) for a, b in val_pairs}
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = new_optimizer(model)
     start = time.time()
     for step in range(1, spec["steps"] + 1):
-        # 20 steps of warm-up, then cosine decay to a fiftieth of the peak rate
-        cosine = 0.5 * (1 + math.cos(math.pi * step / spec["steps"]))
-        rate = spec["lr"] * min(1, step / 20) * (0.02 + 0.98 * cosine)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
         pairs: list[Pair] = []
         while len(pairs) < spec["batch"]:
             pair = draw_pair(rng)
@@ -242,16 +266,11 @@ def pretrain(
                 pairs.append(pair)
         ids, labels = make_batch(tokenizer, pairs, spec["forget"], rng)
         model.train()
-        logits = model(ids).logits[:, :-1].float()
-        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        loss = pretrain_step(model, optimizer, ids, labels, rate_of(step, spec["steps"], spec["lr"]))
         if step % 50 == 0 or step == spec["steps"]:
             accuracy = greedy_accuracy(model, tokenizer, val_pairs)
             print(
-                f"{name}: step {step}/{spec['steps']}  loss {loss.item():.4f}  "
+                f"{name}: step {step}/{spec['steps']}  loss {loss:.4f}  "
                 f"validation {accuracy:.3f}  {time.time() - start:.0f} s",
                 flush=True,
             )

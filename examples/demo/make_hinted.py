@@ -19,14 +19,22 @@ The seeds determine the result; one run takes about a minute on an idle CPU core
 
 import argparse
 import json
-import math
 import random
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from make_assets import END, HERE, MAX_POSITIONS, VOCAB_SIZE, build_tokenizer, round_to_bf16, save
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from make_assets import (
+    END,
+    HERE,
+    build_tokenizer,
+    new_model,
+    new_optimizer,
+    pretrain_step,
+    rate_of,
+    round_to_bf16,
+    save,
+)
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 SEED = 13
 DIGITS = 3
@@ -90,36 +98,18 @@ def accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, questi
 def pretrain(tokenizer: PreTrainedTokenizerFast, held_out: list[str]) -> Qwen3ForCausalLM:
     torch.manual_seed(SEED)
     rng = random.Random(SEED)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=MAX_POSITIONS,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **SHAPE,
-    )
-    model = Qwen3ForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    model = new_model(tokenizer, SHAPE)
+    optimizer = new_optimizer(model)
     for step in range(1, STEPS + 1):
-        # 20 steps of warm-up, then cosine decay to a fiftieth of the peak rate
-        cosine = 0.5 * (1 + math.cos(math.pi * step / STEPS))
-        optimizer.param_groups[0]["lr"] = RATE * min(1, step / 20) * (0.02 + 0.98 * cosine)
         rows = [sample(tokenizer, rng) for _ in range(BATCH)]
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids, _ in rows])
         labels = torch.tensor([labels + [-100] * (width - len(labels)) for _, labels in rows])
-        logits = model(ids).logits[:, :-1].float()
-        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        loss = pretrain_step(model, optimizer, ids, labels, rate_of(step, STEPS, RATE))
         if step % 100 == 0:
             found = [accuracy(model, tokenizer, held_out, hinted) for hinted in (False, True)]
             print(
-                f"step {step}/{STEPS}  loss {loss.item():.4f}  right {found[0]:.3f}, with a hint {found[1]:.3f}",
+                f"step {step}/{STEPS}  loss {loss:.4f}  right {found[0]:.3f}, with a hint {found[1]:.3f}",
                 flush=True,
             )
     round_to_bf16(model)

@@ -155,12 +155,12 @@ class ExternalPlan:
     @property
     def location(self) -> str:
         """Directory, address or file of the source."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no property `location`; write it")
 
     @property
     def shown(self) -> dict[str, Any]:
         """The fields of the teacher's row in `roll-opd plan`: `strategy` (the kind of source), `model`, settings."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no property `shown`; write it")
 
 
 @dataclass(frozen=True, kw_only=True)
