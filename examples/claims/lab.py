@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-from make_chains import Task, questions, right_answer
+from make_chains import Task, held_out_questions, questions, right_answer
 
 # (student log-probs f32 [B, T], teacher log-probs f32 [B, T], rewards f32 [B]) -> advantages f32 [B, T]
 Signal = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
-VALIDATION_QUESTIONS, VALIDATION_SEED = 100, 10**6
 EVERY = 1.1  # validations come at steps that grow by this factor
 ANSWERS = 4  # samples of a question, next to each other in a batch
 QUESTIONS = 32  # of a step
@@ -95,8 +94,8 @@ def train(engine: Engine, task: Task, name: str, arm: Arm, seed: int) -> Iterato
 
 
 def accuracy(engine: Engine, task: Task, length: int) -> float:
-    """Return the share of right greedy answers to the questions of validation."""
-    asked = questions(VALIDATION_QUESTIONS, VALIDATION_SEED)
+    """Return the share of right greedy answers to held-out questions."""
+    asked = held_out_questions()
     return round(float(graded(task, asked, engine.sample(asked, length, greedy=True), length).mean()), 4)
 
 

@@ -37,6 +37,8 @@ from make_assets import build_tokenizer, new_model, new_optimizer, pretrain_step
 
 MODULUS = 10
 GIVEN = 3  # digits of the question
+HELD_OUT = sorted(random.Random(0).sample(range(MODULUS**GIVEN), 100))
+TRAINED = sorted(set(range(MODULUS**GIVEN)) - set(HELD_OUT))
 LONGEST = 24  # digits of an answer
 SHORT = 12  # digits of four in five batches
 SHAPE = {
@@ -93,9 +95,14 @@ def right_answer(task: Task, question: str, length: int) -> str:
 
 
 def questions(count: int, seed: int) -> list[str]:
-    """Return `count` random questions."""
+    """Return `count` random questions for training."""
     rng = random.Random(seed)
-    return [f"{rng.randrange(MODULUS**GIVEN):0{GIVEN}}" for _ in range(count)]
+    return [f"{rng.choice(TRAINED):0{GIVEN}}" for _ in range(count)]
+
+
+def held_out_questions() -> list[str]:
+    """Return the questions for validation, which `questions` never returns."""
+    return [f"{number:0{GIVEN}}" for number in HELD_OUT]
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, question: str) -> list[int]:
