@@ -1,4 +1,4 @@
-"""Training as a library: a session with student, teachers and sampler, whose steps Python code calls one by one.
+"""Training as a library: a session with student, teachers and sampler. Python code calls the parts of each step.
 
     with roll_opd.open("examples/demo/onpolicy_distill.yaml") as session:
         for _ in range(20):
@@ -9,9 +9,9 @@
             session.sampler.update()
         session.student.save("out")
 
-The models run in the processes of an ordinary run with the same configuration (`roll_opd.pipelines.session`). This
-process does not import torch, and imports Ray only to send reward functions. The session ends together with this
-process. Calls block. docs/python.md has complete examples.
+The models run in the processes of an ordinary run with the same configuration (`roll_opd.pipelines.session`). The
+calling process does not import torch, and imports Ray only to send reward functions. The session ends when the calling
+process ends. Calls block. docs/python.md has complete examples.
 """
 
 import os
@@ -49,7 +49,7 @@ Reward = Callable[..., Sequence[float]]
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples in the order of their prompts. Each call returns a new batch. `samples` has all arrays."""
+    """Samples in the order of their prompts. Methods return new batches. `samples` has all arrays."""
 
     samples: tuple[Sample, ...]
     texts: tuple[str, ...]  # texts of the responses, without special tokens
@@ -73,7 +73,7 @@ class Batch:
     def reverse_kl(self) -> float:
         """Return the mean of student minus teacher log-prob over all tokens that the student sampled.
 
-        If a sample has several teachers, the first counts. ValueError if `teacher.score` was not called.
+        If a sample has several teachers, only the first teacher counts. ValueError if `teacher.score` was not called.
         """
         parts = []
         for sample in self.samples:
@@ -140,7 +140,7 @@ class Student:
         return self._session.call("forward_backward", samples=batch.samples, objective=keys, opd_kl_coef=opd_kl_coef)
 
     def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:
-        """Apply the accumulated gradients; return metrics. The default is the schedule's learning rate."""
+        """Apply the accumulated gradients; return metrics. `learning_rate` None: as scheduled."""
         return self._session.call("optim_step", learning_rate=learning_rate)
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
@@ -148,7 +148,7 @@ class Student:
         return Path(self._session.call("save", directory=os.path.abspath(directory)))
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """Restore the training state that `save` wrote; the engines get its weights."""
+        """Restore the training state that `save` wrote, and send its weights to the engines."""
         self._session.call("load", directory=os.path.abspath(directory))
 
 
@@ -172,7 +172,7 @@ class Session:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # the run is in another process group, so an interrupt reaches it only from here
+            start_new_session=True,  # a separate process group, so that Ctrl-C does not reach the run directly
         )
         self._shown = threading.Thread(target=self._show, name="roll_opd session output", daemon=True)
         self._shown.start()

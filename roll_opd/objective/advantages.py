@@ -3,9 +3,10 @@
     token_level_rewards = external_reward - Σ opd_kl_coef · reverse_kl - kl_coef · KL(student, reference)
     A_t                 = clip(A_external_t - Σ_{k≥0} opd_kl_discount^k · Σ opd_kl_coef · reverse_kl_{t+k})
 
-The sums over opd_kl_coef are over the teachers of the sample. `external_advantages` computes A_external separately for
-each reward domain, because the rewards of two domains have no common scale. `objective.loss` subtracts the teachers'
-part in an update, and `objective.audit` computes the two lines for the log. Pure distillation has no external part.
+Products with opd_kl_coef are summed over the teachers of the sample. `external_advantages` computes A_external
+separately for each reward domain, because the rewards of two domains have no common scale. In an update,
+`objective.loss` subtracts the teachers' part. `objective.audit` computes both formulas for the log. Pure distillation
+has no external part.
 """
 
 from collections import Counter
@@ -36,7 +37,7 @@ def external_advantages(
     workflow: str | None = None,
     runs: int = 1,
 ) -> list[Sample]:
-    """Fill the column `advantages` and, if a critic gives `values`, `returns`; write their constants to `metrics`.
+    """Fill the columns `advantages` and, with a critic, `returns`; write constants to the samples' `metrics`.
 
     The constants are `reward_mean` and `reward_scale` of the normalisation, `token_reward_mean`, `token_reward_scale`,
     `advantage_mean` and `advantage_scale` of the two whitenings, and `kl_coef`.
@@ -65,8 +66,8 @@ def external_advantages(
 def _reduced_to_one(samples: Sequence[Sample], objective: ObjectivePlan, runs: int) -> set[str]:
     """Return the groups in which exclusions or failed runs have left a single run, which cannot be compared.
 
-    If only one run of a workflow has made samples of some kind, these keep their rewards, since the workflow chose not
-    to compare them.
+    If only one run of a workflow has made samples of a kind, these samples keep their rewards, since the workflow chose
+    not to compare them.
     """
     compares = ADVANTAGES.facts(objective.adv_estimator).baseline
     if objective.advantage_args.get("mean_cal_level", "group" if compares else None) != "group":
@@ -141,11 +142,11 @@ def _states(samples: Sequence[Sample], reader: str) -> list[str]:
 
 
 def by_runs(function: Advantage, batch: RewardBatch) -> Normalised:
-    """Return step rewards normalised by statistics over runs, as some runs have more steps than others.
+    """Return step rewards normalised by statistics over runs, because some runs have more steps than others.
 
     A run's reward is the mean of its steps' rewards. A step's reward is centred on the run's baseline and divided by
-    the run's scale or the steps' scale, whichever is larger: the deviation of equal runs is 0, but their steps may be
-    very different.
+    the run's scale or the steps' scale, whichever is larger. The runs' scale alone could be 0: runs with equal rewards
+    may have steps with very different rewards.
     """
     assert batch.runs is not None
     steps = run_members(batch)

@@ -22,9 +22,9 @@ def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], obj
 
     If the teachers' term is in the advantage (`opd_objective: sampled`), the teachers' log-probs are merged into
     `opd_coefficients` and `opd_teacher`, except that a teacher with another tokenizer has three separate columns. If
-    the term is in the loss instead, both columns are 0 and each teacher has a `share` column. For generation ahead of
-    training see `weighs_rewards_alone`. ValueError if only some samples of the student have a column that the loss
-    reads.
+    the teachers' term is in the loss, `opd_coefficients` and `opd_teacher` are 0 and each teacher has a `share` column.
+    For generation ahead of training see `weighs_rewards_alone`. ValueError if only some samples of the student have a
+    column that the loss reads.
     """
     if weighs_rewards_alone(teachers, objective):
         samples = [_with_weighted_advantages(sample) for sample in samples]
@@ -36,7 +36,7 @@ def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], obj
     optional = [_optional(s, weight, is_scored=is_scored) for s, weight in zip(samples, weights, strict=True)]
     names = _common_names(samples, optional)
     is_sampled = objective.opd_objective == "sampled"
-    # even if the coefficient is 0, so that a non-finite value becomes visible (0 times it is NaN)
+    # teachers with the coefficient 0 are included: a log-prob that is not finite makes the product NaN
     coefficients = {t.name: np.float32(t.opd_kl_coef if is_sampled else 0) for t in teachers}
     shares = {t.name: np.float32(t.opd_kl_coef) for t in teachers}
     targeted = () if is_sampled else tuple(dict.fromkeys(name for s in samples for name in s.teacher_targets))
@@ -164,7 +164,7 @@ def _common_names(samples: Sequence[Sample], optional: Sequence[dict[str, np.nda
 
 
 def _sample_weights(samples: Sequence[Sample], objective: ObjectivePlan) -> list[float | None]:
-    """Return the weight of each sample in its mini-batch's policy loss; None: 1."""
+    """Return the weight of each sample in its mini-batch's policy loss; None means 1."""
     weights: list[float | None] = [None] * len(samples)
     if not (objective.difficulty_loss_weight or objective.length_loss_weight):
         return weights

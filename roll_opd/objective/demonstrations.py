@@ -1,4 +1,4 @@
-"""Make samples from rows with answers, for SFT and DPO and as demonstrations among the student's samples of a step.
+"""Make samples from rows with answers: for SFT, for DPO, and as demonstrations mixed with a step's student samples.
 
 The student does not sample these answers. Demonstrations have neither rewards nor log-probs from frozen models.
 """
@@ -13,7 +13,7 @@ from roll_opd.samples.sample import Sample
 
 
 def supervised_samples(rows: Iterable[tuple[np.ndarray, tuple[np.ndarray, ...]]]) -> list[Sample]:
-    """Return a sample for each answer in tokenised (prompt, answers); every token of the answer is in the loss."""
+    """Return a sample for each answer in `rows` of tokens (prompt, answers); all its tokens are in the loss."""
     return [
         _answered(prompt, answer, id=f"{row}/{number}", group_id=str(row))
         for row, (prompt, answers) in enumerate(rows)
@@ -38,7 +38,7 @@ def _answered(prompt: np.ndarray, answer: np.ndarray, **fields: Any) -> Sample:
 
 
 def mixed(sampled: Sequence[Sample], demonstrations: Sequence[Sample], updates: int) -> list[Sample]:
-    """Return student samples and demonstrations as one list of `updates` parts, each with the same mixture."""
+    """Return student samples and demonstrations in one list: `updates` mini-batches with the same mixture."""
     both: list[Sample] = []
     for update in range(updates):
         for samples in (sampled, demonstrations):

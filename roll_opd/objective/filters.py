@@ -9,7 +9,7 @@ from roll_opd.config.plan import FilterPlan, ObjectivePlan, RewardPlan, Sampling
 from roll_opd.samples.sample import Sample, changed
 
 GroupFilter = Callable[[Sequence[Sample]], bool]  # returns whether a group of samples with rewards passes
-MASKED = "masked_by"  # prefix of the keys in a sample's `metrics` for masks that reject the sample
+MASKED = "masked_by"  # prefix of keys in a sample's `metrics`: one key per mask
 
 
 def group_filter(rewards: Sequence[RewardPlan], *, compared: bool = True, runs: int = 0) -> GroupFilter | None:
@@ -93,7 +93,7 @@ def _masked_by(sample: Sample, masks: dict[str, bool]) -> Sample:
 
 
 def mask_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return `rollout/masked/*`: the fraction of samples that each mask rejects, and that `any` mask rejects."""
+    """Return `rollout/masked/*`: the fraction of samples that each mask rejects; `any`: at least one mask."""
     found: dict[str, list[float]] = {}
     for sample in samples:
         of_sample = {name: value for name, value in sample.metrics.items() if name.startswith(MASKED)}

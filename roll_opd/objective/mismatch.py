@@ -64,19 +64,19 @@ def corrected(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], object
 
 
 def check_staleness(samples: Sequence[Sample], version: int, updates: int, max_age: int = 0) -> None:
-    """Raise RunError for samples from other weights if their importance ratio would silently be taken as 1.
+    """Raise RunError for samples drawn with other weights if their importance ratio would silently be taken as 1.
 
     The loss compares current log-probs with old log-probs. The old log-probs are computed with the step's first
-    weights. Without old log-probs, the loss uses the current log-probs twice. Neither corrects for a sample from other
-    weights. Such a sample needs the importance weights of a correction. There is one exception: with generation ahead
-    of training (`max_age` above 0), a sample without a reward in its advantage is allowed, because the teachers' part
-    of an advantage is computed from current log-probs.
+    weights. Without old log-probs, the loss uses the current log-probs twice. In both cases, the ratio does not correct
+    for other sampling weights: samples drawn with them need the importance weights of a correction. There is one
+    exception: with generation ahead of training (`max_age` above 0), a sample without a reward in its advantage is
+    allowed, because the teachers' part of an advantage is computed from current log-probs.
 
     Args:
         samples: the samples of a mini-batch.
         version: version of the weights at the beginning of the step.
         updates: number of earlier updates in the step.
-        max_age: largest age of a token, in versions, that generation ahead of training guarantees.
+        max_age: upper bound of a token's age, in versions, with generation ahead of training.
     """
     sampled = [s for s in samples if s.rollout_logprobs is not None and not s.demonstration and s.learned_tokens]
     others = [s for s in sampled if s.importance_weights is None and sampling_versions(s.versions) != {version}]
@@ -122,8 +122,9 @@ def train_infer_metrics(samples: Sequence[Sample], correction: CorrectionPlan | 
 def _correction_metrics(samples: Sequence[Sample], plan: CorrectionPlan | None) -> dict[str, float]:
     """Return the fraction of action tokens that are masked, and metrics of the importance weights.
 
-    `weight_mean` is a mean over the tokens that are not masked. `ess` is the effective share of all action tokens; a
-    masked token has the weight 0. `clipped_rate` is the fraction of action tokens whose weight is not their ratio.
+    `weight_mean` is a mean over the tokens that are not masked. `ess` is the effective sample size as a fraction of all
+    action tokens; a masked token has the weight 0. `clipped_rate` is the fraction of action tokens whose weight is not
+    their ratio.
     """
     acted = sum(s.action_tokens for s in samples)
     kept = np.concatenate([np.zeros(0), *[present(s.importance_weights)[s.loss_mask] for s in samples]])

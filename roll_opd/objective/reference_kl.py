@@ -18,7 +18,7 @@ def first_kl_coef(objective: ObjectivePlan, saved: float | None) -> float:
 
 
 def kl_coefs(samples: Sequence[Sample], objective: ObjectivePlan, kl_coef: float | None = None) -> list[float]:
-    """Return the KL coefficient for the samples of each reward domain in turn, and the coefficient of the next step.
+    """Return the KL coefficients of the reward domains (in the order of `by_domain`) and of the next step.
 
     With a `target_kl`, the coefficient is adapted after each domain to the KL of the domain's samples, as in ROLL.
     """
@@ -46,7 +46,7 @@ def by_domain(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def reference_kl_mean(samples: Sequence[Sample], objective: ObjectivePlan) -> float:
-    """Return the mean over samples of the samples' means over tokens; NaN if no sample has an action token."""
+    """Return the mean over samples of each sample's mean over tokens; NaN if no sample has an action token."""
     acted = [s for s in samples if s.action_mask.any()]
     means = [reference_kl(s, objective.kl_penalty).sum() / s.action_mask.sum() for s in acted]
     return float(np.mean(means)) if means else math.nan

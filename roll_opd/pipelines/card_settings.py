@@ -29,7 +29,7 @@ MAX_ROWS = 60
 
 
 def settings_table(parts: Sequence[RunPart]) -> str:
-    """Return the table: columns are parts, rows are the settings in `ALWAYS` and changed settings; "" without rows."""
+    """Return the table: a column per part, a row per setting in `ALWAYS` and per changed setting; "" without rows."""
     parts = [part if part.settings is None else replace(part, settings=as_written(part.settings)) for part in parts]
     known = [part.settings for part in parts if part.settings is not None]
     if not known:
@@ -56,7 +56,7 @@ def steps_text(first: int, last: int | None) -> str:
 
 
 def _keys_below(key: str, before: Settings, now: Settings) -> list[str]:
-    """Return the keys that a changed key in a history stands for: the key itself, or all keys that end in it."""
+    """Return the full keys of a changed key from a history: the key itself, or all keys that end in it."""
     if key in before or key in now:
         return [key]
     return [each for each in dict.fromkeys((*before, *now)) if each.endswith(f".{key}")]
@@ -79,7 +79,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def public(value: Any) -> str:
-    """Return the publishable text of a value: a path becomes its hub name or last part, an address a placeholder."""
+    """Return the publishable text of a value: its hub name or last part for a path, a placeholder for an address."""
     if isinstance(value, str):
         if "://" in value:
             return "an address"

@@ -19,13 +19,13 @@ from roll_opd.models.model_info import ModelFilesError, read_model
 from roll_opd.pipelines.history import History
 from roll_opd.tracking.run_directory import RUN_FACTS, SUPERSEDED, RunDirectory, checkpoints_of, write_atomic
 
-if TYPE_CHECKING:  # it imports torch, and the launcher must start its fork server before that
+if TYPE_CHECKING:  # these import torch, but the launcher must first start its fork server
     from roll_opd.cluster.worker_progress import Writing
     from roll_opd.rollout.finished_groups import FinishedGroup
 
 STATE_FILE = "run_state.json"
 CRITIC = "critic"  # the critic's part of a checkpoint
-FOLLOWERS = "followers"  # teachers that follow the student, by name
+FOLLOWERS = "followers"  # directory with a part for each teacher that follows the student
 GROUPS = "finished_groups.pickle"  # finished groups of generation ahead on which no update has trained yet
 ADAPTER = "adapter"  # the adapter of a LoRA student, in peft's format
 HF = "hf"  # the model in Hugging Face's format
@@ -98,7 +98,7 @@ class _Pending:
     step: int
     writing: "Writing | None"
     is_on_disk: bool = False
-    is_logged: bool = False  # whether the logs of the run have its step
+    is_logged: bool = False  # whether its step is in the logs of the run
     model_card: str | None = None
 
 
@@ -140,7 +140,7 @@ class Checkpoints:
     ) -> None:
         """Complete an earlier partial checkpoint, then write a new one (in the background with `async_save`).
 
-        `groups` are the finished groups in no batch. A disk error raises CheckpointError, here or in `commit`.
+        `groups` are the finished groups that are in no batch. A disk error raises CheckpointError, here or in `commit`.
         """
         from roll_opd.rollout.finished_groups import write_groups  # imports torch
 
@@ -170,7 +170,7 @@ class Checkpoints:
     async def commit(self, *, wait: bool) -> None:
         """Make the partial checkpoint valid if its step is logged and its files are on the disk.
 
-        With `wait`, wait for the files. Then remove the checkpoints beyond `max_ckpt_to_keep`.
+        With `wait`, wait for the files. Then remove the oldest checkpoints beyond `max_ckpt_to_keep`.
         """
         pending = self._pending
         if pending is None or not pending.is_logged:
@@ -217,7 +217,7 @@ class Checkpoints:
             raise CheckpointError(self._write_failed(step, why)) from error
 
     def _remove(self, checkpoint: Path) -> None:
-        """Remove a checkpoint so that a kill in between leaves no incomplete checkpoint under its name."""
+        """Remove a checkpoint; even if the process is killed meanwhile, its name never has an incomplete checkpoint."""
         if checkpoint.exists():
             doomed = checkpoint.with_name(f"{_PARTIAL}old_{checkpoint.name}")  # the next checkpoint may be in progress
             os.replace(checkpoint, doomed)
@@ -242,7 +242,7 @@ def complete(run: Path) -> list[Path]:
 
 
 def instead_of(checkpoint: Path) -> str:
-    """Return advice for an error: the checkpoint from which to resume instead of the damaged checkpoint at `path`."""
+    """Return advice for an error: the checkpoint from which to resume instead of the damaged `checkpoint`."""
     path = checkpoint.resolve()
     steps = {each: step for step, each in checkpoints_of(path.parent.parent).items()}
     earlier = [each for each in complete(path.parent.parent) if steps[each] < steps.get(path, 0)]
@@ -254,9 +254,9 @@ def instead_of(checkpoint: Path) -> str:
 def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | None:
     """Return the checkpoint to resume from, or None for a new run.
 
-    If `resume` is True, this is the newest checkpoint of the experiment's newest run that has one. If it is a path, the
-    path names the directory of an experiment, a run or a checkpoint. CheckpointError if a named checkpoint does not
-    exist or is superseded.
+    If `plan.resume` is True, runs without a checkpoint are skipped, and the newest checkpoint of the newest other run
+    is returned. If `plan.resume` is a path, it names the directory of an experiment, a run or a checkpoint.
+    CheckpointError if a named checkpoint does not exist or is superseded.
     """
     if plan.resume is False:
         return None

@@ -137,7 +137,7 @@ def parts_of(saved: Any, step: int) -> tuple[RunPart, ...]:
 
 
 def read_settings(run: Path, like: RunPlan) -> Settings | None:
-    """Return the settings of a run from its config.yaml, for a checkpoint without settings; None if that fails."""
+    """Return the settings in the config.yaml of a run whose checkpoint has none; None if they cannot be read."""
     if not (run / "config.yaml").is_file():
         return None
     supervised = like.pipeline if like.rollout is None else None
@@ -188,7 +188,7 @@ def differences(before: Settings, now: Settings) -> Changes:
 
 
 def changed_samples(changes: Changes, frozen: Sequence[str]) -> str | None:
-    """Return the first changed key that affects samples or the log-probs of the roles `frozen`; None if no key does."""
+    """Return the first changed key that affects samples or the log-probs of the roles `frozen`, else None."""
     for key in changes:
         section, _, rest = key.partition(".")
         if section == "validation":

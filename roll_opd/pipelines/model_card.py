@@ -149,7 +149,7 @@ def _figures(summary: Mapping[str, Any]) -> str:
 
 
 def _loading(plan: RunPlan) -> Sequence[str]:
-    # a card may be published, and rows may be private
+    # a card may be published, but rows may be private
     return loading(".", NEUTRAL, is_chat=has_chat_template(Path(plan.student.model.path)))
 
 

@@ -20,7 +20,7 @@ from roll_opd.tracking.secrets import without_secrets
 
 Settings = dict[str, Any]  # key of the configuration -> value, in the types of JSON
 
-CONTENT = " (content)"  # suffix of the key that has the hash of a model's or of data files' contents
+CONTENT = " (content)"  # suffix of keys whose value is the hash of a model or of data files
 GROUP = "num_return_sequences_in_group"
 WHOLE_BYTES = 16 * 2**20  # files up to this size are hashed completely; of larger files, pieces are hashed
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model")  # files that determine a model's outputs
@@ -153,7 +153,7 @@ def settings_of(plan: RunPlan) -> Settings:
 
 
 def as_written(settings: Settings) -> Settings:
-    """Return settings with the keys of a run in environments spelled as in its configuration."""
+    """Return settings; keys of a run in environments are spelled as in the configuration."""
     if not any(key.startswith("custom_envs.") for key in settings) or GROUP not in settings:
         return settings
     derived = (GROUP, "prompt_length", "response_length")

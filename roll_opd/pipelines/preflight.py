@@ -65,7 +65,7 @@ class Inputs:
     """The inputs of a run, checked and opened, and the checkpoint from which it resumes."""
 
     resumed: Checkpoint | None  # None for a new run
-    history: History  # of its settings
+    history: History  # settings of the run's steps
     tokenizer: PreTrainedTokenizerBase
     source: TaskSource  # a `MixedSource` if there are demonstrations
     held_out: list[Prompt]
@@ -136,7 +136,7 @@ def _restore(source: TaskSource, resumed: Checkpoint) -> None:
 
 
 def cluster_problems(address: str) -> list[str]:
-    """Return why the Ray cluster at host:port cannot be reached, None if it can; Ray itself would try for minutes."""
+    """Return an error if the Ray cluster at host:port cannot be reached; Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal() and int(port) < 2**16):
         return []  # "auto" and other special values: Ray reports errors in these
@@ -160,7 +160,7 @@ def emulated_bf16(plan: RunPlan, cpu: Mapping[str, Any]) -> str | None:
 
 
 def package_problems() -> list[str]:
-    """Return why installed packages break the import of models or engines; empty if they do not.
+    """Return an error if installed packages break the import of models or engines.
 
     If all processes are this process or forks of its fork server, these packages are hidden instead.
     """
@@ -182,7 +182,7 @@ def _lost_weights(plan: RunPlan) -> list[str]:
 
 
 def checkpoint_problems(plan: RunPlan, checkpoint: Checkpoint) -> list[str]:
-    """Return how student, critic and followers differ from the checkpoint's, apart from layouts."""
+    """Return errors if student, critic or followers differ from those in the checkpoint, apart from layouts."""
     problems = _shape_problems(plan.student, checkpoint.path / "hf", checkpoint)
     problems += _adapter_problems(plan.student.lora, checkpoint.path / ADAPTER, checkpoint)
     if plan.critic and not (checkpoint.path / CRITIC).is_dir():
@@ -301,7 +301,7 @@ def _scored(plan: RunPlan, data: DataPlan, source: FilePlan, tokenizer: PreTrain
 
 
 def _tagged(plan: RunPlan) -> dict[str, tuple[str, ...] | None]:
-    """Return the tags of each part of a run that has a tag list."""
+    """Return the tag list of each template, teacher and reward; None: all tags."""
     return {
         **{f"tag_to_template.{tag}": (tag,) for tag in plan.data.tag_templates},
         **{f"teacher {teacher.name}": teacher.tags for teacher in plan.teachers},
@@ -328,7 +328,7 @@ def _opened(data_sets: Sequence[DataPlan], tokenizer: PreTrainedTokenizerBase) -
 
 
 def miscounted(plan: RunPlan, usable: int) -> str | None:
-    """Return a warning if max_steps was computed from num_train_epochs with unusable rows; `usable` rows count."""
+    """Return a warning if max_steps was computed from num_train_epochs and more rows than the `usable` rows."""
     if plan.epochs is None:
         return None
     steps = max(1, whole_steps(plan.epochs, usable, plan.rollout_batch_size))

@@ -14,7 +14,8 @@ from roll_opd.workflows.hooks import PACKAGE, codes_of, names_in
 from roll_opd.workflows.plugins import find_workflow
 from roll_opd.workflows.workflow_bases import RewardPropagationWorkflow, StepWiseRewardWorkflow
 
-# workflow: the workflow's code sets every reward; function: workflow_reward does; either: it depends on the sample
+# the rewards come from the workflow's code, the function workflow_reward, or `rewards` of the configuration; either:
+# this depends on the sample
 Source = Literal["workflow", "function", "configuration", "either"]
 RUN = ("run", "run_async")
 REWARD_NAMES = {"reward", "rewards", "reward_fn", "take_reward", "update_reward", "score", "scored"}
@@ -54,7 +55,7 @@ def _written_by(kind: type, name: str) -> type | None:
 
 
 def _are_ours(kind: type, *names: str) -> bool:
-    """Return whether a class inherits all of these methods from classes of this package."""
+    """Return whether all methods `names` of a class are inherited from classes of this package."""
     found = [_written_by(kind, name) for name in names]
     return all(base is None or base.__module__.startswith(PACKAGE) for base in found)
 

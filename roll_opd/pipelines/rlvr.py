@@ -91,7 +91,7 @@ async def train(run: Run, workers: RunWorkers) -> None:
             async with run.checkpoint(step, workers.save, kl_coef, batch.source_state, finished):
                 run.logger.step(step, batch, samples, metrics)
             del batch, samples, finished
-            gc.collect()  # between two steps, after the samples of the first have been released
+            gc.collect()  # between two steps, after the samples of the earlier step have been released
             if in_turns and step < plan.max_steps:
                 await publish(step)
     if workflow_pool:
@@ -139,7 +139,7 @@ def _group_filter(plan: RunPlan) -> GroupFilter | None:
 
 
 def _failed_metrics(batch: Batch, samples: Sequence[Sample], plan: RunPlan) -> dict[str, float]:
-    """Return the fraction of a step's runs that failures left out, if any. RunError if they left too few."""
+    """Return the fraction of a step's runs that are left out because they failed. RunError if too few runs are left."""
     failed = batch.failed_rate(samples, plan.answers_per_prompt)
     if 1 - failed < plan.min_batch_fraction:
         raise RunError(
@@ -189,7 +189,7 @@ def _preflight(run: Run, workers: RunWorkers) -> TeacherPreflight:
 async def _with_model_values(
     samples: list[Sample], plan: RunPlan, workers: RunWorkers, clock: PhaseClock, preflight: TeacherPreflight
 ) -> list[Sample]:
-    """Return samples with the log-probs that are needed (of frozen models and the student) and the critic's values."""
+    """Return samples with the needed log-probs of frozen models and student, and with the critic's values."""
     assert plan.rollout is not None
     temperature, turns = plan.rollout.sampling.temperature, workers.turns
     await turns.enter(Phase.READ)

@@ -32,8 +32,8 @@ class Run:
     held_out: list[Prompt]
     logger: RunLogger
     checkpoints: Checkpoints
-    resumed: Checkpoint | None  # None: the run is a new one
-    history: History  # of its settings
+    resumed: Checkpoint | None  # None for a new run
+    history: History  # settings of the run's steps
     ending: Ending
 
     @property

@@ -17,7 +17,7 @@ from roll_opd.tracking.summary import versions
 
 GPUS = Path("/proc/driver/nvidia/gpus")  # a query through CUDA would allocate device memory
 MEMORY = Path("/proc/meminfo")
-MAX_ERROR_LENGTH = 2000  # characters of an error
+MAX_ERROR_LENGTH = 2000  # maximum characters of an error
 SENTENCES = (RunError, CheckpointError, ConfigError, DiskFull)  # errors whose text is written for users
 
 

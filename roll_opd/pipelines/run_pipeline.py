@@ -159,7 +159,7 @@ def own_directory(plan: RunPlan, resumed: Checkpoint | None, history: History) -
             else:
                 directory = RunDirectory.create(plan.output_dir, plan.exp_name)
                 ends.callback(_discard_unbegun, directory)
-                # closed first, as NFS keeps a directory that has an open file
+                # the lock file is closed first, as NFS keeps a directory that has an open file
                 ends.enter_context(lock_run(directory.path))
             directory.checkpoints.mkdir(exist_ok=True)
             directory.write_config(plan.config_yaml)

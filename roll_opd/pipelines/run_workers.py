@@ -53,7 +53,7 @@ class RunWorkers:
         student = self.student.learn(experiences, plan.teachers, plan.objective, temperature, step)
         if self.critic is None:
             return await student
-        if self.turns.share(self.student.plan.name, self.critic.plan.name):  # otherwise an update would change both
+        if self.turns.share(self.student.plan.name, self.critic.plan.name):  # else each update would swap the models
             learned, metrics = await student
             return learned, metrics | await self.critic.learn(experiences)
         (learned, metrics), of_critic = await asyncio.gather(student, self.critic.learn(experiences))
@@ -78,7 +78,7 @@ class RunWorkers:
     async def send_weights(self, version: int, *, updated: bool = True) -> None:
         """Send the student's weights as `version` to the inference engines, and to teachers that follow the student.
 
-        If not `updated`, teachers get no weights, since they start with the same weights.
+        If the student was not `updated`, teachers get no weights, because they started with the same weights.
         """
         await self.turns.enter(Phase.WEIGHT_SYNC)
         due = [follower for follower in self.followers if updated and follower.is_due(version)]
@@ -88,7 +88,7 @@ class RunWorkers:
         await self._send_heads(due)
 
     async def begin_generation(self, version: int) -> None:
-        """Load the engines onto their devices; if weights were discarded, send the student's as `version`."""
+        """Load the engines onto their devices; if they lack weights, send the student's weights as `version`."""
         if self.turns.lack_weights:
             await self.send_weights(version, updated=False)
         await self.turns.enter(Phase.GENERATE)

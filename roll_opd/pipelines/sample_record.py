@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roll_opd.samples.sample import Sample
 
-PIECES_OF_A_CHARACTER = 4  # most bytes of a UTF-8 character, and so the most tokens of one
+PIECES_OF_A_CHARACTER = 4  # maximum bytes, and so maximum tokens, of a UTF-8 character
 
 
 def text_of(experience: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def token_ends(decode: Callable[[Sequence[int]], str], tokens: Sequence[int], te
     length of the text.
     """
     ends: list[int] = []
-    # decode from token `window` for context; the tokens before `settled` are `done` characters
+    # decode from token `window` for context; the tokens before `settled` decode to `done` characters
     window = settled = done = 0
     for place in range(1, len(tokens) + 1):
         before, now = decode(tokens[window:settled]), decode(tokens[window:place])

@@ -30,8 +30,8 @@ class Ending:
         self._checkpoints, self._grace, self._say = checkpoints, shutdown_timeout_s, say
         self.is_asked_for = False
         self._asked_at = 0.0
-        self._comes_from_all = False  # SIGTERM, from each host that received it
-        self.is_training = False  # training has started, so the current step is finished
+        self._comes_from_all = False  # whether every host of the run forwards its SIGTERM
+        self.is_training = False  # whether training has started; the current step is then finished
         self._lost: str | None = None  # why the run cannot continue, set before any call has failed
         self._is_over = False
         self._is_interrupted = False
@@ -39,7 +39,7 @@ class Ending:
 
     @contextmanager
     def before_the_loop(self) -> Iterator[None]:
-        """Inside the block, handle SIGTERM (except during `of_the_loop`), and Ctrl-C until `start_up_is_over`."""
+        """Inside the block, handle SIGTERM (except during `of_the_loop`) and, until `start_up_is_over`, Ctrl-C."""
         if threading.current_thread() is not threading.main_thread():  # Python handles signals only in the main thread
             yield
             return
@@ -72,7 +72,7 @@ class Ending:
             raise self._terminated()
 
     def hear_all_hosts(self) -> None:
-        """From now on, ignore a SIGTERM that follows a SIGTERM immediately: a second host sent the same signal."""
+        """From now on, ignore a second SIGTERM within `SIGTERM_DEDUP_S`: another host has sent the same signal."""
         self._comes_from_all = True
 
     def listen(self) -> None:

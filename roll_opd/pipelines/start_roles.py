@@ -93,7 +93,7 @@ async def start_sampler(
     weight_transfer: str = SHARED_MEMORY,
     turns: DeviceScheduler | None = None,
 ) -> Sampler:
-    """Start the engines of `rollout`, which joins `turns` if it shares devices.
+    """Start the engines of `rollout`; they join `turns` if they share devices.
 
     `weight_transfer` is the backend of weight updates; see `choose_backend`.
     """
@@ -190,10 +190,11 @@ async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) 
     async def engines(model: AuxiliaryPlan) -> Sampler | None:
         return await start_sampler(plan, model.engine, placement) if model.engine else None
 
-    auxiliaries = [await engines(model) for model in plan.workflow.auxiliary_models]  # they may share devices
+    # one after another, because they may share devices
+    auxiliaries = [await engines(model) for model in plan.workflow.auxiliary_models]
     assert plan.workflow.workflow and plan.rollout
     one_thread = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # a process tokenises one text at a time
-    kind = MEGATRON if plan.workflow.tool_call_parser == HERMES else ENGINES  # the other parsers are vLLM's
+    kind = MEGATRON if plan.workflow.tool_call_parser == HERMES else ENGINES  # vLLM has the other parsers
     variables = {
         **one_thread,
         **_environment(plan),

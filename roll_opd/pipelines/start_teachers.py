@@ -14,7 +14,7 @@ from roll_opd.teachers.http_checks import check_server
 from roll_opd.teachers.http_teacher import HttpScorer
 from roll_opd.teachers.scorer import Target, TeacherScorer
 
-ANSWERS = "teacher_answers"  # directory of an experiment that has the answers of servers
+ANSWERS = "teacher_answers"  # directory of an experiment with the cached answers of teacher servers
 
 
 def http_scorer(plan: RunPlan, teacher: TeacherPlan, source: HttpPlan) -> HttpScorer:

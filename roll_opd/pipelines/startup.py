@@ -118,7 +118,7 @@ def background_task(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
     return task
 
 
-TRIAL_PROMPTS = 64  # number of prompts, from the first, that are searched for one of each domain
+TRIAL_PROMPTS = 64  # a prompt of each domain is looked for among the first prompts
 TRIAL_SECONDS = 10.0  # time limit for trying a reward
 
 

@@ -1,1 +1,1 @@
-"""Report of a run: one HTML file, made from the run directory, that opens without a server or a network."""
+"""Report of a run: one HTML file that opens without a server or a network. It is made from the run directory."""

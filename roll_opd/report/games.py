@@ -1,4 +1,4 @@
-"""Write a held-out game before and after training as text in two columns, for the end of a run."""
+"""Write a held-out game before and after training as text in two columns; a run prints it at its end."""
 
 import re
 import unicodedata
@@ -8,7 +8,7 @@ from typing import Any
 
 from roll_opd.report.text import visible
 
-WIDTH, MAX_LINES = 35, 40  # size of one side, in terminal columns and lines
+WIDTH, MAX_LINES = 35, 40  # size of the game before, or after: terminal columns, lines
 WIDE, NO_WIDTH = {"W", "F"}, {"Mn", "Me"}  # Chinese, Japanese and emoji take two columns, combining accents none
 MARKUP = re.compile(r"<\|[^|<>]*\|>|</?s>|<(?:start|end)_of_turn>")  # marks of chat templates around messages
 ROLES = {"system", "user", "assistant", "tool", "model"}
@@ -17,7 +17,7 @@ ACTION_PREFIX = "> "
 
 
 def before_and_after(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a game at the first and last validation in two columns; "" if no game was played at both validations.
+    """Return a game as played at the first and the last validation; "" if no game was played at both validations.
 
     `rows` are the rows of `validation_samples.jsonl`. The game is the first one whose reward is higher at the last
     validation than at the first, else the first game.
@@ -46,7 +46,7 @@ def _name(row: Mapping[str, Any]) -> str:
 
 
 def _lines(row: Mapping[str, Any], when: str) -> list[str]:
-    """Return the lines of one side: observations, and actions prefixed by `ACTION_PREFIX`."""
+    """Return the lines of a game under a title: observations, and actions prefixed by `ACTION_PREFIX`."""
     reward = "" if row["reward"] is None else f", reward {row['reward']:g}"
     lines = [*_text_lines(row["prompt"])]
     start_of_turn, acted = 0, None

@@ -24,7 +24,7 @@ from roll_opd.tracking.run_directory import write_atomic
 from roll_opd.tracking.summary import summarize
 
 REPORT = "report.html"
-SCRIPTS = ("dom.js", "charts.js", "tokens.js", "sections.js")  # in this order
+SCRIPTS = ("dom.js", "charts.js", "tokens.js", "sections.js")  # the order in the page
 TIME_BARS = 120  # maximum ranges in the chart of seconds per step
 MAX_WARNINGS, MAX_FACTS, CONFIG_CHARACTERS = 200, 100, 200_000
 MAX_SENTENCE = 2000  # maximum characters of a warning or error from the run's files

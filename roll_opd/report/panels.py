@@ -15,7 +15,7 @@ from roll_opd.tracking.summary import ACCURACY, ACCURACY_STDERR, LOSS, REVERSE_K
 DIGITS = 6
 STUDENT_LOGPROB = "opd/student_logprob"
 SURPRISE = "surprise"  # computed here: the mean of -log p over sampled tokens, which estimates the entropy
-MAX_METRICS, METRIC_POINTS = 200, 300  # maximum number of metrics outside the panels, and of points of each
+MAX_METRICS, METRIC_POINTS = 200, 300  # maximum metrics outside the panels, and maximum points per metric
 
 MODES = {  # titles for runs whose title was not recorded
     "pure": "pure on-policy distillation",
@@ -62,7 +62,7 @@ PANELS = (
     ),
     Panel(
         "Margin",
-        "Implicit reward of the chosen answer minus the rejected answer's.",
+        "Implicit reward of the chosen answer minus implicit reward of the rejected answer.",
         (("dpo/margin", "training"), ("val/dpo/margin", "validation")),
         "up",
     ),

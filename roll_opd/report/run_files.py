@@ -49,7 +49,7 @@ class StepLines:
                         if row is not None:
                             yield {**row, "step": step}
         except OSError:
-            return  # removed after indexing
+            return  # the file was removed after indexing
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class RunRecord:
     path: Path
     metrics: list[dict[str, float]]  # one row per step, in ascending order; finite numbers only, including `step`
     summary: dict[str, Any]  # empty before the end of the run
-    preflight: dict[str, Any]  # checks by teacher
+    preflight: dict[str, Any]  # teacher -> checks
     facts: dict[str, Any]  # content of `run.json`, written at the start: mode, machine, versions
     config: dict[str, Any]
     config_text: str
     samples: StepLines
-    answers: StepLines  # to held-out prompts
+    answers: StepLines  # answers to held-out prompts
     written: datetime | None  # time of the last step
     problems: list[str]  # sentences
 

@@ -11,7 +11,7 @@ from roll_opd.report.text import limited, rounded
 STEPS, SAMPLES_PER_STEP = 8, 6
 PROMPTS = 8  # maximum number of held-out prompts, each with answers of several steps
 TOKENS = 40_000  # maximum tokens over all samples and answers; each takes about 70 bytes in the page
-CHARACTERS = 3000  # of a prompt
+CHARACTERS = 3000  # maximum characters of a prompt
 DIGITS = 4
 STUDENT = "student"  # default of `by`, which names the model that answered a held-out prompt
 CLOSE = 0.1  # nats; the two probabilities then differ by less than a tenth
@@ -133,7 +133,7 @@ def agreement(lines: StepLines, steps: Sequence[int]) -> dict[str, Any] | None:
 def _columns(row: Mapping[str, Any], length: int) -> dict[str, list[float | None]]:
     """Return the recorded values of each response token, by column; None at observed tokens."""
     sampled, trained = row.get("rollout_logprobs"), row.get("student_logprobs")
-    by = limited(row.get("by") or STUDENT)  # the log-probs of the sampler are of this model
+    by = limited(row.get("by") or STUDENT)  # the model whose log-probs the sampler recorded
     given = {
         **({"student": trained, "rollout": sampled} if trained else {by: sampled}),
         **{f"teacher/{limited(name)}": values for name, values in _dict(row.get("teacher_logprobs")).items()},
@@ -201,7 +201,7 @@ def _masked(
 
 
 def _cut(given: Any, length: int, kept: Sequence[int]) -> list[list[Any] | None]:
-    """Return the chunk of each shown token (number of student tokens, teacher tokens as text), None without one."""
+    """Return the chunk of each shown token (number of student tokens, teacher tokens as text), None without a chunk."""
     by_token: dict[int, list[Any]] = {}
     for chunk in _list(given):
         if isinstance(chunk, list) and len(chunk) == 3 and all(isinstance(one, int) for one in chunk[:2]):

@@ -10,7 +10,7 @@ ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}  # so that a script e
 
 
 def visible(text: str) -> str:
-    """Return `text` with characters that are invisible or change the text direction written as `⟨U+202E⟩`."""
+    """Return `text`; invisible characters and characters that change the text direction become `⟨U+202E⟩` etc."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(_shown(character) for character in text)

@@ -1,7 +1,7 @@
 """Let roles that share devices take turns: a role is loaded for a call after the others have released the devices.
 
 `roll_opd.models.device_phases` has the rules; this module applies them to the processes of the roles. Members are the
-roles that share devices. Without members, every call goes directly to the processes of its role.
+roles that share devices. Without members, every call goes directly to the processes of the called role.
 """
 
 import asyncio
@@ -146,7 +146,7 @@ class ScheduledGroup:
             return await self.group.ask(actor, method, *args, **kwargs)
 
     async def setup(self, **arguments: Any) -> None:
-        """Do what `WorkerGroup.setup` does, after the other members have released the devices."""
+        """Call `WorkerGroup.setup` after the other members have released the devices."""
         async with self._turns.starting(self.name):
             await self.group.setup(**arguments)
 

@@ -14,11 +14,11 @@ from roll_opd.config.plan import TrainPlan
 from roll_opd.samples.sharding import Assignment, ShardedBatch, TrainResult
 from roll_opd.tracking.console import Count
 
-SKIPS_ALLOWED = 3  # updates in a row without a finite loss and gradient
+SKIPS_ALLOWED = 3  # consecutive updates without a finite loss and gradient
 
 ACTOR_METRICS = ("actor/grad_norm", "actor/lr", "actor/skipped_updates")
 
-Update = Sequence[TrainResult]  # of one optimizer update, by rank
+Update = Sequence[TrainResult]  # results of one optimizer update, one per rank
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Learner:
 
     plan: TrainPlan
     group: WorkerGroup
-    updates: Count = field(init=False)  # of a step
+    updates: Count = field(init=False)  # counter of a step's updates
     _skipped: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:

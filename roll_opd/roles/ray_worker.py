@@ -70,7 +70,7 @@ async def next_answer(
     patience: float,
     until: float,
 ) -> Answers | None:
-    """Return the result of `receive`; raises WorkerLost at time `until`, or if `alive` takes over `patience` s."""
+    """Return the result of `receive`; raises WorkerLost at time `until`, or if `alive` needs more than `patience` s."""
     answer = asyncio.ensure_future(receive)
     reply: asyncio.Future[None] | None = None
     try:

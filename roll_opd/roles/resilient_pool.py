@@ -21,8 +21,8 @@ MAX_INITIAL_FAILURES = 32  # after this many failed jobs without a success, the 
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-# (waiting items, worker number -> jobs for workers that accept more, capacity of a worker) -> a worker's number for
-# each of the first items; the rest wait
+# (waiting items, number of each worker that accepts jobs -> number of its jobs, capacity of a worker) -> worker number
+# for each of the first items; further items wait
 Assign = Callable[[Sequence[Any], Mapping[int, int], int], Iterable[int]]
 
 
@@ -57,7 +57,7 @@ class _Job(Generic[Item, Result]):
     def fail(self, error: BaseException) -> None:
         if not self.result.done():
             self.result.set_exception(error)
-            self.result.exception()  # marks it as retrieved: asyncio logs exceptions that are never awaited
+            self.result.exception()  # marks it as retrieved; asyncio logs exceptions that are never retrieved
 
 
 @dataclass(eq=False)
@@ -67,12 +67,12 @@ class Member:
     worker: Worker
     number: int  # a replacement gets the same number
     in_hand: int = 0  # jobs
-    retiring: bool = False  # accepts no more jobs and is replaced after its last one
+    retiring: bool = False  # accepts no more jobs and is replaced after its last job
     isolated: bool = False  # runs only one job, which may kill it
 
 
 def in_equal_shares(items: Sequence[Any], loads: Mapping[int, int], capacity: int) -> Iterator[int]:
-    """Assign contiguous blocks of items to workers; block sizes are as equal as the room of the workers permits."""
+    """Assign contiguous blocks of items to workers; block sizes are as equal as free capacities permit."""
     left = len(items)
     for place, number in enumerate(sorted(loads, key=lambda number: -loads[number])):
         share = min(left // (len(loads) - place), capacity - loads[number])
@@ -162,7 +162,7 @@ class ResilientPool(Generic[Item, Result]):
         while suspects and accepting:
             member = accepting.pop()
             if member.in_hand:
-                break  # it gets no more jobs until it is idle
+                break  # the least busy worker gets no more jobs until it is idle
             member.isolated = True
             self._send(member, [suspects.pop(0)])
         loads = {member.number: member.in_hand for member in accepting}
@@ -244,7 +244,7 @@ class ResilientPool(Generic[Item, Result]):
         self._waiting = [job for job in jobs if not job.result.done()] + self._waiting
 
     def _count_lost(self, problem: str) -> None:
-        """Count a lost worker; break the pool if there are more than it may lose."""
+        """Count a lost worker; break the pool if more than `max_lost` workers were lost."""
         self._lost += 1
         if self._max_lost is not None and self._lost > self._max_lost:
             self._break(
@@ -307,7 +307,7 @@ class FailureLog:
     """
 
     jobs: str  # name of the jobs in messages
-    consequence: str  # of a failure: "are left out"
+    consequence: str  # consequence of a failure, such as "are left out"
     metric: str  # prefix of the counts by kind
     remedy: str | None = None  # remedy for a failure that ends the run; None: failures do not end it
     must_succeed: bool = True  # the run ends if the first MAX_INITIAL_FAILURES jobs all fail

@@ -17,11 +17,11 @@ from roll_opd.roles.resilient_pool import FailureLog, ResilientPool, WorkerLost
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.tracking.reward_metrics import scoring_metrics
 
-NO_VALUE = "none"  # kind of failure: the reward returned None in a run that trains on it
+NO_VALUE = "none"  # kind of failure: the reward returned None in a run that trains on rewards
 LEFT_OUT = ("drop", "replace")  # values of on_error that leave a failed sample out of training
 CONSEQUENCES = {"zero": "have the reward 0", "replace": "are left out, and other prompts replace their groups"}
 MAX_FAILED_STEPS = 3  # after this many consecutive steps without any reward the run ends
-ALIVE_SECONDS = 60.0  # without an answer, after which a worker is checked; at least the reward's time limit
+ALIVE_SECONDS = 60.0  # after this time without an answer (or the reward's longer time limit), a worker is checked
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class RewardPool:
 
     def _reset(self) -> None:
         self._errors: Counter[str] = Counter()
-        self._latencies: list[float] = []  # seconds from the sample's end to its result
+        self._latencies: list[float] = []  # seconds from the request for a reward to its result
         self._failed = 0
 
     def _start_worker(self, number: int) -> RayWorker:

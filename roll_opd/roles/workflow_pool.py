@@ -20,7 +20,7 @@ from roll_opd.roles.resilient_pool import FailureLog, ResilientPool, WorkerLost
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.sample_columns import logprobs_column
 
-MAX_AHEAD = 8  # the process for an engine may have this many more runs than others
+MAX_AHEAD = 8  # the process for an engine may have this many more runs than the least loaded process
 TIMEOUT_GRACE_S = 60.0  # a process without an answer counts as stuck this many seconds after workflow_timeout
 
 
@@ -135,7 +135,7 @@ class WorkflowPool:
         self._seconds: list[float] = []
 
     def _job(self, task: Any, model: Any, runs: tuple[int, ...]) -> Job:
-        sampling = replace(model.sampling, n=1)  # the runs are the responses; a call requests one
+        sampling = replace(model.sampling, n=1)  # each run requests one response per call
         calls = task.runs // len(runs)
         return Job(task.prompt, task.draw, runs, model.group, self._seed, sampling, task.is_eval, calls)
 
@@ -205,7 +205,7 @@ class WorkflowPool:
 def near_engines(
     jobs: Sequence[Job], loads: Mapping[int, int], capacity: int, engines: int, processes: int
 ) -> Iterator[int]:
-    """Assign each job to the least loaded process, or to its engine's process if that one has only a few more jobs.
+    """Assign each job to the least loaded process, or to its engine's process if that process has only a few more jobs.
 
     Most requests to an engine then come from one process, in few batches.
     """

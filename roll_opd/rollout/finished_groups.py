@@ -57,10 +57,11 @@ def within_bound(
 ) -> list[FinishedGroup]:
     """Return the groups on which a run that continues at `version` can train within the age bound of `pace`.
 
-    A finished group with i older groups before it, none of them rejected, is in batch version + i // P at the latest.
+    A finished group with i older groups before it, none of them rejected, is in batch `version` + i // P at the latest,
+    with P groups per batch.
 
     Args:
-        groups: by draw.
+        groups: finished groups, by draw.
         position: position of the source; all earlier draws are done.
         passed: later draws that were trained on or filtered out.
     """

@@ -32,7 +32,7 @@ from roll_opd.rollout.runs import Batch, PendingRewards, RolloutContext, Selecti
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.versions import of_mask, sampling_versions
 
-# in batches, and at least MIN_REJECTED groups: if more are rejected, the filters are taken as unsatisfiable
+# a run ends if a batch has more rejected groups than MIN_REJECTED and than this many batches have groups
 MAX_REJECTED = 20
 MIN_REJECTED = 1000
 
@@ -157,9 +157,9 @@ class _Production:
         self._position = self._here()  # position after all groups before `_oldest`
         self._oldest = 0  # number of the oldest group that is neither in a batch nor left out
         self._done: dict[int, int] = {}  # number -> draw, for later groups that are in a batch or left out
-        self._passed = set(self._source.passed)  # draws after the position that were in batches before a resume
+        self._passed = set(self._source.passed)  # later draws that were done before a resume
         kept = within_bound(rollouts.restored, self._source.position, self._passed, versions.start, self._pace)
-        self._restored = {group.draw: group for group in kept}  # without a number
+        self._restored = {group.draw: group for group in kept}  # draw -> restored group without a number
         self._idle, self._idle_since = 0.0, time.perf_counter()  # seconds without a running wave
         self.producing = asyncio.create_task(self._run())
         self.producing.add_done_callback(lambda _: self._gate.notify())
@@ -225,7 +225,7 @@ class _Production:
             self._start(self._roll_out(wave))
 
     def _admit_known(self) -> None:
-        """Number the next draws while they are already trained on, or their restored groups fit into the window."""
+        """Number the next draws that were trained on before, and those whose restored groups fit into the window."""
         while (draw := self._source.position) in self._passed or (draw in self._restored and self._window.room):
             if draw in self._passed:
                 self._passed.remove(draw)
@@ -275,7 +275,7 @@ class _Production:
         of, in_turns = self._of, self._pace.is_synchronous
         rewards = PendingRewards(of.context)
         selection = Selection(len(wave.prompts), of.context.sampling.n, wave.wanted, of.passes)
-        # chosen by the draw, so that a group has the same engine in a resumed run
+        # the draw chooses the engine, so that a group has the same engine in a resumed run
         sampled_by, first_group = self._gate.version, 0 if in_turns else wave.first_draw
         runs = roll_out(of.context, wave.prompts, rewards, wave.first_draw, bool(of.passes), first_group)
         async with aclosing(runs):
@@ -296,7 +296,7 @@ class _Production:
         self._check_rejected()
 
     async def _restore(self, number: int, prompt: Prompt, group: FinishedGroup) -> None:
-        """Decide a group of a checkpoint, after all models that had not scored its samples have scored them."""
+        """Decide a group from a checkpoint; before this, request missing log-probs and rewards of its samples."""
         context = self._of.context
         rewards, samples = PendingRewards(context), list(group.samples)
         if group.passed:

@@ -177,7 +177,7 @@ def _timed(context: RolloutContext) -> Iterator[ExitStack]:
 
 
 class Selection:
-    """Selects the first `wanted` groups that pass, whatever the order in which runs end."""
+    """Selects the first `wanted` groups that pass, in the order of the prompts, not in the order of finishing."""
 
     def __init__(self, groups: int, n: int, wanted: int, group_filter: GroupFilter | None) -> None:
         # run number in the group -> samples
@@ -243,7 +243,7 @@ class Batch:
     filtered_draws: list[int] = field(default_factory=list)
     # oldest and newest version of each draw, if groups run ahead
     sampled_by: list[list[int]] = field(default_factory=list)
-    generated_tokens: int = 0  # of all groups
+    generated_tokens: int = 0  # of all groups, including groups that did not pass
     demonstrations: list[Prompt] = field(default_factory=list)  # rows with answers
     demonstration_samples: list[Sample] = field(default_factory=list)
     source_state: dict[str, Any] = field(

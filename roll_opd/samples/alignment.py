@@ -1,8 +1,8 @@
 """Alignment of a response's tokens in two tokenizers, by byte offsets.
 
 Both models read the same response bytes. A chunk ends wherever a student token and a teacher token end at the same
-byte. So it is the smallest run of tokens whose bytes both models score. The student's log-prob of a chunk is the sum
-over the student tokens in it, the teacher's log-prob the sum over the teacher tokens. Bytes are compared instead of
+byte. So it is the shortest sequence of tokens whose bytes both models score. The student's log-prob of a chunk is the
+sum over the student tokens in it, the teacher's log-prob the sum over the teacher tokens. Bytes are compared instead of
 decoded text.
 
 Legend: T-P student tokens and U teacher tokens of a response, C chunks.
@@ -20,8 +20,8 @@ NO_CHUNK = -1  # index for student tokens without a teacher log-prob and for obs
 class Alignment:
     """The ends of student and teacher tokens in the bytes of a response, and the chunks that both share.
 
-    Both arrays of ends are non-decreasing and have the same last value. A teacher entry that is `missing` stands for
-    bytes or a special token that the teacher's tokenizer cannot encode; the chunk of such an entry has no teacher
+    Both arrays of ends are non-decreasing and have the same last value. A `missing` entry of the teacher represents
+    bytes or a special token that the teacher's tokenizer cannot encode. The chunk of such an entry has no teacher
     log-prob.
     """
 
@@ -29,7 +29,7 @@ class Alignment:
     teacher_ends: np.ndarray  # int64 [U]
     missing: np.ndarray  # bool [U]
     action_mask: np.ndarray  # bool [T-P]; a chunk has either only action tokens or none
-    data: bytes = b""  # of the response
+    data: bytes = b""  # bytes of the response
     by_token: bool = False  # whether the teacher's log-probs are of single student tokens instead of chunks
 
     @cached_property

@@ -3,7 +3,7 @@
 The driver holds samples with their identity, reward and records. Samples in a rank's shard have only what a forward
 pass or a loss reads: tokens, prompt length, routes and columns (`shard_sample`).
 
-Legend: T tokens in all, P prompt tokens, L layers with experts, K experts of a token.
+Legend: T tokens in all, P prompt tokens, L layers with experts, K experts per token.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,8 +34,8 @@ class TargetRef:
     """
 
     bundle: Any  # a reference to the arrays of several samples; None after they were released
-    place: int  # in the bundle
-    columns: Mapping[str, tuple[str, tuple[int, ...]]]  # name -> (dtype, shape) of the entry of a token
+    place: int  # index of the sample in the bundle
+    columns: Mapping[str, tuple[str, tuple[int, ...]]]  # name -> (dtype, shape) of one token's entry
     hits: np.ndarray | None = None  # bool [T-P], true for sampled tokens that are in the top-k; for records
 
     def for_ranks(self) -> "TargetRef":
@@ -70,7 +70,7 @@ class Sample:
     run: int | None = None  # number of the run among the runs of its prompt; None: the sample is a separate run
     step: int = 0  # number of the sample among the samples of its run
     state: str | None = None  # digest of the environment's state before the sample's step, if known
-    demonstration: bool = False  # whether the answer comes from a row instead of sampling
+    demonstration: bool = False  # whether the answer comes from a row and was not sampled
     # teacher -> int64 [P], for teachers with another prompt
     teacher_prompts: Mapping[str, np.ndarray] = field(default_factory=_empty)
     # teacher -> targets in addition to log-probs
@@ -134,7 +134,7 @@ class Sample:
 
     @property
     def importance_weights(self) -> np.ndarray | None:
-        """f32 [T-P]; None: 1."""
+        """f32 [T-P]; None: all weights are 1."""
         return self.columns.get("importance_weights")
 
     @property
@@ -159,7 +159,7 @@ class Sample:
 
     @property
     def action_tokens(self) -> int:
-        """Number of tokens that the student generated, or of a demonstration's answer."""
+        """Number of tokens that the student generated; for a demonstration, number of tokens in its answer."""
         return int(np.count_nonzero(self.action_mask))
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 
 TEACHER = "TEACHER"  # placeholder for a teacher's name in the table
 _LOGPROBS = "/logprobs"
-CHUNKS = "/chunks"  # suffix of the names of such columns
+CHUNKS = "/chunks"  # suffix of the columns that hold chunks
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
     the first). No part is empty if there are at least `parts` sequences.
     """
     bins: list[list[int]] = [[] for _ in range(parts)]
-    lightest = [(0, 0, part) for part in range(parts)]  # a heap of (tokens, sequences, part)
+    lightest = [(0, 0, part) for part in range(parts)]  # heap of (number of tokens, number of sequences, part)
     for number in np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist():
         tokens, sequences, part = lightest[0]
         bins[part].append(number)
@@ -222,7 +222,7 @@ class DPShard:
 
     samples: Sequence[Sample]
     micro_batches: list[list[int]]
-    held: Sequence[Mapping[str, TargetRef]] = ()  # targets to fetch for each sample, by name; (): none
+    held: Sequence[Mapping[str, TargetRef]] = ()  # targets to fetch for each sample, by name; (): no targets
 
 
 @dataclass(frozen=True)

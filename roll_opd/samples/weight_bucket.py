@@ -68,7 +68,7 @@ def entry_of(name: str, tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[
 class BucketMemory:
     """Memory for successive buckets. It grows to the size of the largest bucket.
 
-    A reader must have finished with a bucket, or copied from it, before the next one is written.
+    A reader must have finished with a bucket, or copied from it, before the next bucket is written.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class BucketMemory:
 
     def _grow(self, needed: int) -> None:
         size = -(-max(needed, 2 * self._memory.numel()) // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.ftruncate(self._descriptor, size)  # the content stays
+        os.ftruncate(self._descriptor, size)  # ftruncate keeps the content
         self._memory = torch.frombuffer(mmap.mmap(self._descriptor, size), dtype=torch.uint8)
 
 
@@ -133,8 +133,8 @@ def bucketed(
 ) -> Iterator[tuple[BucketMemory, bool]]:
     """Yield (bucket, is last) until all named tensors are written; nothing if there are no tensors.
 
-    A bucket has at most `limit` bytes, or one tensor if that is larger. Buckets are written lazily, into each of
-    `memories` in turn. `model_dtype` is the dtype of the models that load the tensors.
+    A bucket has at most `limit` bytes; a larger tensor gets a separate bucket. Buckets are written lazily, into each
+    of `memories` in turn. `model_dtype` is the dtype of the models that load the tensors.
     """
     turns = cycle(memories)
     memory = None

@@ -9,7 +9,7 @@ from roll_opd.teachers.teacher_checks import Check
 from roll_opd.tracking.alignment_metrics import Cut, cut_of
 
 MAX_UNCOVERED = 0.05  # largest allowed fraction of action tokens without a teacher log-prob
-ENOUGH = 1000  # number of action tokens from which on the fraction is checked
+ENOUGH = 1000  # the fraction is checked from this number of action tokens on
 
 
 class Coverage:

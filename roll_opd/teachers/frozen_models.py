@@ -1,4 +1,4 @@
-"""The scoring stage of a step: each teacher scores the samples with its tags, the reference policy scores all."""
+"""The scoring stage of a step: each teacher scores samples with its tags, the reference policy all samples."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -133,7 +133,7 @@ def wanted_for(objective: ObjectivePlan | None, ids: Sequence[TargetRef]) -> Wan
 
 
 def check_targets(teachers: Sequence[Teacher], objective: ObjectivePlan) -> None:
-    """Check that every teacher can compute the targets of an objective. RunError names the first that cannot."""
+    """Check that all teachers can compute the targets of an objective. RunError names the first teacher that cannot."""
     if objective.opd_objective == "sampled":
         return
     needed: Target = "hidden"

@@ -23,7 +23,7 @@ from roll_opd.teachers.scorer import Target
 
 START_SECONDS = 900.0  # time in which a server must start to answer
 REPEATS = 4  # how many times one sequence is scored at each address
-# nats; two scorings of a sequence that differ by more on average are of different models or precisions
+# nats per token; if two scorings of a sequence differ by more on average, model or precision differ
 AGREEMENT = 0.05
 WORDS = (
     *("", "a", " the", "Hello", "naïve", "東京", "🙂👍🏽", "e\u0301", "x=1;", "\n\n", "\t", "  ", "1234567", "<tag>"),
@@ -59,7 +59,7 @@ async def check_server(scorer: HttpScorer, tokenizer: Path, target: Target | Non
 
 
 async def _find_model(scorer: HttpScorer, longest: int) -> None:
-    """Set the scorer's model to the only model that is listed, or check that it is listed; check the context length."""
+    """Check that the scorer's model is listed (if not set: use the only listed model); check the context length."""
     for url in scorer.plan.url:
         listed = _by_name(await _answer(scorer, _endpoint(scorer, url, scorer.protocol.listing, "GET"), None))
         if listed is None:

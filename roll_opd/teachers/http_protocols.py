@@ -17,7 +17,7 @@ import numpy as np
 from roll_opd.teachers.scorer import Target
 
 SMALLEST = -9990.0  # vLLM writes -9999 for a log-prob of -inf
-ROUNDING = 1e-3  # a log-prob of a probability of 1 may be slightly above 0
+ROUNDING = 1e-3  # the log-prob of probability 1 may be slightly above 0
 WHOLE_VOCABULARY = -1  # vLLM's `prompt_logprobs` for all token ids
 
 

@@ -29,7 +29,7 @@ from roll_opd.teachers.target_refs import hold, opened
 
 STALLED = 60.0  # seconds without an answer before a warning
 BAD_ANSWERS = 3  # bad answers to one request after which the run ends
-REPLICA_SECONDS = 20.0  # time of failures after which a request goes to another address of the server
+REPLICA_SECONDS = 20.0  # after failing for this time, a request goes to another address of the server
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Bill:
 class HttpScorer:
     """A `TeacherScorer` for one server, or for several servers of the same model."""
 
-    is_exact = False  # a server's batches depend on the load, and with them the rounding
+    is_exact = False  # a server's load determines its batches, which determine the rounding
 
     def __init__(self, name: str, plan: HttpPlan, vocab_size: int, cache: AnswerCache | None = None) -> None:
         """Read the API key from the environment. RunError if it is not set.
@@ -69,7 +69,7 @@ class HttpScorer:
         self.name, self.plan, self._cache = name, plan, cache
         self.protocol = PROTOCOLS[plan.server]
         self.targets: frozenset[Target] = self.protocol.targets
-        self.model = plan.model_name or ""  # if empty, the checks at the start set the listed model
+        self.model = plan.model_name or ""  # if empty, the checks at the start set it to the listed model
         self.bill = Bill()
         self._vocab_size = vocab_size
         self._endpoints = [self.endpoint(url, self.protocol.path) for url in plan.url]
@@ -235,7 +235,7 @@ def _joined(url: str, path: str) -> str:
 
 
 def _is_final(error: GaveUp) -> bool:
-    """Whether the server refuses the request for good, so that repeating it is useless."""
+    """Whether the server refuses the request permanently, so that repeating it is useless."""
     return error.kind.startswith("http_4") and error.kind not in ("http_408", "http_425", "http_429")
 
 

@@ -3,10 +3,10 @@
 The teacher reads its own prompt, rendered by its own template, and the bytes of the response in its own tokens. The
 student's own tokens never change. Rules for the response:
 
-- Ordinary tokens, and added tokens that are not special (tags around thoughts and tool calls), are turned into bytes.
+- Ordinary tokens, and added tokens that are not special (tags around thoughts and tool calls), are converted to bytes.
   The teacher's tokenizer encodes each unbroken run of such tokens.
 - A token that ends a turn becomes the teacher's token that ends a turn. Any other special token becomes the teacher's
-  special token of the same text. If the teacher has none, the token has no credit.
+  special token of the same text. If the teacher has no such token, the student's token has no credit.
 - Observed tokens have no credit. If they form a turn in the student's template, the teacher reads the same content as a
   turn in its template; otherwise it reads their bytes.
 
@@ -41,7 +41,7 @@ class OtherTokenizer:
     student_turns: TurnMarkup = NO_MARKUP
     teacher_turns: TurnMarkup = NO_MARKUP
     max_tokens: int | None = None  # limit of the teacher's model
-    prefixes: PrefixLogprobs | None = None  # computes log-probs of single student tokens; None: log-probs are of chunks
+    prefixes: PrefixLogprobs | None = None  # computes log-probs of single student tokens; None: one log-prob per chunk
     _kept: dict[tuple[bytes, bytes], tuple[np.ndarray, Alignment]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -74,7 +74,7 @@ class OtherTokenizer:
         """Return the answer's log-probs mapped to the student's tokens, with the alignment.
 
         `PrefixLogprobs` computes them for single tokens, `Alignment.on_student_tokens` for chunks (also if some
-        log-prob is not finite). RunError unless each teacher token has exactly one log-prob, and for targets that
+        log-prob is not finite). RunError if a teacher token does not have exactly one log-prob, and for targets that
         `wants` does not request.
         """
         tokens, alignment = self.aligned(sample)

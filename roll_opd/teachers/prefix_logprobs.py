@@ -1,22 +1,22 @@
-"""A teacher's log-probs of the student's tokens, from one pass over its own tokens of the same text.
+"""A teacher's log-probs of the student's tokens, from one pass over the teacher's tokens of the same text.
 
 How a tokenizer splits text depends on the bytes that follow. If a teacher expects the token `\\n1`, its log-prob of the
-token `\\n` is low, although the byte `\\n` has a probability near 1. The exact quantity is a probability of text. With
-P(n) the probability that the teacher's text begins with the first n bytes of the response, a student token of the bytes
-m to n has the log-prob
+token `\\n` is low, although the byte `\\n` has a probability near 1. The exact quantity is a probability of text. Let
+P(n) be the probability that the teacher's text begins with the first n bytes of the response. A student token of the
+bytes m to n then has the log-prob
 
     q = log P(n) - log P(m)
 
-P(n) is a sum over token sequences that cover the n bytes, each as short as possible: they share the teacher's tokens
-of the response up to the start b of some token, and one token t after them covers the bytes b to n and may be longer:
+P(n) is a sum over the shortest token sequences that cover the n bytes. Each sequence has the teacher's tokens of the
+response up to the start b of some token, and then one token t, which covers the bytes b to n and may be longer:
 
     P(n) = Σ_b Σ_t exp(A_b) · p(t | b),    A_b: log-prob of the teacher's tokens before byte b
 
-The tokens t are the teacher's token of the response and the tokens of the teacher's top-k. A token t that is longer
-counts if the student's tokenizer would also split its bytes at n. With the same tokenizer, no longer t counts, and q is
-the teacher's log-prob of the token. Sequences that leave the response's tokens before b would need a further pass each
-and are left out. Tokens beyond the top-k are left out too. This lowers P at some n, and moves part of a penalty from a
-token to its neighbour. Over a whole text, Σ q is always the log-prob of the teacher's tokens.
+The tokens t at b are the teacher's token of the response and the tokens of the teacher's top-k. A token t that is
+longer counts if the student's tokenizer would also split its bytes at n. With the same tokenizer, no longer t counts,
+and q is the teacher's log-prob of the token. Sequences that differ from the response's tokens before b would need a
+further pass each and are left out. Tokens beyond the top-k are left out too. This lowers P at some n, and moves part of
+a penalty from a token to its neighbour. Over a whole text, Σ q is always the log-prob of the teacher's tokens.
 
 Legend: T-P student tokens of a response, U teacher tokens of it, K tokens of a top-k, V token ids.
 """
@@ -60,7 +60,7 @@ class PrefixLogprobs:
             is_text: bool [T-P], true for ordinary text; no teacher token spans such a token and another kind of token.
             tokens: int64 [U - missing], the teacher's tokens.
             logprobs: f32 [U - missing], finite.
-            top: ids and log-probs [U - missing, K] of the most likely tokens in place of each of `tokens`.
+            top: ids and log-probs [U - missing, K] of the most likely tokens at the position of each token in `tokens`.
         """
         if not (len(alignment.student_ends) and len(logprobs)):
             return alignment.on_student_tokens(logprobs)
@@ -89,7 +89,7 @@ class PrefixLogprobs:
         return [(int(row), int(entry)) for row, entry in np.argwhere(fits)]
 
     def _covered(self, text: "_Text", row: int, piece: bytes) -> Iterator[int]:
-        """Yield the student tokens for whose ends a token with bytes `piece`, in place of teacher token `row`, counts.
+        """Yield the student tokens at whose ends a token with bytes `piece` counts if it replaces teacher token `row`.
 
         Up to such an end, `piece` has the bytes of the response, and the student's tokenizer splits it in the same way.
         """

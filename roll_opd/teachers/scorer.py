@@ -2,7 +2,7 @@
 several tokens.
 
 All implementations, such as `megatron_teacher.MegatronScorer`, share the layers above: routing by tag, order of
-teachers, preflight and metrics. docs/extending.md shows how to add one.
+teachers, preflight and metrics. docs/extending.md shows how to add an implementation.
 
 Legend: T tokens of a sequence, P prompt tokens, K tokens of a top-k. Entry t of a [T-P] array belongs to token P+t.
 """

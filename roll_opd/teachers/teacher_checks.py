@@ -19,14 +19,14 @@ Verdict = Literal["ok", "warning", "failed"]
 WIDTH = 80  # columns of the table
 MARGIN = 1.5  # nats per token by which a sound teacher may be below the student, at temperature 1 or above
 SHARED_MASS = 0.5  # smallest probability that each model must give to the other's top-k
-# nats by which two computations of a log-prob may differ on average, in f32; in bf16 or fp16
+# nats by which two computations of a log-prob may differ on average: in f32, and in bf16 or fp16
 EXACT, ROUNDED = 1e-3, 0.1
 TEMPERATURE_ERROR = 0.02  # largest relative error of the measured temperature
 FLAT = 0.01  # nats by which the log-prob of the most likely token must exceed -ln V
 SURPRISED = 12.0  # as MARGIN, for the single token that ends an answer
-FEW = 32  # action tokens: means over fewer are mostly noise
+FEW = 32  # minimum action tokens: means over fewer tokens are mostly noise
 SIGNIFICANT = 3.0  # standard errors
-FEWEST_GROUPS = 16  # prompts: standard errors over fewer are too small
+FEWEST_GROUPS = 16  # minimum prompts: standard errors over fewer prompts are too small
 PREFERENCE = "agrees with the reward"
 IN_COMMON = 0.2  # smallest shared probability; a sound teacher shares twice as much with a student of another task
 
@@ -54,7 +54,7 @@ class Readings:
     teacher_logprobs: np.ndarray
     teacher_ids: np.ndarray
     teacher_topk: np.ndarray
-    teacher_plain: np.ndarray  # f32 [N, K], of `teacher_ids` at temperature 1
+    teacher_plain: np.ndarray  # f32 [N, K], log-probs of `teacher_ids` at temperature 1
     again: np.ndarray  # f32 [at most N], log-probs of the teacher's second computation, for the first tokens
     in_run: np.ndarray  # f32 [N], the teacher's log-probs that the update reads; NaN at tokens that were not sampled
     sampled: np.ndarray  # bool [N], true if sampled by the student

@@ -29,10 +29,10 @@ from roll_opd.teachers.scorer import TeacherAnswer, Wanted
 from roll_opd.teachers.teacher_checks import Check, Readings, Settings, checks, preference_check
 from roll_opd.teachers.teacher_reach import changes, difference, reach, reach_check
 
-PREFLIGHT_SAMPLES = 64  # number of samples that student and teacher score, and of answers from rows
-RESPONSE_TOKENS, ALL_TOKENS = 256, 4096  # scored action tokens per response, and tokens of all samples together
-MIN_ACTIONS, MAX_TOKENS = 256, 16_384  # samples are added until they have so many action tokens, or so many tokens
-FEWEST = 4  # samples, however long
+PREFLIGHT_SAMPLES = 64  # maximum samples that student and teacher score, and maximum answers from rows
+RESPONSE_TOKENS, ALL_TOKENS = 256, 4096  # maximum scored action tokens per response, and maximum tokens of all samples
+MIN_ACTIONS, MAX_TOKENS = 256, 16_384  # samples are added until they have this many action tokens, or this many tokens
+FEWEST = 4  # minimum samples, however long they are
 REPEATED = 8  # texts in the second computation; few suffice, as differences between calls show in every text
 TOPK = 16
 ANSWERS = ("response", "completion", "output", "solution", "answer")  # columns in which rows may have an answer
@@ -52,7 +52,7 @@ class TeacherPreflight:
         """Args:
         mode: the run's `teacher_preflight` setting.
         student: the ranks of the student.
-        report: callback that prints and stores the checks of a teacher; called with the teacher's name.
+        report: callback (teacher's name, checks) that prints and stores the checks.
         """
         self._mode, self._student, self._report = mode, student, report
         self._demonstrations = demonstrations
@@ -85,7 +85,7 @@ class TeacherPreflight:
         shared = models[0].vocab if is_aligned else min(model.vocab for model in models)
         answers = _chosen(self._demonstrations) or _answers(chosen, own)
         texts = [*chosen, *answers]
-        # a teacher with another prompt than the student shares only the responses with it
+        # a teacher with another prompt than the student shares only the responses with the student
         first = None if teacher.plan.context else 1
         scored = [_scored_from(first, e) for e in texts]
         scorer, most_likely = teacher.scorer, Wanted(topk=min(TOPK, shared), vocab_size=shared, fetched=True)

@@ -24,8 +24,8 @@ class ObservedTurn:
 class TurnMarkup:
     """The text around a turn between two answers, for each role."""
 
-    around: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # role -> text before, after its content
-    end: str = ""  # text of the token that ends an answer; the text before starts with it
+    around: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # role -> text before and after the content
+    end: str = ""  # text of the token that ends an answer; the text before the content starts with it
 
     def parts(self, role: str, *, ended: bool) -> tuple[str, str]:
         """Return the text before and after the content; `ended`: the answer already has its end token."""

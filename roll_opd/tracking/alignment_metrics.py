@@ -20,7 +20,7 @@ class Cut:
 
 
 def cut_of(samples: Sequence[Sample], teacher: str) -> Cut:
-    """Return these statistics over the samples that the teacher has scored."""
+    """Return the statistics of the samples that the teacher has scored."""
     scored = [sample for sample in samples if teacher in sample.alignments]
     sizes = np.concatenate([np.zeros((0, 3), np.int64), *(sample.alignments[teacher].sizes for sample in scored)])
     students, teachers, lengths = sizes.T

@@ -1,10 +1,10 @@
 """Wall time of a step by phase, measured in the driver.
 
 Phases of one track are exclusive: if phases overlap, the time counts for the phase that was opened first. So teacher
-log-probs computed during generation count only from the end of the generation, and generation inside a validation
-counts as validation. A task may open a separate track for itself and the tasks that it starts; phases of different
-tracks count independently. "other" is the time in which no phase is open. If tracks do not overlap, the phases and
-"other" sum to the step.
+log-probs that are computed during generation count as generation until generation ends, and generation inside a
+validation counts as validation. A task may open a separate track for itself and the tasks that it starts; phases of
+different tracks count independently. "other" is the time in which no phase is open. If tracks do not overlap, the
+phases and "other" sum to the time of the step.
 """
 
 import threading

@@ -59,7 +59,7 @@ class Console:
         self._seconds.append(metrics.get(STEP_SECONDS, 0.0))
 
     def unfinished(self, step: int, seconds: float, phase: str | None, counts: str) -> str:
-        """Return the line of a running step: seconds so far, phase and counts; step 0 stands for the start-up."""
+        """Return the line of a running step: seconds so far, phase and counts; step 0 is the start-up."""
         parts = [f"step {step}/{self._total}" if step else "before step 1", duration(seconds)]
         left = self._eta(step - 1) - seconds if step else 0.0
         if left > 0:
@@ -133,9 +133,9 @@ def validation(metrics: Mapping[str, float]) -> str:
     return f"{what} {metrics[ACCURACY]:.3f}"
 
 
-LIVE_DELAY_S, LIVE_INTERVAL_S = 5.0, 1.0  # seconds until a line is shown in place, and between its updates
+LIVE_DELAY_S, LIVE_INTERVAL_S = 5.0, 1.0  # seconds until a live line is shown, and between its updates
 JOIN_TIMEOUT_S = 1.0  # the status call may block forever while Ray shuts down
-# seconds of a step until its first line; then doubled up to the second value
+# seconds of a step until its first line; each later interval is twice as long, up to the second value
 FIRST_LINE_S, MAX_INTERVAL_S = 15.0, 600.0
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from roll_opd.tracking.significance import Shift, is_due, least_evidence, lost_gain, shift, threshold
 
 WINDOW = 5  # number of steps in the first and in the last window
-LONG_WINDOW = 10  # the same for the fraction of truncated answers, which is noisy
+LONG_WINDOW = 10  # number of steps in windows of the fraction of truncated answers, which is noisy
 WINDOW_SHARE = 10  # a window has 1 / WINDOW_SHARE of the steps so far, at most `MAX_WINDOW`
 MAX_WINDOW = 40
 MAX_TESTS = 200  # longer runs are tested only at every (steps / MAX_TESTS)-th step, since each test reads all steps
@@ -30,7 +30,7 @@ TRUNCATED_TIMES = 1.5  # factor by which the fraction of truncated answers must 
 GROWN = 1.1  # factor by which the mean length must increase
 ESS_WINDOW = 3  # number of steps whose samples are tested for their age
 MIN_ESS = 0.25  # alarm below this effective fraction of the sequences (geometric mean)
-# nats per token: the mean KL from sampler to learner must also be above this, as long answers have a lower fraction
+# nats per token: the mean KL from sampler to learner must also be above this, as long answers lower the fraction too
 MIN_KL = 0.01
 
 TINY = 1e-9
@@ -47,9 +47,9 @@ STDERR = "critic/score/stderr"
 class Remedies:
     """Advice for alarms: clauses that name configuration keys."""
 
-    slower: Sequence[str] = ()  # in addition to a lower learning rate
-    shorter: Sequence[str] = ()  # against truncated answers
-    fresher: Sequence[str] = ()  # against samples of other weights
+    slower: Sequence[str] = ()  # advice in addition to a lower learning rate
+    shorter: Sequence[str] = ()  # advice against truncated answers
+    fresher: Sequence[str] = ()  # advice against samples of other weights
 
     def against_collapse(self) -> str:
         """Return the advice against a loss of earlier gains."""
@@ -99,7 +99,7 @@ class DivergenceAlarm:
         self._steps, self._untested = 0, set[str]()
 
     def after(self, metrics: Mapping[str, float | None]) -> list[str]:
-        """Add the metrics of a step and return new warnings; None stands for a value that is not finite."""
+        """Add the metrics of a step and return new warnings; None is a value that is not finite."""
         measured = {name for name, series in self._series.items() if series.add(metrics)}
         if self._rewards.add(metrics):
             measured.add(REWARD)
@@ -110,7 +110,7 @@ class DivergenceAlarm:
         self._steps += 1
         self._untested |= measured
         if self._steps % max(1, self._steps // MAX_TESTS):
-            measured &= {REWARD}  # tested at other steps than the rest
+            measured &= {REWARD}  # the reward is tested at other steps than the rest
         else:
             measured, self._untested = self._untested, set()
         new = dict(self._found(measured - self._sounded))
@@ -169,7 +169,7 @@ class DivergenceAlarm:
         )
 
     def _truncation(self) -> str:
-        """Return a warning if answers have grown and more of them are truncated, whatever the reward, else ""."""
+        """Return a warning if answers have grown and more are truncated, independently of the reward, else ""."""
         values = self._truncated.values()
         steps = values.shape[1]
         window = max(LONG_WINDOW, min(MAX_WINDOW, steps // WINDOW_SHARE))

@@ -4,7 +4,8 @@ A draw is a position in the run's sequence of prompts, over all epochs: a prompt
 draws. A row's checksum covers the row and the checksum before it, so a changed, missing or reordered row breaks the
 chain. A resume removes the rows after its checkpoint; the resumed run writes these rows again. Each draw has one row at
 most: trained, or dropped by a filter. Draws after the last row are in flight. With generation ahead of training a row
-also has the versions of the weights that sampled each trained draw: the order in which the run can be repeated.
+also has the versions of the weights that sampled each trained draw; with these, the run can be repeated in the same
+order.
 """
 
 import json

@@ -1,7 +1,8 @@
 """Metrics of distillation, rewards and validation, and a collector that reduces named values over a step.
 
-`docs/metrics.md` lists every name; a metric that ROLL has too has ROLL's name. Token statistics are over action tokens
-only. Statistics of a teacher leave out samples without its log-probs. Legend: K action tokens of all samples.
+`docs/metrics.md` lists every name. Metrics that also exist in ROLL have the same names. Token statistics are over
+action tokens only. Statistics of a teacher leave out samples without the teacher's log-probs. Legend: K action tokens
+of all samples.
 """
 
 import math
@@ -46,7 +47,9 @@ class Metrics:
             raise ValueError(f"metric {name}: {reduction!r} is not one of {', '.join(REDUCTIONS)}")
         known = self._reductions.setdefault(name, reduction)
         if known != reduction:
-            raise ValueError(f"metric {name} is already reduced by {known!r}; it cannot also have {reduction!r}")
+            raise ValueError(
+                f"metric {name} is already reduced by {known!r}; it cannot also be reduced by {reduction!r}"
+            )
         self._values.setdefault(name, []).append(np.atleast_1d(np.asarray(values, dtype=np.float64)).ravel())
 
     def update(self, metrics: dict[str, float]) -> None:
@@ -55,7 +58,7 @@ class Metrics:
             self.add(name, value)
 
     def reduce(self) -> dict[str, float]:
-        """Return one number for each name, in the order of their first `add`; names without a value are left out."""
+        """Return one number per name, in the order in which names were first added; omit names without a value."""
         joined = {name: np.concatenate(parts) for name, parts in self._values.items()}
         return {name: REDUCTIONS[self._reductions[name]](values) for name, values in joined.items() if values.size}
 
@@ -205,7 +208,7 @@ def _by_prompt(experiences: Iterable[Sample]) -> dict[str, list[float]]:
 
 
 def mean_stderr(groups: Sequence[Sequence[float]]) -> float:
-    """Return the standard error of the mean over all values; the independent units are the groups, at least two.
+    """Return the standard error of the mean over all values; values in different groups (at least two) are independent.
 
     Rewards of one prompt's samples are correlated, so a step has as many observations as prompts (Cochran,
     Sampling Techniques, eq. 11.29: cluster sampling, ratio estimate).
@@ -246,8 +249,9 @@ def validation_metrics(experiences: Sequence[Sample], samples: int) -> dict[str,
     one sample. Its reward is the mean over its steps, or the sum if each step has a separate reward, as in a game.
 
     `val_correct/<tag>/mean` is the mean reward, `stderr` its standard error over prompts. It is an accuracy if every
-    reward is 0 or 1; otherwise `val/reward/{max,min}` (`GRADED`) are returned too. If k > 1, these are added, over
-    prompts with k rewards: `avg@k`, the mean fraction of correct answers (`RIGHT`), and `pass@j` for j in 1, 2, 4, ...
+    reward is 0 or 1; otherwise `val/reward/{max,min}` (`GRADED`) are returned too. If k > 1, more metrics are computed
+    over prompts with k rewards: `avg@k`, the mean fraction of correct answers (`RIGHT`), and `pass@j` for j in 1, 2, 4,
+    ...
     and k, the probability that j answers drawn without replacement include a correct one.
     """
     rewards: dict[str, dict[str, list[float]]] = {}

@@ -9,7 +9,7 @@ import numpy as np
 from roll_opd.samples.sample import Sample, one_a_run
 from roll_opd.tracking.metrics import statistics
 
-MAX_REASONS, OTHERS = 20, "other"  # number of reasons with a separate metric; name of the sum of all others
+MAX_REASONS, OTHERS = 20, "other"  # number of reasons with a separate metric; name for the sum of all other reasons
 MAX_REASON_LENGTH = 40  # maximum characters of a reason in a metric's name
 
 
@@ -29,7 +29,7 @@ def scoring_metrics(
 
     Args:
         errors: failed attempts by kind.
-        latencies: seconds from a sample's end to its score.
+        latencies: seconds from the end of a sample to its score.
         queued: lengths of the queue, one after each change.
         restarts: number of replaced workers.
     """
@@ -52,7 +52,7 @@ def _metric_part(text: str) -> str:
 
 
 def _most_common(counts: Counter[str]) -> dict[str, int]:
-    """Return the most common reasons and the sum of all others, as every name becomes a chart."""
+    """Return the most common reasons and the sum of all other reasons, because every name becomes a chart."""
     common = dict(counts.most_common(MAX_REASONS))
     others = counts.total() - sum(common.values())
     return common | ({OTHERS: others + common.get(OTHERS, 0)} if others else {})

@@ -75,7 +75,8 @@ class RunDirectory:
         path = Path(path).resolve()
         if not path.is_dir():
             raise FileNotFoundError(f"there is no run at {path} to resume")
-        # before the logs are cut: after a kill in between, a resume would find a checkpoint of steps that the logs lack
+        # renamed before the logs are cut: otherwise, after a kill in between, a resume would find a checkpoint of steps
+        # that the logs lack
         aside = [_set_aside(later) for saved, later in checkpoints_of(path).items() if saved > step]
         run = cls(path, set_aside=tuple(aside))
         for name in STEP_FILES:
@@ -89,7 +90,7 @@ class RunDirectory:
         return self.metrics_file.exists() or bool(checkpoints_of(self.path))
 
     def discard(self) -> None:
-        """Remove a run without results and the directories made for it; point `latest` at the previous run."""
+        """Remove a run without results, and the directories made for the run; point `latest` at the previous run."""
         shutil.rmtree(self.path, ignore_errors=True)
         earlier = self.runs(self.path.parent.parent, self.path.parent.name)
         if earlier:
@@ -202,7 +203,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):
-        if value.dtype == np.float32:  # the shortest decimals that read back as the same f32, half as long
+        if value.dtype == np.float32:  # shortest decimals that read back as this f32
             value = value.astype(str).astype(np.float64)
         return _plain(value.tolist())
     if isinstance(value, list | tuple):
@@ -305,6 +306,6 @@ class Ledger:
 
 
 def ledger_checksum(row: Mapping[str, Any], before: int) -> int:
-    """Return the CRC-32 of a ledger's row after a row with the checksum `before`."""
+    """Return the CRC-32 of a ledger's row; `before` is the checksum of the previous row."""
     content = [row["step"], *(row[fate] for fate in FATES), *([row[VERSIONS]] if VERSIONS in row else [])]
     return zlib.crc32(json.dumps(content).encode(), before)

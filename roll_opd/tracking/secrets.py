@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-SECRETS = ("api_key", "token", "password", "secret", "authorization")  # endings of keys
+SECRETS = ("api_key", "token", "password", "secret", "authorization")  # endings of secret keys
 
 
 def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:

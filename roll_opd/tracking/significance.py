@@ -14,29 +14,30 @@ from dataclasses import dataclass
 import numpy as np
 
 FIRST_STEP = 30
-SHORTEST = 5  # steps of a window: shorter changes are not sustained
-SHARES = (0.17, 0.22, 0.29, 0.37, 0.48, 0.63)  # fractions of the steps so far that a best or a last window may have
-# fractions of the steps so far that the first window may have
+SHORTEST = 5  # minimum steps of a window: shorter changes are not sustained
+SHARES = (0.17, 0.22, 0.29, 0.37, 0.48, 0.63)  # lengths of best and last windows, as fractions of the steps so far
+# minimum steps of the first window, and its lengths as fractions of the steps so far
 SHORTEST_START, START_SHARES = 4, (0.04, 0.08, 0.16, 0.3)
 PRIOR = 0.7  # V / (1 + V) for a fall with a normal prior of variance V, in squared standard errors of the fall
 FREEDOM = 2 / 3  # degrees of freedom per step of the mean squared difference of neighbours
-GAIN_ERRORS = 2.0  # a gain is significant from this many standard errors
+GAIN_ERRORS = 2.0  # a gain is significant from this many standard errors on
 LOST = 0.25  # fraction of a gain that must be lost; low, as the last window also has steps of the fall
-RECOVERED = 2.0  # a fall must exceed the deepest earlier fall with a recovery by this factor
-VALLEY_ERRORS = 3.2  # a fall with a recovery counts from this many standard errors
+RECOVERED = 2.0  # by this factor, a fall must exceed the deepest earlier fall that was followed by a recovery
+VALLEY_ERRORS = 3.2  # a fall with a recovery counts from this many standard errors on
 # log likelihood ratio at `FIRST_STEP`, and its increase per doubling of the steps
 EVIDENCE, EVIDENCE_PER_DOUBLING = 2.5, 0.5
 # threshold of a shift; with the two corrections below, 0.3 % of runs without a change exceed it at 30 to 500 steps
 STANDARD_ERRORS = 4.4
-FEW_STEPS = 6.0  # the threshold is larger by this fraction / T, as the noise of a short run is estimated from few steps
+FEW_STEPS = 6.0  # the threshold is larger by the factor 1 + FEW_STEPS / T: few steps give a poor estimate of the noise
 # from this step on, the threshold grows by this fraction per doubling of the steps, as there are more tests
 MORE_TESTS, TESTS_FROM = 0.06, 100
 # steps of a block, as a fraction of all steps and with bounds; means over blocks show correlated noise
 BLOCK_SHARE, SHORTEST_BLOCK, LONGEST_BLOCK = 1 / 20, 4, 25
 BLOCKS = 15  # fewest blocks of a series tested for correlation; in shorter series, turns and jumps dominate
-# fraction of the smallest squares that are used, and their mean for a chi-squared with 1 degree of freedom
+# only this fraction of the squares, the smallest, is used; the mean of this part of a chi-squared distribution with 1
+# degree of freedom
 KEPT, KEPT_MEAN = 0.65, 0.259
-BY_CHANCE = 5.0  # times sqrt(block / T): ratio of variances above 1 that 2.5 % of white series exceed
+BY_CHANCE = 5.0  # 2.5 % of white series exceed the ratio of variances 1 + BY_CHANCE * sqrt(block / T)
 LONGER_CORRELATION = 1.3  # factor on the variance found in blocks, as correlation extends beyond a block
 TINY = 1e-18
 
@@ -45,7 +46,7 @@ TINY = 1e-18
 class Lost:
     """The evidence, for each series, that a gain is being lost, and the means around the most significant fall."""
 
-    evidence: np.ndarray  # [R] log of the mean likelihood ratio of all falls, -inf without one
+    evidence: np.ndarray  # [R] log of the mean likelihood ratio of all falls, -inf without a fall
     errors: np.ndarray  # [R] standard errors of the most significant fall
     first: np.ndarray  # [R] mean of the first window
     best: np.ndarray  # [R]
@@ -89,7 +90,7 @@ def step_variance(values: np.ndarray, stderr2: np.ndarray | None = None) -> np.n
 
 
 def _lag_variance(values: np.ndarray, lag: int) -> np.ndarray:
-    """Return the variance between values `lag` apart, [R], from second differences (no linear trend)."""
+    """Return the variance between values `lag` apart, [R], from second differences, which remove linear trends."""
     second = values[:, 2 * lag :] - 2 * values[:, lag:-lag] + values[:, : -2 * lag]
     # the largest differences, from a jump or a turn, are left out
     smaller = np.sort(second**2, axis=1)[:, : int(KEPT * second.shape[1])]
@@ -110,7 +111,7 @@ def lost_gain(values: np.ndarray, stderr2: np.ndarray | None = None) -> Lost:
     sums, variance_R = _sums(values), step_variance(values, stderr2)
     windows = _lengths(SHARES, SHORTEST, steps)
     last_M1, best_1L = windows[:, None], windows[None, :]
-    ends_M = steps - windows  # of best windows
+    ends_M = steps - windows  # ends of best windows
     starts_ML = np.maximum(ends_M[:, None] - best_1L, 0)
     best_RML = (sums[:, ends_M, None] - sums[:, starts_ML]) / best_1L
     variance_RML = np.maximum(variance_R[:, None, None], _later_variance(values, starts_ML)) + TINY

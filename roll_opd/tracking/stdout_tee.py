@@ -46,7 +46,7 @@ class StdoutTee:
         self.began = time.perf_counter()
         self.warnings: list[str] = []
         self._lock = threading.RLock()
-        self._lines: list[str] = []  # printed before `write_to`
+        self._lines: list[str] = []  # lines printed before `write_to`
         self._file: Path | None = None
         self._ended = False
         self._has_live_line = False

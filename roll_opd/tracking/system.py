@@ -28,7 +28,7 @@ def throughput_metrics(row: Mapping[str, float]) -> dict[str, float]:
 
 
 class TrainingFlops:
-    """Model FLOPs of a learner's updates (`models.flops`), and their share of the peak of its devices (MFU)."""
+    """Model FLOPs of a learner's updates (`models.flops`), and their fraction of the devices' peak (MFU)."""
 
     def __init__(self, learner: TrainPlan, epochs: int) -> None:
         self._info = read_model(Path(learner.model.path))

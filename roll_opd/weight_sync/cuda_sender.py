@@ -24,7 +24,7 @@ from roll_opd.inference.plugin import CUDA_IPC
 from roll_opd.megatron.export import hf_tensors, hf_tensors_on_all_ranks
 from roll_opd.samples.weight_bucket import DTYPES, entry_of
 
-BUFFER_BYTES = 256 * 2**20  # GPU memory of a buffer; with NCCL, each side has two
+BUFFER_BYTES = 256 * 2**20  # GPU memory of a buffer; with NCCL, sender and receiver have two buffers each
 
 
 class CudaSender:
@@ -68,7 +68,7 @@ class StudentSource(WeightSource):
     def __init__(self, engine: Any, model_dtype: torch.dtype, *, everywhere: bool) -> None:
         self._engine, self._model_dtype, self._everywhere = engine, model_dtype, everywhere
         self._metadata: list[ParamMeta] = []
-        self.entries: list[dict[str, Any]] = []  # of the last update, on rank 0
+        self.entries: list[dict[str, Any]] = []  # entries of the last update, on rank 0
 
     def metadata(self) -> list[ParamMeta]:
         """Return the names, dtypes and shapes of all weights, in order, on every rank. The first call is collective."""
@@ -141,5 +141,5 @@ def init_info_of(init_info: Mapping[str, Any], number: int, ranks: int) -> dict[
 
 
 def buffer_size(metadata: Sequence[ParamMeta]) -> int:
-    """Return the size of a buffer in bytes: `BUFFER_BYTES`, or the size of the largest tensor if that is larger."""
+    """Return the size of a buffer in bytes: `BUFFER_BYTES`, but at least the size of the largest tensor."""
     return max(BUFFER_BYTES, *(math.prod(m.shape) * m.dtype.itemsize for m in metadata))

@@ -17,7 +17,7 @@ class WeightSync(Protocol):
     """Transport of the student's weights."""
 
     async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> None:
-        """Load the student's weights as `version` into all engines and `followers`; each checks that all arrived."""
+        """Load the student's weights as `version` into all engines and `followers`, which check it."""
         ...
 
 
@@ -77,7 +77,7 @@ class CudaSync:
 class ReceivingHost:
     """Actors on one Ray node that receive weights."""
 
-    receivers: tuple[tuple[ActorGroup, int], ...]  # (group, number of an actor in it)
+    receivers: tuple[tuple[ActorGroup, int], ...]  # (group, index of an actor in the group)
     is_senders: bool  # the sending rank runs on this host
 
     async def load(self, bucket: dict[str, Any], content: list[Any], *, last: bool) -> None:

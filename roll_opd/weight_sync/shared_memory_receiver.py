@@ -42,7 +42,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.version = 0  # of the last verified update
+        self.version = 0  # version of the last verified update
         self._verifier: WeightVerifier | None = None
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:

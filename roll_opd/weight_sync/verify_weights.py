@@ -100,9 +100,9 @@ def incomplete_layers(model: torch.nn.Module, sent: set[str], exempt: set[str]) 
     missing = []
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        if name in exempt or not info.can_load():  # complete layers cannot load
+        if name in exempt or not info.can_load():  # a complete layer accepts no more weights
             continue
-        if isinstance(layer, VocabParallelEmbedding):  # its padding never arrives: check whether it was sent
+        if isinstance(layer, VocabParallelEmbedding):  # padding never arrives: check whether the weight was sent
             if f"{name}.weight" not in sent:
                 missing.append(f"{name} (not sent)")
             continue

@@ -12,7 +12,7 @@ from roll_opd.tracking.run_directory import SAMPLES, RunDirectory
 from roll_opd.tracking.trackers import register
 
 # Metrics with a default value: seconds of an unused phase, counts of rare events, the KL loss without a reference
-# policy, the ratio in an update of the weights that sampled
+# policy, the importance ratio in an update of the weights that drew the samples
 DEFAULTS = (
     (re.compile(r"time/.*|rollout/filtered_prompts|reward/[^/]+/(errors|timeouts|zero_variance_rate)(/.*)?"), 0.0),
     (re.compile(r"(actor|critic)/(skipped_updates|clipfrac)|actor/(kl_loss|approx_kl)"), 0.0),
@@ -52,7 +52,7 @@ def _default(name: str) -> float | None:
     return next((value for pattern, value in DEFAULTS if pattern.fullmatch(name)), None)
 
 
-SAMPLES_SHOWN = 3  # of a step
+SAMPLES_SHOWN = 3  # maximum samples of a step
 MAX_TEXT = 4000  # maximum characters of a prompt or response
 FACTS = ("id", "tag", "reward", "finish_reason")
 TEXT_GROWTH = 1.25  # factor between steps with samples: 30 such steps in 1,000
@@ -72,13 +72,13 @@ class TensorBoardTracker:
         self._step = -1
         self._samples = run.path / SAMPLES
         self._read = self._samples.stat().st_size if self._samples.exists() else 0  # bytes
-        self._unseen: list[dict[str, Any]] = []  # samples of the last step that was read, not written yet
+        self._unseen: list[dict[str, Any]] = []  # samples of the last step that was read; not written yet
         self._next_texts = 1.0
         if resume_step is None and run.config_file.exists():
             self._writer.add_text("config", _code(run.config_file.read_text(encoding="utf-8")), 0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step != self._step:  # equal if the step is repeated because it could not be written
+        if step != self._step:  # after an error, `log` is called again with the same step
             self._points = self._curves.add(step, metrics)
             self._step = step
         for name, at, value in self._points:

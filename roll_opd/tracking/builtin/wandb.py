@@ -10,7 +10,7 @@ from roll_opd.tracking.run_directory import RunDirectory
 from roll_opd.tracking.trackers import as_list, register, run_id
 
 # As in ROLL, the console is not captured. Timeouts, in seconds, keep an unresponsive server from delaying a run; the
-# defaults of W&B are 90 and none.
+# defaults of W&B are 90 and no limit.
 SETTINGS = {"console": "off", "init_timeout": 20.0, "finish_timeout": 20.0}
 
 
