@@ -31,7 +31,7 @@ class RolloutWorker(BucketHost):
         weight_transfer: str = SHARED_MEMORY,
         sleeps: bool = False,
     ) -> None:
-        """Start the engine with `weight_transfer` as its backend. With `sleeps`, the engine can release its memory."""
+        """Start the engine; `weight_transfer` is its backend for weight updates. With `sleeps`, it can sleep."""
         from roll_opd.inference.vllm_engine import InferenceEngine  # imports vLLM, only in the actor's process
 
         self._engine = await InferenceEngine.start(
@@ -49,11 +49,11 @@ class RolloutWorker(BucketHost):
         self._sleep_level = plan.sleep_level
 
     async def offload(self, parts: Collection[Part], phase: Phase) -> None:
-        """Release all device memory for other roles during a phase; `parts` has no effect."""
+        """Release all device memory of the engine during a phase, for other roles; `parts` has no effect."""
         await self._engine.sleep(self._sleep_level, phase)
 
     async def onload(self, parts: Collection[Part]) -> None:
-        """Restore parts of the memory on the device."""
+        """Restore `parts` of the engine's device memory."""
         await self._engine.wake_up(parts)
 
     async def generate(
@@ -61,7 +61,7 @@ class RolloutWorker(BucketHost):
     ) -> AsyncIterator[Compact]:
         """Run all requests in one continuous batch; yield lists of (index, `Completion`).
 
-        Completions are collected for a short time; a list with a complete `chunk` is yielded immediately.
+        A list has the completions of a short interval; as soon as `chunk` completions have arrived, they are yielded.
         """
         batch = self._engine.generate_batch(
             [request.prompt_tokens.tolist() for request in requests], sampling, [request.seed for request in requests]
@@ -83,7 +83,7 @@ class RolloutWorker(BucketHost):
         await self._engine.begin_update(version)
 
     async def load_weights(self, info: Mapping[str, Any], *, last: bool = False) -> None:
-        """Load a part of the weights; after the `last` part, verify that all have arrived, and resume requests."""
+        """Load some weights. If they are the `last`, verify that no weight is missing, and resume requests."""
         await self._engine.load_weights(info)
         if last:
             await self._engine.finish_update()
@@ -93,7 +93,7 @@ class RolloutWorker(BucketHost):
         await self._engine.init_weight_transfer(info)
 
     async def hold_bucket(self, content: Sequence[ray.ObjectRef], bucket: Description) -> Description:
-        """Copy a bucket to this host; return a description of the copy."""
+        """Copy a bucket into this host's shared memory; return the description of the copy."""
         return self.hold(await content[0], bucket)
 
     async def close(self) -> None:

@@ -1,6 +1,6 @@
 """Ray actors that run the Megatron engines, one actor per rank.
 
-Megatron is imported inside methods, and so only in the processes of the actors: the driver's machine may lack it.
+Methods import Megatron, so only the processes of the actors import it: the driver's machine may lack it.
 """
 
 import os
@@ -33,8 +33,8 @@ class _Rank(BucketHost):
 
     _engine: Any
     _async_save: bool
-    _files: Future[list[Path]]  # of the current save
-    _listening: socket.socket | None = None  # of rank 0, held so that no other process takes its port
+    _files: Future[list[Path]]  # files of the current save
+    _listening: socket.socket | None = None  # on rank 0: keeps the port from being taken by other processes
     _store: Any = None  # rendezvous of the process group, on rank 0
 
     def address(self) -> tuple[str, int]:
@@ -52,7 +52,7 @@ class _Rank(BucketHost):
         deterministic: bool,
         async_save: bool = False,
     ) -> tuple[int, Packing]:
-        """Join the process group and load the model. `async_save`: saves copy the state and write in the background.
+        """Join the process group and load the model. With `async_save`, saves run in the background.
 
         Returns the data-parallel rank and the packing rules.
         """
@@ -102,8 +102,8 @@ class _Rank(BucketHost):
     ) -> tuple[Compact, dict[int, TargetRef]] | None:
         """Compute targets; put the arrays in `kept` (default: all except log-probs) into the object store.
 
-        Returns, for each sample, a pair (log-probs, mask of the sampled tokens that are in the top-k, or None), and
-        references to the stored arrays.
+        Returns sample number -> (log-probs, mask), and sample number -> reference to the stored arrays. The mask is
+        True at sampled tokens in the top-k; it is None without a top-k.
         """
         computed = self._targets(shard, temperature, wanted)
         if computed is None:
@@ -118,7 +118,7 @@ class _Rank(BucketHost):
         return Compact(small), hold(computed)
 
     def _opened(self, shard: DPShard) -> list[dict[str, dict[str, np.ndarray]]]:
-        """Fetch the referenced arrays of this rank's samples; only the last pipeline stage has samples with arrays."""
+        """Fetch the referenced arrays of this rank's samples; arrays are empty except on the last pipeline stage."""
         return opened(shard.held, shard.micro_batches if self._engine.is_last_stage else [])
 
     def _targets(self, shard: DPShard, temperature: float, wanted: dict[str, Any]) -> Any:
@@ -130,11 +130,11 @@ class _Rank(BucketHost):
         return self._engine.compute_targets(temperature=temperature, request=request, **_read(shard))
 
     def written(self, *, wait: bool) -> list[Path] | None:
-        """Return the files of the last save; if it is still running, wait for it (`wait`) or return None."""
+        """Return the files of the last save. While the save runs, wait for it if `wait` is set, else return None."""
         return self._files.result() if wait or self._files.done() else None
 
     def _write(self, *parts: Callable[[], list[Path]]) -> None:
-        """Finish a save: in the background with `async_save`, else before returning."""
+        """Run the `parts` of a save: in the background if `async_save` is set, else before this method returns."""
         if self._async_save:
             self._files = _WRITER.submit(_all_files, parts)
         else:
@@ -168,7 +168,7 @@ class FollowingWorker(_Rank):
         self._engine.follow(dict(weights), last=last)
 
     def hold_bucket(self, content: Sequence[ray.ObjectRef], bucket: Description) -> Description:
-        """Copy a bucket to this host; return a description of the copy."""
+        """Copy a bucket into this host's shared memory; return the description of the copy."""
         return self.hold(ray.get(content[0]), bucket)
 
     def save(self, directory: Path) -> None:
@@ -210,7 +210,7 @@ class _TrainableRank(_Rank):
 class TrainWorker(_TrainableRank, BucketWriter):
     """Rank of the student."""
 
-    _sender: Any = None  # of weights between GPUs
+    _sender: Any = None  # sends weights between GPUs
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
         from roll_opd.megatron.trainer import MegatronTrainer

@@ -64,7 +64,7 @@ class RewardWorker:
         """Return immediately, as a health check."""
 
     async def run(self, experiences: Sequence[Sample]) -> AsyncIterator[Compact]:
-        """Score samples; yield `Answers` with the scores, which are collected for a short time."""
+        """Score samples; yield `Answers`, each with the scores of a short interval."""
         async with aclosing(coalesced(self._calls(self._samples(experiences)))) as answers:
             async for burst in answers:
                 scores = [scored for call in burst for scored in call]
@@ -73,8 +73,8 @@ class RewardWorker:
     async def _calls(self, samples: Sequence[RewardSample]) -> AsyncGenerator[list[tuple[int, Scored]], None]:
         """Call the rewards for all samples; yield each call's scores.
 
-        A call gets as few samples as possible, as long as all calls can run concurrently. It gets more if the reward is
-        so quick that the overhead of a call matters.
+        Each call gets the fewest samples with which all calls can run concurrently. If the reward is so fast that the
+        overhead of a call matters, calls get more samples.
         """
         needed = -(-len(samples) // self._plan.max_concurrency)
         calls: set[asyncio.Task[list[tuple[int, Scored]]]] = set()

@@ -56,12 +56,12 @@ class Sampler:
 class SamplingSession:
     """Running requests; consecutive requests to an engine are sent as one batch.
 
-    Completions of a batch are returned in the order in which they finish. They are collected for a short time; a
-    complete `chunk` is returned immediately.
+    Completions of a batch are returned in the order in which they finish, in lists with the completions of a short
+    interval. As soon as `chunk` completions have arrived, they are returned.
     """
 
     def __init__(self, sampler: Sampler, chunk: int | None = None, *, alone: bool = False) -> None:
-        """With `alone`, each request is a separate batch: other requests cannot change deterministic results."""
+        """With `alone`, each request is sent as a separate batch, so that other requests cannot change its result."""
         self._sampler, self._chunk = sampler, chunk
         self._numbers = itertools.count() if alone else itertools.repeat(0)
         self._calls: BatchedCalls[tuple[int, SamplingPlan, int], Request] = BatchedCalls(self._generate)

@@ -31,7 +31,7 @@ from roll_opd.samples.sample import Sample
 from roll_opd.samples.transport import Compact
 
 MAX_THREADS = 10_000  # a hung run keeps its thread
-MEMORY_POLL_S = 0.25  # between checks of the process's memory
+MEMORY_POLL_S = 0.25  # seconds between checks of the process's memory
 OUT_OF_MEMORY_EXIT_CODE = 77  # exit code
 # kinds of failures
 RAISED, TIMEOUT, INVALID, API_ERROR = "raised", "timeout", "invalid", "api_error"
@@ -248,7 +248,7 @@ class WorkflowWorker:
         until = loop.time() + self._plan.workflow_timeout
         if self._ready and flag(self._ready[-1], "is_async"):  # declared as non-blocking
             workflow, found = self._start_run(job)
-        else:  # in a thread: creating an instance, or running it, may block
+        else:  # in a thread, because creating or running an instance may block
             running = loop.run_in_executor(self._threads, context.copy().run, self._start_run, job)
             done, _ = await asyncio.wait([running], timeout=self._plan.workflow_timeout)
             if not done:

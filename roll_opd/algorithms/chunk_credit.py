@@ -4,15 +4,15 @@
 
 | rule | w_i | |
 |---|---|---|
-| prefix | 1 | every token is a chunk: q is of a single student token, see teachers.prefix_logprobs |
+| prefix | 1 | every token is a chunk: q is the log-prob of a single student token, see teachers.prefix_logprobs |
 | whole | 1 | the policy gradient of Σ over chunks of (L_S - L_T): every token of a chunk is a cause of its bytes |
-| with_previous | 1 | plus the penalty of the chunk before: the teacher cuts a chunk with the next bytes in view |
+| with_previous | 1 | plus the penalty of the previous chunk, whose end may depend on the bytes of this chunk |
 | mean | 1 / n | n tokens share the chunk's penalty equally |
-| share | l_i / L_S | the shares of the student's log-prob (DPCA, arXiv 2606.09456) |
+| share | l_i / L_S | each token's part of the student's log-prob of the chunk (DPCA, arXiv 2606.09456) |
 
-In a chunk of one student token all rules but with_previous give l - q, the penalty of a teacher with the student's
-tokenizer, to the bit. The penalty of the chunk before does not depend on the tokens of a chunk, unless they move the
-cut between the two chunks. Except at such cuts, with_previous therefore has the expected gradient of whole, with more
+In a chunk of one student token, all rules except with_previous give l - q: bit for bit the penalty of a teacher with
+the student's tokenizer. The penalty of the previous chunk does not depend on the tokens of a chunk unless these move
+the boundary between the two chunks. If they do not, with_previous has the same expected gradient as whole, with more
 variance.
 
 Legend: M tokens of responses, B sequences.

@@ -100,10 +100,10 @@ def negatives_near(mismatch: Mismatch, advantages_M: Tensor, *, delta: float = 0
 def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
     """Return the mismatch metrics, which are independent of corrections; empty without masked tokens.
 
-    The metrics are: `logprob_diff_mean` and `_max` of |train - infer|, and the same for probabilities; `k1` and `k3`,
-    estimates of KL(infer || train); `ratio_mean`, `_min`, `_max` and `_p99`, the 99 % quantile; and the effective
-    sample size of the ratios as a fraction of the tokens (`ess`), and of the sequences by the products of their ratios
-    (`ess_sequence`), see `effective_share`.
+    `logprob_diff_mean` and `_max` are the mean and maximum of |train - infer| of log-probs, `prob_diff_mean` and `_max`
+    of probabilities. `k1` and `k3` estimate KL(infer || train). `ratio_mean`, `_min`, `_max` and `_p99` (99 % quantile)
+    describe the ratios of tokens. `ess` is the effective sample size of these ratios as a fraction of the number of
+    tokens; `ess_sequence` is the same for sequences, with the product of a sequence's ratios (see `effective_share`).
     """
     kept = mismatch.mask_M
     if not kept.any():
@@ -142,14 +142,14 @@ def effective_share(weights_N: Tensor) -> float:
 
 
 def _sequence_log_ratios(mismatch: Mismatch) -> Tensor:
-    """Return the log of the product of the ratios of each sequence with action tokens, f64."""
+    """Return the sum of log-ratios of each sequence that has action tokens, f64."""
     gaps_M = (mismatch.train_M - mismatch.infer_M).double().masked_fill_(~mismatch.mask_M, 0)
     acted_B = sequence_sums(mismatch.mask_M.double(), mismatch.lengths) > 0
     return sequence_sums(gaps_M, mismatch.lengths)[acted_B]
 
 
 def _quantile(values_N: Tensor, share: float) -> Tensor:
-    """Return the smallest value with at least the fraction `share` of the values at or below it."""
+    """Return the smallest value v such that at least the fraction `share` of the values is <= v."""
     return values_N.kthvalue(math.ceil(share * len(values_N))).values
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ColumnSum:
-    """A sum over columns, as two functions of a column's log-probs: of (student, teacher), and of the student only.
+    """Sum over columns of a term that depends on the log-probs of student and teacher, or of the student only.
 
     Neither function returns NaN for log-probs; `value` is inf if the divergence is infinite.
     """

@@ -24,7 +24,7 @@ Advantage = Callable[..., "Normalised"]  # (RewardBatch, *, arguments) -> Normal
 
 
 class AlgorithmError(Exception):
-    """An algorithm, advantage or policy loss is unknown or misused; the error has the reason and the known names."""
+    """An algorithm, advantage or policy loss is unknown or misused; the message has the reason and the known names."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class PolicyLossFacts:
 class AdvantageFacts:
     """Properties of an advantage function for the planner."""
 
-    baseline: bool = False  # compares the samples of a prompt, so a prompt needs several
-    reads_runs: bool = False  # gets each run as steps; other functions get a run as one sample
+    baseline: bool = False  # compares the samples of a prompt, so each prompt needs several samples
+    reads_runs: bool = False  # gets one sample per step of a run; other functions get one sample per run
     reads_states: bool = False  # compares steps that start from the same state
     adds_steps: bool = False  # sums the rewards of a run, so each reward must belong to a single step
     discounts_turns: bool = False  # whether gamma is applied per turn instead of per token
-    # defaults of keys for the token advantages, which may also be given as arguments
+    # defaults of the keys for token advantages; the configuration may also set these keys as arguments of the function
     token_defaults: Mapping[str, object] = field(default_factory=lambda: FrozenDict({"gamma": 1.0}))
 
 

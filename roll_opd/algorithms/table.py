@@ -29,7 +29,7 @@ class Algorithm:
     repeat: int | None = 2  # responses per prompt; None: no rollout, or any number
     kl_loss: str | None = "k2"  # estimator of the KL loss to the reference policy
     expert_data_ratio: float = 0.0  # fraction of demonstrations in an update
-    loss_agg_mode: str = "token-mean"  # used unless the loss defines another
+    loss_agg_mode: str = "token-mean"  # used unless the loss defines a mode
 
 
 ALGORITHMS: dict[str, Algorithm] = {

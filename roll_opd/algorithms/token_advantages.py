@@ -21,7 +21,7 @@ from torch import Tensor
 
 from roll_opd.algorithms.returns import discounted_to_go, gae, turns_to_go
 
-VARIANCE_FLOOR = 1e-8  # of whitening
+VARIANCE_FLOOR = 1e-8  # added to the variance in whitening
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from roll_opd.base.failures import ConfigError
 DONE, FAILED, USER_ERROR, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 YAML = (".yaml", ".yml")
 HOW_TO_NAME = "give a YAML file, or --config_path DIR --config_name NAME"
-# pipeline with rollouts -> arguments of `load_plan`; other pipelines are passed by name
+# pipeline with rollouts -> arguments of `load_plan`; for other pipelines, the argument is the pipeline's name
 ENTRIES: dict[str, dict[str, Any]] = {
     "distill": {"pure": True},
     "rlvr": {"pure": False},
     "agentic": {"pipeline": "agentic"},
 }
 SIZES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}  # parallel sizes of `score`
-# a run writes its directory to this file; for `roll_opd.run`, which starts the run
+# file to which a run writes its directory, for `roll_opd.run`, which starts the run
 RUN_DIRECTORY_FILE = "ROLL_OPD_RUN_DIRECTORY_FILE"
 # socket of the session (`roll_opd.open`) that starts a run and requests its steps
 SESSION_SOCKET = "ROLL_OPD_SESSION_SOCKET"

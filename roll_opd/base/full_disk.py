@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-LITTLE = 16 * 2**20  # free bytes below which a writer's error without a reason counts as a full disk
-# texts of such errors from other processes, Rust libraries and Ray
+LITTLE = 16 * 2**20  # with fewer free bytes, an error that matches `_WRITER` counts as a full disk
+# messages for a full disk from other processes, Rust libraries and Ray
 _NO_SPACE = re.compile(
     r"No space left on device|Disk quota exceeded|\bos error (?:28|122)\b|\bcode: (?:28|122)\b|StorageFull"
     r"|disk's utilization is over capacity"
 )
-# errors of writers that lack the system's reason
+# messages of libraries that do not include the system's reason
 _WRITER = re.compile(
     r"PytorchStreamWriter|unexpected pos \d|iostream error|basic_ios::clear|while serializing"
     r"|\d+ requested and \d+ written"

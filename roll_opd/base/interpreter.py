@@ -17,7 +17,7 @@ MODULES = {"megatron-core": "megatron.core", "hydra-core": "hydra", "pyyaml": "y
 
 
 def use_project_environment(needs_packages: "bool | tuple[str, ...]" = True, module: str = "") -> None:
-    """Return if this Python meets the requirements; else re-execute with .venv's Python, or exit with an error.
+    """Re-execute with .venv's Python, or exit with an error, unless this Python meets the requirements.
 
     `needs_packages`: packages that must be installed. True: the packages of the project; a tuple: these packages;
     False: none. `module`: the program is a module (python -m), not a file.
@@ -33,14 +33,14 @@ def use_project_environment(needs_packages: "bool | tuple[str, ...]" = True, mod
         remedy = f"run `make setup` in {ROOT}"
     elif os.access(python, os.X_OK):
         program = ["-m", module] if module else [os.path.abspath(sys.argv[0])]
-        os.environ.pop("PYTHONHOME", None)  # set for the other Python
+        os.environ.pop("PYTHONHOME", None)  # belongs to the current Python, not to .venv's
         os.execv(python, [python, *program, *sys.argv[1:]])
     sys.stderr.write(f"roll-opd: {sys.executable} {lack}; {remedy}\n")
     sys.exit(1)
 
 
 def lacking(needs_packages: "bool | tuple[str, ...]") -> str:
-    """Return the requirements that this Python does not meet, as the end of a sentence; "" if it meets all."""
+    """Return how this Python fails the requirements, as the end of a sentence; "" if it meets all."""
     try:
         with open(os.path.join(ROOT, "pyproject.toml")) as file:
             project = file.read()
@@ -77,5 +77,5 @@ def _is_there(name: str) -> bool:
         pass
     try:
         return util.find_spec(MODULES.get(name.lower(), name.replace("-", "_"))) is not None
-    except ImportError:  # of the parent package
+    except ImportError:  # the import of the parent package fails
         return False

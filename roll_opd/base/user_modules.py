@@ -52,7 +52,7 @@ def users_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # an import can raise anything, SystemExit included
+    except BaseException as error:  # an import can raise anything, even SystemExit
         what = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         place = place_of(error)
         where = f" ({place})" if place and not place.startswith(__file__) else ""
@@ -66,7 +66,7 @@ def users_module(name: str) -> ModuleType:
 def dotted_path(text: str) -> str:
     """Convert `path/to/file.py:name` to `file.name` and add its directory to the path; return other texts unchanged.
 
-    The file is searched for like a data file. Raises PathError if it is missing or another module has its name.
+    The file is searched for like a data file. Raises PathError if it is missing, or if another module has its name.
     """
     found = FILE.fullmatch(text)
     if found is None:

@@ -74,7 +74,7 @@ class BatchedCalls(Generic[Key, Call]):
     """Running calls, batched by key."""
 
     def __init__(self, send: Callable[[Key, list[Call]], AsyncGenerator[list[tuple[int, Any]], None]]) -> None:
-        """`send` yields (index in the batch, result) as results arrive. It is closed when no caller waits any more."""
+        """`send` yields (index in the batch, result) as results arrive; it is closed if all callers cancel."""
         self._send = send
         self._pending: dict[Key, list[tuple[Call, asyncio.Future[Any]]]] = {}
         self._followers: set[asyncio.Task[None]] = set()

@@ -31,7 +31,7 @@ _GROUPS: "weakref.WeakSet[ActorGroup]" = weakref.WeakSet()  # running groups wit
 
 Reference = ray.ObjectRef  # reference to a value in the object store, fetched on first use
 
-DEATH_GRACE_S = 3.0  # for Ray to report a dead process after another process lost its connection to it
+DEATH_GRACE_S = 3.0  # seconds from a lost connection to a dead process until Ray reports the death
 
 
 class ActorGroup:
@@ -112,7 +112,7 @@ class WorkerGroup(ActorGroup):
     """All ranks of one Megatron role, one process per device."""
 
     packing: Packing  # rules of the engine; set by `setup`
-    _data_parallel_ranks: list[int]  # of every actor
+    _data_parallel_ranks: list[int]  # data-parallel rank of each actor
 
     def __init__(self, actor: Any, plan: MegatronPlan, placement: Placement, env: dict[str, str]) -> None:
         """Start one `actor` (a Ray actor class) per device of `plan`; `setup` connects them as a process group."""
@@ -194,7 +194,7 @@ async def gathered_and_held(
 ) -> list[tuple[np.ndarray, TargetRef]]:
     """Return each sample's log-probs, f32 [T-P], and a reference to its targets, which stay with the ranks.
 
-    `held` has, for each sample, references to targets that the ranks hold and read.
+    `held` has, for each sample, references to stored targets that the ranks read.
     """
     sharded = _sharded(group, samples, held)
     answers = [

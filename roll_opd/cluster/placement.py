@@ -32,9 +32,9 @@ class Device:
     group: PlacementGroup
     bundle: int
     node: int
-    cores: int  # of the node
+    cores: int  # CPU cores of the node
     gpu: str | None  # id for CUDA_VISIBLE_DEVICES on its node
-    address: str = ""  # of the node
+    address: str = ""  # address of the node
 
 
 class Placement:
@@ -51,8 +51,9 @@ class Placement:
     ) -> None:
         """Reserve the devices: GPUs if the cluster has any, else slots. Raises ClusterError if there are too few.
 
-        `addresses` are the run's hosts in order if the run has started Ray on them. With `deterministic`, a process has
-        the threads of one device in every role, because a different number of threads would change the order of sums.
+        `addresses` are the run's hosts in order if the run has started Ray on them. With `deterministic`, each process
+        of every role has the threads of one device, because a different number of threads would change the order of
+        sums.
         """
         self.starting = starting or StartupProgress()
         self._per_node, self._deterministic = devices_per_node, deterministic
@@ -130,7 +131,7 @@ class Placement:
         }
 
     def _threads(self, home: Device, role: tuple[int, ...]) -> int:
-        """Return the number of CPU threads of each process of a role that has a device on the node of `home`."""
+        """Return the number of CPU threads of a process on device `home`; `role` lists the devices of its role."""
         shared_by = self._per_node
         if home.gpu is None and not self._deterministic:
             shared_by = sum(self._devices[number].node == home.node for number in role)

@@ -23,9 +23,9 @@ from typing import IO
 
 import psutil
 
-POLL_INTERVAL_S = 1.0  # between scans of the driver's descendants
-EXIT_GRACE_S = 1.0  # for processes that exit without a signal
-EXIT_POLL_S = 0.05  # between scans for exited processes
+POLL_INTERVAL_S = 1.0  # seconds between scans of the driver's descendants
+EXIT_GRACE_S = 1.0  # seconds for processes to exit without a signal
+EXIT_POLL_S = 0.05  # seconds between scans for exited processes
 # Python's processes that remove the shared memory and semaphores of killed processes
 TRACKER, TRACKER_GRACE_S = "multiprocessing.resource_tracker", 5.0
 REMOVE, KEEP, IF_EMPTY = "+", "-", "?"  # first character of an input line

@@ -23,7 +23,7 @@ from roll_opd.cluster.ray_environment import prepare_environment, run_temp_direc
 from roll_opd.cluster.startup_progress import ClusterError, StartupProgress
 
 SLOT = "roll_opd_slot"  # resource name of a device on a machine without GPUs
-MAX_JOIN_S = 3600.0  # for a host to start its Ray node
+MAX_JOIN_S = 3600.0  # seconds for a host to start its Ray node
 
 
 @contextmanager

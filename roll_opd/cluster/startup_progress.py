@@ -37,7 +37,7 @@ class StartupProgress:
     def __init__(self, seconds: float = math.inf, say: Callable[[str], None] = print) -> None:
         """`seconds` is the timeout of one part; `say` prints a line."""
         self.seconds, self._say = seconds, say
-        self.logs: Path | None = None  # of Ray's processes, on this machine
+        self.logs: Path | None = None  # directory with the logs of Ray's processes on this machine
         self.parts: dict[str, float] = {}  # part -> seconds waited; parts may overlap
         self._waiting: dict[object, tuple[str, float]] = {}
         self._lock = threading.Lock()

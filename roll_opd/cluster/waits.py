@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PATIENCE_S = 60.0  # seconds without a movement before the open waits are reported
-CHECKS = 20  # in that time
+CHECKS = 20  # number of checks in this time
 SHOWN = 12  # waits in a report
 
 
@@ -54,7 +54,7 @@ class Waits:
             return self._now() - self._last if self._open else 0.0
 
     def text(self) -> str:
-        """Describe the open waits, the longest first; equal waits are counted."""
+        """Describe the open waits, the longest first; equal waits are one entry with their number."""
         with self._lock:
             now, found = self._now(), list(self._open.values())
         lines: dict[str, tuple[int, float]] = {}
@@ -89,7 +89,8 @@ def watchdog(
         report: called with the open waits after `patience` seconds without a movement, then at doubling intervals.
         end: called once with the open waits after `limit` seconds without a movement.
         progress: returns a value that changes while a long call makes progress.
-        is_on: returns whether waits count; the start and the end of a run have separate time limits.
+        is_on: returns whether waits count. They do not count during the start and end of a run, which have separate
+        time limits.
     """
     done = threading.Event()
     first = min(patience, limit or patience)

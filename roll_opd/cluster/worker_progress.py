@@ -67,8 +67,10 @@ class Writing:
         self.groups = tuple(groups)
 
     async def files(self, *, wait: bool) -> list[Path] | None:
-        """Return all files once they are written; until then, wait (if `wait` is set) or return None. Raises the
-        exception of a rank."""
+        """Return all files if they are written; else wait for them if `wait` is set, or return None.
+
+        Raises the exception of a rank.
+        """
         found: set[Path] = set()
         for group in self.groups:
             for files in await group.call("written", wait=wait):

@@ -23,7 +23,7 @@ def rloo(batch: RewardBatch) -> Normalised:
 
 @register_advantage("opmd", baseline=True)
 def opmd(batch: RewardBatch, *, opmd_baseline: Literal["mean", "logavgexp"] = "mean", tau: float = 1.0) -> Normalised:
-    """Return R minus the group's mean or τ · (logsumexp(R/τ) - log G). Trinity-RFT, arXiv 2505.17826."""
+    """Return R - baseline, which is the group's mean or τ·(logsumexp(R/τ) - log G). Trinity-RFT, arXiv 2505.17826."""
     if opmd_baseline not in ("mean", "logavgexp"):
         raise ValueError(f"opmd_baseline {opmd_baseline!r} is unknown; use mean or logavgexp")
 
@@ -37,7 +37,7 @@ def opmd(batch: RewardBatch, *, opmd_baseline: Literal["mean", "logavgexp"] = "m
 
 @register_advantage("asymre", baseline=True)
 def asymre(batch: RewardBatch, *, baseline_shift: float = -0.1) -> Normalised:
-    """Return R - (mean + shift), which weights failures less than successes. arXiv 2506.20520."""
+    """Return R - (mean + shift); a negative shift weights failures less than successes. arXiv 2506.20520."""
     return _minus(batch, lambda rewards: rewards.mean() + baseline_shift)
 
 
@@ -45,8 +45,8 @@ def asymre(batch: RewardBatch, *, baseline_shift: float = -0.1) -> Normalised:
 def rec(batch: RewardBatch, *, std_normalize: bool = False, drop: Literal["balance"] | None = None) -> Normalised:
     """Return R - mean; `std_normalize` divides it by (biased std + 1e-6). arXiv 2509.24203.
 
-    With `drop` balance, if more than half of a group is below the mean, the surplus is dropped from the end. Dropped
-    samples get 0 and do not count in mean and std.
+    `drop: balance` drops samples below the mean, the last of the group first, until at most half of the remaining
+    samples are below that mean. Dropped samples get 0 and do not count in mean and std.
     """
     if drop not in (None, "balance"):
         raise ValueError(f"drop {drop!r} of advantage rec is unknown; use balance or nothing")

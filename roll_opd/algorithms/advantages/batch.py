@@ -2,7 +2,7 @@
 
 An advantage function is `f(batch, *, arguments) -> Normalised`. It returns the reward of each sample relative to its
 group or batch, (R - mean) / scale; `token_advantages` computes token advantages from this. The standard deviation is
-unbiased unless stated otherwise. The reward of a group or batch of one is unchanged.
+unbiased unless stated otherwise. In a group or batch of one sample, the reward is not changed.
 
 Legend: B samples. All arrays are float64: they are small, and tests compare six digits.
 """
@@ -58,8 +58,8 @@ class Normalised:
 def normalised_rewards(rewards_B: Tensor, groups: Sequence[str], mean_over: Level, std_over: Level) -> Normalised:
     """Normalise rewards over their `group`, the whole `batch`, or nothing (None).
 
-    With std normalisation, equal rewards become 0 for every kind of mean; dividing by the small constant would give
-    them the largest advantages.
+    If all rewards of a group or batch are equal, std normalisation returns 0, whatever `mean_over` is; dividing by the
+    small constant would give these rewards the largest advantages.
     """
     rewards_B = rewards_B.double()
     mean_B, scale_B = torch.zeros_like(rewards_B), torch.ones_like(rewards_B)
@@ -93,7 +93,7 @@ def step_returns(batch: RewardBatch, discount: float) -> Tensor:
 
 
 def group_members(groups: Sequence[str], level: Level = "group") -> list[list[int]]:
-    """Return the sample numbers of each group of samples that are compared with each other, or of the whole batch."""
+    """Return the sample numbers of each group, or of the whole batch as one list; empty if `level` is None."""
     if level is None:
         return []
     members: dict[str, list[int]] = {}

@@ -1,4 +1,7 @@
-"""GiGPO: the advantage of a trajectory in its group plus the advantage of a step in its state. Legend: see `batch`."""
+"""GiGPO: the advantage of a trajectory within its group plus the advantage of a step among steps from the same state.
+
+Legend: see `batch`.
+"""
 
 from collections.abc import Sequence
 

@@ -29,8 +29,8 @@ def grpo(
         mean_cal_level, std_cal_level: level of mean and std. Std over the `batch`: arXiv 2508.08221; None: Dr. GRPO,
         2503.20783.
         std_threshold: groups with at most this std, and groups of one sample, get 0 and are dropped from the batch.
-        rank_penalty: R · (1 - rank_penalty · rank/G) for R, rank 0 … G-1 in the group from the least to the most likely
-            answer (mean log-prob of its action tokens). arXiv 2506.02355.
+        rank_penalty: multiply R by 1 - rank_penalty · rank/G. In each group, rank 0 is the least likely answer and rank
+        G-1 the most likely answer, by the mean log-prob of action tokens. arXiv 2506.02355.
 
     Raises:
         ValueError: for a rank_penalty without log-probs.

@@ -1,4 +1,7 @@
-"""Advantages without a baseline: REINFORCE (also of steps), GAE, REINFORCE++, distillation. Legend: see `batch`."""
+"""Advantages without a baseline: REINFORCE (per sample or per step), GAE, REINFORCE++, distillation.
+
+Legend: see `batch`.
+"""
 
 import torch
 

@@ -39,7 +39,7 @@ def mix_chord(
 ) -> Tensor:
     """Return `mix` with a schedule of μ (`chord_mu`) and -sg(p(1-p)) · logprobs on demonstrations. arXiv 2508.11408.
 
-    CHORD. The factor p(1-p) is small for probabilities near 0 or 1; `enable_phi_function: false` omits it.
+    This is CHORD. The factor p(1-p) is small for probabilities near 0 or 1; `enable_phi_function: false` omits it.
     """
     mu = chord_mu(batch.step, mu_warmup_steps, mu_decay_steps, mu_peak, mu_valley)
     demonstration_M = sft(batch)
@@ -51,7 +51,7 @@ def mix_chord(
 
 
 def chord_mu(step: int, warmup_steps: int, decay_steps: int, peak: float, valley: float) -> float:
-    """Return μ at `step`, from 1: linear warm-up to `peak`, cosine decay to `valley`, then constant.
+    """Return μ at `step` (the first is 1): linear warm-up to `peak`, cosine decay to `valley`, then constant.
 
     At the first of W warm-up steps μ is peak/W, as in Trinity-RFT; the decay starts at step W.
     """

@@ -72,7 +72,7 @@ def kimi15(batch: LossBatch, *, tau: float = 0.1) -> Tensor:
 
 @register_policy_loss("dpo", reads_advantages=False, needs="pairs", loss_agg_mode="seq-mean-token-mean")
 def dpo(batch: LossBatch, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
-    """Return -(1-ε)·log σ(h) - ε·log σ(-h), h = β · [Σ(logprobs - ref) of the chosen - of the rejected].
+    """Return -(1-ε)·log σ(h) - ε·log σ(-h), h = β · [Σ_chosen (logprobs - ref) - Σ_rejected (logprobs - ref)].
 
     arXiv 2305.18290. Every action token of a pair gets the loss of the pair. With seq-mean-token-mean, the weights of
     every sequence have the same sum, so the weighted sum is the mean over pairs, whatever their lengths.

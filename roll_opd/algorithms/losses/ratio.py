@@ -38,7 +38,7 @@ def ppo(
 
 @register_policy_loss("gspo", loss_agg_mode="seq-mean-token-mean")
 def gspo(batch: LossBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
-    """Return PPO with sg(s) · π_t/sg(π_t) for r, s the geometric mean of r over the sequence. arXiv 2507.18071.
+    """Return PPO with sg(s) · π_t/sg(π_t) instead of r; s is r's geometric mean over the sequence. arXiv 2507.18071.
 
     This is GSPO-token: the value is per sequence, the gradient is per token.
     """

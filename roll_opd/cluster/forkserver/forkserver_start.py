@@ -116,7 +116,7 @@ class ForkServer:
 
 
 def wanted_by(plan: RunPlan) -> dict[str, Any]:
-    """Return a request for `ForkServer.import_for`: parts of vLLM to import, variables of both server processes."""
+    """Return a request for `ForkServer.import_for`: vLLM's modules to import, and variables of the server processes."""
     engines = plan.inference_roles().values()
     eager = all(role.engine_args.get("enforce_eager", True) for role in engines)
     kind = GPU_ENGINES if has_gpu_driver() else EAGER_ENGINES if eager else ANY_ENGINE
@@ -140,7 +140,7 @@ def fork_server() -> Iterator[ForkServer]:
 
     The server ends with this process, even if SIGKILL ends this process.
     """
-    outer = {name: os.environ.pop(name) for name in (ADDRESS, SERVED) if name in os.environ}  # of an outer run
+    outer = {name: os.environ.pop(name) for name in (ADDRESS, SERVED) if name in os.environ}  # of an enclosing run
     server = ForkServer()
     try:
         if may_fork():
@@ -192,7 +192,7 @@ def needed(kind: str, variables: Mapping[str, Any]) -> dict[str, str]:
 
 
 def of_servers(plan: RunPlan) -> dict[str, dict[str, str]]:
-    """Return the import-time variables of both servers (Megatron, engines): all roles of a server share these."""
+    """Return the import-time variables of each server (Megatron, engines): the variables equal in all its roles."""
     megatron, engines = ([role.env for role in roles.values()] for roles in (plan.megatron_roles(), _engines(plan)))
     from_start = _shared([read_at_import({**plan.env, **env}) for env in (*megatron, *engines)])
     of_vllm = _shared([needed(ENGINES, {**plan.env, **env}) for env in engines])

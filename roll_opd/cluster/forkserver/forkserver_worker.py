@@ -85,20 +85,20 @@ def _set_up_fork(kind: type[ForkedProcess], environment: dict[str, str], output:
 
 
 def fork_instead_of_spawning() -> None:
-    """Make libraries in this process fork from the connected server when they would use `spawn`."""
+    """Make libraries in this process start children as forks of the connected server instead of with `spawn`."""
     _CONTEXTS["spawn"] = ForkedContext()
 
 
 def _run_program(arguments: list[str]) -> None:
     """Run a Python program as the interpreter would."""
-    from roll_opd.cluster.forkserver import forkserver_worker  # not this copy of the module
+    from roll_opd.cluster.forkserver import forkserver_worker  # not the copy of the module in `__main__`
     from roll_opd.cluster.forkserver.forkserver_main import PATH
 
     os.setpgid(0, 0)  # Ray kills a worker with its process group
     sys.path[:] = [os.path.dirname(arguments[0]), *PATH]
     sys.argv = arguments
     forkserver_worker.connect(address_of(os.environ[ADDRESS], os.environ[KIND]))
-    _TRACKER._fd = None  # this process starts its own
+    _TRACKER._fd = None  # so that this process starts a tracker
     forkserver_worker.fork_instead_of_spawning()
     try:
         runpy.run_path(arguments[0], run_name="__main__")

@@ -13,7 +13,7 @@ from typing import Any
 import roll_opd
 
 PACKAGES = ("ray", "torch", "vllm", "megatron-core", "transformers", "transformer-engine")
-VISIBLE_TIMEOUT_S = 10.0  # for a network file system to show a new file
+VISIBLE_TIMEOUT_S = 10.0  # seconds for a network file system to show a new file
 
 
 def facts() -> dict[str, Any]:
@@ -47,7 +47,7 @@ def model_files(path: str) -> dict[str, int]:
 
 
 def look(models: Sequence[str], directory: str | None, nonce: str) -> dict[str, Any]:
-    """Return this host's files of `models`, and its reply to the file `nonce` of host 0 in the shared `directory`."""
+    """Return this host's files of `models`, and the name of its reply to host 0's file `nonce` in `directory`."""
     answer = _answer(Path(directory), nonce) if directory else ""
     return {"models": {path: model_files(path) for path in models}, "answer": answer}
 

@@ -17,8 +17,8 @@ from roll_opd.cluster.multihost.launcher_env import LaunchedHost, LaunchError
 from roll_opd.cluster.ray_environment import token_variables
 from roll_opd.cluster.startup_progress import ClusterError, StartupProgress
 
-CHECK_TIMEOUT_S = 60.0  # for a host to report its files
-JOIN_GRACE_S = 10.0  # to wait for hosts before reporting a failed start to them
+CHECK_TIMEOUT_S = 60.0  # seconds for a host to report its files
+JOIN_GRACE_S = 10.0  # seconds to wait for hosts that have not joined, to report a failed start to them
 RUN = "ROLL_OPD_RUN"  # environment variable: id of the run over all its attempts
 
 
@@ -32,7 +32,7 @@ class Hosts:
         """
         self._host, self._again = host, again
         self._run = os.environ.get(RUN, "") or uuid.uuid4().hex
-        self._late = JOIN_GRACE_S  # for which `end` waits for missing hosts
+        self._late = JOIN_GRACE_S  # seconds for which `end` waits for missing hosts
         self.warm: dict[str, Any] = {}  # imports of the other hosts' `ForkServer`
         self._inbox: queue.Queue[tuple[HeartbeatChannel, dict[str, Any] | None]] = queue.Queue()
         self._channels: dict[int, HeartbeatChannel] = {}
@@ -223,9 +223,9 @@ def dismiss(host: LaunchedHost, code: int) -> None:
 
 @contextmanager
 def _nonce(directory: Path) -> Iterator[tuple[str, Callable[[str], Path]]]:
-    """Create a file in `directory` for the block; yield its name, and a function that registers further files.
+    """Create a file in `directory` for the block; yield its name, and a function that registers files to remove.
 
-    The function takes a file name and returns its path. The files and new directories are removed at the end.
+    The function takes a file name and returns the path. At the end, the block removes the files and new directories.
     """
     made = [each for each in (directory, *directory.parents) if not each.exists()]
     name = f".hosts_{uuid.uuid4().hex}"

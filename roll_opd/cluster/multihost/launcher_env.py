@@ -10,7 +10,7 @@ from roll_opd.base.failures import ConfigError
 DEFAULT_PORT = 29500  # torchrun's MASTER_PORT
 MAX_PORT = 2**16 - 1
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # of torchrun's other variables
+PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # prefixes of torchrun's other variables
 
 
 class LaunchError(ConfigError):
@@ -27,8 +27,8 @@ class LaunchedHost:
 
     rank: int
     size: int
-    address: str  # of host 0
-    port: int  # on which host 0 listens
+    address: str  # address of host 0
+    port: int  # port on which host 0 listens
 
     def own_address(self) -> str:
         """Return the address that this host uses to reach host 0. Raises LaunchError if there is no route."""

@@ -18,9 +18,9 @@ from roll_opd.cluster.multihost import host_facts
 from roll_opd.cluster.multihost.heartbeat_channel import HeartbeatChannel
 from roll_opd.cluster.multihost.launcher_env import LaunchedHost
 
-FIRST_CONNECT_S = 600.0  # to connect to the first driver, which sends the limit for later ones
+FIRST_CONNECT_S = 600.0  # seconds to connect to the first driver, which sends the limit for later drivers
 RETRY_INTERVAL_S = 0.5
-EXIT_GRACE_S = 10.0  # for the Ray node to exit without a signal
+EXIT_GRACE_S = 10.0  # seconds for the Ray node to exit without a signal
 
 
 def serve(host: LaunchedHost, say: Callable[[str], None]) -> int:

@@ -18,7 +18,7 @@ from roll_opd.cluster.forkserver.forkserver_start import fork_server
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.ray_environment import prepare_environment, run_temp_directory, use_interface_of
 
-POLL_INTERVAL_S = 1.0  # between checks of Ray's processes
+POLL_INTERVAL_S = 1.0  # seconds between checks of Ray's processes
 
 
 def run(request: dict[str, Any]) -> None:
