@@ -18,7 +18,7 @@ class Variant:
 
     @property
     def is_of_role(self) -> bool:
-        """Whether it is set in a role, where ROLL reads it as well (and computes ratios per token only)."""
+        """Whether the key is set in a role; ROLL reads only such a key, and then computes ratios only per token."""
         return "." in self.key
 
 
@@ -26,7 +26,8 @@ def read_variant(top: Top, workers: Mapping[str, Worker | None]) -> Variant | No
     """Return the loss of `pg_variant`; None without one.
 
     ROLL reads `pg_variant` only in the trained role, and only with an ActorPGWorker as worker_cls. A top-level
-    `pg_variant`, which ROLL treats as a variable of the YAML file, applies if the role sets neither key.
+    `pg_variant`, which ROLL treats as a variable of the YAML file, applies if the role sets neither `pg_variant` nor
+    `worker_cls`.
     """
     learner = next((name for name in (PURE_ROLES[0], MIXED_ROLES[0]) if workers.get(name) is not None), "")
     for path, worker in workers.items():

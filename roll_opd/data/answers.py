@@ -1,4 +1,4 @@
-"""Parse supervised rows into a prompt and its answers: one (schema sft), or chosen and rejected (schema dpo).
+"""Parse supervised rows into a prompt and its answers: one answer (schema sft), or chosen and rejected (schema dpo).
 
 Supported forms: conversations; TRL's columns prompt and completion, or prompt, chosen and rejected; ROLL's and Alpaca's
 columns instruction and output.
@@ -110,7 +110,7 @@ def _unread(value: dict[str, Any], question: Question, columns: Mapping[str, str
 
 
 def _is_instruction(value: dict[str, Any], columns: Mapping[str, str]) -> bool:
-    """Whether the question is in `instruction`; in a row with `messages`, a key must name that column."""
+    """Whether the question is in `instruction`; if the row has `messages`, a key must name the instruction column."""
     named = columns.get("instruction", "messages") != "messages"
     return "instruction" in value and (named or "messages" not in value)
 

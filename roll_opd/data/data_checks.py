@@ -37,7 +37,7 @@ def check_coverage(
     *,
     scored_by_workflow: bool = False,
 ) -> None:
-    """Check that each tag has a teacher and a reward, and each row its ground truth; one `DataError` lists all faults.
+    """Check that no tag lacks a teacher or a reward and no row a ground truth; one `DataError` lists all faults.
 
     `training` and `validation` map the tags of the data sets; `needing_truth` names the reward workers that need a
     ground truth. The domain of a row follows from its tag. A row whose column `domain` names another reward is refused,

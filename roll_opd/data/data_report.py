@@ -56,8 +56,8 @@ class DataReport:
     """The report on all files of a data set."""
 
     files: tuple[FileReport, ...]
-    length_key: str  # of the limit
-    most_tokens: int  # the limit itself
+    length_key: str  # key that sets `most_tokens`
+    most_tokens: int  # limit on the tokens of a row
     longest: int  # tokens of the longest row, including dropped rows
     renamed: int = 0  # number of prompts with a duplicate id, which became `id@file:line`
     streams: FrozenDict = field(default_factory=FrozenDict)  # domain, tag or file -> number of prompts

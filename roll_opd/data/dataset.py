@@ -304,7 +304,7 @@ _LEFT_OUT = {
 def columns_needed(plan: DataPlan) -> frozenset[str] | None:
     """Return the columns that `plan` reads for tokens, ids, tags and ground truths; None for all columns.
 
-    Other columns do not change the prompt. A workflow may read any column of its task, so it needs all.
+    Other columns do not change the prompt. A workflow may read any column of its task, so a workflow needs all columns.
     """
     if plan.schema == "task":
         return None

@@ -23,7 +23,7 @@ from roll_opd.config.plan import DataPlan
 from roll_opd.data.formats import JsonArrayFile, is_array, is_parquet, refusal
 from roll_opd.data.rows import NOT_JSON, BadRow, DataError, tag_of
 
-SUFFIXES = (".jsonl", ".json", ".parquet")  # suffixes of the files that a directory stands for
+SUFFIXES = (".jsonl", ".json", ".parquet")  # suffixes of row files in a directory
 PARQUET_ROWS = 256  # number of rows decoded at a time; small, as a row may have a megabyte
 PARQUET_BUFFER = 2**20  # bytes of a column read at a time
 MAX_LINE = 2**26  # maximum bytes of a line; a file with longer lines is of another kind and would fill the memory
@@ -233,7 +233,7 @@ ROWS_SCANNED = 50_000  # number of rows over all files; enough to detect a wrong
 
 
 def first_tags(data: DataPlan) -> tuple[set[str], bool]:
-    """Return the tags of the first rows of each file, and whether the files have no further rows.
+    """Return the tags of the first rows of each file, and whether the files have no other rows.
 
     Unreadable rows and files are skipped here; the pass over all rows before a run reports them.
     """
@@ -258,7 +258,7 @@ def _version(name: str) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)  # cached, as several checks of the planner read the same file
 def _tags_of_file(name: str, column: str, share: int, version: tuple[int, ...]) -> tuple[frozenset[str], bool]:
-    """Return the tags of a file's first `share` rows, and whether it has no further rows; cached per version."""
+    """Return the tags of a file's first `share` rows, and whether the file has no other rows; cached per version."""
     tags: set[str] = set()
     try:
         rows = open_file(name).column(column)

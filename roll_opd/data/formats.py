@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from roll_opd.data.rows import DataError
 
-FIRST_BYTES = 2**20  # read for detection
+FIRST_BYTES = 2**20  # bytes that are read to detect the format
 BOM = b"\xef\xbb\xbf"
 PARQUET = b"PAR1"
 # first bytes of unsupported files -> format, remedy

@@ -225,7 +225,7 @@ def encode(
 
 
 def fallback_id(file: RowFile, line: int) -> str:
-    """Return an id for a row that has none."""
+    """Return an id for a row without an id."""
     return f"{file.path.stem}:{line}"
 
 

@@ -104,7 +104,7 @@ class PromptSource:
     """
 
     def __init__(self, prompts: "PromptSet | ScoredSet", seed: int) -> None:
-        self.passed: frozenset[int] = frozenset()  # draws after the position that a resumed run leaves out
+        self.passed: frozenset[int] = frozenset()  # draws after the position; a resumed run skips them
         self._prompts, self._seed = prompts, seed
         self._streams = prompts.streams
         members = [prompts.members(stream) for stream in self._streams]
@@ -242,7 +242,7 @@ class EnvironmentSource:
             shares: tag -> number of tasks per round; tags are played in this order.
             rules: result of `rules_of`; a state that was saved with other rules is refused. None: no check.
         """
-        self.passed: frozenset[int] = frozenset()  # draws after the position that a resumed run leaves out
+        self.passed: frozenset[int] = frozenset()  # draws after the position; a resumed run skips them
         self._shares, self._seed = dict(shares), seed
         self._rules = {key: _digest(value) for key, value in (rules or {}).items()}
         self._round = [tag for tag, count in shares.items() for _ in range(count)]

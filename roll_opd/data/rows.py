@@ -78,8 +78,8 @@ def parse_row(
 
     `columns` maps messages, prompt, tag and id to their column names in the value. The conversation is in `messages`: a
     list of `{"role", "content"}` or its JSON string. If the row has none, it is in `prompt` (plain text or such a
-    list), else in `conversations`, as in ShareGPT. The assistant's last turn is removed as an answer, unless the row
-    `has_answers`. A missing tag becomes `DEFAULT_TAG`; a missing id becomes `fallback_id`.
+    list), else in `conversations`, as in ShareGPT. The assistant's last turn is removed as an answer, unless
+    `has_answers` is set. A missing tag becomes `DEFAULT_TAG`; a missing id becomes `fallback_id`.
     """
     value = rename_columns(value, columns)
     messages, prompt = _parse_prompt(value, columns)
@@ -160,7 +160,7 @@ def tag_of(value: Any) -> str:
 
 
 def without_prompt(names: Sequence[str], columns: Mapping[str, str]) -> BadRow:
-    """Return the `BadRow` for a row without any of the columns `names`; it lists the names that the file would have."""
+    """Return the `BadRow` for a row without any of the columns `names`; its text has their names in the file."""
     looked_for = filter(None, (columns.get(name, name) for name in names))
     return BadRow(NO_PROMPT, f"none of the columns {', '.join(looked_for)}; name the column in data_args")
 

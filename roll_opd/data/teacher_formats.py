@@ -29,7 +29,7 @@ VERSION_KEY, VERSION = b"roll_opd.teacher_scores", "1"  # key of the file's meta
 VOCABULARY_KEY = b"roll_opd.vocab_size"
 PACKING_FILE = "compression_config.yaml"
 QUANTISED_ERROR = 0.02  # relative error of probabilities due to DistillKit's compression
-HALF_ERROR = 1e-3  # of f16 log-probs
+HALF_ERROR = 1e-3  # relative error of probabilities for log-probs in f16
 
 
 @dataclass(frozen=True)

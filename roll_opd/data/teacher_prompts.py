@@ -1,4 +1,4 @@
-"""Prompts of teachers whose system message or template differs from the student's, or that get a hint from the row.
+"""Prompts of teachers that get a hint from the row, or a different system message or template from the student's.
 
 The student's response tokens follow such a prompt unchanged.
 """

@@ -11,7 +11,7 @@ import numpy as np
 REST_FLOOR = 1e-8  # smallest probability of the tokens outside a top-k, if there is no `topk_rest`
 PLACEHOLDER = -1e3  # lower than any log-prob of a softmax; formats write such values as placeholders
 FEWEST_POSITIONS = 4  # number of positions that decide whether a top-k is renormalised
-# in a softmax, all tokens outside the top-k have at least the probability of its least likely token divided by this
+# in a softmax, the sum of probabilities outside the top-k is at least that of its least likely token divided by this
 SHARE_OF_LAST = 100
 
 
@@ -28,7 +28,7 @@ class TeacherScores:
     mask: np.ndarray | None = None  # bool [R], true for tokens in the loss; None: all
     teacher: str = ""
     tokenizer: str = ""  # fingerprint of the tokenizer; empty: unknown
-    temperature: float = 1.0  # by which the logits were divided
+    temperature: float = 1.0  # divisor of the logits
     error: float = 1e-6  # relative error of probabilities: 1e-6 for f32, 1e-3 for f16, 0.02 for quantised values
 
 
@@ -191,7 +191,7 @@ def _contradictions(scores: TeacherScores, tolerance: float) -> Iterator[str]:
     hit = scores.topk_ids == scores.response_ids[:, None]
     own = scores.logprobs.astype(np.float64)
     inside = np.where(hit, scores.topk_logprobs, 0).sum(1)
-    # relative to the size of a log-prob, like rounding errors in f16
+    # proportional to the log-prob, as rounding errors in f16 are
     limit = 2 * tolerance * np.maximum(1, np.abs(own))
     differs = np.where(hit.any(1), np.abs(inside - own) > limit, own > scores.topk_logprobs.min(1) + limit)
     if differs.any():

@@ -128,7 +128,7 @@ def drops_text_with_calls(messages: Sequence[Mapping[str, Any]], text: str) -> b
 def visible(message: Mapping[str, Any]) -> str:
     """Return the text of a message that must be in the prompt.
 
-    Left out are parts that templates may drop: thoughts of earlier turns, and switches such as `/no_think`.
+    The text omits parts that templates may drop: thoughts of earlier turns, and switches such as `/no_think`.
     """
     if _SWITCHES.fullmatch(message["content"]):
         return ""

@@ -91,7 +91,7 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 EMPTY = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
-# The template of DeepSeek-R1-Zero (arXiv 2501.12948, table 1), with a request for a box, as rule-based rewards need
+# The template of DeepSeek-R1-Zero (arXiv 2501.12948, table 1), with \boxed{}, which rule-based rewards search for
 BASE = (
     "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant "
     "first thinks about the reasoning process in the mind and then provides the user with the answer, whose final "

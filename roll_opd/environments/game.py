@@ -35,7 +35,7 @@ INVALID = Action(None)
 
 
 class ActionReader:
-    """A parser with one pattern. A single group is the action; of two groups, 1 is the thought and 2 the action."""
+    """Parser with one pattern. One group: the action. Two groups: the first is the thought, the second the action."""
 
     def __init__(
         self, pattern: str, lookup: Mapping[Any, str] | None = None, special_tokens: Sequence[str] | None = None

@@ -6,8 +6,8 @@
   info};
 - /close takes {episode}; this path is optional.
 
-A failed request is retried if this is safe. A reset is safe because it has the episode's id. A step is retried only if
-the server announced `repeats` or the request was not sent.
+A failed request is retried if this is safe. Retrying a reset is safe because the request has the episode's id. A step
+is retried only if the server announced `repeats` or the request was not sent.
 """
 
 import contextlib

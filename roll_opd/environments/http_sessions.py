@@ -60,7 +60,8 @@ class Episodes:
             episode = self._episodes.get(identifier)
             if episode is None:
                 raise Refused(
-                    404, f"episode {identifier} is not active; reset it (the oldest end if there are too many)"
+                    404,
+                    f"episode {identifier} is not active; reset it (with too many episodes, the oldest one ends)",
                 )
             self._episodes.move_to_end(identifier)
         with episode.lock:
@@ -141,6 +142,6 @@ class Episodes:
 
 
 def _close(environment: Any) -> None:
-    """Close an environment; ignore a missing or failing `close`, after which nothing can be done."""
+    """Close an environment; a missing or failing `close` is ignored."""
     with contextlib.suppress(Exception):
         getattr(environment, "close", lambda: None)()

@@ -14,7 +14,7 @@ INSTRUCTION = (
 
 @ENVIRONMENTS.register("number_sum")
 class NumberSum(Game):
-    """Running sum: reward 1 / `turns` per right sum; success if all are right."""
+    """Running sum: reward 1 / `turns` per right sum; success if all sums are right."""
 
     def __init__(
         self,

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class Completion:
     """One sampled response."""
 
-    tokens: np.ndarray  # int64 [R], with the final EOS if it stopped on it
+    tokens: np.ndarray  # int64 [R], including the EOS if the response ended with it
     logprobs: np.ndarray  # f32 [R], of the sampled distribution (greedy: at temperature 1)
     finish_reason: str  # stop | length | abort
-    versions: Versions = ()  # of the weights that sampled the tokens; (): unknown
+    versions: Versions = ()  # versions of the weights that sampled the tokens; (): unknown
     routes: np.ndarray | None = None  # integer [T-1, L, K]: the K experts of each token in each of L layers
 
 

@@ -31,6 +31,6 @@ def _literal(function: ast.FunctionDef) -> tuple[int, ...]:
     last = function.body[-1]
     try:
         found = ast.literal_eval(last.value) if isinstance(last, ast.Return) and last.value else ()
-    except ValueError:  # not a literal, as in another version
+    except ValueError:  # not a literal in this version of vLLM
         return ()
     return tuple(size for size in found if isinstance(size, int))

@@ -91,7 +91,7 @@ def check_plugin_is_installed() -> None:
 
 
 def check_engine_args(engine_args: Mapping[str, Any], known: set[str]) -> None:
-    """Raise a ValueError that lists arguments that vLLM does not know (with the nearest name) or that the plan sets."""
+    """Raise a ValueError that lists unknown arguments, with the nearest name, and arguments that the plan sets."""
     problems = []
     for name in engine_args:
         if name in SET_BY_PLAN:
@@ -120,7 +120,7 @@ def resolve_engine_args(
 ) -> dict[str, Any]:
     """Return vLLM's engine arguments: the plan's override the user's, and the user's override our defaults.
 
-    With `routes`, the engine returns the experts of each token; on a CPU, `router_replay.record_routes` does this.
+    With `routes`, the engine returns the experts of each token; on a CPU, `router_replay.record_routes` records them.
     """
     defaults: dict[str, Any] = {"disable_log_stats": True}
     if tensor_parallel_size > 1:

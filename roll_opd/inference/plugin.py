@@ -1,7 +1,7 @@
 """Entry point `vllm.general_plugins`, called by vLLM in each of its processes before it builds an engine.
 
-The plugin registers our weight-transfer backends by name; they are imported when used. It also makes vLLM's child
-processes exit when their parent dies. It does not change other vLLM processes.
+The plugin registers our weight-transfer backends by name; they are imported when used. In processes of engines that
+roll_opd starts, it also patches vLLM, and makes vLLM's child processes exit when their parent dies.
 """
 
 import multiprocessing

@@ -16,7 +16,7 @@ import torch
 
 RECORDS_ROUTES = "ROLL_OPD_RECORDS_ROUTES"  # environment variable: 1 makes `register` call `record_routes`
 
-_TABLES: list["RouteTable"] = []  # at most one table, for the core's model
+_TABLES: list["RouteTable"] = []  # at most one table, for the model of this engine core
 
 
 class RouteTable:

@@ -48,7 +48,7 @@ class SleepState:
         if self.released == PARTS:
             return
         if "weights" in self.released:  # vLLM would regard the engine as asleep and keep the cache
-            raise RuntimeError("an inference engine without its weights cannot sleep; wake them first")
+            raise RuntimeError("an inference engine without its weights cannot sleep; restore them first")
         await self._llm.sleep(level if self._has_sleep_mode else 0, mode="wait")
         self.released, self._phase = PARTS, phase
         self.lacks_weights = self.lacks_weights or level >= DISCARDS_WEIGHTS

@@ -8,7 +8,7 @@ from typing import Any
 from roll_opd.base.thoughts import thought_spans
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-HERMES = "hermes"  # of Qwen and many others: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+HERMES = "hermes"  # format of Qwen and many other models: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class InferenceEngine:
         self._dtype = dtype
         self._deterministic = deterministic
         self._on_update = on_update
-        self._is_one_process = is_one_process  # the core without rank processes
+        self._is_one_process = is_one_process  # whether the engine core has no rank processes
         self._request_ids = itertools.count()
         self._exclusive = asyncio.Lock()  # held by weight updates and, with `deterministic`, by batches
         self._broken: str | None = None
@@ -228,7 +228,7 @@ class InferenceEngine:
         return cut_at_stop(completion, sampling.stop, self._llm.get_tokenizer())
 
     async def update_weights(self, buckets: Iterable[Mapping[str, torch.Tensor]], version: int) -> None:
-        """Replace all weights by the full tensors in `buckets` (dicts by Hugging Face name), as `version`.
+        """Replace all weights with the full tensors in `buckets` (Hugging Face name -> tensor), as version `version`.
 
         Buckets are consumed one at a time; together they must hold every weight exactly once. See `begin_update`.
         """
@@ -302,7 +302,7 @@ class InferenceEngine:
 
         try:
             yield
-        except BaseException as error:  # also when cancelled
+        except BaseException as error:  # includes cancellation
             if isinstance(error, WeightUpdateError) or self._broken:  # already handled in this update
                 raise
             self._exclusive.release()
@@ -326,7 +326,7 @@ class InferenceEngine:
             await self._sleep_state.end(tags)
 
     async def _pause(self, mode: Literal["keep", "wait", "abort"]) -> None:
-        # as `pause_generation`, but without its sleep of 20 ms
+        # like `pause_generation`, but without its 20 ms sleep
         await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> np.ndarray:

@@ -17,8 +17,8 @@ class Rule:
     """Translation of a key: to another key, combined with other keys, or ignored.
 
     `ours` is the new key; {train} and {infer} in it stand for the student's roles. `part` marks a key that is combined
-    with other keys. `why` is the reason to ignore a key. If `harmless` is set, these values are ignored and all other
-    values are rejected.
+    with other keys. `why` is the reason to ignore a key. `harmless` lists values that are ignored; if it is set, all
+    other values are rejected.
     """
 
     ours: str = ""
@@ -84,7 +84,7 @@ TASKSET_KEYS: dict[str, Rule] = {
     "repeat_times": PART,
     **_all(NOTHING, "name enable_progress_bar index is_eval total_epochs total_steps batch_size"),
     "storage_type": only("file", instead="datasets are files; export it to a JSONL or Parquet file, and set its path"),
-    "format.workflow_key": only("", None, instead="all rows have one workflow; let it choose by the row"),
+    "format.workflow_key": only("", None, instead="all rows have one workflow; let the workflow read the row"),
     "format.reward_fn_key": only("", None, instead="a row's tag selects its reward; see docs/rewards/README.md"),
     "format.system_prompt_key": only("", None, instead="let the workflow read it from task.raw_task; remove the key"),
     **_below("format", _all(_IMAGES, "image_key video_key")),

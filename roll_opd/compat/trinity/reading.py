@@ -1,4 +1,4 @@
-"""`Translation` applies the key table to a Trinity-RFT configuration and records what becomes of each key."""
+"""`Translation` applies the key table to a Trinity-RFT configuration and records the result for each key."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class Translation:
     machine: Machine
     found: dict[str, Any] = field(default_factory=dict)  # combined keys: Trinity-RFT key -> value
     values: dict[str, Any] = field(default_factory=dict)  # translated configuration
-    origins: dict[str, str] = field(default_factory=dict)  # of translated keys
+    origins: dict[str, str] = field(default_factory=dict)  # translated key -> Trinity-RFT key and its line
     mapped: list[tuple[str, str, Any]] = field(default_factory=list)  # (Trinity-RFT keys, our key, value)
     unread: dict[str, str] = field(default_factory=dict)  # ignored Trinity-RFT key -> reason
     auxiliaries: dict[str, str] = field(default_factory=dict)  # Trinity-RFT section of an auxiliary model -> ours
@@ -98,7 +98,7 @@ class Translation:
         return default
 
     def below(self, key: str) -> dict[str, Any]:
-        """Return the section under a Trinity-RFT key; report a value that is no section."""
+        """Return the section under a Trinity-RFT key; for other values, report them and return an empty section."""
         value = self.get(key, {})
         if isinstance(value, dict):
             return value
@@ -106,7 +106,7 @@ class Translation:
         return {}
 
     def entries(self, key: str) -> list[Mapping[str, Any]]:
-        """Return the list of sections under a Trinity-RFT key; report a value that is no such list."""
+        """Return the list of sections under a Trinity-RFT key; for other values, report them and return []."""
         value = self.get(key) or []
         if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
             return value

@@ -178,7 +178,7 @@ def _demonstrations(read: Translation, files_of: FilesOf) -> None:
 
 
 def _reward(read: Translation) -> None:
-    """Translate the reward function, or the workflow's default, to a section of `rewards`.
+    """Translate the reward function, or the workflow's default reward, to a section of `rewards`.
 
     A workflow calls its function itself if it is a user's workflow, or if its function has no counterpart in `rewards`.
     """
@@ -239,7 +239,8 @@ def _validation(read: Translation, files_of: FilesOf) -> None:
     other = read.get(f"{INPUT}.default_eval_workflow_type")
     if sets and other not in (None, "", read.values.get("workflow")):
         read.diag.error(
-            f"{INPUT}.default_eval_workflow_type", "validation uses the workflow of training; let it read task.is_eval"
+            f"{INPUT}.default_eval_workflow_type",
+            "validation uses the workflow of training; let the workflow read task.is_eval",
         )
     if not sets:
         if "explorer.eval_interval" in read.found:
