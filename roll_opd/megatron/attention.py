@@ -117,7 +117,7 @@ class PackedAttention(torch.nn.Module):
         if width != q.size(-1):  # kernels without materialised scores need equal widths; padding with zeros is exact
             q, k, v = (F.pad(x, (0, max(width, q.size(-1)) - x.size(-1))) for x in (q, k, v))
         if q.is_cuda and (mask is not None or q.dtype is torch.float32):
-            # of the kernels without materialised scores only flash attention supports groups, but no masks and no f32
+            # the kernels that support masks or f32 without materialising scores need equal numbers of heads
             k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
         grouped = q.size(1) != k.size(1)
         out = F.scaled_dot_product_attention(
@@ -150,7 +150,7 @@ def with_expanded_packs(attention: type[torch.nn.Module]) -> type[torch.nn.Modul
             **options: Any,
         ) -> Tensor:
             pack, qkv = packed_seq_params, [query_NHD, key_NGD, value_NGD]
-            if pack.context.ranks > 1:  # `attention` itself gathers the pieces; their lengths locate them
+            if pack.context.ranks > 1:  # `attention` gathers all chunks
                 return super().forward(*qkv, attention_mask, *args, packed_seq_params=pack.whole, **options)
             if pack.places_X is not None:
                 qkv = [tensor.index_select(0, pack.places_X) for tensor in qkv]
@@ -162,7 +162,7 @@ def with_expanded_packs(attention: type[torch.nn.Module]) -> type[torch.nn.Modul
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows of similar length: key indices into the pack's N tokens [B, L], and query indices into the n tokens [B, Q].
+    """Rows of similar length: indices of keys among the pack's N tokens, indices of queries among the n tokens.
 
     A of the B · Q queries are real; the others are padding or belong to a shared prefix.
     """
@@ -170,8 +170,8 @@ class _Block:
     key_BL: Tensor
     query_BQ: Tensor
     real_A: tuple[Tensor, Tensor]  # int64, rows and columns of the real queries
-    places_A: Tensor  # int64, their indices among the n tokens
-    position_BQ: Tensor | None = None  # of each query in its sequence; None: Q = L and query i is token i
+    places_A: Tensor  # int64, indices of the real queries among the n tokens
+    position_BQ: Tensor | None = None  # position of each query in its sequence; None: Q = L and query i is token i
 
     def is_masked(self, window: int) -> bool:
         """Whether the block needs a mask tensor if each query sees `window` keys (0: all keys before it)."""
@@ -260,7 +260,7 @@ def _span_columns(block: Sequence[_QuerySpan], device: torch.device) -> tuple[Te
 def blocks_of_similar_size(sizes: Sequence[tuple[int, ...]], max_padding: float) -> list[list[int]]:
     """Group indices of `sizes`, largest first, into blocks; padding multiplies a block's size at most by `max_padding`.
 
-    The padded size of a block is, in each dimension of `sizes`, its largest size times its number of members.
+    In each dimension of `sizes`, the padded size of a block is its largest size times its number of members.
     """
     blocks: list[list[int]] = []
     largest: tuple[int, ...] = ()

@@ -1,7 +1,6 @@
 """Save and load sharded training state (weights, optimizer, schedule, random state), also across layouts.
 
-The caller creates the directory. After every rank has finished, it turns the directory into a checkpoint by an atomic
-rename.
+The caller creates the directory. After every rank has finished, the caller renames it atomically to a checkpoint.
 
 The state of Megatron's distributed optimizer is saved as pieces of full tensors, because Megatron's layout-independent
 format (`fully_reshardable`) would gather the f32 state of all data-parallel ranks on every rank. A rank owns a
@@ -171,7 +170,7 @@ def _for_optimizers(state: dict[Any, Any], optimizers: int) -> dict[Any, Any]:
 
 
 def _allocate_optimizer_state(optimizer: Any) -> None:
-    """Allocate Adam's moments as zeros, because loading needs existing tensors to load into."""
+    """Allocate Adam's moments as zeros, because loading writes into existing tensors."""
     inner = optimizer.optimizer
     rates = [group["lr"] for group in inner.param_groups]
     for group in inner.param_groups:
@@ -270,7 +269,7 @@ def _rectangles(values: Tensor, begin: int, shard: ShardedTensor, key: str) -> I
             global_shape=shard.global_shape,
             global_offset=place,
             axis_fragmentations=None,  # not a regular grid
-            # the first of the replicas saves; the last element is the data-parallel rank
+            # only the first data-parallel replica saves; the last element of `replica_id` is the data-parallel rank
             replica_id=(*shard.replica_id[:-1], 0),
             allow_shape_mismatch=shard.allow_shape_mismatch,
         )

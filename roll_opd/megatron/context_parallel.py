@@ -63,7 +63,7 @@ class TokenOwners:
         return self.owner_M == self.context.rank
 
     def at(self, rows_R: Tensor) -> "TokenOwners":
-        """Return the owners of R of the M tokens, int64 [R]."""
+        """Return the owners of the R tokens with the indices `rows_R`, int64 [R]."""
         return replace(self, owner_M=self.owner_M[rows_R])
 
     def mine_among(self, rows_R: Tensor) -> Tensor:

@@ -28,15 +28,15 @@ from roll_opd.megatron.attention import blocks_of_similar_size
 CHUNK = 64  # tokens
 SMALLEST_CHUNK = 16  # tokens, for rows of short sequences
 MAX_PADDING = 2.0  # largest ratio of padded to real tokens in the rows that are computed together
-NORM_EPSILON = 1e-6  # of the L2 norm of queries and keys
+NORM_EPSILON = 1e-6  # added to the squared L2 norm of queries and keys
 
 
 @dataclass(frozen=True)
 class SequenceRows:
     """Sequences as rows of padded blocks; a block is (tokens, their cells in the block, shape (rows, tokens))."""
 
-    positions_X: Tensor  # int64, of tokens in their sequences
-    bounds: Tensor  # int64, B + 1
+    positions_X: Tensor  # int64, positions of tokens in their sequences
+    bounds: Tensor  # int64, boundaries of the sequences, B + 1
     blocks: tuple[tuple[Tensor, Tensor, tuple[int, int]], ...]
 
 

@@ -135,8 +135,8 @@ class MegatronEngine:
                 rank selects its part.
 
         Returns:
-            On the rank that returns the results of its model replica: index of the sequence -> f32 [T-P], for the
-            replica's shard. None on all other ranks.
+            Index of the sequence -> f32 [T-P], for all sequences of this model replica, on the one rank that returns
+            the replica's results. None on all other ranks.
         """
         computed = self.compute_targets(sequences, temperature, TargetRequest(), routes=routes, assigned=assigned)
         return None if computed is None else {number: values["logprobs"] for number, values in computed.items()}

@@ -25,7 +25,7 @@ from roll_opd.samples.weight_bucket import BUCKET_BYTES, BucketMemory, bucketed
 Bundle = list[tuple[str, Tensor]]  # weights of one file, by name
 Written = Callable[[], list[Path]]  # finishes a save and returns the paths of all files
 FILE_BYTES = 5 * 10**9
-# name endings: weights of any framework, and the README.md of the old model
+# endings of file names that are not copied: weights of any framework, and the README.md of the old model
 _NOT_COPIED = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", "readme.md")
 
 
@@ -118,7 +118,7 @@ def _grouped(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Bundl
 def _write_hf(
     source: Path, directory: Path, bundles: Iterable[Bundle], amended: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> list[Path]:
-    """Write a model directory with new weights and other files of `source`; return its files, [] without weights."""
+    """Write a model directory with new weights and the other files of `source`; return its files ([]: no weights)."""
     files: list[Path] = []
     places: dict[str, int] = {}  # tensor name -> index of its file
     size = 0
@@ -167,7 +167,7 @@ def _copy_model_files(
 
 
 def _write_tensors(tensors: dict[str, Tensor], file: Path, config: Path) -> Path:
-    """Write a safetensors file with the permissions of `config`; without them only the owner could read the file."""
+    """Write a safetensors file with the permissions of `config`; by default only the owner could read the file."""
     save_file(tensors, file, metadata={"format": "pt"})
     shutil.copymode(config, file)
     return file

@@ -27,9 +27,9 @@ class FlashKernel:
     """A kernel: its package, and which tensors it supports."""
 
     module: str | None  # module that has `flash_attn_varlen_func`; None: torch
-    package: str  # for messages
-    majors: range  # of the compute capability
-    max_width: int  # of a head
+    package: str  # name of the package, for messages
+    majors: range  # supported major versions of the compute capability
+    max_width: int  # largest supported head width
 
 
 # sources: torch 2.11 to 2.13; flash_attn_interface.py, hopper/flash_attn_interface.py and flash_attn/cute/interface.py

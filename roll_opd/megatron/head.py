@@ -22,7 +22,7 @@ class TeacherHead:
     """The rows of a teacher's output embedding for the vocabulary columns of this student rank."""
 
     weight_VF: Tensor
-    vocab_size: int  # of the teacher, without padding
+    vocab_size: int  # tokens in the teacher's vocabulary, without padding
     logit_cap: float | None = None  # see `vocabulary.Columns.cap`
 
 

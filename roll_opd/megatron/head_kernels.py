@@ -23,7 +23,7 @@ _WARPS = 8
 def _peaks_kernel(logits, peaks, sums, columns, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
-    # one per lane, reduced only at the end; finite, because the difference of two infinities is NaN
+    # one peak per lane, reduced only at the end; starts finite, because the difference of two infinities is NaN
     peak = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, columns, BLOCK):

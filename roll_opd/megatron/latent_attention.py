@@ -30,7 +30,7 @@ from roll_opd.megatron.local_layers import LocalRMSNorm
 from roll_opd.megatron.packing import PackedSequences
 from roll_opd.megatron.rotary import latent_scaling, rotate
 
-NORM_EPSILON = 1e-6  # of the norms of latent vectors, as in transformers, independent of rms_norm_eps
+NORM_EPSILON = 1e-6  # for the norms of latent vectors; as in transformers, rms_norm_eps has no effect on these norms
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LatentSizes:
     value: int
     interleaved: bool  # the two elements of a rotated pair are adjacent
     rotated_factor: float
-    scale: float  # of scores
+    scale: float  # factor of attention scores
 
 
 def latent_sizes(hf_config: PretrainedConfig) -> LatentSizes | None:

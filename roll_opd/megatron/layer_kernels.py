@@ -164,7 +164,7 @@ class NormAndRotate(torch.autograd.Function):
 
 
 def _pointers(mixed_nX: Tensor, *weights_D: Tensor | None) -> list[Tensor]:
-    """Return the weights; `mixed_nX` stands in for a missing weight, as a pointer that the kernel does not read."""
+    """Return the weights; a missing weight is replaced by `mixed_nX`, a pointer that the kernel does not read."""
     return [mixed_nX if weight is None else weight for weight in weights_D]
 
 

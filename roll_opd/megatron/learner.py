@@ -40,11 +40,11 @@ class Update:
     assigned: list[list[int]]  # sample indices of each micro-batch
     reports: list[
         dict[str, Any]
-    ]  # of the loss function, one per micro-batch; empty on ranks that do not return results
+    ]  # one report of the loss function per micro-batch; empty on ranks that do not return results
     grad_norm: float = float("nan")
     learning_rate: float = float("nan")
     applied: bool = False  # False: skipped because of a non-finite loss or gradient
-    router_sums: dict[str, float] = field(default_factory=dict)  # for a mixture of experts; sums over the model replica
+    router_sums: dict[str, float] = field(default_factory=dict)  # sums of the routers over the replica
 
     @property
     def sums(self) -> dict[str, float]:
@@ -91,7 +91,7 @@ class MegatronLearner(MegatronEngine):
         self._router_sums: dict[str, float] = {}
         config.grad_scale_func = self.optimizer.scale_loss
         self._has_gradient = False  # whether a gradient was accumulated since the last update
-        self._losses: list[Tensor] = []  # of the micro-batches whose gradients are accumulated
+        self._losses: list[Tensor] = []  # losses of the micro-batches whose gradients are accumulated
 
     def _update(
         self,
@@ -116,9 +116,9 @@ class MegatronLearner(MegatronEngine):
         """Accumulate the gradient of a mini-batch's loss. Collective.
 
         `loss` returns a micro-batch's part of the loss, already divided by the global count, and a report. The report
-        has `sums`, tensors that include the loss as `weighted_loss`, and lists with an entry per sequence. `group_size`
-        consecutive samples stay in one micro-batch. With `assigned` (micro-batches as indices of `samples`), `samples`
-        are only this rank's shard.
+        has `sums`, a dict of tensors that includes the loss as `weighted_loss`, and lists with one entry per sequence.
+        `group_size` consecutive samples stay in one micro-batch. With `assigned` (micro-batches as indices of
+        `samples`), `samples` are only this rank's shard.
         """
         self.memory.check("update", *Part)
         if not self._has_gradient:
@@ -137,7 +137,7 @@ class MegatronLearner(MegatronEngine):
         return Update(assigned, reports if parallel.returns_results() else [], router_sums=self._router_sums)
 
     def _apply(self, added: Update, learning_rate: float | None = None) -> Update:
-        """Make one optimizer update from the accumulated gradients; return `added` with the results. Collective."""
+        """Make one optimizer update from the accumulated gradients; return `added` with its results. Collective."""
         finalize_model_grads(list(self.chunks))
         finite = self._all_finite()
         self.scheduler.step(1)
@@ -169,7 +169,7 @@ class MegatronLearner(MegatronEngine):
     def _overlap(self, config: Any) -> None:
         """Overlap gradient reduction and parameter gathering with computation."""
         self._needs_equal_micro_batches = (
-            True  # collectives run in the last micro-batch and in the first one after an update
+            True  # collectives run in the last micro-batch before an update and in the first micro-batch after it
         )
         no_syncs = [chunk.no_sync for chunk in self.chunks]
         config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]

@@ -41,9 +41,9 @@ class LinearLayer:
     """Linear layer of Megatron and the names of the Hugging Face layers that are fused in it."""
 
     module: torch.nn.Module
-    names: tuple[str, ...]  # of the Hugging Face modules, in the order of their rows in the weight
+    names: tuple[str, ...]  # names of the Hugging Face modules, in the order of their rows in the weight
     shapes: tuple[tuple[int, ...], ...]  # shapes of the modules' full weights
-    slicing: TensorSlice  # of the weight
+    slicing: TensorSlice  # slicing of the weight
 
 
 class Pair(torch.nn.Module):

@@ -52,7 +52,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class PackedModel(GPTModel):
     """GPT model over packed sequences that ends with the last hidden states; subclasses add a head."""
 
-    frequencies: Sequence[Tensor]  # of rotary embeddings, f32 [rotated width / 2] per kind of layer
+    frequencies: Sequence[Tensor]  # rotary frequencies, f32 [rotated width / 2] per kind of layer
     embedding_scale: float  # factor of token embeddings, as in Gemma
     vocab_size_real: int  # columns without padding; log-probs are normalised over these
 

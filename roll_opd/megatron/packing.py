@@ -35,11 +35,11 @@ class PackedSequences(PackedSeqParams):
     bounds: tuple[int, ...] = ()  # B + 1, boundaries of the expanded sequences
     shared: tuple[int, ...] = ()  # B
     places_X: Tensor | None = None  # int64; None: the identity
-    cells_N: Tensor | None = None  # int64, index of each packed token among the X tokens (the first); None: identity
+    cells_N: Tensor | None = None  # int64, first index of each packed token among the X tokens; None: identity
     whole: PackedSeqParams | None = None  # segments of the expanded sequences
-    own: PackedSeqParams | None = None  # segments of their unshared tokens; None: split over context ranks
-    blocks: tuple[Any, ...] | None = None  # of `PackedAttention`; the first layer creates them for all layers
-    rows: Any = None  # `SequenceRows` of Gated DeltaNet layers; the first one creates them for all layers
+    own: PackedSeqParams | None = None  # segments of the unshared tokens; None if these are split over context ranks
+    blocks: tuple[Any, ...] | None = None  # blocks of `PackedAttention`; the first layer creates them for all layers
+    rows: Any = None  # `SequenceRows` of Gated DeltaNet layers; the first such layer creates them for all
     context: ContextRank = ALONE
     first: int = 0  # position of this rank's first token
     padding_n: Tensor | None = None  # bool, padding among this rank's tokens
@@ -54,11 +54,11 @@ class PackedBatch:
     tokens_n: Tensor  # int64
     positions_n: Tensor  # int64, from 0 in each sequence
     targets_m: Tensor  # int64, the scored tokens
-    before_m: Tensor  # int64, index among the n tokens of the token before each scored token
+    before_m: Tensor  # int64, index of the token before each scored token, among the n tokens
     lengths: tuple[int, ...]  # scored tokens of each sequence
     sequences: PackedSequences
     columns: dict[str, Tensor]  # each [M] or [M, K]
-    owners: TokenOwners | None  # None: m is M
+    owners: TokenOwners | None  # None without context parallelism: m = M
 
 
 _NOTHING = np.zeros(0, np.int64)
@@ -70,10 +70,10 @@ class _PackedRows:
 
     multiple: int  # each sequence's unshared tokens are padded to a multiple of this number
     tokens: list[np.ndarray] = field(default_factory=list)  # unshared tokens, padded
-    positions: list[np.ndarray] = field(default_factory=list)  # of the unshared tokens
-    padding: list[np.ndarray] = field(default_factory=list)  # bool, of the unshared tokens
-    places: list[np.ndarray] = field(default_factory=list)  # of all tokens of a sequence, padding included
-    shared: list[int] = field(default_factory=list)  # tokens in another sequence's prefix
+    positions: list[np.ndarray] = field(default_factory=list)  # positions of the unshared tokens
+    padding: list[np.ndarray] = field(default_factory=list)  # bool, padding among the unshared tokens
+    places: list[np.ndarray] = field(default_factory=list)  # positions in the pack, with padding
+    shared: list[int] = field(default_factory=list)  # number of tokens in the shared prefix
     end: int = 0
 
     def append(self, sequence: np.ndarray, prefix: np.ndarray = _NOTHING, *, is_padding: bool = False) -> None:

@@ -85,8 +85,8 @@ def use_expandable_segments() -> None:
     """Enable expandable segments in CUDA's allocator, unless the environment configures it; call before any allocation.
 
     Packs differ in length, and this fragments segments of fixed size. Do not call this function in processes that share
-    memory through CUDA IPC handles, because these may not work with expandable segments. Do not call it in vLLM either:
-    its memory pool excludes them.
+    memory through CUDA IPC handles, because these may not work with expandable segments. Do not call it in vLLM's
+    processes either: vLLM's memory pool does not support expandable segments.
     """
     if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATORS):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -39,7 +39,7 @@ ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class RouterLosses:
     """Auxiliary losses of the routers on one rank in one update."""
 
-    tokens: float = 1.0  # of the mini-batch, without padding
+    tokens: float = 1.0  # tokens of the mini-batch, without padding
     values: dict[str, Tensor] = field(default_factory=dict)  # sums over this rank's layers and micro-batches
 
     def reset(self, tokens: float) -> None:
@@ -240,7 +240,7 @@ class RouterReplayHook:
     """Object for Megatron's `router_replay` of one router."""
 
     replay: RouterReplayState
-    layer: int  # from 0
+    layer: int  # layer number, from 0
     best_of_group: int = 1  # groups of experts are ranked by the sum of this many scores
 
     def get_replay_topk(

@@ -25,7 +25,7 @@ from roll_opd.megatron import parallel
 from roll_opd.megatron.engine import MegatronEngine, TargetRequest
 
 ROWS_AT_A_TIME = 1024  # bounds memory
-SECONDS_OF_PROGRESS = 10.0  # between lines of progress
+SECONDS_OF_PROGRESS = 10.0  # seconds between progress lines
 
 
 def score(options: argparse.Namespace) -> None:
@@ -95,7 +95,7 @@ class _Totals:
     """Totals of the scored rows, for the summary line."""
 
     rows = tokens = 0
-    total = 0.0  # of log-probs
+    total = 0.0  # sum of log-probs
 
     def add(self, logprobs: np.ndarray) -> None:
         self.rows += 1

@@ -73,7 +73,7 @@ class MegatronTrainer(MegatronLearner):
         return _result(self._add_gradient(samples, loss, temperature, 2 if objective.paired else 1, assigned))
 
     def optim_step(self, learning_rate: float | None = None) -> TrainResult:
-        """Make one optimizer update from the accumulated gradients; `learning_rate` None: as scheduled."""
+        """Make one optimizer update from the accumulated gradients; by default at the scheduled learning rate."""
         return _result(self._apply(Update([], []), learning_rate))
 
     def _loss(self, objective: ObjectivePlan, step: int) -> LossFunction:

@@ -181,7 +181,7 @@ def backward_through_logits(
 
 
 def tempered(columns: Columns, logits_grad: LogitsGradient) -> LogitsGradient:
-    """Convert `logits_grad` from a gradient with respect to logits / temperature to one with respect to raw logits."""
+    """Convert `logits_grad`, with respect to logits / temperature, to a gradient with respect to raw logits."""
     scale, cap = columns.inverse_temperature, columns.cap
     if cap is not None:
         return partial(_through_cap, logits_grad, cap, scale)
@@ -193,7 +193,7 @@ def tempered(columns: Columns, logits_grad: LogitsGradient) -> LogitsGradient:
 def _through_cap(
     logits_grad: LogitsGradient, cap: float, scale: float, logits_CV: Tensor, rows: slice, part: slice
 ) -> Tensor:
-    """Return the gradient with respect to raw logits from one with respect to cap · tanh(raw / cap) · scale."""
+    """Convert a gradient with respect to cap · tanh(raw / cap) · scale to a gradient with respect to raw logits."""
     tanh_CV = logits_CV.div_(cap).tanh_()
     grad_CV = logits_grad(tanh_CV * (cap * scale), rows, part)
     return grad_CV.mul_(tanh_CV.square_().neg_().add_(1.0)).mul_(scale)

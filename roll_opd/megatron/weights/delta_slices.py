@@ -12,7 +12,7 @@ from torch import Tensor
 from roll_opd.megatron.weights.tensor_slices import QKV, SliceSizes, SliceSource, TensorSlice
 from roll_opd.models.families.family import Slicing
 
-Sections = tuple[tuple[int, ...], ...]  # per section of a tensor's rows: indices in `DeltaSizes.of_key_head`
+Sections = tuple[tuple[int, ...], ...]  # for each section of a tensor's rows: indices in `DeltaSizes.of_key_head`
 
 
 class _WithoutAdapters:
@@ -24,7 +24,7 @@ class _WithoutAdapters:
 
 @dataclass(frozen=True)
 class KeyHeadRows(_WithoutAdapters):
-    """Rows of the input projection, grouped by key head; the rows of a tensor are its sections one after another."""
+    """Rows of the input projection, grouped by key head; the rows of a tensor are its concatenated sections."""
 
     tensors: tuple[Sections, ...]
 
@@ -92,7 +92,7 @@ def _sections(source: SliceSource, name: str, rows: Sequence[int], rank: int, ra
     return found
 
 
-# by their names in `models.families`; delta_key_heads: in_proj_qkvz and in_proj_ba of Qwen3-Next; delta_parts:
+# name in `models.families` -> slicing; delta_key_heads: in_proj_qkvz and in_proj_ba of Qwen3-Next; delta_parts:
 # in_proj_qkv, in_proj_z, in_proj_b and in_proj_a of Qwen3.5
 DELTA_SLICINGS: Mapping[Slicing, TensorSlice] = {
     "gated_qkv": GatedQKV(),

@@ -37,7 +37,7 @@ ENDS = {
     "embedding.word_embeddings.weight": Entry((EMBEDDING,), "vocabulary"),
     "output_layer.weight": Entry((HEAD,), "vocabulary"),
     "decoder.final_layernorm.weight": Entry((FINAL_NORM,), "replicated"),
-    "value_head.weight": Entry((VALUE_HEAD,), "replicated"),  # of critics; name as in sequence classifiers
+    "value_head.weight": Entry((VALUE_HEAD,), "replicated"),  # only in critics; named as in sequence classifiers
 }
 SLICINGS = {**TENSOR_SLICINGS, **DELTA_SLICINGS}
 SAMPLED_ROWS = 64  # evenly spaced rows of a matrix that are checked for zeros
@@ -117,8 +117,8 @@ class ModelWeights:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) on rank 0, nothing on other ranks. Collective: iterate to the end.
 
-        With `everywhere` (the shapes of all tensors) every rank yields the tensors. Adapters are merged. A tensor may
-        share memory with its parameter.
+        If `everywhere` is given (the shapes of all tensors), every rank yields the tensors. Adapters are merged. A
+        tensor may share memory with its parameter.
         """
         shards = []
         for place, module, parameter in parameters_of(models):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 # value of each four-bit code: sign, two bits of exponent, one bit of mantissa
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-EXPONENT_BIAS = 127  # of scales
+EXPONENT_BIAS = 127  # exponent bias of the scales
 BLOCKS, SCALES = "_blocks", "_scales"  # name endings of the two tensors of a matrix
 
 

@@ -28,7 +28,7 @@ class ParameterShard:
 
 
 RankParameters = Sequence[tuple[ParameterShard, Callable[[], Tensor]]]
-Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # of full tensors, by name
+Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of full tensors, by name
 
 
 def gather_to_rank_0(parameters: RankParameters, sizes: SliceSizes) -> Iterator[tuple[str, Tensor]]:
@@ -92,7 +92,7 @@ def tensor_rank(*, expert: bool = False) -> tuple[int, int]:
 
 
 def peers_of_expert(expert: int, config: TransformerConfig) -> list[int]:
-    """Return, for each expert rank, its expert with the same local index that `expert` has on the expert's own rank."""
+    """Return, for each expert rank, the expert with the same local index as `expert` has on its rank."""
     assert config.num_moe_experts
     ranks = config.expert_model_parallel_size
     each = config.num_moe_experts // ranks
