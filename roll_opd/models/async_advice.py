@@ -38,10 +38,10 @@ class Work:
     """The size of a batch, and the devices on which the costs were measured or planned."""
 
     groups: int
-    runs: int  # of a group
+    runs: int  # runs per group
     engines: int  # devices of the engines
     training: int  # devices of student, teachers, reference and critic
-    is_shared: bool  # both are the same devices, which take turns
+    is_shared: bool  # engines and training take turns on the same devices
     slots: int  # runs that the engines sample at the same time
     engine_size: int = 1  # devices of an engine
     replica_size: int = 1  # devices of a replica of the student
@@ -109,11 +109,11 @@ class Predictor:
         )
 
     def predictions(self, devices: int, bounds: Sequence[float] = BOUNDS) -> list[Prediction]:
-        """Return schedules for `devices` devices: with both sides in turns, and for each age bound with splits near the
-        best.
+        """Return schedules for `devices` devices: one for shared devices, and several splits for each age bound.
 
-        The measured split is included if it has the same number of devices. The list is empty if the devices are too
-        few for an engine and a replica of the student.
+        On shared devices, engines and training take turns. The splits are near the best split for their age bound; the
+        measured split is included if it has the same number of devices. The list is empty if the devices are too few
+        for an engine and a replica of the student.
         """
         work = self._work
         found = []

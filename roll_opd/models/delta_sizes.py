@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-LINEAR = "linear_attention"  # in `layer_types` of config.json
+LINEAR = "linear_attention"  # value in `layer_types` of config.json
 # keys of config.json, in the order of the fields of `DeltaSizes`
 KEYS = (
     "linear_num_key_heads",
@@ -24,7 +24,7 @@ class DeltaSizes:
     value_heads: int
     key_width: int
     value_width: int
-    taps: int  # of the convolution
+    taps: int  # taps of the convolution
 
     @property
     def each(self) -> int:

@@ -20,7 +20,7 @@ class Phase(StrEnum):
     START = "start"
     RESTORE = "restore"
     WEIGHT_SYNC = "weight_sync"
-    GENERATE = "generate"  # also in validation
+    GENERATE = "generate"  # includes validation
     READ = "teacher"  # log-probs of teachers and reference policy
     OLD_LOGPROBS = "old_logprobs"
     VALUES = "values"
@@ -123,7 +123,7 @@ class State:
     """Current phase, and the memory that each member holds."""
 
     phase: Phase = Phase.START
-    held: Mapping[str, Parts] = field(default_factory=FrozenDict)  # of members that have started
+    held: Mapping[str, Parts] = field(default_factory=FrozenDict)  # memory of the members that have started
     blank: frozenset[str] = frozenset()  # engines with discarded weights
 
     def of(self, member: str) -> Parts:
@@ -151,7 +151,7 @@ class PhaseMachine:
                 f" sent again; enter the phase {Phase.WEIGHT_SYNC} before {phase}"
             )
         state, moves = replace(state, phase=phase), []
-        if phase in TOGETHER:  # all release now: a later release would happen while others run
+        if phase in TOGETHER:  # all members release memory now; a later release would happen while other members run
             for member in self.members.values():
                 state, released = self._release(state, member)
                 moves += released
@@ -235,7 +235,7 @@ class PhaseMachine:
 
     def _needs(self, member: PhaseMember, call: str) -> Parts:
         if member.kind is Kind.FOLLOWER:
-            return WEIGHTS  # it holds nothing else
+            return WEIGHTS  # a follower has no other memory
         return NEEDS.get(call, WEIGHTS)
 
 

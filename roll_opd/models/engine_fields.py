@@ -43,13 +43,13 @@ CLASSES = {
         tuple(f"config.{name}" for name in ("cache", "scheduler", "parallel", "model", "load", "offload")),
     ),
 }
-FORMAT = 1  # of the cache files
+FORMAT = 1  # format version of the cache files
 TIMEOUT_S = 300
 _PLAIN: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str, "null": None}
 _CONTAINERS: dict[str, Any] = {"dict": dict, "list": list, "tuple": tuple}
 _BOUNDS = {"gt": Gt, "ge": Ge, "lt": Lt, "le": Le}
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from roll_opd.models.engine_fields import main; main({engines!r})"
-_answers: dict[str, dict[str, Any]] = {}  # in this process: engine -> encoded fields, or {"error": reason}
+_answers: dict[str, dict[str, Any]] = {}  # answers in this process: engine -> encoded fields, or {"error": reason}
 
 
 def engine_fields(engine: str) -> dict[str, Any] | None:

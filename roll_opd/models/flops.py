@@ -1,7 +1,7 @@
 """FLOPs of a model's passes, from its sizes: matrices at every token, attention over the keys that a token sees.
 
 A product of an [m, k] and a [k, n] matrix has 2mkn FLOPs. Not counted are the embedding's look-up, norms, activations,
-softmax, the optimizer, and recomputed layers. Of a mixture of experts, only the experts of a token count. Gated
+softmax, the optimizer, and recomputed layers. In a mixture of experts, only the experts chosen for a token count. Gated
 DeltaNet counts as the recurrence that it defines, although it is computed in chunks, with more FLOPs.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from roll_opd.models.families import FAMILIES
 from roll_opd.models.model_info import ModelInfo
 
-# FLOPs of forward and backward passes over those of the forward passes; adapters need no gradients of weights
+# FLOPs of forward and backward passes, divided by the FLOPs of forward; adapters need no gradients of weights
 TRAINED, TRAINED_ADAPTERS = 3, 2
 
 
@@ -61,7 +61,7 @@ def forward_flops(info: ModelInfo, tokens: float, keys: Callable[[int], float], 
     windows = Counter(info.windows or (0,) * info.layers)
     windows[0] -= sum(info.is_delta)
     attention = sum(number * 2 * info.heads * widths * keys(window) for window, number in windows.items())
-    # decay aside, a token reads the state twice and updates it once
+    # a token reads the state twice and updates it once; the decay is not counted
     states = 6 * sum(info.is_delta) * info.delta.values * info.delta.key_width if info.delta else 0
     return (2 * matrix_parameters(info) + states) * tokens + attention + 2 * info.hidden * info.vocab * predicted
 

@@ -24,9 +24,9 @@ DEPTH = 2.0  # batches; deeper queues give older samples and hardly faster steps
 class Pace:
     """The three numbers of groups that bound the age of samples."""
 
-    groups: int  # of a batch, P
+    groups: int  # P: groups of a batch
     ahead: int = 0  # A: groups admitted beyond the batch of the published version
-    window: int = 1  # W; 1: strict order
+    window: int = 1  # W: window; 1 means strict order
 
     @classmethod
     def of(cls, groups: int, bound: float, depth: float | None = None) -> "Pace":

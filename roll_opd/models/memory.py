@@ -23,7 +23,7 @@ from roll_opd.models.device_phases import Phase, held_together, members_on_gpus
 from roll_opd.models.model_info import ModelInfo
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-PADDED_TO = 32  # vocabulary columns per tensor rank are padded to a multiple of it (`deterministic_ops.VECTOR`)
+PADDED_TO = 32  # columns per tensor rank are a multiple of this number (`deterministic_ops.VECTOR`)
 # bytes of f32 logits per chunk and rank. A GPU re-reads the output embedding for each chunk, so small chunks would be
 # memory-bound; on a CPU small chunks fit the caches
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
@@ -112,9 +112,9 @@ class ModelShard:
     def layer_elements(self) -> float:
         """Return how many elements per token a layer stores for backward on a rank, averaged over layers.
 
-        With flash attention and a fused SwiGLU, a layer stores: inputs of norms (2 times hidden, in Gemma and GLM-4 4
-        times, and twice as much for norms that copy them to f32); inputs of attention and MLP (2 times hidden); queries
-        and keys before and after rotation, values, and the attention output (3 times the query width and 3
+        With flash attention and a fused SwiGLU, a layer stores: inputs of norms (2 times hidden; 4 times in Gemma and
+        GLM-4; twice as much for norms that copy their input to f32); inputs of attention and MLP (2 times hidden);
+        queries and keys before and after rotation, values, and the attention output (3 times the query width and 3
         times the key width); the two MLP projections and their product (3 times the MLP width). In a mixture of
         experts, each of the `experts_per_token` experts stores a copy of the token's hidden state. Follows Korthikanti
         et al. 2022, section 4, generalised to widths that are not multiples of hidden.
@@ -272,8 +272,8 @@ def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Par
 def window_tokens(window: int, length: int, block: int, in_flight: int = VLLM_IN_FLIGHT) -> int:
     """Return how many tokens vLLM stores for a sequence of `length` in a layer with a window, in blocks of `block`.
 
-    vLLM stores the window without the current token, the tokens in flight, and one more block, because a window may
-    start in the middle of a block (vLLM's `SlidingWindowSpec`).
+    vLLM stores `window` - 1 tokens and the tokens in flight. It adds one block, because a window may start in the
+    middle of a block (vLLM's `SlidingWindowSpec`).
     """
     return (-(-min(window - 1 + in_flight, length) // block) + 1) * block
 

@@ -19,7 +19,7 @@ from typing import Any
 from roll_opd.base.paths import PathError, content
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
-TEXT_PREFIX = "model.language_model."  # of the decoder's tensors in a multimodal checkpoint
+TEXT_PREFIX = "model.language_model."  # prefix of the decoder's tensors in a multimodal checkpoint
 KEPT = ("model.visual.", "mtp.")  # vision encoder, multi-token prediction (see `is_kept`)
 IN_A_LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 PIECES, PIECE_BYTES = 16, 4096  # compared pieces of a tensor
@@ -67,7 +67,7 @@ class StoredTensor:
     file: Path
     dtype: str  # the format's name, such as BF16
     shape: tuple[int, ...]
-    start: int  # its first byte in the file
+    start: int  # offset of the first byte in the file
     end: int
 
 
@@ -263,7 +263,7 @@ def _check_same(path: Path, single: Path, shards: tuple[Path, ...]) -> None:
     if name:
         raise ModelFilesError(
             f"{SINGLE} and the files of {INDEX} are both complete and differ ({name});"
-            f" transformers loads {SINGLE}, vLLM the others. Remove the outdated set: the index and its files, or"
+            f" transformers loads {SINGLE}, vLLM loads the others. Remove the outdated set: the index and its files, or"
             f" {SINGLE}"
         )
 

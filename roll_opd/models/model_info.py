@@ -29,7 +29,7 @@ EXPERT_COUNTS = (
     "n_routed_experts",
 )  # key of the number of experts, by model family
 RUN = tuple(FAMILIES)
-MAX_SIZE = 2**31 - 1  # of a number in config.json; engines store shapes as int32
+MAX_SIZE = 2**31 - 1  # largest number in config.json; engines store shapes as int32
 FINGERPRINT_PIECES = 16
 FINGERPRINT_BYTES = 65_536
 
@@ -65,7 +65,7 @@ class ModelInfo:
     hidden: int
     heads: int
     kv_heads: int
-    head_dim: int  # of queries and keys
+    head_dim: int  # width of the queries and keys of a head
     intermediate: int
     vocab: int
     max_positions: int
@@ -73,18 +73,18 @@ class ModelInfo:
     expert_intermediate: int  # MLP width of one expert
     experts_per_token: int
     shared_intermediate: int  # MLP width of the experts that see every token; 0: none
-    has_experts: tuple[bool, ...]  # of each layer; the others are dense
+    has_experts: tuple[bool, ...]  # for each layer; False: a dense layer
     tied: bool  # the head is the embedding
     parameters: int
     weight_files: tuple[Path, ...]  # empty: config.json only
-    tensors: Mapping[str, StoredTensor] = field(default_factory=dict, repr=False)  # of the weight files, by name
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict, repr=False)  # by name, in the weight files
     latent: LatentInfo | None = None  # None: no latent attention
     delta: DeltaSizes | None = None  # None: no Gated DeltaNet layers
-    is_delta: tuple[bool, ...] = ()  # of each layer; the others have attention
-    has_output_gate: bool = False  # of attention
-    windows: tuple[int, ...] = ()  # of each layer: keys that a query sees; 0: all before it; empty: no windows
-    logit_cap: float | None = None  # of the output's logits; None: no cap
-    norms: int = 2  # of a layer, besides those of queries and keys
+    is_delta: tuple[bool, ...] = ()  # for each layer; False: a layer with attention
+    has_output_gate: bool = False  # attention has an output gate
+    windows: tuple[int, ...] = ()  # per layer, keys that a query sees (0: all before it); empty: no windows
+    logit_cap: float | None = None  # cap of the output logits; None: no cap
+    norms: int = 2  # norms per layer, without the norms of queries and keys
     has_f32_norms: bool = False  # norms copy their input to f32
     positions_key: str = "max_position_embeddings"  # key of config.json with `max_positions`
 

@@ -24,7 +24,7 @@ class TurnEnd:
 
     text: str  # without blanks at both ends; may be ""
     ids: tuple[int, ...]  # ids of its special tokens, in order, or of the single ordinary token
-    names: tuple[str, ...]  # of these
+    names: tuple[str, ...]  # tokens with these ids
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ WITHOUT_EFFECT = {
     "attention_softmax_in_fp32": _NO_MODULE,
 }
 RECOMPUTED = ("core_attn", "mlp", "moe", "shared_experts", "layernorm")  # modules
-RECOMPUTED_ON_GPUS = "layernorm"  # megatron-core needs Transformer Engine for it
+RECOMPUTED_ON_GPUS = "layernorm"  # megatron-core needs Transformer Engine to recompute this module
 DISPATCHER = "alltoall"
 
 

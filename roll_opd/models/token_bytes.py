@@ -23,8 +23,8 @@ from tokenizers import Tokenizer
 
 from roll_opd.models.model_files import ModelFilesError
 
-SPACE = "▁"  # of SentencePiece
-MISSING = -1  # in place of a token id: bytes that the tokenizer cannot write
+SPACE = "▁"  # SentencePiece's character for a space
+MISSING = -1  # instead of a token id, for bytes without a token
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -104,7 +104,7 @@ def _reader(content: dict[str, Any]) -> Callable[[str], bytes]:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return GPT-2's map from characters to bytes: printable Latin-1 to itself, from U+0100 on to the other bytes."""
+    """Return GPT-2's map from characters to bytes: printable Latin-1 to itself, U+0100 and above to the other bytes."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     rest = [byte for byte in range(256) if byte not in set(plain)]
     return {chr(byte): byte for byte in plain} | {chr(256 + number): byte for number, byte in enumerate(rest)}

@@ -18,7 +18,7 @@ DENSE = ("llama", "mistral", "qwen2", "qwen3")
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 VALUE_HEAD = "score.weight"
-BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")  # in older releases; never loaded
+BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")  # buffers in older releases; never loaded
 OF_FURTHER_TOKENS = "eh_proj.weight"  # joins a token's embedding and hidden state
 MAX_NAMED = 3  # tensors named in a message; the rest are counted
 FIRST_PIECES = 4  # pieces of a tensor searched for zeros first; then all `PIECES` if one is zero
@@ -59,7 +59,7 @@ def weight_problems(info: ModelInfo, *, needs_head: bool = True) -> list[str]:
 
 
 def lost_weights(info: ModelInfo) -> list[str]:
-    """Return a message for tensors whose numbers are all or half zero; reads a few pieces of each tensor.
+    """Return a message for tensors in which all or half of the numbers are zero; reads a few pieces of each tensor.
 
     A model with such tensors loads but gives wrong log-probs, for example -ln V for every token. Biases may be zero,
     and so may many rows of the vocabulary. Raises ModelFilesError for unreadable files.
@@ -202,7 +202,7 @@ def _is_zero(numbers: bytes, width: int) -> bool:
     return not any(signs) and not any(any(numbers[byte::width]) for byte in range(width - 1))
 
 
-WINDOW_LAYERS = "max_window_layers"  # at most the number of layers in Qwen releases
+WINDOW_LAYERS = "max_window_layers"  # in Qwen releases, at most the number of layers
 ITS_DEFAULT = 28  # default of transformers, independent of the number of layers
 IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)b(?![a-z0-9])", re.IGNORECASE)  # Qwen3-8B; not 8x7B, not A3B
 LESS = 0.95  # minimum ratio of parameters to the size in the name; releases have at least 0.98

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Config = Mapping[str, Any]  # of config.json
+Config = Mapping[str, Any]  # content of config.json
 # how a parameter is sliced over tensor ranks; see `megatron.weights.tensor_slices`
 Slicing = Literal[
     "replicated",
@@ -26,8 +26,8 @@ Slicing = Literal[
     "delta_parts",
     "delta_channels",
 ]
-DELTA = "delta"  # in `Pieces.mixers`: Gated DeltaNet
-WINDOWED = "sliding_attention"  # in `layer_types` of config.json
+DELTA = "delta"  # value in `Pieces.mixers` for Gated DeltaNet
+WINDOWED = "sliding_attention"  # value in `layer_types` of config.json
 LONGROPE = ("longrope", "su")  # rope types; the second is the old name
 
 
@@ -55,7 +55,7 @@ class Entry:
         return "{expert}" in self.names[0]
 
 
-Entries = Mapping[str, Entry]  # by the name of Megatron's parameter in a layer
+Entries = Mapping[str, Entry]  # name of Megatron's parameter in a layer -> entry
 
 
 @dataclass(frozen=True)
@@ -66,23 +66,23 @@ class Pieces:
     """
 
     qkv_bias: bool = False
-    out_bias: bool = False  # of attention
+    out_bias: bool = False  # attention's output projection has a bias
     query_key_norm: Literal["", "head", "heads"] = ""  # norm over each head, or over all heads together
-    norms: Literal["before", "after", "both"] = "before"  # of attention and MLP
+    norms: Literal["before", "after", "both"] = "before"  # position of the norms relative to attention and MLP
     zero_centred_norms: bool = False  # norms multiply by 1 + weight
     windows: tuple[int, ...] = ()  # number of keys that a query sees, including its own; 0: all
     rotary: tuple[str, ...] = ()  # key of rope_parameters, or "default" without keys; "": no rotation
     rotated: float = 1.0  # fraction of a head's width
     interleaved: bool = False  # the two elements of a rotated pair are adjacent
     attention_scale: float | None = None  # None: 1 / √(head width)
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # activation of the MLP's gate
     embedding_scale: float = 1.0
     mixers: tuple[str, ...] = ()  # DELTA: Gated DeltaNet replaces attention; "": attention
     output_gate: bool = False  # the output of attention is multiplied by the sigmoid of a gate
     sinks: bool = False  # a learned score per query head in the softmax's denominator
-    score_cap: float | None = None  # scores of attention are cap · tanh(score / cap)
+    score_cap: float | None = None  # attention scores are cap · tanh(score / cap)
     logit_cap: float | None = None  # logits are cap · tanh(logit / cap)
-    expert_bias: bool = False  # of routers and experts
+    expert_bias: bool = False  # routers and experts have biases
     clipped_swiglu: tuple[float, float] | None = None  # limit and alpha: min(gate, limit) · σ(alpha · gate) · (up + 1)
 
     @property
@@ -140,7 +140,7 @@ EXPERT_BIAS = {"mlp.router.expert_bias": layer("replicated", "mlp.gate.e_score_c
 
 
 def norms(before_attention: str, before_mlp: str, after_attention: str, after_mlp: str) -> dict[str, Entry]:
-    """Return the entries of a layer's norms, given the names of their modules; "" if the layer lacks a norm."""
+    """Return the entries of a layer's norms, given the names of their modules; "" for a norm that is missing."""
     places = {
         "input_layernorm.weight": before_attention,
         "pre_mlp_layernorm.weight": before_mlp,
@@ -181,7 +181,7 @@ def rotated_share(config: Config, default: float = 1.0) -> float:
 def positions(config: Config) -> tuple[int, str]:
     """Return the number of positions that the engine supports, and the key of config.json that has it.
 
-    longrope has one set of factors up to the original length and a second set above it; the engine has the first set.
+    longrope has one set of factors up to the original length and a second set above it; the engine uses the first set.
     """
     rope, name = config.get("rope_parameters") or config.get("rope_scaling") or {}, "original_max_position_embeddings"
     is_long = isinstance(rope, Mapping) and (rope.get("rope_type") or rope.get("type")) in LONGROPE
@@ -197,9 +197,9 @@ class Family:
     """Decoders of one `model_type`."""
 
     model_type: str
-    tensors: Entries = field(default_factory=lambda: LLAMA)  # biases and norms in `Pieces` are added
+    tensors: Entries = field(default_factory=lambda: LLAMA)  # without the biases and norms that `Pieces` adds
     pieces: Callable[[Config], Pieces] = lambda config: Pieces()
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of Megatron's TransformerConfig
+    settings: Mapping[str, Any] = field(default_factory=dict)  # settings for Megatron's TransformerConfig
     # how experts are scored; "groups": as in DeepSeek-V2, "biased_groups": as in DeepSeek-V3, with a bias per expert,
     # "biased": as in DeepSeek-V3 without groups
     router: Literal["softmax", "groups", "biased_groups", "biased"] = "softmax"
@@ -212,7 +212,7 @@ class Family:
     # a checkpoint stacks the tensors of a layer's experts; the stack has an expert tensor's name without its number
     stacks_experts: bool = False
     reads_mxfp4: bool = False  # quantised experts are read in bf16
-    problems: Callable[[Config], tuple[str, ...]] = lambda config: ()  # further problems of a config.json
+    problems: Callable[[Config], tuple[str, ...]] = lambda config: ()  # other problems of a config.json
 
 
 def layer_entries(tensors: Entries, pieces: Pieces) -> dict[str, Entry]:

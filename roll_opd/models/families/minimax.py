@@ -9,7 +9,7 @@ EXPERT_BIAS = {"mlp.router.expert_bias": layer("replicated", f"{_BLOCK}.e_score_
 
 def _minimax_m2(config: Config) -> Pieces:
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    rotated = config.get("rotary_dim") or width  # releases have it in place of a share
+    rotated = config.get("rotary_dim") or width  # releases set `rotary_dim` instead of a fraction
     return Pieces(query_key_norm="heads", rotated=rotated_share(config, rotated / width))
 
 
