@@ -22,8 +22,8 @@ from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, r
 from roll_opd.models.supported import unsupported
 from roll_opd.models.weight_files import lost_weights, weight_problems
 
-BOUND = 1e-5  # largest difference of log-probs in f32, for each unit of their size above 1
-HALF_BOUND = 3.0  # mean difference in bf16, as a multiple of that of Hugging Face's log-probs in bf16
+BOUND = 1e-5  # largest difference of log-probs in f32, multiplied by the largest absolute log-prob if that is above 1
+HALF_BOUND = 3.0  # largest mean difference in bf16, as a multiple of Hugging Face's mean difference in bf16
 SEQUENCES = 4
 LENGTH = 96  # tokens of the longest sequence, unless an attention window is longer
 MAX_LENGTH = 1024
@@ -129,7 +129,7 @@ def _compared(what: str, directory: Path, wanted: Sequence[np.ndarray]) -> tuple
 def _compared_in_half(
     what: str, directory: Path, wanted: Sequence[np.ndarray], rounded: Sequence[np.ndarray]
 ) -> tuple[str, bool]:
-    """Compare the mean distance from `wanted`, in f32, with that of `rounded`, in bf16; see `_compared`."""
+    """Check the mean difference from `wanted` (f32), relative to the mean difference of `rounded` (bf16)."""
     with np.load(directory / "logprobs.npz") as file:
         found = np.concatenate([file[str(number)] for number in range(len(wanted))])
     exact = np.concatenate(wanted)

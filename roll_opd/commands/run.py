@@ -107,7 +107,7 @@ def launch(
     """Run the configuration that `add_config_arguments` parsed and return the exit code."""
     safe_output()
     use_cache_of_compilers(os.environ)
-    if RUN_DIRECTORY_FILE in os.environ:  # a run that a script or notebook started ends with it
+    if RUN_DIRECTORY_FILE in os.environ:  # a run must end if the script or notebook that started it ends
         die_with_parent()
     try:
         host = launched(os.environ)
@@ -124,7 +124,7 @@ def launch(
         return done
     code = restarted(done.max_restarts)
     if host and code and done.max_restarts:
-        dismiss(host, code)  # the other hosts wait for another attempt
+        dismiss(host, code)  # otherwise the other hosts wait for another attempt
     return code
 
 
@@ -140,7 +140,7 @@ def _launch(
     A separate process is needed if the run may be restarted, and under torchrun, which would signal Ray's processes
     together with the driver.
     """
-    is_here = host is None or is_attempt()  # otherwise the imports of this process would have no use
+    is_here = host is None or is_attempt()  # a process that only supervises attempts needs no imports
     with fork_server() if is_here and backend is None else nullcontext(ForkServer()) as server:
         try:
             plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline, say=echo)
@@ -160,11 +160,11 @@ def _launch(
             hosts = Hosts(host, again=plan.host_timeout_s if restarts_left() else 0.0)
         except LaunchError as error:
             return exit_code(error)
-        signal.signal(signal.SIGTERM, _terminated)  # in effect until the run sets its handler
+        signal.signal(signal.SIGTERM, _terminated)  # until the run installs its own handler
         code = FAILED
         try:
             code = _served(plan, server, hosts, backend)
-        except Terminated as error:  # after the run, before the exit
+        except Terminated as error:  # a SIGTERM after the run, before the exit
             code = exit_code(error)
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):  # other hosts send them; this run is already ending
@@ -212,7 +212,7 @@ def _check_number(plan: RunPlan, host: LaunchedHost | None) -> None:
             " Ray on them (ray start) and set RAY_ADDRESS to its head"
         )
     else:
-        wanted = f"write num_nodes={size} and give roles devices on all hosts, or launch it on fewer"
+        wanted = f"write num_nodes={size} and give roles devices on all hosts, or launch the run on fewer hosts"
     raise LaunchError([f"num_nodes is {plan.num_nodes}, but the run was launched on {size}: {wanted}"])
 
 

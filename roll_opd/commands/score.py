@@ -107,7 +107,7 @@ def _over_hosts(host: LaunchedHost, command: dict[str, Any], model: str, seconds
             def lost(why: str) -> None:
                 if process.poll() is None:  # the ranks of this host have not ended
                     _fail(why, FAILED)
-                    process.terminate()  # they wait for the lost ranks
+                    process.terminate()  # these ranks wait for lost ranks
 
             hosts.watch(lost)
             code = FAILED if process.wait() else DONE
@@ -196,7 +196,7 @@ def _check_model(info: ModelInfo, options: argparse.Namespace, diagnostics: Diag
     check_layout(info, _layout(options), {}, of_layout)
     diagnostics.problems.extend(KEYS.sub(lambda found: OPTIONS[found[0]], problem) for problem in of_layout.problems)
     if options.expert_tp and not info.experts:
-        diagnostics.error("--expert-tp", f"{info.path.name} is a dense model without experts; leave it out")
+        diagnostics.error("--expert-tp", f"{info.path.name} is a dense model without experts; remove the option")
 
 
 def _check_rows(path: Path, info: ModelInfo, diagnostics: Diagnostics) -> None:

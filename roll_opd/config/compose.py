@@ -54,8 +54,8 @@ DEVICES = re.compile(r"(\+{0,2}(?:[\w-]+\.)*device_mapping)=((?:list|range)\(.*)
 class LoadedConfig:
     """A composed configuration: its name, its `values` as plain data, and the place of each dotted key.
 
-    `variables` are the top-level keys that some value refers to by `${name}`. `translation` lists keys of another
-    system (Trinity-RFT) and what they became here.
+    `variables` are the top-level keys that some value refers to by `${name}`. `translation` maps keys of another system
+    (Trinity-RFT) to keys of this configuration.
     """
 
     name: str
@@ -122,7 +122,7 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
 def find_config(config_path: str, config_name: str) -> tuple[Path, str]:
     """Return the directory and name of the YAML file, in the first of `config_places` where it exists.
 
-    Raises ConfigError if it exists in none, and PathError or OSError if a place cannot be read.
+    Raises ConfigError if no place has the file, and PathError or OSError if a place cannot be read.
     """
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     places = config_places(config_path)
@@ -253,7 +253,7 @@ def _check_section_of_hydra(written: Any) -> None:
         _CHECKED.add(text)
 
 
-_CHECKED: set[str] = set()  # valid sections; building Hydra's schema takes a fifth of the planning time
+_CHECKED: set[str] = set()  # sections found valid; building Hydra's schema takes a fifth of the planning time
 
 
 def _chooses_files_of_hydras(primary: ConfigResult | None) -> bool:

@@ -25,7 +25,7 @@ class Diagnostics:
     blockers: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)  # ROLL's keys that are accepted but have no effect
-    dropped: set[str] = field(default_factory=set)  # top-level keys that no part reads: probably variables
+    dropped: set[str] = field(default_factory=set)  # top-level keys that are not in the schema: probably variables
     renamed: dict[str, str] = field(default_factory=dict)  # path of a key -> its path as written in the file
     replaced: set[str] = field(default_factory=set)  # keys of the file that were overridden under another name
     path: str = ""

@@ -86,7 +86,7 @@ class StreamPlan:
     """A stream of rows: the rows with one of `tags`, or in `files`; `weight` is its fraction of all draws."""
 
     name: str  # reward domain, tag or file name
-    weight: float  # over all streams, the sum is 1
+    weight: float  # the weights of all streams sum to 1
     tags: tuple[str, ...] | None = None  # None: every tag
     files: tuple[str, ...] | None = None  # None: every file
 
@@ -96,7 +96,7 @@ class DataPlan(RowKeys):
     """Files of rows, how to read them, and what to do with unusable rows."""
 
     files: tuple[str, ...]
-    # maximum tokens of a prompt; for rows with answers, of the prompt and the longest answer together
+    # maximum tokens of a prompt; for rows with answers, maximum tokens of a prompt plus its longest answer
     prompt_length: int
     template: str = "native"  # "native": the tokenizer's own chat template
     limit: int | None = None  # use only the first N rows
@@ -109,7 +109,7 @@ class DataPlan(RowKeys):
     schema: str = "experience"  # content of a row: `experience`, `task`, `sft` or `dpo`
     length_key: str = "prompt_length"  # the user's key that limits the length of rows
     contexts: tuple[ContextPlan, ...] = ()  # contexts of the teachers that read another prompt than the student
-    environments: FrozenDict = field(default_factory=FrozenDict)  # tag -> share, for games; these have no files
+    environments: FrozenDict = field(default_factory=FrozenDict)  # tag -> fraction of draws, for games
 
     def draws(self, tag: str) -> bool:
         """Whether rows with `tag` are drawn."""
@@ -173,7 +173,7 @@ class ObjectivePlan(ObjectiveKeys):
 
 @dataclass(frozen=True)
 class CheckpointPlan(CheckpointKeys):
-    """How often checkpoints are written, how many are kept, and from which checkpoint the run resumes."""
+    """Settings of checkpoints: how often they are written, how many are kept, and from which one the run resumes."""
 
     resume: bool | str = False  # True: the newest checkpoint of this experiment; a path: that run or checkpoint
 
@@ -292,9 +292,9 @@ class RunPlan(RunKeys, RolloutKeys):
     def serving(self, role: MegatronPlan) -> MegatronPlan:
         """Return the role whose processes compute for the frozen `role`.
 
-        Teachers with the same weights, devices and layout are loaded once, under the name of the first. A role with the
-        initial weights of a LoRA student, on the student's devices, is computed by the student with its adapter
-        switched off.
+        Teachers with the same weights, devices and layout are loaded once, under the name of the first teacher. A role
+        with the initial weights of a LoRA student, on the student's devices, is computed by the student with its
+        adapter switched off.
         """
         if self.is_base(role):
             return self.student

@@ -148,7 +148,7 @@ class ContextPlan(ContextKeys):
 
 
 class ExternalPlan:
-    """A source of a teacher's log-probs without Megatron processes of the run, such as a server or files."""
+    """A source of a teacher's log-probs other than Megatron processes of the run, such as a server or files."""
 
     name: str  # dotted key of the teacher's section
 
@@ -188,7 +188,7 @@ class FilePlan(ExternalPlan):
     name: str
     files: tuple[str, ...]
     compression: str | None = None  # DistillKit's configuration; None: next to the files
-    teacher: str | None = None  # name that every row must have; None: any
+    teacher: str | None = None  # name of the teacher that every row must have; None: any
     sft_teacher: str | None = None  # name of the teacher of the student's fine-tuning, if known
 
     @property
@@ -234,7 +234,7 @@ class TeacherPlan:
 
     @property
     def model(self) -> ModelPlan | None:
-        """The directory of the model, from which vLLM can sample the teacher's answers; None without one."""
+        """The directory of the model, from which vLLM can sample the teacher's answers; None without a directory."""
         return self.role.model if self.role else None
 
 

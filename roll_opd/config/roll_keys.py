@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from roll_opd.config.diagnostics import Diagnostics, as_yaml
 
-DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # the path of a user's own class or function
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # the dotted path of a user's class or function
 
 
 def _names(text: str) -> frozenset[str]:

@@ -28,10 +28,10 @@ from roll_opd.base.paths import PathError, regular_file
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's loader is ten times as fast
 MAX_BYTES = 2**20  # maximum size of a file; the largest known has 20 kB
 MAX_NODES = 20_000  # maximum number of values in a file, with aliases expanded
-MAX_DEPTH = 60  # sections within sections
+MAX_DEPTH = 60  # maximum depth of nested sections
 MAX_SECONDS = 2.0  # CPU time for composing a configuration; a large one takes 0.3 s
 REPEAT_SECONDS = 0.1
-EMPTY = ("", "~", "null")  # a file with such a value only; Hydra reads it as a file without keys
+EMPTY = ("", "~", "null")  # Hydra reads a file with only one of these values as a file without keys
 INT64 = 2**63
 MAX_PARSED = 200  # maximum number of files in the cache
 _PARSED: dict[Hashable, bytes] = {}  # pickled, as unpickling is five times as fast as a deep copy
@@ -154,7 +154,7 @@ def yaml_message(error: yaml.YAMLError, path: Path) -> str:
 
 
 def value_problem(value: Any) -> str | None:
-    """Return why a key or value can be used by no part of a run; None if it is usable."""
+    """Return why no part of a run can use a key or value; None if it is usable."""
     if isinstance(value, str) and (found := re.search("[\0\ud800-\udfff]", value)):
         kind = "a NUL character" if found[0] == "\0" else "half a character (a lone surrogate)"
         return f"{value!r} has {kind} in it; remove it"

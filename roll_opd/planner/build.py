@@ -51,7 +51,7 @@ def load_plan(
 
     Args:
         config_path: a directory, searched for in `compose.config_places`.
-        config_name: a YAML file in it.
+        config_name: a YAML file in that directory.
         pure: True: pure distillation (as start_onpolicy_distill_pipeline.py runs it). False: the RLVR entry, where
             `use_opd` decides whether to distil. If `pure` and `pipeline` are None, the configuration decides.
         pipeline: agentic, the name of a supervised pipeline, or a dotted path. If the configuration is for another
@@ -152,7 +152,7 @@ def _common(loaded: LoadedConfig, top: Run, roles: Roles, validates: bool) -> di
 def _check_engines(plan: RunPlan, roles: Roles) -> None:
     """Check how the options of each engine fit together, as vLLM does when it starts."""
     diags = {role.path: role.diag for role in roles.placed()}
-    # engines of a joined cluster are on other machines
+    # engines of a joined cluster may be on other machines
     on_cpu = not (hardware.has_gpu_driver() or os.environ.get("RAY_ADDRESS"))
     for engine in plan.inference_roles().values():
         check_values.check_batched_tokens(engine, diags[engine.name], on_cpu)

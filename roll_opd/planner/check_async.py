@@ -26,7 +26,9 @@ def check_async(top: Top, roles: Roles) -> None:
     elif top.async_generation_ratio * top.rollout_batch_size < 1:
         top.diag.note(KEY, f"{top.async_generation_ratio:g} of {top.rollout_batch_size} prompts is less than one: 0")
     if top.is_use_additional_prompts:
-        top.diag.note("is_use_additional_prompts", f"has no effect with {KEY}, whose prompts ahead are the reserve")
+        top.diag.note(
+            "is_use_additional_prompts", f"has no effect with {KEY}, as prompts ahead replace rejected prompts"
+        )
     if top.deterministic and "on_weight_update" in top.written and top.on_weight_update != "wait":
         top.diag.error(
             "on_weight_update",

@@ -25,7 +25,7 @@ def check_devices(roles: list[Role], top: Run) -> None:
     known = [(role, set(role.strategy.devices)) for role in roles if role.strategy.devices]
     for role, devices in known:
         if max(devices) >= total:
-            role.diag.unsupported(  # ROLL's own YAML reach beyond their num_nodes; ROLL overwrites it
+            role.diag.unsupported(  # ROLL's YAML files use devices beyond num_nodes, which ROLL overwrites
                 "device_mapping",
                 f"device {max(devices)} does not exist: num_nodes {top.num_nodes} x num_gpus_per_node"
                 f" {top.num_gpus_per_node} gives devices 0 to {total - 1}; raise num_nodes, leave it out"
@@ -36,7 +36,7 @@ def check_devices(roles: list[Role], top: Run) -> None:
             role.diag.error(
                 f"{OPTIONS}.tensor_parallel_size",
                 f"an engine of {layout.tp} devices does not fit into one node of {top.num_gpus_per_node};"
-                " use a smaller one",
+                " use a smaller size",
             )
         elif layout and (apart := _apart(role.strategy.devices or (), layout.tp, top.num_gpus_per_node)):
             where = f"devices {short_devices(apart)} are on several nodes of {top.num_gpus_per_node}"

@@ -71,9 +71,9 @@ def compare_models(roles: Roles, top: Run | None) -> None:
         if role.info.vocab < train.info.vocab:
             role.diag.note(
                 "",
-                f"the teacher has {role.info.vocab} token ids, the student {train.info.vocab}; the ids between are"
-                " padding that the student must not sample; opd_objective: sampled compares log-probs that include its "
-                "probability on them",
+                f"the teacher has {role.info.vocab} token ids, the student {train.info.vocab}; the additional"
+                " ids are padding, which the student must not sample; with opd_objective: sampled, the student's"
+                " log-probs are normalised over them too",
             )
 
 
@@ -230,7 +230,7 @@ def _of_rows(data: DataPlan) -> set[str]:
 
 
 def check_output(top: Run, exp_name: str, student: ModelInfo | None) -> str:
-    """Return `output_dir` with `~` expanded; check that the run directory can be created and a checkpoint fits."""
+    """Return `output_dir` with `~` expanded; check that the run directory can be created and has room."""
     if not exp_name or "/" in exp_name or exp_name in (".", ".."):
         top.diag.error("exp_name", f"{exp_name!r} cannot name a directory; use letters, digits, - and _")
     elif len(os.fsencode(exp_name)) > MAX_NAME_BYTES:

@@ -287,7 +287,7 @@ def check_signals(top: Top, roles: Roles, rewards: Sequence[RewardPlan]) -> None
     if roles.mode == "pure":
         diag = next((role.diag for role in teachers if role.worker.opd_kl_coef is not None), top.diag)
         if teachers:
-            diag.error("opd_kl_coef", f"0 removes the teachers' part of the loss, {else_nothing}; give one above 0")
+            diag.error("opd_kl_coef", f"0 removes the teachers' part of the loss, {else_nothing}; set it above 0")
         return
     compares = (top.use_kl_loss and top.kl_loss_coef) or (top.add_token_level_kl and top.init_kl_coef)
     rewarded = top.workflow or any(term.weight for reward in rewards for term in reward.terms)
@@ -295,7 +295,7 @@ def check_signals(top: Top, roles: Roles, rewards: Sequence[RewardPlan]) -> None
         also = " (as opd_kl_coef 0 removes the teachers' part)" if teachers else ""
         top.diag.error(
             f"rewards.{rewards[0].domain}.weight",
-            f"0 removes the rewards' part of the loss{also}, {else_nothing}; give one another weight",
+            f"0 removes the rewards' part of the loss{also}, {else_nothing}; give one of them a weight",
         )
 
 
@@ -344,8 +344,8 @@ def _check_distillation(top: Top) -> None:
     if top.opd_kl_discount:
         top.diag.error(
             "opd_kl_discount",
-            f"{top.opd_kl_discount:g} sums later tokens into an advantage, and opd_objective: {objective} has none"
-            " from the teacher; set it to 0, or use opd_objective: sampled",
+            f"{top.opd_kl_discount:g} sums later tokens into an advantage, but opd_objective: {objective} has no"
+            " advantage from the teacher; set it to 0, or use opd_objective: sampled",
         )
 
 

@@ -157,7 +157,7 @@ def check_batched_tokens(engine: RolloutPlan, diag: Diagnostics, on_cpu: bool) -
     elif on_cpu and tokens < (least := max(longest, 0 if sequences else VLLM_MAX_SEQUENCES)):
         text = f"{tokens} is less than the {least} that an engine without a GPU needs"
         diag.unsupported(
-            key, f"{text} (the longest sequence as a whole, and one token for each); raise it or leave it out"
+            key, f"{text} (the longest sequence as a whole, and one token for each sequence); raise it or leave it out"
         )
 
 

@@ -25,8 +25,8 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
     """Return the plan as plain data: `mode`, `pipeline`, `roles`, `routing`, `batch`, `objective`, `warnings`, ….
 
     A role has the keys `strategy, model, devices, tp, pp, cp, ep, dp, tags, opd_kl_coef, optimizer, lora`; a teacher
-    also has `context` and `follows_student`. `memory_bytes_per_rank` is the memory of the pipeline stage that needs
-    most; `memory_bytes_of_stages` lists the parts of each stage. Both are in bytes. Keys that do not apply are null.
+    also has `context` and `follows_student`. `memory_bytes_per_rank` is the memory of the largest pipeline stage;
+    `memory_bytes_of_stages` lists the parts of each stage. Both are in bytes. Keys that do not apply are null.
     For the rollout, `dp` is the number of engines. `routing` maps each tag that a teacher or a reward names to its
     `teachers` and `rewards`; "*" is all other tags.
     """
@@ -110,7 +110,7 @@ def _reward(reward: RewardPlan) -> dict[str, Any]:
 
 
 def routing(plan: RunPlan) -> dict[str, dict[str, list[str]]]:
-    """Return tag -> {teachers, rewards} for every configured or played tag; OTHER_TAGS stands for all others."""
+    """Return tag -> {teachers, rewards} for every configured or played tag; OTHER_TAGS represents all other tags."""
     routed: tuple[TeacherPlan | RewardPlan, ...] = (*plan.teachers, *plan.rewards)
     named = dict.fromkeys([*plan.data.environments, *(tag for one in routed for tag in one.tags or ())])
     routes = {}

@@ -21,7 +21,7 @@ from roll_opd.config.schema import Top, Worker, changed
 if TYPE_CHECKING:
     from roll_opd.compat.pg_variants import Variant
 
-# filled in even if they are set
+# keys that are filled in even if they are set
 RESOLVED = ("policy_loss", "adv_estimator", "policy_loss_fn_args", "advantage_fn_args")
 
 

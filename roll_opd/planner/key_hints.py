@@ -52,7 +52,7 @@ VLLM_OPTIONS = frozenset({
     *("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "max_model_len", "max_num_seqs"),
     *("enforce_eager", "block_size", "load_format", "sleep_level", "max_num_batched_tokens"),
 })  # fmt: skip
-NAME = "NAME"  # stands in a place for a name that the user chooses
+NAME = "NAME"  # part of a place: a name that the user chooses
 OPTIONS = ("strategy_args", "strategy_config")
 Place = tuple[str, ...]
 
@@ -112,7 +112,7 @@ def _home(place: Place) -> str:
 
 
 def _best_place(path: Place, key: str, written: Set[str]) -> Place | None:
-    """Return the section nearest to `path` in which a key has an effect, the first of several; None without one."""
+    """Return the first of the sections nearest to `path` in which a key has an effect; None if there is none."""
     found = [_named(place, path) for place, keys in _places(path, written) if key in keys and _is_read(place, key)]
     found = [place for place in found if place != path]
     return max(found, key=lambda place: _shared(place, path), default=None)

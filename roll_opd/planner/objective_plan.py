@@ -25,7 +25,7 @@ from roll_opd.models.group_window import Pace
 NAMES_OF_A_LOSS = frozenset({"algorithm_type", "policy_loss_fn", "policy_loss"})
 ROLL_CLIP = 0.2  # ROLL's default of pg_clip_low and pg_clip_high
 STEP_KEYS = frozenset({"step_reward_gamma", "episode_reward_weight", "step_reward_weight"})
-# default (lower, upper); ROLL's for tis, and for IcePop the default of verl and rLLM
+# default (lower, upper) as in ROLL (tis), and as in verl and rLLM (icepop)
 BOUNDS = {"tis": (None, 1.2), "icepop": (0.5, 5.0)}
 
 

@@ -15,7 +15,7 @@ from roll_opd.data.rows import DataError
 from roll_opd.data.teacher_files import SCHEMA, FileFacts, facts_of
 from roll_opd.planner.role_reader import Role
 
-PLANNED = frozenset(keys_of(OfflineDistill)) - {"sft_loss_coef"}  # keys that are fields of the plan elsewhere
+PLANNED = frozenset(keys_of(OfflineDistill)) - {"sft_loss_coef"}  # keys whose values are in other fields of the plan
 TOPK_ONLY = ("opd_topk", "opd_divergence", "sft_loss_coef")
 SAMPLED_ONLY = ("opd_kl_discount", "advantage_clip")
 TEACHER = "teacher"  # name of the teacher in the plan, metrics and records

@@ -42,7 +42,7 @@ from roll_opd.planner.teacher_context import context_of, prefix_topk
 EXTERNAL: dict[type[ExternalKeys], Callable[[Role, Any], ExternalPlan]] = {
     HttpKeys: http_plan,
 }
-JUDGE_TOKENS = 1024  # assumed for a judge's instructions, and for its answer if max_new_tokens is not set
+JUDGE_TOKENS = 1024  # assumed tokens of a judge's instructions, and of a judge's answer without max_new_tokens
 
 
 def environment(*sections: Run | Worker) -> FrozenDict:
@@ -76,7 +76,7 @@ def train_plan(role: Role, top: Run, mini_batch: int, total: int, answers: int =
     Args:
         mini_batch: sequences of an update.
         total: updates of the run.
-        answers: number of sequences that stay together in a micro-batch and count as one against its limit.
+        answers: number of sequences that stay together in a micro-batch and count as one sequence of the limit.
     """
     args, limits = role.worker.training_args, micro_batch(role.worker, True)
     if limits.sequences:

@@ -1,4 +1,4 @@
-"""Find the pipeline, and ROLL or Trinity-RFT, for which a configuration is written; refuse pipelines missing here.
+"""Find the pipeline and system (ROLL or Trinity-RFT) of a configuration; refuse pipelines that do not exist here.
 
 Without this, the later checks would report dozens of unknown keys.
 """
@@ -21,7 +21,7 @@ from roll_opd.config.yaml_files import LOADER, MAX_BYTES, check_file
 from roll_opd.models.model_info import ModelFilesError, find_model, is_vision_config, read_json
 from roll_opd.planner import environment_sections
 
-# pipeline -> its description; its launcher in examples/
+# pipeline -> (description, launcher in examples/)
 LAUNCHERS = {
     "distill": ("pure on-policy distillation", "start_onpolicy_distill_pipeline.py"),
     "rlvr": ("learning from rewards (RLVR)", "start_rlvr_pipeline.py"),
@@ -156,7 +156,7 @@ def _supervised_keys(values: Mapping[str, Any], pure: bool | None, pipeline: str
         problem = f"no pipeline {pipeline!r}; known: {known}"
         try:
             if pipeline not in SUPERVISED:
-                users_module(pipeline)  # declares its keys
+                users_module(pipeline)  # declares the pipeline's keys
             return SUPERVISED[pipeline]
         except (ImportError, KeyError) as error:
             raise ConfigError([problem + (f": {error}" if isinstance(error, ImportError) else "")]) from None

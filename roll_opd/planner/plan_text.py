@@ -222,7 +222,7 @@ def _objective_lines(plan: RunPlan) -> list[str]:
 
 
 def _ahead_lines(plan: RunPlan) -> list[str]:
-    """Return a line on how far generation runs ahead of training; none if the two take turns."""
+    """Return a line on how far generation runs ahead of training; empty if the two take turns."""
     if not plan.objective.max_age:
         return []
     pace = Pace.of(plan.rollout_batch_size, plan.async_generation_ratio, plan.async_depth)

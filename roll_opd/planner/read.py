@@ -43,7 +43,7 @@ CRITIC = "critic"
 AUXILIARY = "auxiliary_models"
 LOCAL_JUDGE = "inference"  # `judge_model_type` of a judge with local engines
 SHARED_JUDGE = "cluster"  # `judge_model_type` of a judge whose engine is in section `reward_model`
-# least similarity of a misspelt key to a known one, where users choose names, which may be similar by chance
+# minimum similarity of a misspelt and a known key where users choose names, which may be similar by chance
 SAME_WORD = 0.85
 FRESH_SAMPLES = (
     "a teacher file has scores only of the answers in it, but this run distils on fresh samples of the student"
@@ -63,7 +63,7 @@ class Sections:
     """A validated configuration. A part with a problem is None; a part that was not written is absent."""
 
     top: Run | None = None
-    workers: dict[str, Worker | None] = field(default_factory=dict)  # by the user's name for the section
+    workers: dict[str, Worker | None] = field(default_factory=dict)  # name of the section -> role
     teachers: dict[str, Worker | None] = field(default_factory=dict)  # by teacher name
     rewards: dict[str, Reward | None] = field(default_factory=dict)
     judges: dict[str, Worker | None] = field(default_factory=dict)  # domain -> the engine that is its judge
@@ -144,7 +144,7 @@ def _variables(
 
 
 def _read_teachers(value: Any, sections: Sections, diag: Diagnostics) -> None:
-    """Read the teachers; a section that has a worker's keys itself is a single teacher named "teacher"."""
+    """Read the teachers; a section that directly has keys of a role is a single teacher named "teacher"."""
     mapping = _mapping(value, "teacher", diag)
     of_files = [name for name, data in mapping.items() if isinstance(data, dict) and "files" in data]
     if "files" in mapping or of_files:

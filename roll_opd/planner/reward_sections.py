@@ -57,7 +57,7 @@ def read_rewards(rewards: Mapping[str, Reward | None], mode: str, responses: int
 
 
 def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
-    """Return the terms of a domain; the first is the domain's reward, named after its worker."""
+    """Return the terms of a domain; the first term is the domain's reward, named after its worker."""
     problems = reward.diag.problems
     before = len(problems)
     if reward.args.get("judge_model_type") == SHARED_JUDGE:

@@ -20,7 +20,7 @@ from roll_opd.planner import key_hints, lora_keys
 from roll_opd.planner.read import CRITIC, REFERENCE, Sections
 from roll_opd.planner.strategies import OPTIONS, Strategy, read_megatron, read_vllm
 
-MODEL = "model_args.model_name_or_path"  # of a role's section
+MODEL = "model_args.model_name_or_path"  # key in a role's section
 Job = Literal["train", "frozen", "rollout"]
 
 
@@ -33,7 +33,7 @@ class Role:
     strategy: Strategy
     info: ModelInfo | None = None
     dtype: Dtype = "bf16"
-    lora: LoraPlan | None = None  # of the student
+    lora: LoraPlan | None = None  # adapter of the student
     is_aligned: bool = False  # the role is a teacher with a tokenizer other than the student's, aligned by bytes
 
     @property
@@ -109,9 +109,8 @@ class RoleReader:
         self._sections, self._mode, self._diag = sections, mode, diag
         top = sections.top
         self._strict = bool(top and top.strict_strategies)
-        self._devices = (
-            (top.num_nodes or 1) * top.num_gpus_per_node if top else 1
-        )  # 1: the top has an already reported problem
+        # 1 if `top` is None, because its problem is already reported
+        self._devices = (top.num_nodes or 1) * top.num_gpus_per_node if top else 1
         self._models: dict[str, ModelInfo | None] = {}
         self._checked: set[Path] = set()  # models whose weights were compared with config.json
         self._roles = Roles(mode)

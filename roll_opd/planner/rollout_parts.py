@@ -44,7 +44,7 @@ TITLES = {
     "mixed": "on-policy distillation with a reward",
     "rl": "reinforcement learning",
 }
-MAX_TOKENS = 2**31 - 1  # limit of a row that is not a prompt
+MAX_TOKENS = 2**31 - 1  # maximum tokens of a row that is not a prompt
 
 
 def complete(sections: Sections, values: Mapping[str, Any], pure: bool | None, diag: Diagnostics) -> str:
@@ -86,7 +86,7 @@ class RolloutParts:
         if top.diag.problems:
             return None
         assert roles.train and roles.infer and data and sizes.response and sizes.mini_batch
-        sequences, samples = top.rollout_batch_size * sizes.n, sizes.mini_batch  # of a step, of an update
+        sequences, samples = top.rollout_batch_size * sizes.n, sizes.mini_batch  # of a step; of an update
         demonstrations = None
         if self.demonstrations is not None:
             each = check_values.demonstration_rows(samples, top.expert_data_ratio or 0.0)
@@ -122,7 +122,7 @@ class RolloutParts:
             "rewards": tuple(
                 replace(reward, engine=self._judge(reward.domain, sizes.response)) for reward in self.rewards
             ),
-            "data": replace(data, contexts=() if workflow else contexts),  # workflows make their prompts
+            "data": replace(data, contexts=() if workflow else contexts),  # workflows make the prompts
             "objective": environment_sections.compared(objective, top) if data.environments else objective,
             "reference": parts.megatron_plan(roles.reference, top, roles.train) if roles.reference else None,
             "critic": critic,
@@ -248,7 +248,7 @@ def _for_workflow(data: DataPlan, truth: str) -> DataPlan:
 
 
 def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:
-    """Return the plan of the demonstrations, None without; prompt and answer have at most `length` tokens together."""
+    """Return the plan of demonstrations of up to `length` tokens (prompt and answer); None without demonstrations."""
     share, section = top.expert_data_ratio, top.demonstrations
     if section is None:
         if share:

@@ -23,8 +23,8 @@ SHARE_TOLERANCE = 0.01  # wide enough for thirds written as 0.33
 def read_data(args: DataArgs, top: Run, length: int, training: DataArgs | None = None) -> DataPlan | None:
     """Return the plan of rows with absolute file names, None if a file is missing. `read_streams` adds the streams.
 
-    `length` is the maximum tokens of a row. In held-out data, a column that no key names has its name in the `training`
-    data.
+    `length` is the maximum tokens of a row. In held-out data, a column that no key names has the same name as in the
+    `training` data.
     """
     if not args.file_name:
         args.diag.error("file_name", "is missing; name the JSONL file of prompts")
@@ -98,7 +98,7 @@ def _template(args: DataArgs, top: Run) -> str:
 
 
 def read_streams(args: DataArgs, data: DataPlan, rewards: Sequence[RewardPlan] = ()) -> tuple[StreamPlan, ...]:
-    """Return the streams of rows and their weights, with the sum 1; empty if the data is not mixed.
+    """Return the streams of rows with weights that sum to 1; empty if the data is not mixed.
 
     As in ROLL, `interleave_probs` has no effect if `domain_interleave_probs` is set, and a single probability of 1 is
     accepted for any number of files.

@@ -33,7 +33,7 @@ class Advice:
 
     costs: StepCosts
     origin: str
-    now: Prediction  # of the configuration
+    now: Prediction  # prediction for the configuration
     by_devices: Mapping[int, Sequence[Prediction]]
 
     def to_json(self) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def stated_costs(text: str) -> dict[str, float]:
 
 
 def _by_bound(found: Sequence[Prediction]) -> list[Prediction]:
-    """Return the fastest prediction for each bound; predictions in which all devices take turns are kept apart."""
+    """Return the fastest prediction for each bound; predictions in which all devices take turns are separate."""
     kinds = dict.fromkeys((not one.is_shared, one.bound) for one in found)
     return [
         min((one for one in found if (not one.is_shared, one.bound) == kind), key=lambda one: one.step)

@@ -31,7 +31,7 @@ SWITCHES = ("sequence_parallel", "use_distributed_optimizer", "bf16", "fp16", *O
 # options that ROLL sets with recompute_granularity: full (one layer at a time); Megatron-core has no default
 RECOMPUTED = {"recompute_method": "uniform", "recompute_num_layers": 1}
 SLEEP_LEVELS = (1, 2)  # vLLM's
-# an option of sglang -> vLLM's
+# option of sglang -> option of vLLM
 SGLANG = {
     "mem_fraction_static": "gpu_memory_utilization",
     "context_length": "max_model_len",
@@ -48,8 +48,8 @@ class Strategy:
     args: dict[str, Any] = field(default_factory=dict)
     dtype: Dtype | None = None  # Megatron's precision, from bf16/fp16
     use_distributed_optimizer: bool = True
-    overlaps: tuple[str, ...] = ()  # those of `OVERLAPS` that are enabled
-    max_model_len: int | None = None  # vLLM's, as written
+    overlaps: tuple[str, ...] = ()  # names in `OVERLAPS` that are enabled
+    max_model_len: int | None = None  # vLLM's max_model_len, as written
     sleep_level: int = 2  # of vLLM
 
 
@@ -108,7 +108,7 @@ def _carried_over(worker: Worker, name: str, job: str) -> dict[str, Any]:
     """Convert the parallel sizes in another engine's settings to options of the engine that replaces it.
 
     Ulysses splits a sequence over devices that hold shards of the model, like tensor parallelism with sequence
-    parallelism: with either, the data-parallel size is devices / size. An sglang or Hugging Face engine has
+    parallelism. In both cases, the data-parallel size is devices / size. An sglang or Hugging Face engine has
     num_gpus_per_worker devices.
     """
     assert worker.strategy_args is not None

@@ -23,7 +23,7 @@ def context_of(name: str, role: Role, top: Top, response: int) -> ContextPlan | 
     limits = [top.prompt_length + 2 * response, *_limits(role).values()]
     keys = shared(ContextKeys, worker)
     if role.is_aligned and not worker.template and role.info and has_chat_template(role.info.path):
-        keys["template"] = "native"  # the student's template is that of the rows
+        keys["template"] = "native"  # the student's template is the template of the rows
     return ContextPlan(
         **keys,
         name=name,
@@ -72,7 +72,7 @@ def check_teachers(roles: Roles, top: Top, response: int) -> None:
 
 
 def _check_aligned(role: Role, top: Top) -> None:
-    """Check that log-probs of text suffice for the objective, and that the teacher's source has them."""
+    """Check that log-probs of text suffice for the objective, and that the teacher's source can compute them."""
     if top.opd_objective != "sampled":
         top.diag.error(
             "opd_objective",

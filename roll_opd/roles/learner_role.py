@@ -65,8 +65,8 @@ class Learner:
         self._skipped = 0 if update[0].applied else self._skipped + 1
         if self._skipped >= SKIPS_ALLOWED:
             raise SkippedUpdates(
-                f"{self._skipped} updates in a row of {self.plan.name} were skipped, because their log-probs, loss or"
-                " gradient were not finite; they did not change its weights. Lower its learning_rate, or look for"
+                f"{self._skipped} consecutive updates of {self.plan.name} were skipped, because their log-probs, loss"
+                " or gradient were not finite; they did not change its weights. Lower its learning_rate, or look for"
                 " values that are not finite in the samples of the last update",
                 samples,
             )

@@ -168,8 +168,8 @@ def test_logprobs_that_are_not_finite_end_a_run_after_three_steps(
     before, after = load_file(stage.first_weights), load_file(run.path / "checkpoints/step_2/hf/model.safetensors")
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     said = capsys.readouterr().err
-    assert str(run.path / "skipped_samples.jsonl") in said and "3 updates in a row" in said
-    assert "Stopped after 2 of 4 steps: 3 updates in a row of " in (run.path / "report.html").read_text()
+    assert str(run.path / "skipped_samples.jsonl") in said and "3 consecutive updates" in said
+    assert "Stopped after 2 of 4 steps: 3 consecutive updates of " in (run.path / "report.html").read_text()
     samples = run.rows("skipped_samples.jsonl")
     assert len(samples) == 64 and {sample["step"] for sample in samples} == {3}
     for sample in samples:

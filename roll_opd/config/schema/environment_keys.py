@@ -56,7 +56,7 @@ class EnvironmentsPlayed(Section):
     generating_args: GeneratingArgs = key(
         GeneratingArgs(),
         "how actions are sampled; in train_env_manager, used if the rollout has no generating_args; in"
-        " val_env_manager, each key overrides the rollout's",
+        " val_env_manager, each key overrides the key of the rollout",
     )
 
 

@@ -102,8 +102,8 @@ class ObjectiveKeys(ReinforcementKeys, SampleKeys, DistillationKeys):
     )
     opd_chunk_credit: Literal["prefix", "whole", "with_previous", "mean", "share"] = key(
         "prefix",
-        "for a teacher with another tokenizer; prefix: compare the log-probs of each token; others: assign each token"
-        " a part of its chunk's reverse KL, see algorithms.chunk_credit",
+        "for a teacher with another tokenizer; prefix: compare the log-probs of each token; other values: assign each"
+        " token a part of its chunk's reverse KL, see algorithms.chunk_credit",
         OURS,
     )
     ppo_epochs: Positive = key(1, "number of passes over a step's samples")

@@ -20,7 +20,7 @@ class Filter(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Term(Section):
-    """`rewards.<domain>.terms.<name>`: a term of a reward. Keys other than those below are arguments of the term."""
+    """`rewards.<domain>.terms.<name>`: a term of a reward. Other keys are arguments of the term."""
 
     worker_cls: str | None = key(
         None, "a built-in reward, ROLL's class path, or a dotted path; default: the domain's name"

@@ -41,7 +41,7 @@ class RolloutKeys(Section):
         OURS,
     )
     min_batch_fraction: Fraction = key(
-        0.0, "fraction of a step's runs that failures must leave; below it the training ends before the update", OURS
+        0.0, "minimum fraction of a step's runs that must not fail; with fewer, training ends before the update", OURS
     )
     max_lost_workers: Count | None = key(
         None,
@@ -99,7 +99,7 @@ class WorkflowKeys(Section):
     reply_prefix: str | None = key(
         None, "task.format_args.reply_prefix: the words with which every answer starts", OURS
     )
-    workflow_workers: Annotated[int, Field(ge=1, le=4096)] = key(2, "processes that run it", OURS)
+    workflow_workers: Annotated[int, Field(ge=1, le=4096)] = key(2, "number of processes that run the workflow", OURS)
     workflow_concurrency: Many = key(128, "number of concurrent workflow calls in each process", OURS)
     workflow_timeout: AboveZero = key(600.0, "time limit of a workflow call, s", OURS)
     workflow_memory_gb: AboveZero = key(16.0, "memory limit of each process, GiB", OURS)
@@ -123,8 +123,8 @@ class WorkflowKeys(Section):
 class RemoteModelKeys(Section):
     """An auxiliary model on a server with an OpenAI-compatible API."""
 
-    base_url: Name = key("", "its address, including /v1", OURS)
-    api_key: Name = key("EMPTY", "its key", OURS)
+    base_url: Name = key("", "address of the server, including /v1", OURS)
+    api_key: Name = key("EMPTY", "API key of the server", OURS)
     model_name: Name = key("", "name of the model on that server", OURS)
 
 

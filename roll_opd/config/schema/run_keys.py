@@ -24,8 +24,8 @@ from roll_opd.config.schema.section import OURS, TRINITY, Section, key
 class RowKeys(Section):
     """Keys that set what happens to unusable rows."""
 
-    on_bad_row: Literal["drop", "refuse"] = key("refuse", "rows that cannot be read", OURS)
-    on_long_prompt: Literal["drop", "refuse"] = key("drop", "rows that are too long", OURS)
+    on_bad_row: Literal["drop", "refuse"] = key("refuse", "treatment of rows that cannot be read", OURS)
+    on_long_prompt: Literal["drop", "refuse"] = key("drop", "treatment of rows that are too long", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class CheckpointKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class RunKeys(Section):
-    """Keys of a run that its plan takes over unchanged, for every pipeline."""
+    """Keys of every pipeline whose values reach the plan unchanged."""
 
     output_dir: str = key("./output", "parent of the run's directory <exp_name>/<run>")
     seed: Seed = key(42, "seed of sampling, row order and new weights")

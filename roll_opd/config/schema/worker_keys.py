@@ -27,7 +27,7 @@ from roll_opd.config.schema.key_types import (
 from roll_opd.config.schema.section import OURS, Section, key, keys_of
 
 PURE_ROLES = ("student_train", "student_infer")  # names of the student's training and sampling roles
-MIXED_ROLES = ("actor_train", "actor_infer")  # their names in mixed mode
+MIXED_ROLES = ("actor_train", "actor_infer")  # names of these roles in mixed mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +246,7 @@ class FollowKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ExternalKeys(Section):
-    """A section of a teacher that names another source of its log-probs than Megatron processes of the run."""
+    """A section of a teacher that names a source of its log-probs other than Megatron processes of the run."""
 
     needs_model: ClassVar[bool] = False  # whether the source reads the weights in model_args.model_name_or_path
 
@@ -292,6 +292,6 @@ class TeacherWorker(Worker, ContextKeys):
 
     @property
     def sources(self) -> dict[str, ExternalKeys]:
-        """The written sections with another source of log-probs, by key; empty: Megatron processes of the run."""
+        """The sections that name a source of log-probs, by key; empty: Megatron processes of the run."""
         sections = {name: getattr(self, name) for name in keys_of(type(self))}
         return {name: section for name, section in sections.items() if isinstance(section, ExternalKeys)}
