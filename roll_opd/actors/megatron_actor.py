@@ -256,7 +256,7 @@ class TrainWorker(_TrainableRank, BucketWriter):
     def send_weights(
         self, backend: str, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str, version: int
     ) -> None:
-        """Send all weights to `engines` between GPUs (see `cuda_sender.CudaSender`)."""
+        """Send all weights to `engines` from GPU to GPU (see `cuda_sender.CudaSender`)."""
         if self._sender is None:
             from roll_opd.weight_sync.cuda_sender import CudaSender
 

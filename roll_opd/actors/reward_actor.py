@@ -24,7 +24,7 @@ from roll_opd.rewards.reward_registry import resolve
 from roll_opd.samples.sample import Sample
 from roll_opd.samples.transport import Compact
 
-# The plan's `max_concurrency` limits calls; a hung call keeps its thread, so the pool must not be exhausted.
+# The plan's `max_concurrency` limits calls. This limit is higher, because each hung call keeps its thread.
 MAX_THREADS = 10_000
 # While calls are quick, they run sequentially with growing sizes, because threads of one interpreter would only
 # alternate. After a slower call, or after this time, the remaining calls run concurrently.
@@ -32,7 +32,7 @@ QUICK_CALL_S = 0.02
 SEQUENTIAL_S = 0.1
 
 
-# Concurrency is limited by the plan; `alive` must never wait.
+# The plan limits the concurrency of calls. Ray's limit is higher, so that `alive` never waits.
 @ray.remote(max_concurrency=MAX_THREADS)  # type: ignore[call-overload]  # Ray's types miss this option of actors
 class RewardWorker:
     """Process that runs the rewards of one domain."""

@@ -58,7 +58,7 @@ class JobOutcome:
     made: dict[int, list[Sample]] = field(default_factory=dict)
     failure: tuple[str, str] | None = None  # kind and message
     calls: int = 0  # model calls
-    branches: int = 0  # conversations; a model call that does not continue an earlier one starts a new one
+    branches: int = 0  # conversations; a model call that continues none starts a new conversation
     requests: Counter[str] = field(default_factory=Counter)  # number of requests to the endpoint, by outcome
     hung: bool = False  # a run cannot be stopped, so this process should be replaced
 
@@ -68,7 +68,7 @@ class _TimeLimitError(Exception):
 
 
 def _is_api_error(error: BaseException) -> bool:
-    """Return whether an error means that a model endpoint still failed after the retries of OpenAI's client."""
+    """Return whether an error means that a request to a model endpoint failed in all retries of OpenAI's client."""
     openai = sys.modules.get("openai")  # if not imported, the error is not from it
     return openai is not None and isinstance(
         error, openai.APIConnectionError | openai.RateLimitError | openai.InternalServerError
@@ -101,7 +101,7 @@ async def _without_exit(coroutine: Awaitable[Any]) -> Any:
 
 
 def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    """Create a task. If a run starts the task, a SystemExit inside it does not end the event loop."""
+    """Create a task. In tasks that a run creates, a SystemExit does not end the event loop."""
     from roll_opd.workflows.run_state import RUN
 
     if RUN in (options.get("context") or contextvars.copy_context()):
@@ -313,7 +313,7 @@ class WorkflowWorker:
             workflow = self._ready.pop()
         except IndexError:
             workflow = self._class.__new__(self._class)
-            workflow.task = task  # older classes read it without passing it on
+            workflow.task = task  # older classes read `task` in `__init__` without passing it to the base class
             taken = inspect.signature(self._class).parameters
             others = self._auxiliaries or None
             given = {"task": task, "model": self._model, "auxiliary_models": others}

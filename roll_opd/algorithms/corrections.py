@@ -98,7 +98,7 @@ def negatives_near(mismatch: Mismatch, advantages_M: Tensor, *, delta: float = 0
 
 
 def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
-    """Return the mismatch metrics, which are independent of corrections; empty without masked tokens.
+    """Return the mismatch metrics, which are independent of corrections; empty if the mask is False everywhere.
 
     `logprob_diff_mean` and `_max` are the mean and maximum of |train - infer| of log-probs, `prob_diff_mean` and `_max`
     of probabilities. `k1` and `k3` estimate KL(infer || train). `ratio_mean`, `_min`, `_max` and `_p99` (99 % quantile)

@@ -9,12 +9,12 @@ student and teacher in a column, and m a mixture of both:
     skewed_reverse_kl(α)  KL(s || m),                       m = α s + (1-α) t      DistiLLM, arXiv 2402.03898
     skewed_forward_kl(α)  KL(t || m),                       m = α t + (1-α) s
 
-β is the teacher's weight. At β = 0 and β = 1 the mixture is one of the two distributions, and the sum is always 0.
-There `jsd` is, as in TRL, the limit of jsd/β (forward_kl) or of jsd/(1-β) (reverse_kl). α = 0 is the plain KL.
+β is the teacher's weight. At β = 0 and β = 1 the mixture equals s or t, and the formula of jsd gives 0. As in TRL,
+`jsd` is then a limit instead: of jsd/β at 0 (forward_kl), of jsd/(1-β) at 1 (reverse_kl). α = 0 is the plain KL.
 
-In each column KL(p || q) counts as p log(p/q) - p + q. Over a whole distribution the added terms cancel, in value and
-in the gradient of the logits; in a column they make the term non-negative and, where p is close to q, of second order,
-so that equal distributions give 0 and not the sum of many rounding errors.
+In each column KL(p || q) counts as p log(p/q) - p + q. Summed over a distribution, the terms -p + q cancel, in the
+value and in the gradient of the logits. In a column they make the result non-negative, and of second order where p is
+close to q. Equal distributions therefore give 0 instead of a sum of rounding errors.
 
 Legend: K columns, M tokens; all values are log-probs; -inf where a model gives a column probability 0.
 """
@@ -79,8 +79,8 @@ def divergence(name: str, *, beta: float = 0.5, alpha: float = 0.1) -> ColumnSum
 def topk_divergence(student_ML: Tensor, teacher_ML: Tensor, measure: ColumnSum) -> Tensor:
     """Return the divergence over K tokens and the bucket of the rest, f32 [M]; the gradient flows to `student_ML`.
 
-    By the data-processing inequality it is at most the divergence over the whole vocabulary, and never negative;
-    with K = V, where the bucket is empty, it equals that divergence.
+    The result is never negative and, by the data-processing inequality, at most the divergence over the whole
+    vocabulary. With K = V the bucket is empty, and the two divergences are equal.
 
     Args:
         student_ML: student log-probs of K different tokens, then the log-prob of the rest, L = K + 1. The log-prob of

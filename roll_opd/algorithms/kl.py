@@ -57,7 +57,7 @@ def corrected_k3(logprobs: Tensor, other: Tensor, old: Tensor | None = None) -> 
 def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, samples: int) -> float:
     """Return the KL coefficient of the next step, larger if `kl` is above `target`, else smaller. arXiv 1909.08593.
 
-    coefficient · (1 + clip(kl/target - 1, ±0.2) · samples/horizon); `samples` is the number in the step, and the
+    coefficient · (1 + clip(kl/target - 1, ±0.2) · samples/horizon); `samples` is the number of samples in the step. The
     coefficient changes by at most a fifth per `horizon` samples. A non-finite `kl` leaves it unchanged.
     """
     if not math.isfinite(kl):

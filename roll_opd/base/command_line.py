@@ -127,7 +127,7 @@ def _is_file(word: str) -> bool:
 
 
 def write_run_directory(path: str | os.PathLike[str]) -> None:
-    """Write the run's directory to the file named by the environment variable, if the variable is set.
+    """Write the run's directory to the file that the environment variable `RUN_DIRECTORY_FILE` names, if it is set.
 
     The variable is removed, so that nested runs do not overwrite the file.
     """

@@ -20,7 +20,7 @@ MAX_QUOTE = 400  # characters of user text in a message; longer text is cut in t
 REMEDIES = {
     errno.EACCES: "get permission for it (ls -ld shows the owner), or use a different path",
     errno.EPERM: "get permission for it (ls -ld shows the owner), or use a different path",
-    errno.ENAMETOOLONG: "use a shorter name (255 bytes a name, 4095 a path)",
+    errno.ENAMETOOLONG: "use a shorter name (at most 255 bytes per name, 4095 per path)",
     errno.ELOOP: "the path has a loop of symbolic links; correct it",
     errno.ENOTDIR: "a part of the path is a file, not a directory; correct the path",
     errno.EISDIR: "it is a directory; choose a file",

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-# name -> import errors that transformers 5.19 and vLLM 0.32 treat as absence
+# name -> import errors that transformers 5.19 and vLLM 0.32 treat like a missing package
 COMPANIONS: dict[str, tuple[type[Exception], ...]] = {
     "torchaudio": (ImportError,),
     "torchcodec": (ImportError, RuntimeError),  # RuntimeError if FFmpeg is missing

@@ -155,7 +155,7 @@ def declarations(package: str, decorator: str | None) -> Mapping[str, Declared]:
 def _declarations(
     package: str, decorator: str | None, directories: tuple[tuple[str, int], ...]
 ) -> Mapping[str, Declared]:
-    """Do what `declarations` does; cached by the package's directories and their modification times."""
+    """Do what `declarations` does; cached until the modification time of one of the package's directories changes."""
     paths = [path for path, _ in directories]
     sources = {Path(d, f"{module.name}.py") for d in paths for module in pkgutil.iter_modules([d])}
     modules = {source.stem: f"{package}.{source.stem}" for source in sources}

@@ -64,7 +64,7 @@ class ActorGroup:
         return await self._answers([getattr(actor, method).remote(*shared, **named) for actor in self.actors], method)
 
     async def stream(self, actor: int, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        """Yield the items of one actor's generator `method`. Leaving the loop early (use `aclosing`) cancels it."""
+        """Yield the items of one actor's generator `method`. Leaving the loop (use `aclosing`) cancels the call."""
         remote = getattr(self.actors[actor], method).options(num_returns="streaming").remote(*args)
         ended = False
         try:
@@ -134,7 +134,7 @@ class WorkerGroup(ActorGroup):
         self._data_parallel_ranks, (self.packing, *_) = map(list, zip(*found, strict=True))
 
     async def scatter(self, method: str, sharded: ShardedBatch, *args: Any, **kwargs: Any) -> list[tuple[int, Any]]:
-        """Call `method` on every rank with the shard of its data-parallel rank (one object) and with `args`.
+        """Call `method` on every rank with the shard of its data-parallel rank (one stored object) and with `args`.
 
         Returns (data-parallel rank, result) for each rank. Failures are raised as in `call`.
         """

@@ -38,13 +38,13 @@ OWN_CLUSTER = dict.fromkeys(
     "RAY_grpc_keepalive_timeout_ms": "60000",
 }
 TORCH = {
-    "GOMP_SPINCOUNT": "1000",  # short spinning before a thread sleeps, since roles share the cores
-    "THP_MEM_ALLOC_ENABLE": "1",  # huge pages for large tensors: allocation takes a quarter of the time
+    "GOMP_SPINCOUNT": "1000",  # threads spin only briefly before they sleep, since roles share the cores
+    "THP_MEM_ALLOC_ENABLE": "1",  # huge pages make the allocation of large tensors four times as fast
 } | CUBLAS_WORKSPACE
 
 
 def prepare_environment() -> None:
-    """Set variables for a joined cluster (RAY_ADDRESS) or for a new one, except those set by the user."""
+    """Set variables for a joined cluster (RAY_ADDRESS) or a new cluster; variables that the user has set stay."""
     joins = bool(os.environ.get("RAY_ADDRESS"))
     use_cache_of_compilers(os.environ)
     for name, value in (ALWAYS | TORCH | ({} if joins else OWN_CLUSTER)).items():

@@ -68,7 +68,7 @@ def ray_cluster(
             starting.logs = session / "logs"
             if DEBUG not in os.environ:
                 reaper.remove_at_the_end(session)
-                reaper.cancel_removal(*placeholder)  # may match a process of another container with a shared /tmp
+                reaper.cancel_removal(*placeholder)  # its pid may also exist in a container that shares /tmp
         try:
             if hosts:
                 with starting.waiting_for("Ray on the other hosts"):

@@ -32,7 +32,7 @@ class ProcessDied(ClusterError):
 
 
 class StartupProgress:
-    """Prints from a thread which parts the start waits for, so that blocking calls are shown too."""
+    """A thread prints the parts for which the start waits, so that blocking calls are shown too."""
 
     def __init__(self, seconds: float = math.inf, say: Callable[[str], None] = print) -> None:
         """`seconds` is the timeout of one part; `say` prints a line."""

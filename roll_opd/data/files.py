@@ -26,7 +26,7 @@ from roll_opd.data.rows import NOT_JSON, BadRow, DataError, tag_of
 SUFFIXES = (".jsonl", ".json", ".parquet")  # suffixes of row files in a directory
 PARQUET_ROWS = 256  # number of rows decoded at a time; small, as a row may have a megabyte
 PARQUET_BUFFER = 2**20  # bytes of a column read at a time
-MAX_LINE = 2**26  # maximum bytes of a line; a file with longer lines is of another kind and would fill the memory
+MAX_LINE = 2**26  # maximum bytes of a line; a file with longer lines is not JSONL and would fill the memory
 
 
 class RowFile(Protocol):

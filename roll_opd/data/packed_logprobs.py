@@ -18,7 +18,7 @@ import numpy as np
 
 FLOATS: dict[str, np.dtype[Any]] = {"float16": np.dtype("<f2"), "float32": np.dtype("<f4"), "float64": np.dtype("<f8")}
 BFLOAT16 = "bfloat16"
-FUNCTIONS = {"sqrt": np.sqrt, "exp": np.exp}  # terms of the polynomial that are no powers
+FUNCTIONS = {"sqrt": np.sqrt, "exp": np.exp}  # terms of the polynomial that are not powers of the rank
 
 
 class PackedError(Exception):

@@ -233,7 +233,7 @@ VALIDATION_SEED = 2**20  # replaces the run's seed, so that validation plays the
 
 
 class EnvironmentSource:
-    """An endless, resumable stream of environment tasks; `PromptSource` is the same for rows."""
+    """An endless, resumable stream of environment tasks; `PromptSource` is the corresponding stream of rows."""
 
     def __init__(self, shares: Mapping[str, int], seed: int, rules: Mapping[str, Any] | None = None) -> None:
         """Make the stream.

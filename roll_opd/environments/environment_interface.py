@@ -3,7 +3,7 @@
 Optional keys of `info`:
 
 - of `reset`: `env_instruction`, a text before the first observation;
-- of both: `suffix`, a text for the next prompt;
+- of `reset` and `step`: `suffix`, a text for the next prompt;
 - of `step`: `metrics`, name -> number or bool; `metrics_agg_mode`, name -> aggregation over the turns of an episode
   ("mean", "sum", "last", "max", "min"); `action_desc`, a sentence about the action's effect; `use_tool`, whether the
   observation is a tool's output.

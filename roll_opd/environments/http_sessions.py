@@ -103,7 +103,7 @@ class Episodes:
                 episode.lock.release()
                 del self._episodes[identifier]
                 return
-        raise Refused(503, f"all {self._most} environments are busy; retry, or serve more")
+        raise Refused(503, f"all {self._most} environments are busy; retry, or raise --episodes")
 
     def _release(self, episode: Episode) -> None:
         was_over, episode.ended = episode.ended, True

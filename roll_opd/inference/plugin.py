@@ -114,7 +114,7 @@ def remove_rendezvous_file() -> None:
     """Remove the rendezvous file of this process's group, as closing the group would do."""
     from torch.distributed import distributed_c10d
 
-    with suppress(ValueError, AttributeError, OSError):  # no group, or another rendezvous
+    with suppress(ValueError, AttributeError, OSError):  # no group, or a rendezvous without a file
         store: Any = distributed_c10d._get_default_store()
         while hasattr(store, "underlying_store"):
             store = store.underlying_store

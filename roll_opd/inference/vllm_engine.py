@@ -208,7 +208,7 @@ class InferenceEngine:
                     output = await (await restarted(index)).get()  # after the update, with the same seed
                 finished.put_nowait((index, completion_of(output)))
             except Exception as error:  # raised in the caller, not in this task
-                # vLLM raises the same exception object for all requests, which would collect all tracebacks
+                # vLLM raises one exception object for all requests, and the object would collect all their tracebacks
                 finished.put_nowait((index, error.with_traceback(None)))
 
         tasks = [asyncio.create_task(follow(index)) for index in range(len(waiting))]

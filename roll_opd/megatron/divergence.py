@@ -1,6 +1,7 @@
 """Vocabulary-parallel divergence and entropy over the whole vocabulary, computed from hidden states.
 
-Both sum a function f over the columns. f depends on the student's log-prob and, for the divergence, on the teacher's.
+The divergence and the entropy are sums of a function f over the columns. f depends on the student's log-prob; for the
+divergence, it also depends on the teacher's log-prob.
 With g = ∂f/∂log-prob, the gradient of the logits is g - p Σg. Forward therefore keeps only Σg and the log-normalisers,
 a few numbers per token, and backward recomputes the columns.
 

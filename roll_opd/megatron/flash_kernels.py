@@ -122,7 +122,7 @@ def _torch_kernel(
     scale: float,
     window: int = 0,
 ) -> Tensor:
-    """Return [N, H, D]; `own` has the queries' segments, `whole` the keys' segments; the ends of both are aligned.
+    """Return [N, H, D]; `own` has the queries' segments, `whole` the keys' segments; their ends are aligned.
 
     `torch.nn.attention.varlen` calls the same operator.
     """

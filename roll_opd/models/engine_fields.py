@@ -72,7 +72,7 @@ def engine_fields(engine: str) -> dict[str, Any] | None:
 
 
 def _cache_file(engine: str) -> Path | None:
-    """Return the cache file of an engine, named by a hash of the engine's sources; None if it is not installed."""
+    """Return the cache file of an engine, named by a hash of the engine's sources; None without the engine."""
     package, module, _, bounded = CLASSES[engine]
     spec = find_spec(package.partition(".")[0]) and find_spec(package)
     if spec is None or not spec.submodule_search_locations:

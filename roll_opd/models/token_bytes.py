@@ -33,8 +33,8 @@ class TokenBytes:
     """Bytes of every token id of a tokenizer."""
 
     by_id: tuple[bytes, ...]  # V; b"" for an id without a token
-    added: dict[str, int]  # added tokens, such as those of templates, by their text
-    special: frozenset[int]  # added tokens that text never stands for
+    added: dict[str, int]  # text -> id of an added token, such as a template's token
+    special: frozenset[int]  # added tokens; text that spells such a token becomes ordinary tokens
 
     @cached_property
     def lengths(self) -> np.ndarray:

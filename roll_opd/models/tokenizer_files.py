@@ -28,7 +28,7 @@ MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError, Recurs
 class TokenizerComparison:
     """Differences between the tokenizers of a student and of a model that reads the student's tokens."""
 
-    conflict: str | None = None  # message if an id of the student is a different or no token in the other
+    conflict: str | None = None  # message if an id of the student has a different or no token in the other
     differences: tuple[str, ...] = ()  # messages for all other differences
     only_student: int = 0  # number of ids missing in the other tokenizer
     only_other: int = 0

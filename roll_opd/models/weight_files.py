@@ -13,7 +13,7 @@ from roll_opd.models.families import FAMILIES
 from roll_opd.models.model_files import IN_A_LAYER, PIECES, decoder_config, decoder_name, differ, pieces
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, StoredTensor, read_json
 
-# decoders with known tensor names; for others, only layers, embedding and head are compared
+# decoders with known tensor names; for other decoders, only layers, embedding and head are compared
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -133,7 +133,7 @@ def _layer_shapes(info: ModelInfo) -> dict[str, Shape]:
 
 def _layer_problems(info: ModelInfo, found: Mapping[str, StoredTensor]) -> Iterator[str]:
     numbers = {int(match[1]) for name in found if (match := IN_A_LAYER.match(name))}
-    # multi-token-prediction layers are numbered after the others
+    # multi-token-prediction layers are numbered after all other layers
     numbers -= {number for number in numbers if f"model.layers.{number}.{OF_FURTHER_TOKENS}" in found}
     if numbers and numbers != set(range(info.layers)):
         yield (

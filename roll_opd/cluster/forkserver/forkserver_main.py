@@ -59,7 +59,7 @@ GPU_CORE = (  # imports of an engine core at its start, on a GPU
 
 
 def exit_with_parent(parent: int) -> None:
-    """Make this process die with its parent process `parent`, even after a SIGKILL of the parent or during imports."""
+    """Make this process die with its parent process `parent`, even if SIGKILL ends it or imports are running."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit()
@@ -79,7 +79,7 @@ def preload_and_serve(requests: TextIO, listeners: Mapping[str, int], alive: int
     modules: dict[str, Any] = sys.modules
     modules["ray"] = None  # vLLM tries to import it
     hide(broken_companions())
-    gc.disable()  # garbage collections find nothing and take a fifth of the time
+    gc.disable()  # garbage collections free nothing and take a fifth of the import time
     prepare_environment(eager_on_cpu=False)  # vLLM reads a part of it at import
     nvml_check = os.environ.get(NVML_CHECK)
     os.environ[NVML_CHECK] = "1"
@@ -175,7 +175,7 @@ class _SameUserSocket(socket.socket):
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         if struct.unpack("3i", peer)[1] != os.getuid():
             connection.close()
-            raise ConnectionAbortedError(errno.ECONNABORTED, "another user")  # ignored by the server
+            raise ConnectionAbortedError(errno.ECONNABORTED, "another user")  # the server ignores this error
         return connection, address
 
 

@@ -3,8 +3,8 @@
 Importing torch, Megatron and vLLM takes at least 8 s of CPU time, and a run on one machine has at least five processes
 that need them. The fork server (Python's `multiprocessing.forkserver`) imports them once in each of two processes, one
 for Megatron's roles and one for engines, while the driver reads its data and starts Ray. In place of the interpreter,
-Ray then starts `forkserver_worker`, which requests a fork that runs the worker's program. vLLM's engine core is forked
-from the same server process as its client. If a run sets variables that are read at import (`read_at_import`), the
+Ray then starts `forkserver_worker`, which requests a fork that runs the worker's program. A vLLM engine core and its
+client are forks of the same server process. If a run sets variables that are read at import (`read_at_import`), the
 server is restarted with these variables, which takes one or two seconds.
 
 The server is also used with NVIDIA GPUs. It does not initialise CUDA, and it refuses requests if an import has
@@ -157,7 +157,7 @@ def is_open() -> bool:
 
 
 def variables(kind: str, system_envs: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables with which a worker starts as a fork of `kind`; empty if it starts without preloading.
+    """Return the variables with which a worker starts as a fork of server `kind`; empty without preloading.
 
     `system_envs` are the variables that the run and the worker's role set.
     """

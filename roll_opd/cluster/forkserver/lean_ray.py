@@ -38,7 +38,7 @@ def lean(*, shows_logs: bool) -> Iterator[None]:
         change(Node, name, _nothing())
     setup = Path(ray_constants.__file__).parent / "workers" / getattr(ray_constants, SETUP, "")
     if forkserver_start.is_open() and setup.is_file():
-        # default: one per core, and forked workers would wait for slots of others
+        # by default one worker per core starts at a time, and forked workers would wait for their turn
         os.environ.setdefault(
             "RAY_worker_maximum_startup_concurrency", str(max(MAX_CONCURRENT_FORKS, os.cpu_count() or 1))
         )

@@ -33,7 +33,7 @@ class Hosts:
         self._host, self._again = host, again
         self._run = os.environ.get(RUN, "") or uuid.uuid4().hex
         self._late = JOIN_GRACE_S  # seconds for which `end` waits for missing hosts
-        self.warm: dict[str, Any] = {}  # imports of the other hosts' `ForkServer`
+        self.warm: dict[str, Any] = {}  # request for the `ForkServer` of each other host
         self._inbox: queue.Queue[tuple[HeartbeatChannel, dict[str, Any] | None]] = queue.Queue()
         self._channels: dict[int, HeartbeatChannel] = {}
         self._facts: dict[int, dict[str, Any]] = {0: host_facts.facts()}

@@ -68,7 +68,7 @@ def launched(environ: Mapping[str, str]) -> LaunchedHost | None:
     if here > 1:
         raise LaunchError(
             [
-                f"{here} processes were launched on a host; launch one per host, and it starts the others: use {how};"
+                f"{here} processes were launched on a host; launch one per host, which starts the others: use {how};"
                 f" for a run on this host only, unset {variable}"
             ]
         )
@@ -86,7 +86,7 @@ def launched(environ: Mapping[str, str]) -> LaunchedHost | None:
         )
     port = _number(environ, "MASTER_PORT", str(DEFAULT_PORT)) + 1  # torchrun listens on MASTER_PORT itself
     if port > MAX_PORT:
-        raise LaunchError([f"MASTER_PORT is {port - 1}, and the hosts connect to the next port; use a lower one"])
+        raise LaunchError([f"MASTER_PORT is {port - 1}, but the hosts connect to the next port; use a lower port"])
     return LaunchedHost(rank, size, address, port)
 
 

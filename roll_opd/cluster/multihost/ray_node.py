@@ -1,7 +1,7 @@
 """Program that runs a Ray node on a host other than host 0; `multihost_worker` starts it with a request as input.
 
 It writes JSON lines to standard output: {} after the start, {"failed": reason} if Ray does not start or a Ray process
-ends. It exits when its standard input closes, and so when the process that started it ends.
+ends. It exits when its standard input closes, which also happens when the process that started it ends.
 """
 
 import contextlib

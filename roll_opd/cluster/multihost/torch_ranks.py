@@ -18,7 +18,7 @@ from roll_opd.base.paths import use_cache_of_compilers
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.ray_environment import run_temp_directory, torch_variables, use_interface_of
 
-# harmless warnings of Megatron: beginnings of the messages, in the form of PYTHONWARNINGS
+# first words of Megatron's harmless warnings, as in PYTHONWARNINGS
 EXPECTED_WARNINGS = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",

@@ -70,7 +70,7 @@ _LOGPROBS = nothing("log-probs of sampled tokens are always recorded")
 _THINKING = nothing("the model's chat template decides; a workflow may pass chat_template_kwargs")
 
 _SELECTOR: dict[str, Rule] = {}
-for _name in ("task_selector", "data_selector"):  # up to 0.5, and since 0.6
+for _name in ("task_selector", "data_selector"):  # names up to version 0.5, and since 0.6
     _SELECTOR[f"{_name}.selector_type"] = only(
         "sequential", "shuffle", "random", instead="rows are shuffled in each epoch; remove it"
     )

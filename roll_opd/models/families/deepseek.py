@@ -14,7 +14,7 @@ LATENT = {name: entry for name, entry in LLAMA.items() if "linear_qkv" not in na
     "self_attention.linear_kv_up_proj.weight": layer("rows", "self_attn.kv_b_proj.weight"),
 }
 TENSORS = LATENT | EXPERTS | shared_experts("mlp.shared_experts")
-ROPE_TYPES = ("default", "yarn")  # vLLM treats all others as yarn
+ROPE_TYPES = ("default", "yarn")  # vLLM treats all other types as yarn
 V2_METHODS = (None, "greedy", "group_limited_greedy")
 
 

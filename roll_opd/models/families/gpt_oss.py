@@ -43,7 +43,7 @@ FAMILIES = (
         TENSORS,
         _gpt_oss,
         reads=("attention_bias", "layer_types"),
-        rope_types=("yarn",),  # vLLM treats all others as yarn
+        rope_types=("yarn",),  # vLLM treats all other types as yarn
         has_adapters=False,
         stacks_experts=True,
         reads_mxfp4=True,
