@@ -140,7 +140,7 @@ class Student:
         return self._session.call("forward_backward", samples=batch.samples, objective=keys, opd_kl_coef=opd_kl_coef)
 
     def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:
-        """Apply the accumulated gradients; return metrics. `learning_rate` None: as scheduled."""
+        """Apply the accumulated gradients; return metrics. The default learning rate is the scheduled rate."""
         return self._session.call("optim_step", learning_rate=learning_rate)
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
@@ -226,7 +226,7 @@ class Session:
         raise RunFailed(end_message(code, self._output), code, self.directory)
 
     def _show(self) -> None:
-        """Print the run's output until the run ends; then stop waiting for its connection."""
+        """Print the run's output until the run ends; then end the wait for a connection from the run."""
         self._output = show(self._process)
         if self._connection is None:
             with suppress(OSError):

@@ -69,7 +69,7 @@ class _TimeLimitError(Exception):
 
 def _is_api_error(error: BaseException) -> bool:
     """Return whether an error means that a request to a model endpoint failed in all retries of OpenAI's client."""
-    openai = sys.modules.get("openai")  # if not imported, the error is not from it
+    openai = sys.modules.get("openai")  # without this import, no error comes from openai
     return openai is not None and isinstance(
         error, openai.APIConnectionError | openai.RateLimitError | openai.InternalServerError
     )

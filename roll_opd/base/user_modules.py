@@ -1,7 +1,8 @@
 """Find and import the user's modules, in the driver and in its workers.
 
 Modules are searched for in Python's path, then in the current directory, then in the directory of the configuration
-file. The last two are appended, so that a file next to a configuration never hides an installed package.
+file. The two directories are appended to the path, so that a file next to a configuration never hides an installed
+package.
 """
 
 import importlib

@@ -227,7 +227,7 @@ def dead_actor() -> str | None:
 
 def _is_death(error: ray.exceptions.RayError) -> bool:
     """Whether the error means that the actor or its engine core (vLLM's EngineDeadError) has died."""
-    if isinstance(error, ray.exceptions.RayTaskError):  # the actor lives, but may have called a dead one
+    if isinstance(error, ray.exceptions.RayTaskError):  # the actor lives, but may have called a dead actor
         return type(getattr(error, "cause", None)).__name__ == "EngineDeadError"
     return isinstance(error, ray.exceptions.RayActorError)
 
@@ -253,7 +253,7 @@ def watched(lost: Callable[[str], None]) -> Iterator[None]:
 
 def _watch(lost: Callable[[str], None], over: threading.Event) -> None:
     worker: Any = ray._private.worker
-    node = worker._global_node  # Ray processes started by this one; None in a joined cluster
+    node = worker._global_node  # Ray processes that this process started; None in a joined cluster
     before = None
     while not over.wait(POLL_INTERVAL_S):
         ended = ended_processes(node) if node else None

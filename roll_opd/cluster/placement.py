@@ -158,7 +158,7 @@ def node_of(group: PlacementGroup) -> str:
 
 
 def node_order(address: str, first: str, ranks: Sequence[str]) -> tuple[int, int, str]:
-    """Return a node's sort key: nodes in `ranks` by index, then the driver's host `first`, then by IP address."""
+    """Return a node's sort key: `ranks` by index, then the driver's host `first`, then other nodes by IP address."""
     if address in ranks:
         return ranks.index(address), 0, ""
     try:

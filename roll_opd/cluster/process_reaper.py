@@ -1,6 +1,6 @@
 """Reaper process that kills the descendants of a driver after the driver's end, even if SIGKILL ended the driver.
 
-Ray's processes exit when their driver is killed, but its agents first try for a minute to report the death to a dead
+Ray's processes exit when their driver is killed, but Ray's agents first try for a minute to report the death to a dead
 server. The reaper tracks the driver's descendants, and kills the remaining ones after the driver's end.
 `inference.process_cleanup` ends an engine core after the death of its parent. Both modules are needed, because the
 engine core may run on a different node from the driver.
@@ -26,7 +26,7 @@ import psutil
 POLL_INTERVAL_S = 1.0  # seconds between scans of the driver's descendants
 EXIT_GRACE_S = 1.0  # seconds for processes to exit without a signal
 EXIT_POLL_S = 0.05  # seconds between scans for exited processes
-# Python's processes that remove the shared memory and semaphores of killed processes
+# Python's resource trackers, which remove the shared memory and semaphores of killed processes
 TRACKER, TRACKER_GRACE_S = "multiprocessing.resource_tracker", 5.0
 REMOVE, KEEP, IF_EMPTY = "+", "-", "?"  # first character of an input line
 REAPER, REAPER_GRACE_S = "roll_opd.cluster.process_reaper", 15.0
@@ -148,7 +148,7 @@ def _is_tracker(process: psutil.Process) -> bool:
 
 
 def _is_reaper(process: psutil.Process) -> bool:
-    """Whether the process is the reaper of another run; it needs time to finish."""
+    """Whether the process is the reaper of another run, which needs time to finish."""
     try:
         return REAPER in process.cmdline()
     except psutil.Error:

@@ -42,7 +42,7 @@ def ray_cluster(
     prepare_environment()
     if hosts:
         use_interface_of(hosts.addresses[0])
-    # hides the notice about authentication, printed in every run
+    # hides Ray's notice about authentication, which appears in every run
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     common: dict[str, Any] = {"log_to_driver": DEBUG in os.environ, "logging_level": "warning"}
     joins = bool(os.environ.get("RAY_ADDRESS"))

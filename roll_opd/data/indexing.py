@@ -203,7 +203,7 @@ def render_row(tokenizer: "PreTrainedTokenizerBase", row: Row, plan: DataPlan) -
 
 
 def dropped_parts(row: Row, prompt: str) -> Iterator[str]:
-    """Yield the names of a row's parts that are missing from the rendered prompt but only cause a warning."""
+    """Yield the names of a row's parts that are missing from the rendered prompt and cause only a warning."""
     if drops_text_with_calls(row.messages, prompt):
         yield TEXT_WITH_CALLS
     if row.prompt is not None and any((tool_name(tool) or "") not in prompt for tool in row.tools):

@@ -77,9 +77,9 @@ def parse_row(
     """Parse a decoded value into a row; raises `BadRow`.
 
     `columns` maps messages, prompt, tag and id to their column names in the value. The conversation is in `messages`: a
-    list of `{"role", "content"}` or its JSON string. If the row has none, it is in `prompt` (plain text or such a
-    list), else in `conversations`, as in ShareGPT. The assistant's last turn is removed as an answer, unless
-    `has_answers` is set. A missing tag becomes `DEFAULT_TAG`; a missing id becomes `fallback_id`.
+    list of `{"role", "content"}` or its JSON string. Without `messages`, it is in `prompt` (plain text or such a list),
+    else in `conversations`, as in ShareGPT. The assistant's last turn is removed as an answer, unless `has_answers` is
+    set. A missing tag becomes `DEFAULT_TAG`; a missing id becomes `fallback_id`.
     """
     value = rename_columns(value, columns)
     messages, prompt = _parse_prompt(value, columns)
@@ -121,7 +121,7 @@ def parse_task(value: Any, fallback_id: str, columns: Mapping[str, str]) -> Row:
 
 
 def rename_columns(value: Any, columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return the row without nulls, its columns renamed by `columns`; raises `BadRow` if it is not an object."""
+    """Return the row without nulls and with columns renamed by `columns`; raises `BadRow` unless it is an object."""
     if isinstance(value, BadRow):
         raise value
     if not isinstance(value, dict):

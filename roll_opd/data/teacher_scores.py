@@ -11,7 +11,7 @@ import numpy as np
 REST_FLOOR = 1e-8  # smallest probability of the tokens outside a top-k, if there is no `topk_rest`
 PLACEHOLDER = -1e3  # lower than any log-prob of a softmax; formats write such values as placeholders
 FEWEST_POSITIONS = 4  # number of positions that decide whether a top-k is renormalised
-# in a softmax, the sum of probabilities outside the top-k is at least that of its least likely token divided by this
+# a softmax gives the tokens outside the top-k at least 1 / SHARE_OF_LAST of the smallest probability in the top-k
 SHARE_OF_LAST = 100
 
 

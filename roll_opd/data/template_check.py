@@ -212,7 +212,7 @@ def _marked(messages: Messages, tools: list[dict[str, Any]]) -> tuple[Messages, 
             for call in message.get("tool_calls") or ()
         ]
         content = message["content"]
-        if content.strip():  # in a turn with tool calls it may be dropped, see `drops_text_with_calls`
+        if content.strip():  # no marker in a turn with tool calls, whose content may be dropped
             content = "text" if calls else mark(f"the message of role {message['role']!r}")
         written.append({**message, "content": content, **({"tool_calls": calls} if calls else {})})
     named = [_named(tool, mark(f"the tool {tool_name(tool)!r}")) for tool in tools]

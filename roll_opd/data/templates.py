@@ -190,7 +190,7 @@ def render_answer(
     """Return the text of `answer` that follows `prompt` (from `render_prompt`), up to the end-of-sequence token.
 
     The answer is tokenised separately, like sampled responses, so that the prompt's tokens are a prefix of the
-    conversation's. Raises `DataError` if the prompt is no prefix of the rendered conversation.
+    conversation's. Raises `DataError` if the prompt is not a prefix of the rendered conversation.
     """
     end = tokenizer.eos_token or ""
     whole = TEMPLATES[template].whole

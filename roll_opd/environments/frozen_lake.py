@@ -84,7 +84,7 @@ class FrozenLake(Game):
         map_seed = seed if self._map_seed is None else self._map_seed
         self._ice, self._player, self._goal = draw_map(random_numbers(map_seed), self._size, self._p)
         self._random = random_numbers(seed)
-        self._random.random()  # gymnasium draws the start from one possible cell
+        self._random.random()  # gymnasium draws a number for the start, although only one cell is possible
 
     def play(self, action: int) -> Turn:
         """Move, or slip to one of the two perpendicular directions."""

@@ -40,7 +40,7 @@ class ActionReader:
     def __init__(
         self, pattern: str, lookup: Mapping[Any, str] | None = None, special_tokens: Sequence[str] | None = None
     ) -> None:
-        """Create a parser; `lookup` has case-insensitive action names; if it is None, any non-empty text is an action.
+        """Create a parser. `lookup` has the case-insensitive action names; without it, any non-empty text is an action.
 
         Raises `EnvironmentFailure` for an invalid pattern and for duplicate names.
         """

@@ -67,7 +67,7 @@ class RemoteEnvironment(Environment):
         return read_reset((found.get("observation"), found.get("info")), f"{self._url}/reset")
 
     def step(self, action: str) -> Step:
-        """Take a step on the server; raises `EnvironmentFailure` with the address; then only `reset` may be called."""
+        """Take a step on the server. After an `EnvironmentFailure`, only `reset` may be called."""
         if self._episode is None:
             raise EnvironmentFailure(f"{self._url}: no episode is active; call reset")
         self._step += 1

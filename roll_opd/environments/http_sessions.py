@@ -37,7 +37,7 @@ class Episodes:
     """Thread-safe table of the active episodes."""
 
     def __init__(self, name: str, make: Callable[[], Any], most: int) -> None:
-        """Create a table of at most `most` environments; a further reset ends the least recently used episode."""
+        """Create a table for `most` environments; beyond that, a reset ends the least recently used idle episode."""
         self._name, self._make, self._most = name, make, most
         self._episodes: OrderedDict[str, Episode] = OrderedDict()
         self._free: list[Any] = []
@@ -52,7 +52,7 @@ class Episodes:
             return self._answer(episode, 0, lambda: self._first(episode))
 
     def step(self, identifier: str, number: int | None, action: str) -> dict[str, Any]:
-        """Play step `number` (from 1; None: the next step); if it repeats the last step, return that response again.
+        """Play step `number` (from 1; None: the next step); a repeated request gets the last response again.
 
         Raises `Refused` for any other number and for an unknown episode.
         """

@@ -98,7 +98,7 @@ INSTRUCTION = (
 
 @ENVIRONMENTS.register("search_shop")
 class SearchShop(Game):
-    """Synthetic shop; reward: fraction of wanted attributes in a purchase, 0 for a wrong kind; 1 is success."""
+    """Synthetic shop. Reward: fraction of wanted attributes that the bought item has; 0 for the wrong kind of item."""
 
     def __init__(
         self,

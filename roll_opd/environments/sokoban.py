@@ -133,7 +133,7 @@ def _carved(random: np.random.Generator, rows: int, columns: int) -> list[Cell]:
 def _pulled(
     random: np.random.Generator, floor: frozenset[Cell], player: Cell, targets: Boxes, depth: int, above: int
 ) -> tuple[Cell, Boxes] | None:
-    """Return the hardest state found by searching backwards from the solved state; None if none is harder than `above`.
+    """Return the hardest state in a backward search from the solved state; None if no state is harder than `above`.
 
     Difficulty is gym-sokoban's: total distance of boxes from their targets times the number of box swaps.
     """

@@ -222,7 +222,7 @@ def _blocks(pack: PackedSequences, max_padding: float, device: torch.device) -> 
     """Yield blocks of bounded padding that contain all queries of this rank.
 
     Without context parallelism, a span that starts in the first half of its keys is computed together with its prefix,
-    as plain causal attention: the causal mask halves the work, and a mask tensor does not.
+    as plain causal attention, because the causal mask halves the work, but a mask tensor does not.
     """
     spans = [one for one in _query_spans(pack) if one.count]
     plain: list[_QuerySpan] = []

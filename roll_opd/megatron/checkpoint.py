@@ -113,7 +113,7 @@ def load_state(learner: MegatronLearner, directory: Path) -> None:
         # after loading, all parameters share one step tensor: AdamW would advance it once per parameter
         fused = each.optimizer.param_groups[0].get(
             "fused"
-        )  # fused AdamW counts on the device, other variants on the host
+        )  # fused AdamW counts steps on the device, other variants on the host
         for parameter, state_of_parameter in each.optimizer.state.items():
             if "step" in state_of_parameter:
                 step = state_of_parameter["step"].clone()
@@ -181,7 +181,7 @@ def _allocate_optimizer_state(optimizer: Any) -> None:
     inner.zero_grad()
     for group, rate in zip(inner.param_groups, rates, strict=True):
         group["lr"] = rate
-        if "step" in group:  # Transformer Engine's Adam counts here, torch's AdamW next to the moments
+        if "step" in group:  # step count of Transformer Engine's Adam; torch's AdamW has it with the moments
             group["step"] = 0
     for moments in inner.state.values():
         if "step" in moments:
@@ -269,7 +269,7 @@ def _rectangles(values: Tensor, begin: int, shard: ShardedTensor, key: str) -> I
             global_shape=shard.global_shape,
             global_offset=place,
             axis_fragmentations=None,  # not a regular grid
-            # only the first data-parallel replica saves; the last element of `replica_id` is the data-parallel rank
+            # replica 0 saves; the last element, the data-parallel rank, is 0, because no other rank has this piece
             replica_id=(*shard.replica_id[:-1], 0),
             allow_shape_mismatch=shard.allow_shape_mismatch,
         )

@@ -87,7 +87,8 @@ class MegatronEngine:
         # locates a sequence's pieces by its length, so prefixes cannot be shared.
         can_share = self._context.ranks == 1 or not uses_transformer_engine(self.weights.config.params_dtype)
         self.share_prefixes = not deterministic and can_share
-        # a multiple of tp gives equal slices for sequence parallelism; of VECTOR, full vectors for `deterministic_ops`
+        # multiples of tp give equal slices for sequence parallelism, multiples of VECTOR full vectors in
+        # `deterministic_ops`
         self._pack_multiple = math.lcm(plan.layout.tp, VECTOR)
         # callback before each micro-batch and after the last: (number started, total)
         self.on_micro_batch: Callable[[int, int], None] = lambda started, total: None

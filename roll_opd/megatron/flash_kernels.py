@@ -17,7 +17,7 @@ from torch import Tensor
 
 from roll_opd.megatron.packing import PackedSequences
 
-VARIABLE = "ROLL_OPD_FLASH_ATTENTION"  # a name in `KERNELS`; in system_envs of a run or role
+VARIABLE = "ROLL_OPD_FLASH_ATTENTION"  # its value is a name in `KERNELS`; set it in the system_envs of a run or role
 DEFAULT = "torch"
 WIDTH_MULTIPLE = 8  # all kernels need head widths that are multiples of this
 
@@ -122,7 +122,7 @@ def _torch_kernel(
     scale: float,
     window: int = 0,
 ) -> Tensor:
-    """Return [N, H, D]; `own` has the queries' segments, `whole` the keys' segments; their ends are aligned.
+    """Return [N, H, D]; `own` has the queries' segments, `whole` the keys' segments; each pair ends at the same token.
 
     `torch.nn.attention.varlen` calls the same operator.
     """

@@ -88,7 +88,7 @@ class OutputHead:
         return replace(self, vocab=replace(self.vocab, temperature=temperature))
 
     def at(self, rows_R: Tensor) -> "OutputHead":
-        """Return this head restricted to R of its M tokens; the argument has their indices, int64 [R]."""
+        """Return this head restricted to the R tokens with the indices `rows_R`, int64 [R]."""
         rows_r = rows_R if self.owners is None else self.owners.mine_among(rows_R)
         return replace(
             self,

@@ -208,7 +208,7 @@ class MegatronLearner(MegatronEngine):
             self._router_sums |= disagreement(packs, expert_layers(config))
 
     def _all_finite(self) -> bool:
-        """Whether all losses and gradients are finite on all ranks; so either all ranks skip an update or none does."""
+        """Whether all losses and gradients are finite on all ranks, so that all or no ranks skip an update."""
         finite = [loss.isfinite() for loss in self._losses]
         self._losses.clear()
         for chunk in self.chunks:

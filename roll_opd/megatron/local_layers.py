@@ -1,4 +1,4 @@
-"""Modules of local layers: RMSNorm for every device, and for half precision on GPUs a dense layer with few kernels.
+"""Modules of local layers: RMSNorm for every device and, for half precision on GPUs, a dense layer with few kernels.
 
 `DenseLayer` and `PackedSelfAttention` have the same parameters as Megatron's modules. One Triton kernel computes the
 norms and the rotation of queries and keys; a second kernel computes SwiGLU (see `layer_kernels`).

@@ -87,7 +87,7 @@ class Predictor:
         self._busy = self._seconds * in_turns.generate  # seconds of a batch on engines whose slots are all busy
 
     def predict(self, engines: int, training: int, bound: float = 0.0, *, is_shared: bool = False) -> Prediction:
-        """Return the schedule for these numbers of devices; `is_shared`: both sides take turns on the same devices."""
+        """Return the schedule for these numbers of devices; `is_shared`: engines and training share them."""
         costs, work, run, seconds = self._costs, self._work, self._run, self._seconds
         faster = self._replicas(work.training) / self._replicas(training)
         parts = Costs(

@@ -4,9 +4,9 @@ Groups have the same order as in a real run (`models.group_window`). Engines sam
 number of slots, in the order of admission. A batch is scored, then trained on, then followed by a weight sync.
 
 Two laws bound the result. On disjoint devices a step takes at least max(generate, score + learn + sync), where generate
-is the engines' work for a batch divided by their slots; if no groups are sampled ahead, it takes at least the sum
-generate + score + learn + sync. With age bound 0 and a slot for each run, engines are busy for the fraction 1/τ of the
-sampling time, where τ = E[longest of the runs submitted together] / E[run].
+is the total time of a batch's runs divided by the number of slots; if no groups are sampled ahead, it takes at least
+the sum generate + score + learn + sync. With age bound 0 and a slot for each run, engines are busy for the fraction 1/τ
+of the sampling time, where τ = E[longest of the runs submitted together] / E[run].
 """
 
 import heapq

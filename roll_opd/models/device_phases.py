@@ -68,7 +68,7 @@ HOLDS: Mapping[Phase, Mapping[Kind, Parts]] = {
     Phase.RESTORE: {**_READERS, Kind.STUDENT: STATE, Kind.CRITIC: STATE},
     Phase.WEIGHT_SYNC: {Kind.STUDENT: WEIGHTS, Kind.FOLLOWER: WEIGHTS, Kind.ENGINES: WEIGHTS},
     Phase.GENERATE: {**_READERS, Kind.ENGINES: SERVING},  # readers on other devices may run concurrently
-    Phase.READ: _READERS,  # also to read the student's top-k tokens, and the base model under its adapters
+    Phase.READ: _READERS,  # the student is read for its top-k tokens, or without its adapters
     Phase.OLD_LOGPROBS: {Kind.STUDENT: WEIGHTS},
     Phase.VALUES: {Kind.CRITIC: WEIGHTS},
     Phase.TRAIN: {Kind.STUDENT: LEARNING, Kind.CRITIC: LEARNING},

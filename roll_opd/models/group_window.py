@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-DEPTH = 2.0  # batches; deeper queues give older samples and hardly faster steps (see `async_simulator`)
+DEPTH = 2.0  # batches; deeper queues give older samples, but hardly faster steps (see `async_simulator`)
 
 
 @dataclass(frozen=True)

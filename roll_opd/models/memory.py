@@ -30,7 +30,7 @@ CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 JUDGE_SEQUENCES = 64  # concurrent sequences in the estimate of a judge
 VLLM_MAX_SEQUENCES = 256  # vLLM's default max_num_seqs
 VLLM_BLOCK = 16  # vLLM's default block_size on GPUs, tokens
-VLLM_IN_FLIGHT = 2  # tokens of a sequence in flight: vLLM schedules a decoding step before the last one has ended
+VLLM_IN_FLIGHT = 2  # tokens of a sequence in flight: vLLM schedules a decoding step before the previous step has ended
 VLLM_UTILIZATION = 0.9  # vLLM's default gpu_memory_utilization
 GRADIENT_BYTES = 4  # the engine accumulates gradients in fp32
 MOMENT_BYTES = 8  # two fp32 Adam moments per parameter
@@ -71,7 +71,7 @@ class ModelShard:
         copied = info.layers * 2 * info.hidden * info.head_dim * (self.kv_heads * layout.tp - info.kv_heads)
         plain, routing = self.layers_of(stage)
         dense = (info.parameters - experts - ends + copied) / layout.pp
-        # correct for stages with more or fewer expert layers than average
+        # correction for stages with more or fewer expert layers than average
         more = routing - info.expert_layers / layout.pp
         dense += more * info.hidden * (info.experts + 3 * info.shared_intermediate - 3 * info.intermediate)
         whole = routing * info.experts * info.hidden

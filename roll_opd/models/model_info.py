@@ -77,7 +77,7 @@ class ModelInfo:
     tied: bool  # the head is the embedding
     parameters: int
     weight_files: tuple[Path, ...]  # empty: config.json only
-    tensors: Mapping[str, StoredTensor] = field(default_factory=dict, repr=False)  # by name, in the weight files
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict, repr=False)  # name -> header entry
     latent: LatentInfo | None = None  # None: no latent attention
     delta: DeltaSizes | None = None  # None: no Gated DeltaNet layers
     is_delta: tuple[bool, ...] = ()  # for each layer; False: a layer with attention

@@ -14,7 +14,7 @@ from typing import Any
 from roll_opd.base.failures import os_sentence
 from roll_opd.models.model_files import ModelFilesError, is_pointer, pointer_sentence, read_json
 
-# steps of tokenizer.json besides its model that affect tokenization
+# steps of tokenizer.json that affect tokenization, in addition to its model
 PIPELINE = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 # keys of tokenizer_config.json that affect ids, most important first
 SPECIAL = ("eos_token", "bos_token", "pad_token", "unk_token", "add_bos_token", "add_eos_token", "add_prefix_space")

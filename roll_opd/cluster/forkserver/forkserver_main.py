@@ -24,7 +24,7 @@ from roll_opd.base.lazy_compile import lazy_compile
 
 ENVIRONMENT = dict(os.environ)  # before imports change it
 PATH = list(sys.path)
-# requests of the driver in addition to Megatron
+# parts of vLLM that the driver may request
 ANY_ENGINE, EAGER_ENGINES, GPU_ENGINES = "vllm", "vllm, eager", "vllm, on GPUs"
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 # opened when a process initialises CUDA, and not by queries of the driver (NVML)

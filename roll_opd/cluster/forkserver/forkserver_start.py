@@ -42,7 +42,7 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._alive: int | None = None  # pipe end whose closing ends the server's forks
+        self._alive: int | None = None  # end of a pipe; closing it ends the server's forks
 
     def serve(self, plan: RunPlan, say: Callable[[str], object] = print) -> None:
         """Import the modules that the processes of `plan` need; print with `say` which roles are not preloaded."""

@@ -12,11 +12,11 @@ from ray._private.node import Node
 
 from roll_opd.cluster.forkserver import forkserver_start, forkserver_worker, stub_dashboard_agent
 
-# methods of Node: the autoscaler; the dashboard server, which Ray waits for even without a dashboard
+# methods of Node that start the autoscaler, and the dashboard server (for which Ray waits even without a dashboard)
 UNUSED = ("start_monitor", "start_api_server")
 LOGS = "start_log_monitor"  # sends the workers' output to the driver
-SETUP = "SETUP_WORKER_FILENAME"  # is joined to a directory; an absolute path stays absolute
-PROGRAM = "_build_python_executable_command_memory_profileable"  # of services: command of a Python program of Ray
+SETUP = "SETUP_WORKER_FILENAME"  # Ray joins this name to a directory, which does not change an absolute path
+PROGRAM = "_build_python_executable_command_memory_profileable"  # of services: returns a program's command
 MAX_CONCURRENT_FORKS = 64
 AGENT = "dashboard_agent"  # component name passed to PROGRAM
 

@@ -82,7 +82,7 @@ def launched(environ: Mapping[str, str]) -> LaunchedHost | None:
     address = environ.get("MASTER_ADDR") or first
     if not address:
         raise LaunchError(
-            [f"{size} hosts were launched and MASTER_ADDR is not set; set it to the address of host 0 on every host"]
+            [f"{size} hosts were launched, but MASTER_ADDR is not set; set it to the address of host 0 on every host"]
         )
     port = _number(environ, "MASTER_PORT", str(DEFAULT_PORT)) + 1  # torchrun listens on MASTER_PORT itself
     if port > MAX_PORT:

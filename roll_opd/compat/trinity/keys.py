@@ -16,9 +16,9 @@ SFT_ROWS = ("buffer.trainer_input.sft_warmup_dataset", "buffer.trainer_input.aux
 class Rule:
     """Translation of a key: to another key, combined with other keys, or ignored.
 
-    `ours` is the new key; {train} and {infer} in it stand for the student's roles. `part` marks a key that is combined
-    with other keys. `why` is the reason to ignore a key. `harmless` lists values that are ignored; if it is set, all
-    other values are rejected.
+    `ours` is the new key; {train} and {infer} in it are placeholders for the student's roles. `part` marks a key that
+    is combined with other keys. `why` is the reason to ignore a key. `harmless` lists values that are ignored; if it is
+    set, all other values are rejected.
     """
 
     ours: str = ""

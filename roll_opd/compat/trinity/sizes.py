@@ -241,6 +241,7 @@ def steps(read: Translation, count: Callable[[list[str]], int]) -> None:
     if steps < 1:
         read.diag.error(
             "buffer.batch_size",
-            f"{epochs} epochs of {rows} rows are less than one step of {read.values['rollout_batch_size']}; lower it",
+            f"{epochs} epochs of {rows} rows are less than one step of {read.values['rollout_batch_size']} prompts;"
+            " lower it",
         )
     read.put("max_steps", steps, "buffer.total_epochs" if read.get("buffer.total_epochs") else "")

@@ -2,7 +2,7 @@
 
 Qwen3.5 has fused tensors: `gate_up_proj` [experts, 2 · width, hidden] and `down_proj` [experts, hidden, width]. They
 are read as `gate_proj`, `up_proj` and `down_proj` of each expert. gpt-oss has stacks, tensors of shape [experts, ...].
-Each is read as one tensor per expert; quantised stacks are read in bf16 (see `mxfp4`).
+Each stack is read as one tensor per expert; quantised stacks are read in bf16 (see `mxfp4`).
 """
 
 import re

@@ -260,7 +260,7 @@ class StreamedLoad:
         self._waiting = [(place, parameter, weights.names_at(place)) for place, _, parameter in parameters_of(models)]
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write the parameters that `tensors` (full, by name) complete; their memory may be reused afterwards."""
+        """Write the parameters whose tensors are complete with `tensors` (name -> full tensor); these may be reused."""
         available = self._held | dict(tensors)
         waiting = []
         for place, parameter, names in self._waiting:
