@@ -173,7 +173,7 @@ def _within(values_M: Tensor, low: float | None, high: float | None) -> Tensor:
 
 
 def _segment_means(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return, for each token, the mean over the contiguous tokens of its sequence that have its mask value."""
+    """Return, for each token, the mean over the contiguous tokens in its sequence with the same mask value."""
     if not len(values_M):
         return values_M
     sequence_M = sequence_numbers(lengths, values_M.device)

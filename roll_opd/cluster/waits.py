@@ -90,7 +90,7 @@ def watchdog(
         end: called once with the open waits after `limit` seconds without a movement.
         progress: returns a value that changes while a long call makes progress.
         is_on: returns whether waits count. They do not count during the start and end of a run, which have separate
-        time limits.
+            time limits.
     """
     done = threading.Event()
     first = min(patience, limit or patience)

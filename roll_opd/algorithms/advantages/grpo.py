@@ -30,7 +30,7 @@ def grpo(
         2503.20783.
         std_threshold: groups with at most this std, and groups of one sample, get 0 and are dropped from the batch.
         rank_penalty: multiply R by 1 - rank_penalty · rank/G. In each group, rank 0 is the least likely answer and rank
-        G-1 the most likely answer, by the mean log-prob of action tokens. arXiv 2506.02355.
+            G-1 the most likely answer, by the mean log-prob of action tokens. arXiv 2506.02355.
 
     Raises:
         ValueError: for a rank_penalty without log-probs.

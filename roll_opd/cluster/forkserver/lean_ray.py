@@ -16,7 +16,7 @@ from roll_opd.cluster.forkserver import forkserver_start, forkserver_worker, stu
 UNUSED = ("start_monitor", "start_api_server")
 LOGS = "start_log_monitor"  # sends the workers' output to the driver
 SETUP = "SETUP_WORKER_FILENAME"  # Ray joins this name to a directory, which does not change an absolute path
-PROGRAM = "_build_python_executable_command_memory_profileable"  # of services: returns a program's command
+PROGRAM = "_build_python_executable_command_memory_profileable"  # method of services that returns a program's command
 MAX_CONCURRENT_FORKS = 64
 AGENT = "dashboard_agent"  # component name passed to PROGRAM
 
