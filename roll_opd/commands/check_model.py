@@ -136,7 +136,7 @@ def _compared_in_half(
     distance, bound = (float(np.abs(values - exact).mean()) for values in (found, np.concatenate(rounded)))
     return (
         f"{what}: log-probs differ from Hugging Face's in f32 by {distance:.1e} on average (bound"
-        f" {HALF_BOUND * bound:.1e}, {HALF_BOUND:g} times the difference of Hugging Face's in bf16)",
+        f" {HALF_BOUND * bound:.1e}, {HALF_BOUND:g} times the difference of Hugging Face's log-probs in bf16)",
         distance <= HALF_BOUND * bound,
     )
 

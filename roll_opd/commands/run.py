@@ -114,7 +114,7 @@ def launch(
     except LaunchError as error:
         return exit_code(error)
     if host is None:
-        forget(os.environ)  # libraries would read these variables of torchrun on one host
+        forget(os.environ)  # on one host, libraries would read torchrun's variables
     elif host.rank:
         forget(os.environ)
         return serve(host, lambda text: echo(text, sys.stderr))

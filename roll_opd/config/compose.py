@@ -39,7 +39,7 @@ from roll_opd.config.yaml_files import LOADER, bounded_work, check_file, use_bou
 PACKAGE = Path(__file__).resolve().parents[1]
 COMMAND_LINE = "command line"
 KINDS = "write key=value, +key=value or ~key"
-# beginnings of the lines about internals in error messages of Hydra and OmegaConf
+# beginnings of lines about internals, in error messages of Hydra and OmegaConf
 NOISE = ("full_key:", "object_type=", "reference_type=", "Config search path", "provider=")
 # list(...) and range(...) mean something else in Hydra's own language
 REFERS = re.compile(r"\$\{(\w+)[.}\[]")

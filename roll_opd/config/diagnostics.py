@@ -31,7 +31,7 @@ class Diagnostics:
     path: str = ""
 
     def below(self, path: str) -> "Diagnostics":
-        """Return diagnostics for the keys of the section at `path`; they add to the same lists."""
+        """Return diagnostics for the keys of the section at `path`; both objects add to the same lists."""
         return replace(self, path=self.at(path))
 
     def at(self, key: str) -> str:

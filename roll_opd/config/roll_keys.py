@@ -81,7 +81,7 @@ IGNORED_SEQUENCE_PACKING = _names("algorithm min_num_micro_batches_forward min_n
 # warning)
 _UNREAD = "has no effect, as ROLL does not read it either"
 _NORM = f"{_UNREAD} any more; norm_mean_type and norm_std_type set how rewards are normalised"
-_TOPR = f"{_UNREAD}; worker_cls '...ActorPGWorker' and pg_variant: topr in actor_train are its TOPR"
+_TOPR = f"{_UNREAD}; its TOPR is selected by worker_cls '...ActorPGWorker' and pg_variant: topr in actor_train"
 SAID: dict[str, tuple[tuple[object, ...], str]] = {
     "reward_norm": ((), _NORM),
     "reward_shift": ((False,), _NORM),

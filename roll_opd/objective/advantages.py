@@ -45,8 +45,8 @@ def external_advantages(
     Excluded samples do not count in any mean and get an empty `loss_mask`. If the samples of a prompt are compared with
     each other, but exclusions or runs without samples leave only one of the prompt's `runs`, the reward of that run is
     set to 0 before the whitening. Samples that the advantage function drops get an empty `loss_mask` after the
-    comparison, unless teachers train on them (`taught`). RunError for a sample without a reward from a reward worker or
-    from the `workflow`.
+    comparison, unless teachers train on them (`taught`). RunError for a sample that got no reward, neither from a
+    reward worker nor from the `workflow`.
     """
     for sample in samples:
         if not sample.excluded:

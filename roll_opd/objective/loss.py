@@ -4,7 +4,7 @@
     A_t          = clip(A_external_t - Σ_{k≥0} opd_kl_discount^k · Σ_teachers opd_kl_coef · reverse_kl_{t+k})
     loss         = rl_loss_coef · Σ_t weight_t · (policy_loss(logprobs_t, old_logprobs_t, A_t) + kl_loss_coef · KL_t)
 
-In pure distillation A_external is 0, and with the policy loss `importance_sampling` the gradient is the gradient of Σ
+In pure distillation A_external is 0. With the policy loss `importance_sampling`, the gradient is then the gradient of Σ
 weight · opd_kl_coef · KL(student || teacher). The weights of a mini-batch's tokens sum to 1 with `token-mean`.
 
 With several teachers the penalty of a token is the sum over the teachers of its sample,

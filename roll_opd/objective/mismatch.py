@@ -27,7 +27,7 @@ _WITHIN: dict[str, Callable[..., Tensor]] = {"ratio": ratio_within, "difference"
 
 
 def mismatch_of(samples: Sequence[Sample]) -> Mismatch:
-    """Return the log-probs (f64) of both engines, each concatenated over the samples that have `old_logprobs`."""
+    """Return log-probs (f64) of the training and inference engine, concatenated over samples with `old_logprobs`."""
     computed = [sample for sample in samples if sample.old_logprobs is not None]
     return Mismatch(
         _joined([present(s.old_logprobs) for s in computed], np.float64),

@@ -113,7 +113,7 @@ class Checkpoints:
         began: datetime | None = None,
         history: History | None = None,
     ) -> None:
-        """`began` is the start of the run, `history` the settings of its steps; each checkpoint saves both."""
+        """`began` is the start time of the run, `history` the settings of its steps; each checkpoint saves both."""
         self._run, self._plan, self._last_step, self._began = run, plan, last_step, began
         self._history = history
         self._pending: _Pending | None = None
@@ -138,7 +138,7 @@ class Checkpoints:
         kl_coef: float | None = None,
         groups: "Sequence[FinishedGroup]" = (),
     ) -> None:
-        """Complete an earlier partial checkpoint, then write a new one (in the background with `async_save`).
+        """Complete an earlier partial checkpoint, then write a new checkpoint (in the background with `async_save`).
 
         `groups` are the finished groups that are in no batch. A disk error raises CheckpointError, here or in `commit`.
         """
@@ -247,7 +247,7 @@ def instead_of(checkpoint: Path) -> str:
     steps = {each: step for step, each in checkpoints_of(path.parent.parent).items()}
     earlier = [each for each in complete(path.parent.parent) if steps[each] < steps.get(path, 0)]
     if earlier:
-        return f"resume from the one before it with resume_from_checkpoint={earlier[0]}"
+        return f"resume from the checkpoint before it with resume_from_checkpoint={earlier[0]}"
     return "start a new run with resume_from_checkpoint=false: there is no earlier checkpoint"
 
 

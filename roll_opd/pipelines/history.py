@@ -83,7 +83,7 @@ class History:
         return [asdict(part) for part in self.up_to(step)]
 
     def as_facts(self, step: int | None = None) -> list[dict[str, Any]]:
-        """Return first and last step of each part, and its changes from the part before (None if unknown)."""
+        """Return each part's first and last step, and its changes from the previous part (None if unknown)."""
         found: list[dict[str, Any]] = []
         parts = self.parts if step is None else self.up_to(step)
         for before, part in zip((None, *parts), parts, strict=False):
@@ -205,7 +205,7 @@ def _place(key: str) -> int:
 
 def _follows(key: str, found: Changes) -> bool:
     """Return whether a change is derived from another change."""
-    if key.endswith(CONTENT):  # the path also changed, or one side has no hash
+    if key.endswith(CONTENT):  # the path also changed, or a hash is missing
         return key.removesuffix(CONTENT) in found or None in found[key]
     follows = any(re.fullmatch(pattern, key) and set(others) & found.keys() for pattern, others in FOLLOWS.items())
     return follows or key.removeprefix("policy_loss_fn_args.") in found.keys() - {key}

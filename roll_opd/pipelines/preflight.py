@@ -115,7 +115,7 @@ def preflight(plan: RunPlan) -> Inputs:
 
 
 def _history(plan: RunPlan, resumed: Checkpoint | None) -> History:
-    """Return the history of the run; if the checkpoint has no settings, read them from its run's config.yaml."""
+    """Return the history of the run; settings that the checkpoint lacks are read from the config.yaml of its run."""
     if resumed is None:
         return history.begun(plan)
     parts = history.parts_of(resumed.parts, resumed.step)

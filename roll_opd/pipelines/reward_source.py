@@ -61,7 +61,7 @@ def _are_ours(kind: type, *names: str) -> bool:
 
 
 def _may_be_none(kind: type, name: str) -> bool:
-    """Return whether a method can return None, explicitly or at its end."""
+    """Return whether a method can return None, explicitly or by reaching its end."""
     base = _written_by(kind, name)
     for code in codes_of(vars(base)[name] if base else None):
         instructions = list(dis.get_instructions(code))

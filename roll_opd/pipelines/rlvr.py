@@ -143,7 +143,7 @@ def _failed_metrics(batch: Batch, samples: Sequence[Sample], plan: RunPlan) -> d
     failed = batch.failed_rate(samples, plan.answers_per_prompt)
     if 1 - failed < plan.min_batch_fraction:
         raise RunError(
-            f"failures left {1 - failed:.0%} of the runs of a step, and min_batch_fraction is"
+            f"only {1 - failed:.0%} of the runs of a step are left after failures, less than min_batch_fraction"
             f" {plan.min_batch_fraction:g}; see the warnings above, correct the reward or workflow, and resume"
         )
     return {"rollout/failed_rate": failed} if failed else {}

@@ -302,7 +302,7 @@ class RunLogger:
 
 
 def _word_for_frozen_models(plan: RunPlan) -> str:
-    """Return the name that the console shows for the time of frozen models."""
+    """Return the console's label for the time of frozen models."""
     words = [SHORT["teacher"]] if plan.teachers or not plan.reference else []
     return "+".join([*words, *(["reference"] if plan.reference else [])])
 

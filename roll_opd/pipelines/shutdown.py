@@ -23,7 +23,7 @@ SIGTERM_DEDUP_S = 10.0  # time within which all hosts of a run send the same SIG
 
 
 class Ending:
-    """Ends a run on SIGTERM, after the current step and a checkpoint or after a grace period."""
+    """On SIGTERM, ends a run after the current step and a checkpoint, at the latest after a grace period."""
 
     def __init__(self, checkpoints: Checkpoints, shutdown_timeout_s: float, say: Callable[[str], None]) -> None:
         """`shutdown_timeout_s` is the grace period for the current step; `say` prints a line."""

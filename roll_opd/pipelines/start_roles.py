@@ -240,7 +240,8 @@ def chunk_samples(plan: RunPlan) -> int:
 def starts_beside_measurement(plan: RunPlan, placement: Placement) -> bool:
     """Return whether the roles may start while teachers are being validated on separate engines.
 
-    True only on CPUs, for small models and runs that need not be deterministic: both sets of engines are in memory.
+    True only on CPUs, for small models and runs that need not be deterministic, because both sets of engines are then
+    in memory.
     """
     assert plan.rollout is not None
     alone = plan.deterministic or placement.on_gpu or _members(plan, placement)

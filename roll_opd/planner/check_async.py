@@ -24,7 +24,7 @@ def check_async(top: Top, roles: Roles) -> None:
             " samples' age; lower it, or raise the bound",
         )
     elif top.async_generation_ratio * top.rollout_batch_size < 1:
-        top.diag.note(KEY, f"{top.async_generation_ratio:g} of {top.rollout_batch_size} prompts is less than one: 0")
+        top.diag.note(KEY, f"{top.async_generation_ratio:g} of {top.rollout_batch_size} prompts is less than one, so 0")
     if top.is_use_additional_prompts:
         top.diag.note(
             "is_use_additional_prompts", f"has no effect with {KEY}, as prompts ahead replace rejected prompts"

@@ -78,7 +78,7 @@ def compare_models(roles: Roles, top: Run | None) -> None:
 
 
 def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True) -> bool:
-    """Check that every token id of the student is the same token in `role`; False if its files cannot be read.
+    """Check that each token id of the student is the same token in `role`; False if a file of `role` cannot be read.
 
     All other differences are warnings. If `refuses` is False, a differing token is a warning too.
     """

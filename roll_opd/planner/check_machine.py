@@ -13,7 +13,7 @@ from roll_opd.models.model_info import ModelFilesError, read_model
 
 OPTIONS = "strategy_args.strategy_config"
 
-CPU_WIDTH = 32  # head widths must be larger multiples of this in vLLM 0.32's CPU kernel of the gated delta rule
+CPU_WIDTH = 32  # vLLM 0.32's CPU kernel of the gated delta rule needs a multiple of this, and more than this
 
 
 def machine_problems(plan: RunPlan, gpus: int) -> list[str]:

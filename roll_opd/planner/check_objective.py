@@ -139,7 +139,7 @@ def _check_reward_part(top: Top, agentic: bool) -> None:
         if top.target_kl is not None:
             top.diag.error(
                 "target_kl",
-                "the coefficient is multiplied from step to step, and init_kl_coef 0 stays 0; give one above 0",
+                "the coefficient is multiplied from step to step, and init_kl_coef 0 stays 0; set it above 0",
             )
 
 
@@ -295,7 +295,7 @@ def check_signals(top: Top, roles: Roles, rewards: Sequence[RewardPlan]) -> None
         also = " (as opd_kl_coef 0 removes the teachers' part)" if teachers else ""
         top.diag.error(
             f"rewards.{rewards[0].domain}.weight",
-            f"0 removes the rewards' part of the loss{also}, {else_nothing}; give one of them a weight",
+            f"0 removes the rewards' part of the loss{also}, {else_nothing}; give one of the rewards a weight",
         )
 
 

@@ -47,7 +47,7 @@ def read_sizes(top: Top, roles: Roles, agentic: bool) -> Sizes:
 
 
 def _responses_per_prompt(top: Top, args: GeneratingArgs) -> int:
-    """Return the group size, or the rollout's num_return_sequences if only that is set."""
+    """Return the group size; if it is not set, the rollout's num_return_sequences."""
     own, group = args.num_return_sequences, top.num_return_sequences_in_group
     if own is not None and group is not None and own != group:
         text = f"{own} contradicts num_return_sequences_in_group {group}; keep only one"

@@ -87,7 +87,7 @@ def _loss(top: Top, row: Algorithm | None, variant: "Variant | None") -> dict[st
         name = name or "ppo"
         given = {"ratio_type": "sequence", **given}
         if name != "ppo":
-            top.diag.error("importance_sampling", f"seq is a ratio of policy loss ppo, and the loss is {name}")
+            top.diag.error("importance_sampling", f"seq is a ratio of policy loss ppo, but the loss is {name}")
     if name is None:
         if given:
             top.diag.error("policy_loss_fn_args", "need a loss; write policy_loss_fn or algorithm_type as well")

@@ -41,7 +41,7 @@ def check_http_teachers(roles: Roles, top: Top) -> None:
         if temperature != 1:
             role.diag.error(
                 SERVER,
-                f"{AT_ONE[keys.server]}, and the student samples at {temperature:g}; set generating_args.temperature:"
+                f"{AT_ONE[keys.server]}, but the student samples at {temperature:g}; set generating_args.temperature:"
                 " 1.0",
             )
         _check_targets(role, keys, top)

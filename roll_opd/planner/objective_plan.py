@@ -61,7 +61,7 @@ def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size:
         opd_vocab_size=vocab_size if has_divergence else None,
         correction=read,
         max_age=_max_age(top),
-        # a correction compares log-probs of the weights before the update with those of the sampling engine
+        # a correction compares log-probs of the weights before the update with the sampling engine's log-probs
         recompute_old_logprobs=updates > 1 or top.enable_old_logprobs_recompute or read is not None,
     )
     return replace(plan, gamma=0.0) if pure else _with_reward(plan, top)
@@ -163,9 +163,7 @@ def check_correction(top: Top, mode: str) -> None:
     if mode == "pure" and top.opd_objective != "sampled":
         nothing = f"opd_objective: {top.opd_objective} in pure distillation has no policy loss"
         if weight.enabled:
-            correction.diag.error(
-                "is_weight", f"{nothing}, and only that would be multiplied by the weights; use filters"
-            )
+            correction.diag.error("is_weight", f"{nothing}, but the weights multiply only the policy loss; use filters")
         if correction.negatives_delta is not None:
             correction.diag.error("negatives_delta", f"{nothing} and no advantages; use filters")
     elif correction.negatives_delta is not None and not loss_facts(top.policy_loss).reads_advantages:

@@ -124,7 +124,7 @@ def _schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
     elif style in ("linear", "cosine") and total == 1 and not (warmup or kwargs.min_lr or kwargs.lr_decay_steps):
         args.diag.warn(
             "lr_scheduler_type",
-            f"{args.lr_scheduler_type} ends at 0, and this run has only one update; write constant",
+            f"{args.lr_scheduler_type} ends at 0, but this run has only one update; write constant",
         )
     return {
         "learning_rate": peak,

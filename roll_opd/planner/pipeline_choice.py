@@ -39,7 +39,7 @@ OUR_ROLES = ("student_train", "student_infer", "actor_train", "actor_infer", "sf
 # keys of ROLL's vision and diffusion configurations that no text configuration has
 VISION_KEYS = {"image", "images", "image_flag_key", "image_folder", "max_pixels", "min_pixels", "vlm_filter"}
 VISION_KEYS |= {"video", "videos", "video_folder", "audio", "audios", "audio_folder"}
-DETECTION = "DetectionRewardWorker"  # reward worker of ROLL's vision pipelines; their models also train on text
+DETECTION = "DetectionRewardWorker"  # marks ROLL's vision pipelines whose models also train on text
 MODEL_KEYS = ("model_name_or_path", "pretrain", "student_pretrain", "teacher_pretrain")
 VISION_MODEL = re.compile(r"[-_./](vl|omni|vision|wan2\.\d|flux)\b", re.IGNORECASE)
 # keys that identify ROLL's off-policy distillation, in a file without roles of other pipelines

@@ -109,7 +109,7 @@ def read_sections(
 
 
 def _with_devices(top: Run | None, sections: Sections) -> Run | None:
-    """Set the number of devices per node to this machine's, unless it or the devices of a role are configured."""
+    """Set devices per node to this machine's number, unless this number or the devices of a role are configured."""
     workers = (*sections.workers.values(), *sections.teachers.values(), *sections.judges.values())
     written = any(worker is not None and worker.device_mapping is not None for worker in workers)
     if top is None or written or "num_gpus_per_node" in top.written:
@@ -211,7 +211,7 @@ def _with_free_keys(data: Any, diag: Diagnostics, model: type[Term] = Reward) ->
     kept = {key: value for key, value in data.items() if key in known}
     args = {} if kept.get("args") in (None, "None") else kept["args"]
     if not isinstance(args, dict):
-        return kept  # the check of types reports it
+        return kept  # the check of types reports the wrong type
     args = dict(args)
     for key, value in data.items():
         if key in known:

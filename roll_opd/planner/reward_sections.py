@@ -141,7 +141,7 @@ def _worker(section: Term, name: str) -> str:
 
 
 def _arguments(section: Term, worker: str) -> dict[str, object]:
-    """Return the worker's arguments. An unknown key is an error, or has no effect if ROLL has it."""
+    """Return the worker's arguments. An unknown key is an error unless ROLL has the key; it then has no effect."""
     if worker not in REWARDS.builtin:
         return dict(section.args)
     taken, types = reward_arguments(worker), annotations(REWARDS.find(worker))

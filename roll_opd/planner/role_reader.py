@@ -76,7 +76,7 @@ class Roles:
 
     @property
     def shared_vocabulary(self) -> int:
-        """Number of token ids that the student and all teachers with its tokenizer have; 0 if no model was read."""
+        """Number of token ids that student and teachers with the student's tokenizer have; 0 without a model."""
         roles = (self.train, *self.teachers.values())
         models = [role.info for role in roles if role is not None and role.info and not role.is_aligned]
         return min((known.vocab for known in models), default=0)
@@ -195,7 +195,7 @@ class RoleReader:
             self._roles.train = replace(student, lora=lora)
 
     def _read_reference_and_critic(self) -> None:
-        """Read the reference policy and the critic; for each, the default model is the student's."""
+        """Read the reference policy and the critic; by default, both start from the student's model."""
         top, written = self._sections.top, self._sections.workers
         compares, needs_values = "", False
         if isinstance(top, Top) and self._mode != "pure":
@@ -344,7 +344,7 @@ class RoleReader:
                 worker.diag.error(MODEL, problem)
 
     def _model(self, worker: Worker, model: str | None) -> ModelInfo | None:
-        """Return the facts of a role's configured model, by default of `model`; report a model that cannot be run."""
+        """Return the facts of a role's model (default: `model`); report a model that cannot be run."""
         model = worker.model_args.model_name_or_path or model
         if model is None:
             needs = f"{worker.diag.path} needs the path of a model (no other role's model is its default)"

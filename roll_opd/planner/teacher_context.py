@@ -125,7 +125,7 @@ def _check_follower(role: Role, worker: TeacherWorker, roles: Roles, top: Top) -
     if roles.train and roles.train.info and role.info and not same_weights(roles.train.info, role.info):
         role.diag.error(
             "follows_student",
-            f"the teacher starts with the student's weights, but {role.info.path} has different ones; leave"
+            f"the teacher starts with the student's weights, but {role.info.path} has different weights; leave"
             " model_args.model_name_or_path of the teacher out",
         )
     if has_context(role):

@@ -1,4 +1,4 @@
-"""Write a held-out game before and after training as text in two columns; a run prints it at its end."""
+"""Write a held-out game before and after training as text in two columns, which a run prints at its end."""
 
 import re
 import unicodedata
@@ -8,7 +8,7 @@ from typing import Any
 
 from roll_opd.report.text import visible
 
-WIDTH, MAX_LINES = 35, 40  # size of the game before, or after: terminal columns, lines
+WIDTH, MAX_LINES = 35, 40  # maximum columns and lines of one game's text
 WIDE, NO_WIDTH = {"W", "F"}, {"Mn", "Me"}  # Chinese, Japanese and emoji take two columns, combining accents none
 MARKUP = re.compile(r"<\|[^|<>]*\|>|</?s>|<(?:start|end)_of_turn>")  # marks of chat templates around messages
 ROLES = {"system", "user", "assistant", "tool", "model"}
@@ -19,8 +19,8 @@ ACTION_PREFIX = "> "
 def before_and_after(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a game as played at the first and the last validation; "" if no game was played at both validations.
 
-    `rows` are the rows of `validation_samples.jsonl`. The game is the first one whose reward is higher at the last
-    validation than at the first, else the first game.
+    `rows` are the rows of `validation_samples.jsonl`. The first game whose reward is higher at the last validation than
+    at the first is chosen, else the first game.
     """
     students = [row for row in rows if row.get("by") == "student" and row.keys() >= NEEDED]
     if not students or any("." in str(row["id"]).rpartition("/")[2] for row in students):

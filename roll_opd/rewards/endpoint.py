@@ -105,7 +105,7 @@ class Endpoint:
         self._secrets = [word for value in headers.values() for word in value.split() if len(word) > 3]
         self._limits, self._advice = limits, {**ADVICE, **advice}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._failures = 0  # in a row
+        self._failures = 0  # consecutive failures
         self._failing_since = self._resume_at = self._next_turn = 0.0  # time on the monotonic clock
         self._last = ""
 
@@ -297,7 +297,7 @@ class ChatEndpoint:
     """`Complete` over HTTP."""
 
     def __init__(self, url: str, body: Mapping[str, Any], key: str, limits: RequestLimits) -> None:
-        """`body`: fields of a request besides the messages; fields that are None are omitted."""
+        """`body`: fields of a request other than the messages; fields that are None are omitted."""
         if not url or not body["model"]:
             raise RewardError(
                 "llm_judge needs judge_api_url (such as http://host:8000/v1) and judge_model_name; write both"

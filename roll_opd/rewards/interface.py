@@ -33,7 +33,7 @@ class RewardSample:
 
     @property
     def prompt(self) -> str:
-        """Text of the rendered prompt, without special tokens; `response` has none either."""
+        """Text of the rendered prompt. Neither this text nor `response` has special tokens."""
         return self.read_prompt()
 
 
@@ -73,7 +73,9 @@ def read_scores(scores: Scores, samples: Sequence[RewardSample], name: str) -> l
     if isinstance(scores, str) or not hasattr(scores, "__len__"):
         raise RewardError(f"reward {name} returned {type(scores).__name__}; return a list with one score per sample")
     if len(scores) != len(samples):
-        raise RewardError(f"reward {name} returned {len(scores)} scores for {len(samples)} samples; return one each")
+        raise RewardError(
+            f"reward {name} returned {len(scores)} scores for {len(samples)} samples; return one score each"
+        )
     return [_read(score, sample.id, name) for score, sample in zip(scores, samples, strict=True)]
 
 

@@ -29,7 +29,7 @@ YES_OR_NO = r"\b(YES|NO)\b|\A\W*((?i:yes|no))\b"
 @dataclass(frozen=True)
 class Verdict:
     value: float  # 0..1
-    parts: Mapping[str, float] = field(default_factory=FrozenDict)  # per key if there are several, 0..1 each
+    parts: Mapping[str, float] = field(default_factory=FrozenDict)  # if there are several keys: key -> value, 0..1
 
 
 ReadVerdict = Callable[[str], Verdict | None]  # None: no verdict found

@@ -1,8 +1,8 @@
 """`REWARDS` registry: find a reward by registered name, ROLL's class path, or dotted path.
 
-A function is the reward; it is called with the configured arguments. A class is instantiated once with these arguments,
-and its method `score` is the reward. Functions with the signature of verl or TRL are rejected with the source of an
-adapter.
+A function is itself the reward; it is called with the configured arguments. A class is instantiated once with these
+arguments, and its method `score` is the reward. Functions with the signature of verl or TRL are rejected; the error has
+the source of an adapter.
 """
 
 import inspect
@@ -64,7 +64,7 @@ def resolve(worker: str, args: Mapping[str, Any] | None = None, *given: Any) -> 
 
 def check(worker: str, args: Mapping[str, Any] | None = None) -> None:
     """Raise the errors of `resolve`. A built-in class is instantiated, which checks the machine's requirements. A
-    user's class is not, because its constructor could load a model.
+    user's class is not instantiated, because its constructor could load a model.
     """
     if worker in REWARDS.builtin:
         resolve(worker, args)
@@ -118,7 +118,7 @@ _FIELDS = {
     "prompt": "prompt question query prompt_str",
 }
 _FIELD_OF = {name: field for field, names in _FIELDS.items() for name in names.split()}
-# the same for functions of batches
+# field of `RewardSample` -> names of the argument in functions of batches
 _BATCH_OF = {
     "completions": "response",
     "responses": "response",

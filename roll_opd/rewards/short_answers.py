@@ -14,7 +14,7 @@ import regex
 
 from roll_opd.rewards.interface import RewardError
 
-MAX_MARKS = 50  # number of last announcements that are searched; more come from a loop
+MAX_MARKS = 50  # number of last announcements that are searched; a text with more repeats itself
 REACH = 300  # characters searched after a mark or in a last line
 
 _BRACE = re.compile(r"\\f?box(?:ed)?\s{0,3}\{|\\[{}]|[{}]")
@@ -47,7 +47,7 @@ def after_thinking(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last balanced `\boxed{...}` (`\fbox`, `\box`); None without one."""
+    r"""Return the content of the last balanced `\boxed{...}` (`\fbox`, `\box`); None if there is none."""
     opened: list[tuple[int, int]] = []  # (start of the command or -1 for a bare brace, start of its content)
     start, inside = -1, None
     for brace in _BRACE.finditer(text):
@@ -63,7 +63,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def announced(text: str) -> list[str]:
-    """Return the rest of the line after each "the answer is", "Answer:", "答案是" or `<answer>`, last first."""
+    """Return the rest of the line after "the answer is", "Answer:", "答案是" or `<answer>`; the last comes first."""
     marks = [mark.end() for mark in _MARK.finditer(text)][-MAX_MARKS:]
     tails = [text[end : end + REACH].lstrip() for end in reversed(marks)]
     return [tail.partition("\n")[0].partition("</answer>")[0].strip() for tail in tails]
@@ -103,7 +103,7 @@ NORMALIZATIONS: dict[Normalization, Callable[[str], str]] = {
 
 
 def normalized(text: str, how: Collection[Normalization] = tuple(NORMALIZATIONS)) -> str:
-    """Return `text` after each of the normalisations named in `how`, in the order of the table."""
+    """Return `text` after the normalisations named in `how`, applied in the order of the table."""
     for name, normalize in NORMALIZATIONS.items():
         if name in how:
             text = normalize(text)

@@ -239,7 +239,9 @@ class ResilientPool(Generic[Item, Result]):
                 job.fail(self._broken)
             elif job.deaths == MAX_DEATHS:
                 self._lost -= MAX_DEATHS
-                message = f"{MAX_DEATHS} workers were lost ({kind}) while they ran it; the last worker ran nothing else"
+                message = (
+                    f"{MAX_DEATHS} workers were lost ({kind}) while they ran this job; the last worker ran no other job"
+                )
                 self._settle(job, WorkerLost(kind, message))
         self._waiting = [job for job in jobs if not job.result.done()] + self._waiting
 
@@ -250,7 +252,7 @@ class ResilientPool(Generic[Item, Result]):
             self._break(
                 RunError(
                     f"{self.name}: {self._lost} processes were lost, and max_lost_workers is {self._max_lost}; the last"
-                    f" one {problem}; correct the cause, or raise the number"
+                    f" process {problem}; correct the cause, or raise max_lost_workers"
                 )
             )
 

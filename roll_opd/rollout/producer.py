@@ -32,7 +32,7 @@ from roll_opd.rollout.runs import Batch, PendingRewards, RolloutContext, Selecti
 from roll_opd.samples.sample import Sample, changed
 from roll_opd.samples.versions import of_mask, sampling_versions
 
-# a run ends if a batch has more rejected groups than MIN_REJECTED and than this many batches have groups
+# in batches: the run ends if more groups are rejected for a batch, and more than MIN_REJECTED groups
 MAX_REJECTED = 20
 MIN_REJECTED = 1000
 
@@ -271,7 +271,7 @@ class _Production:
         return _Position(self._source.state_dict(), self._source.epochs)
 
     async def _roll_out(self, wave: _Wave) -> None:
-        """Roll out a wave and decide its groups; without groups ahead, decide only as many as are needed."""
+        """Roll out a wave and decide its groups; without groups ahead, decide only as many groups as are needed."""
         of, in_turns = self._of, self._pace.is_synchronous
         rewards = PendingRewards(of.context)
         selection = Selection(len(wave.prompts), of.context.sampling.n, wave.wanted, of.passes)

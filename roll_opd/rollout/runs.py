@@ -283,7 +283,7 @@ class Batch:
     def failed_rate(self, samples: Sequence[Sample], runs: int) -> float:
         """Return the fraction of the batch's runs (`runs` per prompt) that have no sample or an excluded sample.
 
-        `samples` are the batch's, in its order, with rewards.
+        `samples` are the samples of the batch, in the same order, with rewards.
         """
         left, begin = 0, 0
         for size in self.group_sizes:
@@ -293,7 +293,7 @@ class Batch:
         return 1 - left / (runs * len(self.group_sizes))
 
     async def with_rewards(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the batch's samples with their missing rewards."""
+        """Return the batch's samples, with missing rewards added."""
         found = list(samples)
         for rewards in self.rewards:
             found = await rewards.added_to(found)

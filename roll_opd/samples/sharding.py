@@ -44,7 +44,9 @@ def singles(lengths: Sequence[int]) -> list[Unit]:
 def neighbours(lengths: Sequence[int], size: int) -> list[Unit]:
     """Return units of `size` consecutive sequences; ValueError if the number of sequences is no multiple of `size`."""
     if len(lengths) % size:
-        raise ValueError(f"{len(lengths)} sequences are not a multiple of {size}, the number that belong together")
+        raise ValueError(
+            f"{len(lengths)} sequences are not a multiple of {size}, the number of sequences that belong together"
+        )
     starts = range(0, len(lengths), size)
     return [Unit(tuple(range(start, start + size)), sum(lengths[start : start + size])) for start in starts]
 
@@ -244,7 +246,7 @@ def shard_batch(
 ) -> ShardedBatch:
     """Return the batch sharded by `assignment`.
 
-    Every shard has a template for each layout in the batch. A layout is whether there are routes, and the names of
+    Every shard has a template for each layout in the batch. A layout is the presence of routes, and the names of
     targets in `held`.
     """
     templates: dict[Hashable, int] = {}

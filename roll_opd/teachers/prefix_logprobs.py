@@ -13,10 +13,11 @@ response up to the start b of some token, and then one token t, which covers the
     P(n) = Σ_b Σ_t exp(A_b) · p(t | b),    A_b: log-prob of the teacher's tokens before byte b
 
 The tokens t at b are the teacher's token of the response and the tokens of the teacher's top-k. A token t that is
-longer counts if the student's tokenizer would also split its bytes at n. With the same tokenizer, no longer t counts,
-and q is the teacher's log-prob of the token. Sequences that differ from the response's tokens before b would need a
-further pass each and are left out. Tokens beyond the top-k are left out too. This lowers P at some n, and moves part of
-a penalty from a token to its neighbour. Over a whole text, Σ q is always the log-prob of the teacher's tokens.
+longer counts if the student's tokenizer would also split its bytes at n. With the same tokenizer, tokens t that are
+longer do not count, and q is the teacher's log-prob of the token. Sequences that differ from the response's tokens
+before b would need a further pass each and are left out. Tokens beyond the top-k are left out too. This lowers P at
+some n, and moves part of a penalty from a token to its neighbour. Over a whole text, Σ q is always the log-prob of the
+teacher's tokens.
 
 Legend: T-P student tokens of a response, U teacher tokens of it, K tokens of a top-k, V token ids.
 """
@@ -52,7 +53,7 @@ class PrefixLogprobs:
     ) -> np.ndarray:
         """Return the teacher's log-probs q on the student's tokens, f32 [T-P]; NaN without a credit.
 
-        If a student token is also a teacher token, and no longer token counts, q is the teacher's log-prob, bit for
+        If a student token is also a teacher token, and longer tokens do not count, q is the teacher's log-prob, bit for
         bit.
 
         Args:

@@ -17,7 +17,7 @@ class WeightSync(Protocol):
     """Transport of the student's weights."""
 
     async def push(self, version: int, followers: Sequence[ActorGroup] = ()) -> None:
-        """Load the student's weights as `version` into all engines and `followers`, which check it."""
+        """Load the student's weights as `version` into all engines and `followers`; receivers verify them."""
         ...
 
 

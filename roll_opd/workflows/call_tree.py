@@ -33,8 +33,8 @@ class Call:
     start: int  # P
     completion: Completion
     tokenizer: Any
-    messages: Sequence[Mapping[str, Any]]  # of the request
-    tools: Sequence[Mapping[str, Any]]  # of the request
+    messages: Sequence[Mapping[str, Any]]  # messages of the request
+    tools: Sequence[Mapping[str, Any]]  # tools of the request
     answer: Callable[[], Mapping[str, Any]]  # the response as an assistant message
     parent: "Call | None" = None  # the call that this call continues
 

@@ -19,7 +19,7 @@ from roll_opd.workflows.workflow_interface import Workflow, flag
 PACKAGE = "roll_opd."
 # builtins that do not call methods of their argument; builtins that access a named attribute
 OBJECT_BUILTINS, ATTRIBUTE_BUILTINS = ("isinstance", "type", "id", "hash"), ("getattr", "hasattr", "setattr")
-RUN = ("run", "run_async", "execute", "set_repeat_times")  # called only by the runner
+RUN = ("run", "run_async", "execute", "set_repeat_times")  # methods that only the runner calls
 RUNNER = "roll_opd.actors"  # calls the entry methods of a class
 TWINS = {"run": "run_async", "step": "step_async", "reward": "reward_async"}
 TWINS |= {value: name for name, value in TWINS.items()}
@@ -114,11 +114,11 @@ def _mentions(kind: type) -> tuple[dict[str, set[str]], bool]:
         method = left.pop()
         for base, code in _called(kind, method):
             own = set(names_in(code))
-            if base.__module__.startswith(PACKAGE):  # `one.eid.run` and `one.reward` are not calls there
+            if base.__module__.startswith(PACKAGE):  # in this package, `one.eid.run` and `one.reward` are not calls
                 own = (own - TWINS.keys()) | set(_self_attributes(code))
             else:
                 is_open = is_open or _passes_self(code)
-            for name in own - {method}:  # a method that calls its base's
+            for name in own - {method}:  # a method that calls the method of its base
                 if name not in found:
                     left.append(name)
                 found.setdefault(name, set()).add(base.__module__)
@@ -126,7 +126,7 @@ def _mentions(kind: type) -> tuple[dict[str, set[str]], bool]:
 
 
 def _called(kind: type, name: str) -> Iterator[tuple[type, CodeType]]:
-    """Yield (class, code) of a method and, while code mentions its name (like super()), of the base's method."""
+    """Yield (class, code) of a method and, as long as code mentions its name (super()), of the base class's method."""
     for base in kind.__mro__:
         codes = list(codes_of(vars(base).get(name)))
         yield from ((base, code) for code in codes)

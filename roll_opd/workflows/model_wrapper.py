@@ -62,7 +62,7 @@ def text_message(response: Experience) -> dict[str, Any]:
 
 
 class Responses(list):
-    """The list of responses of one call; reading an attribute of it reads the attribute of the first response."""
+    """The list of responses of one call; an attribute of the list is the attribute of the first response."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not self:

@@ -92,7 +92,7 @@ class RunAccess:
 
     @property
     def reward(self) -> float | None:
-        """The reward that an agent has posted for this run; None without one."""
+        """The reward that an agent has posted for this run; None if no reward was posted."""
         return self._run().reward
 
     def take_reward(self, body: bytes | str) -> None:
@@ -180,7 +180,7 @@ class TeacherContexts:
     def prompts(self, tokens: np.ndarray, run: RunState, prompt: Prompt) -> dict[str, np.ndarray]:
         """Return a map: teacher -> prompt tokens, which replace the student's prompt `tokens`, int64 [P].
 
-        Raises ValueError if no call of the run has these tokens, or a context cannot be added to the call's prompt.
+        Raises ValueError if no call of the run has these tokens, or if a context cannot be added to the call's prompt.
         """
         if not self._contexts:
             return {}

@@ -12,7 +12,7 @@ from roll_opd.workflows.model_wrapper import ModelWrapper
 from roll_opd.workflows.workflow_experience import Experience
 from roll_opd.workflows.workflow_interface import Task, Workflow, flag
 
-STEPS = "actual_env_steps"  # metric: number of steps of a run, Trinity-RFT's name
+STEPS = "actual_env_steps"  # metric: number of steps of a run (the name is Trinity-RFT's)
 
 
 class _Steps(Workflow):
@@ -234,7 +234,7 @@ class WorkflowWithRecording(Workflow):
     async def update_reward(
         self, reward: float, info: Mapping[str, Any] | None = None, sample_ids: Sequence[str] | None = None
     ) -> None:
-        """Set the reward of all experiences of the run and add to their `info`; the last call counts.
+        """Set the reward of all experiences of the run and add to their `info`; a later call replaces the reward.
 
         Raises ValueError for a reward that is not a finite number, and for `sample_ids`.
         """
@@ -251,7 +251,7 @@ class WorkflowWithRecording(Workflow):
         raise NotImplementedError(f"{type(self).__name__} has no method `run_async`")
 
     def experiences_of(self, returned: Any) -> list[Experience]:
-        """Return the agent's requests as one experience per conversation; the first has the metrics `returned`.
+        """Return one experience per conversation of the agent; the first experience has the metrics `returned`.
 
         Raises TypeError if `returned` is neither a mapping nor None.
         """

@@ -53,7 +53,7 @@ def advice(name: str) -> str | None:
 
 
 def place_of_class(kind: str) -> str | None:
-    """Return the counterpart here of a Trinity-RFT workflow class; None for other classes."""
+    """Return this package's counterpart of a Trinity-RFT workflow class; None for other classes."""
     module = next((module for module, known in _PLACES.values() if known == kind), None)
     return _advice(kind, module, kind) if module else None
 

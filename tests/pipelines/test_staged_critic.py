@@ -147,7 +147,7 @@ def test_a_damaged_checkpoint_is_reported_with_the_one_before_it(
     assert stage.run(*SETTINGS, *resumed, config=WITH_CRITIC, name="damaged").code == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"{checkpoints}/step_{STEPS}/{reported}" in said and "Traceback" not in said
-    assert f"resume from the one before it with resume_from_checkpoint={checkpoints}/step_{SAVED}" in said
+    assert f"resume from the checkpoint before it with resume_from_checkpoint={checkpoints}/step_{SAVED}" in said
 
 
 def test_a_checkpoint_without_a_critic_is_refused(run: Run, tmp_path: Path) -> None:

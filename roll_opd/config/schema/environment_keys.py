@@ -91,7 +91,7 @@ class AgenticKeys(Section):
         None, "the environments of training, and the number of trajectories of each"
     )
     val_env_manager: EnvironmentsPlayed | None = key(None, "the environments of validation, always with the same seeds")
-    val_batch_size: int = key(-1, "number of trajectories in a validation; -1: all that val_env_manager configures")
+    val_batch_size: int = key(-1, "number of trajectories in a validation; -1: all trajectories of val_env_manager")
     reward_normalization: RewardNormalization = key(RewardNormalization(), "baseline of a trajectory's reward")
     step_reward_gamma: Fraction = key(0.95, "discount factor of rewards of later steps (gigpo, step_reinforce)")
     episode_reward_weight: Number = key(1.0, "weight of the advantage among trajectories (gigpo)")

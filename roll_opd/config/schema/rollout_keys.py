@@ -45,7 +45,7 @@ class RolloutKeys(Section):
     )
     max_lost_workers: Count | None = key(
         None,
-        "processes of a reward domain, or of the workflow, that may be lost before the training ends; default: any"
+        "number of processes of a reward domain or of the workflow that may be lost before training ends; default: any"
         " number",
         OURS,
     )

@@ -106,7 +106,7 @@ class Run(RunKeys, CheckpointKeys, RowKeys):
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
     ) = key(None, "how token losses are aggregated; default: as the loss defines it, else seq-mean-token-mean")
     strict_strategies: bool = key(
-        False, "refuse an unavailable strategy or precision; false: replace it by the nearest", OURS
+        False, "refuse an unavailable strategy or precision; false: use the nearest available", OURS
     )
 
 

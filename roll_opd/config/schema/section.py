@@ -131,7 +131,7 @@ def changed(section: S, values: Mapping[str, Any]) -> S:
 
 
 def keys_of(section: type[Section]) -> dict[str, Any]:
-    """Return a map: key of a section that a user may write -> its annotation."""
+    """Return a map: key that a user may write in a section -> its annotation."""
     if section not in _KEYS:
         hints = get_type_hints(section, include_extras=True)
         _KEYS[section] = {item.name: hints[item.name] for item in fields(section) if item.name not in section.ignored}

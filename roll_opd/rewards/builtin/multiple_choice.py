@@ -9,7 +9,7 @@ from roll_opd.rewards.reward_registry import register
 
 @register("multiple_choice", needs_ground_truth=True)
 class MultipleChoice:
-    """Multiple-choice score; part `boxed` is 1 for a boxed choice, which `require_boxed` demands."""
+    """Multiple-choice score; part `boxed` is 1 for a boxed choice. `require_boxed`: a choice without a box is wrong."""
 
     def __init__(self, require_boxed: bool = False) -> None:
         self.require_boxed = flag("multiple_choice", "require_boxed", require_boxed)

@@ -19,7 +19,7 @@ ADVICE = {
 }
 
 
-@register("remote", keeps_time=True, asks_a_service=True, max_concurrency=4)  # calls have batches
+@register("remote", keeps_time=True, asks_a_service=True, max_concurrency=4)  # a call has a batch
 class Remote:
     """Client of the reward server at `url`."""
 

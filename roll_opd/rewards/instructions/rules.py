@@ -1,6 +1,6 @@
 """Checks of IFEval's 25 instructions (Zhou et al. 2023, arXiv 2311.07911) by name.
 
-A check takes the text and the arguments of the instruction under the names in the rows. Words and sentences are counted
+A check takes the text, and the instruction's arguments under their names in the rows. Words and sentences are counted
 in time linear in the text; languages are detected by langdetect, as IFEval's authors do.
 """
 
@@ -36,7 +36,7 @@ def is_language(text: str, language: str) -> bool:
 
 
 _WORD = re.compile(r"\w+")
-_TOKEN = re.compile(r"[^\W_]+(?:[.'’_-][^\W_]+)*")  # hyphenated words and contractions count as one
+_TOKEN = re.compile(r"[^\W_]+(?:[.'’_-][^\W_]+)*")  # a hyphenated word or contraction counts as one word
 # end marks of sentences with closing quotes and brackets; after Chinese and Japanese marks, no space is needed
 _POINT = re.compile(r"(?<![.!?…])[.!?…]+[\"'”’)\]*_]*(?=\s|\Z)|[。！？]+[”’」』）]*")
 _BEFORE_POINT = re.compile(r"[^\s(\[\"'“‘]{1,20}\Z")
@@ -49,7 +49,7 @@ _SHORTENED = frozenset("etc al inc ltd co corp jr sr est dept vol ave".split()) 
 
 
 def count_words(text: str) -> int:
-    r"""Count runs of letters, digits and underscores (`\w+`), IFEval's count; "don't" counts as two."""
+    r"""Count runs of letters, digits and underscores (`\w+`), as IFEval does; "don't" counts as two words."""
     return sum(1 for _ in _WORD.finditer(text))
 
 

@@ -30,7 +30,7 @@ from sympy.simplify.simplify import simplify
 from roll_opd.rewards.mathematics.notation import brackets_inside, split_outside
 
 _READ = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none")
-_PLAIN_PRODUCTS = ConversionConfig(interpret_as_mixed_fractions=False)  # mixed numbers are fractions by now
+_PLAIN_PRODUCTS = ConversionConfig(interpret_as_mixed_fractions=False)  # mixed numbers are already fractions
 _DIGITS = 30  # digits of a numeric comparison
 _APART = 10.0**-20  # relative difference above which two numbers differ
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\})\s*\^\\circ")
@@ -67,7 +67,7 @@ def same_set(gold: str, answer: str) -> bool:
 
 
 def contradict(value: str, rounding: str) -> bool:
-    """Return whether `value` is a real number that the decimal `rounding` neither rounds nor truncates."""
+    """Return whether `value` is a real number that is not equal to the decimal `rounding` when rounded or truncated."""
     number = _read(value)
     if number.free_symbols or not _is_expression(number):
         return False

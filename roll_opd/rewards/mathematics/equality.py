@@ -240,7 +240,7 @@ def _scale(decimal: re.Match[str]) -> Fraction:
 
 
 def _contradict(text: str, rounding: str, algebra: Algebra) -> bool:
-    """Return whether `text` is a number that the decimal `rounding` neither rounds nor truncates."""
+    """Return whether `text` is a number that is not equal to the decimal `rounding` when rounded or truncated."""
     decimal = _DECIMAL.fullmatch(rounding)
     assert decimal
     scale = _scale(decimal)

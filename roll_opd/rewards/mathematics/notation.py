@@ -248,7 +248,7 @@ def point_of(members: Sequence[str]) -> list[str] | None:
 
 
 def brackets_inside(text: str) -> str | None:
-    """Return the content of the brackets, of any kind, that enclose the whole text; None if none do."""
+    """Return the content of the brackets, of any kind, that enclose the whole text; None without such brackets."""
     opening = "\\{" if text.startswith("\\{") else text[:1]
     if opening not in ("(", "[", "\\{", "{"):
         return None

@@ -114,7 +114,7 @@ class _Process:
     def _processor_seconds(self) -> float:
         try:
             times = psutil.Process(self.process.pid).cpu_times()
-        except psutil.Error:  # it has ended
+        except psutil.Error:  # the process has ended
             return 0.0
         return times.user + times.system
 

@@ -3,8 +3,8 @@
 `assert f(1) == [2]` becomes `_seen(0, f(1))` inside, and `[2]` stays outside for the comparison. This works for
 comparisons with a literal anywhere in the code: in a `test_` or `check` function, in a loop, or joined by `and`. Other
 assertions are evaluated inside the sandbox, in the program's process. Only their outcome is reported, so each of these
-must be reached. `check_of_call` does the same for test cases of APPS, TACO and LiveCodeBench, which call a function or
-a method of class `Solution`.
+assertions must be executed. `check_of_call` splits test cases of APPS, TACO and LiveCodeBench in the same way; they
+call a function or a method of class `Solution`.
 """
 
 import ast
@@ -179,7 +179,7 @@ class _Hider(ast.NodeTransformer):
 
 
 def check_of_call(name: str, arguments: Sequence[Any], answer: Any, wrapped: bool) -> HiddenCheck:
-    """Return the check of one call; `wrapped`: the answer may stand in a one-item list. Raises ValueError."""
+    """Return the check of one call; `wrapped`: the answer may be in a one-item list. Raises ValueError."""
     wanted = plain(answer)
     accepted = [wanted, wanted[0]] if wrapped else [wanted]
     written = ", ".join(repr(plain(argument)) for argument in arguments)

@@ -30,11 +30,11 @@ class CaseLimits:
 
     cpu_seconds: int = 5  # limit for all processes together
     wall_seconds: float = 10.0  # waiting for a CPU does not count
-    memory_mb: int = 512  # address space per process, and resident memory of all together
+    memory_mb: int = 512  # address space per process, and resident memory of all processes together
     processes: int = 16  # concurrent processes and threads
     open_files: int = 64
-    disk_mb: int = 32  # the work directory, which is memory, and shared memory
-    files: int = 4096  # maximum number of files and directories in each
+    disk_mb: int = 32  # size of the work directory (in memory), and of shared memory
+    files: int = 4096  # maximum files and directories in the work directory, and in shared memory
     output_mb: int = 4  # standard output
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ ENVIRONMENT = {
 FLAGS = ("-s", "-S", "-B", "-X", "utf8")
 START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from inside.supervisor import main; main(*sys.argv[1:])"
 PACKAGES = "/python/packages"
-PRIVATE = ("cmdline", "config.gz", "key-users", "keys", "locks", "sched_debug", "timer_list")  # files of /proc
+PRIVATE = ("cmdline", "config.gz", "key-users", "keys", "locks", "sched_debug", "timer_list")  # masked files of /proc
 
 
 def isolated_command(limits: CaseLimits, packages: Sequence[Path], seccomp_fd: int) -> list[str]:

@@ -24,7 +24,7 @@ class Case:
     """One run of the program, with either its input and expected output, or a check that runs after it."""
 
     stdin: str = ""
-    expected_stdout: str | None = None  # None: must exit without an error
+    expected_stdout: str | None = None  # None: the program must only exit without an error
     check: HiddenCheck | None = None
     before: str = ""  # code to run before the program
     about_text: str | None = None  # code that replaces the program, with the answer as a literal
@@ -155,7 +155,7 @@ def _check(code: str, item: Mapping[str, Any], row: Mapping[str, Any]) -> Hidden
 
 
 def _uncalled_test(tree: ast.Module) -> str | None:
-    """Return the name of a test class or coroutine that is never run, so any program would pass; None without such."""
+    """Return the name of a test class or coroutine that is never run (any program would pass), else None."""
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     for node in tree.body:
         if not isinstance(node, ast.AsyncFunctionDef | ast.ClassDef):

@@ -36,7 +36,7 @@ def same_output(output: bytes, expected: str, tolerance: float = TOLERANCE) -> b
 
 
 def same_value(value: Any, wanted: Any, tolerance: float = TOLERANCE) -> bool:
-    """Return whether a value equals the expected value, or is within tolerance if either has a fraction.
+    """Return whether a value equals the expected value, within tolerance if one of the two has a fraction.
 
     Recurses into lists, tuples and the values of mappings; sets and keys are compared exactly.
     """
@@ -117,8 +117,8 @@ def _is_whole(text: str) -> bool:
 
 
 # the program controls the cost of decoding: equal hashes make sets slow, large terms make fractions slow
-MAX_MEMBERS = 2000  # of a set or a mapping; expected literals are shorter
-MAX_DIGITS = 1000  # of a fraction's terms
+MAX_MEMBERS = 2000  # maximum members of a set or mapping; expected literals are shorter
+MAX_DIGITS = 1000  # maximum digits of a fraction's terms
 
 
 class Unreadable(ValueError):

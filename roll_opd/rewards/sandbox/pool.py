@@ -21,7 +21,7 @@ PROCESSES = "process limit"
 DISK = "disk limit"
 NO_CODE = "no code"
 REFUSED = "sandbox refused"  # the sandbox failed twice on this program
-NOT_RUN = "not run"  # decided by an earlier case
+NOT_RUN = "not run"  # an earlier case has decided the result
 
 _XCPU, _KILL = -24, -9
 
@@ -51,7 +51,7 @@ def _failure(exit_code: int, error: object) -> str:
     return WRONG if error == "AssertionError" else RUNTIME
 
 
-ATTEMPTS = 2  # per program; a sandbox may have been killed from outside
+ATTEMPTS = 2  # attempts per program; a sandbox may have been killed from outside
 PROBE = ("print(6 * 7)", (Case(expected_stdout="42"),))
 
 

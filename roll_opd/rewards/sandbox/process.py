@@ -28,7 +28,7 @@ from roll_opd.rewards.sandbox.inside.watch import PATIENCE
 from roll_opd.rewards.sandbox.seccomp import ARCHITECTURES, filter_program
 
 START_SECONDS = 30.0
-GRACE_SECONDS = 5.0  # beyond a case's wall time on a busy machine, before the sandbox is killed
+GRACE_SECONDS = 5.0  # from the end of a case's wall time on a busy machine until the sandbox is killed
 MAX_FRAME_BYTES = 64 * MEBI
 CLOSE_SECONDS = 2.0
 

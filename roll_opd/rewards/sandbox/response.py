@@ -63,7 +63,7 @@ def program_of(response: str, called: Collection[str] = ()) -> str | None:
 
 
 def fenced_blocks(text: str) -> Iterator[Block]:
-    """Yield the fenced code blocks by CommonMark's rules, also in lists and quotes; the last may be unclosed.
+    """Yield the fenced code blocks by CommonMark's rules, also in lists and quotes; the last block may be unclosed.
 
     Works line by line in time linear in the text; a regular expression could backtrack.
     """

@@ -84,7 +84,7 @@ class AgentWorkflow(Workflow):
         words = [word.replace("{base_url}", url).replace("{api_key}", key) for word in command]
         environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
         host = urlsplit(url).hostname or ""
-        for name in ("NO_PROXY", "no_proxy"):  # no proxy: it cannot reach this host and must not see the key
+        for name in ("NO_PROXY", "no_proxy"):  # a proxy cannot reach this host and must not see the key
             environment[name] = ",".join(filter(None, [os.environ.get(name), host]))
         with TemporaryFile() as row, TemporaryFile() as output, TemporaryFile() as errors:
             row.write(json.dumps(self.task.raw_task, default=str).encode())
@@ -107,7 +107,7 @@ class AgentWorkflow(Workflow):
         """
         *_, last = ["", *output.splitlines()]
         parsed = None
-        with contextlib.suppress(ValueError, RecursionError):  # not a reward
+        with contextlib.suppress(ValueError, RecursionError):  # the line is not a reward
             parsed = json.loads(last)
         if isinstance(parsed, int | float) or (isinstance(parsed, dict) and "reward" in parsed):
             self.model.take_reward(last)

@@ -75,7 +75,7 @@ class ChatRequest:
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """Parse and validate a request body; raises Refusal, with the wrong field, unless it can be served exactly."""
+    """Parse and validate a request body; raises Refusal (with the wrong field) if it cannot be served exactly."""
     try:
         request = json.loads(body)
         json.dumps(request, ensure_ascii=False).encode()  # raises an error for a lone surrogate

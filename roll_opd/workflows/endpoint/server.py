@@ -1,7 +1,7 @@
 """The HTTP server of the policy in a workflow process, with one session per run.
 
 Responses come from `ModelWrapper.answer`, so they are recorded in the run's call tree. The server starts when its
-address is first read, or with the process if a port is configured.
+address is first read; with a configured port, it starts together with the process.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class _StreamedError(Exception):
     """Error that has been sent within a stream."""
 
     def __init__(self, response: web.StreamResponse) -> None:
-        """Create the error for the stream `response`, which ends with it."""
+        """Create the error with which the stream `response` ends."""
         self.response = response
 
 
@@ -61,7 +61,7 @@ class RunSession:
 
 
 class PolicyServer:
-    """The HTTP server of a process; sessions are identified by key, or by URL or header and the server's key."""
+    """The HTTP server of a process; a session is identified by its key, or by URL or header with the server's key."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class PolicyServer:
         self._by_key: dict[str, RunSession] = {}
         self._by_id: dict[str, RunSession] = {}
         self._by_run: dict[int, RunSession] = {}
-        self._closed: OrderedDict[str, None] = OrderedDict()  # keys and ids
+        self._closed: OrderedDict[str, None] = OrderedDict()  # keys and ids of closed sessions
         self._active_requests = 0
         self._address: str | None = None
         self._starting = threading.Lock()
@@ -229,7 +229,7 @@ class PolicyServer:
             whole = text_of(self._model.tokenizer, without_end(self._model.tokenizer, ids, response.finish_reason))
             prompt = text_of(self._model.tokenizer, response.tokens[: response.prompt_length].numpy()[-MARK_TOKENS:])
             if opens_a_thought(prompt) and after_thoughts(whole) == whole:
-                return as_message(text, (), self._parse, number)  # truncated within a thought
+                return as_message(text, (), self._parse, number)  # the response was truncated within a thought
             found = as_message(whole, chat.tools, self._parse, number)
             plain = text if "tool_calls" not in found else without_special(self._model.tokenizer, found["content"])
             return {**found, "content": plain or None if "tool_calls" in found else plain}

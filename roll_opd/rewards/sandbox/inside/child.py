@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from .cleaning import IS_INIT, write_all
 
-# modules that ROLL star-imports into every program, in its order
+# modules that ROLL star-imports into every program, in ROLL's order
 STARS = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
@@ -59,7 +59,7 @@ def confine(limits: dict[str, int]) -> None:
         (resource.RLIMIT_NPROC, limits["processes"] + 1, limits["processes"] + 1),
     ):
         if what == resource.RLIMIT_NPROC and not IS_INIT:
-            continue  # outside a user namespace it would count the user's own processes
+            continue  # outside a user namespace, the limit would count all processes of the user
         resource.setrlimit(what, (soft, hard))
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -82,9 +82,9 @@ def play(
     confine(limits)
     random.seed(0)
     sys.setrecursionlimit(600_000)  # as ROLL does; memory is the limit
-    sys.set_int_max_str_digits(0)  # so are CPU seconds
+    sys.set_int_max_str_digits(0)  # CPU seconds are the limit
     if check is not None:
-        module.__name__ = "solution"  # tests of KodCode import from there
+        module.__name__ = "solution"  # tests of KodCode import from a module of this name
     sys.modules[module.__name__] = module
     space = module.__dict__
     seen: list[list[object]] = []
@@ -120,7 +120,7 @@ def play(
 
 
 def plain(value: object, depth: int = 0) -> list[object] | bool | None:
-    """Encode a value as JSON together with its kind of type; [] for unsupported values. comparison.py decodes it."""
+    """Encode a value and the kind of its type as JSON; [] for unsupported values. comparison.py decodes it."""
     if depth > 100:
         return []
     if value is None or isinstance(value, bool | str):

@@ -1,4 +1,4 @@
-"""Pipes of a case, and the cleanup after it, which kills its processes and removes its files."""
+"""Pipes of a case, and the cleanup after the case: kill its processes and remove its files."""
 
 import os
 import signal

@@ -1,9 +1,9 @@
 """Supervisor, the first process inside a sandbox: runs test cases in forked children and reports their outcome.
 
 It does not grade: it gets a program, its input and a check without expected values, and returns output, exit status and
-the values that the check saw. It has no secrets, and the child has neither of its pipes. It is the first process of its
-pid namespace, so it cannot be killed from within. It is not dumpable, so its memory and files cannot be opened through
-/proc.
+the values that the check saw. It has no secrets, and a child does not have the supervisor's two pipes. It is the first
+process of its pid namespace, so it cannot be killed from within. It is not dumpable, so its memory and files cannot be
+opened through /proc.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ def main(directory: str, *packages: str) -> None:
     sys.path[:1] = []  # remove this package's directory
     sys.path += packages
     with suppress(WorkerGone, OSError):
-        serve(os.dup(0), os.dup(1), directory)  # the children's pipes replace 0 and 1
+        serve(os.dup(0), os.dup(1), directory)  # the children's pipes replace descriptors 0 and 1
     kill_all()
     if not IS_INIT:
         with suppress(OSError):

@@ -6,11 +6,11 @@ import time
 
 from .cleaning import IS_INIT, SHARED_MEMORY, close, drain, feed_some, kill_all
 
-TICK = 0.01  # s between checks of the limits
+TICK = 0.01  # seconds between checks of the limits
 REPORT_BYTES = 4 << 20
 PATIENCE = 3  # maximum multiple of the wall time on a busy machine
 PAGE = os.sysconf("SC_PAGESIZE")
-CLOCK_TICKS = os.sysconf("SC_CLK_TCK")  # per second of CPU time
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")  # clock ticks per second of CPU time
 
 
 class WorkerGone(Exception):
