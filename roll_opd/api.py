@@ -66,7 +66,7 @@ class Batch:
         """Return the batch with one reward for each sample."""
         values = list(map(float, rewards))
         if len(values) != len(self.samples):
-            raise ValueError(f"{len(values)} rewards for {len(self.samples)} samples; give one for each")
+            raise ValueError(f"{len(values)} rewards for {len(self.samples)} samples; give one per sample")
         samples = (changed(sample, reward=value) for sample, value in zip(self.samples, values, strict=True))
         return replace(self, samples=tuple(samples))
 
@@ -205,7 +205,7 @@ class Session:
             self._connection.send((name, arguments))
             return self._answer()
         except KeyboardInterrupt:
-            self.close()  # the answer may still arrive, and would be taken for the answer to another call
+            self.close()  # a late answer would be taken for the answer to the next call
             raise
 
     def _answer(self) -> Any:

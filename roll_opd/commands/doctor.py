@@ -38,7 +38,7 @@ LOCAL_LAYERS = "local (scaled_dot_product_attention)"
 PLUGIN = "the entry point 'roll_opd' of vllm.general_plugins"
 GIB = 1 << 30
 SHM_NEEDED = 1 * GIB  # Ray's object store uses it; containers have 64 MiB by default
-MEMORY_NEEDED = 6 * GIB  # taken by Ray, a vLLM engine, two Megatron roles and the driver, without a real model
+MEMORY_NEEDED = 6 * GIB  # memory of Ray, a vLLM engine, two Megatron roles and the driver, without a real model
 
 Level = Literal["broken", "warning"]
 

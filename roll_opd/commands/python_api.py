@@ -24,7 +24,7 @@ from roll_opd.base.command_line import RUN_DIRECTORY_FILE
 
 PREFIX = "roll-opd: "  # prefix of the message about the end of a run
 TAIL = 8000  # number of characters at the end of the output that are searched for this message
-LAST_LINES = 15  # shown if a run ended without such a message
+LAST_LINES = 15  # number of last lines shown if a run ended without such a message
 POLL_MS = 500
 
 Config = str | os.PathLike[str] | Mapping[str, Any]

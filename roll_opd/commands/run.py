@@ -160,7 +160,7 @@ def _launch(
             hosts = Hosts(host, again=plan.host_timeout_s if restarts_left() else 0.0)
         except LaunchError as error:
             return exit_code(error)
-        signal.signal(signal.SIGTERM, _terminated)  # until the run installs its own handler
+        signal.signal(signal.SIGTERM, _terminated)  # the handler until the run installs another handler
         code = FAILED
         try:
             code = _served(plan, server, hosts, backend)

@@ -158,7 +158,7 @@ class ObjectivePlan(ObjectiveKeys):
     reward_bounds: tuple[float, float] | None = None  # bounds of normalised rewards, before reward_clip
     policy_loss: str = "importance_sampling"  # a name of `algorithms.registry.POLICY_LOSSES`, or a dotted path
     policy_loss_args: FrozenDict = field(default_factory=FrozenDict)  # its arguments
-    dual_clip: float | None = 3.0  # read by losses with a clipped ratio; None: no bound
+    dual_clip: float | None = 3.0  # bound in losses with a clipped ratio; None: no bound
     paired: bool = False  # whether the loss compares sequences 2i and 2i+1
     loss_agg_mode: str = "token-mean"
     loss_normaliser: float | None = None  # divisor of seq-mean-token-sum-norm: the response length

@@ -208,7 +208,7 @@ class Checkpoints:
             yield
         except Exception as error:
             self._pending = None
-            # read before the partial files are removed, which frees space
+            # free space before the partial files are removed
             free = shutil.disk_usage(self._run.path).free
             why = full_disk(error, self._run.path) or f"{_first_line(error)} ({free / 2**20:.0f} MiB free)"
             shutil.rmtree(self._partial(step), ignore_errors=True)

@@ -64,11 +64,11 @@ class Sections:
 
     top: Run | None = None
     workers: dict[str, Worker | None] = field(default_factory=dict)  # name of the section -> role
-    teachers: dict[str, Worker | None] = field(default_factory=dict)  # by teacher name
+    teachers: dict[str, Worker | None] = field(default_factory=dict)  # name of the teacher -> role
     rewards: dict[str, Reward | None] = field(default_factory=dict)
     judges: dict[str, Worker | None] = field(default_factory=dict)  # domain -> the engine that is its judge
     auxiliaries: dict[str, Worker | RemoteModelKeys | None] = field(default_factory=dict)  # models that workflows call
-    pretrain: str | None = None  # as configured; present even if `top` has a wrong value
+    pretrain: str | None = None  # `pretrain` as configured; present even if `top` has a wrong value
 
 
 def read_sections(
@@ -211,7 +211,7 @@ def _with_free_keys(data: Any, diag: Diagnostics, model: type[Term] = Reward) ->
     kept = {key: value for key, value in data.items() if key in known}
     args = {} if kept.get("args") in (None, "None") else kept["args"]
     if not isinstance(args, dict):
-        return kept  # the check of types reports the wrong type
+        return kept  # reported by the type check
     args = dict(args)
     for key, value in data.items():
         if key in known:

@@ -103,7 +103,7 @@ def _objective(top: Supervised) -> ObjectivePlan:
     arguments = {key: value for key in top.loss_arguments if (value := getattr(top, key)) is not None}
     own = loss_facts(row.policy_loss).loss_agg_mode
     kl_loss_coef = getattr(top, "kl_loss_coef", None)
-    if kl_loss_coef is None:  # the KL loss is in the table of Trinity-RFT's algorithms; ROLL's DPO has none
+    if kl_loss_coef is None:  # the KL loss is in the table of Trinity-RFT's algorithms; ROLL's DPO has no KL loss
         kl_loss_coef = KL_LOSS_COEF if top.algorithm_type and row.kl_loss and top.has_reference else 0.0
     if own and top.loss_agg_mode not in (None, own):
         top.diag.error(

@@ -65,7 +65,7 @@ def check_teachers(roles: Roles, top: Top, response: int) -> None:
         elif worker.prompt_length:
             role.diag.note("prompt_length", "has no effect without a system_prompt, a hint or a template")
         if worker.follows_student and role.external:
-            what = "does not get the student's weights; remove it, or follows_student"
+            what = "does not get the student's weights; remove this section, or follows_student"
             role.diag.error(next(iter(worker.sources)), what)
         elif worker.follows_student:
             _check_follower(role, worker, roles, top)

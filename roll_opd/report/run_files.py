@@ -90,7 +90,7 @@ def read_run(path: Path) -> RunRecord:
     config_text = _text(path / CONFIG, problems)
     summary = _mapping(path / SUMMARY, problems, optional=True)
     if metrics and summary and summary.get("steps") != metrics[-1]["step"]:
-        summary = {}  # written by an earlier part of a resumed run
+        summary = {}  # an earlier part of a resumed run has written the summary
     return RunRecord(
         path=path,
         metrics=metrics,

@@ -158,5 +158,5 @@ def matches(pattern: Pattern, text: str, whole: bool) -> bool:
     except TimeoutError:
         raise PatternTimeout(
             f"{pattern.pattern!r} took more than {SECONDS} s on {len(text)} characters; write it without"
-            " repetitions inside repetitions"
+            " nested repetitions"
         ) from None

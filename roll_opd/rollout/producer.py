@@ -75,7 +75,7 @@ class Rollouts:
     passes: GroupFilter | None = None
     demonstrations: int = 0  # rows with answers per batch
     in_rounds: bool = False  # no sample depends on timing, even if groups run ahead
-    restored: Sequence[FinishedGroup] = ()  # from the resumed checkpoint; groups above the age bound are sampled again
+    restored: Sequence[FinishedGroup] = ()  # of the resumed checkpoint; above the age bound, sampled again
     _production: "_Production | None" = field(default=None, init=False)
 
     async def batches(self) -> AsyncGenerator[Batch, None]:

@@ -243,7 +243,7 @@ class Batch:
     filtered_draws: list[int] = field(default_factory=list)
     # oldest and newest version of each draw, if groups run ahead
     sampled_by: list[list[int]] = field(default_factory=list)
-    generated_tokens: int = 0  # of all groups, including groups that did not pass
+    generated_tokens: int = 0  # sampled tokens of all groups, including groups that did not pass
     demonstrations: list[Prompt] = field(default_factory=list)  # rows with answers
     demonstration_samples: list[Sample] = field(default_factory=list)
     source_state: dict[str, Any] = field(

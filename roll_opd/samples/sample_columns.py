@@ -25,7 +25,7 @@ class Column:
     meaning: str
     filled_by: str
     read_by: str
-    dtype: str = ""  # on the driver
+    dtype: str = ""  # dtype on the driver
     shard: str = ""  # dtype in a shard
     shape: str = "[T-P]"
 

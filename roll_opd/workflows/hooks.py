@@ -104,7 +104,7 @@ def _is_package_class(base: type) -> bool:
 
 def _mentions(kind: type) -> tuple[dict[str, set[str]], bool]:
     """Return method name -> modules that mention it, and whether the user's code may call methods of any name."""
-    both = isinstance(getattr(kind, "is_async", None), property)  # known only for an instance
+    both = isinstance(getattr(kind, "is_async", None), property)  # only an instance has the value
     entries = ["run", "run_async"] if both else ["run_async" if flag(kind, "is_async") else "run"]
     entries += ["reset"] if flag(kind, "can_reset") or callable(getattr(kind, "resettable", None)) else []
     entries += ["set_repeat_times"] if flag(kind, "can_repeat") else ["set_single_run_context"]

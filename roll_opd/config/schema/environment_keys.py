@@ -75,7 +75,7 @@ class RewardNormalization(Section):
         "identity: unchanged; mean: subtract the mean; mean_std: also divide by the standard deviation; asym_clip: as"
         " mean_std, then clip to [-1, 3]",
     )
-    # in this order, as elsewhere: typing caches both orders as one type, and the page shows the order seen first
+    # the same order as elsewhere: typing caches both orders as one type, and the page shows the order seen first
     norm_mean_type: Literal["group", "batch"] | None = key(None, "samples whose mean is subtracted; overrides method")
     norm_std_type: Literal["group", "batch"] | None = key(
         None, "samples whose standard deviation is the divisor; overrides method"

@@ -82,5 +82,5 @@ def same_answer(answer: str, gold: str) -> bool:
         return False
     try:
         return bool(is_right(rf"\boxed{{{answer}}}", gold))
-    except (TimedOut, Crashed):  # not proven right
+    except (TimedOut, Crashed):  # the answer is not proven right
         return False

@@ -10,7 +10,7 @@ from roll_opd.tracking.run_directory import RunDirectory
 from roll_opd.tracking.trackers import register, run_id
 
 PARAMS_PER_REQUEST = 100  # MLflow's limit
-PARAM_CHARACTERS = 500  # accepted by every MLflow server since 1.28
+PARAM_CHARACTERS = 500  # every MLflow server since 1.28 accepts this length
 
 
 @register("mlflow", packages=("mlflow", "sqlalchemy", "alembic"))

@@ -55,7 +55,7 @@ def _default(name: str) -> float | None:
 SAMPLES_SHOWN = 3  # maximum samples of a step
 MAX_TEXT = 4000  # maximum characters of a prompt or response
 FACTS = ("id", "tag", "reward", "finish_reason")
-TEXT_GROWTH = 1.25  # factor between steps with samples: 30 such steps in 1,000
+TEXT_GROWTH = 1.25  # ratio of successive steps with samples: 30 such steps in 1,000
 
 
 @register("tensorboard")

@@ -215,7 +215,7 @@ class PolicyServer:
             work.cancel()
             session.tasks.discard(work)
             if not delivered and work.done() and not work.cancelled() and work.exception() is None:
-                self._model.forget(work.result())  # not trained on, as the client has not received it
+                self._model.forget(work.result())  # the client has not received the response, so it is not trained on
 
     async def _answer(self, chat: ChatRequest) -> Responses:
         """Generate the response; raises Refusal for a conversation that the model cannot continue."""
