@@ -74,7 +74,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         echo(f"roll-opd: {error}", sys.stderr)
         return USER_ERROR
     if uses_user_code(plan) or (plan.workflow and plan.rewards):
-        # imports torch, as modules of the user may
+        # imports torch; modules of the user may import torch too
         from roll_opd.commands.run import exit_code
         from roll_opd.pipelines.check_user_code import check_user_code
         from roll_opd.pipelines.reward_source import uncalled_rewards
@@ -100,7 +100,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _score_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model directory")
-    of_rows = 'lines {"id", "tokens", "prompt_length"}; or rows with answers, as for SFT, which are tokenised'
+    of_rows = 'lines {"id", "tokens", "prompt_length"}; or rows with answers to tokenise, as for SFT'
     parser.add_argument("--input", required=True, metavar="ROWS.jsonl", help=of_rows)
     of_scores = 'OUT.jsonl: lines {"id", "logprobs"}; OUT.parquet: a teacher file; in the order of the input'
     parser.add_argument("--output", required=True, metavar="OUT", help=of_scores)

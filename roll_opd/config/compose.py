@@ -90,7 +90,7 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
     places: SearchPath | None = None
     try:
         with warnings.catch_warnings(), initialize_config_dir(str(directory), version_base="1.3", job_name="roll_opd"):
-            # a file without `_self_` in its defaults overrides them, as users expect
+            # without `_self_` in its defaults list, a file overrides the defaults, as users expect
             warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
             warnings.filterwarnings("ignore", message=".*is not available")  # missing search paths are reported below
             places = search_path(parsed, file)

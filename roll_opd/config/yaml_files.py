@@ -38,7 +38,7 @@ _PARSED: dict[Hashable, bytes] = {}  # pickled, as unpickling is five times as f
 
 
 class BoundedFiles(FileConfigSource):
-    """Hydra's source of files, which calls `check_file` before each read."""
+    """A source of files for Hydra that calls `check_file` before each read."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return a file's configuration; raises ConfigError as `check_file` does."""
@@ -51,7 +51,7 @@ class BoundedFiles(FileConfigSource):
 
 
 class HydrasOwnFiles(ImportlibResourcesConfigSource):
-    """A Hydra `ConfigSource` of the files in Hydra's package, which parses each file once."""
+    """A Hydra `ConfigSource` that parses each file of Hydra's package once."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return a file's configuration."""

@@ -92,7 +92,7 @@ class Run:
         source_state: dict[str, Any] | None = None,
         groups: Sequence[FinishedGroup] = (),
     ) -> AsyncIterator[None]:
-        """If a checkpoint is due, write it before the block and mark it as valid after the block, which logs the step.
+        """If a checkpoint is due, write it before the block, which logs the step, and mark it as valid after the block.
 
         So the logs are complete up to any valid checkpoint. With `async_save`, a checkpoint becomes valid after a later
         step, except after the last step. If SIGTERM has arrived, a checkpoint is written and Terminated is raised.

@@ -313,7 +313,7 @@ def _micro_batches() -> list[str]:
 
 
 def not_finite(row: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return a map: array -> indices of NaN and infinite values at action tokens, which JSON cannot represent."""
+    """Return a map: array -> indices, at action tokens, of NaN and infinite values, which JSON cannot represent."""
     arrays = {name: value for name, value in row.items() if isinstance(value, np.ndarray)}
     acted = np.asarray(row["action_mask"])
     cuts = row.get("teacher_cuts", {})

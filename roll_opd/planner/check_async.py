@@ -32,7 +32,7 @@ def check_async(top: Top, roles: Roles) -> None:
     if top.deterministic and "on_weight_update" in top.written and top.on_weight_update != "wait":
         top.diag.error(
             "on_weight_update",
-            f"{top.on_weight_update} makes the weights that sample a token depend on timing, and deterministic is true;"
+            f"{top.on_weight_update} makes the weights that sample a token depend on timing, but deterministic is true;"
             " write wait, or leave it out",
         )
     _check_devices(top, roles)

@@ -192,7 +192,7 @@ def _sentence(end: TurnEnd, tokens: StopTokens, stops: tuple[str, ...], path: Pa
             f"ends a turn with {end.names[0]} (id {end.ids[0]}), which is not a stop token: generation stops at"
             f" {tokens.words}"
         )
-        remedy = f"add {end.ids[0]} to eos_token_id in {file}, which exports keep"
+        remedy = f"add {end.ids[0]} to eos_token_id in {file} (exports keep this file)"
         if not learns:
             remedy += f", or write generating_args.stop_strings: ['{end.names[0]}']"
     elif end.text:

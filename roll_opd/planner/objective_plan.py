@@ -102,8 +102,9 @@ def _with_reward(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
 def _clip_range(top: Top) -> tuple[float, float]:
     """Return a ratio's clip range below and above 1: pg_clip, or pg_clip_low and pg_clip_high if these apply.
 
-    `pg_clip_low` and `pg_clip_high` apply if `use_pg_clip_range` is true (default 0.2), as in ROLL. If it is unset,
-    they also apply if the loss is selected by a key that ROLL does not have (default: `pg_clip`).
+    `pg_clip_low` and `pg_clip_high` apply if `use_pg_clip_range` is true (default 0.2), as in ROLL. If
+    `use_pg_clip_range` is unset, both keys (default: `pg_clip`) also apply if a key that ROLL does not have selects the
+    loss.
     """
     if not _reads_clip_range(top):
         return top.pg_clip, top.pg_clip

@@ -362,7 +362,7 @@ class _Production:
             batch.demonstration_samples = demonstration_samples(batch.demonstrations, first_draw)
 
     def _state(self) -> dict[str, Any]:
-        """Return the state of the source before the prompts of later batches, which a resumed run draws again."""
+        """Return the source's state before the prompts of later batches; a resumed run draws these prompts again."""
         state = dict(self._position.state)
         if isinstance(self._source, MixedSource):
             state["demonstrations"] = self._source.demonstrations.state_dict()

@@ -38,7 +38,7 @@ def sampled_rows(rows: int) -> list[int]:
 
 
 def row_checksums(tensor: torch.Tensor, rows: list[int]) -> list[int]:
-    """Return the CRC-32 of the bytes of each of the given rows of a [rows, ...] tensor."""
+    """Return the CRC-32 of each of the given `rows` of a tensor [rows, ...]."""
     picked = tensor.detach()[rows].cpu().contiguous()
     return [zlib.crc32(row.reshape(-1).view(torch.uint8).numpy()) for row in picked]
 

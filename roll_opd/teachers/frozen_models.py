@@ -1,4 +1,4 @@
-"""The scoring stage of a step: each teacher scores samples with its tags, the reference policy all samples."""
+"""The scoring stage of a step: teachers score samples with their tags; the reference policy scores all samples."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -77,7 +77,7 @@ class FrozenModels:
         return reads or any(teacher.scores(sample) for teacher in self.teachers)
 
     async def compute_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Sample]:
-        """Return the samples with the log-probs and targets of all models, which compute concurrently.
+        """Return the samples with the log-probs and targets of all models; the models compute concurrently.
 
         RunError if there are teachers but none has a sample's tag, or if a teacher with another tokenizer can score too
         few tokens of the run.

@@ -102,8 +102,8 @@ def lost_gain(values: np.ndarray, stderr2: np.ndarray | None = None) -> Lost:
 
     A fall is the mean of a best window minus the mean of all later steps. The later steps have equal weights, or
     weights 1, 2, ... to detect a fall that continues. For a rising curve, the expected fall is not positive. The
-    evidence is the mean, over windows and weights, of the likelihood ratio exp(PRIOR z^2 / 2) of a fall of z standard
-    errors with a normal prior of its size (up to a factor: Wakefield 2009). Falls are counted only after a significant
+    evidence is the mean, over windows and weights, of a likelihood ratio: exp(PRIOR z^2 / 2) for a fall of z standard
+    errors whose size has a normal prior (up to a factor: Wakefield 2009). Falls are counted only after a significant
     gain, if both halves of the last window lie below the best window, and if they exceed every earlier fall from which
     the run recovered.
     """

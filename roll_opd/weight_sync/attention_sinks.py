@@ -14,7 +14,7 @@ SINKS = ".sinks"
 
 
 def load_sinks_by_loader(model: torch.nn.Module) -> None:
-    """Make the model load its sinks with their weight loader, as layerwise reload requires. Idempotent.
+    """Make the model load its attention sinks with the sinks' weight loader, as layerwise reload requires. Idempotent.
 
     vLLM 0.32 copies the sinks into their parameter directly; during a reload the parameter is on the meta device, so
     the copy has no effect.

@@ -102,7 +102,7 @@ def incomplete_layers(model: torch.nn.Module, sent: set[str], exempt: set[str]) 
         info = get_layerwise_info(layer)
         if name in exempt or not info.can_load():  # a complete layer accepts no more weights
             continue
-        if isinstance(layer, VocabParallelEmbedding):  # padding never arrives: check whether the weight was sent
+        if isinstance(layer, VocabParallelEmbedding):  # padding rows never arrive: check whether the weight was sent
             if f"{name}.weight" not in sent:
                 missing.append(f"{name} (not sent)")
             continue

@@ -56,7 +56,7 @@ class RemoteResponse:
 
 
 class RemoteModel:
-    """A model on a server with an OpenAI-compatible API, which returns text without tokens or log-probs."""
+    """A model on a server with an OpenAI-compatible API; it returns text without tokens or log-probs."""
 
     def __init__(
         self, model_name: str, base_url: str, api_key: str, name: str | None = None, seconds: float | None = None

@@ -43,7 +43,7 @@ class ModelClients(RunAccess):
 
     @property
     def model_path(self) -> str:
-        """Directory of the model, which OpenAI clients use as its name."""
+        """Directory of the model; OpenAI clients use it as the model's name."""
         return self.config.model_path
 
     model_name = model_path

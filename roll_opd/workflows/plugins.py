@@ -38,7 +38,9 @@ def load_plugins(directory: str) -> None:
             continue
         found = importlib.util.find_spec(file.stem)
         if found is None or found.origin is None or Path(found.origin).resolve() != file:
-            raise WorkflowError(f"plugin_dir: {file} has the name of another module, {found and found.origin}; rename")
+            raise WorkflowError(
+                f"plugin_dir: {file} has the name of another module, {found and found.origin}; rename the file"
+            )
         try:
             importlib.import_module(file.stem)
         except KeyboardInterrupt:

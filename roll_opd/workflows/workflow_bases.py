@@ -234,7 +234,7 @@ class WorkflowWithRecording(Workflow):
     async def update_reward(
         self, reward: float, info: Mapping[str, Any] | None = None, sample_ids: Sequence[str] | None = None
     ) -> None:
-        """Set the reward of all experiences of the run and add to their `info`; a later call replaces the reward.
+        """Set the reward of all experiences of the run and add to their `info`; a later call sets a new reward.
 
         Raises ValueError for a reward that is not a finite number, and for `sample_ids`.
         """

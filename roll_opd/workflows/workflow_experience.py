@@ -34,7 +34,7 @@ class RunFailure(RuntimeError):
 
 
 TEACHER = "teacher_logprobs"  # key of `info`: the teacher's log-probs of the response, f32 [T-P]
-TURN_REWARDS = "roll_opd/turn_rewards"  # key of `info`: a number for each turn of a trajectory, which is only recorded
+TURN_REWARDS = "roll_opd/turn_rewards"  # key of `info`: a number for each turn of a trajectory; only recorded
 STATE = "state_hash"  # key of `info`: a string that is equal for steps that start from the same state
 # field of Trinity-RFT's Experience that training does not read -> alternative
 UNREAD = {

@@ -100,7 +100,7 @@ class Run(RunKeys, CheckpointKeys, RowKeys):
     global_template: str | None = key(None, "template of rows whose tag is not in tag_to_template")
     tag_to_template: dict[str, str] = key({}, "map from tags to the templates of their rows", OURS)
     algorithm_type: str | None = key(
-        None, "an entry of the table of algorithms, which sets the defaults of other keys", TRINITY
+        None, "name of an entry in the table of algorithms; the entry sets the defaults of other keys", TRINITY
     )
     loss_agg_mode: (
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
