@@ -1,15 +1,19 @@
-"""Generation ahead of training with every mode and objective, in a few steps each."""
+"""Generation ahead of training with every mode, objective and kind of rollout, in a few steps each."""
 
 import json
 from dataclasses import dataclass
 
 import pytest
+import torch
 from ahead_checks import ahead, check_ahead
-from runs import REPOSITORY
+from runs import REPOSITORY, Run
+from safetensors.torch import load_file
 from stage import CRITIC_SCHEDULE, PURE, REFERENCE, SHORT, WITH_CRITIC, WITH_REWARD, WITH_TEACHER, Stage, optimizer_of
 from test_rewarded_runs import TEACHERS
+from test_staged_environments import settings_of
 from test_staged_runs import DEMONSTRATIONS
 
+from roll_opd.tracking.ledger import audit
 from tests.cover import tiered
 
 STEPS, PROMPTS, RUNS = 4, 8, 4
@@ -96,3 +100,67 @@ def test_every_kind_of_run_keeps_bound_and_ledger(stage: Stage, tagged: str, nam
         assert {TIS, ICEPOP}.isdisjoint(case.settings) or row["rollout/correction/weight_mean"] > 0
     if name == "filtered":
         assert any(entry["filtered"] for entry in run.rows("ledger.jsonl"))
+
+
+FEW_GAMES = (
+    "rollout_batch_size=8",
+    "train_env_manager={tags: [Game], num_env_groups: 4, group_size: 2}",
+    "actor_train.training_args.per_device_train_batch_size=8",
+)
+
+
+@pytest.fixture(scope="module")
+def agents(games: str, mine: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Return the settings of runs with a game and with workflows."""
+    *plugins, rows = mine
+    whole = ("logged_samples_per_step=256", "save_steps=2", "max_ckpt_to_keep=0", f"max_steps={STEPS}", TIS)
+    data = f"actor_train.data_args.file_name={rows.partition('=')[2]}"
+    of_workflow = (*Case(WITH_REWARD).overrides(), *plugins, data)
+    found = {
+        kind: (*of_workflow, f"workflow={name}", "response_length=200", *whole)
+        for kind, name in {"conversation": "talk", "clients": "clients"}.items()
+    }
+    rewards = "reward_normalization={grouping: traj_group_id, method: mean_std}"
+    return found | {
+        "single": (*of_workflow, "workflow=rewarded", "prompt_key=question", *whole),
+        "game": (*settings_of(games, "sums", "actor_train"), "rollout_batch_size=32", rewards, *whole),
+    }
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["game", "conversation", "clients", "single"])
+def test_runs_with_games_and_workflows_keep_bound_and_ledger(stage: Stage, agents: dict, name: str) -> None:
+    """Weights may change between the turns of a run."""
+    config = WITH_TEACHER if name == "clients" else WITH_REWARD  # these answers are all of one length and reward
+    run = stage.run(*agents[name], *ahead(2, 1), config=config, name=f"ahead_{name}")
+    check_ahead(run, 2, PROMPTS, STEPS)
+    for row in run.rows("metrics.jsonl")[1:]:
+        assert not any(key.startswith("workflow/failed") for key in row)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["filtered", "game"])
+def test_a_deterministic_run_is_replayed_from_its_checkpoint(stage: Stage, agents: dict, name: str) -> None:
+    """With filters and games: the same draws, versions, tokens and weights.
+
+    There are few games: a deterministic engine answers one request of a game at a time.
+    """
+    replayed = ("deterministic=true", "async_generation_ratio=1", "async_depth=1")
+    of_case, config, prompts = CASES["filtered"].overrides(), WITH_REWARD, PROMPTS
+    if name == "game":
+        of_case, config, prompts = (*agents[name], *FEW_GAMES), WITH_TEACHER, 4
+    settings = (*(text for text in of_case if not text.startswith("on_weight_update")), *replayed)
+
+    def contents(run: Run) -> tuple:
+        samples = sorted((s["step"], s["id"], s["tokens"], s["versions"]) for s in run.rows("samples.jsonl"))
+        return samples, run.rows("ledger.jsonl"), load_file(run.path / f"checkpoints/step_{STEPS}/hf/model.safetensors")
+
+    name = f"replayed_{name}"
+    run = stage.run(*settings, config=config, name=name)
+    check_ahead(run, 1, prompts, STEPS)
+    one = contents(run)
+    again = stage.run(*settings, f"resume_from_checkpoint={run.path}/checkpoints/step_2", config=config, name=name)
+    assert again.code == 0 and again.path == run.path and audit(again.path)[1] == []
+    other = contents(again)
+    assert one[0] == other[0] and one[1] == other[1]
+    assert all(torch.equal(one[2][key], other[2][key]) for key in one[2])
