@@ -150,14 +150,17 @@ def _write_stand_in(path: Path) -> None:
 
 
 def hybrid_config(name: str) -> dict[str, Any] | None:
-    """Return the config.json of a Qwen3-Next or Qwen3.5 of this name, whose releases are multimodal; else None."""
+    """Return the config.json of a Qwen3-Next or Qwen3.5 of this name, with the keys of the release; else None.
+
+    Releases of Qwen3.5 are multimodal.
+    """
     found = next((sizes for part, sizes in HYBRIDS.items() if name.startswith(part)), None)
     if found is None:
         return None
     layers, hidden, heads, kv_heads, intermediate, value_heads, experts, chosen, width = found
     model_type = "qwen3_next" if "Next" in name else "qwen3_5_moe_text" if experts else "qwen3_5_text"
     rope = {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25}
-    text = {
+    text: dict[str, Any] = {
         "model_type": model_type,
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -180,7 +183,10 @@ def hybrid_config(name: str) -> dict[str, Any] | None:
         **({"shared_expert_intermediate_size": width} if experts else {}),
     }
     if "Next" in name:
-        return text
+        return text | {"decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": []}
+    text |= {"attn_output_gate": True, "full_attention_interval": 4, "mamba_ssm_dtype": "float32"}
+    text |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "partial_rotary_factor": 0.25}
+    text["rope_parameters"] = rope | {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
     vision = {"depth": 27, "hidden_size": 1152, "model_type": f"{model_type.removesuffix('_text')}_vision"}
     return {"model_type": model_type.removesuffix("_text"), "text_config": text, "vision_config": vision}
 
