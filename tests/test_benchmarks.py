@@ -10,6 +10,7 @@ import pytest
 
 from roll_opd.actors.engine_actor import RolloutWorker
 from roll_opd.actors.reward_actor import RewardWorker
+from roll_opd.planner.build import load_plan
 from roll_opd.rewards.interface import RewardSample
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -197,3 +198,55 @@ def test_the_slow_reward_scores_as_the_quick_one(monkeypatch: pytest.MonkeyPatch
     samples = [RewardSample("a", "3+4=7", "7", "t"), RewardSample("b", "3+4=8", "7", "t")]
     assert [score.value for score in slow_reward.slow(samples, seconds=0.001)] == [1.0, 0.0]
     sys.modules.pop("slow_reward", None)
+
+
+@pytest.fixture
+def async_table(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module("async_table")
+    for name in ("async_table", "loglog", "pipeline_run"):
+        sys.modules.pop(name, None)
+
+
+def test_a_cell_of_the_async_table_has_its_bar_ages_and_alarm(async_table) -> None:
+    shares = [1.0, 0.5, 0.2, 0.2, 0.2, 0.2]
+    rows = [{"step": 0, "val_correct/all/mean": 0.1}]
+    for step, share in enumerate(shares, 1):
+        effective = {"rollout/mismatch/ess_sequence": share, "rollout/mismatch/k1": 0.02}
+        rows.append({"step": step, "time/step": 2.0, "rollout/async/age_mean": 1.0, **effective})
+    rows[3]["val_correct/all/mean"], rows[6]["val_correct/all/mean"] = 0.92, 0.7
+    found = async_table.figures(rows, async_table.TASKS["demo"])
+    assert [found[name] for name in ("first", "best", "last", "steps to the bar", "alarm at")] == [0.1, 0.92, 0.7, 3, 5]
+    assert (found["mean age"], found["least ess"], found["seconds"]) == (1.0, 0.2, 12.0)
+    line = async_table.table([{"cell": "demo", "S": 1.0, "seed": 42, **found}]).splitlines()[-1]
+    assert line == "| demo | 1 | 42 | 0.1 | 0.92 | 0.7 | 0.9 | 3 | 1 | 0.2 | 5 |"
+
+
+def test_throughput_is_relative_to_the_synchronous_run_and_its_longer_part(async_table, monkeypatch) -> None:
+    def launched(task, *settings: str) -> list[dict[str, float]]:
+        is_ahead = "async_generation_ratio=1" in settings
+        parts = {"step": 2.0 if is_ahead else 3.5, "generate": 1.5, "teacher": 0.5, "train": 1.25, "weight_sync": 0.1}
+        row = {**{f"time/{name}": value for name, value in parts.items()}, "rollout/generated_tokens": 70.0}
+        return [{"step": step, **row} for step in range(1, 9)]
+
+    monkeypatch.setattr(async_table, "launched", launched)
+    synchronous, ahead = async_table.throughput([0, 1], 8, ())
+    assert synchronous["speed-up"] == 1 and ahead["speed-up"] == pytest.approx(1.75)
+    assert ahead["step / longer part"] == pytest.approx(2 / 1.75)
+    assert async_table.svg([synchronous, ahead, {**ahead, "S": 2}]).startswith("<svg")
+
+
+@pytest.mark.nightly
+def test_every_cell_of_the_async_table_has_a_valid_configuration(async_table, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(BENCHMARKS.parent)
+    (tmp_path / "slow.py").write_text(async_table.SLOW_WORKFLOW)
+    for task, bound in [(task, 1) for task in async_table.TASKS.values()] + [
+        (t, 8) for t in async_table.SIGNALS.values()
+    ]:
+        plugins = [f"plugin_dir={tmp_path}"] if "workflow=slow_answers" in task.settings else []
+        settings = [*task.settings, *plugins, f"async_generation_ratio={bound}", f"output_dir={tmp_path}/output"]
+        plan = load_plan(*task.config, settings, pure=task.launcher != async_table.RLVR, runnable=False)
+        assert (
+            plan.async_generation_ratio == bound and plan.validation and (BENCHMARKS.parent / task.launcher).is_file()
+        )
+        assert plan.student.mini_batch_sequences == plan.rollout_batch_size * plan.rollout.sampling.n

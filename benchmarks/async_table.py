@@ -1,0 +1,255 @@
+"""Generation ahead of training: whether runs still learn at each bound S, and how fast their steps are.
+
+    python benchmarks/async_table.py [--cells tasks signals] [--tasks demo tail game] [--bounds 1 2 4]
+        [--seeds 42 43 44] [--json OUT] [key=value ...]
+    python benchmarks/async_table.py --throughput [--bounds 0 0.5 1 2 4 8] [--steps 24] [--json OUT] [--svg OUT]
+
+`tasks` runs each task at each bound: the demo, the demo with answers that take a long-tailed time, and FrozenLake.
+`signals` runs the demo at S = 8: reverse KL from the learner's log-probs and from stored log-probs
+(`stored_signal.py`), forward KL, and GRPO with truncated importance weights. Runs that OUT already has are skipped.
+
+`--throughput` runs the demo at each bound without validation and compares the steps with the parts of the synchronous
+steps. Every run is started by the real launcher, with the engines on a separate slot.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from loglog import Panel, drawn
+from pipeline_run import machine
+
+from roll_opd.tracking.divergence_alarm import ESS, KL, DivergenceAlarm
+from roll_opd.tracking.summary import ACCURACY
+
+ROOT = Path(__file__).resolve().parent.parent
+PURE, RLVR = "examples/start_onpolicy_distill_pipeline.py", "examples/start_rlvr_pipeline.py"
+AGENTIC, STORED = "examples/start_agentic_pipeline.py", "benchmarks/stored_signal.py"
+TIS = "+train_infer_correction={is_weight: {enabled: true}}"
+WARM_UP = 4  # steps that throughput does not count
+# seconds of an answer in the task `tail`, in addition to its tokens: lognormal, by the question
+SLOW_WORKFLOW = """
+import asyncio
+import random
+
+from roll_opd.workflows import WORKFLOWS
+from roll_opd.workflows.builtin.single_turn import OnPolicyDistillWorkflow
+
+
+@WORKFLOWS.register_module("slow_answers")
+class SlowAnswers(OnPolicyDistillWorkflow):
+    async def run_async(self):
+        await asyncio.sleep(min(10.0, random.Random(str(self.task.raw_task)).lognormvariate(-1.5, 1.5)))
+        return await super().run_async()
+"""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Launcher, configuration and settings of a run; it must reach `bar` in `metric`."""
+
+    launcher: str
+    config: tuple[str, str]
+    settings: tuple[str, ...] = ()
+    metric: str = ACCURACY
+    bar: float = 0.9
+
+
+def apart(train: str, infer: str, batch: int, *more: str) -> tuple[str, ...]:
+    """Return the settings for engines on slot 1 and all other roles on slot 0, with one update of `batch` samples."""
+    sizes = {"per_device_train_batch_size": batch // 4, "gradient_accumulation_steps": 4}
+    devices = (f"{train}.device_mapping=[0]", f"{infer}.device_mapping=[1]")
+    return (*devices, *(f"{train}.training_args.{name}={value}" for name, value in sizes.items()), *more)
+
+
+DEMO = apart("student_train", "student_infer", 256, "teacher.device_mapping=[0]", "validation.evaluate_teacher=false")
+REWARDED = apart("actor_train", "actor_infer", 256)
+DISTILLED = ("demo", "onpolicy_distill")
+TASKS = {
+    "demo": Task(PURE, DISTILLED, DEMO),
+    "tail": Task(PURE, DISTILLED, (*DEMO, "workflow=slow_answers", "prompt_key=messages", "workflow_concurrency=1024")),
+    "game": Task(
+        AGENTIC,
+        ("games", "frozen_lake"),
+        apart("student_train", "student_infer", 128, "teacher.device_mapping=[0]", "validation.evaluate_teacher=false"),
+        "val/env/FrozenLake/success",
+        0.8,
+    ),
+}
+SIGNALS = {
+    "reverse KL": TASKS["demo"],
+    "reverse KL, stored": Task(STORED, DISTILLED, DEMO),
+    "forward KL": Task(PURE, DISTILLED, (*DEMO, "opd_objective=full", "opd_divergence=forward_kl")),
+    "GRPO with TIS": Task(RLVR, ("demo", "rlvr"), (*REWARDED, TIS), bar=0.5),
+}
+
+
+def launched(task: Task, *settings: str) -> list[dict[str, Any]]:
+    """Run a task; return the rows of its metrics. Exits if the run fails."""
+    with tempfile.TemporaryDirectory(prefix="async_table-") as directory:
+        (Path(directory) / "plugins").mkdir()
+        (Path(directory) / "plugins" / "slow.py").write_text(SLOW_WORKFLOW)
+        plugins = (f"plugin_dir={directory}/plugins",) if "workflow=slow_answers" in task.settings else ()
+        config = ("--config_path", task.config[0], "--config_name", task.config[1])
+        output = (f"output_dir={directory}", "exp_name=run", "save_steps=0")
+        command = [sys.executable, task.launcher, *config, *output, *task.settings, *plugins, *settings]
+        log = Path(directory) / "log"
+        with log.open("w") as file:
+            code = subprocess.call(command, stdout=file, stderr=file, cwd=ROOT)
+        if code:
+            sys.exit(f"{' '.join(command)}: exit code {code}\n{log.read_text()[-4000:]}")
+        return [json.loads(line) for line in (Path(directory) / "run/latest/metrics.jsonl").read_text().splitlines()]
+
+
+def learned(name: str, task: Task, bound: float, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Run one cell of the table; return its figures."""
+    rows = launched(task, f"seed={seed}", f"async_generation_ratio={bound:g}", "eval_steps=4", *overrides)
+    found = figures(rows, task)
+    return {"cell": name, "S": bound, "seed": seed, **found}
+
+
+def figures(rows: Sequence[dict[str, Any]], task: Task) -> dict[str, Any]:
+    """Return a run's figures: its metric, ages, effective sizes, and the step of the alarm about these."""
+    curve = [(row["step"], row[task.metric]) for row in rows if task.metric in row]
+    steps = [row for row in rows if row["step"]]
+    alarm = DivergenceAlarm(is_itself=False)
+    warned = [row["step"] for row in steps if any(text.startswith(f"{ESS}:") for text in alarm.after(row))]
+    best = max(value for _, value in curve)
+    return {
+        "first": curve[0][1],
+        "best": best,
+        "last": curve[-1][1],
+        "bar": task.bar,
+        "steps to the bar": next((step for step, value in curve if value >= task.bar), None),
+        "steps": steps[-1]["step"],
+        "mean age": mean([row.get("rollout/async/age_mean", 0.0) for row in steps]),
+        "least ess": min((row[ESS] for row in steps if ESS in row), default=None),
+        "mean k1": mean([row[KL] for row in steps if KL in row]),
+        "alarm at": warned[0] if warned else None,
+        "seconds": sum(row["time/step"] - row.get("time/validate", 0.0) for row in steps),
+        "curve": curve,
+    }
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+def table(cells: Sequence[dict[str, Any]]) -> str:
+    """Return a Markdown table with a line for each run."""
+    columns = (
+        "cell",
+        "S",
+        "seed",
+        "first",
+        "best",
+        "last",
+        "bar",
+        "steps to the bar",
+        "mean age",
+        "least ess",
+        "alarm at",
+    )
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for cell in cells:
+        shown = [cell[name] for name in columns]
+        texts = [
+            "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value) for value in shown
+        ]
+        lines.append(f"| {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
+def speed(rows: Sequence[dict[str, Any]], bound: float) -> dict[str, float]:
+    """Return medians over the steps after the warm-up: seconds by part, tokens per second, ages and idle times."""
+    steps = [row for row in rows if row["step"] > WARM_UP]
+    parts = ("step", "generate", "teacher", "train", "weight_sync")
+    found = {"S": bound, **{part: median(row[f"time/{part}"] for row in steps) for part in parts}}
+    found["tokens/s"] = median(row["rollout/generated_tokens"] / row["time/step"] for row in steps)
+    for name in ("age_mean", "learner_idle", "engines_idle"):
+        found[name] = mean([row.get(f"rollout/async/{name}", 0.0) for row in steps])
+    return found
+
+
+def throughput(bounds: Sequence[float], steps: int, overrides: Sequence[str]) -> list[dict[str, float]]:
+    """Run the demo at each bound; add to each row the ratios to the synchronous step and to its longer part."""
+    off = ("validation=null", "eval_steps=0", f"max_steps={steps}", *overrides)
+    demo = Task(PURE, DISTILLED, DEMO[:-1])
+    found = []
+    for bound in bounds:
+        found.append(speed(launched(demo, f"async_generation_ratio={bound:g}", *off), bound))
+        print(json.dumps(found[-1]), flush=True)
+    if base := next((row for row in found if not row["S"]), None):
+        longer = max(base["generate"], base["teacher"] + base["train"])
+        for row in found:
+            row["speed-up"] = row["tokens/s"] / base["tokens/s"]
+            row["step / longer part"] = row["step"] / longer
+    return found
+
+
+def speed_table(rows: Sequence[dict[str, float]]) -> str:
+    """Return the throughput as a Markdown table."""
+    columns = ("S", "step", "tokens/s", "speed-up", "step / longer part", "age_mean", "learner_idle", "engines_idle")
+    shown = [name for name in columns if all(name in row for row in rows)]
+    lines = [f"| {' | '.join(shown)} |", "|---" * len(shown) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(f'{row[name]:.3g}' for name in shown)} |" for row in rows)])
+
+
+def svg(rows: Sequence[dict[str, float]]) -> str:
+    """Return a chart of the speed over S, for the bounds above 0, relative to the synchronous run."""
+    ahead = [row for row in rows if row["S"]]
+    lines = {name: [row[name] for row in ahead] for name in ("speed-up", "step / longer part")}
+    return drawn([Panel("demo: speed over S, against S = 0", [row["S"] for row in ahead], lines)], columns=1)
+
+
+def write(path: Path | None, key: str, rows: Sequence[dict[str, Any]]) -> None:
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"machine": machine(), key: rows}, indent=1) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the cells of the table, or the throughput, and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cells", nargs="+", choices=("tasks", "signals"), default=["tasks", "signals"])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--signals", nargs="+", choices=SIGNALS, default=list(SIGNALS))
+    parser.add_argument("--bounds", type=float, nargs="+", help="default: 1 2 4; with --throughput 0 0.5 1 2 4 8")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
+    parser.add_argument("--throughput", action="store_true")
+    parser.add_argument("--steps", type=int, default=24, help="of a run for the throughput (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser.add_argument("--svg", type=Path, metavar="OUT")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configurations")
+    options = parser.parse_intermixed_args(arguments)
+    if options.throughput:
+        rows = throughput(options.bounds or [0, 0.5, 1, 2, 4, 8], options.steps, options.overrides)
+        write(options.json, "throughput", rows)
+        if options.svg:
+            options.svg.write_text(svg(rows))
+        print(speed_table(rows))
+        return 0
+    chosen = [(name, TASKS[name], bound) for name in options.tasks for bound in options.bounds or [1, 2, 4]]
+    chosen = chosen if "tasks" in options.cells else []
+    chosen += [(name, SIGNALS[name], 8.0) for name in options.signals] if "signals" in options.cells else []
+    cells = json.loads(options.json.read_text())["cells"] if options.json and options.json.exists() else []
+    known = {(cell["cell"], cell["S"], cell["seed"]) for cell in cells}
+    for name, task, bound in chosen:
+        for seed in options.seeds:
+            if (name, bound, seed) not in known:
+                cells.append(learned(name, task, bound, seed, options.overrides))
+                print(json.dumps({key: value for key, value in cells[-1].items() if key != "curve"}), flush=True)
+                write(options.json, "cells", cells)
+    print(table(cells))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
