@@ -6,12 +6,14 @@ from roll_opd.config.plan import HttpPlan
 from roll_opd.config.schema import HttpKeys, Top, shared
 from roll_opd.planner.role_reader import Role, Roles
 
+TINKER_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"  # the default of the package tinker
 SERVER = "http.server"  # key of a teacher's section
 AT_ONE = {  # protocol -> sentence for the error
     "vllm": "vLLM computes log-probs of a prompt at temperature 1",
     "vllm_tokens": "vLLM computes log-probs of a prompt at temperature 1",
     "sglang": "SGLang computes log-probs of a prompt at temperature 1",
     "openai": "completions with echo return log-probs at temperature 1",
+    "tinker": "requests to Tinker have temperature 1",
 }
 
 
@@ -38,6 +40,8 @@ def check_http_teachers(roles: Roles, top: Top) -> None:
         if keys is None:
             continue
         _check_addresses(keys)
+        if keys.server == "tinker" and not keys.model_name:
+            keys.diag.error("model_name", "is missing; write the name of a base model, or a path tinker://...")
         if temperature != 1:
             role.diag.error(
                 SERVER,
@@ -59,8 +63,7 @@ def _check_addresses(keys: HttpKeys) -> None:
         if url.startswith("tinker:"):
             keys.diag.error(
                 "url",
-                "is a path of Tinker, whose service is reached by the package tinker and not by requests of this form;"
-                " score rows with that package and write a teacher file (teacher.files), or use another server",
+                f"is a path of weights; write it in model_name, with server: tinker and url: {TINKER_URL}",
             )
         elif not is_address:
             keys.diag.error("url", "is not an address; write one such as http://host:8000")

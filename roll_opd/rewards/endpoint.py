@@ -44,11 +44,14 @@ _log = logging.getLogger(__name__)
 
 
 class GaveUp(Exception):
-    """A request has failed after all retries; `kind` is a short name for counting, the text has place and remedy."""
+    """A request has failed after all retries; `kind` is a short name for counting, the text has place and remedy.
 
-    def __init__(self, kind: str, message: str) -> None:
+    `is_final`: the server refused the request permanently, so that repeating it is useless.
+    """
+
+    def __init__(self, kind: str, message: str, is_final: bool = False) -> None:
         super().__init__(message)
-        self.kind = kind
+        self.kind, self.is_final = kind, is_final
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,8 @@ class RequestLimits:
                 )
 
 
-class _Failed(Exception):
-    """One attempt failed."""
+class AttemptFailed(Exception):
+    """One attempt failed; `again`: another attempt may succeed, after at least `pause` seconds."""
 
     def __init__(self, kind: str, detail: str, again: bool = True, pause: float = 0.0) -> None:
         super().__init__(detail)
@@ -121,12 +124,12 @@ class Endpoint:
             attempts += 1
             try:
                 answer = await self._attempt(content, read, arrived)
-            except _Failed as failed:
+            except AttemptFailed as failed:
                 now = time.monotonic()
                 self._note(failed, now)
                 began = min(began, now - self._down_for(arrived, now))
                 if not failed.again or now - began >= self._retry_seconds:
-                    raise GaveUp(failed.kind, self._message(failed, attempts)) from None
+                    raise GaveUp(failed.kind, self._message(failed, attempts), not failed.again) from None
                 errors[failed.kind] += 1
                 await asyncio.sleep(min(_delay(now - began), began + self._retry_seconds - now))
             else:
@@ -135,17 +138,20 @@ class Endpoint:
 
     def _bind_to_loop(self) -> None:
         """Create the client and locks of the running event loop, once."""
-        import httpx
-
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
-            self._client = httpx.AsyncClient(
-                headers=self._headers,
-                timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # `_post` limits the total time
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=self._limits.concurrency),
-            )
+            self._connect()
             self._slots, self._probe = asyncio.Semaphore(self._limits.concurrency), asyncio.Lock()
+
+    def _connect(self) -> None:
+        import httpx
+
+        self._client = httpx.AsyncClient(
+            headers=self._headers,
+            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # `_exchange` limits the total time
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=self._limits.concurrency),
+        )
 
     @property
     def is_failing(self) -> bool:
@@ -156,7 +162,7 @@ class Endpoint:
     def _down(self) -> bool:
         return self._failures >= DOWN_AFTER
 
-    def _note(self, failed: _Failed | None, now: float) -> None:
+    def _note(self, failed: AttemptFailed | None, now: float) -> None:
         """Count consecutive failures over all requests, and warn when the endpoint goes down or recovers."""
         if failed is None or not failed.again:
             if self._down:
@@ -185,9 +191,9 @@ class Endpoint:
                     if self._down:
                         self._refuse_if_lost(arrived)
                         await self._turn()
-                        return await self._post(content, read)
+                        return await self._exchange(content, read)
             await self._turn()
-            return await self._post(content, read)
+            return await self._exchange(content, read)
 
     def _refuse_if_lost(self, arrived: float) -> None:
         """Raise `GaveUp` without another attempt if the request has waited for `retry_seconds`."""
@@ -208,7 +214,8 @@ class Endpoint:
             self._next_turn = start + 60 / self._limits.requests_per_minute
             await asyncio.sleep(start - now)
 
-    async def _post(self, content: bytes, read: Callable[[Any], Answer]) -> Answer:
+    async def _exchange(self, content: bytes, read: Callable[[Any], Answer]) -> Answer:
+        """Send one request and return the parsed answer. AttemptFailed for a failure."""
         import httpx
 
         seconds = self._limits.request_seconds
@@ -216,20 +223,20 @@ class Endpoint:
             async with asyncio.timeout(seconds):
                 response = await self._client.request(self._method, self._url, content=content or None)
         except (httpx.ConnectTimeout, httpx.NetworkError, httpx.ProtocolError, httpx.ProxyError) as error:
-            raise _Failed("connect", f"{type(error).__name__} {error}".strip()) from None
+            raise AttemptFailed("connect", f"{type(error).__name__} {error}".strip()) from None
         except (TimeoutError, httpx.TimeoutException):
-            raise _Failed("timeout", f"no response in {seconds:g} s") from None
+            raise AttemptFailed("timeout", f"no response in {seconds:g} s") from None
         except httpx.DecodingError as error:
-            raise _Failed("broken_json", str(error)) from None
+            raise AttemptFailed("broken_json", str(error)) from None
         status = response.status_code
         if not response.is_success:
             again = status in (408, 425, 429) or status >= 500
             moved = f"moved to {response.headers.get('Location')}" if response.is_redirect else ""
-            raise _Failed(f"http_{status}", moved or self._excerpt(response.text), again, _retry_after(response))
+            raise AttemptFailed(f"http_{status}", moved or self._excerpt(response.text), again, _retry_after(response))
         try:
             return read(response.json())
         except (ValueError, RecursionError) as error:
-            raise _Failed("broken_json", f"{error} in {self._excerpt(response.text)!r}") from None
+            raise AttemptFailed("broken_json", f"{error} in {self._excerpt(response.text)!r}") from None
 
     def _excerpt(self, text: str) -> str:
         for secret in self._secrets:  # some servers echo the request headers
@@ -237,7 +244,7 @@ class Endpoint:
         text = " ".join(text[: 10 * EXCERPT].split())
         return text if len(text) <= EXCERPT else text[:EXCERPT] + "..."
 
-    def _message(self, failed: _Failed, attempts: int) -> str:
+    def _message(self, failed: AttemptFailed, attempts: int) -> str:
         tried = f" ({attempts} attempts)" if attempts > 1 else ""
         advice = self._advice.get(failed.kind, "check the server's log")
         return f"{self.shown_url}: {failed.kind}{tried}: {failed}; {advice}"

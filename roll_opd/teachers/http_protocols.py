@@ -52,7 +52,7 @@ class HttpProtocol(Protocol):
     """How a server scores tokens."""
 
     path: str  # path of requests, below the server's address
-    listing: str  # path at which models are listed
+    listing: str  # path at which models are listed; empty: the server has no such list
     targets: frozenset[Target]
 
     def body(self, question: Question, model: str) -> dict[str, Any]:
@@ -195,11 +195,41 @@ class OpenaiEcho:
         return Reply(_checked(values[question.prompt_length : total]))
 
 
-PROTOCOLS: Mapping[Literal["vllm", "vllm_tokens", "sglang", "openai"], HttpProtocol] = {
+class Tinker:
+    """Requests of the package `tinker`: arguments and arrays of `SamplingClient.sample` (version 0.38.0).
+
+    Only the response is scored (`prompt_logprobs_last_n`), so that the service can take the prompt from its cache.
+    Entries of `prompt_logprobs` and rows of the top-k before the response are NaN or fill values.
+    """
+
+    path, listing = "", ""
+    targets: frozenset[Target] = frozenset({"topk", "ids"})
+
+    def body(self, question: Question, model: str) -> dict[str, Any]:
+        body = {"prompt": question.tokens.tolist(), "last": len(question.response), "topk": question.topk}
+        if question.ids is not None:
+            unscored = np.full((question.prompt_length - 1, question.ids.shape[1]), -1)
+            body["ids"] = np.concatenate([unscored, question.ids]).tolist()  # a row for each token except the first
+        return body
+
+    def read(self, question: Question, answer: Any) -> Reply:
+        logprobs = _checked(_tail(answer, "prompt_logprobs", question))
+        if question.ids is not None:
+            return Reply(logprobs, question.ids.astype(np.int32), _checked(_tail(answer, "ids_logprobs", question)))
+        if not question.topk:
+            return Reply(logprobs)
+        ids, values = (_tail(answer, f"topk_{kind}", question) for kind in ("ids", "logprobs"))
+        if values.shape[1] != question.topk:
+            raise BadAnswer(f"a token has {values.shape[1]} most likely tokens instead of {question.topk}")
+        return Reply(logprobs, ids.astype(np.int32), _checked(values))
+
+
+PROTOCOLS: Mapping[Literal["vllm", "vllm_tokens", "sglang", "openai", "tinker"], HttpProtocol] = {
     "vllm": VllmCompletions(),
     "vllm_tokens": VllmTokens(),
     "sglang": Sglang(),
     "openai": OpenaiEcho(),
+    "tinker": Tinker(),
 }
 
 
@@ -223,6 +253,14 @@ def _last_rows(rows: Any, question: Question) -> list[Any]:
         count = len(rows) if isinstance(rows, list) else "no"
         raise BadAnswer(f"log-probs of {count} tokens instead of {length} to {total}")
     return rows[len(rows) - length :]
+
+
+def _tail(answer: Any, name: str, question: Question) -> np.ndarray:
+    """Return the rows of the response tokens of an array with a row for each token or each token except the first."""
+    array, total = np.asarray(_field(answer, name)), len(question.tokens)
+    if not array.ndim or not total - 1 <= len(array) <= total:
+        raise BadAnswer(f"{name} has shape {array.shape} instead of {total} rows")
+    return array[len(array) - len(question.response) :]
 
 
 def _from_rows(question: Question, rows: Sequence[Any]) -> Reply:

@@ -26,10 +26,12 @@ from roll_opd.teachers.answer_cache import AnswerCache, request_key
 from roll_opd.teachers.http_protocols import PROTOCOLS, BadAnswer, Question, Reply
 from roll_opd.teachers.scorer import LOGPROBS, Target, TeacherAnswer, TokenSequence, Wanted
 from roll_opd.teachers.target_refs import hold, opened
+from roll_opd.teachers.tinker_endpoint import TinkerEndpoint
 
 STALLED = 60.0  # seconds without an answer before a warning
 BAD_ANSWERS = 3  # bad answers to one request after which the run ends
 REPLICA_SECONDS = 20.0  # after failing for this time, a request goes to another address of the server
+ADVICE = dict.fromkeys(("http_401", "http_403"), "check the key in http.api_key_env")
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ class HttpScorer:
         self.model = plan.model_name or ""  # if empty, the checks at the start set it to the listed model
         self.bill = Bill()
         self._vocab_size = vocab_size
-        self._endpoints = [self.endpoint(url, self.protocol.path) for url in plan.url]
+        self._endpoints = [self._scoring_endpoint(url) for url in plan.url]
         self._busy = [0] * len(self._endpoints)
         self._answered = time.monotonic()
 
@@ -80,13 +82,22 @@ class HttpScorer:
         self, url: str, path: str, method: Literal["POST", "GET"] = "POST", retry_seconds: float | None = None
     ) -> Endpoint:
         """Return the client for a path on a server; `retry_seconds` None: as in the plan."""
-        plan, key = self.plan, self._api_key()
+        key, (limits, gives_up) = self._api_key(), self._limits(retry_seconds)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return Endpoint(_joined(url, path), headers, limits, ADVICE, method=method, gives_up=gives_up)
+
+    def _scoring_endpoint(self, url: str) -> Endpoint:
+        if self.plan.server != "tinker":
+            return self.endpoint(url, self.protocol.path)
+        limits, gives_up = self._limits(None)
+        return TinkerEndpoint(url, self.model, self._api_key(), limits, ADVICE, gives_up=gives_up)
+
+    def _limits(self, retry_seconds: float | None) -> tuple[RequestLimits, bool]:
+        """Return the limits of requests, and whether retries have a time limit."""
+        plan = self.plan
         given = [plan.retry_seconds, REPLICA_SECONDS if len(plan.url) > 1 else None]
         limit = min((one for one in given if one is not None), default=None) if retry_seconds is None else retry_seconds
-        limits = RequestLimits(plan.request_seconds, limit or 0, plan.concurrency)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        advice = {"http_401": "check the key in http.api_key_env", "http_403": "check the key in http.api_key_env"}
-        return Endpoint(_joined(url, path), headers, limits, advice, method=method, gives_up=limit is not None)
+        return RequestLimits(plan.request_seconds, limit or 0, plan.concurrency), limit is not None
 
     async def score(
         self, sequences: Sequence[TokenSequence], temperature: float, wanted: Wanted = LOGPROBS
@@ -128,7 +139,7 @@ class HttpScorer:
             except GaveUp as error:
                 limit = self.plan.retry_seconds
                 over = limit is not None and time.monotonic() - began >= limit
-                if over or replica is not None or len(self._endpoints) == 1 or _is_final(error):
+                if over or replica is not None or len(self._endpoints) == 1 or error.is_final:
                     raise RunError(f"teacher {self.name}: {error}") from None
             finally:
                 self._busy[number] -= 1
@@ -232,11 +243,6 @@ def _joined(url: str, path: str) -> str:
     """Return the URL of `path` at `url`; `url` may already end with the first part of `path`, as in http://host/v1."""
     first = "/" + path.split("/")[1]
     return url + path.removeprefix(first) if url.endswith(first) else url + path
-
-
-def _is_final(error: GaveUp) -> bool:
-    """Whether the server refuses the request permanently, so that repeating it is useless."""
-    return error.kind.startswith("http_4") and error.kind not in ("http_408", "http_425", "http_429")
 
 
 def _given_ids(wanted: Wanted) -> list[np.ndarray]:

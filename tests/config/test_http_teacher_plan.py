@@ -51,9 +51,13 @@ def test_what_a_server_cannot_compute_is_refused_with_the_reason(
         planned(*overrides, server=server)
 
 
-def test_a_path_of_tinker_is_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match="reached by the package tinker"):
+def test_a_path_of_tinkers_weights_is_a_model_and_no_address() -> None:
+    with pytest.raises(ConfigError, match="write it in model_name, with server: tinker"):
         planned(url="tinker://run/sampler_weights/final")
+    with pytest.raises(ConfigError, match="base model, or a path tinker://"):
+        planned(server="tinker")
+    (teacher,) = planned("+teacher.http.model_name=tinker://run/sampler_weights/final", server="tinker").teachers
+    assert isinstance(teacher.source, HttpPlan) and teacher.source.server == "tinker"
 
 
 @pytest.mark.parametrize("url", ["", "teacher:8000", "http://user:word@host:1", "http://host:1?key=word"])

@@ -258,13 +258,17 @@ class HttpKeys(ExternalKeys):
     url: Names = key(
         (), "address of the server; or a list of servers with the same model, among which requests are divided", OURS
     )
-    server: Literal["vllm", "vllm_tokens", "sglang", "openai"] = key(
+    server: Literal["vllm", "vllm_tokens", "sglang", "openai", "tinker"] = key(
         "vllm",
         "protocol: vllm (completions with prompt_logprobs), vllm_tokens (/inference/v1/generate, exact log-probs of the"
-        " student's top-k), sglang (/generate), openai (completions with echo)",
+        " student's top-k), sglang (/generate), openai (completions with echo), tinker (with the package tinker)",
         OURS,
     )
-    model_name: Name | None = key(None, "name of the model on the server; default: the only model that it lists", OURS)
+    model_name: Name | None = key(
+        None,
+        "name of the model on the server, with tinker also a path tinker://...; default: the only model that it lists",
+        OURS,
+    )
     api_key_env: Name | None = key(None, "environment variable with the API key", OURS)
     concurrency: Many = key(16, "maximum concurrent requests", OURS)
     request_seconds: AboveZero = key(300.0, "timeout of a request", OURS)
