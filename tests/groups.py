@@ -29,7 +29,14 @@ GROUPS = (
     ("pools", "tests/roles/*.py"),
     ("engines", "tests/inference/*.py"),
 )
-EXPENSIVE_FILES = (  # of five CPU-seconds or ten seconds of waiting or more, the most expensive first
+EXPENSIVE_FILES = (  # of five CPU-seconds or ten seconds of waiting or more
+    # files that wait, while other processes have groups that compute
+    "tests/rewards/test_llm_judge.py",
+    "tests/environments/test_http_client.py",
+    "tests/cluster/test_cluster_files.py",
+    "tests/cluster/test_liveness.py",
+    "tests/cluster/test_process_reaper.py",
+    # the most expensive first
     "tests/cluster/test_forkserver_start.py",
     "tests/rewards/test_sandbox_walls.py",
     "tests/rewards/test_math_rule.py",
@@ -40,19 +47,15 @@ EXPENSIVE_FILES = (  # of five CPU-seconds or ten seconds of waiting or more, th
     "tests/rewards/test_hostile_text.py",
     "tests/workflows/test_workflow_endpoint.py",
     "tests/test_packaging.py",
-    "tests/cluster/test_cluster_files.py",
     "tests/config/test_config_hostile.py",
     "tests/config/test_config_roll_files.py",
     "tests/data/test_dataset.py",
     "tests/base/test_interpreter.py",
-    "tests/cluster/test_liveness.py",
     "tests/environments/test_games.py",
     "tests/config/test_history.py",
     "tests/rewards/test_code_sandbox.py",
     "tests/tracking/test_significance.py",
     "tests/workflows/test_environment_tokens.py",
-    "tests/rewards/test_llm_judge.py",
-    "tests/environments/test_http_client.py",
     "tests/config/test_trinity_yaml.py",
     "tests/config/test_config_mixed.py",
     "tests/config/test_config_plan.py",
@@ -124,6 +127,7 @@ class Environment:
 
     def __init__(self) -> None:
         self.variables, self.path, self.temporary = dict(os.environ), list(sys.path), tempfile.tempdir
+        self.modules = set(sys.modules)
 
     def restore(self) -> None:
         for name in os.environ.keys() - self.variables.keys():
@@ -131,8 +135,10 @@ class Environment:
                 del os.environ[name]
         os.environ.update(self.variables)
         sys.path[:], tempfile.tempdir = self.path, self.temporary
-        for name in [name for name, module in sys.modules.items() if _is_temporary(module)]:
-            del sys.modules[name]
+        # only the group's imports: a look at all 6,000 modules takes 0.07 s, after each of 300 groups
+        for name in sys.modules.keys() - self.modules:
+            if _is_temporary(sys.modules[name]):
+                del sys.modules[name]
 
 
 def _is_temporary(module: ModuleType) -> bool:
