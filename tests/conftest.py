@@ -3,15 +3,18 @@
 The markers `slow` and `nightly` define the tiers: `make test-fast` excludes both, `make test` only `nightly`.
 """
 
+import atexit
 import gc
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from roll_opd.base.lazy_compile import lazy_compile
 from tests import bytecode, groups
 
 WIDTH = shutil.get_terminal_size().columns  # of pytest's own report
@@ -38,20 +41,22 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """Collect the tests without garbage collections, and exclude the objects imported by then from later
-    collections."""
+    collections.
+
+    A process of pytest-xdist imports all packages. It postpones torch's compiler, which few tests use.
+    """
     gc.disable()
     try:
-        return (yield)
+        with lazy_compile() if hasattr(session.config, "workerinput") else nullcontext():
+            return (yield)
     finally:
         gc.freeze()
         gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    """Allow modules to be freed at exit: nanobind reports modules that are not freed as leaks."""
-    gc.unfreeze()
+        # so that modules can be freed: nanobind reports modules that are not freed as leaks. At exit, because pytest
+        # ends with two collections, which take two seconds with all objects.
+        atexit.register(gc.unfreeze)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
