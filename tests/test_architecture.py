@@ -4,6 +4,7 @@ Imports inside functions count, those under `if TYPE_CHECKING` do not: they are 
 """
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -107,8 +108,13 @@ def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
-def imported(module: str, path: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imported(module: str, path: Path) -> list[tuple[int, str]]:
     """(line, module) of every import that can be run; `from package import module` gives the module."""
+    return list(runnable_imports(module, path))
+
+
+def runnable_imports(module: str, path: Path) -> Iterator[tuple[int, str]]:
     package = module if path.stem == "__init__" else module.rpartition(".")[0]
     open_nodes: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while open_nodes:
