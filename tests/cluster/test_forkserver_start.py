@@ -51,14 +51,17 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[None]:
+def server() -> Iterator[psutil.Process]:
+    """The process of a server; its first child serves forks of Megatron."""
+    before = set(psutil.Process().children())
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
         patch.setenv("GONE", "1")
         with fork_server() as opened:
             patch.delenv("GONE")
             opened.serve(PLAN)
-            yield
+            [process] = set(psutil.Process().children()) - before
+            yield process
 
 
 def setup(program: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -78,7 +81,9 @@ def program(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", [MEGATRON, ENGINES])
-def test_a_fork_runs_a_program_as_the_interpreter_would(kind: str, server: None, program: Path, tmp_path: Path) -> None:
+def test_a_fork_runs_a_program_as_the_interpreter_would(
+    kind: str, server: psutil.Process, program: Path, tmp_path: Path
+) -> None:
     place = str(tmp_path / "child.json")
     ended = setup(program, place, "b c", FOO="foo", OMP_NUM_THREADS="2", ROLL_OPD_FORKSERVER_KIND=kind)
     assert (ended.returncode, ended.stderr) == (5, "to errors\n")
@@ -90,7 +95,7 @@ def test_a_fork_runs_a_program_as_the_interpreter_would(kind: str, server: None,
     assert child == {"BAR": "bar", "threads": 3, "ray": False}  # Ray reads the environment as it is imported
 
 
-def test_a_worker_without_preloading_starts_as_in_ray(server: None, tmp_path: Path) -> None:
+def test_a_worker_without_preloading_starts_as_in_ray(server: psutil.Process, tmp_path: Path) -> None:
     said = "import sys; print(sys.argv[1:])"
     (tmp_path / "setup_worker.py").write_text(said)
     ended = setup(tmp_path / "default_worker.py", "a", FOO="foo")
@@ -103,23 +108,7 @@ def test_workers_start_without_an_ended_server(tmp_path: Path, monkeypatch: pyte
     assert setup(tmp_path / "default_worker.py", FOO="foo", ROLL_OPD_FORKSERVER_KIND=MEGATRON).stdout == "cold None\n"
 
 
-def test_workers_start_without_an_ended_server_process(tmp_path: Path) -> None:
-    (tmp_path / "setup_worker.py").write_text("print('cold')")
-    (tmp_path / "program.py").write_text("print('warm')")
-    before = set(psutil.Process().children())
-    with fork_server() as opened:
-        opened.serve(PLAN)
-        [server] = set(psutil.Process().children()) - before
-        deadline = time.monotonic() + 120
-        while not (forked := server.children()):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        forked[0].kill()
-        said = [setup(tmp_path / "program.py", ROLL_OPD_FORKSERVER_KIND=kind).stdout for kind in (MEGATRON, ENGINES)]
-    assert said == ["cold\n", "warm\n"]
-
-
-def test_variables_unset_since_are_unset_in_a_fork(server: None, tmp_path: Path) -> None:
+def test_variables_unset_since_are_unset_in_a_fork(server: psutil.Process, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import os; print(os.environ.get('GONE'), os.environ.get('VLLM_NO_USAGE_STATS'))")
     assert setup(program, ROLL_OPD_FORKSERVER_KIND=MEGATRON).stdout == "None 1\n"
@@ -181,7 +170,7 @@ def test_preloaded_modules_do_not_import_the_compiler_and_have_cpu_kernels(
     assert preloaded.returncode == 0, preloaded.stderr
 
 
-def test_a_fork_that_runs_megatron_on_a_cpu_can_compile(server: None, tmp_path: Path) -> None:
+def test_a_fork_that_runs_megatron_on_a_cpu_can_compile(server: psutil.Process, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import torch\n"
@@ -249,6 +238,7 @@ def test_a_server_sets_import_time_variables_and_a_differing_role_starts_cold(
     assert forkserver_start.cold_roles(plan, served) == cold
 
 
+@pytest.mark.nightly  # on every push: which variables a server has, above; two servers import for 8 s each
 def test_variables_of_a_run_are_in_the_server_as_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hash seed is read by the interpreter as it starts, PYTHONPATH too; a role with another seed begins cold."""
     (tmp_path / "found.py").write_text("")
@@ -384,7 +374,7 @@ def test_a_server_ends_with_its_driver_sigkill_included(
 
 
 @pytest.mark.parametrize("kind", [MEGATRON, ENGINES])
-def test_other_users_get_nothing(kind: str, server: None) -> None:
+def test_other_users_get_nothing(kind: str, server: psutil.Process) -> None:
     """A connection of another user is closed before anything is read from it; the server goes on."""
     user = "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); "
     asks = "s.connect('\\0' + sys.argv[1]); print(s.recv(1))"
@@ -392,3 +382,16 @@ def test_other_users_get_nothing(kind: str, server: None) -> None:
     if os.getuid():
         pytest.skip("only root can be another user")
     assert subprocess.run(asked, capture_output=True, timeout=60, check=True).stdout == b"b''\n"
+
+
+def test_workers_start_without_an_ended_server_process(server: psutil.Process, tmp_path: Path) -> None:
+    """The last test of this file: the server has no process for Megatron after it."""
+    (tmp_path / "setup_worker.py").write_text("print('cold')")
+    (tmp_path / "program.py").write_text("print('warm')")
+
+    def printed() -> list[str]:
+        return [setup(tmp_path / "program.py", ROLL_OPD_FORKSERVER_KIND=kind).stdout for kind in (MEGATRON, ENGINES)]
+
+    assert printed() == ["warm\n", "warm\n"]
+    min(server.children(), key=psutil.Process.create_time).kill()
+    assert printed() == ["cold\n", "warm\n"]
