@@ -31,6 +31,7 @@ def hf_routes(model: Qwen3MoeForCausalLM, tokens: Sequence[int]) -> np.ndarray:
     return torch.stack(chosen, 1).numpy()
 
 
+@pytest.mark.nightly  # on every push: a run that replays an engine's routes in test_layout_runs.py
 def test_routes_are_the_models(engine: Running) -> None:
     """Two rounds with weights in between; prompts that share their beginning, and one that is asked again."""
     shared = list(range(2, 42))

@@ -160,7 +160,7 @@ def test_update_that_is_not_finite_is_skipped(answers: Answers, layout: str) -> 
         }
 
 
-@pytest.mark.parametrize("layout", tiered(training.HALF_LAYOUTS, cover(training.HALF_LAYOUTS, of=layouts.axes)))
+@pytest.mark.parametrize("layout", tiered(training.HALF_LAYOUTS, training.HALF_PUSHED))
 def test_bf16_with_master_weights_follows_f32(answers: Answers, naive: Any, layout: str) -> None:
     """Bounds of bf16: its 8 bits of precision, and what they make of sums."""
     wanted, final = naive("deep")

@@ -69,12 +69,14 @@ def assert_verdicts(table: list[tuple[str, str, bool]]) -> None:
     assert [pair for pair, verdict in zip(table, found, strict=True) if pair[2] is not verdict] == []
 
 
-def test_every_gsm8k_answer_is_right_and_its_neighbour_is_not(gsm8k_dir: Path) -> None:
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.nightly), 10])
+def test_every_gsm8k_answer_is_right_and_its_neighbour_is_not(gsm8k_dir: Path, every: int) -> None:
     rows = (gsm8k_dir / "test.jsonl").read_text(encoding="utf-8").splitlines()
     solutions = [json.loads(row)["answer"] for row in rows]
     assert len(solutions) == 1319
     golds = [solution.rpartition("####")[2].strip() for solution in solutions]
-    for solution, gold, following in zip(solutions, golds, [*golds[1:], golds[0]], strict=True):
+    triples = list(zip(solutions, golds, [*golds[1:], golds[0]], strict=True))
+    for solution, gold, following in triples[::every]:
         number = int(gold.replace(",", ""))
         neighbours = {number + 1, number - 1, number * 10 + 5, int(following.replace(",", ""))} - {number}
         for text in (solution, gold, f"So the answer is ${gold}.", rf"Thus $\boxed{{{gold}}}$."):

@@ -17,6 +17,7 @@ from roll_opd.megatron.export import save_hf
 
 TRAIN_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2", "dp2", "tp2dp2", "tp2pp2", "cp2", "pp2vpp2")
 HALF_LAYOUTS = ("tp1", "tp2sp", "pp2", "dp2", "cp2", "pp2vpp2")  # that train in bf16
+HALF_PUSHED = ("tp2sp", "dp2")  # on every push; the other dimensions in f32
 
 
 def few_model(layout: str) -> str:
