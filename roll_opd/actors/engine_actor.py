@@ -83,7 +83,7 @@ class RolloutWorker(BucketHost):
         await self._engine.begin_update(version)
 
     async def load_weights(self, info: Mapping[str, Any], *, last: bool = False) -> None:
-        """Load some weights. If they are the `last`, verify that no weight is missing, and resume requests."""
+        """Load some weights. With `last`, verify that no weight is missing, and resume requests."""
         await self._engine.load_weights(info)
         if last:
             await self._engine.finish_update()

@@ -231,7 +231,7 @@ def report(machine: MachineInfo, findings: list[Finding]) -> str:
 
 
 def used(machine: MachineInfo) -> dict[str, str]:
-    """Return the devices, backends and limits that a run on this machine would use, by name."""
+    """Return name -> text for the devices, backends and limits that a run on this machine would use."""
     if machine.gpus:
         device = f"{len(machine.gpus)} x {machine.gpus[0]} (CUDA {machine.cuda})"
         with_te = _has_transformer_engine(machine)

@@ -314,7 +314,7 @@ class EnvironmentSource:
 
 
 def rules_of(plan: RunPlan) -> dict[str, Any]:
-    """Return a map of the configuration's values that define the training games, by key."""
+    """Return key -> value for the values of the configuration that define the training games."""
     assert plan.workflow and plan.rollout
     settings = thaw(plan.workflow.workflow_args["environments"])
     games = {

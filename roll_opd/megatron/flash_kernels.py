@@ -122,9 +122,10 @@ def _torch_kernel(
     scale: float,
     window: int = 0,
 ) -> Tensor:
-    """Return [N, H, D]; `own` has the queries' segments, `whole` the keys' segments; each pair ends at the same token.
+    """Return the attention outputs of packed queries, [N, H, D].
 
-    `torch.nn.attention.varlen` calls the same operator.
+    `own` has the queries' segments, `whole` the keys' segments; the i-th segment of queries and the i-th segment of
+    keys end at the same token. `torch.nn.attention.varlen` calls the same operator.
     """
     lengths = own.cu_seqlens_q, whole.cu_seqlens_kv, own.max_seqlen_q, whole.max_seqlen_kv
     no_dropout, is_causal, returns_mask = 0.0, True, False

@@ -43,7 +43,7 @@ TRANSFORMER_ENGINE = "ROLL_OPD_TRANSFORMER_ENGINE"  # environment variable; 0: l
 def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool, has_adapters: bool) -> Any:
     """Return the layer spec of a pipeline stage: Transformer Engine's layers if supported, else local layers.
 
-    Layers with experts, with latent attention or with additions of a model family are always local. For `exact` see
+    A layer that has experts, latent attention or additions of a model family is always local. For `exact` see
     `megatron.deterministic_ops`.
     """
     is_plain = getattr(config, "latent", None) is None and not config.num_moe_experts and pieces_of(config).is_plain

@@ -208,7 +208,7 @@ class RouterReplayState:
         self._pack = pack
 
     def choose(self, layer: int, own: Choice, scores: Tensor) -> Choice:
-        """Return the choice of `layer` (from 0): replayed experts, scored by `scores` [n, E]; `own` without replay."""
+        """Return the choice of `layer` (from 0): replayed experts, scored by `scores` [n, E]; without replay, `own`."""
         pack, is_recomputed = self._pack_of(layer)
         if pack is None or pack.routes_n is None:
             return own

@@ -1,7 +1,8 @@
 """FLOPs of a model's passes, from its sizes: matrices at every token, attention over the keys that a token sees.
 
 A product of an [m, k] and a [k, n] matrix has 2mkn FLOPs. The embedding's look-up, norms, activations, softmax, the
-optimizer, and recomputed layers are not counted. In a mixture of experts, only the experts chosen for a token count.
+optimizer, and recomputed layers are not counted. In a mixture of experts, only the experts that a token uses are
+counted.
 Gated DeltaNet counts as the recurrence that it defines, although it is computed in chunks, with more FLOPs.
 """
 

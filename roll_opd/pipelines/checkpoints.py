@@ -77,7 +77,7 @@ class Checkpoint:
         return cls(path.resolve(), state["step"], state["source"], state.get("kl_coef"), began, *more)
 
     def finished_groups(self) -> "list[FinishedGroup]":
-        """Read the finished groups, by draw. CheckpointError if the file is missing or changed."""
+        """Read the finished groups, in the order of their draws. CheckpointError if the file is missing or changed."""
         if self.groups is None:
             return []
         from roll_opd.rollout.finished_groups import read_groups  # imports torch

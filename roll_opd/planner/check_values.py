@@ -289,7 +289,8 @@ def _check_micro_batch(worker: Worker, training: bool, longest: int, what: str) 
 
 
 def _token_limit(worker: Worker, training: bool) -> tuple[str, int | None]:
-    """Return (key, value) of the limit on a micro-batch's tokens; the key is "" if the limit counts sequences."""
+    """Return (key, value) of a micro-batch's token limit; ("", None) if micro-batches are limited by sequences
+    instead."""
     job = "train" if training else "infer"
     if getattr(worker, f"use_dynamic_batching_in_{job}"):
         key = f"max_tokens_per_microbatch_in_{job}"

@@ -86,7 +86,7 @@ def with_sampling(sections: Sections) -> None:
 
 
 def _report_overridden(own: GeneratingArgs, args: GeneratingArgs) -> None:
-    """Report `train_env_manager.generating_args` that the rollout's generating_args override."""
+    """Report keys of `train_env_manager.generating_args` that are overridden by those of the rollout."""
     for key in sorted(own.written - {"num_return_sequences"}):
         overridden, value = getattr(own, key), getattr(args, key)
         if overridden != value:

@@ -56,8 +56,8 @@ class Strategy:
 def read_devices(worker: Worker, student: Strategy | None, every: int) -> tuple[int, ...] | None:
     """Return the devices of a role; None after a problem.
 
-    By default, the student has all `every` devices of the run, and other roles take turns on the student's devices, as
-    in ROLL's documentation.
+    By default, the student has all devices of the run (`every` is their number), and other roles take turns on these
+    devices, as in ROLL's documentation.
     """
     if worker.device_mapping is not None:
         with worker.diag.catching("device_mapping", ValueError):

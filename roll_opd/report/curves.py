@@ -19,7 +19,7 @@ def points(rows: Iterable[Mapping[str, float]], name: str) -> list[Point]:
 
 
 def downsample(curve: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
-    """Return at most `most` (4 or more) of the points: the first, the last, and the extremes of ranges of equal length.
+    """Return no more points than `most` (4 or more): the first, the last, and the extremes of ranges of equal length.
 
     Outliers are kept; points are not interpolated.
     """
@@ -52,7 +52,7 @@ def ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def spread(items: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` (2 or more) of the items, evenly spread from the first to the last."""
+    """Return no more items than `most` (2 or more), evenly spread from the first to the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]

@@ -168,7 +168,7 @@ def before_after(rows: Sequence[Mapping[str, float]], mode: str, *, comparable: 
 
 
 def _as_reward(panel: Panel) -> Panel:
-    """Return the validation panel with the title of a mean reward, for rewards other than 0 and 1."""
+    """Return the validation panel, retitled as a mean reward for rewards other than 0 and 1."""
     return replace(panel, title="Validation reward", what="Mean reward of held-out prompts.")
 
 

@@ -195,7 +195,7 @@ def _ends(given: Any, length: int, response: str) -> list[int] | None:
 def _masked(
     row: Mapping[str, Any], length: int, kept: Sequence[int], names: Sequence[str] = ("action_mask", "loss_mask")
 ) -> list[int]:
-    """Return the indices of the `kept` tokens that the loss excludes."""
+    """Return the indices of excluded tokens among the shown tokens (`kept`); the loss excludes these tokens."""
     masks = [mask for name in names if len(mask := _list(row.get(name))) == length]
     return [shown for shown, place in enumerate(kept) if not all(mask[place] for mask in masks)]
 

@@ -267,7 +267,7 @@ def _retry_after(response: "httpx.Response") -> float:
 
 
 def _checked_url(text: str) -> "tuple[httpx.URL, str]":
-    """Return the URL, and a URL for error messages without password and query, as these may contain a key."""
+    """Return the URL, and for error messages the same URL without password and query, which may contain a key."""
     import httpx
 
     try:

@@ -108,14 +108,14 @@ def flag(reward: str, key: str, value: object) -> bool:
 
 
 def choice(reward: str, key: str, value: Name, known: Collection[Name]) -> Name:
-    """Return an argument that is one of the `known` names; raises `RewardError` for other values."""
+    """Return an argument that is one of the `known` names; raises `RewardError` if it is not."""
     if not isinstance(value, str) or value not in known:
         raise RewardError(f"reward {reward}: {key} is {value!r}; write one of {', '.join(known)}")
     return value
 
 
 def number(reward: str, key: str, value: object, least: float = -math.inf) -> float:
-    """Return an argument as a finite number of at least `least`; raises `RewardError` for other values."""
+    """Return an argument as a finite number of at least `least`; raises `RewardError` if it is not such a number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
         bound = "" if least == -math.inf else f" of at least {least:g}"
         raise RewardError(f"reward {reward}: {key} is {value!r}; write a number{bound}")

@@ -78,7 +78,7 @@ def _without_thought(text: str) -> str:
 
 
 def _scaled(written: Any, low: float, high: float) -> float | None:
-    """Scale a number in low..high, or a word of `WORDS`, to 0..1; None for other values."""
+    """Scale a number in low..high, or a word of `WORDS`, to 0..1; None if the value is neither."""
     if isinstance(written, str):
         written = WORDS.get(written.strip().lower(), written)
     if isinstance(written, bool):

@@ -73,7 +73,7 @@ class Learner:
 
 
 def total(updates: Sequence[Update], name: str) -> float:
-    """Return the sum of `name` over all ranks and updates; a rank that does not report it counts as 0."""
+    """Return the sum of `name` over all ranks and updates, with 0 for a rank that does not report it."""
     return sum(rank.sums.get(name, 0.0) for update in updates for rank in update)
 
 

@@ -1,8 +1,8 @@
 """Pool of processes that can be replaced; the jobs of a dead or stuck process run again in a different process.
 
 A process gets only as many jobs as it may run concurrently; further jobs wait in the driver until a process has room. A
-job that was running in two lost processes next runs in a process without other jobs. If this third process is lost too,
-the job counts as the cause, and `settle` gets a `WorkerLost` for it.
+job that has lost its process twice runs the third time in a process without other jobs. If this third process is lost
+too, the job counts as the cause, and `settle` gets a `WorkerLost` for it.
 """
 
 import asyncio

@@ -67,7 +67,7 @@ class WorkflowPool:
             independent=True,
             max_lost=max_lost,
         )
-        self._shared: dict[int, SharedCall] = {}  # by draw
+        self._shared: dict[int, SharedCall] = {}  # draw -> call
         remedy = "correct it, or set on_workflow_error to drop or replace" if plan.on_workflow_error == "stop" else None
         self._failure_log = FailureLog("runs", "are left out", "workflow/failed", remedy)
         self._has_warned_of_missing = False

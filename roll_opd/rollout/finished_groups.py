@@ -40,7 +40,8 @@ def write_groups(file: Path, groups: Sequence[FinishedGroup]) -> str:
 
 
 def read_groups(file: Path, digest: str) -> list[FinishedGroup]:
-    """Return the groups of a file, by draw. ValueError if the digest does not match, OSError if the file is missing."""
+    """Return the groups of a file, in the order of their draws. ValueError if the digest differs, OSError if it is
+    missing."""
     data = file.read_bytes()
     if _digest(data) != digest:
         raise ValueError(f"{file} has changed since it was saved: it was edited or truncated")
@@ -61,7 +62,7 @@ def within_bound(
     with P groups per batch.
 
     Args:
-        groups: finished groups, by draw.
+        groups: finished groups, in the order of their draws.
         position: position of the source; all earlier draws are done.
         passed: later draws that were trained on or filtered out.
     """

@@ -99,7 +99,7 @@ class Rollouts:
             await self._production.settle()
 
     def finished_groups(self) -> list[FinishedGroup]:
-        """Return, by draw, the groups that have finished sampling but are in no batch."""
+        """Return the groups that have finished sampling but are in no batch, in the order of their draws."""
         return self._production.finished_groups() if self._production else []
 
     def drain_metrics(self) -> dict[str, float]:
@@ -309,7 +309,7 @@ class _Production:
         self._window.decide(number, passed=group.passed)
 
     def finished_groups(self) -> list[FinishedGroup]:
-        """Return, by draw, the groups that have finished sampling but are in no batch."""
+        """Return the groups that have finished sampling but are in no batch, in the order of their draws."""
         decided = [FinishedGroup(group.draw, group.passed, group.samples) for group in self._groups.values()]
         return sorted([*decided, *self._restored.values()], key=lambda group: group.draw)
 

@@ -51,7 +51,7 @@ async def read_answers(
 
 
 def first_answers(answers: Sequence[Sample], samples: int, most: int) -> list[Sample]:
-    """Return the first answer to each of `most` evenly spread, fixed prompts; every prompt has `samples` answers."""
+    """Return the first answer to each of `most` fixed, evenly spread prompts; every prompt has `samples` answers."""
     firsts = answers[::samples]
     most = min(most, len(firsts))
     return [firsts[place * len(firsts) // most] for place in range(most)]

@@ -1,4 +1,4 @@
-"""Wall time of a step by phase, measured in the driver.
+"""Wall time of each phase of a step, measured in the driver.
 
 Phases of one track are exclusive: if phases overlap, the time counts for the phase that was opened first. So teacher
 log-probs that are computed during generation count as generation until generation ends, and generation inside a
@@ -36,7 +36,8 @@ class _Phase:
 
 
 class PhaseClock:
-    """Sums seconds by phase; `lap` reads and resets. Phases may nest, overlap, and run in several tasks and threads."""
+    """Sums the seconds of each phase; `lap` returns the sums and resets them. Phases may nest, overlap, and run in
+    several tasks and threads."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter, began: float | None = None) -> None:
         """`began` is the start time of the first lap as a value of `now()`; default: the current time."""
@@ -75,7 +76,7 @@ class PhaseClock:
             _TRACK.reset(before)
 
     def lap(self) -> dict[str, float]:
-        """Return the seconds of this lap by phase, with `other` (no phase) and `step` (total); start a new lap."""
+        """Return phase -> seconds of this lap, with `other` (no phase) and `step` (total); start a new lap."""
         with self._lock:
             self._settle()
             step = self._settled - self._lap_began

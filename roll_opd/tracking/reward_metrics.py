@@ -1,4 +1,4 @@
-"""Metrics of a step's rewards, by domain. `docs/metrics.md` lists every name."""
+"""Metrics of a step's rewards in each domain. `docs/metrics.md` lists every name."""
 
 import re
 from collections import Counter

@@ -149,7 +149,7 @@ class RunDirectory:
         write_atomic(self.path / PREFLIGHT, json.dumps({**self.read_preflight(), teacher: rows}, indent=2) + "\n")
 
     def read_preflight(self) -> dict[str, Any]:
-        """Return the stored preflight results by teacher; empty if there are none."""
+        """Return teacher -> stored preflight results; an empty map if there are none."""
         file = self.path / PREFLIGHT
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 

@@ -90,7 +90,7 @@ class Translation:
             self.drop(key, next((text for beginning, text in why.items() if key.startswith(beginning)), ""))
 
     def number(self, key: str, default: int, least: int = 1) -> int:
-        """Return the integer value of a Trinity-RFT key; for other values, report them and return `default`."""
+        """Return the integer value of a Trinity-RFT key; if the value is not valid, report it and return `default`."""
         value = self.get(key, default)
         if isinstance(value, int) and not isinstance(value, bool) and value >= least:
             return value
@@ -98,7 +98,8 @@ class Translation:
         return default
 
     def below(self, key: str) -> dict[str, Any]:
-        """Return the section under a Trinity-RFT key; for other values, report them and return an empty section."""
+        """Return the section under a Trinity-RFT key; if the value is not a section, report it and return an empty
+        one."""
         value = self.get(key, {})
         if isinstance(value, dict):
             return value
@@ -106,7 +107,8 @@ class Translation:
         return {}
 
     def entries(self, key: str) -> list[Mapping[str, Any]]:
-        """Return the list of sections under a Trinity-RFT key; for other values, report them and return []."""
+        """Return the list of sections under a Trinity-RFT key; if the value is not such a list, report it and return
+        []."""
         value = self.get(key) or []
         if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
             return value

@@ -296,6 +296,6 @@ class TeacherWorker(Worker, ContextKeys):
 
     @property
     def sources(self) -> dict[str, ExternalKeys]:
-        """The sections that name a source of log-probs, by key; empty: Megatron processes of the run."""
+        """Key -> section, for sections that name a source of log-probs; empty: Megatron processes of the run."""
         sections = {name: getattr(self, name) for name in keys_of(type(self))}
         return {name: section for name, section in sections.items() if isinstance(section, ExternalKeys)}

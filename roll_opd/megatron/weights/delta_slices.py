@@ -62,7 +62,8 @@ class DeltaChannels(KeyHeadRows):
 
 
 class GatedQKV(_WithoutAdapters):
-    """Queries, output gates, keys and values, by key/value head; the first tensor has a query and a gate per head."""
+    """Queries, output gates, keys and values, grouped by key/value head; the first tensor has a query and a gate per
+    head."""
 
     def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
         queries, keys, values = (_sections(source, name, [source.shape(name)[0]], rank, ranks)[0] for name in names)

@@ -87,7 +87,8 @@ class Pieces:
 
     @property
     def is_plain(self) -> bool:
-        """Whether fused layers can compute these pieces: they differ from Llama's only in biases and norms per head."""
+        """Whether fused layers can compute these pieces, that is, whether only biases and norms per head differ from
+        Llama's."""
         return self == Pieces(qkv_bias=self.qkv_bias, query_key_norm="head" if self.query_key_norm else "")
 
 

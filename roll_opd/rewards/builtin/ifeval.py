@@ -91,7 +91,7 @@ def _instructions(names: Any, arguments: Any) -> list[Check]:
 
 
 def _list(value: Any) -> Sequence[Any]:
-    """Return the value if it is a list, or the list in a JSON string; empty for other values."""
+    """Return the value if it is a list, or the list in a JSON string; [] if the value is neither."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
