@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import Run, launch, of_run
+from ahead_checks import ahead, check_ahead
+from runs import AGENTIC, RLVR, Run, launch, of_run
 from safetensors.torch import load_file
+from test_lora_runs import LORA
+from test_self_distillation import FOLLOWERS, HINTS
 
 from roll_opd.tracking.ledger import audit
 from roll_opd.tracking.run_directory import read_jsonl
@@ -84,6 +87,61 @@ def test_a_window_lets_finished_groups_pass(tmp_path: Path) -> None:
     assert run.code == 0, run.output[-4000:]
     assert len(trained(run)) == len(set(trained(run))) == STEPS * PROMPTS
     check_ages(run, 2)
+
+
+TIS = "+train_infer_correction={is_weight: {enabled: true}}"
+
+
+def test_an_adapter_is_trained_ahead_with_its_base_as_reference(tmp_path: Path) -> None:
+    settings = (*LORA, TIS, *ahead(2, 1), "max_steps=4", "save_steps=2")
+    run = launch(tmp_path / "out", *settings, launcher=RLVR, config=("demo", "rlvr"))
+    check_ahead(run, 2, groups=8, steps=4)
+    assert list(run.path.glob("checkpoints/step_4/adapter/*.safetensors"))
+
+
+def test_teachers_follow_a_student_whose_generation_is_ahead(tmp_path: Path) -> None:
+    """They score a batch after its generation, with the weights of the step before."""
+    run = launch(tmp_path / "out", *FOLLOWERS, *ahead(2, 1), config=HINTS)
+    check_ahead(run, 2, groups=4, steps=4)
+
+
+def test_a_game_is_trained_ahead_with_rewards_and_a_teacher(tmp_path: Path) -> None:
+    settings = (
+        "exp_name=games",
+        "student_train.device_mapping=[0]",
+        "student_infer.device_mapping=[1]",
+        "teacher.device_mapping=[0]",
+        "rollout_batch_size=32",
+        "student_train.training_args.gradient_accumulation_steps=1",
+        "train_env_manager={tags: [FrozenLake], num_env_groups: 8, group_size: 4}",
+        "logged_samples_per_step=64",
+        "eval_steps=0",
+        "validation.evaluate_teacher=false",
+        "max_steps=4",
+    )
+    run = launch(
+        tmp_path / "out", *settings, TIS, *ahead(2, 1), launcher=AGENTIC, config=("games", "frozen_lake_mixed")
+    )
+    check_ahead(run, 2, groups=8, steps=4)
+    assert all(row["env/FrozenLake/turns"] >= 1 for row in run.rows("metrics.jsonl")[1:])
+
+
+def test_a_resumed_run_may_have_other_engines_bound_and_batches(tmp_path: Path) -> None:
+    """Two engines in place of one, S = 1 in place of 2, and 8 prompts in place of 16."""
+    first = launch(tmp_path / "out", *AHEAD, *ahead(2), "max_steps=4", "logged_samples_per_step=64")
+    assert first.code == 0, first.output[-4000:]
+    before = trained(first)
+    changes = ("student_infer.device_mapping=[0,1]", *ahead(1), "rollout_batch_size=8", "max_steps=7")
+    step_2 = f"resume_from_checkpoint={first.path}/checkpoints/step_2"
+    batch = "student_train.training_args.per_device_train_batch_size=32"
+    resumed = launch(tmp_path / "out", *AHEAD, *changes, batch, "logged_samples_per_step=64", step_2)
+    assert resumed.code == 0, resumed.output[-4000:]
+    counts, errors = audit(resumed.path)
+    assert errors == [] and counts["trained"] == 2 * PROMPTS + 5 * 8
+    after = trained(resumed)
+    assert len(after) == len(set(after)) and after[: 2 * PROMPTS] == before[: 2 * PROMPTS]
+    ages = [row["rollout/async/age_max"] for row in resumed.rows("metrics.jsonl") if row["step"] > 2]
+    assert max(ages) <= 1
 
 
 def test_a_run_with_a_stopped_engine_ends_with_the_list_of_waits(tmp_path: Path) -> None:
