@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3_5ForCausalLM,
@@ -99,6 +101,17 @@ def make_gpt_oss(seed: int) -> GptOssForCausalLM:
         for name, parameter in model.named_parameters():
             if name.endswith("_bias"):  # of experts
                 parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def make_of(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """Return a random model with every weight, including biases of routers, depending on `seed`."""
+    torch.manual_seed(seed)
+    # other attention than "eager" ignores caps of scores
+    model: PreTrainedModel = _all_random(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.3 * torch.randn_like(buffer))
     return model
 
 
