@@ -54,6 +54,7 @@ class PackedModel(GPTModel):
 
     frequencies: Sequence[Tensor]  # rotary frequencies, f32 [rotated width / 2] per kind of layer
     embedding_scale: float  # factor of token embeddings, as in Gemma
+    logit_cap: float | None  # bound of the head's logits, as in Gemma 2; see `vocabulary.Columns.cap`
     vocab_size_real: int  # columns without padding; log-probs are normalised over these
 
     @staticmethod
@@ -127,7 +128,7 @@ class HeadModel(PackedModel):
                 self.vocab_size_real,
                 parallel_state.get_tensor_model_parallel_group(),
                 weight_grad_VE=gradient_buffer(weight) if self.fills_buffer else None,
-                logit_cap=pieces_of(self.config).logit_cap,
+                logit_cap=self.logit_cap,
             ),
             owners=batch.owners,
         )
@@ -274,7 +275,7 @@ def _build_chunk(
                 parameter.allreduce = False
     model.vocab_size_real = min(hf_config.vocab_size, vocab_size or hf_config.vocab_size)
     pieces = pieces_of(config)
-    model.embedding_scale = pieces.embedding_scale
+    model.embedding_scale, model.logit_cap = pieces.embedding_scale, pieces.logit_cap
     frequencies = rotary_frequencies(hf_config, pieces)
     model.frequencies = tuple(each.to(torch.cuda.current_device()) for each, _ in frequencies.values())
     model.rotary_pos_emb.inv_freq = model.frequencies[0]

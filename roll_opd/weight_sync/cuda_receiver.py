@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 
+from roll_opd.weight_sync.attention_sinks import load_sinks_by_loader
 from roll_opd.weight_sync.verify_weights import WeightVerifier
 
 if TYPE_CHECKING:
@@ -47,6 +48,10 @@ class CheckedNcclUpdateInfo(_SentEntries, NCCLWeightTransferUpdateInfo):
 
 class _CheckedEngine(_Engine):
     """Mixin of weight-transfer engines that verifies each update."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        load_sinks_by_loader(self.model)
 
     def start_weight_update(self) -> None:
         """Begin an update."""

@@ -14,6 +14,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from roll_opd.samples.weight_bucket import map_bucket
+from roll_opd.weight_sync.attention_sinks import load_sinks_by_loader
 from roll_opd.weight_sync.verify_weights import WeightVerifier, clone_pending
 
 
@@ -42,6 +43,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
+        load_sinks_by_loader(model)
         self.version = 0  # version of the last verified update
         self._verifier: WeightVerifier | None = None
 

@@ -15,7 +15,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from roll_opd.samples.weight_bucket import row_checksums, sampled_rows
-from roll_opd.weight_sync.attention_sinks import load_sinks_by_loader
 
 
 class WeightVerifier:
@@ -30,7 +29,6 @@ class WeightVerifier:
         self._tied_heads = tied_heads(model)
         self._mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
         reset_expert_kernels(model)
-        load_sinks_by_loader(model)
 
     def expect(self, entries: Iterable[dict[str, Any]], version: int) -> None:
         """Record the entries of sent tensors; raises ValueError for a tensor sent twice."""
