@@ -157,7 +157,7 @@ def _problems(options: argparse.Namespace, hosts: int) -> list[str]:
         return diagnostics.problems
     _check_model(info, options, diagnostics)
     if score_rows.has_tokens(Path(options.input)):
-        _check_rows(Path(options.input), info, diagnostics)
+        _check_rows(Path(options.input), info, min(options.vocab_size or info.vocab, info.vocab), diagnostics)
     return diagnostics.problems
 
 
@@ -199,7 +199,8 @@ def _check_model(info: ModelInfo, options: argparse.Namespace, diagnostics: Diag
         diagnostics.error("--expert-tp", f"{info.path.name} is a dense model without experts; remove the option")
 
 
-def _check_rows(path: Path, info: ModelInfo, diagnostics: Diagnostics) -> None:
+def _check_rows(path: Path, info: ModelInfo, scored: int, diagnostics: Diagnostics) -> None:
+    """Check the rows of the input; log-probs are normalised over the first `scored` token ids."""
     bad = rows = 0
     try:
         with regular_file(path).open(encoding="utf-8") as lines:
@@ -207,7 +208,7 @@ def _check_rows(path: Path, info: ModelInfo, diagnostics: Diagnostics) -> None:
                 if not line.strip():
                     continue
                 rows += 1
-                reason = _bad_row(line, info)
+                reason = _bad_row(line, info, scored)
                 bad += reason is not None
                 if reason and bad <= ROWS_NAMED:
                     diagnostics.error(f"--input {path}:{number}", reason)
@@ -226,7 +227,7 @@ def _check_rows(path: Path, info: ModelInfo, diagnostics: Diagnostics) -> None:
         diagnostics.error("--input", f"{path} has no rows")
 
 
-def _bad_row(line: str, info: ModelInfo) -> str | None:
+def _bad_row(line: str, info: ModelInfo, scored: int) -> str | None:
     try:
         row = json.loads(line)
         tokens, prompt_length, _ = row["tokens"], row["prompt_length"], row["id"]
@@ -239,6 +240,8 @@ def _bad_row(line: str, info: ModelInfo) -> str | None:
     outside = [token for token in tokens if not 0 <= token < info.vocab]
     if outside:
         return f"token {outside[0]} is outside the vocabulary of {info.vocab}"
+    if (largest := max(tokens[prompt_length:], default=0)) >= scored:
+        return f"token {largest} has no log-prob with --vocab-size {scored}; raise it, or remove the row"
     if len(tokens) > info.max_positions:
         return f"{len(tokens)} tokens are more than the model's {info.max_positions} positions"
     return None

@@ -61,6 +61,20 @@ class TargetRequest:
         return values
 
 
+def check_scored_tokens(samples: Iterable[Sample], vocab_size: int) -> None:
+    """Raise ValueError if a scored token is outside the `vocab_size` token ids of the softmax.
+
+    On the device, such a token would have a logit of 0. Ids are checked here, on the host, because a check of ids on
+    the device would wait for the device.
+    """
+    largest = max((int(sample.response_tokens.max(initial=0)) for sample in samples), default=0)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"token {largest} has no log-prob, as log-probs are normalised over {vocab_size} token ids; raise"
+            " vocab_size, or leave out the sequences with this token"
+        )
+
+
 class MegatronEngine:
     """Frozen model that computes log-probs."""
 
@@ -80,6 +94,7 @@ class MegatronEngine:
         self.device = parallel.initialize(plan.layout, seed, deterministic)
         built = self._build(seed)
         self.chunks, self.weights, self.adapters = built.chunks, built.weights, built.adapters
+        self._vocab_size = unwrapped(built.chunks[0]).vocab_size_real
         # expert ranks exchange tokens in every micro-batch, so all ranks need the same number of micro-batches
         self._needs_equal_micro_batches = bool(self.weights.config.num_moe_experts)
         self._context = parallel.context_rank()
@@ -228,6 +243,7 @@ class MegatronEngine:
         entry per micro-batch: the value of `finish` if `forward_only`, else the report of the loss function `finish`.
         """
         self.memory.check("compute", Part.WEIGHTS)
+        check_scored_tokens(samples, self._vocab_size)
         if not assigned:
             return []
         routes = next((sample.routes.shape[1:] for sample in samples if sample.routes is not None), None)

@@ -159,6 +159,7 @@ BAD_OPTIONS = [
     (["--pp", "2", "--vpp", "3"], "--pp: the 4 layers of teacher are fewer than 2 pipeline stages x 3 virtual ones"),
     (["--dp", "2", "--ep", "2"], "--ep: teacher is a dense model without experts"),
     (["--tp", "2", "--expert-tp", "1"], "--expert-tp: teacher is a dense model without experts"),
+    (["--vocab-size", "2"], "rows.jsonl:1: token 3 has no log-prob with --vocab-size 2; raise it, or remove the row"),
     (["--temperature", "0"], "--temperature: 0.0 must be a number greater than 0"),
     (["--temperature", "nan"], "--temperature: nan must be a number greater than 0"),
     (["--max-tokens-per-microbatch", "0"], "must be at least 1"),

@@ -8,7 +8,20 @@ from megatron_answers import Answers
 from megatron_jobs import vocabulary
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from roll_opd.megatron.engine import check_scored_tokens
 from roll_opd.megatron.vocabulary import raw_logits
+from roll_opd.samples.sample import Sample
+
+
+def test_a_scored_token_outside_the_softmax_is_refused() -> None:
+    """A prompt may have such tokens: they have embeddings, and are not scored."""
+    samples = [Sample(np.array([9, 1, 8]), 1), Sample(np.array([9, 9]), 2)]
+    check_scored_tokens(samples, 9)
+    check_scored_tokens([], 9)
+    with pytest.raises(
+        ValueError, match="token 8 has no log-prob, as log-probs are normalised over 8 token ids; raise"
+    ):
+        check_scored_tokens(samples, 8)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -71,6 +71,12 @@ def distil(job: Job, root: Path) -> None:
         plan = MegatronPlan(name, model, devices, layout, limits, vocab_size=layouts.VOCABULARY)
         engine = MegatronEngine(plan, seed=0)
         heads[name] = one_of(engine.output_head())
+        try:  # the wider teacher has a logit for this token, but it is not in the softmax
+            engine.compute_logprobs([(np.array([1, layouts.VOCABULARY]), 1)], 1.0)
+        except ValueError as error:
+            assert f"token {layouts.VOCABULARY} has no log-prob" in str(error)
+        else:
+            raise RuntimeError("a token outside the softmax has a log-prob")
         for step, objective in enumerate(DISTILLING):
             numbers = [n for n in range(len(samples[step])) if looks_at(name, n)]
             sequences = [(samples[step][n].tokens, samples[step][n].prompt_length) for n in numbers]
