@@ -9,7 +9,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from roll_opd.config import schema
-from roll_opd.config.schema import SUPERVISED, Section
+from roll_opd.config.schema import PIPELINES, Section
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration: every key
@@ -69,7 +69,7 @@ def sections() -> list[type[Section]]:
         schema.TeacherWorker,
         schema.Reward,
         schema.RemoteModelKeys,
-        *SUPERVISED.values(),
+        *PIPELINES.values(),
         schema.SupervisedWorker,
     ):
         visit(top)

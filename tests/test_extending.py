@@ -197,6 +197,83 @@ def test_a_pipeline_runs(copy: Path, where: str) -> None:
     assert len(list((copy / "output/demo_sft/latest/checkpoints/step_2/hf").glob("*.safetensors"))) == 1
 
 
+def with_rollout_pipeline(root: Path) -> None:
+    """Make the changes of the page's section on pipelines with a rollout."""
+    keys, loop = code("A pipeline with a rollout")
+    schema = root / "roll_opd/config/schema/rollout_keys.py"
+    text = schema.read_text(encoding="utf-8")
+    schema.unlink()  # in a linked copy, the file of the repository stays
+    schema.write_text(f"{text}\n\n{keys}", encoding="utf-8")
+    (root / "roll_opd/pipelines/best_and_worst.py").write_text(loop, encoding="utf-8")
+
+
+def test_the_changes_of_the_page_plan_a_pipeline_with_a_rollout(linked: Path) -> None:
+    """Selected by name, with its own keys, in each mode; without the name, the plan is as before."""
+    with_rollout_pipeline(linked)
+    program = """
+import json
+from dataclasses import replace
+from roll_opd.base.failures import ConfigError
+from roll_opd.config.schema import PIPELINES
+from roll_opd.planner.build import load_plan
+from roll_opd.planner.describe import to_json
+
+plan = load_plan("demo", "rlvr", ["keep=2"], pipeline="best_and_worst")
+mixed = load_plan("demo", "rlvr_opd", [], pipeline="best_and_worst")
+usual = load_plan("demo", "rlvr", [], pure=False)
+changed = {"pipeline", "pipeline_args", "title", "config_yaml"}
+same = replace(plan, **{name: getattr(usual, name) for name in changed}) == usual
+try:
+    load_plan("demo", "rlvr", ["keeep=2"], pipeline="best_and_worst")
+except ConfigError as error:
+    refused = str(error)
+PIPELINES["best_and_worst"].own_keys = frozenset({"keep"})
+by_key = load_plan("demo", "rlvr", ["keep=2"])
+print(json.dumps([plan.pipeline, dict(plan.pipeline_args), to_json(plan)["pipeline"], plan.title, mixed.mode,
+                  dict(mixed.pipeline_args), usual.pipeline, same, by_key.pipeline, refused]))
+"""
+    *found, refused = python(linked, program)
+    assert found == [
+        "best_and_worst",
+        {"keep": 2},
+        "best_and_worst",
+        "reinforcement learning on the best and worst answers",
+        "mixed",
+        {"keep": 1},
+        "rlvr",
+        True,
+        "best_and_worst",
+    ]
+    assert "keeep: unknown key; did you mean 'keep'?" in refused
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("where", ["in the package", "from outside"])
+def test_a_pipeline_with_a_rollout_runs(copy: Path, where: str) -> None:
+    """With one best and one worst of four answers, half of the samples are masked."""
+    name = "best_and_worst"
+    if where == "in the package":
+        with_rollout_pipeline(copy)
+    else:
+        name = "my_pipelines.best_and_worst"
+        keys, loop = code("A pipeline with a rollout")
+        head, _, body = loop.partition('"""\n')
+        imports = "from dataclasses import dataclass\nfrom roll_opd.config.schema import OURS, Many, Top, key\n"
+        keys = keys.replace('pipeline = "best_and_worst"', f'pipeline = "{name}"')
+        (copy / "my_pipelines").mkdir()
+        (copy / "my_pipelines/best_and_worst.py").write_text(f'{head}"""\n{imports}{body}\n\n{keys}', encoding="utf-8")
+    command = ["-m", "roll_opd.commands.main", "run", name, "examples/demo/rlvr.yaml", "keep=1", "max_steps=2"]
+    command += ["rollout_batch_size=16", "actor_train.training_args.gradient_accumulation_steps=1"]
+    command += ["eval_steps=0", "track_with=stdout", f"output_dir={copy}/output"]
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=copy)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (copy / "output/demo_rlvr/latest/metrics.jsonl").read_text().splitlines()]
+    masked = {row["step"]: row["rollout/masked/best_and_worst"] for row in rows if "actor/total_loss" in row}
+    assert masked == {1: 0.5, 2: 0.5}
+
+
 def with_teacher_kind(root: Path) -> None:
     """Make the changes of the page's section on teachers."""
     changes = code("A teacher kind", "diff")

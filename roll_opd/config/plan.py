@@ -36,6 +36,7 @@ from roll_opd.config.schema import (
     RolloutKeys,
     RowKeys,
     RunKeys,
+    Top,
     WorkflowKeys,
 )
 
@@ -215,8 +216,8 @@ class RunPlan(RunKeys, RolloutKeys):
     """The plan of a run. `rollout_batch_size` counts prompts, or rows with answers; `eval_steps` 0: no validation."""
 
     mode: str  # pure, mixed or rl; for a supervised pipeline its name
-    pipeline: str  # a module of `roll_opd.pipelines`, or a dotted path
-    pipeline_args: FrozenDict = field(default_factory=FrozenDict)  # keys that only a supervised pipeline has
+    pipeline: str  # a module of `roll_opd.pipelines`, or the path of a user's module
+    pipeline_args: FrozenDict = field(default_factory=FrozenDict)  # keys that only this pipeline has
     title: str  # display name of the mode
     exp_name: str
     max_steps: int
@@ -251,6 +252,8 @@ class RunPlan(RunKeys, RolloutKeys):
     @property
     def kind(self) -> str:
         """Kind of the run: agentic, workflow, or the name of its pipeline."""
+        if self.pipeline != Top.pipeline:
+            return self.pipeline
         return "agentic" if self.is_agentic else "workflow" if self.workflow else self.pipeline
 
     @property

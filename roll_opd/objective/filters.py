@@ -1,6 +1,6 @@
 """Select the samples and groups of a step: filters by reward, rejection sampling, masks of whole samples."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -81,12 +81,16 @@ def masked(samples: Sequence[Sample], objective: ObjectivePlan, sampling: Sampli
     if not kept:
         return list(samples)
     return [
-        _masked_by(sample, {name: not found[number] for name, found in kept.items()})
+        masked_by(sample, {name: not found[number] for name, found in kept.items()})
         for number, sample in enumerate(samples)
     ]
 
 
-def _masked_by(sample: Sample, masks: dict[str, bool]) -> Sample:
+def masked_by(sample: Sample, masks: Mapping[str, bool]) -> Sample:
+    """Record which masks (by name) reject a sample; empty its `loss_mask` if any does.
+
+    The record is the source of `mask_metrics`.
+    """
     metrics = {**sample.metrics, **{f"{MASKED}_{name}": float(value) for name, value in masks.items()}}
     noted = changed(sample, metrics=metrics)
     return noted.with_columns(loss_mask=np.zeros(sample.response_length, dtype=bool)) if any(masks.values()) else noted

@@ -1,11 +1,15 @@
 """Import and check the user's functions and classes in a plan, before a run and in `roll-opd plan`."""
 
+from typing import Any
+
 from roll_opd import environments
 from roll_opd.algorithms.registry import advantage, policy_loss
 from roll_opd.base.failures import ConfigError
 from roll_opd.base.frozen import thaw
 from roll_opd.base.registry import argument_problems
+from roll_opd.base.user_modules import users_module
 from roll_opd.config.plan import RunPlan
+from roll_opd.pipelines.user_code import pipeline_module
 from roll_opd.planner.tracker_sections import GIVEN_BY_US
 from roll_opd.rewards import reward_registry as rewards
 from roll_opd.tracking import trackers as trackers
@@ -22,6 +26,8 @@ def check_user_code(plan: RunPlan) -> None:
     """
     for term in (term for reward in plan.rewards for term in reward.terms):
         rewards.check(term.worker, dict(term.args))
+    if pipeline_module(plan.pipeline) == plan.pipeline:
+        loop_of(plan.pipeline)
     objective = plan.objective
     policy_loss(objective.policy_loss, objective.policy_loss_args)
     if plan.rollout and not plan.rewards_are_monitored:
@@ -47,3 +53,15 @@ def check_user_code(plan: RunPlan) -> None:
             made = trackers.TRACKERS.find(tracker)
             for name, problem in argument_problems(made, plan.tracker_args.get(tracker, {}), GIVEN_BY_US):
                 raise trackers.TrackerError(f"tracker {tracker}: {name}: {problem.partition(', got ')[0]}")
+
+
+def loop_of(pipeline: str) -> Any:
+    """Return the function `train` of a pipeline. Raises ConfigError if its module has none."""
+    name = pipeline_module(pipeline)
+    try:
+        found = vars(users_module(name)).get("train")
+    except ImportError as error:
+        raise ConfigError([f"pipeline {pipeline}: {error}"]) from error
+    if not callable(found):
+        raise ConfigError([f"pipeline {pipeline}: the module {name} has no `async def train(run, workers)`; write it"])
+    return found

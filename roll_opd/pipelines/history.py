@@ -13,7 +13,7 @@ from typing import Any
 from roll_opd.base.failures import ConfigError
 from roll_opd.base.user_modules import same_modules
 from roll_opd.config.plan import RunPlan
-from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, SUPERVISED
+from roll_opd.config.schema import MIXED_ROLES, PIPELINES, PURE_ROLES, Top, supervised_pipelines
 from roll_opd.pipelines.plan_settings import CONTENT, Settings, as_written, settings_of
 from roll_opd.planner.build import load_plan
 from roll_opd.tracking.run_directory import RUN_FACTS
@@ -24,7 +24,8 @@ DISTRIBUTED_OPTIMIZER = (
 SHOWN = 12  # maximum number of changes in the console line of a resumed run
 FEW = 4  # maximum number of keys; a larger section that is added or removed counts as one change
 LONGEST = 60  # maximum characters of a value in that line
-STUDENTS = (PURE_ROLES[0], MIXED_ROLES[0], *(keys.role for keys in SUPERVISED.values()))  # sections of the student
+# sections of the student
+STUDENTS = (PURE_ROLES[0], MIXED_ROLES[0], *(keys.role for keys in supervised_pipelines().values()))
 SAMPLERS = (PURE_ROLES[1], MIXED_ROLES[1])
 # derived key -> source keys; a change of a derived key is not listed if a source key has changed
 FOLLOWS = {
@@ -140,10 +141,10 @@ def read_settings(run: Path, like: RunPlan) -> Settings | None:
     """Return the settings in the config.yaml of a run whose checkpoint has none; None if they cannot be read."""
     if not (run / "config.yaml").is_file():
         return None
-    supervised = like.pipeline if like.rollout is None else None
+    named = like.pipeline if like.pipeline in PIPELINES.keys() - {Top.pipeline} else None
     try:
         with same_modules():
-            plan = load_plan(str(run), "config", pure=None if supervised else like.mode == "pure", pipeline=supervised)
+            plan = load_plan(str(run), "config", pure=None if named else like.mode == "pure", pipeline=named)
         return settings_of(plan)
     except (ConfigError, OSError, ValueError):
         return None

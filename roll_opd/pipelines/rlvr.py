@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -36,9 +36,15 @@ from roll_opd.tracking.metrics import opd_metrics
 from roll_opd.tracking.reward_metrics import reward_metrics
 from roll_opd.tracking.summary import LEARNED_TOKENS
 
+Stage = Callable[[list[Sample]], list[Sample]]  # returns the same samples with other columns or metrics
 
-async def train(run: Run, workers: RunWorkers) -> None:
-    """Train from the first step, or from the step after the resumed checkpoint, to `plan.max_steps`."""
+
+async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
+    """Train from the first step, or from the step after the resumed checkpoint, to `plan.max_steps`.
+
+    `select` is called with the samples of each step, with rewards if the update reads rewards. It returns all samples,
+    in their order; a sample with an empty `loss_mask` is left out of the update.
+    """
     plan, clock = run.plan, run.clock
     in_turns = not plan.async_generation_ratio  # else generation continues during an update and after it
     await run.restore(workers.load)
@@ -71,6 +77,7 @@ async def train(run: Run, workers: RunWorkers) -> None:
                 with clock.phase("reward"):
                     samples = await batch.with_rewards(samples)
             failed = _failed_metrics(batch, samples, plan)
+            samples = select(samples)
             samples, kl_coef = with_advantages(samples, plan, kl_coef, rewarded=not plan.rewards_are_monitored)
             if plan.demonstrations:
                 samples = mixed(samples, batch.demonstration_samples, plan.demonstrations.updates)

@@ -1,11 +1,10 @@
 """Run a pipeline to its last step: set up run directory, Ray and workers, and handle the errors that end a run.
 
 A pipeline is a module with `async def train(run: Run, workers: RunWorkers)`; `RunPlan.pipeline` is the name of a module
-in this package, or a dotted path.
+in this package, or the path of a user's module.
 """
 
 import gc
-import importlib
 import os
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from roll_opd.cluster.waits import watchdog
 from roll_opd.cluster.worker_progress import running_calls
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.rows import DataError
+from roll_opd.pipelines.check_user_code import loop_of
 from roll_opd.pipelines.checkpoints import Checkpoint, CheckpointError, Checkpoints, find
 from roll_opd.pipelines.history import History
 from roll_opd.pipelines.preflight import Inputs
@@ -56,7 +56,7 @@ def _run(
     hosts: Hosts | None,
     backend: Backend,
 ) -> None:
-    pipeline = importlib.import_module(plan.pipeline if "." in plan.pipeline else f"roll_opd.pipelines.{plan.pipeline}")
+    train = loop_of(plan.pipeline)
     resumed = inputs.resumed
     write_run_directory(directory.path)
     tee.write_to(directory.path)
@@ -96,7 +96,7 @@ def _run(
                 logger.note, ending.lose, plan.stall_timeout_s, running_calls, is_on=lambda: ending.is_training
             )
             with show_progress(logger.unfinished_step, logger.note, live), watching:
-                backend.complete(_trained(pipeline.train, opened, backend))
+                backend.complete(_trained(train, opened, backend))
     except KeyboardInterrupt:
         raise ending.interrupted() from None
     except SkippedUpdates as error:

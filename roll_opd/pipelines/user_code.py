@@ -1,13 +1,24 @@
 """Check whether a plan names code of the user, which planning must import."""
 
+from importlib.util import find_spec
+
 from roll_opd.base.registry import declarations
 from roll_opd.config.plan import RunPlan
 
 BUILTIN = "roll_opd.workflows.builtin"
+PACKAGE = "roll_opd.pipelines"
+
+
+def pipeline_module(name: str) -> str:
+    """Return the path of the module with a pipeline's loop: a module of the package, else the user's."""
+    inside = f"{PACKAGE}.{name}"
+    return inside if "." not in name and find_spec(inside) else name
 
 
 def uses_user_code(plan: RunPlan) -> bool:
-    """Return whether a plan names code of the user: a plugin directory, a dotted path, or a registered name."""
+    """Return whether a plan names code of the user: a directory, a module, a dotted path or a registered name."""
+    if not pipeline_module(plan.pipeline).startswith(f"{PACKAGE}."):
+        return True
     workflow = plan.workflow
     names: list[str | None] = [plan.objective.policy_loss, plan.objective.adv_estimator, *plan.trackers]
     names += [term.worker for reward in plan.rewards for term in reward.terms]

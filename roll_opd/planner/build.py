@@ -54,8 +54,8 @@ def load_plan(
         config_name: a YAML file in that directory.
         pure: True: pure distillation (as start_onpolicy_distill_pipeline.py runs it). False: the RLVR entry, where
             `use_opd` decides whether to distil. If `pure` and `pipeline` are None, the configuration decides.
-        pipeline: agentic, the name of a supervised pipeline, or a dotted path. If the configuration is for another
-            pipeline, a single problem is reported, which names the right launcher.
+        pipeline: agentic, or a name of `PIPELINES`, or the path of a module that adds to it. If the configuration is
+            for another pipeline, a single problem is reported, which names the right launcher.
         runnable: False also plans configurations that cannot be run yet; `warnings` has the reasons.
         say: callback for the translation report of a Trinity-RFT configuration; for such a configuration, `pure` and
             `pipeline` have no effect.
@@ -104,20 +104,16 @@ def plan_config(
     return replace(plan, warnings=(*diagnostics.warnings, *sentences, *check_files.turn_end_warnings(plan)))
 
 
-def _planned(
-    loaded: LoadedConfig, keys: type[Supervised] | None, pure: bool | None, diag: Diagnostics
-) -> RunPlan | None:
-    """Return the plan of a run; None if problems prevent one.
-
-    `keys` is the section class of a supervised pipeline; None: the student samples.
-    """
+def _planned(loaded: LoadedConfig, keys: type[Run], pure: bool | None, diag: Diagnostics) -> RunPlan | None:
+    """Return the plan of a run of the pipeline with these keys; None if problems prevent one."""
+    supervised = issubclass(keys, Supervised)
     sections = read_sections(loaded.values, loaded.variables, keys, diag)
-    mode = keys.pipeline if keys else rollout_parts.complete(sections, loaded.values, pure, diag)
+    mode = keys.pipeline if supervised else rollout_parts.complete(sections, loaded.values, pure, diag)
     roles = RoleReader(sections, mode, diag).read(keys)
-    sampling = (None, None) if keys else (roles.train, roles.infer)
+    sampling = (None, None) if supervised else (roles.train, roles.infer)
     check_values.check_replay(written_workers(sections), *sampling)
     check_files.compare_models(roles, sections.top)
-    read = supervised_parts.read(sections, roles) if keys else rollout_parts.read(sections, roles, loaded.values)
+    read = supervised_parts.read(sections, roles) if supervised else rollout_parts.read(sections, roles, loaded.values)
     if read is None:
         return None
     common = _common(loaded, read.top, roles, read.validates)

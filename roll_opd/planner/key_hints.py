@@ -9,7 +9,6 @@ from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.schema import (
     MIXED_ROLES,
     PURE_ROLES,
-    SUPERVISED,
     RemoteModelKeys,
     Reward,
     Section,
@@ -18,6 +17,7 @@ from roll_opd.config.schema import (
     Top,
     Worker,
     keys_of,
+    supervised_pipelines,
 )
 
 TRAIN, ROLLOUT, TEACHER, FROZEN, CRITIC = "train", "rollout", "teacher", "frozen", "critic"  # kinds of roles
@@ -144,9 +144,8 @@ def _places(path: Place, written: Set[str]) -> Iterator[tuple[Place, Set[str]]]:
     train, infer = (
         next((names[at] for names in (PURE_ROLES, MIXED_ROLES) if names[at] in written), None) for at in (0, 1)
     )
-    supervised = next(
-        (one for one in SUPERVISED.values() if one.role in written and infer is None and TEACHER not in written), None
-    )
+    pipelines = supervised_pipelines().values() if infer is None and TEACHER not in written else ()
+    supervised = next((one for one in pipelines if one.role in written), None)
     top = supervised or Top
     roles: dict[Place, type[Section]] = {}
     if supervised:

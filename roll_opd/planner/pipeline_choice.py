@@ -16,7 +16,16 @@ from roll_opd.base.failures import ConfigError
 from roll_opd.base.paths import PathError, regular_file
 from roll_opd.base.user_modules import users_module
 from roll_opd.config.diagnostics import Diagnostics
-from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, SUPERVISED, OfflineDistill, Supervised
+from roll_opd.config.schema import (
+    MIXED_ROLES,
+    PIPELINES,
+    PURE_ROLES,
+    OfflineDistill,
+    Run,
+    Supervised,
+    Top,
+    supervised_pipelines,
+)
 from roll_opd.config.yaml_files import LOADER, MAX_BYTES, check_file
 from roll_opd.models.model_info import ModelFilesError, find_model, is_vision_config, read_json
 from roll_opd.planner import environment_sections
@@ -70,10 +79,8 @@ def is_trinity(file: Path) -> bool:
     return not TRINITY_SECTIONS.isdisjoint(keys) and keys.isdisjoint(OUR_ROLES)
 
 
-def pipeline_keys(
-    values: Mapping[str, Any], pure: bool | None, pipeline: str | None, diag: Diagnostics
-) -> type[Supervised] | None:
-    """Return the keys of the requested or configured supervised pipeline; None: the student samples.
+def pipeline_keys(values: Mapping[str, Any], pure: bool | None, pipeline: str | None, diag: Diagnostics) -> type[Run]:
+    """Return the keys of the requested or configured pipeline.
 
     `pure` and `pipeline` are arguments of `load_plan`. Raises ConfigError with one problem if the configuration is for
     a different pipeline from the requested pipeline, or for a pipeline that does not exist here.
@@ -84,26 +91,31 @@ def pipeline_keys(
         # checked first: errors about the keys of another pipeline would be misleading
         problem = _wrong_pipeline(values, requested, diag)
     if problem is None:
-        if keys := _supervised_keys(values, pure, None if pipeline == "agentic" else pipeline):
+        keys = _keys(values, pure, None if pipeline == "agentic" else pipeline)
+        if issubclass(keys, Supervised):
             return keys
         problem = _rows_problem(values, diag)
     if problem is None and environment_sections.is_agentic(values):
         problem = _rollout_only_problem(values)
     if problem:
         raise ConfigError([problem])
-    return None
+    return keys
 
 
 def _pipeline_of(values: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return (pipeline, the key that identifies it) of a configuration; None if no key identifies a pipeline."""
-    for name, keys in SUPERVISED.items():
+    for name, rolled_out in PIPELINES.items():
+        if issubclass(rolled_out, Top) and (own := sorted(rolled_out.own_keys & values.keys())):
+            return name, own[0]
+    supervised = supervised_pipelines()
+    for name, keys in supervised.items():
         if keys.role in values and keys.role not in (*PURE_ROLES, *MIXED_ROLES):
             return name, keys.role
     engine = next((role for role in (PURE_ROLES[1], MIXED_ROLES[1]) if role in values), None)
     if engine is None:
         if has_files(values.get("teacher")):
             return OfflineDistill.pipeline, "teacher.files"
-        for name, keys in SUPERVISED.items():
+        for name, keys in supervised.items():
             if values.get("algorithm_type") == keys.algorithm:
                 return name, "algorithm_type"
             if own := sorted(keys.own_keys & values.keys()):
@@ -134,7 +146,8 @@ def _wrong_pipeline(values: Mapping[str, Any], requested: str, diag: Diagnostics
         found = "rlvr", MIXED_ROLES[1]
     if requested not in LAUNCHERS or found is None or found[0] not in LAUNCHERS or found[0] == requested:
         return None
-    if requested not in SUPERVISED and values.get("algorithm_type") in [keys.algorithm for keys in SUPERVISED.values()]:
+    supervised = supervised_pipelines()
+    if requested not in supervised and values.get("algorithm_type") in [keys.algorithm for keys in supervised.values()]:
         return None  # `_rows_problem` reports it and names the launcher
     meant, key = found
     is_played_pure = meant == "agentic" and not values.get("use_opd") and values.get("teacher")
@@ -149,19 +162,22 @@ def _wrong_pipeline(values: Mapping[str, Any], requested: str, diag: Diagnostics
     )
 
 
-def _supervised_keys(values: Mapping[str, Any], pure: bool | None, pipeline: str | None) -> type[Supervised] | None:
-    """Return the keys of the requested or configured supervised pipeline; None: a run with rollouts."""
-    if pipeline is not None:
-        known = f"distill, rlvr, agentic, {', '.join(SUPERVISED)}, or a module's dotted path"
-        problem = f"no pipeline {pipeline!r}; known: {known}"
+def _keys(values: Mapping[str, Any], pure: bool | None, pipeline: str | None) -> type[Run]:
+    """Return the keys of the requested or configured pipeline. Raises ConfigError for an unknown name."""
+    if pipeline is None:
+        found = _pipeline_of(values) if pure is None else None
+        return PIPELINES.get(found[0], Top) if found else Top
+    if pipeline not in PIPELINES:
+        names = ", ".join(dict.fromkeys(("distill", "rlvr", "agentic", *PIPELINES)))
+        problem = f"no pipeline {pipeline!r}; known: {names}, or a module's dotted path"
         try:
-            if pipeline not in SUPERVISED:
-                users_module(pipeline)  # declares the pipeline's keys
-            return SUPERVISED[pipeline]
-        except (ImportError, KeyError) as error:
-            raise ConfigError([problem + (f": {error}" if isinstance(error, ImportError) else "")]) from None
-    found = _pipeline_of(values) if pure is None else None
-    return SUPERVISED.get(found[0]) if found else None
+            users_module(pipeline)  # declares the pipeline's keys
+        except ImportError as error:
+            raise ConfigError([f"{problem}: {error}"]) from None
+        if pipeline not in PIPELINES:
+            declares = f"a subclass of Top or Supervised with pipeline = {pipeline!r}"
+            raise ConfigError([f"{problem}: the module {pipeline} declares no keys; write {declares} in it"])
+    return PIPELINES[pipeline]
 
 
 def _rows_problem(values: Mapping[str, Any], diag: Diagnostics) -> str | None:

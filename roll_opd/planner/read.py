@@ -29,7 +29,6 @@ from roll_opd.config.schema import (
     SupervisedWorker,
     TeacherWorker,
     Term,
-    Top,
     Worker,
     changed,
     keys_of,
@@ -71,36 +70,33 @@ class Sections:
     pretrain: str | None = None  # `pretrain` as configured; present even if `top` has a wrong value
 
 
-def read_sections(
-    values: dict[str, Any], variables: frozenset[str], pipeline: type[Supervised] | None, diag: Diagnostics
-) -> Sections:
+def read_sections(values: dict[str, Any], variables: frozenset[str], keys: type[Run], diag: Diagnostics) -> Sections:
     """Validate `values`; problems and warnings go to `diag`.
 
     `variables` are top-level keys that other values refer to (`${name}`). An unknown key among them is taken as the
-    user's variable. Other unknown keys are dropped with a warning (see `_variables`). `pipeline` has the keys of a
-    supervised pipeline; None: the run has rollouts.
+    user's variable. Other unknown keys are dropped with a warning (see `_variables`). `keys` are
+    the keys of the pipeline.
     """
     pretrain = values.get("pretrain")
     sections = Sections(pretrain=pretrain if isinstance(pretrain, str) else None)
     roles: dict[str, type[Worker]] = dict.fromkeys((*PURE_ROLES, *MIXED_ROLES, REFERENCE, CRITIC), Worker)
-    keys: type[Run] = Top
-    if pipeline is not None:
-        roles = {pipeline.role: SupervisedWorker} | ({REFERENCE: Worker} if pipeline.has_reference else {})
-        keys = pipeline
+    supervised = keys if issubclass(keys, Supervised) else None
+    if supervised:
+        roles = {supervised.role: SupervisedWorker} | ({REFERENCE: Worker} if supervised.has_reference else {})
     known = {
         *keys_of(keys),
         *other_names(keys),
         *roles,
-        *(("teacher", "rewards", "reward_model", AUXILIARY) if pipeline is None else ()),
+        *(("teacher", "rewards", "reward_model", AUXILIARY) if supervised is None else ()),
     }
     left_out = _variables(values, known, keys.ignored, variables, diag)
     rest = {key: value for key, value in values.items() if key not in left_out}
-    if pipeline is not None and pipeline.has_reference:
+    if supervised and supervised.has_reference:
         rest.setdefault(REFERENCE, {})
     for role, worker in roles.items():
         if role in rest:
             sections.workers[role] = read_section(worker, rest.pop(role), diag.below(role))
-    if pipeline is None:
+    if supervised is None:
         _read_teachers(rest.pop("teacher", None), sections, diag)
         _read_rewards(rest.pop("rewards", None), rest.pop("reward_model", None), sections, diag)
         _read_auxiliaries(rest.pop(AUXILIARY, None), sections, diag)

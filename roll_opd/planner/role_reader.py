@@ -11,7 +11,17 @@ from typing import Any, Literal
 
 from roll_opd.config.diagnostics import Diagnostics
 from roll_opd.config.plan import LoraPlan
-from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, Dtype, ExternalKeys, Supervised, TeacherWorker, Top, Worker
+from roll_opd.config.schema import (
+    MIXED_ROLES,
+    PURE_ROLES,
+    Dtype,
+    ExternalKeys,
+    Run,
+    Supervised,
+    TeacherWorker,
+    Top,
+    Worker,
+)
 from roll_opd.models.layouts import check_layout, check_tensor_parallel
 from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.models.tokenizer_files import has_tokenizer
@@ -116,9 +126,9 @@ class RoleReader:
         self._roles = Roles(mode)
         self._student: str | None = None
 
-    def read(self, pipeline: type[Supervised] | None) -> Roles:
-        """Return the roles. `pipeline` has the keys of a supervised pipeline; None: the student samples."""
-        return self._rolled_out() if pipeline is None else self._supervised(pipeline)
+    def read(self, keys: type[Run]) -> Roles:
+        """Return the roles of the pipeline with these keys."""
+        return self._supervised(keys) if issubclass(keys, Supervised) else self._rolled_out()
 
     def _supervised(self, pipeline: type[Supervised]) -> Roles:
         """Return the roles of a supervised pipeline."""

@@ -113,8 +113,9 @@ class RolloutParts:
         return {
             **shared(RolloutKeys, top),
             "mode": roles.mode,
-            "pipeline": "rlvr",
-            "title": TITLES[roles.mode] + place,
+            "pipeline": top.pipeline,
+            "pipeline_args": FrozenDict({key: getattr(top, key) for key in keys_of(type(top)).keys() - keys_of(Top)}),
+            "title": (top.title or TITLES[roles.mode]) + place,
             "max_steps": top.max_steps,
             "student": student,
             "rollout": rollout,

@@ -196,7 +196,7 @@ class OpenaiEcho:
 
 
 class Tinker:
-    """Requests of the package `tinker`: arguments and arrays of `SamplingClient.sample` (version 0.38.0).
+    """Requests of the package `tinker`: arguments and arrays of its SamplingClient (version 0.38.0).
 
     Only the response is scored (`prompt_logprobs_last_n`), so that the service can take the prompt from its cache.
     Entries of `prompt_logprobs` and rows of the top-k before the response are NaN or fill values.

@@ -48,7 +48,7 @@ class TinkerEndpoint(Endpoint):
         self._starting = None  # a future of another event loop
 
     async def _exchange(self, content: bytes, read: Callable[[Any], Answer]) -> Answer:
-        """Implement `Endpoint._exchange` with `SamplingClient.sample`."""
+        """Implement `Endpoint._exchange` with a request of Tinker's SamplingClient."""
         try:
             async with asyncio.timeout(self._limits.request_seconds):
                 return read(await _sampled(await self._started(), json.loads(content)))

@@ -1,11 +1,15 @@
 """A configuration started as another pipeline: one error names the right launcher."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from roll_opd.base.command_line import ENTRIES
 from roll_opd.base.failures import ConfigError
+from roll_opd.config.schema import PIPELINES
+from roll_opd.pipelines.check_user_code import check_user_code
+from roll_opd.pipelines.user_code import uses_user_code
 from roll_opd.planner.build import load_plan
 from roll_opd.planner.describe import to_json
 from roll_opd.planner.plan_text import to_text
@@ -23,7 +27,7 @@ EXAMPLES = {
     ("games", "frozen_lake_mixed"): ({"agentic"}, ("mixed", "agentic"), "start_agentic_pipeline.py"),
     ("games", "frozen_lake_reward"): ({"agentic"}, ("rl", "agentic"), "start_agentic_pipeline.py"),
 }
-PIPELINES = ("distill", "rlvr", "agentic", "sft", "dpo")
+STARTED_AS = ("distill", "rlvr", "agentic", "sft", "dpo")
 
 
 def options(pipeline: str) -> dict[str, Any]:
@@ -33,7 +37,7 @@ def options(pipeline: str) -> dict[str, Any]:
 @pytest.mark.parametrize("example", EXAMPLES, ids="/".join)
 def test_every_example_with_every_launcher(example: tuple[str, str]) -> None:
     right, (mode, kind), launcher = EXAMPLES[example]
-    for pipeline in set(PIPELINES) - right:
+    for pipeline in set(STARTED_AS) - right:
         with pytest.raises(ConfigError) as caught:
             load_plan(*example, **options(pipeline))
         (problem,) = caught.value.problems
@@ -42,6 +46,26 @@ def test_every_example_with_every_launcher(example: tuple[str, str]) -> None:
     assert (to_json(plan)["mode"], to_json(plan)["pipeline"]) == (mode, kind)
     head = to_text(plan).splitlines()[0]
     assert f"{kind} pipeline" in head and ("in environments" in head) == (kind == "agentic")
+
+
+def test_a_users_module_needs_keys_and_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a module without a package; its keys are read before the configuration is checked."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "module_without_keys.py").touch()
+    (tmp_path / "module_without_loop.py").write_text(
+        "from dataclasses import dataclass\nfrom roll_opd.config.schema import Top\n\n\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass Keys(Top):\n    pipeline = 'module_without_loop'\n"
+    )
+    with pytest.raises(ConfigError, match="module_without_keys declares no keys; write a subclass of"):
+        load_plan("demo", "rlvr", pipeline="module_without_keys")
+    try:
+        plan = load_plan("demo", "rlvr", pipeline="module_without_loop")
+    finally:
+        PIPELINES.pop("module_without_loop", None)
+    assert (plan.pipeline, plan.title) == ("module_without_loop", "reinforcement learning")
+    assert uses_user_code(plan) and not uses_user_code(load_plan("demo", "rlvr"))
+    with pytest.raises(ConfigError, match=r"module_without_loop has no `async def train\(run, workers\)`; write it"):
+        check_user_code(plan)
 
 
 def test_a_workflow_is_labelled_so() -> None:

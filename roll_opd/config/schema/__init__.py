@@ -5,7 +5,7 @@ checks rules between sections and rules that read files. The classes in `plan.py
 the plan unchanged. Such a key needs two changes: its declaration here and the code that uses it.
 `docs/configuration.md` is generated from these declarations.
 
-A pipeline that trains on rows with answers declares its keys as a subclass of `Supervised`.
+A pipeline declares its keys as a subclass of `Top` if it has a rollout, and of `Supervised` if its rows have answers.
 """
 
 from roll_opd.config.schema.environment_keys import (
@@ -55,7 +55,7 @@ from roll_opd.config.schema.rollout_keys import (
     Validation,
     WorkflowKeys,
 )
-from roll_opd.config.schema.run_keys import CheckpointKeys, PromptColumns, RowKeys, Run, RunKeys
+from roll_opd.config.schema.run_keys import PIPELINES, CheckpointKeys, PromptColumns, RowKeys, Run, RunKeys
 from roll_opd.config.schema.section import (
     OURS,
     TRINITY,
@@ -69,13 +69,13 @@ from roll_opd.config.schema.section import (
     shared,
 )
 from roll_opd.config.schema.supervised_keys import (
-    SUPERVISED,
     Dpo,
     EpochArgs,
     HeldOut,
     Sft,
     Supervised,
     SupervisedWorker,
+    supervised_pipelines,
 )
 from roll_opd.config.schema.teacher_file_keys import FileTeacher, OfflineDistill
 from roll_opd.config.schema.worker_keys import (

@@ -130,8 +130,10 @@ class RemoteModelKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys, WorkflowKeys, AgenticKeys):
-    """All keys of a run with a rollout, except the keys of its roles."""
+    """All keys of a run with a rollout, except the keys of its roles. Each further pipeline is a subclass."""
 
+    pipeline = "rlvr"
+    title = ""  # by mode
     max_steps: Positive = key(500, "steps of the run")
     prompt_length: Positive = key(1024, "maximum tokens of a prompt")
     response_length: Positive | None = key(None, "maximum tokens of a response")

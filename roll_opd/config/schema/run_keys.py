@@ -1,7 +1,7 @@
 """Keys of every pipeline: directory, seed, steps, checkpoints, trackers, nodes."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -76,9 +76,13 @@ class RunKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Run(RunKeys, CheckpointKeys, RowKeys):
-    """Keys of every pipeline, except the keys of roles."""
+    """Keys of every pipeline, except the keys of roles. A subclass that sets `pipeline` adds a pipeline."""
 
     ignored = roll.IGNORED_TOP
+    pipeline: ClassVar[str]  # the loop: a module in `roll_opd.pipelines`, or the path of a user's module
+    title: ClassVar[str]  # display name
+    own_keys: ClassVar[frozenset[str]] = frozenset()  # keys that identify the pipeline of a configuration
+
     exp_name: str | None = key(None, "name of the experiment; default: the file's name")
     system_envs: Environment = key({}, "environment variables of all processes")
     track_with: Texts = key(("tensorboard",), "trackers: built-in names or dotted paths")
@@ -108,6 +112,13 @@ class Run(RunKeys, CheckpointKeys, RowKeys):
     strict_strategies: bool = key(
         False, "refuse an unavailable strategy or precision; false: use the nearest available", OURS
     )
+
+    def __init_subclass__(cls) -> None:
+        if "pipeline" in vars(cls):
+            PIPELINES[cls.pipeline] = cls
+
+
+PIPELINES: dict[str, type[Run]] = {}  # pipeline -> its keys
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from pydantic import Field
 from roll_opd.config import roll_keys as roll
 from roll_opd.config.schema.key_types import AboveZero, Many, Name, NotNegative, Positive
 from roll_opd.config.schema.rollout_keys import Validation
-from roll_opd.config.schema.run_keys import PromptColumns, Run
+from roll_opd.config.schema.run_keys import PIPELINES, PromptColumns, Run
 from roll_opd.config.schema.section import OURS, TRINITY, Section, key
 from roll_opd.config.schema.worker_keys import DataArgs, TrainingArgs, Worker
 
@@ -45,11 +45,8 @@ class Supervised(Run):
     """Keys of pipelines that train on rows. Each pipeline is a subclass that adds keys and sets the class variables."""
 
     ignored = roll.IGNORED_TOP | roll.IGNORED_SUPERVISED
-    pipeline: ClassVar[str]  # the pipeline: a module in `roll_opd.pipelines`, or a dotted path
-    title: ClassVar[str]  # for people
     role: ClassVar[str]  # the section of the trained model
     algorithm: ClassVar[str]  # entry of `algorithms.table` that has the loss
-    own_keys: ClassVar[frozenset[str]] = frozenset()  # keys that identify the pipeline of a configuration
     schema: ClassVar[str] = "sft"  # content of a row: a name of `data.answers.SCHEMAS`
     answers: ClassVar[int] = 1  # number of sequences per row; they stay in one micro-batch
     has_reference: ClassVar[bool] = False  # whether the loss compares with a frozen policy
@@ -62,16 +59,14 @@ class Supervised(Run):
     train_batch_size: Many | None = key(None, "rows per step; default: the rows of one update", OURS)
     validation: HeldOut | None = key(None, "held-out rows for measuring the loss")
 
-    def __init_subclass__(cls) -> None:
-        if "pipeline" in vars(cls):
-            SUPERVISED[cls.pipeline] = cls
-
     def refusals(self) -> Mapping[str, str]:
         """Return a map: key -> why a run with this value is not possible yet."""
         return {}
 
 
-SUPERVISED: dict[str, type[Supervised]] = {}  # by pipeline
+def supervised_pipelines() -> dict[str, type[Supervised]]:
+    """Return the pipelines that train on rows with answers: name -> keys."""
+    return {name: keys for name, keys in PIPELINES.items() if issubclass(keys, Supervised)}
 
 
 @dataclass(frozen=True, kw_only=True)
