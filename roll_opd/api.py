@@ -66,7 +66,7 @@ class Batch:
         """Return the batch with one reward for each sample."""
         values = list(map(float, rewards))
         if len(values) != len(self.samples):
-            raise ValueError(f"{len(values)} rewards for {len(self.samples)} samples; give one per sample")
+            raise ValueError(f"{len(values)} rewards for {len(self.samples)} samples; give one reward per sample")
         samples = (changed(sample, reward=value) for sample, value in zip(self.samples, values, strict=True))
         return replace(self, samples=tuple(samples))
 

@@ -145,7 +145,10 @@ def check_combination(
     elif not facts.reads_advantages and advantage is not None:
         wrong.append(f"{name} reads no advantages, so advantage {advantage} would have no effect; remove it")
     if facts.reads_advantages and advantage is None:
-        wrong.append(f"{name} is a multiple of the advantages, which are 0 without an advantage function; set one")
+        wrong.append(
+            f"{name} is a multiple of the advantages, which are 0 without an advantage function; set an advantage"
+            " function"
+        )
     if advantage == "on_policy_distill" and not teachers:
         wrong.append(
             "advantage on_policy_distill has only the teachers' term, which is 0 without a teacher; add a teacher"

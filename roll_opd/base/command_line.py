@@ -85,9 +85,9 @@ def configuration(parsed: argparse.Namespace) -> tuple[str, str, list[str]]:
     overrides = [word for word in parsed.overrides if not _is_file(word)]
     named = [option for option in ("config_path", "config_name") if getattr(parsed, option) is not None]
     if len(files) > 1:
-        raise ConfigError([f"{' and '.join(files)} are {len(files)} configurations; give one"])
+        raise ConfigError([f"{' and '.join(files)} are {len(files)} configurations; give one configuration"])
     if files and named:
-        raise ConfigError([f"{files[0]} and --{named[0]} both name the configuration; give one"])
+        raise ConfigError([f"{files[0]} and --{named[0]} both name the configuration; give only one of the two"])
     if files:
         directory, name = os.path.split(files[0])
         return directory or ".", name, overrides

@@ -310,7 +310,7 @@ def resolve(node: DictConfig | ListConfig, diag: Diagnostics) -> Any:
         try:
             value = node[cast(Any, key)]
         except MissingMandatoryValue:
-            diag.error(str(key), "has no value yet (???); set one here or on the command line")
+            diag.error(str(key), "has no value yet (???); set a value here or on the command line")
             continue
         except (OmegaConfBaseException, RecursionError) as error:
             diag.error(str(key), _unresolved(one_line(error)))

@@ -142,7 +142,7 @@ def _check_nodes(path: Path, text: str) -> None:
             anchor, before = within.pop()
             within.append((anchor, before + size))
             if before + size > MAX_NODES:
-                raise refuse(event, f"more than {MAX_NODES:,} values after expanding aliases; write fewer")
+                raise refuse(event, f"more than {MAX_NODES:,} values after expanding aliases; write fewer values")
 
 
 def yaml_message(error: yaml.YAMLError, path: Path) -> str:
@@ -161,7 +161,7 @@ def value_problem(value: Any) -> str | None:
     if isinstance(value, bytes):
         return "is binary data (!!binary); write a text"
     if isinstance(value, int) and not -INT64 <= value < INT64:
-        return f"is a whole number of {value.bit_length()} bits; write one of at most 63"
+        return f"is a whole number of {value.bit_length()} bits; write a number of at most 63 bits"
     return None
 
 

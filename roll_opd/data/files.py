@@ -73,7 +73,7 @@ def _found(name: str, dataset_dir: str | None) -> list[Path]:
             files = sorted(file for file in found.iterdir() if file.suffix in SUFFIXES and file.is_file())
             if not files:
                 raise DataError(
-                    f"the directory {found} has no files named {' or '.join(f'*{s}' for s in SUFFIXES)}; add some"
+                    f"the directory {found} has no files named {' or '.join(f'*{s}' for s in SUFFIXES)}; add data files"
                 )
         else:
             files = [regular_file(found)]

@@ -72,8 +72,8 @@ def recognised(
             " log-probs; sample the teacher again with a compression_config.yaml"
         )
     raise DataError(
-        f"{path}: no known teacher file has the columns {', '.join(sorted(names)) or '(none)'}; write one with"
-        " `roll-opd score --topk`"
+        f"{path}: no known teacher file has the columns {', '.join(sorted(names)) or '(none)'}; write a teacher file"
+        " with `roll-opd score --topk`"
     )
 
 

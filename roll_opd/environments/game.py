@@ -50,8 +50,8 @@ class ActionReader:
             raise EnvironmentFailure(f"action_pattern {pattern!r} is not a regular expression: {error}") from None
         if self._pattern.groups not in (1, 2):
             raise EnvironmentFailure(
-                f"action_pattern {pattern!r} has {self._pattern.groups} groups; write one for the action, or one"
-                " for the thought and one for the action"
+                f"action_pattern {pattern!r} has {self._pattern.groups} groups; write one group for the action, or"
+                " two groups for thought and action"
             )
         self._keys = None if lookup is None else {name.strip().lower(): key for key, name in lookup.items()}
         if lookup is not None and len(self._keys or ()) != len(lookup):

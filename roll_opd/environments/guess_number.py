@@ -27,7 +27,7 @@ class GuessNumber(Game):
     ) -> None:
         """`max_steps`: number of guesses; with bisection they suffice for 2 ** max_steps - 1 numbers."""
         if max_number <= min_number:
-            raise EnvironmentFailure(f"max_number is {max_number}; set one above min_number, {min_number}")
+            raise EnvironmentFailure(f"max_number is {max_number}; it must be greater than min_number ({min_number})")
         if max_number - min_number >= 2**62:
             raise EnvironmentFailure("max_number - min_number must be below 2^62; narrow the range")
         at_least("max_steps", max_steps, 1)

@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _print_error(str(error), USER_ERROR)
     problems = check(options.env_type, config)
     if not 0 <= options.port < 65536:
-        problems.append(f"--port is {options.port}; use one from 0 to 65535")
+        problems.append(f"--port is {options.port}; use a port from 0 to 65535")
     if options.episodes < 1:
         problems.append(f"--episodes is {options.episodes}; use at least 1")
     if problems:

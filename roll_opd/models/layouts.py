@@ -73,7 +73,7 @@ def _check_pipeline(info: ModelInfo, layout: Layout, args: Mapping[str, object],
         )
     elif info.layers < layout.pp * vpp:
         stages = f"{layout.pp} pipeline stages" + (f" x {vpp} virtual ones" if vpp > 1 else "")
-        diagnostics.error(key, f"the {info.layers} layers of {info.path.name} are fewer than {stages}; use fewer")
+        diagnostics.error(key, f"{info.path.name} has only {info.layers} layers for {stages}; use fewer stages")
     elif (info.layers + more) % (layout.pp * vpp) and not uneven:
         diagnostics.error(
             key,

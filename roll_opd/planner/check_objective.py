@@ -250,8 +250,9 @@ def check_groups(top: Top, responses: int, *, agentic: bool, by_tag: bool) -> No
     if top.add_token_level_kl and top.target_kl is not None and samples >= FEWEST_STEPS * top.kl_horizon:
         top.diag.error(
             "kl_horizon",
-            f"{top.kl_horizon} samples are too few for {samples} a step: per horizon the coefficient changes by up to"
-            f" a fifth, so it would fall to 0 or below; give more than {samples // FEWEST_STEPS}",
+            f"{top.kl_horizon} is too small: a step has {samples} samples, and the coefficient changes by up to a fifth"
+            f" for every {top.kl_horizon} samples, so one step could take it to 0 or below; write a number above"
+            f" {samples // FEWEST_STEPS}",
         )
 
 

@@ -25,7 +25,7 @@ def parse_device_mapping(value: str | int | Sequence[int]) -> tuple[int, ...]:
         if device < 0:
             raise ValueError(f"device {device} is negative; use numbers from 0, counted over all nodes")
         if device in seen:
-            raise ValueError(f"device {device} is listed twice; remove one")
+            raise ValueError(f"device {device} is listed twice; remove one of the two")
         seen.add(device)
     return tuple(devices)
 

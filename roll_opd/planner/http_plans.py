@@ -66,7 +66,7 @@ def _check_addresses(keys: HttpKeys) -> None:
                 f"is a path of weights; write it in model_name, with server: tinker and url: {TINKER_URL}",
             )
         elif not is_address:
-            keys.diag.error("url", "is not an address; write one such as http://host:8000")
+            keys.diag.error("url", "is not an address; write an address such as http://host:8000")
         elif parts.username or parts.password or parts.query:
             keys.diag.error("url", f"of {parts.hostname} contains a password or a query; write api_key_env instead")
     if len(set(keys.url)) != len(keys.url):

@@ -167,8 +167,8 @@ def _memory_lines(plan: RunPlan) -> list[str]:
         lines.append(f"{name}: {readable_bytes(sum(parts.values()))} ({text})")
         if "kv_cache" in parts:
             lines.append(
-                "  kv_cache: of all sequences at the same time; vLLM queues the sequences for which"
-                " gpu_memory_utilization has no room"
+                "  kv_cache: size if all sequences ran at the same time; vLLM queues the sequences that"
+                " do not fit in gpu_memory_utilization"
             )
         if len(stages) > 1:
             sizes = ", ".join(readable_bytes(sum(stage.values())) for stage in stages)

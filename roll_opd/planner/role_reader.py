@@ -327,7 +327,8 @@ class RoleReader:
             requested = lora_keys.adapter_key(args)
             if requested is None and args.lora_alpha and args.lora_rank is None:
                 args.diag.note(
-                    "lora_alpha", "has no effect without lora_rank or lora_target; write one for LoRA, or remove it"
+                    "lora_alpha",
+                    "has no effect without lora_rank or lora_target; set lora_rank for LoRA, or remove lora_alpha",
                 )
             if requested is None or (student and args is student.worker.model_args):
                 continue

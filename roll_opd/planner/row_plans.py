@@ -149,7 +149,9 @@ def _by_file(args: DataArgs) -> tuple[StreamPlan, ...]:
     if len(weights) == 1:
         return ()
     if len(weights) != len(names):
-        args.diag.error(key, f"{len(weights)} probabilities for {len(names)} entries of file_name; write one for each")
+        args.diag.error(
+            key, f"{len(weights)} probabilities for {len(names)} entries of file_name; write one probability per entry"
+        )
         return ()
     streams: list[StreamPlan] = []
     short = [Path(name).name for name in names]

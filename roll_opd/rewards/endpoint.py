@@ -276,7 +276,7 @@ def _checked_url(text: str) -> "tuple[httpx.URL, str]":
         url = httpx.URL()
     if url.scheme not in ("http", "https") or not url.host:
         shown = re.sub(r"//[^/]*@|\?.*", "", str(text))
-        raise RewardError(f"{shown!r} is not a URL; write one such as http://host:8000")
+        raise RewardError(f"{shown!r} is not a URL; write a URL such as http://host:8000")
     return url, str(url.copy_with(username=None, password=None, query=None, fragment=None))
 
 

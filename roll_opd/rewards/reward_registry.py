@@ -77,7 +77,9 @@ def _checked(worker: str, args: Mapping[str, Any] | None, given: tuple[Any, ...]
     found = _find(worker)
     is_class = inspect.isclass(found)
     if is_class and not {"score", "__call__"} & set(dir(found)):
-        raise RewardError(f"reward {worker}: the class has no method score(samples); write one, or use a function")
+        raise RewardError(
+            f"reward {worker}: the class has no method score(samples); add this method, or use a function"
+        )
     try:
         if not is_class and is_foreign(found, args or ()):
             raise RewardError(

@@ -94,7 +94,7 @@ def _call_problem(kind: type, name: str) -> str | None:
         signature.bind(*positional, **{one: one for one in expected if one in BY_KEYWORD})
     except TypeError as error:
         passed = ", ".join(f"{one}={one}" if one in BY_KEYWORD else one for one in expected)
-        return f"is called as {name}({passed}) but takes {signature} ({error}); write these parameters"
+        return f"takes {signature} but is called as {name}({passed}) ({error}); declare the parameters of this call"
     return None
 
 

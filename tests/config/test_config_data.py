@@ -146,7 +146,10 @@ def test_rolls_one_probability_is_no_interleaving(root: Path, plan: Callable[...
         ({PROBS: {"math_rule": 0.5, "gsm8k": 0.5}}, [f"{PROBS}.gsm8k: tag 'gsm8k' also belongs to 'math_rule'"]),
         ({PROBS: [0.5, 0.5]}, [f"{PROBS}: ", "[0.5, 0.5]"]),
         ({f"{DATA}.interleave_probs": "0.5"}, ["interleave_probs: 0.5 sum to 0.5"]),
-        ({f"{DATA}.interleave_probs": "0.5,0.5"}, ["2 probabilities for 1 entries of file_name; write one for each"]),
+        (
+            {f"{DATA}.interleave_probs": "0.5,0.5"},
+            ["2 probabilities for 1 entries of file_name; write one probability per entry"],
+        ),
         ({f"{DATA}.interleave_probs": "0.5;0.5"}, [f"{DATA}.interleave_probs.0: ", "number", "0.5;0.5"]),
         ({f"{DATA}.interleave_probs": [1.5, -0.5]}, [f"{DATA}.interleave_probs.1: ", "greater than", "-0.5"]),
         ({f"{DATA}.dataset_dir": 3}, [f"{DATA}.dataset_dir: ", "string"]),

@@ -52,7 +52,7 @@ def test_a_teacher_with_another_tokenizer_normalises_over_all_its_token_ids(plan
         ({"opd_divergence": "jsd"}, "jsd needs a sum over the vocabulary"),
         ({"opd_objective": "topk", "opd_topk": 5, "opd_use_policy_gradient": True}, "expected gradient is 0"),
         ({"opd_objective": "full", "opd_use_policy_gradient": True}, "expected gradient is 0"),
-        ({"opd_objective": "full", "opd_kl_discount": 1.0}, "opd_objective: full has none"),
+        ({"opd_objective": "full", "opd_kl_discount": 1.0}, "opd_objective: full has no advantage from the teacher"),
         ({"opd_objective": "topk", "opd_topk": 9}, "9 is more than the 8 token ids"),
         ({"opd_objective": "full", "opd_skew_alpha": 1.0}, "opd_skew_alpha"),
         ({"opd_objective": "all"}, "opd_objective"),

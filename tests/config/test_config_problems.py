@@ -187,7 +187,7 @@ def test_a_wrong_section_does_not_hide_the_others(problems: Problems) -> None:
         (
             {"num_hidden_layers": 1},
             {"pipeline_model_parallel_size": 2},
-            "1 layers of teacher are fewer than 2",
+            "teacher has only 1 layers for 2 pipeline stages",
         ),
         (
             {"num_hidden_layers": 3},

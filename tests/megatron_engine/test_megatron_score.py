@@ -156,7 +156,7 @@ BAD_OPTIONS = [
     (["--vpp", "0"], "--vpp: 0 is not a size"),
     (["--expert-tp", "0"], "--expert-tp: 0 is not a size"),
     (["--vpp", "2"], "--vpp: 2 needs --pp of at least 2"),
-    (["--pp", "2", "--vpp", "3"], "--pp: the 4 layers of teacher are fewer than 2 pipeline stages x 3 virtual ones"),
+    (["--pp", "2", "--vpp", "3"], "--pp: teacher has only 4 layers for 2 pipeline stages x 3 virtual ones"),
     (["--dp", "2", "--ep", "2"], "--ep: teacher is a dense model without experts"),
     (["--tp", "2", "--expert-tp", "1"], "--expert-tp: teacher is a dense model without experts"),
     (["--vocab-size", "2"], "rows.jsonl:1: token 3 has no log-prob with --vocab-size 2; raise it, or remove the row"),

@@ -51,7 +51,7 @@ class Reward(Term, RewardKeys):
     tag_included: Texts | None = key(None, "tags of the rows to score; default: all")
     infer_batch_size: Many = key(16, "maximum number of samples in a call of the reward")
     max_concurrency: Many | None = key(None, "number of concurrent calls in a process")
-    terms: dict[Name, Term] = key({}, "further rewards, by name, that are added to the domain's reward", OURS)
+    terms: dict[Name, Term] = key({}, "further rewards (name: section), added to the domain's reward", OURS)
     query_filter_config: Filter = key(Filter(), "filter of groups of samples")
     response_filter_config: Filter = key(
         Filter(),

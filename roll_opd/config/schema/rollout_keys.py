@@ -177,7 +177,7 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys, WorkflowKeys, AgenticKeys
     )
     enable_old_logprobs_recompute: bool = key(False, "compute log-probs before the update even if they are not needed")
     train_infer_correction: TrainInferCorrection = key(TrainInferCorrection(), "correction of log-probs")
-    use_kl_loss: bool | None = key(None, "add a KL to the reference policy to the loss")
+    use_kl_loss: bool | None = key(None, "add to the loss a KL term between student and reference policy")
     kl_loss_fn: str | None = key(
         None, "estimator of the KL loss: none, or a name of algorithms.kl; default low_var_kl", TRINITY
     )

@@ -149,7 +149,7 @@ class ModelWeights:
             return self._ends["embedding.word_embeddings.weight"]
         known = self._ends if place.layer is None else self._layer
         if place.name not in known:
-            raise ValueError(f"Megatron parameter {place.name} has no entry in its family's file; add one")
+            raise ValueError(f"Megatron parameter {place.name} has no entry in its family's file; add an entry")
         return known[place.name]
 
     def _check_names(self, source: FileSource | TensorSource) -> None:

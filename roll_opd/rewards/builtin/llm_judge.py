@@ -141,7 +141,7 @@ def _prompt(name: str | None, file: str | None) -> JudgePrompt:
             raise RewardError(f"judge_prompt: {name!r} is not known; use one of {known}, or your own prompt_file")
         return JUDGE_PROMPTS[name or "match"]
     if name is not None:
-        raise RewardError("judge_prompt and prompt_file are both set; remove one")
+        raise RewardError("judge_prompt and prompt_file are both set; remove one of the two")
     path = find_path(file)
     if path is None or not path.is_file():
         raise RewardError(f"prompt_file: no file {file!r} from {places()}; set the path of a text file")
