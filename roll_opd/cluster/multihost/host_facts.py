@@ -77,14 +77,14 @@ def wait_for_file(path: Path) -> bool:
 def differences(own: Mapping[str, Any], other: Mapping[str, Any], devices: int) -> list[str]:
     """Return how a host differs from host 0, as phrases that follow its name. `devices`: GPUs that a host needs."""
     found = [
-        f"has {name} {theirs} and host 0 has {ours}; install the same"
+        f"has {name} {theirs} and host 0 has {ours}; install the same version on both hosts"
         for name, ours in own["versions"].items()
         if (theirs := other["versions"].get(name, "none")) != ours
     ]
     if bool(own["gpus"]) != bool(other["gpus"]):
         found.append(f"has {other['gpus']} GPUs and host 0 has {own['gpus']}; use hosts of the same kind")
     elif other["gpus"] and other["gpus"] < devices:
-        found.append(f"has {other['gpus']} GPUs, fewer than num_gpus_per_node {devices}; lower it")
+        found.append(f"has {other['gpus']} GPUs, fewer than num_gpus_per_node {devices}; lower num_gpus_per_node")
     return found
 
 
@@ -94,7 +94,7 @@ def model_problems(own: Mapping[str, Mapping[str, int]], other: Mapping[str, Map
     for path, files in own.items():
         theirs = other.get(path, {})
         if not theirs:
-            found.append(f"has no model at {path} (no config.json); put it there, at the same path on every host")
+            found.append(f"has no model at {path} (no config.json); copy the model to this path on every host")
         elif differing := sorted(name for name, size in files.items() if theirs.get(name) != size):
             others = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
             found.append(f"has a missing or different {differing[0]}{others} in {path}; copy the model from host 0")

@@ -54,7 +54,7 @@ class Hosts:
         at = f"{self._host.address}:{self._host.port}"
         problems = [
             f"host {rank} of {self._host.size} has not joined within {seconds:g} s (host_timeout_s); start the same"
-            f" command there, as rank {rank}, and check that it reaches {at}"
+            f" command on this host, as rank {rank}, and check that the host can connect to {at}"
             for rank in range(1, self._host.size)
             if rank not in self._channels
         ]
@@ -82,8 +82,8 @@ class Hosts:
                 problems += [f"{self.name(rank)} {what}" for what in host_facts.model_problems(mine, seen["models"])]
                 if directory and not (seen["answer"] and host_facts.wait_for_file(cleared(seen["answer"]))):
                     problems.append(
-                        f"{self.name(rank)} does not share {directory}: files of one host are missing on the other; set"
-                        " output_dir to a directory of a file system shared by all hosts and writable on each"
+                        f"{self.name(rank)} does not share {directory}: files that one host writes are missing on the"
+                        " other; set output_dir to a directory of a file system that all hosts share and can write to"
                     )
         if problems:
             raise LaunchError(problems)

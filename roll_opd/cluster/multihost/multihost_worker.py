@@ -105,7 +105,7 @@ class _Worker:
                 at = f"{self._host.address}:{self._host.port}"
                 self._say(
                     f"roll-opd: host {self._host.rank}: no connection to host 0 at {at} within {self._again:g} s"
-                    f" ({why}); start the same command there, as rank 0"
+                    f" ({why}); start the same command on host 0, as rank 0"
                 )
                 return None
             time.sleep(RETRY_INTERVAL_S)
