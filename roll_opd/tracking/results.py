@@ -123,7 +123,7 @@ def loading(directory: Path | str, prompt: str, *, is_chat: bool = True) -> Sequ
         "    tokenizer = AutoTokenizer.from_pretrained(model_dir)",
         "    model = AutoModelForCausalLM.from_pretrained(model_dir)",
         "",
-        "    # a CPU: no compilation, which takes minutes, and a cache of 4 GiB",
+        "    # without a GPU: no compilation, as it takes minutes; a KV cache of 4 GiB",
         '    on_cpu = {"enforce_eager": True, "kv_cache_memory_bytes": 4 * 2**30}',
         "    llm = LLM(model_dir, **({} if torch.cuda.is_available() else on_cpu))",
         f"    print({generate}[0].outputs[0].text)",
