@@ -28,7 +28,7 @@ PROVEN_VALUES: dict[str, object] = {
 _DEPENDS = "a token's log-prob would depend on the other tokens of its batch"
 # router option -> (allowed values, None if unset; reason)
 ROUTERS: dict[str, tuple[tuple[object, ...], str]] = {
-    "moe_router_load_balancing_type": ((None, "none", "aux_loss"), "packs contain several sequences; use aux_loss"),
+    "moe_router_load_balancing_type": ((None, "none", "aux_loss"), "a pack contains several sequences; use aux_loss"),
     "moe_expert_capacity_factor": ((None,), _DEPENDS),
     "moe_pad_expert_input_to_capacity": ((None, False), _DEPENDS),
     "moe_input_jitter_eps": ((None,), "log-probs would be random"),
@@ -66,8 +66,9 @@ def not_yet(role: MegatronPlan) -> list[str]:
 def _of_role(role: MegatronPlan, config: Mapping[str, Any], family: Family) -> Iterator[str]:
     if isinstance(role, TrainPlan) and config.get("quantization_config"):
         yield (
-            "training of weights in MXFP4 is not available: inference engines would keep quantised experts, and an"
-            " update has bf16; save the model in bf16 first (from_pretrained, then save_pretrained of transformers)"
+            "training of weights in MXFP4 is not available, because inference engines would keep quantised experts but"
+            " receive updates in bf16; save the model in bf16 first (from_pretrained, then save_pretrained of"
+            " transformers)"
         )
     if family.pieces(config).expert_bias and role.layout.expert_tp > 1:
         yield (
@@ -121,7 +122,7 @@ def _of_rope(config: Mapping[str, Any], family: Family) -> Iterator[str]:
     known = ", ".join(family.rope_types)
     for rope_type in dict.fromkeys(each.get("rope_type") or each.get("type") or "default" for each in of_layers):
         if rope_type not in family.rope_types:
-            yield f"rope type {rope_type!r} in config.json is not available yet; {known} are"
+            yield f"rope type {rope_type!r} in config.json is not available yet; available types: {known}"
 
 
 _TESTED = """
@@ -139,8 +140,8 @@ _KERNELS = """
 FOR_GPUS = frozenset(_KERNELS.split())
 _NO_MODULE = "no layer here reads it"
 WITHOUT_EFFECT = {
-    "cross_entropy_loss_fusion": "logits are never materialized, so there is no such kernel",
-    "cross_entropy_fusion_impl": "logits are never materialized, so there is no such kernel",
+    "cross_entropy_loss_fusion": "logits are never materialized, so a cross-entropy kernel is not used",
+    "cross_entropy_fusion_impl": "logits are never materialized, so a cross-entropy kernel is not used",
     "moe_grouped_gemm": "experts of a rank are computed sequentially",
     "persist_layer_norm": _NO_MODULE,
     "masked_softmax_fusion": _NO_MODULE,
@@ -160,10 +161,10 @@ def refusal(name: str, value: Any) -> str | None:
         others = [module for module in value if module not in RECOMPUTED]
         return f"cannot recompute {', '.join(map(str, others))}; use {', '.join(RECOMPUTED)}" if others else None
     if name == "moe_token_dispatcher_type" and value != DISPATCHER:
-        return f"{value!r} is not available: packs differ in length; use {DISPATCHER}, or remove it"
+        return f"{value!r} is not available, because packs differ in length; use {DISPATCHER}, or remove this key"
     if not value or name in SUPPORTED_OPTIONS or name in FOR_GPUS or name in WITHOUT_EFFECT:
         return None
-    return "is not available: this Megatron option has no effect or is not tested here; remove it"
+    return "is not available: this Megatron option has no effect or is not tested here; remove this key"
 
 
 def remark(name: str, *, has_gpus: bool) -> str | None:

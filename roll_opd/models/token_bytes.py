@@ -5,8 +5,8 @@ character. The encoder cuts bytes into tokens as the tokenizer would in the midd
 beginning-of-sequence token, adds no space before the first word, and does not normalise, because normalisation would
 change bytes.
 
-Supported formats are BPE over bytes (with GPT-2's table of characters), and SentencePiece's: BPE or Unigram over
-characters, with `▁` for a space and with tokens `<0xNN>` for single bytes.
+Two formats are supported. The first is BPE over bytes, with GPT-2's table of characters. The second is the format of
+SentencePiece: BPE or Unigram over characters, with `▁` for a space and with tokens `<0xNN>` for single bytes.
 
 Legend: n bytes of a text, U tokens of the text, V token ids.
 """
@@ -111,7 +111,10 @@ def _byte_characters() -> dict[str, int]:
 
 
 def _steps(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a normalizer, pre-tokenizer or decoder; for a sequence of steps, each step separately."""
+    """Yield the steps of a normalizer, pre-tokenizer or decoder.
+
+    A part of type `Sequence` is split into its steps; any other part is a single step.
+    """
     if part is None:
         return
     for name in ("normalizers", "pretokenizers", "decoders"):

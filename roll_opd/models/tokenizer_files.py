@@ -102,7 +102,7 @@ def _compare_ids(student: Path, other: Path, name: str) -> TokenizerComparison:
     differences = []
     if new := sorted(theirs.keys() - mine.keys()):
         many = f"{len(new)} token ids exist" if len(new) > 1 else "one token id exists"
-        differences.append(f"{many} only in the {name}, {_first(new[0], theirs)}")
+        differences.append(f"{many} only in the {name}; {_first(new[0], theirs)}")
     if all(file.is_file() for file in files):
         differences += _pipeline_differences(read_json(files[0]), read_json(files[1]), name)
     return TokenizerComparison(
@@ -116,7 +116,8 @@ def _id_conflict(mine: dict[int, str], theirs: dict[int, str], name: str) -> str
         return None
     first = changed[0]
     there = f"{theirs[first]!r} in the {name}" if first in theirs else f"none in the {name}"
-    return f"{len(changed)} of the student's {len(mine)} token ids, {_first(first, mine)} in the student, {there}"
+    counts = f"{len(changed)} of the student's {len(mine)} token ids differ"
+    return f"{counts}; {_first(first, mine)} in the student, {there}"
 
 
 def _first(number: int, tokens: dict[int, str]) -> str:
@@ -143,7 +144,8 @@ def tokens_by_id(path: Path) -> dict[int, str] | None:
 def vocabulary_fingerprint(path: Path) -> str:
     """Return a digest (16 hexadecimal digits) of a model's tokens in order of their ids; "" for an unknown format.
 
-    Equal fingerprints mean that every id is the same token. Padding rows and templates do not count.
+    Equal fingerprints mean that every id is the same token. Padding rows of the embedding and chat templates do not
+    affect the fingerprint.
     """
     tokens = tokens_by_id(path)
     if tokens is None:
@@ -165,7 +167,11 @@ def _digest(file: Path) -> str | None:
 
 
 def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
-    """Return token -> id; the file of a unigram model lists [token, score] pairs in the order of ids."""
+    """Return a map from tokens to ids.
+
+    The file of a BPE model contains this map. The file of a unigram model lists [token, score] pairs in the order of
+    ids.
+    """
     vocabulary = content.get("model", {}).get("vocab") or {}
     if isinstance(vocabulary, list):
         return {str(item[0]): index for index, item in enumerate(vocabulary)}

@@ -44,7 +44,7 @@ def weight_problems(info: ModelInfo, *, needs_head: bool = True) -> list[str]:
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and len(kinds) != info.layers and not problems:
         problems.append(
-            f"layer_types there has {len(kinds)} layers, but num_hidden_layers is {info.layers}; layers are missing"
+            f"config.json lists {len(kinds)} layer_types, but num_hidden_layers is {info.layers}; layers are missing"
         )
     if info.model_type in DENSE:
         wanted |= _layer_shapes(info)
@@ -53,7 +53,8 @@ def weight_problems(info: ModelInfo, *, needs_head: bool = True) -> list[str]:
     problems += _other_shapes(wanted, found)
     if tied and not problems and {HEAD, EMBEDDING} <= found.keys() and differ(found[HEAD], found[EMBEDDING]):
         problems.append(
-            f"tie_word_embeddings is true there, but {HEAD} is not {EMBEDDING}; set it to false, or remove {HEAD}"
+            f"tie_word_embeddings is true, but {HEAD} is not {EMBEDDING}; set tie_word_embeddings to false, or remove"
+            f" {HEAD}"
         )
     return [f"the weights in {info.path} do not fit its config.json: {problem}" for problem in dict.fromkeys(problems)]
 
@@ -61,8 +62,9 @@ def weight_problems(info: ModelInfo, *, needs_head: bool = True) -> list[str]:
 def lost_weights(info: ModelInfo) -> list[str]:
     """Return a message for tensors in which all or half of the numbers are zero; reads a few pieces of each tensor.
 
-    A model with such tensors loads but gives wrong log-probs, for example -ln V for every token. Biases may be zero,
-    and so may many rows of the vocabulary. Raises ModelFilesError for unreadable files.
+    A model with such tensors loads but gives wrong log-probs, for example -ln V for every token. Tensors that may be
+    zero (see `may_be_zero`), for example biases, cause no message. Many rows of the embedding and of the output head
+    may be zero too. Raises ModelFilesError for unreadable files.
     """
     all_zero, half_zero = [], []
     zero_centred = _has_zero_centred_norms(info)
@@ -137,7 +139,7 @@ def _layer_problems(info: ModelInfo, found: Mapping[str, StoredTensor]) -> Itera
     numbers -= {number for number in numbers if f"model.layers.{number}.{OF_FURTHER_TOKENS}" in found}
     if numbers and numbers != set(range(info.layers)):
         yield (
-            f"num_hidden_layers is {info.layers} there, and the weights have {len(numbers)} layers ({min(numbers)} to"
+            f"num_hidden_layers is {info.layers}, but the weights have {len(numbers)} layers ({min(numbers)} to"
             f" {max(numbers)}); use the config.json of the same release"
         )
 
@@ -145,9 +147,12 @@ def _layer_problems(info: ModelInfo, found: Mapping[str, StoredTensor]) -> Itera
 def _missing(wanted: Mapping[str, Shape], found: Mapping[str, StoredTensor]) -> Iterator[str]:
     names = [name for name in wanted if name not in found]
     if names == [HEAD]:
-        yield f"they have no {HEAD}, and tie_word_embeddings is not set; set it to true, or download the complete model"
+        yield (
+            f"they have no {HEAD}, and tie_word_embeddings is not set; set tie_word_embeddings to true, or download the"
+            " complete model"
+        )
     elif names:
-        yield f"they have no {_named(names)}; download the complete model, or its config.json"
+        yield f"they have no {_named(names)}; download the complete model, or the config.json of the same release"
 
 
 def _unexpected(wanted: Mapping[str, Shape], found: Mapping[str, StoredTensor]) -> Iterator[str]:
@@ -157,12 +162,15 @@ def _unexpected(wanted: Mapping[str, Shape], found: Mapping[str, StoredTensor]) 
 
 
 def _other_shapes(wanted: Mapping[str, Shape], found: Mapping[str, StoredTensor]) -> Iterator[str]:
-    """Yield a message for each tensor whose shape differs; one message for all names that differ in the layer only."""
+    """Yield a message for each tensor whose shape differs.
+
+    Tensors that have the same name in different layers get a single message.
+    """
     reported = set()
     for name, shape in wanted.items():
         if name in found and found[name].shape != shape and (short := IN_A_LAYER.sub("", name)) not in reported:
             reported.add(short)
-            yield f"{name} is {_size(found[name].shape)}, config.json expects {_size(shape)}"
+            yield f"{name} is {_size(found[name].shape)}, but config.json expects {_size(shape)}"
 
 
 def _other_types(found: Mapping[str, StoredTensor]) -> Iterator[str]:
@@ -209,10 +217,15 @@ LESS = 0.95  # minimum ratio of parameters to the size in the name; releases hav
 
 
 def lost_layer_hints(path: Path, layers: int, parameters: int, window_layers: object) -> Iterator[str]:
-    """Yield a message for each sign of lost layers; `window_layers` is `max_window_layers` of config.json, or None."""
+    """Yield a message for each sign that layers were lost.
+
+    `window_layers` is the value of `max_window_layers` in config.json, or None if config.json has no such key.
+    """
     if isinstance(window_layers, int) and window_layers > layers and window_layers != ITS_DEFAULT:
         yield f"config.json has {WINDOW_LAYERS} {window_layers} and num_hidden_layers {layers}"
     if named := IN_NAME.findall(path.resolve().name):
         billions = float(named[-1])
         if parameters < LESS * billions * 1e9:
-            yield f"its name implies {billions:g} billion parameters, its weights have {parameters / 1e9:.3g} billion"
+            yield (
+                f"its name implies {billions:g} billion parameters, but its weights have {parameters / 1e9:.3g} billion"
+            )

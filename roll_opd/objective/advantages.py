@@ -3,7 +3,7 @@
     token_level_rewards = external_reward - Σ opd_kl_coef · reverse_kl - kl_coef · KL(student, reference)
     A_t                 = clip(A_external_t - Σ_{k≥0} opd_kl_discount^k · Σ opd_kl_coef · reverse_kl_{t+k})
 
-Products with opd_kl_coef are summed over the teachers of the sample. `external_advantages` computes A_external
+The sums Σ opd_kl_coef · reverse_kl are sums over the teachers of the sample. `external_advantages` computes A_external
 separately for each reward domain, because the rewards of two domains have no common scale. In an update,
 `objective.loss` subtracts the teachers' part. `objective.audit` computes both formulas for the log. Pure distillation
 has no external part.
@@ -42,11 +42,11 @@ def external_advantages(
     The constants are `reward_mean` and `reward_scale` of the normalisation, `token_reward_mean`, `token_reward_scale`,
     `advantage_mean` and `advantage_scale` of the two whitenings, and `kl_coef`.
 
-    Excluded samples do not count in any mean and get an empty `loss_mask`. If the samples of a prompt are compared with
-    each other, but exclusions or runs without samples leave only one of the prompt's `runs`, the reward of that run is
-    set to 0 before the whitening. Samples that the advantage function drops get an empty `loss_mask` after the
-    comparison, unless teachers train on them (`taught`). RunError for a sample that got no reward, neither from a
-    reward worker nor from the `workflow`.
+    Excluded samples do not count in any mean and get an empty `loss_mask`. Some estimators compare the samples of a
+    prompt with each other. If exclusions, or runs without samples, leave only one of the `runs` of a prompt, there is
+    no comparison, and the reward of the remaining run is set to 0 before the whitening. Samples that the advantage
+    function drops get an empty `loss_mask` after the comparison, unless teachers train on them (`taught`). Raises
+    RunError if neither a reward worker nor the `workflow` has given a reward to a sample.
     """
     for sample in samples:
         if not sample.excluded:
@@ -145,8 +145,8 @@ def by_runs(function: Advantage, batch: RewardBatch) -> Normalised:
     """Return step rewards normalised by statistics over runs, because some runs have more steps than others.
 
     A run's reward is the mean of its steps' rewards. A step's reward is centred on the run's baseline and divided by
-    the run's scale or the steps' scale, whichever is larger. The runs' scale alone could be 0: runs with equal rewards
-    may have steps with very different rewards.
+    the run's scale or the steps' scale, whichever is larger. The steps' scale is needed because the run's scale may be
+    0: runs may have equal rewards although their steps have very different rewards.
     """
     assert batch.runs is not None
     steps = run_members(batch)
@@ -227,7 +227,7 @@ def reward_of(sample: Sample, workflow: str | None = None) -> float:
     if sample.reward is None:
         by_rows = "its row needs a ground_truth, and its tag must be in the tag_included of a reward worker"
         by_workflow = f"workflow {workflow} should return experiences with a reward, or " if workflow else ""
-        by_worker = f"rewards.{sample.domain} returned None for it; on_error: drop excludes such samples"
+        by_worker = f"rewards.{sample.domain} returned None for this sample; set on_error: drop to exclude such samples"
         why = sample.reward_reason or (by_worker if sample.domain and not workflow else by_workflow + by_rows)
         raise RunError(f"sample {sample.id}, tagged {sample.tag}, has no reward: {why}")
     return sample.reward

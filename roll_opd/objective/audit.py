@@ -25,7 +25,7 @@ from roll_opd.tracking.metrics import statistics
 def audited(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> list[Sample]:
     """Set the columns `token_level_rewards` and `total_advantages`, unless all samples have them already.
 
-    Both are 0 outside the action mask. The advantages are the weights of the tokens in the update.
+    Both columns are 0 outside the action mask. The update weights each token by its advantage.
     """
     if all("total_advantages" in sample.columns for sample in samples):
         return list(samples)

@@ -1,7 +1,7 @@
 """The columns that losses read, computed on the driver before a mini-batch is split into shards.
 
-`samples.sample_columns` has the table of their names. A rank packs these columns and computes the loss from them. It
-does not see teachers or rewards. Legend: T tokens of a sample, P prompt tokens.
+The names of the columns are listed in a table in `samples.sample_columns`. A rank packs the columns and computes the
+loss from them. The rank does not see teachers or rewards. Legend: T tokens of a sample, P prompt tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,13 @@ from roll_opd.samples.sample_columns import as_columns, chunks_column
 def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> list[Sample]:
     """Return a mini-batch's samples for sharding, with every column of the policy loss except teacher targets.
 
-    If the teachers' term is in the advantage (`opd_objective: sampled`), the teachers' log-probs are merged into
-    `opd_coefficients` and `opd_teacher`, except that a teacher with another tokenizer has three separate columns. If
-    the teachers' term is in the loss, `opd_coefficients` and `opd_teacher` are 0 and each teacher has a `share` column.
-    For generation ahead of training see `weighs_rewards_alone`. ValueError if only some samples of the student have a
-    column that the loss reads.
+    If the teachers' term is in the advantage (`opd_objective: sampled`), the teachers' log-probs are merged into the
+    columns `opd_coefficients` and `opd_teacher`. A teacher with another tokenizer is not merged: it has three separate
+    columns (see `_chunked_part`). If the teachers' term is in the loss, `opd_coefficients` and `opd_teacher` are 0 and
+    each teacher has a `share` column.
+
+    If `weighs_rewards_alone` returns True, the advantages are multiplied by the importance weights. Raises ValueError
+    if only some samples of the student have a column that the loss reads.
     """
     if weighs_rewards_alone(teachers, objective):
         samples = [_with_weighted_advantages(sample) for sample in samples]
@@ -65,7 +67,7 @@ def loss_columns(samples: Sequence[Sample], teachers: Sequence[TeacherPlan], obj
 
 
 def weighs_rewards_alone(teachers: Sequence[TeacherPlan], objective: ObjectivePlan) -> bool:
-    """Whether the importance weights of stale samples multiply only the reward's part of an advantage.
+    """Return whether the importance weights of stale samples multiply only the reward's part of an advantage.
 
     The teachers' part is computed from current log-probs, so it needs no correction (AsyncOPD, arXiv 2606.24143).
     """
@@ -75,7 +77,11 @@ def weighs_rewards_alone(teachers: Sequence[TeacherPlan], objective: ObjectivePl
 
 
 def _with_weighted_advantages(sample: Sample) -> Sample:
-    """Return the sample with the importance weights applied to the reward's advantages instead of the loss."""
+    """Return the sample with its advantages multiplied by its importance weights.
+
+    The advantages contain only the reward's part. The column `importance_weights` is removed, so that the loss does not
+    apply the weights again.
+    """
     weights = sample.importance_weights
     if weights is None or sample.advantages is None:
         return sample
@@ -102,9 +108,10 @@ def value_columns(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _teachers_part(sample: Sample, coefficients: Mapping[str, np.float32]) -> dict[str, np.ndarray]:
-    """Return `opd_coefficients` and `opd_teacher`, f32 [T-P]: Σ over the sample's teachers; see `objective.loss`.
+    """Return the columns `opd_coefficients` and `opd_teacher`, f32 [T-P].
 
-    Teachers with another tokenizer are left out.
+    Both columns are sums over the teachers of the sample (see `objective.loss`). Teachers with another tokenizer are
+    not included.
     """
     mask = sample.action_mask
     by_teacher = {n: values for n, values in sample.teacher_logprobs.items() if chunks_column(n) not in sample.columns}
@@ -121,7 +128,10 @@ def _teachers_part(sample: Sample, coefficients: Mapping[str, np.float32]) -> di
 
 
 def _chunked_part(sample: Sample, teacher: str, coefficient: np.float32) -> dict[str, np.ndarray]:
-    """Return the three columns [T-P] of a teacher with another tokenizer; other samples have no chunks."""
+    """Return the three columns [T-P] of a teacher with another tokenizer.
+
+    A sample that the teacher does not score gets the same columns without chunks.
+    """
     chunks = sample.columns.get(chunks_column(teacher), np.full(sample.response_length, NO_CHUNK, np.int32))
     credited = chunks != NO_CHUNK
     logprobs = sample.teacher_logprobs.get(teacher, np.zeros(sample.response_length, np.float32))
@@ -139,7 +149,10 @@ def _advantages(sample: Sample) -> np.ndarray:
 
 
 def _optional(sample: Sample, weight: float | None, *, is_scored: bool) -> dict[str, np.ndarray]:
-    """Return the columns that only some objectives use; `is_scored`: all samples of the mini-batch have a reward."""
+    """Return the columns that only some objectives use.
+
+    `is_scored` is True if all samples of the mini-batch have a reward.
+    """
     reward = (0.0 if sample.excluded else sample.reward) if is_scored else None
     return as_columns(
         old_logprobs=sample.old_logprobs,

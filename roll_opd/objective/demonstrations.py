@@ -13,7 +13,10 @@ from roll_opd.samples.sample import Sample
 
 
 def supervised_samples(rows: Iterable[tuple[np.ndarray, tuple[np.ndarray, ...]]]) -> list[Sample]:
-    """Return a sample for each answer in `rows` of tokens (prompt, answers); all its tokens are in the loss."""
+    """Return a sample for each answer in `rows`.
+
+    Each row has the tokens of a prompt and of its answers. All tokens of an answer are in the loss.
+    """
     return [
         _answered(prompt, answer, id=f"{row}/{number}", group_id=str(row))
         for row, (prompt, answers) in enumerate(rows)
@@ -38,7 +41,10 @@ def _answered(prompt: np.ndarray, answer: np.ndarray, **fields: Any) -> Sample:
 
 
 def mixed(sampled: Sequence[Sample], demonstrations: Sequence[Sample], updates: int) -> list[Sample]:
-    """Return student samples and demonstrations in one list: `updates` mini-batches with the same mixture."""
+    """Return student samples and demonstrations in one list.
+
+    The list consists of `updates` mini-batches, which all have the same numbers of student samples and demonstrations.
+    """
     both: list[Sample] = []
     for update in range(updates):
         for samples in (sampled, demonstrations):

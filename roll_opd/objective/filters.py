@@ -17,11 +17,12 @@ def group_filter(rewards: Sequence[RewardPlan], *, compared: bool = True, runs: 
 
     The `query_filter` of a domain tests the rewards of a group together. The `response_filter` tests each reward. If
     the advantages compare the samples of a group (`compared`), every sample must pass the `response_filter`. Otherwise
-    at least one must pass, and `without_rejected` masks the samples that fail. A group without rewards passes. A
-    workflow may make several kinds of samples, with a `group_id` for each kind. The group then passes if one kind
-    passes.
+    at least one sample must pass, and `without_rejected` masks the samples that fail. A group without rewards passes. A
+    workflow may make several kinds of samples for a prompt, with a `group_id` for each kind. Such a group passes if at
+    least one of its kinds passes.
 
-    A group fails if it has a failed sample of a domain with `on_error: replace`, or samples of fewer than `runs` runs.
+    A group fails if the reward of one of its samples failed and the domain of this sample has `on_error: replace`. A
+    group also fails if its samples come from fewer than `runs` runs.
     """
     replaced = {reward.domain for reward in rewards if reward.on_error == "replace"}
     filters = {reward.domain: (reward.query_filter, reward.response_filter) for reward in rewards}
@@ -97,7 +98,10 @@ def masked_by(sample: Sample, masks: Mapping[str, bool]) -> Sample:
 
 
 def mask_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return `rollout/masked/*`: the fraction of samples that each mask rejects; `any`: at least one mask."""
+    """Return `rollout/masked/*`: the fraction of samples that each mask rejects.
+
+    `rollout/masked/any` is the fraction of samples that at least one mask rejects.
+    """
     found: dict[str, list[float]] = {}
     for sample in samples:
         of_sample = {name: value for name, value in sample.metrics.items() if name.startswith(MASKED)}

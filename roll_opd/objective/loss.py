@@ -4,16 +4,17 @@
     A_t          = clip(A_external_t - Σ_{k≥0} opd_kl_discount^k · Σ_teachers opd_kl_coef · reverse_kl_{t+k})
     loss         = rl_loss_coef · Σ_t weight_t · (policy_loss(logprobs_t, old_logprobs_t, A_t) + kl_loss_coef · KL_t)
 
-In pure distillation A_external is 0. With the policy loss `importance_sampling`, the gradient is then the gradient of Σ
-weight · opd_kl_coef · KL(student || teacher). The weights of a mini-batch's tokens sum to 1 with `token-mean`.
+In pure distillation A_external is 0. In this case, with the policy loss `importance_sampling`, the gradient of the loss
+is the gradient of Σ weight · opd_kl_coef · KL(student || teacher). The weights of a mini-batch's tokens sum to 1 with
+`token-mean`.
 
 With several teachers the penalty of a token is the sum over the teachers of its sample,
 Σ coef_i (l - q_i) = (Σ coef_i) · l - Σ coef_i · q_i, so a token needs two columns for any number of teachers. The sum
 over k is over action tokens (`returns.discounted_to_go`).
 
 A teacher with another tokenizer may have a reverse KL per chunk instead of per token; `algorithms.chunk_credit` defines
-how the tokens of a chunk are credited. Like all other terms, the sum over a chunk is computed here, from the log-probs
-of the update.
+how the tokens of a chunk are credited. The sum over the tokens of a chunk is computed in this module, from the
+log-probs of the update, as are all other terms.
 
 Legend: M scored tokens of a pack, B sequences.
 """

@@ -67,10 +67,10 @@ def check_staleness(samples: Sequence[Sample], version: int, updates: int, max_a
     """Raise RunError for samples drawn with other weights if their importance ratio would silently be taken as 1.
 
     The loss compares current log-probs with old log-probs. The old log-probs are computed with the step's first
-    weights. Without old log-probs, the loss uses the current log-probs twice. In both cases, the ratio does not correct
-    for other sampling weights: samples drawn with them need the importance weights of a correction. There is one
-    exception: with generation ahead of training (`max_age` above 0), a sample without a reward in its advantage is
-    allowed, because the teachers' part of an advantage is computed from current log-probs.
+    weights. If a sample has no old log-probs, the loss uses the current log-probs in their place. The ratio therefore
+    never corrects for samples that were drawn with weights of an earlier step. Such samples need the importance weights
+    of a correction. A sample without a reward in its advantage is allowed with generation ahead of training (`max_age`
+    above 0), because the teachers' part of an advantage is computed from current log-probs.
 
     Args:
         samples: the samples of a mini-batch.
@@ -123,8 +123,8 @@ def _correction_metrics(samples: Sequence[Sample], plan: CorrectionPlan | None) 
     """Return the fraction of action tokens that are masked, and metrics of the importance weights.
 
     `weight_mean` is a mean over the tokens that are not masked. `ess` is the effective sample size as a fraction of all
-    action tokens; a masked token has the weight 0. `clipped_rate` is the fraction of action tokens whose weight is not
-    their ratio.
+    action tokens; a masked token has the weight 0. `clipped_rate` is the fraction of action tokens whose weight differs
+    from their importance ratio.
     """
     acted = sum(s.action_tokens for s in samples)
     kept = np.concatenate([np.zeros(0), *[present(s.importance_weights)[s.loss_mask] for s in samples]])

@@ -20,7 +20,8 @@ def first_kl_coef(objective: ObjectivePlan, saved: float | None) -> float:
 def kl_coefs(samples: Sequence[Sample], objective: ObjectivePlan, kl_coef: float | None = None) -> list[float]:
     """Return the KL coefficients of the reward domains (in the order of `by_domain`) and of the next step.
 
-    With a `target_kl`, the coefficient is adapted after each domain to the KL of the domain's samples, as in ROLL.
+    With a `target_kl`, the coefficient is adapted once per domain: the mean KL of the samples of a domain changes the
+    coefficient of the next domain or, after the last domain, of the next step, as in ROLL.
     """
     found = [objective.init_kl_coef if kl_coef is None else kl_coef]
     for members in by_domain(samples):

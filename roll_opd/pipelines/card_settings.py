@@ -29,7 +29,11 @@ MAX_ROWS = 60
 
 
 def settings_table(parts: Sequence[RunPart]) -> str:
-    """Return the table: a column per part, a row per setting in `ALWAYS` and per changed setting; "" without rows."""
+    """Return the table of settings as Markdown, or "" if it would have no rows.
+
+    The table has a column for each part of the run. It has a row for each setting in `ALWAYS` and for each setting that
+    changed.
+    """
     parts = [part if part.settings is None else replace(part, settings=as_written(part.settings)) for part in parts]
     known = [part.settings for part in parts if part.settings is not None]
     if not known:
@@ -56,7 +60,11 @@ def steps_text(first: int, last: int | None) -> str:
 
 
 def _keys_below(key: str, before: Settings, now: Settings) -> list[str]:
-    """Return the full keys of a changed key from a history: the key itself, or all keys that end in it."""
+    """Return the keys in `before` and `now` for a key of a change.
+
+    A change that is equal in several sections is stored under the last part of their keys. In this case, the result has
+    all keys that end in this part.
+    """
     if key in before or key in now:
         return [key]
     return [each for each in dict.fromkeys((*before, *now)) if each.endswith(f".{key}")]
@@ -79,7 +87,10 @@ def _cell(key: str, value: Any) -> str:
 
 
 def public(value: Any) -> str:
-    """Return the publishable text of a value: its hub name or last part for a path, a placeholder for an address."""
+    """Return the publishable text of a value.
+
+    A path is replaced by its hub name or by its last part. An address is replaced by a placeholder.
+    """
     if isinstance(value, str):
         if "://" in value:
             return "an address"

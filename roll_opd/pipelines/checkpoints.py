@@ -56,7 +56,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path) -> "Checkpoint":
-        """Read the checkpoint at `path`; CheckpointError if it is missing or incomplete."""
+        """Read the checkpoint at `path`. Raises CheckpointError if it is missing or incomplete."""
         file = path / STATE_FILE
         try:
             text = content(file)
@@ -77,7 +77,10 @@ class Checkpoint:
         return cls(path.resolve(), state["step"], state["source"], state.get("kl_coef"), began, *more)
 
     def finished_groups(self) -> "list[FinishedGroup]":
-        """Read the finished groups, in the order of their draws. CheckpointError if the file is missing or changed."""
+        """Read the finished groups, in the order of their draws.
+
+        Raises CheckpointError if the file is missing or was changed.
+        """
         if self.groups is None:
             return []
         from roll_opd.rollout.finished_groups import read_groups  # imports torch
@@ -140,7 +143,8 @@ class Checkpoints:
     ) -> None:
         """Complete an earlier partial checkpoint, then write a new checkpoint (in the background with `async_save`).
 
-        `groups` are the finished groups that are in no batch. A disk error raises CheckpointError, here or in `commit`.
+        `groups` are the finished groups that no batch has used yet. After a disk error, this method or a later `commit`
+        raises CheckpointError.
         """
         from roll_opd.rollout.finished_groups import write_groups  # imports torch
 
@@ -170,7 +174,8 @@ class Checkpoints:
     async def commit(self, *, wait: bool) -> None:
         """Make the partial checkpoint valid if its step is logged and its files are on the disk.
 
-        With `wait`, wait for the files. Then remove the oldest checkpoints beyond `max_ckpt_to_keep`.
+        If `wait` is set, this method waits until the files have been written. Once the checkpoint is valid, it removes
+        the oldest checkpoints, so that `max_ckpt_to_keep` remain.
         """
         pending = self._pending
         if pending is None or not pending.is_logged:
@@ -193,7 +198,11 @@ class Checkpoints:
                 self._remove(old)
 
     async def _end(self, pending: _Pending, *, wait: bool) -> None:
-        """Flush the files of the checkpoint to the disk; without `wait`, only if they have been written."""
+        """Flush the files of the checkpoint to the disk.
+
+        If `wait` is set, wait until the ranks have written all files. Otherwise, do nothing if some files have not been
+        written yet.
+        """
         with self._failing(pending.step):
             files = await pending.writing.files(wait=wait) if pending.writing else []
             if files is not None:
@@ -217,7 +226,11 @@ class Checkpoints:
             raise CheckpointError(self._write_failed(step, why)) from error
 
     def _remove(self, checkpoint: Path) -> None:
-        """Remove a checkpoint; even if the process is killed meanwhile, its name never has an incomplete checkpoint."""
+        """Remove a checkpoint.
+
+        The checkpoint is renamed first. If the process is killed during the removal, no incomplete checkpoint remains
+        under the original name.
+        """
         if checkpoint.exists():
             doomed = checkpoint.with_name(f"{_PARTIAL}old_{checkpoint.name}")  # the next checkpoint may be in progress
             os.replace(checkpoint, doomed)
@@ -256,7 +269,7 @@ def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | N
 
     If `plan.resume` is True, runs without a checkpoint are skipped, and the newest checkpoint of the newest other run
     is returned. If `plan.resume` is a path, it names the directory of an experiment, a run or a checkpoint.
-    CheckpointError if a named checkpoint does not exist or is superseded.
+    Raises CheckpointError if a named checkpoint does not exist or is superseded.
     """
     if plan.resume is False:
         return None

@@ -60,7 +60,10 @@ Changes = dict[str, tuple[Any, Any]]  # key -> value before, value now; None: no
 
 @dataclass(frozen=True)
 class RunPart:
-    """Consecutive steps with the same settings; `settings` is None if unknown (saved by an earlier version)."""
+    """Consecutive steps with the same settings.
+
+    `settings` is None if the settings are unknown, for example if an earlier version saved the checkpoint.
+    """
 
     first: int
     last: int | None  # None for the current part
@@ -69,7 +72,10 @@ class RunPart:
 
 @dataclass(frozen=True)
 class History:
-    """The parts of a run, with the current part last. `changes` has the settings that the last resume changed."""
+    """The parts of a run, with the current part last.
+
+    `changes` contains the settings that changed when the run was last resumed.
+    """
 
     parts: tuple[RunPart, ...]
     resumed_after: int | None = None  # step; None: a new run
@@ -127,7 +133,10 @@ def continued(parts: Sequence[RunPart], plan: RunPlan, step: int) -> History:
 
 
 def parts_of(saved: Any, step: int) -> tuple[RunPart, ...]:
-    """Return the parts in a checkpoint of `step`; if missing or damaged, one part with unknown settings."""
+    """Return the parts in a checkpoint of `step`.
+
+    If the checkpoint has no parts, or the parts are damaged, return a single part with unknown settings.
+    """
     try:
         parts = tuple(RunPart(int(each["first"]), int(each["last"]), each["settings"]) for each in saved)
         if parts and all(part.settings is None or isinstance(part.settings, dict) for part in parts):
@@ -168,7 +177,10 @@ def optimizer_problems(settings: History, checkpoint: Path) -> list[str]:
 
 
 def differences(before: Settings, now: Settings) -> Changes:
-    """Return the changed settings, with the keys of `now`; omit settings that follow from another change."""
+    """Return the changed settings.
+
+    Sections that were renamed have their names in `now`. Settings that follow from another change are omitted.
+    """
     before, now = renamed(as_written(before), now), as_written(now)
     found: Changes = {
         key: (before.get(key), now.get(key))
@@ -189,7 +201,7 @@ def differences(before: Settings, now: Settings) -> Changes:
 
 
 def changed_samples(changes: Changes, frozen: Sequence[str]) -> str | None:
-    """Return the first changed key that affects samples or the log-probs of the roles `frozen`, else None."""
+    """Return the first changed key that affects samples, or the log-probs of the roles in `frozen`, else None."""
     for key in changes:
         section, _, rest = key.partition(".")
         if section == "validation":
@@ -213,7 +225,11 @@ def _follows(key: str, found: Changes) -> bool:
 
 
 def renamed(before: Settings, now: Settings) -> Settings:
-    """Return `before` with the names that `now` has for the sections of student and engines."""
+    """Return `before` with the section names of `now`.
+
+    The sections of the student and of its engines have several possible names. They are renamed to the names that `now`
+    uses.
+    """
     names = {}
     for same in (STUDENTS, SAMPLERS):
         old, new = (next((name for name in same if _has(of, name)), None) for of in (before, now))

@@ -99,7 +99,10 @@ def _made_from(plan: RunPlan) -> dict[str, str]:
 
 
 def _rewards(plan: RunPlan) -> dict[str, str]:
-    """Return the workflow, if there is one, and the rewards of environment, workflow or configuration."""
+    """Return the workflow, if there is one, and the rewards.
+
+    The rewards come from the environment, the workflow or the configuration.
+    """
     purpose = " (measured, not trained on)" if plan.rewards_are_monitored else ""
     if plan.is_agentic:
         return {"reward": f"of the environment{purpose}"}

@@ -67,7 +67,10 @@ async def _validate(student: Student, samples: Sequence[Sample], teacher: str) -
 
 
 async def _check(run: Run, student: Student) -> None:
-    """Report the checks of the first rows. RunError if a check fails, unless `teacher_preflight` is `warn`."""
+    """Report the checks of the first rows.
+
+    Raises RunError if a check fails, unless `teacher_preflight` is `warn`.
+    """
     plan = run.plan
     (teacher,) = plan.teachers
     assert isinstance(teacher.source, FilePlan)

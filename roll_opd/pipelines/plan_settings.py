@@ -153,7 +153,10 @@ def settings_of(plan: RunPlan) -> Settings:
 
 
 def as_written(settings: Settings) -> Settings:
-    """Return settings; keys of a run in environments are spelled as in the configuration."""
+    """Return the settings with the keys and values that the configuration has.
+
+    Only the settings of a run in environments change: the plan derives some of them from other keys.
+    """
     if not any(key.startswith("custom_envs.") for key in settings) or GROUP not in settings:
         return settings
     derived = (GROUP, "prompt_length", "response_length")
@@ -225,7 +228,10 @@ def _spelled(key: str) -> str:
 
 
 def _at_the_top(key: str) -> str | None:
-    """Return the configuration key in `AT_THE_TOP` for a field path; "" if it is no setting, None without a match."""
+    """Return the configuration key that `AT_THE_TOP` has for a field path.
+
+    Return "" if the field is not a setting, and None if no pattern of `AT_THE_TOP` matches the path.
+    """
     for pattern, spelled in AT_THE_TOP.items():
         if re.fullmatch(pattern, key):
             return re.sub(pattern, spelled, key)

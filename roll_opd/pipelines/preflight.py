@@ -162,7 +162,8 @@ def emulated_bf16(plan: RunPlan, cpu: Mapping[str, Any]) -> str | None:
 def package_problems() -> list[str]:
     """Return an error if installed packages break the import of models or engines.
 
-    If all processes are this process or forks of its fork server, these packages are hidden instead.
+    The packages are also hidden from imports in this process. If a fork server runs in this process, all processes of
+    the run are this process and forks of the server. The packages are hidden there too, so no error is returned.
     """
     broken = broken_companions()
     hide(broken)
@@ -171,7 +172,7 @@ def package_problems() -> list[str]:
     names, why = " ".join(broken), "; ".join(dict.fromkeys(broken.values()))
     return [
         f"installed packages do not match torch ({why}), so transformers and vLLM fail when they import these packages;"
-        f" roll_opd does not need them, uninstall them: {sys.executable} -m pip uninstall -y {names}"
+        f" roll_opd does not need these packages, so uninstall them: {sys.executable} -m pip uninstall -y {names}"
     ]
 
 
@@ -182,7 +183,10 @@ def _lost_weights(plan: RunPlan) -> list[str]:
 
 
 def checkpoint_problems(plan: RunPlan, checkpoint: Checkpoint) -> list[str]:
-    """Return errors if student, critic or followers differ from those in the checkpoint, apart from layouts."""
+    """Return errors if student, critic or followers differ from the models in the checkpoint.
+
+    Their parallel layouts may differ.
+    """
     problems = _shape_problems(plan.student, checkpoint.path / "hf", checkpoint)
     problems += _adapter_problems(plan.student.lora, checkpoint.path / ADAPTER, checkpoint)
     if plan.critic and not (checkpoint.path / CRITIC).is_dir():
@@ -221,15 +225,15 @@ def _adapter_problems(lora: LoraPlan | None, saved: Path, checkpoint: Checkpoint
 def _shape_problems(learner: TrainPlan, saved_model: Path, checkpoint: Checkpoint) -> list[str]:
     saved, now = (read_model(path) for path in (saved_model, Path(learner.model.path)))
     different = [
-        f"{name} {getattr(saved, name)} there, {getattr(now, name)} in the model"
+        f"{name}: {getattr(saved, name)} in the checkpoint, {getattr(now, name)} in the model"
         for name in SHAPES
         if getattr(saved, name) != getattr(now, name)
     ]
     if not different:
         return []
     return [
-        f"resume_from_checkpoint: {checkpoint.path} was trained from another model than {now.path}"
-        f" ({'; '.join(different)}); give the former model, or start a new run with resume_from_checkpoint: false"
+        f"resume_from_checkpoint: {checkpoint.path} was trained from another model, not from {now.path}"
+        f" ({'; '.join(different)}); give the other model, or start a new run with resume_from_checkpoint: false"
     ]
 
 
@@ -301,7 +305,7 @@ def _scored(plan: RunPlan, data: DataPlan, source: FilePlan, tokenizer: PreTrain
 
 
 def _tagged(plan: RunPlan) -> dict[str, tuple[str, ...] | None]:
-    """Return the tag list of each template, teacher and reward; None: all tags."""
+    """Return the tag list of each template, teacher and reward. None stands for all tags."""
     return {
         **{f"tag_to_template.{tag}": (tag,) for tag in plan.data.tag_templates},
         **{f"teacher {teacher.name}": teacher.tags for teacher in plan.teachers},
@@ -310,7 +314,7 @@ def _tagged(plan: RunPlan) -> dict[str, tuple[str, ...] | None]:
 
 
 def _opened(data_sets: Sequence[DataPlan], tokenizer: PreTrainedTokenizerBase) -> list[PromptSet]:
-    """Open every data set; one DataError lists all defects."""
+    """Open every data set. Raises a single DataError that lists the defects of all data sets."""
     opened, refusals = [], []
     for data in data_sets:
         try:
@@ -328,13 +332,16 @@ def _opened(data_sets: Sequence[DataPlan], tokenizer: PreTrainedTokenizerBase) -
 
 
 def miscounted(plan: RunPlan, usable: int) -> str | None:
-    """Return a warning if max_steps was computed from num_train_epochs and more rows than the `usable` rows."""
+    """Return a warning if max_steps is wrong for num_train_epochs, because some rows cannot be used.
+
+    max_steps was computed from all rows of the files. `usable` is the number of rows that can be used.
+    """
     if plan.epochs is None:
         return None
     steps = max(1, whole_steps(plan.epochs, usable, plan.rollout_batch_size))
     if steps == plan.max_steps:
         return None
     return (
-        f"num_train_epochs: {plan.epochs:g} epochs over all rows of the files are max_steps {plan.max_steps}, but only"
-        f" {usable} rows can be used; {plan.epochs:g} epochs of those are max_steps={steps}"
+        f"num_train_epochs: {plan.epochs:g} epochs over all rows of the files need max_steps={plan.max_steps}, but"
+        f" only {usable} rows can be used; {plan.epochs:g} epochs over these rows need max_steps={steps}"
     )

@@ -24,7 +24,8 @@ REWARD_NAMES = {"reward", "rewards", "reward_fn", "take_reward", "update_reward"
 def reward_source(kind: type, *, has_function: bool, is_scored: bool) -> Source:
     """Return where the rewards of a workflow's samples come from.
 
-    `has_function`: the configuration has a `workflow_reward`; `is_scored`: it has `rewards`.
+    `has_function` means that the configuration has a `workflow_reward`. `is_scored` means that the configuration has
+    `rewards`.
     """
     if issubclass(kind, BaseSimpleWorkflow):
         return _of_one_turn(kind, has_function=has_function, is_scored=is_scored)
@@ -91,5 +92,5 @@ def uncalled_rewards(plan: RunPlan) -> tuple[str, ...]:
     verb = "is" if len(plan.rewards) == 1 else "are"
     return (
         f"{names} {verb} never called: workflow {plan.workflow.workflow} sets the reward of every sample{by}; remove"
-        " one of the two",
+        f" {names}, or use another workflow",
     )

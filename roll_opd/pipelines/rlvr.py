@@ -136,7 +136,10 @@ def rollouts_of(run: Run, workers: RunWorkers, workflow: Workflow) -> Rollouts:
 
 
 def _group_filter(plan: RunPlan) -> GroupFilter | None:
-    """Return the filter of groups. Without a reward in the update, only failed runs reject a group."""
+    """Return the filter of groups.
+
+    If the update uses no reward, a group is rejected only because of failed runs.
+    """
     replaces = plan.workflow is not None and plan.workflow.on_workflow_error == "replace"
     return group_filter(
         () if plan.rewards_are_monitored else plan.rewards,
@@ -146,7 +149,10 @@ def _group_filter(plan: RunPlan) -> GroupFilter | None:
 
 
 def _failed_metrics(batch: Batch, samples: Sequence[Sample], plan: RunPlan) -> dict[str, float]:
-    """Return the fraction of a step's runs that are left out because they failed. RunError if too few runs are left."""
+    """Return the fraction of a step's runs that are left out because they failed.
+
+    Raises RunError if too few runs remain.
+    """
     failed = batch.failed_rate(samples, plan.answers_per_prompt)
     if 1 - failed < plan.min_batch_fraction:
         raise RunError(
@@ -196,7 +202,10 @@ def _preflight(run: Run, workers: RunWorkers) -> TeacherPreflight:
 async def _with_model_values(
     samples: list[Sample], plan: RunPlan, workers: RunWorkers, clock: PhaseClock, preflight: TeacherPreflight
 ) -> list[Sample]:
-    """Return samples with the needed log-probs of frozen models and student, and with the critic's values."""
+    """Return samples with the log-probs and values that the objective needs.
+
+    These are the log-probs of the frozen models, the student's old log-probs, and the critic's values.
+    """
     assert plan.rollout is not None
     temperature, turns = plan.rollout.sampling.temperature, workers.turns
     await turns.enter(Phase.READ)

@@ -92,15 +92,17 @@ class Run:
         source_state: dict[str, Any] | None = None,
         groups: Sequence[FinishedGroup] = (),
     ) -> AsyncIterator[None]:
-        """If a checkpoint is due, write it before the block, which logs the step, and mark it as valid after the block.
+        """If a checkpoint is due, write it before the block, and mark it as valid after the block.
 
-        So the logs are complete up to any valid checkpoint. With `async_save`, a checkpoint becomes valid after a later
-        step, except after the last step. If SIGTERM has arrived, a checkpoint is written and Terminated is raised.
+        The block logs the step. Because a checkpoint becomes valid only after the block, the logs are complete up to
+        every valid checkpoint. With `async_save`, a checkpoint may become valid only after a later step, but the
+        checkpoint of the last step becomes valid after its block. If SIGTERM has arrived, this method writes a
+        checkpoint and raises Terminated.
 
         Args:
             kl_coef: KL coefficient of the next step.
             source_state: state of the prompt source after the step's batch (default: its current state).
-            groups: finished groups that are in no batch.
+            groups: finished groups that no batch has used yet.
         """
         source_state = self.source.state_dict() if source_state is None else source_state
 

@@ -130,7 +130,7 @@ class RunLogger:
         self._console.note(text)
 
     def teacher_accuracy(self, name: str, metrics: Mapping[str, float]) -> None:
-        """Store a teacher's validation metrics; of several teachers, log the best accuracy."""
+        """Print and store a teacher's validation metrics."""
         if ACCURACY in metrics:
             self._teachers[name] = metrics
             self.note(f"Teacher {name}: {validation(self._console.with_grading(metrics))}")
@@ -156,7 +156,10 @@ class RunLogger:
         self._trackers.log(0, row)
 
     def restart(self) -> None:
-        """Count the time so far, except for validation, as start-up instead of as part of a step."""
+        """Record the time so far as `time/startup`, so that it does not count as part of a step.
+
+        The time of validation is recorded separately, as `time/validate`.
+        """
         lap = self.clock.lap()
         self._startup = {"time/startup": lap["step"] - lap["validate"]}
         if lap["validate"]:
@@ -213,7 +216,7 @@ class RunLogger:
     def unfinished_step(self) -> tuple[float, str] | None:
         """Return the seconds of the running step, and a status line.
 
-        None after the last step, and before the first step unless a phase is open.
+        Returns None after the last step. Before the first step, it returns None unless a phase is running.
         """
         moment = self.clock.moment()
         is_before = not moment.laps
@@ -313,7 +316,10 @@ def _micro_batches() -> list[str]:
 
 
 def not_finite(row: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return a map: array -> indices, at action tokens, of NaN and infinite values, which JSON cannot represent."""
+    """Return the indices of NaN and infinite values at action tokens, for each array by its name.
+
+    The indices are stored because JSON cannot represent these values.
+    """
     arrays = {name: value for name, value in row.items() if isinstance(value, np.ndarray)}
     acted = np.asarray(row["action_mask"])
     cuts = row.get("teacher_cuts", {})

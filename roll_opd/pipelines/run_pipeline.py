@@ -40,7 +40,7 @@ from roll_opd.tracking.trackers import Trackers
 
 
 def run(plan: RunPlan, inputs: Inputs, hosts: Hosts | None = None, backend: Backend | None = None) -> None:
-    """Create the run directory, start Ray and train to the last step; RunError if the run cannot continue.
+    """Create the run directory, start Ray and train to the last step. Raises RunError if the run cannot continue.
 
     `hosts` are the launched hosts of a multi-host run. A run that fails during start-up leaves no directory.
     """
@@ -69,7 +69,7 @@ def _run(
     if inputs.history.line:
         logger.note(inputs.history.line)
     if directory.set_aside:
-        logger.note(f"Superseded, because they are of later steps: {', '.join(map(str, directory.set_aside))}")
+        logger.note(f"Superseded checkpoints of later steps: {', '.join(map(str, directory.set_aside))}")
     # imported modules are permanent; a full garbage collection over them would stall a step for 0.3 s. Do not collect
     # here either: a Ctrl-C inside a destructor would be ignored
     gc.freeze()
@@ -141,8 +141,8 @@ async def _trained(train: Callable[[Run, RunWorkers], Awaitable[None]], run: Run
 def own_directory(plan: RunPlan, resumed: Checkpoint | None, history: History) -> Iterator[RunDirectory]:
     """Lock and yield the run directory: the resumed run's directory if it is in this experiment, else a new one.
 
-    A new directory that has neither metrics nor a checkpoint is removed at the end. RunError if the resumed run has
-    saved a later checkpoint meanwhile.
+    A new directory that has neither metrics nor a checkpoint is removed at the end. Raises RunError if the resumed run
+    has saved a later checkpoint in the meantime.
     """
     experiment = os.path.realpath(os.path.join(plan.output_dir, plan.exp_name))
     with ExitStack() as ends:

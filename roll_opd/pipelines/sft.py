@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: raise the likelihood of given answers; validation: the loss on held-out answers."""
+"""Supervised fine-tuning raises the likelihood of given answers. Validation computes the loss on held-out answers."""
 
 from collections.abc import Sequence
 

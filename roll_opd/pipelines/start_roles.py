@@ -93,8 +93,9 @@ async def start_sampler(
     weight_transfer: str = SHARED_MEMORY,
     turns: DeviceScheduler | None = None,
 ) -> Sampler:
-    """Start the engines of `rollout`; they join `turns` if they share devices.
+    """Start the engines of `rollout`.
 
+    If the engines share devices with other roles, they take turns with these roles (`turns`).
     `weight_transfer` is the backend of weight updates; see `choose_backend`.
     """
     turns = turns or DeviceScheduler()
@@ -223,9 +224,10 @@ async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) 
 def chunk_samples(plan: RunPlan) -> int:
     """Return the number of finished samples that an inference engine sends together.
 
-    The number fills a micro-batch on every rank of the first teacher. It is at most half of the step's samples per
-    engine, so that log-probs are computed while the other half is still being generated. If teacher and engine share a
-    device, smaller chunks are slower, because the samples of a step end close together.
+    A chunk fills a micro-batch on every rank of the first teacher, but has at most half of the
+    samples that an engine generates in a step, so that the teacher can compute log-probs of the first half while the
+    second half is still being generated. If teacher and engine share a device, smaller chunks make a step slower,
+    because all samples of a step finish at about the same time.
     """
     assert plan.rollout is not None
     half = -(-plan.sequences_per_step // (2 * plan.rollout.engines))
@@ -240,8 +242,8 @@ def chunk_samples(plan: RunPlan) -> int:
 def starts_beside_measurement(plan: RunPlan, placement: Placement) -> bool:
     """Return whether the roles may start while teachers are being validated on separate engines.
 
-    True only on CPUs, for small models and runs that need not be deterministic, because both sets of engines are then
-    in memory.
+    They may do so only on CPUs, with small models, and in runs that need not be deterministic, because the engines of
+    the teacher and of the run are in memory together.
     """
     assert plan.rollout is not None
     alone = plan.deterministic or placement.on_gpu or _members(plan, placement)
@@ -267,7 +269,10 @@ def _turns(plan: RunPlan, placement: Placement) -> DeviceScheduler:
 
 
 def _members(plan: RunPlan, placement: Placement) -> Sequence[PhaseMember]:
-    """Return the roles that take turns on shared devices; empty without offloading (by default, without GPUs)."""
+    """Return the roles that take turns on shared devices.
+
+    The result is empty if states are not offloaded, which is the default without GPUs.
+    """
     taken = placement.on_gpu if plan.is_offload_states is None else plan.is_offload_states
     return members_of(plan) if taken else ()
 

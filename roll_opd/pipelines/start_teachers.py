@@ -18,7 +18,7 @@ ANSWERS = "teacher_answers"  # directory of an experiment with the cached answer
 
 
 def http_scorer(plan: RunPlan, teacher: TeacherPlan, source: HttpPlan) -> HttpScorer:
-    """Return the scorer of a teacher that is reached over HTTP. RunError if its API key is missing."""
+    """Return the scorer of a teacher that is reached over HTTP. Raises RunError if the API key is missing."""
     vocabulary = source.vocab_size or read_model(Path(plan.student.model.path)).vocab
     cache = AnswerCache(Path(plan.output_dir, plan.exp_name, ANSWERS, f"{teacher.name}.sqlite"))
     return HttpScorer(teacher.name, source, vocabulary, cache)
@@ -31,13 +31,13 @@ SCORERS: dict[type[ExternalPlan], Callable[[RunPlan, TeacherPlan, Any], TeacherS
 
 
 def external_scorer(plan: RunPlan, teacher: TeacherPlan) -> TeacherScorer:
-    """Return the scorer of a teacher without Megatron processes of the run."""
+    """Return the scorer of a teacher for which the run starts no Megatron processes."""
     assert isinstance(teacher.source, ExternalPlan)
     return SCORERS[type(teacher.source)](plan, teacher, teacher.source)
 
 
 async def check_servers(plan: RunPlan, teachers: Sequence[Teacher], starting: StartupProgress) -> None:
-    """Check the servers of the teachers, concurrently. RunError describes the first problem."""
+    """Check the servers of the teachers, concurrently. Raises RunError for the first problem."""
     await asyncio.gather(*[_check(plan, one, one.scorer, starting) for one in teachers if is_http(one)])
 
 

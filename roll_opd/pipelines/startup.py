@@ -29,7 +29,10 @@ T = TypeVar("T")
 
 
 class Backend:
-    """Starts Ray and workers for one run, and ends them after it. A subclass may keep them for several runs."""
+    """Starts Ray and workers for one run, and ends them after the run.
+
+    A subclass may keep Ray and the workers for several runs.
+    """
 
     @contextmanager
     def cluster(self, plan: RunPlan, starting: StartupProgress, hosts: Hosts | None) -> Iterator[None]:
@@ -125,8 +128,8 @@ TRIAL_SECONDS = 10.0  # time limit for trying a reward
 async def try_rewards(pools: Sequence[RewardPool], source: TaskSource) -> None:
     """Let each pool score the first prompt of its domain, with the prompt itself as the response.
 
-    RunError if scoring fails and `on_error` is `stop`. Rewards that call a service are not tried, because calls cost
-    money.
+    Raises RunError if scoring fails and `on_error` is `stop`. Rewards that call a service are not tried, because calls
+    cost money.
     """
     prompts = source.peek(TRIAL_PROMPTS)
     chosen = ((pool, next((p for p in prompts if pool.plan.accepts(p.tag)), None)) for pool in pools)

@@ -21,19 +21,24 @@ def check_async(top: Top, roles: Roles) -> None:
         top.diag.error(
             "async_depth",
             f"{top.async_depth:g} batches ahead are more than {KEY} {top.async_generation_ratio:g}, the bound of the"
-            " samples' age; lower it, or raise the bound",
+            f" samples' age; lower async_depth, or raise {KEY}",
         )
     elif top.async_generation_ratio * top.rollout_batch_size < 1:
-        top.diag.note(KEY, f"{top.async_generation_ratio:g} of {top.rollout_batch_size} prompts is less than one, so 0")
+        top.diag.note(
+            KEY,
+            f"{top.async_generation_ratio:g} of {top.rollout_batch_size} prompts is less than one prompt, so no prompt"
+            " is generated ahead",
+        )
     if top.is_use_additional_prompts:
         top.diag.note(
-            "is_use_additional_prompts", f"has no effect with {KEY}, as prompts ahead replace rejected prompts"
+            "is_use_additional_prompts",
+            f"has no effect with {KEY}, because prompts generated ahead replace rejected prompts",
         )
     if top.deterministic and "on_weight_update" in top.written and top.on_weight_update != "wait":
         top.diag.error(
             "on_weight_update",
-            f"{top.on_weight_update} makes the weights that sample a token depend on timing, but deterministic is true;"
-            " write wait, or leave it out",
+            f"with {top.on_weight_update}, the weights with which a token is sampled depend on timing, but"
+            " deterministic is true; write wait, or remove on_weight_update",
         )
     _check_devices(top, roles)
     _check_correction(top, roles.mode)
@@ -53,7 +58,7 @@ def _check_devices(top: Top, roles: Roles) -> None:
                 KEY,
                 f"{top.async_generation_ratio:g} lets generation and training run at the same time, but"
                 f" {roles.infer.path} and {role.path} share {short_devices(sorted(shared))} and must take turns; give"
-                " the engines separate devices, or set 0",
+                f" the engines separate devices, or set {KEY} to 0",
             )
             return
 
@@ -65,12 +70,12 @@ def _check_correction(top: Top, mode: str) -> None:
         if correction and correction.weight:
             top.train_infer_correction.diag.error(
                 "is_weight",
-                f"weighs only the reward's part with {KEY}; pure distillation has no reward, and computes its reverse"
-                " KL from current log-probs; use filters, or leave it out",
+                f"multiplies only the reward's part of the advantage with {KEY}, but pure distillation has no reward,"
+                " and its reverse KL is computed from current log-probs; use filters, or remove is_weight",
             )
     elif correction is None or not (correction.weight or correction.filters):
         top.diag.error(
             KEY,
-            f"{top.async_generation_ratio:g} trains the reward's part on samples of older weights, whose importance"
-            f" ratio would be 1 without a correction; write {ADVICE}",
+            f"{top.async_generation_ratio:g} trains the reward's part on samples of older weights; without a"
+            f" correction, the importance ratio of these samples would be taken as 1; write {ADVICE}",
         )

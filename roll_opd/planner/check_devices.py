@@ -28,25 +28,25 @@ def check_devices(roles: list[Role], top: Run) -> None:
             role.diag.unsupported(  # ROLL's YAML files use devices beyond num_nodes, which ROLL overwrites
                 "device_mapping",
                 f"device {max(devices)} does not exist: num_nodes {top.num_nodes} x num_gpus_per_node"
-                f" {top.num_gpus_per_node} gives devices 0 to {total - 1}; raise num_nodes, leave it out"
-                " or change the mapping",
+                f" {top.num_gpus_per_node} gives devices 0 to {total - 1}; raise or remove num_nodes,"
+                " or change device_mapping",
             )
         layout = role.strategy.layout
         if role.job == "rollout" and layout and layout.tp > top.num_gpus_per_node:
             role.diag.error(
                 f"{OPTIONS}.tensor_parallel_size",
-                f"an engine of {layout.tp} devices does not fit into one node of {top.num_gpus_per_node};"
+                f"an engine of {layout.tp} devices does not fit into one node of {top.num_gpus_per_node} devices;"
                 " use a smaller size",
             )
         elif layout and (apart := _apart(role.strategy.devices or (), layout.tp, top.num_gpus_per_node)):
-            where = f"devices {short_devices(apart)} are on several nodes of {top.num_gpus_per_node}"
+            where = f"devices {short_devices(apart)} are on several nodes of {top.num_gpus_per_node} devices each"
             if role.job == "rollout":
                 role.diag.error("device_mapping", f"an engine's {where}; choose devices of a single node")
             else:
                 role.diag.note(
                     "device_mapping",
-                    f"{where} but form one tensor-parallel group; it communicates in every layer, which is slow over a"
-                    " network",
+                    f"{where} but form one tensor-parallel group; the group communicates in every layer, which is slow"
+                    " over a network",
                 )
     for (one, mine), (other, theirs) in combinations(known, 2):
         shared = mine & theirs

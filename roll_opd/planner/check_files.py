@@ -32,8 +32,10 @@ ROWS_SEEN = 64  # rows read from each file to find the templates in use
 
 
 def compare_models(roles: Roles, top: Run | None) -> None:
-    """Check that the rollout runs the trained model, that teachers are other models, and that all have the same token
-    ids."""
+    """Check that the models of the roles match.
+
+    The rollout must run the trained model, teachers must be other models, and all models must have the same token ids.
+    """
     train, infer = roles.train, roles.infer
     if train is None or train.info is None:
         return
@@ -41,7 +43,7 @@ def compare_models(roles: Roles, top: Run | None) -> None:
     if infer is not None and infer.info is not None and infer.info.path != train.info.path:
         infer.diag.error(
             MODEL,
-            f"{infer.info.path} is not the model that {train.path} trains ({train.info.path}); leave it out",
+            f"{infer.info.path} is not the model that {train.path} trains ({train.info.path}); remove this key",
         )
     for other, what in ((roles.reference, "reference policy"), (roles.critic, "critic")):
         if other is not None:
@@ -71,16 +73,17 @@ def compare_models(roles: Roles, top: Run | None) -> None:
         if role.info.vocab < train.info.vocab:
             role.diag.note(
                 "",
-                f"the teacher has {role.info.vocab} token ids, the student {train.info.vocab}; the additional"
-                " ids are padding, which the student must not sample; with opd_objective: sampled, the student's"
-                " log-probs are normalised over them too",
+                f"the teacher has {role.info.vocab} token ids, the student {train.info.vocab}; the student's"
+                " additional ids are padding, which the student must not sample; with opd_objective: sampled, the"
+                " student's log-probs are normalised over all ids, including the padding",
             )
 
 
 def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True) -> bool:
-    """Check that each token id of the student is the same token in `role`; False if a file of `role` cannot be read.
+    """Check that each token id of the student is the same token in `role`.
 
-    All other differences are warnings. If `refuses` is False, a differing token is a warning too.
+    Return False if a file of `role` cannot be read.
+    A token that differs is an error; if `refuses` is False, it is a warning. All other differences are warnings.
     """
     if role.info is None or train.info is None:
         return False
@@ -116,7 +119,10 @@ def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True
 
 
 def _has_other_tokens(train: Role, role: Role) -> bool:
-    """Whether the teacher's tokens differ from the student's; if so, check that both tokenizers can be aligned."""
+    """Return whether the teacher's tokens differ from the student's.
+
+    If the tokens differ, check that both tokenizers can be aligned.
+    """
     if role.info is None or train.info is None:
         return False
     if not (has_tokenizer(role.info.path) and has_tokenizer(train.info.path)):

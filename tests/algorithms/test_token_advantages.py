@@ -233,7 +233,10 @@ def test_without_an_external_reward_only_the_teacher_speaks() -> None:
 
 
 def test_a_sample_without_a_reward_is_named() -> None:
-    for domain, why in (("", "its row needs a ground_truth.*tag_included"), ("d", "rewards.d returned None for it")):
+    for domain, why in (
+        ("", "its row needs a ground_truth.*tag_included"),
+        ("d", "rewards.d returned None for this sample"),
+    ):
         made = [replace(e, reward=None, domain=domain) if e.id == "c/4" else e for e in samples(1)]
         with pytest.raises(RunError, match=f"sample c/4, tagged t, has no reward: {why}"):
             external_advantages(made, ObjectivePlan(adv_estimator="reinforce"))

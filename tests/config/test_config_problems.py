@@ -264,9 +264,9 @@ def _cut(file: Path) -> None:
     [
         (
             {"end": "<|stop|>"},
-            "1 of the student's 8 token ids, the first is id 4: '<|end|>' in the student, '<|stop|>' in",
+            "1 of the student's 8 token ids differ; the first is id 4: '<|end|>' in the student, '<|stop|>' in",
         ),
-        ({"vocab": {**VOCABULARY, "x": 7, "y": 6}}, "2 of the student's 8 token ids, the first is id 6: 'x' in"),
+        ({"vocab": {**VOCABULARY, "x": 7, "y": 6}}, "2 of the student's 8 token ids differ; the first is id 6: 'x' in"),
         (
             {"vocab": {token: id for token, id in VOCABULARY.items() if token != "y"}},
             "id 7: 'y' in the student, none in",
@@ -354,7 +354,7 @@ def test_a_server_that_returns_texts_has_no_log_probs_of_single_tokens(
         ({"merges": ["b a"]}, "merge 0 is 'a b' in the student, 'b a' in the teacher"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, "pre_tokenizer differs"),
         ({"eos": "<|pad|>"}, "eos_token is '<|end|>' in the student, '<|pad|>' in the teacher"),
-        ({"vocab": {**VOCABULARY, "z": 8}}, "one token id exists only in the teacher, the first is id 8: 'z'"),
+        ({"vocab": {**VOCABULARY, "z": 8}}, "one token id exists only in the teacher; the first is id 8: 'z'"),
     ],
 )
 def test_tokenizers_that_differ_otherwise(

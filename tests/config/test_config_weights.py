@@ -17,24 +17,24 @@ LAYER = "model.layers.3.mlp.up_proj.weight"
 @pytest.mark.parametrize(
     ("config", "messages"),
     [
-        ({"num_hidden_layers": 3}, ["num_hidden_layers is 3 there, and the weights have 4 layers (0 to 3)"]),
-        ({"num_hidden_layers": 5}, ["num_hidden_layers is 5 there, and the weights have 4 layers (0 to 3)"]),
+        ({"num_hidden_layers": 3}, ["num_hidden_layers is 3, but the weights have 4 layers (0 to 3)"]),
+        ({"num_hidden_layers": 5}, ["num_hidden_layers is 5, but the weights have 4 layers (0 to 3)"]),
         (
             {"intermediate_size": 40},
-            ["layers.0.mlp.gate_proj.weight is 32x16, config.json expects 40x16", "up_proj", "down_proj"],
+            ["layers.0.mlp.gate_proj.weight is 32x16, but config.json expects 40x16", "up_proj", "down_proj"],
         ),
         (
             {"num_key_value_heads": 4},
-            ["layers.0.self_attn.k_proj.weight is 8x16, config.json expects 16x16", "v_proj"],
+            ["layers.0.self_attn.k_proj.weight is 8x16, but config.json expects 16x16", "v_proj"],
         ),
         (
             {"num_attention_heads": 8, "head_dim": 2, "num_key_value_heads": 4},
-            ["q_norm.weight is 4, config.json expects 2"],
+            ["q_norm.weight is 4, but config.json expects 2"],
         ),
-        ({"vocab_size": 9}, ["model.embed_tokens.weight is 8x16, config.json expects 9x16", "lm_head.weight"]),
+        ({"vocab_size": 9}, ["model.embed_tokens.weight is 8x16, but config.json expects 9x16", "lm_head.weight"]),
         ({"model_type": "llama"}, ["they have model.layers.0.self_attn.q_norm.weight, "]),
         ({"model_type": "qwen2"}, ["they have no model.layers.0.self_attn.q_proj.bias, ", "they have "]),
-        ({"tie_word_embeddings": True}, ["tie_word_embeddings is true there, but lm_head.weight is not model.embed"]),
+        ({"tie_word_embeddings": True}, ["tie_word_embeddings is true, but lm_head.weight is not model.embed"]),
     ],
 )
 def test_weights_that_another_configuration_made_are_named(
@@ -125,4 +125,4 @@ def test_the_planner_reports_weights_that_do_not_fit(problems: Callable[..., lis
     write_model(root / "teacher", seed=2, weights=shapes_of(SIZES), num_hidden_layers=3)
     (found,) = problems()
     assert found.startswith("teacher.model_args.model_name_or_path: the weights in ")
-    assert "num_hidden_layers is 3 there" in found
+    assert "num_hidden_layers is 3, but" in found

@@ -35,4 +35,4 @@ def test_shortened_releases() -> None:
     (window,) = lost_layer_hints(Path("Qwen3-8B"), 35, 7_998_000_000, 36)
     assert window == "config.json has max_window_layers 36 and num_hidden_layers 35"
     _, name = lost_layer_hints(Path("Qwen3-8B"), 32, 7_420_000_000, 36)
-    assert name == "its name implies 8 billion parameters, its weights have 7.42 billion"
+    assert name == "its name implies 8 billion parameters, but its weights have 7.42 billion"

@@ -208,7 +208,7 @@ def test_a_checkpoint_of_another_model(plan: RunPlan, tmp_path: Path, capsys: py
     arguments = ["--config_path", "demo", "--config_name", "onpolicy_distill", f"resume_from_checkpoint={checkpoint}"]
     assert launcher.main("test", pure=True, arguments=[*arguments, f"output_dir={tmp_path / 'out'}"]) == 2
     message = capsys.readouterr().err
-    assert "layers 7 there, 3 in the model" in message and "resume_from_checkpoint: false" in message
+    assert "layers: 7 in the checkpoint, 3 in the model" in message and "resume_from_checkpoint: false" in message
     assert not (tmp_path / "out").exists()
 
 

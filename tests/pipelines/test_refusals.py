@@ -91,7 +91,7 @@ def test_a_config_with_a_layer_fewer(tmp_path: Path, teacher: Path, capsys: pyte
     config = json.loads((teacher / "config.json").read_text())
     (teacher / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     message = refused(tmp_path, capsys, f"teacher.model_args.model_name_or_path={teacher}")
-    assert "num_hidden_layers is 3 there, and the weights have 4 layers" in message
+    assert "num_hidden_layers is 3, but the weights have 4 layers" in message
 
 
 def test_weights_that_were_lost(tmp_path: Path, teacher: Path, capsys: pytest.CaptureFixture[str]) -> None:

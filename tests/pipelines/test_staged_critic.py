@@ -161,4 +161,4 @@ def test_a_checkpoint_without_a_critic_is_refused(run: Run, tmp_path: Path) -> N
     assert "has no critic" in found
     other = replace(plan.critic, model=ModelPlan(str(REPOSITORY / "examples/demo/models/teacher")))
     (found,) = checkpoint_problems(replace(plan, critic=other), Checkpoint.read(saved))
-    assert "trained from another model" in found and "layers 3 there, 4 in the model" in found
+    assert "trained from another model" in found and "layers: 3 in the checkpoint, 4 in the model" in found
