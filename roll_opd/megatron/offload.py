@@ -22,7 +22,10 @@ class OffloadedError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Stored:
-    """An emptied storage, its size, and the host copy of its content (None: the content is not kept)."""
+    """An emptied storage, its original size, and the host copy of its content.
+
+    `copy` is None if the content is not kept.
+    """
 
     storage: torch.UntypedStorage
     size: int
@@ -33,7 +36,9 @@ class DeviceMemory:
     """Parts of an engine's memory; each part is on the device or offloaded."""
 
     def __init__(self, name: str, device: torch.device, tensors: TensorsOf, *, is_constant: bool) -> None:
-        """`tensors` returns the current tensors of each part. With `is_constant`, weights are copied only once.
+        """Take a function `tensors` that returns the current tensors of each part.
+
+        With `is_constant`, weights are copied to the host only at the first offload, because they do not change.
 
         If tensors of several parts are in one storage, the storage belongs to the first of these parts (order of
         `Part`).
@@ -83,7 +88,10 @@ class DeviceMemory:
         torch.cuda.synchronize()
 
     def _storages(self) -> dict[Part, dict[int, torch.UntypedStorage]]:
-        """Return each part's storages by identity; emptying a storage does not change its identity."""
+        """Return the storages of each part, by identity.
+
+        Emptying a storage does not change its identity.
+        """
         found: dict[Part, dict[int, torch.UntypedStorage]] = {part: {} for part in Part}
         taken: set[int] = set()
         tensors = self._tensors()

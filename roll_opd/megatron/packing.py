@@ -25,11 +25,13 @@ from roll_opd.samples.transport import as_tensor
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Parameters of a pack for Megatron's layers: a single segment, because positions are passed per token.
+    """Parameters of a pack for Megatron's layers.
 
-    Only attention needs to know the sequences, and it reads them expanded, each with its prefix. Token x of the
-    expanded sequences is token `places_X[x]` of the pack; the first `shared` tokens of a sequence are stored in another
-    sequence.
+    For the layers, a pack is a single segment, because the position of each token is passed to them.
+
+    Only attention needs to know where each sequence begins and ends. Attention expands the sequences, so that each
+    sequence includes its prefix. Token x of the expanded sequences is token `places_X[x]` of the pack. The first
+    `shared` tokens of a sequence are stored with an earlier sequence of the pack.
     """
 
     bounds: tuple[int, ...] = ()  # B + 1, boundaries of the expanded sequences
@@ -66,7 +68,7 @@ _NOTHING = np.zeros(0, np.int64)
 
 @dataclass
 class _PackedRows:
-    """Arrays of a pack on the host, in packing order; one entry per sequence."""
+    """Arrays of a pack on the host. Each list has one entry per sequence, in packing order."""
 
     multiple: int  # each sequence's unshared tokens are padded to a multiple of this number
     tokens: list[np.ndarray] = field(default_factory=list)  # unshared tokens, padded
@@ -77,7 +79,11 @@ class _PackedRows:
     end: int = 0
 
     def append(self, sequence: np.ndarray, prefix: np.ndarray = _NOTHING, *, is_padding: bool = False) -> None:
-        """Append a sequence; its first tokens are already in the pack, at the positions `prefix`."""
+        """Append a sequence.
+
+        If the sequence shares a prefix, the tokens of the prefix are already in the pack, at the positions `prefix`.
+        Only the other tokens are appended.
+        """
         own = sequence[len(prefix) :]
         pad = -len(own) % self.multiple
         self.padding.append(np.concatenate([np.full(len(own), is_padding), np.ones(pad, bool)]))
@@ -102,8 +108,8 @@ def pack(
     """Concatenate `samples` into a pack; unscored padding makes the number of tokens per rank a multiple of `multiple`.
 
     With `share_prefixes`, a prompt prefix that two consecutive samples share is stored once if this saves work (see
-    `samples.sharding`). Without samples, the batch has empty columns with the names and dtypes of `like`. With
-    `routes`, a pair (L, K), the pack includes the routes of the samples.
+    `samples.sharding`). If `samples` is empty, the batch has empty columns with the same names and dtypes as `like`.
+    `routes` is a pair (L, K); if it is given, the pack includes the routes of the samples.
     """
     rows = _rows(samples, multiple * context.ranks, context.multiple, share_prefixes)
     routes_N = _routes(samples, rows.places, (rows.end, *routes)) if routes else None
@@ -160,7 +166,10 @@ def _rows(samples: Sequence[Sample], multiple: int, row_multiple: int, share_pre
 def _scored_places(
     samples: Sequence[Sample], places: Sequence[np.ndarray]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return positions of scored tokens and of their predecessors, per sample; both lists start with an empty array."""
+    """Return, for each sample, the positions of its scored tokens and of the tokens before them.
+
+    The first element of both lists is an empty array, so that the lists can be concatenated without samples.
+    """
     scored, before = [_NOTHING], [_NOTHING]
     for sample, whole in zip(samples, places, strict=False):
         start, end = sample.prompt_length, len(sample.tokens)
@@ -170,7 +179,10 @@ def _scored_places(
 
 
 def _routes(samples: Sequence[Sample], places: Sequence[np.ndarray], shape: tuple[int, int, int]) -> np.ndarray:
-    """Return the routes of the packed tokens, int16 [N, L, K]; for a shared prefix, the routes in its last sample."""
+    """Return the routes of the packed tokens, int16 [N, L, K].
+
+    The tokens of a shared prefix have the routes of the last sample with this prefix.
+    """
     routes_N = np.full(shape, -1, np.int16)
     for sample, whole in zip(samples, places, strict=False):
         if sample.routes is not None:

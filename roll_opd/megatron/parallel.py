@@ -82,18 +82,22 @@ def disable_cudnn_attention() -> None:
 
 
 def use_expandable_segments() -> None:
-    """Enable expandable segments in CUDA's allocator, unless the environment configures it; call before any allocation.
+    """Enable expandable segments in CUDA's allocator, unless an environment variable configures the allocator.
 
-    Packs differ in length, and this fragments segments of fixed size. Do not call this function in processes that share
-    memory through CUDA IPC handles, because these may not work with expandable segments. Do not call it in vLLM's
-    processes either: vLLM's memory pool does not support expandable segments.
+    Call this function before any allocation. Without expandable segments, packs of different lengths fragment the
+    allocator's memory. Do not call this function in processes that share memory through CUDA IPC handles, because these
+    may not work with expandable segments. Do not call it in vLLM's processes either, because vLLM's memory pool does
+    not support expandable segments.
     """
     if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATORS):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def returns_results() -> bool:
-    """Whether this rank returns its model replica's results: last stage, first tensor rank, first context rank."""
+    """Whether this rank returns the results of its model replica.
+
+    In each replica, this is the first tensor rank and first context rank of the last pipeline stage.
+    """
     return (
         parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         and parallel_state.get_tensor_model_parallel_rank() == 0

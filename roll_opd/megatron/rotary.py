@@ -1,10 +1,10 @@
 """Rotary embeddings of packed sequences: rotation of queries and keys, and the frequencies of scaled variants.
 
 The rotation gives the same bits as megatron-core's rotation, with half as many passes over memory. megatron-core
-recomputes cosines and sines in each layer for queries and for keys, and concatenates halves twice. On a GPU it also
-waits each time until the host has the lengths. Here cosines and sines are computed once per pack, and the gradient is
-the inverse rotation. With context parallelism megatron-core would compute positions itself, from sequence lengths that
-packs do not contain.
+recomputes cosines and sines in each layer for queries and for keys, and concatenates halves twice. On a GPU,
+megatron-core also waits in each of these calls until the sequence lengths have been copied to the host. Here cosines
+and sines are computed once per pack, and the gradient is the inverse rotation. With context parallelism, megatron-core
+would compute positions itself, from sequence lengths that packs do not contain.
 
 Legend: N packed tokens, H heads, D head width, R rotated width.
 """
@@ -32,9 +32,9 @@ def apply_rotary(
 ) -> Tensor:
     """Rotate queries or keys [N, H, D] according to their positions; replaces megatron-core's `apply_rotary_pos_emb`.
 
-    `freqs`, f32 [N, 1, 1, R], has one row per token; the first R of the D elements are rotated. `cu_seqlens`, int32
-    [2], bounds the pack, a single segment. With `apply_rope_fusion`, Transformer Engine's kernel computes the rotation
-    in f32.
+    `freqs`, f32 [N, 1, 1, R], has one row per token. The first R of the D elements of a head are rotated. `cu_seqlens`,
+    int32 [2], has the start and the end of the pack, because a pack is a single segment. With `apply_rope_fusion`,
+    Transformer Engine's kernel computes the rotation in f32.
     """
     interleaved, factor = getattr(config, "pieces", Pieces()).interleaved, getattr(config, "rotary_factor", 1.0)
     if config.apply_rope_fusion and config.context_parallel_size == 1 and not interleaved and factor == 1.0:
@@ -61,9 +61,9 @@ def apply_rotary(
 def rotate(t_NHD: Tensor, freqs: Tensor, *, interleaved: bool = False, factor: float = 1.0) -> Tensor:
     """Rotate `t_NHD` by `freqs`, f32 [N, 1, 1, D]; with `interleaved`, the two elements of a pair are adjacent.
 
-    The result is multiplied by `factor`, which is the same for all calls with these `freqs`. It is not interleaved: it
-    has the first elements of all pairs, then the second elements. This order does not change attention scores, because
-    queries and keys share it.
+    The result is multiplied by `factor`, which must be the same in all calls with the same `freqs`. The result is never
+    interleaved: it has the first elements of all pairs, and then the second elements of all pairs. This order does not
+    change attention scores, because queries and keys share it.
     """
     if interleaved:
         t_NHD = torch.cat([t_NHD[..., ::2], t_NHD[..., 1::2]], -1)
@@ -122,10 +122,10 @@ def angles(positions_N: Tensor, frequencies: Sequence[Tensor]) -> Tensor:
 
 
 def inverse_frequencies(hf_config: PretrainedConfig, kind: str | None = None) -> tuple[Tensor, float]:
-    """Return rotary frequencies as transformers does, f32 [rotated width / 2], and the factor of cosines and sines.
+    """Return the rotary frequencies, f32 [rotated width / 2], and the factor by which cosines and sines are multiplied.
 
-    Supports the rope types in `supported`. If `rope_parameters` has an entry per type of layer, `kind` selects the
-    entry.
+    Both are the same as in transformers. The supported rope types are listed in `supported`. If `rope_parameters` has
+    an entry per type of layer, `kind` selects the entry.
     """
     rope = hf_config.rope_parameters if kind is None else hf_config.rope_parameters[kind]
     if (scaled := _scaled_rope(hf_config, kind)) is not None:
@@ -136,7 +136,10 @@ def inverse_frequencies(hf_config: PretrainedConfig, kind: str | None = None) ->
 
 
 def partial_factor(hf_config: PretrainedConfig, pieces: Pieces) -> float:
-    """Return the factor of cosines and sines if only a part of a head is rotated, else 1 (see `scores_scaled`)."""
+    """Return the factor of cosines and sines for models that rotate only a part of each head.
+
+    The result is 1 for other models, whose factor is applied in another way (see `scores_scaled`).
+    """
     scaled = None if pieces.rotary or pieces.rotated == 1.0 else _scaled_rope(hf_config)
     return 1.0 if scaled is None else scaled[1]
 
@@ -144,8 +147,8 @@ def partial_factor(hf_config: PretrainedConfig, pieces: Pieces) -> float:
 def scores_scaled(hf_config: PretrainedConfig, pieces: Pieces) -> dict[str, float]:
     """Return Megatron's `softmax_scale` for models that scale queries or have an attention factor (yarn, longrope).
 
-    transformers multiplies cosines and sines by the factor, and thus scores by its square if complete heads are
-    rotated. The result is empty for other models.
+    transformers multiplies cosines and sines by the attention factor. If complete heads are rotated, this multiplies
+    the scores by the square of the factor. The result is empty for other models.
     """
     if hasattr(hf_config, "kv_lora_rank"):  # see `latent_scaling`
         return {}
@@ -173,7 +176,7 @@ def latent_scaling(hf_config: PretrainedConfig) -> tuple[float, float]:
 
 
 def _scaled_rope(hf_config: PretrainedConfig, kind: str | None = None) -> tuple[Tensor, float] | None:
-    """Return frequencies and attention factor as transformers computes them; None for the default rope type."""
+    """Return the frequencies and the attention factor that transformers computes, or None for the default rope type."""
     rope = hf_config.rope_parameters if kind is None else hf_config.rope_parameters[kind]
     rope_type = rope.get("rope_type", "default")
     options = {} if kind is None else {"layer_type": kind}

@@ -1,12 +1,12 @@
 """Routers of mixtures of experts: auxiliary losses with one global denominator, expert biases, and routing replay.
 
-`PackedRouter` replaces Megatron's router, which needs Transformer Engine, counts padding, and divides its losses by the
-number of tokens on each rank.
+`PackedRouter` replaces Megatron's router. Megatron's router needs Transformer Engine, includes padding in its losses,
+and divides the losses by the number of tokens on each rank.
 
 Routing replay (R3, arXiv 2510.11370) sends each token to the experts that the inference engine chose for it. Without
 replay, the trainer's kernels can give slightly different scores; if two scores are close, the router then chooses a
-different expert, and the token's log-prob changes. With replay, the trained model still computes expert outputs and
-gate weights.
+different expert, and the token's log-prob changes. With replay, only the choice of experts comes from the inference
+engine. The trained model computes the outputs and the weights of these experts.
 
 Legend: n tokens of a micro-batch on this rank, L layers, K experts of a token, E experts.
 """
@@ -63,8 +63,9 @@ class RouterLosses:
 class PackedRouter(TopKRouter):
     """Top-k router whose losses are means over all tokens of a mini-batch, independent of the layout.
 
-    The z-loss is a mean over tokens. The balancing loss is computed per micro-batch over its tensor and context ranks
-    (E · Σ_e f_e · P_e, Fedus et al. 2022, with f_e the fraction of the choices) and weighted by its number of tokens.
+    The z-loss is a mean over tokens. The balancing loss is computed for each micro-batch, over all tensor and context
+    ranks. It is E · Σ_e f_e · P_e (Fedus et al. 2022), where f_e is the fraction of the choices that are expert e. The
+    loss of a micro-batch is weighted by its number of tokens.
     """
 
     counts_E: Tensor | int = 0  # tokens per expert in this update, on this rank
@@ -76,7 +77,7 @@ class PackedRouter(TopKRouter):
         super().__init__(config, *args, **options)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Set the layer number, counted from 1; it selects this router's part of the replayed routes."""
+        """Set the layer number, counted from 1. It selects the layer of the replayed routes."""
         super().set_layer_number(layer_number)
         shared: Any = self.config
         best = 2 if self.enable_expert_bias else 1  # DeepSeek-V3 and DeepSeek-V2
@@ -112,7 +113,9 @@ class PackedRouter(TopKRouter):
         return self._attach(probs, "load_balancing_loss", value, coefficient)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the micro-batch's tokens per expert, without padding; Megatron's version is compiled, even on CPUs.
+        """Count the tokens of the micro-batch per expert, without padding.
+
+        This method replaces Megatron's method, which is compiled even on CPUs.
 
         With recomputed layers, the first forward pass runs without gradients and is not counted.
         """
@@ -122,7 +125,10 @@ class PackedRouter(TopKRouter):
         self.counts_E = self.counts_E + real.sum(0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedRouter":
-        """Convert all but expert biases: a lower precision than fp32 would lose small updates and loaded bits."""
+        """Convert all tensors except the expert biases, which stay in fp32.
+
+        In a lower precision, loaded biases would be rounded and small updates would be lost.
+        """
         exact = self.expert_bias
         super()._apply(fn, recurse)
         if exact is not None:
@@ -191,7 +197,7 @@ Choice = tuple[Tensor, Tensor]  # scores [n, K] and experts int64 [n, K]
 
 @dataclass
 class RouterReplayState:
-    """The shared state of a rank's routers: the current micro-batch, which has the routes."""
+    """The state that all routers of a rank share: the current micro-batch, with its routes."""
 
     replays: bool = False  # False: the routes are not used, only compared with the routers' choices
     _pack: PackedSequences | None = None
@@ -208,7 +214,11 @@ class RouterReplayState:
         self._pack = pack
 
     def choose(self, layer: int, own: Choice, scores: Tensor) -> Choice:
-        """Return the choice of `layer` (from 0): replayed experts, scored by `scores` [n, E]; without replay, `own`."""
+        """Return the scores and experts of each token in `layer` (counted from 0).
+
+        With replay, these are the replayed experts and their scores in `scores` [n, E]. Without replay, the result is
+        `own`.
+        """
         pack, is_recomputed = self._pack_of(layer)
         if pack is None or pack.routes_n is None:
             return own
@@ -237,7 +247,7 @@ class RouterReplayState:
 
 @dataclass
 class RouterReplayHook:
-    """Object for Megatron's `router_replay` of one router."""
+    """Object for the attribute `router_replay` of one of Megatron's routers."""
 
     replay: RouterReplayState
     layer: int  # layer number, from 0
@@ -252,10 +262,12 @@ class RouterReplayHook:
 
 
 def in_best_groups(scores_nE: Tensor, groups: int | None, chosen: int, best: int) -> Tensor:
-    """Return scores [n, E], -inf outside of the `chosen` best groups of each token; experts form `groups` equal groups.
+    """Return scores [n, E] that are -inf for experts outside of the `chosen` best groups of each token.
 
-    Groups are ranked by the sum of their `best` highest scores (1 in DeepSeek-V2, 2 in DeepSeek-V3). Megatron instead
-    sums as many scores as it chooses experts per group.
+    The experts form `groups` groups of equal size.
+
+    Groups are ranked by the sum of their `best` highest scores; `best` is 1 in DeepSeek-V2 and 2 in DeepSeek-V3.
+    Megatron instead sums the highest K / `chosen` scores of each group.
     """
     assert groups
     grouped = scores_nE.unflatten(1, (groups, -1))
@@ -267,8 +279,9 @@ def in_best_groups(scores_nE: Tensor, groups: int | None, chosen: int, best: int
 def disagreement(packs: Iterable[PackedSequences], expert_layers: int) -> dict[str, float]:
     """Count the tokens in this data-parallel rank's `packs` for which a router's choice differs from the routes.
 
-    Returns `routed_tokens` and `rerouted_tokens` (different in at least one layer). `routed_choices` and
-    `rerouted_choices` count one choice per token and expert layer. Collective over the ranks of a model replica.
+    Returns `routed_tokens`, the number of tokens with routes, and `rerouted_tokens`, the number of tokens for which the
+    choice differs in at least one layer. `routed_choices` and `rerouted_choices` are the same numbers with each expert
+    layer of a token counted separately. Collective over the ranks of a model replica.
     """
     pairs = [(pack.routes_n, pack.differs_n) for pack in packs]
     known = [routes_n[:, :, 0].amax(1) >= 0 for routes_n, _ in pairs if routes_n is not None]

@@ -1,7 +1,7 @@
 """Training engine of the student, with policy losses and with distillation losses over a top-k or the whole vocabulary.
 
-Legend: M scored tokens of a pack, R of them with a teacher's targets, K tokens of a top-k and L = K + 1, F hidden size
-of a teacher.
+Legend: M scored tokens of a pack, R scored tokens with targets of a teacher, K tokens of a top-k, L = K + 1, F hidden
+size of a teacher.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,10 +50,11 @@ class MegatronTrainer(MegatronLearner):
         `sums` of the result has sums over this rank's action tokens: `tokens`, `weighted_loss` (its sum over all ranks
         is the loss), `policy_loss` (without the KL loss), `kl_loss` (KL to the reference policy, without its
         coefficient), `ratio`, `clipped` (ratios outside of the loss's bounds) and `approx_kl` (r - 1 - log r with r the
-        ratio). Objectives that contain these terms add `opd_loss` (divergence from the teachers, with their
-        coefficients) and `entropy` (without its coefficient). Losses are weighted by the token weights. Demonstrations
-        contribute only to the loss. For any policy loss, `demonstration_tokens` is the number of their tokens and
-        `demonstration_loss` the weighted sum of their -logprobs.
+        ratio). If the objective has a distillation term, `sums` also has `opd_loss` (divergence from the teachers, with
+        their coefficients). If it has an entropy term, `sums` also has `entropy` (without its coefficient). Losses are
+        weighted by the token weights. Tokens of demonstrations are included only in `weighted_loss` and `policy_loss`.
+        `demonstration_tokens` is the number of these tokens. `demonstration_loss` is the weighted sum of their
+        -logprobs, whichever policy loss is configured.
         """
         loss = self._loss(objective, step)
         done = self._update(samples, loss, temperature, 2 if objective.paired else 1, assigned)
@@ -73,7 +74,10 @@ class MegatronTrainer(MegatronLearner):
         return _result(self._add_gradient(samples, loss, temperature, 2 if objective.paired else 1, assigned))
 
     def optim_step(self, learning_rate: float | None = None) -> TrainResult:
-        """Make one optimizer update from the accumulated gradients; by default at the scheduled learning rate."""
+        """Make one optimizer update from the accumulated gradients.
+
+        If `learning_rate` is None, the update has the scheduled learning rate.
+        """
         return _result(self._apply(Update([], []), learning_rate))
 
     def _loss(self, objective: ObjectivePlan, step: int) -> LossFunction:

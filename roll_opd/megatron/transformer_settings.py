@@ -81,12 +81,12 @@ def _activation(pieces: Pieces) -> dict[str, Any]:
 
 
 def has_experts(hf_config: PretrainedConfig) -> bool:
-    """Whether a model is a mixture of experts; with several tensor ranks it then needs sequence parallelism."""
+    """Whether a model is a mixture of experts. With several tensor ranks, such a model needs sequence parallelism."""
     return bool(_expert_settings(hf_config.to_dict()))
 
 
 def _expert_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Megatron's settings for the experts in a config.json; empty for dense models."""
+    """Return Megatron's settings for the experts in a config.json. The result is empty for dense models."""
     experts = next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)
     has_experts = layers_with_experts(config, config["num_hidden_layers"], experts)
     if not any(has_experts):

@@ -1,7 +1,8 @@
 """Vocabulary-parallel logits: the columns of a rank, logits in chunks, log-normalisers, and the backward pass.
 
-The logits of a batch are never stored. Forward computes them in row chunks of bounded size and keeps a few numbers
-per token. Backward recomputes the logits in tiles and needs no further sums over the vocabulary.
+The logits of a batch are never stored. The forward pass computes logits in chunks of rows, each of bounded size, and
+keeps only a few numbers per token. The backward pass recomputes the logits in tiles and needs no further sums over the
+vocabulary.
 
 Legend: M scored tokens, C of them in a chunk, E hidden size, V vocabulary columns on this rank.
 """
@@ -52,7 +53,9 @@ class Columns:
         return logits_CV if self.inverse_temperature == 1.0 else logits_CV.mul_(self.inverse_temperature)
 
     def log_normaliser(self, logits_CV: Tensor, picked_CK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return log Σ exp over the whole vocabulary, f64 [C], and the sum of `picked_CK` over the ranks, f64 [C, K].
+        """Return log Σ exp of the logits over the whole vocabulary, f64 [C].
+
+        The second result is the sum of `picked_CK` over the tensor ranks, f64 [C, K].
 
         Collective; may overwrite `logits_CV`.
         """
@@ -71,10 +74,11 @@ class Columns:
         return both[:, 0].log() + largest_C, both[:, 1:]
 
     def log_rest(self, logits_CV: Tensor, taken_CK: Tensor) -> Tensor:
-        """Return log Σ exp over the vocabulary without the columns `taken_CK`, f64 [C]; -inf if no column remains.
+        """Return log Σ exp over the vocabulary without the columns `taken_CK`, f64 [C], or -inf if no column remains.
 
-        The sum is computed directly, because 1 - Σ p of the taken columns loses all digits if their Σ p is close to 1.
-        Columns are numbered from this rank's first column. Collective; overwrites `logits_CV`.
+        The remaining columns are summed directly. Their probability could also be computed as 1 minus the probability
+        of the taken columns, but this difference has no correct digits if the taken columns have a probability close to
+        1. Columns are numbered from this rank's first column. Collective; overwrites `logits_CV`.
         """
         logits_CV.masked_fill_(is_taken(taken_CK, logits_CV.size(1)), float("-inf"))
         largest_C = self.reduce(logits_CV.amax(dim=1), dist.ReduceOp.MAX)
@@ -93,7 +97,10 @@ class Columns:
         return logits.sub_(high_C[:, None]).sub_((log_normaliser_C - high_C).float()[:, None])
 
     def chunks(self, rows: int, columns: int) -> Iterator[slice]:
-        """Yield row ranges whose logits fit into a chunk; without rows, one empty range, since collectives must run."""
+        """Yield ranges of rows whose logits fit into a chunk.
+
+        If there are no rows, yield one empty range, because every rank must take part in the collectives.
+        """
         step = max(1, self.chunk_bytes // (4 * columns))
         return (slice(start, start + step) for start in range(0, max(rows, 1), step))
 
@@ -133,7 +140,11 @@ def raw_logits(hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
 
 
 def has_kernels(tensor: Tensor) -> bool:
-    """Whether `head_kernels` computes the softmax: only on a GPU, and only if results may depend on the layout."""
+    """Whether `head_kernels` computes the softmax.
+
+    It is used only on a GPU, and only without torch's deterministic algorithms, because its results may depend on the
+    layout.
+    """
     return tensor.is_cuda and not torch.are_deterministic_algorithms_enabled()
 
 
@@ -156,10 +167,11 @@ def backward_through_logits(
     """Return the gradients of hidden states and output embedding; recomputes the logits of each tile.
 
     Args:
-        weight_grad_VE: f32 buffer to which the embedding's gradient is added; None: the gradient is returned.
-        logits_grad: (raw f32 logits of a tile, its rows, its columns) -> gradient of these logits, in any dtype. May
-        overwrite the logits. See `tempered`.
-        weight_trainable: if False, the embedding has no gradient.
+        weight_grad_VE: f32 buffer to which the embedding's gradient is added. If it is None, the gradient is returned.
+        logits_grad: function that takes the raw f32 logits of a tile, the rows of the tile and its columns. It returns
+            the gradient of these logits, in any dtype, and may overwrite the logits. `tempered` makes such a function
+            for logits that are capped or divided by the temperature.
+        weight_trainable: if False, no gradient is computed for the embedding.
     """
     grad_hidden_ME = torch.zeros_like(hidden_ME, dtype=torch.float32)
     total_VE = weight_grad_VE

@@ -1,4 +1,6 @@
-"""Facts and calculations for a plan, without torch and without starting anything.
+"""Model facts, engine facts and calculations for the plan of a run.
+
+This package does not import torch and starts no processes.
 
 Model directories (`model_info`, `weight_files`, `tokenizer_files`, `families`) and installed engines (`engine_fields`)
 give the facts. The modules with calculations are `memory` and `layouts`, `group_window` (order and ages of groups if

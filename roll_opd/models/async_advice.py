@@ -54,7 +54,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted schedule for a split and an age bound: `step` in seconds, idle times as fractions, ages in versions."""
+    """The predicted schedule for a split of the devices and an age bound.
+
+    `step` is in seconds. Idle times are fractions. Ages are in versions.
+    """
 
     engines: int  # devices
     training: int  # devices
@@ -87,7 +90,10 @@ class Predictor:
         self._busy = self._seconds * in_turns.generate  # seconds of a batch on engines whose slots are all busy
 
     def predict(self, engines: int, training: int, bound: float = 0.0, *, is_shared: bool = False) -> Prediction:
-        """Return the schedule for these numbers of devices; `is_shared`: engines and training share them."""
+        """Return the predicted schedule for these numbers of devices for engines and training.
+
+        With `is_shared`, engines and training run on the same devices.
+        """
         costs, work, run, seconds = self._costs, self._work, self._run, self._seconds
         faster = self._replicas(work.training) / self._replicas(training)
         parts = Costs(
@@ -124,7 +130,10 @@ class Predictor:
         ]
 
     def _splits(self, devices: int) -> Iterator[int]:
-        """Yield numbers of devices for engines, ascending: the best number if no part waits, and numbers near it."""
+        """Yield numbers of devices for the engines, in ascending order.
+
+        These are the number with the shortest step if no part of a step waits for another part, and numbers near it.
+        """
         work, costs = self._work, self._costs
         possible = [
             engines
@@ -150,7 +159,10 @@ class Predictor:
 
 
 def fastest(predictions: Sequence[Prediction]) -> Prediction:
-    """Return the prediction with the smallest bound among those with steps up to `AS_FAST` times the shortest step."""
+    """Return, among the predictions that are nearly as fast as the fastest, the prediction with the smallest age bound.
+
+    A prediction is nearly as fast if its step takes at most `AS_FAST` times the shortest step.
+    """
     least = min(one.step for one in predictions)
     return min((one for one in predictions if one.step <= AS_FAST * least), key=lambda one: (one.bound, one.step))
 

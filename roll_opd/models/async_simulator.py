@@ -24,7 +24,9 @@ Length = Callable[[random.Random], float]
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of each part of a step. `run` samples how many seconds a run takes if all slots are busy.
+    """The seconds that each part of a step takes.
+
+    Each call of `run` draws a random number of seconds, which a run takes if all slots are busy.
 
     With n of N slots busy, a token takes `fixed + (1 - fixed) * n / N` times as long as with all slots busy. `fixed` is
     1 if an engine spends all its time on reading weights (GPUs at moderate batch sizes), and 0 if it spends all its
@@ -64,7 +66,7 @@ def lognormal(mean: float, spread: float) -> Length:
 
 
 def constant(seconds: float) -> Length:
-    """Return a sampler whose lengths are all `seconds`."""
+    """Return a sampler that always returns `seconds`."""
     return lambda rng: seconds
 
 
@@ -74,7 +76,11 @@ def simulate(pace: Pace, costs: Costs, *, runs: int, slots: int, batches: int, s
 
 
 class _Simulation:
-    """Event queues: runs are ordered by the sampled seconds at their end, other events by time."""
+    """The state of a simulation, with its event queues.
+
+    The ends of runs are ordered by sampled seconds, which are seconds of sampling with all slots busy. All other events
+    are ordered by time.
+    """
 
     def __init__(self, pace: Pace, costs: Costs, runs: int, slots: int, batches: int, seed: int) -> None:
         self._window = GroupWindow(pace, 0, batches)
@@ -118,7 +124,7 @@ class _Simulation:
 
     @property
     def _speed(self) -> float:
-        """Progress of a busy run in one second; the unit is the run's progress in one second with all slots busy."""
+        """Speed of a busy run, relative to its speed with all slots busy. It is 0 if no run is busy."""
         fixed = self._costs.fixed
         return 1 / (fixed + (1 - fixed) * len(self._busy) / self._slots) if self._busy else 0.0
 

@@ -33,13 +33,16 @@ class DeltaSizes:
 
     @property
     def of_key_head(self) -> tuple[int, ...]:
-        """Number of rows of the input projection per key head: query, key, values, output gates, betas, decays."""
+        """Numbers of rows of the input projection per key head.
+
+        The numbers are for query, key, values, output gates, betas and decays.
+        """
         values = self.each * self.value_width
         return self.key_width, self.key_width, values, values, self.each, self.each
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """Numbers of convolution channels: queries, keys, values."""
+        """Numbers of convolution channels for queries, for keys and for values."""
         return tuple(self.key_heads * rows for rows in self.of_key_head[:3])
 
     @property
@@ -49,7 +52,7 @@ class DeltaSizes:
 
     @property
     def values(self) -> int:
-        """Width of the output of all heads."""
+        """Width of the concatenated outputs of all heads."""
         return self.value_heads * self.value_width
 
     @property

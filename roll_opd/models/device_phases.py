@@ -1,9 +1,9 @@
-"""State machine of roles that share devices: which memory each role holds in each phase. Starts no processes.
+"""State machine for the memory that each role holds on shared devices in each phase. Starts no processes.
 
-A role that is active in a phase holds its parts in `HOLDS`. The roles that share a device with it hold no memory,
-except in the phases in `TOGETHER`: there, these roles also hold their parts in `HOLDS`. Phases may follow each other in
-any order. Engines that discarded their weights need a weight sync before they generate again. Invalid calls raise
-`PhaseError` and do not change the state.
+`HOLDS` lists, for each phase, which parts of its memory an active role holds. The other roles on the same device hold
+no memory in this phase. The phases in `TOGETHER` are an exception: in these phases, the other roles also hold their
+parts in `HOLDS`. Phases may follow each other in any order. Engines that discarded their weights need a weight sync
+before they generate again. Invalid calls raise `PhaseError` and do not change the state.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -220,7 +220,7 @@ class PhaseMachine:
         return state, moves
 
     def _release(self, state: State, member: PhaseMember) -> tuple[State, list[Move]]:
-        """Release the memory that a member may not hold while other members run in the phase."""
+        """Release the memory that a member must not hold in the phase while other members run."""
         left = HOLDS[state.phase].get(member.kind, NOTHING) if state.phase in TOGETHER else NOTHING
         held = state.of(member.name)
         parts = held - left
@@ -242,8 +242,8 @@ class PhaseMachine:
 def members_of(plan: RunPlan) -> list[PhaseMember]:
     """Return the roles that share a device with another role.
 
-    Roles that another role's processes serve are omitted. Judges and auxiliary models are omitted too, because they
-    must always respond.
+    A role without its own processes, whose requests the processes of another role answer, is omitted. Judges and
+    auxiliary models are omitted too, because they must always respond.
     """
     members = [_member(role) for role in plan.megatron_roles().values() if plan.serving(role) is role]
     if plan.rollout:
@@ -259,7 +259,10 @@ def members_on_gpus(plan: RunPlan) -> list[PhaseMember]:
 
 
 def held_together(members: Sequence[PhaseMember]) -> Iterator[tuple[Phase, dict[str, Parts]]]:
-    """Yield (phase, member -> parts) for each set of parts that a device of `members` holds at the same time."""
+    """Yield (phase, member -> parts) for each combination of parts that a device may hold at the same time.
+
+    All `members` share the device.
+    """
     for phase, holds in HOLDS.items():
         there = {member.name: holds[member.kind] for member in members if member.kind in holds}
         if phase is Phase.GENERATE and any(member.kind is Kind.ENGINES for member in members):

@@ -89,7 +89,7 @@ def _cache_file(engine: str) -> Path | None:
 
 @contextmanager
 def _lock() -> Iterator[bool]:
-    """Hold the lock of the cache inside the `with` block; yield whether the cache is writable."""
+    """Lock the cache until the end of the `with` block. The value of the block is True if the cache is writable."""
     with ExitStack() as stack:
         is_writable = False
         with suppress(OSError):
@@ -119,7 +119,11 @@ def _write(file: Path, answer: dict[str, Any]) -> None:
 
 def _query(engines: list[str], is_writable: bool) -> dict[str, dict[str, Any]]:
     """Return engine -> encoded fields from a subprocess that imports the engines."""
-    kept = f"kept in {user_cache()}" if is_writable else f"{user_cache()} is not writable, so each plan repeats it"
+    kept = (
+        f"kept in {user_cache()}"
+        if is_writable
+        else f"{user_cache()} is not writable, so each plan reads the options again"
+    )
     names = " and ".join(engines)
     print(f"Reading the options of the installed {names} (up to 30 s; {kept}) ...", file=sys.stderr, flush=True)
     program = _PROGRAM.format(path=sys.path, engines={name: tuple(CLASSES[name]) for name in engines})
@@ -194,7 +198,7 @@ def _encoded(annotation: Any) -> Any:
 
 
 def decoded(text: Any) -> Any:
-    """Return the type that `encoded` has encoded as JSON."""
+    """Return the type for the JSON value that `encoded` returned for it."""
     if isinstance(text, str):
         return (_PLAIN | _CONTAINERS | {"any": Any, "...": ...})[text]
     if "of" in text:

@@ -57,12 +57,12 @@ def no_effect(engine: str, name: str) -> str | None:
 def option_problem(engine: str, name: str, value: Any, also_known: Iterable[str] = ()) -> str | None:
     """Return what is wrong with an engine option; None if it is valid, or if the engine is not installed.
 
-    `also_known` has further valid keys, which hints about misspelt keys may suggest.
+    `also_known` has further valid keys. If `name` is misspelt, the message may suggest one of these keys.
     """
     if engine == "Megatron" and name in MEGATRON_DECIDED:
-        return "is set by the model's config.json, model_args or the engine; remove it"
+        return "is set by the model's config.json, model_args or the engine; remove this option"
     if engine == "vLLM" and name in VLLM_DECIDED:
-        return "is set by the run; remove it"
+        return "is set by the run; remove this option"
     options = engine_options(engine)
     if options is None:
         return None
@@ -70,4 +70,4 @@ def option_problem(engine: str, name: str, value: Any, also_known: Iterable[str]
         return type_problem(options[name], value)
     near = nearest(name, {*options, *also_known})
     what = "unknown engine argument of vLLM" if engine == "vLLM" else f"unknown key for a {engine} strategy"
-    return f"{what}; {f'did you mean {near!r}?' if near else 'remove it'}"
+    return f"{what}; {f'did you mean {near!r}?' if near else 'remove this option'}"

@@ -1,9 +1,11 @@
-"""FLOPs of a model's passes, from its sizes: matrices at every token, attention over the keys that a token sees.
+"""FLOPs of a model's forward and backward passes, computed from the sizes of the model.
+
+Each token is multiplied by the matrices of the model and attends to the keys that it sees.
 
 A product of an [m, k] and a [k, n] matrix has 2mkn FLOPs. The embedding's look-up, norms, activations, softmax, the
 optimizer, and recomputed layers are not counted. In a mixture of experts, only the experts that a token uses are
-counted.
-Gated DeltaNet counts as the recurrence that it defines, although it is computed in chunks, with more FLOPs.
+counted. For Gated DeltaNet, the FLOPs of its recurrence are counted. The layers are computed in chunks, which takes
+more FLOPs.
 """
 
 from collections import Counter
@@ -17,7 +19,10 @@ TRAINED, TRAINED_ADAPTERS = 3, 2
 
 
 def matrix_parameters(info: ModelInfo) -> int:
-    """Return the parameters of the matrices that a token passes in all layers; without embedding, head and norms."""
+    """Return the number of parameters, over all layers, of the matrices by which each token is multiplied.
+
+    Embedding, head and norms are not included.
+    """
     dense = (info.layers - info.expert_layers) * 3 * info.intermediate
     routed = info.experts_per_token * 3 * info.expert_intermediate + info.experts  # and the router
     has_gate = FAMILIES[info.model_type].settings.get("moe_shared_expert_gate")
@@ -54,9 +59,10 @@ def forward_flops(info: ModelInfo, tokens: float, keys: Callable[[int], float], 
 
     Args:
         info: the model.
-        tokens: tokens that pass the layers.
-        keys: window -> sum over the tokens of the keys that they see in a layer with this window (0: no window).
-        predicted: tokens that pass the output head.
+        tokens: number of tokens that pass through the layers.
+        keys: function that takes a window (0: no window) and returns how many keys the tokens see, in total, in a layer
+            with this window.
+        predicted: number of tokens that pass through the output head.
     """
     widths = info.head_dim + (info.latent.value if info.latent else info.head_dim)  # scores, and the sum of values
     windows = Counter(info.windows or (0,) * info.layers)

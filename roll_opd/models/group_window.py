@@ -1,12 +1,13 @@
 """Order of groups from the prompt source to the learner: a first-in-first-out queue with a window. Starts no processes.
 
 A group consists of all samples of one prompt. Groups are numbered in the order of admission. Training on batch v turns
-the weights of version v into version v + 1. Legend: P groups of a batch, A groups ahead of a batch, W window.
+the weights of version v into version v + 1. Legend: P number of groups in a batch, A number of groups that are admitted
+ahead of a batch, W size of the window.
 
-**Admission.** Until version v + 1 is published, the groups admitted since the start, without rejected groups, are at
-most (v + 1) · P + A: the groups of v + 1 batches, and A groups ahead.
+**Admission.** Until version v + 1 is published, at most (v + 1) · P + A groups have been admitted since the start, not
+counting rejected groups. These are the groups of v + 1 batches and A groups ahead.
 **Order.** Let h be the number of the oldest group that is neither in a batch nor rejected. A batch takes only finished
-groups with numbers below h + W. So at most W - 1 younger groups are trained before any group.
+groups with numbers below h + W. So, for every group, at most W - 1 younger groups are trained before it.
 **Bound.** A group is admitted as number n < (v + 1) · P + A, and at most n + W - 1 groups are trained before it. The
 group is in batch (n + W - 1) // P at the latest, so its age in versions is at most (P + A + W - 2) // P. With A = S · P
 for an integer S, this bound is S + ceil((W - 1) / P). No group is discarded because of its age. With A = 0 and W = 1
@@ -44,7 +45,7 @@ class Pace:
 
     @property
     def max_age(self) -> int:
-        """Largest age of a trained group, in versions; see the module's bound."""
+        """Largest age of a trained group, in versions. See **Bound** in the module's docstring."""
         return (self.groups + self.ahead + self.window - 2) // self.groups
 
     @property
@@ -104,27 +105,33 @@ class GroupWindow:
         self.version = version
 
     def admit(self, count: int) -> range:
-        """Admit `count` new groups as running; return their numbers."""
+        """Admit `count` new groups, mark them as running, and return their numbers."""
         numbers = range(self._admitted, self._admitted + count)
         self._admitted += count
         self._open |= dict.fromkeys(numbers, False)
         return numbers
 
     def pass_over(self) -> int:
-        """Return a number for a group that was trained or filtered before a resume; it keeps its place in the order."""
+        """Reserve the next number for a group that was trained or filtered before a resume.
+
+        The other groups thus have the same numbers as without the resume.
+        """
         self._admitted += 1
         self._earlier += 1
         return self._admitted - 1
 
     def withdraw(self, count: int) -> None:
-        """Remove the `count` youngest groups: they are running but not needed. Their numbers are used again."""
+        """Remove the `count` youngest groups, which are running but are not needed. Their numbers are used again."""
         for _ in range(count):
             self._admitted -= 1
             del self._open[self._admitted]
 
     def decide(self, number: int, *, passed: bool) -> None:
-        """End the sampling of a running group: it passed the filters, or it is rejected and makes room for a new
-        group."""
+        """End the sampling of a running group.
+
+        `passed` is True if the group passed the filters. Otherwise the group is rejected, and one more group may be
+        admitted.
+        """
         if self._open.get(number) is not False:
             raise ValueError(f"group {number} is not running")
         if passed:

@@ -1,6 +1,6 @@
 """Check that a model can be sharded as configured, in a Megatron layout and with tensor parallelism in vLLM.
 
-Every function reports problems to `Diagnostics`, under the configuration key that causes them.
+Every function reports problems to `Diagnostics`, under the configuration key that causes the problem.
 """
 
 from collections.abc import Mapping

@@ -89,7 +89,10 @@ class ModelShard:
         return int(dense / layout.tp + whole), int(experts * share / (layout.ep * layout.expert_tp))
 
     def layers_of(self, stage: int) -> tuple[float, float]:
-        """Return the numbers of (dense, expert) layers in a stage; the mean over stages if these are unequal."""
+        """Return the number of dense layers and the number of expert layers in a stage.
+
+        If the stages have different numbers of layers, the result is the mean over the stages.
+        """
         info, pp = self.info, self.layout.pp
         chunks = pp * (self.layout.vpp or 1)
         if info.layers % chunks:
@@ -99,7 +102,11 @@ class ModelShard:
         return mine.count(False), sum(mine)
 
     def adapter_parameters(self, lora: LoraPlan) -> int:
-        """Return the number of adapter parameters per rank; one matrix of each pair is sharded like its layer."""
+        """Return the number of adapter parameters per rank.
+
+        An adapter has two matrices per layer. One matrix is sharded like the layer, and every tensor rank has a copy of
+        the other matrix.
+        """
         info, tp = self.info, self.layout.tp
         queries, keys = info.heads * info.head_dim, info.kv_heads * info.head_dim
         outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
@@ -112,12 +119,18 @@ class ModelShard:
     def layer_elements(self) -> float:
         """Return how many elements per token a layer stores for backward on a rank, averaged over layers.
 
-        With flash attention and a fused SwiGLU, a layer stores: inputs of norms (2 times hidden; 4 times in Gemma and
-        GLM-4; twice as much for norms that copy their input to f32); inputs of attention and MLP (2 times hidden);
-        queries and keys before and after rotation, values, and the attention output (3 times the query width and 3
-        times the key width); the two MLP projections and their product (3 times the MLP width). In a mixture of
-        experts, each of the `experts_per_token` experts stores a copy of the token's hidden state. Follows Korthikanti
-        et al. 2022, section 4, generalised to widths that are not multiples of hidden.
+        With flash attention and a fused SwiGLU, a layer stores these elements per token:
+
+        - the inputs of the norms: 2 times the hidden size, or 4 times in Gemma and GLM-4; twice as much for norms that
+          copy their input to f32
+        - the inputs of attention and MLP: 2 times the hidden size
+        - queries and keys before and after rotation, values, and the attention output: 3 times the query width and 3
+          times the key width
+        - the two MLP projections and their product: 3 times the MLP width
+
+        In a mixture of experts, each of the `experts_per_token` experts stores a copy of the token's hidden state. The
+        calculation follows Korthikanti et al. 2022, section 4. It is generalised to query, key and MLP widths that are
+        not multiples of the hidden size.
         """
         info, layout = self.info, self.layout
         sequence = layout.tp if layout.sequence_parallel else 1
@@ -140,9 +153,9 @@ class ModelShard:
     def kept_elements(self, stage: int, args: Mapping[str, object], micro_batches: int) -> float:
         """Return the peak number of stored elements per token, over all layers and micro-batches in flight of a stage.
 
-        `args` are Megatron's recompute options. With the 1F1B schedule, pp - stage micro-batches are in flight; with
-        interleaved stages more (Narayanan et al. 2021). With full recomputation, layers store only their input, and one
-        layer at a time is recomputed.
+        `args` are Megatron's recompute options. With the 1F1B schedule, `pp - stage` micro-batches are in flight.
+        Interleaved stages have more micro-batches in flight (Narayanan et al. 2021). With full recomputation, each
+        layer stores only its input, and one layer at a time is recomputed.
         """
         info, layout = self.info, self.layout
         layers, chunks = info.layers / layout.pp, layout.vpp or 1
@@ -199,8 +212,9 @@ def train_memory(shard: ModelShard, plan: TrainPlan, longest: int, stage: int) -
     """Return a training role's memory per rank in a pipeline stage.
 
     With p parameters: weights = p * bytes; gradients = 4p; optimizer = 8p for fp32 models, else 12p. The distributed
-    optimizer divides its part by dp * cp, but the experts' part by dp * cp * tp / (expert_tp * ep). Activations and
-    head are computed by `ModelShard`. With LoRA, gradients and optimizer count only the adapters.
+    optimizer shards the optimizer state: the state of dense parameters is divided by dp * cp, and the state of experts
+    by dp * cp * tp / (expert_tp * ep). `ModelShard` computes the memory for activations and head. With LoRA, only the
+    adapters have gradients and optimizer state.
     """
     layout, size = plan.layout, BYTES[plan.model.dtype]
     dense, experts = shard.parameters(stage)
@@ -225,7 +239,8 @@ def train_memory(shard: ModelShard, plan: TrainPlan, longest: int, stage: int) -
 def logprob_memory(shard: ModelShard, role: MegatronPlan, longest: int, stage: int) -> Parts:
     """Return the memory of a frozen model per rank: weights, the activations of one layer, and the head.
 
-    A follower that averages weights and is not an fp32 model also has fp32 averages.
+    A follower that averages the student's weights also stores the averages in fp32, unless the follower is an fp32
+    model.
     """
     size = BYTES[role.model.dtype]
     tokens = _tokens(role.forward_limits, longest, role.layout)
@@ -243,7 +258,10 @@ def _tokens(limits: MicroBatchLimits, longest: int, layout: Layout) -> int:
 
 
 def _head(shard: ModelShard, tokens: int, size: int, stage: int) -> Parts:
-    """Return the head's memory on the last stage: hidden states before and after the norm, and a chunk of logits."""
+    """Return the memory of the output head, which is on the last stage.
+
+    The head stores the hidden states before and after the final norm, and the logits of one chunk of tokens.
+    """
     if stage != shard.layout.pp - 1:
         return {}
     logits = min(CHUNK_BYTES[shard.device], 4 * tokens * shard.info.vocab // shard.layout.tp) if shard.has_head else 0
@@ -256,9 +274,9 @@ def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Par
         kv_cache = 2 * layers * (kv_heads of the rank) * head_dim * bytes * tokens
         kv_cache = layers * (kv_lora_rank + qk_rope_head_dim) * bytes * tokens        (latent attention)
 
-    Layers with windows count `window_tokens` per sequence. vLLM allocates the fraction gpu_memory_utilization of a
-    device, and queues sequences that do not fit. This function returns the memory for running all sequences
-    concurrently, without the prompts in prefill.
+    A layer with a window stores `window_tokens` tokens per sequence. vLLM allocates the fraction
+    `gpu_memory_utilization` of a device, and queues sequences that do not fit. This function instead returns the memory
+    for running all sequences concurrently. The memory for the prefill of prompts is not included.
     """
     size, shard, length = BYTES[engines.model.dtype], ModelShard(info, Layout(tp=engines.tp)), engines.max_model_len
     block = engines.engine_args.get("block_size") or VLLM_BLOCK
@@ -270,10 +288,10 @@ def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Par
 
 
 def window_tokens(window: int, length: int, block: int, in_flight: int = VLLM_IN_FLIGHT) -> int:
-    """Return how many tokens vLLM stores for a sequence of `length` in a layer with a window, in blocks of `block`.
+    """Return how many tokens vLLM stores for a sequence of `length` tokens in a layer with a window.
 
-    vLLM stores `window` - 1 tokens and the tokens in flight. It adds one block, because a window may start in the
-    middle of a block (vLLM's `SlidingWindowSpec`).
+    vLLM stores the last `window` - 1 tokens and the `in_flight` tokens whose steps are scheduled, in blocks of `block`
+    tokens. vLLM adds one block, because a window may start in the middle of a block (see vLLM's `SlidingWindowSpec`).
     """
     return (-(-min(window - 1 + in_flight, length) // block) + 1) * block
 
@@ -286,10 +304,11 @@ def fullest(stages: tuple[Mapping[str, int], ...]) -> Mapping[str, int]:
 def device_memory(plan: RunPlan, device_bytes: int | None = None, *, computing: bool = True) -> dict[int, int]:
     """Return device -> total bytes of the roles on it.
 
-    Weights, optimizer state and caches of all roles count as resident, also for judges and auxiliary models.
-    Activations count for one role at a time, and only with `computing`. An engine on a device of known size counts its
-    gpu_memory_utilization. Roles that take turns on shared devices count the parts in `held_together`, in the phase
-    with the largest total.
+    The total includes the weights, optimizer state and caches of all roles, including judges and auxiliary models. It
+    includes activations only with `computing`, and only of the role with the most activations. If the size of the
+    device is known, the memory of an engine is its `gpu_memory_utilization` times this size. For roles that take turns
+    on shared devices, the total includes the parts that they hold in the phase that needs the most memory (see
+    `held_together`).
     """
     stays: dict[int, int] = {}
     turns = {member.name: member for member in members_on_gpus(plan)}
@@ -324,7 +343,10 @@ def device_memory(plan: RunPlan, device_bytes: int | None = None, *, computing: 
 
 
 def _held(parts: Mapping[str, int], held: Held, computes: bool) -> int:
-    """Return the bytes of the parts that a member holds, and of its temporary parts if it `computes`."""
+    """Return the bytes of the parts that a member holds.
+
+    If the member `computes` in the phase, the bytes of its temporary parts are included.
+    """
     names = {str(part) for part in held} | set(BESIDE_WEIGHTS) | (set(PASSING) if computes else set())
     return sum(size for name, size in parts.items() if name in names)
 
@@ -332,7 +354,10 @@ def _held(parts: Mapping[str, int], held: Held, computes: bool) -> int:
 def _of_devices(
     role: MegatronPlan | RolloutPlan, stages: tuple[Mapping[str, int], ...]
 ) -> Iterator[tuple[int, Mapping[str, int]]]:
-    """Yield (device, parts of its rank) for a role; the ranks of a stage are consecutive."""
+    """Yield (device, parts of the rank on this device) for a role.
+
+    The ranks of a stage are consecutive.
+    """
     for rank, device in enumerate(role.devices):
         yield device, stages[rank * len(stages) // len(role.devices)]
 

@@ -1,9 +1,9 @@
 """Read the JSON files and safetensors headers of a Hugging Face model directory, and choose its weight files.
 
-A directory may have more than one set of weights: `save_pretrained` into the directory of a sharded model keeps the old
-index, and a download keeps links to deleted files. transformers loads model.safetensors if it exists; vLLM loads the
-files of the index. If two complete sets differ, the choice is ambiguous and an error is raised. Errors name the file
-and the remedy.
+A directory may have more than one set of weights. For example, `save_pretrained` into the directory of a sharded model
+does not delete the old index, and a download may leave links to deleted files. transformers loads model.safetensors if
+it exists, but vLLM loads the files of the index. If two complete sets of weights differ, the choice is ambiguous and an
+error is raised. Each error names the file and the remedy.
 """
 
 import json
@@ -113,7 +113,7 @@ def differ(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def pieces(tensor: StoredTensor, count: int = PIECES) -> list[bytes]:
-    """Return up to `count` pieces of bytes, spread over a tensor from its first to its last byte."""
+    """Read up to `count` pieces of a tensor's bytes, spread evenly from its first to its last byte."""
     size = tensor.end - tensor.start
     last, count = max(0, size - PIECE_BYTES), min(count, -(-size // PIECE_BYTES))
     with tensor.file.open("rb") as stream:
@@ -206,7 +206,10 @@ def weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def engine_problem(path: Path) -> str | None:
-    """Return an error if a model has a stale index, because vLLM reads it (transformers does not); else None."""
+    """Return an error message if the index of a model is stale, else None.
+
+    With a stale index, vLLM does not start. transformers does not read the index if model.safetensors exists.
+    """
     shards = _shards(path)
     if not shards or path / SINGLE in shards or not (path / SINGLE).is_file() or _are_complete(shards):
         return None
@@ -283,9 +286,12 @@ _DTYPE_KEYS = ("torch_dtype", "dtype")
 
 
 def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a copy of a config.json with all existing dtype keys, also of inner models, set to `dtype`.
+    """Return a copy of a config.json in which all existing dtype keys are set to `dtype`.
 
-    transformers 5 writes `dtype` but also reads `torch_dtype`. If both exist, different programs read different keys.
+    The keys in the configurations of inner models are set too.
+
+    transformers 5 writes `dtype` but also reads `torch_dtype`. If both keys exist, different programs read different
+    keys.
     """
     keys = [key for key in _DTYPE_KEYS if key in config] or ["dtype"]
     inner = {

@@ -1,6 +1,7 @@
 """`ModelInfo`: sizes, maximum positions and weights of a Hugging Face model directory, read without torch.
 
-Parameters are counted in the headers of the safetensors files; without weights, from the sizes in config.json.
+The number of parameters is read from the headers of the safetensors files. If the directory has no weights, the number
+is computed from the sizes in config.json.
 """
 
 import hashlib
@@ -51,7 +52,7 @@ class LatentInfo:
 
     @property
     def narrow(self) -> int:
-        """Width of the projections from hidden states; all heads share these projections."""
+        """Total width of the projections from hidden states. All heads share these projections."""
         return self.query_rank + self.rank + self.rotated
 
 
@@ -108,8 +109,10 @@ class ModelInfo:
         return sum(self.is_delta) * self.delta.state / tp if self.delta else 0
 
     def cached_elements(self, tp: int) -> float:
-        """Return the cached elements per token on each of `tp` inference ranks; with more ranks than heads, heads are
-        copied."""
+        """Return the number of cached elements per token on each of `tp` inference ranks.
+
+        If there are more ranks than key/value heads, several ranks have a copy of the same head.
+        """
         if self.latent:
             return self.layers * self.latent.cached
         return 2 * self.attention_layers * max(1.0, self.kv_heads / tp) * self.head_dim
@@ -182,8 +185,8 @@ def _in_its_place(path: Path) -> str:
         return "it is not a Hugging Face model directory"
     base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
     return (
-        f"it is an adapter of {base}; merge it (peft's merge_and_unload, then save_pretrained, also of the tokenizer)"
-        " and use the merged directory"
+        f"it is an adapter of {base}; merge it into the model (peft's merge_and_unload), save the merged model and the"
+        " tokenizer (save_pretrained), and use the saved directory"
     )
 
 
@@ -246,7 +249,10 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
 
 
 def _weights_in(name: str, tensor: StoredTensor) -> int:
-    """Return the number of weights in a tensor; a byte of MXFP4 contains two, and MXFP4 scales contain none."""
+    """Return the number of weights in a tensor.
+
+    A byte of an MXFP4 tensor contains two weights. A tensor of MXFP4 scales contains no weights.
+    """
     if tensor.dtype != "U8":
         return math.prod(tensor.shape)
     return 2 * math.prod(tensor.shape) if name.endswith("_blocks") else 0
@@ -328,7 +334,10 @@ def same_weights(one: ModelInfo, other: ModelInfo) -> bool:
 
 
 def fingerprint(file: Path) -> str:
-    """Return a hash of a file's size and of pieces all over it, because fine-tuned models may share first tensors."""
+    """Return a hash of the size of a file and of pieces from all its parts.
+
+    The first piece of the file is not enough, because the first tensors of fine-tuned models may be equal.
+    """
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with file.open("rb") as stream:

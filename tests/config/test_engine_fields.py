@@ -122,7 +122,7 @@ def test_without_a_writable_cache_a_process_asks_once(
     (tiny / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tiny / "file"))
     first = read()
-    assert first and "is not writable, so each plan repeats it" in capfd.readouterr().err
+    assert first and "is not writable, so each plan reads the options again" in capfd.readouterr().err
     assert read(in_a_new_process=False) == first and imports(tiny) == 1 and not capfd.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""Slicing of Gated DeltaNet's and gated attention's tensors over tensor ranks (see `tensor_slices`).
+"""Slicing of the tensors of Gated DeltaNet and of gated attention over tensor ranks (see `tensor_slices`).
 
 Each rank has an equal number of key heads, and the value heads of these key heads.
 """
@@ -24,7 +24,10 @@ class _WithoutAdapters:
 
 @dataclass(frozen=True)
 class KeyHeadRows(_WithoutAdapters):
-    """Rows of the input projection, grouped by key head; the rows of a tensor are its concatenated sections."""
+    """Rows of the input projection, grouped by key head.
+
+    Each tensor consists of sections, which are concatenated along its rows.
+    """
 
     tensors: tuple[Sections, ...]
 
@@ -52,7 +55,10 @@ class KeyHeadRows(_WithoutAdapters):
 
 
 class DeltaChannels(KeyHeadRows):
-    """Channels of the convolution, [channels, 1, taps], for queries, keys and values; grouped by key head."""
+    """Channels of the convolution for queries, keys and values, grouped by key head.
+
+    The Hugging Face tensor has the shape [channels, 1, taps].
+    """
 
     def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
         return super().read(source, names, rank, ranks, sizes).flatten(1)
@@ -62,8 +68,10 @@ class DeltaChannels(KeyHeadRows):
 
 
 class GatedQKV(_WithoutAdapters):
-    """Queries, output gates, keys and values, grouped by key/value head; the first tensor has a query and a gate per
-    head."""
+    """Queries, output gates, keys and values, grouped by key/value head.
+
+    The first tensor has the query and the gate of each head.
+    """
 
     def read(self, source: SliceSource, names: Sequence[str], rank: int, ranks: int, sizes: SliceSizes) -> Tensor:
         queries, keys, values = (_sections(source, name, [source.shape(name)[0]], rank, ranks)[0] for name in names)
@@ -84,8 +92,9 @@ def _sections(source: SliceSource, name: str, rows: Sequence[int], rank: int, ra
     found, start = [], 0
     if sum(rows) != source.shape(name)[0] or any(size % ranks for size in rows):
         raise ValueError(
-            f"{name}: {source.shape(name)[0]} rows, but config.json implies {' + '.join(map(str, rows))}, each of them"
-            f" divisible by {ranks} tensor ranks; use the config.json of the same release, or fewer ranks"
+            f"{name}: {source.shape(name)[0]} rows, but config.json implies {' + '.join(map(str, rows))}, and each of"
+            f" these numbers must be divisible by {ranks} tensor ranks; use the config.json of the same release, or"
+            " fewer ranks"
         )
     for size in rows:
         found.append(source.part(name, 0, start + rank * size // ranks, start + (rank + 1) * size // ranks))

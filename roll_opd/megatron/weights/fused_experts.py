@@ -1,8 +1,8 @@
 """Checkpoint tensors that contain all experts of a layer: reading splits them by expert, exporting joins the experts.
 
-Qwen3.5 has fused tensors: `gate_up_proj` [experts, 2 · width, hidden] and `down_proj` [experts, hidden, width]. They
-are read as `gate_proj`, `up_proj` and `down_proj` of each expert. gpt-oss has stacks, tensors of shape [experts, ...].
-Each stack is read as one tensor per expert; quantised stacks are read in bf16 (see `mxfp4`).
+Qwen3.5 has fused tensors: `gate_up_proj` [experts, 2 · width, hidden] and `down_proj` [experts, hidden, width]. These
+tensors are read as `gate_proj`, `up_proj` and `down_proj` of each expert. gpt-oss has stacks, which are tensors of
+shape [experts, ...]. Each stack is read as one tensor per expert. Quantised stacks are read in bf16 (see `mxfp4`).
 """
 
 import re
@@ -113,7 +113,10 @@ class StackSource(FileSource):
 
 
 def _fused(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors; the tensors of a layer's `experts` are joined when the last of them has arrived."""
+    """Yield the tensors, with the tensors of all experts of a layer joined.
+
+    A layer's tensors are joined as soon as the last of them has arrived. `experts` is the number of experts.
+    """
     held: dict[str, dict[tuple[str, int], Tensor]] = {}
     for name, tensor in tensors:
         if (match := EACH.fullmatch(name)) is None:
@@ -129,7 +132,10 @@ def _fused(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tupl
 
 
 def _stacked(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors; a parameter's tensors of all `experts` are stacked as soon as the last of them has arrived."""
+    """Yield the tensors, with the tensors of all experts stacked.
+
+    A stack is yielded as soon as the tensor of its last expert has arrived. `experts` is the number of experts.
+    """
     held: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors:
         if (match := IN_STACK.fullmatch(name)) is None:

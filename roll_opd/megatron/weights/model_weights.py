@@ -165,7 +165,10 @@ class ModelWeights:
             raise ValueError(f"{source}: no parameter for {names}; use the config.json of the same release")
 
     def _is_in_a_layer(self, name: str) -> bool:
-        """Whether a tensor belongs to a layer; the multi-token prediction layers after the last layer do not count."""
+        """Whether a tensor belongs to a layer of this model.
+
+        The result is False for the layers for multi-token prediction, which follow the last layer.
+        """
         match = IN_A_LAYER.match(name)
         extra = range(self.config.num_layers, self.config.num_layers + self._predicting_layers)
         return match is not None and int(match[1]) not in extra
@@ -191,9 +194,11 @@ class CheckedSource:
 
 
 def is_zeroed(name: str, tensor: Tensor) -> bool:
-    """Whether a tensor is zero in at least half of its rows; a forward pass would raise no error.
+    """Whether a tensor is zero in at least half of its rows.
 
-    Biases and rows of the vocabulary may be zero.
+    Without this check, such weights would not cause an error, only wrong results.
+
+    Biases and some rows of the vocabulary may be zero.
     """
     if may_be_zero(name) or not tensor.numel():
         return False
@@ -222,7 +227,10 @@ def _of_module(module: torch.nn.Module, path: str) -> Iterator[tuple[str, Tensor
 
 
 def parameters_of(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Place, torch.nn.Module, Tensor]]:
-    """Yield (place, module, parameter) of this rank, in the same order on all tensor ranks."""
+    """Yield (place, module, parameter) for each parameter of this rank.
+
+    The order is the same on all tensor ranks.
+    """
     whole: Any
     for whole in models:
         layers, seen = whole.decoder.layers, set()
@@ -260,7 +268,10 @@ class StreamedLoad:
         self._waiting = [(place, parameter, weights.names_at(place)) for place, _, parameter in parameters_of(models)]
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write the parameters whose tensors are complete with `tensors` (name -> full tensor); these may be reused."""
+        """Add `tensors` (name -> full tensor), and write every parameter whose tensors have all arrived.
+
+        The caller may reuse the memory of `tensors` after the call.
+        """
         available = self._held | dict(tensors)
         waiting = []
         for place, parameter, names in self._waiting:

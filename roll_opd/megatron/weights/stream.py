@@ -32,7 +32,9 @@ Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of
 
 
 def gather_to_rank_0(parameters: RankParameters, sizes: SliceSizes) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, full tensor) of all ranks' shards on rank 0, nothing on other ranks. Collective.
+    """Gather the shards of all ranks and yield (name, full tensor) on rank 0. Collective.
+
+    On other ranks nothing is yielded.
 
     Parameters are gathered one by one, in the order of pipeline stages. Rank 0 therefore holds about one tensor at a
     time, or one per expert rank. All ranks of a stage must list parameters of the same shapes in the same order.
@@ -92,7 +94,7 @@ def tensor_rank(*, expert: bool = False) -> tuple[int, int]:
 
 
 def peers_of_expert(expert: int, config: TransformerConfig) -> list[int]:
-    """Return, for each expert rank, the expert with the same local index as `expert` has on its rank."""
+    """Return, for each expert rank, the expert whose local index on that rank equals the local index of `expert`."""
     assert config.num_moe_experts
     ranks = config.expert_model_parallel_size
     each = config.num_moe_experts // ranks
@@ -108,7 +110,9 @@ def _is_first_in_stage() -> bool:
 
 
 def _gather_parts(part: Callable[[], Tensor], shard: ParameterShard) -> list[Tensor] | None:
-    """Gather a parameter's parts from all tensor and expert ranks on the stage's first rank; return None elsewhere.
+    """Gather the parts of a parameter from all tensor and expert ranks of a stage on the first rank of the stage.
+
+    Returns None on the other ranks.
 
     Collective over all ranks of a stage; data-parallel replicas do not take part.
     """
@@ -129,7 +133,10 @@ def _gather_parts(part: Callable[[], Tensor], shard: ParameterShard) -> list[Ten
 
 
 def _to_first_stage(parts: list[Tensor] | None, owner: int, shard: ParameterShard) -> list[Tensor] | None:
-    """Send a parameter's parts from stage `owner` to the first stage; return them there, None on other stages."""
+    """Send the parts of a parameter from stage `owner` to the first stage.
+
+    Returns the parts on the first stage, and None on other stages.
+    """
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if stage == owner:
         assert parts is not None

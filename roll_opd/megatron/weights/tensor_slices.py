@@ -59,7 +59,7 @@ class TensorSlice(Protocol):
 
 
 class _SingleTensor:
-    """Base of slicings in which a parameter corresponds to a single Hugging Face tensor."""
+    """Base class of slicings in which a parameter corresponds to a single Hugging Face tensor."""
 
     def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: SliceSizes, dim: int = 0) -> Tensor:
         return shares[0]
@@ -128,7 +128,10 @@ class GateUp:
 
 @dataclass(frozen=True)
 class Transposed(_SingleTensor):
-    """The transpose of a tensor, split along `dim` of the parameter; a vector is split without transposing."""
+    """The transpose of a tensor, split along dimension `dim` of the parameter.
+
+    A tensor with one dimension is split but not transposed.
+    """
 
     dim: int
 
@@ -152,7 +155,10 @@ class InterleavedGateUp(Transposed):
 
 
 class QKV:
-    """Queries, keys and values, grouped by key/value head (its queries, key and value); heads are split over ranks."""
+    """Queries, keys and values. The parameter has, for each key/value head, its queries, key and value.
+
+    The key/value heads are split over the tensor ranks.
+    """
 
     dim = 0
 
@@ -171,12 +177,12 @@ class QKV:
 
 
 class _Parts:
-    """Base of slicings in which one Hugging Face tensor fuses several parts; `parts` returns their numbers of rows."""
+    """Base class of slicings in which one Hugging Face tensor consists of several fused parts."""
 
     dim = 0
 
     def parts(self, rows: int, sizes: SliceSizes) -> list[int]:
-        """Return the number of rows of each part; defined by subclasses."""
+        """Return the number of rows of each part. Subclasses must define this method."""
         raise NotImplementedError(f"{type(self).__name__} has no method `parts`")
 
     def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: SliceSizes, dim: int = 0) -> Tensor:

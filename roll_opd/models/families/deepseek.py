@@ -19,9 +19,15 @@ V2_METHODS = (None, "greedy", "group_limited_greedy")
 
 
 def single_biased_expert(config: Config) -> tuple[str, ...]:
-    """Return a message if a token has a single expert: Megatron does not normalise the weight of a single expert."""
+    """Return a message if each token has a single expert.
+
+    Megatron does not normalise the weight of a single expert.
+    """
     if config.get("num_experts_per_tok") == 1:
-        return ("num_experts_per_tok=1 in config.json is not available yet: a single expert is weighted differently",)
+        return (
+            "num_experts_per_tok=1 in config.json is not available yet: Megatron does not normalise the weight of a"
+            " single expert",
+        )
     return ()
 
 

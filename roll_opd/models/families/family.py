@@ -141,7 +141,10 @@ EXPERT_BIAS = {"mlp.router.expert_bias": layer("replicated", "mlp.gate.e_score_c
 
 
 def norms(before_attention: str, before_mlp: str, after_attention: str, after_mlp: str) -> dict[str, Entry]:
-    """Return the entries of a layer's norms, given the names of their modules; "" for a norm that is missing."""
+    """Return the entries of a layer's norms, given the names of their modules.
+
+    The name is "" for a norm that the layer does not have.
+    """
     places = {
         "input_layernorm.weight": before_attention,
         "pre_mlp_layernorm.weight": before_mlp,
@@ -159,8 +162,8 @@ def without_norms(entries: Entries) -> dict[str, Entry]:
 def windows(config: Config, *, period: int = 0) -> tuple[int, ...]:
     """Return the window of each layer from `sliding_window` and `layer_types`; () if no layer has one.
 
-    Without `layer_types`, every layer has a window except the last of each `period` layers; with period 0, no layer has
-    one.
+    Without `layer_types`, each `period` layers end with a layer without a window, and all other layers have a window.
+    With period 0, no layer has a window.
     """
     size, layers = config.get("sliding_window") or 0, config["num_hidden_layers"]
     kinds = config.get("layer_types") or layer_kinds(layers, period)
@@ -169,7 +172,10 @@ def windows(config: Config, *, period: int = 0) -> tuple[int, ...]:
 
 
 def layer_kinds(layers: int, period: int) -> list[str]:
-    """Return layer types: every layer has a window except the last of each `period` layers (period 0: no windows)."""
+    """Return layer types in which each `period` layers end with a layer without a window.
+
+    All other layers have a window. With period 0, no layer has a window.
+    """
     return [WINDOWED if period and (number + 1) % period else "full_attention" for number in range(layers)]
 
 
@@ -180,9 +186,10 @@ def rotated_share(config: Config, default: float = 1.0) -> float:
 
 
 def positions(config: Config) -> tuple[int, str]:
-    """Return the number of positions that the engine supports, and the key of config.json that has it.
+    """Return the number of positions that the engine supports, and the key of config.json that contains this number.
 
-    longrope has one set of factors up to the original length and a second set above it; the engine uses the first set.
+    longrope has one set of factors up to the original length and a second set for longer sequences. The engine uses
+    only the first set.
     """
     rope, name = config.get("rope_parameters") or config.get("rope_scaling") or {}, "original_max_position_embeddings"
     is_long = isinstance(rope, Mapping) and (rope.get("rope_type") or rope.get("type")) in LONGROPE

@@ -1,6 +1,8 @@
-"""Gemma 2 and Gemma 3 text models: local and global layers, scaled embeddings, norms before and after.
+"""Gemma 2 and the text models of Gemma 3.
 
-Gemma 2 caps scores of attention and logits; in Gemma 3 local and global layers have separate rotations.
+They have local and global layers, scaled embeddings, and norms before and after attention and MLP.
+
+Gemma 2 caps attention scores and logits. In Gemma 3, local and global layers have separate rotations.
 """
 
 import math

@@ -1,4 +1,6 @@
-"""GLM-4: dense models (norms before and after, fused gate and up), and mixtures of experts with DeepSeek-V3's routers.
+"""GLM-4: dense models, and mixtures of experts with DeepSeek-V3's routers.
+
+The dense models have norms before and after attention and MLP, and fused gate and up matrices.
 
 Only a part of each head is rotated. In dense models the two elements of a rotated pair are adjacent.
 """

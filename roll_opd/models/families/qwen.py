@@ -8,7 +8,10 @@ SHARED_EXPERT = shared_experts("mlp.shared_expert") | {
 
 
 def single_expert(config: Config, *, normalised: bool) -> tuple[str, ...]:
-    """Return a message if a token has one expert and the expert's weight is normalised (default: `normalised`)."""
+    """Return a message if each token has a single expert and the weight of this expert is normalised.
+
+    `normalised` is the default of `norm_topk_prob`.
+    """
     if config.get("norm_topk_prob", normalised) and config.get("num_experts_per_tok") == 1:
         return ("num_experts_per_tok=1 in config.json is not available: the router always outputs 1 and cannot learn",)
     return ()
