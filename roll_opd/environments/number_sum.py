@@ -29,7 +29,10 @@ class NumberSum(Game):
         """`min_number`, `max_number`: range of each of the `turns` numbers."""
         at_least("turns", turns, 1)
         if max_number < min_number or max(abs(min_number), abs(max_number)) >= 2**62:
-            raise EnvironmentFailure(f"max_number is {max_number}; set at least min_number, {min_number}")
+            raise EnvironmentFailure(
+                f"min_number is {min_number} and max_number is {max_number}; set max_number to at least min_number, and"
+                " both below 2**62 in absolute value"
+            )
         self._turns, self._low, self._high = turns, min_number, max_number
         self._numbers: list[int] = []
         super().__init__(

@@ -211,7 +211,9 @@ class SearchShop(Game):
     def solve(self) -> list[str]:
         """Return the actions that buy the wanted item from the search form; raises `EnvironmentFailure` elsewhere."""
         if self._found is not None or self._score is not None:
-            raise EnvironmentFailure("search_shop: solve starts at the search; reset, or click[back to search]")
+            raise EnvironmentFailure(
+                "search_shop: solve works only at the search form; call reset or play click[back to search] first"
+            )
         words = self._wanted.title
         page = search(self._items, words).index(self._wanted) // PAGE
         clicks = [*[NEXT] * page, self._wanted.id, self._wish.size, BUY]

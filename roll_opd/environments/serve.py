@@ -72,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
             return episodes.step(episode, _number(request, "step", 1), request["action"])
         if self.path == "/close":
             return episodes.close(episode)
-        raise Refused(404, f"unknown path {self.path[:100]}; known are /reset, /step and /close")
+        raise Refused(404, f"unknown path {self.path[:100]}; the known paths are /reset, /step and /close")
 
     def _body(self) -> dict[str, Any]:
         try:
@@ -122,14 +122,21 @@ def _plain(value: Any) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until interrupted; return the exit code, 2 for invalid arguments."""
+    """Serve until the process is interrupted, and return the exit code.
+
+    The exit code is 2 for invalid arguments.
+    """
     parser = argparse.ArgumentParser("python -m roll_opd.environments.serve", description=(__doc__ or "").split(",")[0])
     parser.add_argument("env_type", help="a name as in a configuration: frozen_lake, my_envs.MyGame, game:Wordle-v0")
     parser.add_argument(
-        "config", nargs="*", metavar="key=value", help="arguments of the environment, with values in YAML"
+        "config", nargs="*", metavar="key=value", help="argument of the environment; the value is read as YAML"
     )
-    parser.add_argument("--host", default=LOOPBACK, help=f"address to listen on; {LOOPBACK}: this machine only")
-    parser.add_argument("--port", type=int, default=PORT, help=f"{PORT} by default; 0: any free port")
+    parser.add_argument(
+        "--host", default=LOOPBACK, help=f"address to listen on; {LOOPBACK} accepts only clients on this machine"
+    )
+    parser.add_argument(
+        "--port", type=int, default=PORT, help=f"port to listen on; the default is {PORT}, and 0 is any free port"
+    )
     parser.add_argument("--episodes", type=int, default=MAX_EPISODES, help="maximum number of concurrent environments")
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -140,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 0 <= options.port < 65536:
         problems.append(f"--port is {options.port}; use a port from 0 to 65535")
     if options.episodes < 1:
-        problems.append(f"--episodes is {options.episodes}; use at least 1")
+        problems.append(f"--episodes is {options.episodes}; use at least 1 episode")
     if problems:
         return _print_error("\n  ".join(problems), USER_ERROR)
     try:
@@ -150,7 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _print_error(f"cannot listen on {where}: {error}; use another --host or --port", FAILED)
     if not _is_loopback(str(server.server_address[0])):
         _print_error(
-            "warning: no authentication; any client that reaches this address can play and stop episodes", DONE
+            "warning: the server has no authentication; any client that reaches it can play and stop episodes",
+            DONE,
         )
     print(f"serving {options.env_type} at {server.url}", flush=True)
     try:
@@ -171,7 +179,7 @@ def _config(words: Sequence[str]) -> dict[str, Any]:
         try:
             config[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise EnvironmentFailure(f"{word!r}: the value is not YAML: {error}; quote it") from None
+            raise EnvironmentFailure(f"{word!r}: the value is not YAML: {error}; put the value in quotes") from None
     return config
 
 

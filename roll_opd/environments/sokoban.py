@@ -1,7 +1,8 @@
 """`sokoban`: push all boxes onto the targets. Arguments and symbols are ROLL's.
 
-Rewards are gym-sokoban's (https://github.com/mpSchrader/gym-sokoban); rooms of a seed differ from ROLL's. Rooms are
-generated backwards from the solved state. A state is (player, boxes); cells are (row, column).
+Rewards are gym-sokoban's (https://github.com/mpSchrader/gym-sokoban). The same seed gives a different room than in
+ROLL. Rooms are generated backwards: boxes are pulled off their targets, starting from the solved state. A state is
+(player, boxes); cells are (row, column).
 """
 
 from collections import deque
@@ -69,13 +70,13 @@ def draw_room(random: np.random.Generator, rows: int, columns: int, boxes: int, 
         if pulled is not None:
             return Room(frozenset(floor), frozenset(targets), pulled[0], frozenset(pulled[1]))
     raise EnvironmentFailure(
-        f"sokoban: no room of {rows} x {columns} with {boxes} boxes found within {depth} moves; raise dim_room"
+        f"sokoban: no room of {rows} x {columns} with {boxes} boxes was found within {depth} moves; raise dim_room"
         " or search_depth, or lower num_boxes"
     )
 
 
 def pushed(floor: frozenset[Cell], player: Cell, boxes: frozenset[Cell], action: int) -> tuple[Cell, frozenset[Cell]]:
-    """Return the state after a move, which may push a box; unchanged if the move is blocked."""
+    """Return the state after a move, which may push a box. A blocked move does not change the state."""
     reached = _neighbour(player, action)
     if reached not in floor:
         return player, boxes
@@ -199,7 +200,11 @@ INSTRUCTION = (
 
 @ENVIRONMENTS.register("sokoban")
 class Sokoban(Game):
-    """Sokoban: reward -0.1 per turn, 1 for pushing a box onto a target, -1 for pushing it off, 10 when solved."""
+    """Sokoban.
+
+    The rewards are -0.1 for each turn, 1 for pushing a box onto a target, -1 for pushing a box off a target, and 10 for
+    solving the room.
+    """
 
     def __init__(
         self,
@@ -226,7 +231,9 @@ class Sokoban(Game):
         at_least("search_depth", search_depth, 1)
         self._size, self._boxes, self._depth = (dim_room[0], dim_room[1]), num_boxes, search_depth
         if num_boxes + 1 >= (dim_room[0] - 2) * (dim_room[1] - 2):
-            raise EnvironmentFailure(f"num_boxes is {num_boxes}, too many for a room of {list(dim_room)}; lower it")
+            raise EnvironmentFailure(
+                f"num_boxes is {num_boxes}, too many for a room of {list(dim_room)}; lower num_boxes"
+            )
         self._symbols = complete("grid_lookup", grid_lookup, SYMBOLS)
         actions = ACTIONS if action_lookup is None else numbered("action_lookup", action_lookup, MOVES)
         text = INSTRUCTION if env_instruction is None else env_instruction
@@ -252,7 +259,7 @@ class Sokoban(Game):
         self._room = draw_room(random_numbers(seed), *self._size, self._boxes, self._depth)
 
     def play(self, action: int) -> Turn:
-        """Walk, and push a box in the way."""
+        """Move the player by one cell, and push a box if it is in that cell."""
         room = self.room
         player, boxes = pushed(room.floor, room.player, room.boxes, action)
         self._room = replace(room, player=player, boxes=boxes)
@@ -284,7 +291,9 @@ class Sokoban(Game):
         actions = solution(self.room)
         names = self._names or ACTIONS
         if actions is None or not set(actions) <= names.keys():
-            raise EnvironmentFailure("sokoban: the room cannot be solved from here; reset, or undo the last push")
+            raise EnvironmentFailure(
+                "sokoban: the room cannot be solved from its current state with these actions; call reset"
+            )
         return [names[action] for action in actions]
 
     def _number(self, cell: Cell) -> int:

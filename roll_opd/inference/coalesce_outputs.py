@@ -1,9 +1,9 @@
 """Send one output per request from vLLM's engine core to its front end, instead of one per token.
 
 Even if a request needs only a final output (`RequestOutputKind.FINAL_ONLY`), vLLM sends every token and log-prob
-separately. Processing them is half of the front end's work for a small model. Here the engine core holds the outputs
-until the request ends. Requests with stop strings are sent as usual, because the front end searches for stop strings
-token by token.
+separately. For a small model, half of the front end's work is to process these messages. Here the engine core holds the
+outputs until the request ends. Requests with stop strings are sent as usual, because the front end searches for stop
+strings token by token.
 """
 
 import functools
@@ -17,7 +17,10 @@ Update = Callable[..., dict[int, Any]]  # `Scheduler.update_from_output`: client
 
 
 def coalesces_outputs(update: Update) -> Update:
-    """Wrap `Scheduler.update_from_output` to hold a request's outputs until the request ends, then send them joined."""
+    """Wrap `Scheduler.update_from_output` to send all outputs of a request as one output.
+
+    The outputs are held until the request ends, and are then joined.
+    """
 
     @functools.wraps(update)
     def updated(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:

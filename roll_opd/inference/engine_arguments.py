@@ -42,13 +42,13 @@ CPU_BLOCK_MULTIPLE = 32  # tokens: get_supported_kernel_block_sizes
 
 # engine argument -> why it cannot be set
 SET_BY_PLAN = {
-    "model": "the role's model path sets it",
-    "dtype": "the role's dtype sets it",
-    "max_model_len": "the prompt and response lengths set it",
-    "seed": "the run's seed sets it",
-    "tensor_parallel_size": "the number of devices per engine sets it",
-    "logprobs_mode": "log-probs are always of the sampled distribution",
-    "weight_transfer_config": "weights always arrive through the weight-transfer plugin",
+    "model": "its value is the role's model path",
+    "dtype": "its value is the role's dtype",
+    "max_model_len": "its value is computed from the prompt and response lengths",
+    "seed": "its value is the run's seed",
+    "tensor_parallel_size": "its value is the number of devices per engine",
+    "logprobs_mode": "vLLM always returns log-probs of the distribution that it samples from",
+    "weight_transfer_config": "weights always arrive through roll_opd's weight-transfer plugin",
 }
 
 
@@ -91,7 +91,10 @@ def check_plugin_is_installed() -> None:
 
 
 def check_engine_args(engine_args: Mapping[str, Any], known: set[str]) -> None:
-    """Raise a ValueError that lists unknown arguments, with the nearest name, and arguments that the plan sets."""
+    """Raise a ValueError that lists unknown arguments and arguments that the plan sets.
+
+    For each unknown argument, the error contains the most similar name that vLLM knows.
+    """
     problems = []
     for name in engine_args:
         if name in SET_BY_PLAN:
@@ -118,9 +121,10 @@ def resolve_engine_args(
     engine_args: Mapping[str, Any],
     routes: bool = False,
 ) -> dict[str, Any]:
-    """Return vLLM's engine arguments: the plan's override the user's, and the user's override our defaults.
+    """Return vLLM's engine arguments.
 
-    With `routes`, the engine returns the experts of each token; on a CPU, `router_replay.record_routes` records them.
+    Arguments from the plan override arguments from the user, and arguments from the user override our defaults. With
+    `routes`, the engine returns the experts of each token; on a CPU, `router_replay.record_routes` records them.
     """
     defaults: dict[str, Any] = {"disable_log_stats": True}
     if tensor_parallel_size > 1:
@@ -143,7 +147,9 @@ def resolve_engine_args(
         if info.delta:  # vLLM's prefix cache for such models needs chunked prefill
             defaults["enable_prefix_caching"] = False
         if engine_args.get("enable_chunked_prefill"):
-            raise ValueError("engine_args: 'enable_chunked_prefill' breaks seeded sampling on CPU; leave it out")
+            raise ValueError(
+                "engine_args: 'enable_chunked_prefill' breaks seeded sampling on CPUs; leave this argument out"
+            )
         if tensor_parallel_size == 1 and os.environ.get(THREADS_BIND, ENVIRONMENT[THREADS_BIND]) == "nobind":
             # vLLM's separate worker process only binds threads; without this process a step is a quarter faster
             defaults["distributed_executor_backend"] = UNIPROC
@@ -170,9 +176,10 @@ def resolve_engine_args(
 
 
 def _without_rotary_kernel(config: Any) -> dict[str, Any]:
-    """Return a compilation config without vLLM's rotary kernel for CPUs: it is wrong if only part of a head rotates.
+    """Return a compilation config without vLLM's rotary kernel for CPUs.
 
-    With latent attention, the kernel gives wrong log-probs without an error.
+    This kernel is wrong for models that rotate only a part of each head. With latent attention, the kernel gives wrong
+    log-probs without an error.
     """
     if not isinstance(config, Mapping | None):
         raise ValueError(f"engine_args: 'compilation_config' {config!r} should be a mapping for this model")

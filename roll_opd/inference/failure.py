@@ -1,7 +1,8 @@
-"""Report why an engine does not start; vLLM itself only reports that its processes have ended.
+"""Report why an engine does not start.
 
-`start_errors` creates a file and sets its path in the environment. `record_errors`, which our plugin calls in vLLM's
-processes, writes the first exception that vLLM logs to this file.
+vLLM itself only reports that its processes have ended. `start_errors` therefore creates a file and stores its path in
+an environment variable. In vLLM's processes, our plugin calls `record_errors`; the first exception that vLLM then logs
+is written to the file.
 """
 
 import logging

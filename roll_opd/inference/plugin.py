@@ -1,7 +1,7 @@
 """Entry point `vllm.general_plugins`, called by vLLM in each of its processes before it builds an engine.
 
-The plugin registers our weight-transfer backends by name; they are imported when used. In processes of engines that
-roll_opd starts, it also patches vLLM, and makes vLLM's child processes exit when their parent dies.
+The plugin registers our weight-transfer backends by name, and vLLM imports a backend only when it is used. In processes
+of engines that roll_opd starts, it also patches vLLM, and makes vLLM's child processes exit when their parent dies.
 """
 
 import multiprocessing
@@ -111,7 +111,10 @@ def _coalesce_outputs() -> None:
 
 
 def remove_rendezvous_file() -> None:
-    """Remove the rendezvous file of this process's group, as closing the group would do."""
+    """Remove the rendezvous file of this process's group.
+
+    Closing the group would also remove the file.
+    """
     from torch.distributed import distributed_c10d
 
     with suppress(ValueError, AttributeError, OSError):  # no group, or a rendezvous without a file

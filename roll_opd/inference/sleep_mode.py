@@ -44,11 +44,11 @@ class SleepState:
             )
 
     async def begin(self, level: int, phase: str) -> None:
-        """Release all memory after running requests have finished."""
+        """Wait until running requests have finished, then release all memory."""
         if self.released == PARTS:
             return
         if "weights" in self.released:  # vLLM would regard the engine as asleep and keep the cache
-            raise RuntimeError("an inference engine without its weights cannot sleep; restore them first")
+            raise RuntimeError("an inference engine without its weights cannot sleep; restore the weights first")
         await self._llm.sleep(level if self._has_sleep_mode else 0, mode="wait")
         self.released, self._phase = PARTS, phase
         self.lacks_weights = self.lacks_weights or level >= DISCARDS_WEIGHTS

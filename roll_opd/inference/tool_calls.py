@@ -33,7 +33,10 @@ def find_parser(name: str, tokenizer: Any) -> ToolCallParser:
 
 
 def read_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
-    """Return the text before the first call, and the calls; without a call, the complete text and no calls."""
+    """Return the text before the first call, and the calls.
+
+    If there is no call, return the complete text and an empty list.
+    """
     calls, first = [], len(text)
     for start, written in _blocks(_without_thoughts(text)):
         if call := _call(written):

@@ -92,13 +92,13 @@ class InferenceEngine:
 
         Args:
             max_model_len: maximum number of prompt and response tokens together.
-            engine_args: passed to vLLM unchanged; unknown arguments raise ValueError.
-            deterministic: with the same weights, a batch gives the same bits. Batches then run one after another, each
-            with an empty prefix cache at its start.
-            routes: responses include the experts of each token.
+            engine_args: arguments that are passed to vLLM unchanged. An unknown argument raises ValueError.
+            deterministic: whether a batch gives the same bits each time that it runs with the same weights. Batches
+            then run one after another, and each batch starts with an empty prefix cache.
+            routes: whether responses include the experts of each token.
             weight_transfer: backend of weight updates.
-            sleeps: `sleep` releases memory.
-            on_update: what running requests do at a weight update; see `begin_update`.
+            sleeps: whether `sleep` releases memory.
+            on_update: what happens to running requests during a weight update; see `begin_update`.
         """
         arguments = vllm_arguments(
             model,
@@ -296,7 +296,7 @@ class InferenceEngine:
     def _breaking(self) -> Iterator[None]:
         """If the block fails, mark the engine as broken, because its weights may be a mix of two versions.
 
-        EngineDeadError is raised unchanged, as outside of an update.
+        As in other calls, EngineDeadError is raised unchanged.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -348,8 +348,8 @@ class InferenceEngine:
     async def close(self, *, collect: bool = True) -> None:
         """Stop the engine core and wait until it has ended. A second call has no effect.
 
-        `collect=False` is for a process that will be killed next. It saves 1.4 s: garbage collection is skipped, and an
-        engine core that runs as one process on a CPU is killed.
+        Pass `collect=False` only in a process that will be killed next. The call then takes 1.4 s less, because garbage
+        collection is skipped and because an engine core that runs as one process on a CPU is killed.
         """
         if self._llm is None:
             return

@@ -1,9 +1,10 @@
-"""Causal attention over packs with shared prefixes: `PackedAttention`, and an adapter for Transformer Engine.
+"""Causal attention over packs with shared prefixes.
 
-On GPUs `PackedAttention` calls flash attention if the kernel supports the tensors (see `flash_kernels`).
+This module has `PackedAttention` and an adapter for Transformer Engine's attention. On GPUs `PackedAttention` calls
+flash attention if the kernel supports the tensors (see `flash_kernels`).
 
 Legend: N packed tokens, n of them on this context rank, X tokens of the expanded sequences (see `PackedSequences`), H
-local query heads, G local key/value heads, D head width; in a block: B sequences, L keys and Q queries per sequence.
+local query heads, G local key/value heads, D head width. In a block: B sequences, L keys and Q queries per sequence.
 """
 
 import itertools
@@ -33,9 +34,10 @@ class PackedAttention(torch.nn.Module):
     """Attention with flash attention if it is available, else with `scaled_dot_product_attention` (on every device).
 
     Sequences are rows of right-padded blocks. Under a causal mask a query never sees the padding to its right, so most
-    rows need no mask tensor. A mask tensor is needed for rows in which some tokens have a key but no query: rows with a
-    shared prefix, and rows split over context ranks (their keys and values are gathered). Rows are sorted by length and
-    grouped into blocks of bounded padding, so that one long sequence does not add padding to all others.
+    rows need no mask tensor. A mask tensor is needed for rows in which some tokens have a key but no query. These are
+    rows with a shared prefix, and rows that are split over context ranks (the keys and values of these rows are
+    gathered). Rows are sorted by length and grouped into blocks. The padded size of a block is at most `MAX_PADDING`
+    times its real size, so that one long sequence does not add padding to all other sequences.
     """
 
     MAX_PADDING = 2.0  # largest ratio of padded to real tokens in a block
@@ -162,9 +164,10 @@ def with_expanded_packs(attention: type[torch.nn.Module]) -> type[torch.nn.Modul
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows of similar length: indices of keys among the pack's N tokens, indices of queries among the n tokens.
+    """Rows of similar length.
 
-    A of the B · Q queries are real; the others are padding or belong to a shared prefix.
+    The block has the indices of its keys among the pack's N tokens, and the indices of its queries among the n tokens
+    of this context rank. A of the B · Q queries are real. The other queries are padding or belong to a shared prefix.
     """
 
     key_BL: Tensor
@@ -174,7 +177,10 @@ class _Block:
     position_BQ: Tensor | None = None  # position of each query in its sequence; None: Q = L and query i is token i
 
     def is_masked(self, window: int) -> bool:
-        """Whether the block needs a mask tensor if each query sees `window` keys (0: all keys before it)."""
+        """Whether the block needs a mask tensor if each query sees at most `window` keys.
+
+        `window` 0 means that the number of keys is not limited.
+        """
         return self.position_BQ is not None or 0 < window < self.key_BL.size(1)
 
     def mask(self, window: int = 0) -> Tensor | None:
@@ -206,7 +212,11 @@ class _QuerySpan:
 
 
 def _query_spans(pack: PackedSequences) -> Iterator[_QuerySpan]:
-    """Yield the queries of each sequence: its unshared tokens, or this context rank's two chunks of these tokens."""
+    """Yield the queries of each sequence.
+
+    The queries are the unshared tokens of the sequence. With context parallelism, they are only this context rank's two
+    chunks of the unshared tokens.
+    """
     ranks, rank = pack.context.ranks, pack.context.rank
     for (start, end), shared in zip(itertools.pairwise(pack.bounds), pack.shared, strict=True):
         own = end - start - shared
@@ -219,10 +229,11 @@ def _query_spans(pack: PackedSequences) -> Iterator[_QuerySpan]:
 
 
 def _blocks(pack: PackedSequences, max_padding: float, device: torch.device) -> Iterator[_Block]:
-    """Yield blocks of bounded padding that contain all queries of this rank.
+    """Yield blocks that contain all queries of this rank.
 
-    Without context parallelism, a span that starts in the first half of its keys is computed together with its prefix,
-    as plain causal attention, because the causal mask halves the work, but a mask tensor does not.
+    `max_padding` limits the padding of each block. Without context parallelism, a span that starts in the first half of
+    its keys is computed together with its prefix as plain causal attention. This needs less work, because plain causal
+    attention skips half of the work, but attention with a mask tensor does not.
     """
     spans = [one for one in _query_spans(pack) if one.count]
     plain: list[_QuerySpan] = []
@@ -246,21 +257,22 @@ def _blocks(pack: PackedSequences, max_padding: float, device: torch.device) -> 
 
 
 def _block(key_BL: Tensor, query_BQ: Tensor, real_BQ: Tensor, position_BQ: Tensor | None = None) -> _Block:
-    """Return the block; `real_BQ`, bool, marks its real queries."""
+    """Return the block. The mask `real_BQ`, bool, marks the real queries of the block."""
     rows_A, columns_A = real_BQ.nonzero(as_tuple=True)
     return _Block(key_BL, query_BQ, (rows_A, columns_A), query_BQ[rows_A, columns_A], position_BQ)
 
 
 def _span_columns(block: Sequence[_QuerySpan], device: torch.device) -> tuple[Tensor, ...]:
-    """Return start, first, keys and count of each span, each [B, 1]."""
+    """Return the start, first, keys and count of each span, as four tensors [B, 1]."""
     rows = [[one.start, one.first, one.keys, one.count] for one in block]
     return tuple(torch.tensor(rows, device=device).T[:, :, None])
 
 
 def blocks_of_similar_size(sizes: Sequence[tuple[int, ...]], max_padding: float) -> list[list[int]]:
-    """Group indices of `sizes`, largest first, into blocks; padding multiplies a block's size at most by `max_padding`.
+    """Group the indices of `sizes` into blocks of similar size, starting with the largest size.
 
-    In each dimension of `sizes`, the padded size of a block is its largest size times its number of members.
+    In each dimension of `sizes`, all members of a block are padded to the size of the largest member. The padded size
+    of a block is at most `max_padding` times the sum of the sizes of its members.
     """
     blocks: list[list[int]] = []
     largest: tuple[int, ...] = ()

@@ -159,7 +159,10 @@ def _state(learner: MegatronLearner, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _for_optimizers(state: dict[Any, Any], optimizers: int) -> dict[Any, Any]:
-    """Convert the loaded state to the state of `optimizers` optimizers; non-tensor state (steps, rates) goes to all."""
+    """Convert the loaded state to the state of `optimizers` optimizers.
+
+    State that is not a tensor (steps and learning rates) is copied to all optimizers.
+    """
     numbers = [key for key in state if isinstance(key, int)]
     if optimizers == 1 and numbers:
         return {**state[0], **{key: value for key, value in state.items() if key not in numbers}}
@@ -230,7 +233,7 @@ def optimizer_pieces(optimizer: DistributedOptimizer, model: Any) -> dict[str, S
 
 
 def _owned_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Parameter, int, int]]:
-    """Yield (parameter, start, end) for each element range whose state is on this rank."""
+    """Yield (parameter, start, end) for each range of elements whose optimizer state is on this rank."""
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
@@ -239,7 +242,10 @@ def _owned_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Parameter, 
 
 
 def _shards(described: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Return views of the tensors that a parameter contains: usually one; for an MLP's first layer, gate and up."""
+    """Return views of the tensors that a parameter contains.
+
+    Most parameters contain one tensor. The parameter of an MLP's first layer contains two tensors, gate and up.
+    """
     return [described] if isinstance(described, ShardedTensor) else list(nested_values(described.build()))
 
 

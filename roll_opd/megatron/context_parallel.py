@@ -67,14 +67,18 @@ class TokenOwners:
         return replace(self, owner_M=self.owner_M[rows_R])
 
     def mine_among(self, rows_R: Tensor) -> Tensor:
-        """For the tokens in `rows_R` that this rank predicts, return their indices among its m tokens, in order."""
+        """Return the indices of tokens among the m tokens that this rank predicts.
+
+        These are the tokens of `rows_R` that this rank predicts, in the order of `rows_R`.
+        """
         number_M = self.mine_M.cumsum(0) - 1
         return number_M[rows_R[self.mine_M[rows_R]]]
 
     def whole(self, values_m: Tensor) -> Tensor:
         """Gather the values of all ranks on every rank as [M, ...], in token order. Collective.
 
-        All ranks compute the same loss from the result, so each rank has the complete gradient of its own values.
+        All ranks compute the same loss from the gathered values. Each rank therefore has the complete gradient of its
+        own values, and the backward pass needs no communication.
         """
         gathered: Tensor = _Gather.apply(values_m, self)
         return gathered

@@ -82,7 +82,10 @@ def _reduce_scatter_unequal(
     sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """Reduce-scatter pieces of unequal length: all-reduce everything, then return this rank's piece."""
+    """Reduce-scatter pieces of unequal length.
+
+    The complete tensor is all-reduced, and this rank's piece is returned.
+    """
     if sizes is None or group.size() == 1:
         return original(whole, group, sizes, use_global_buffer)
     summed = whole.clone()

@@ -55,9 +55,9 @@ class TokenValueModel(PackedModel):
             del self.output_layer
 
     def forward(self, batch: PackedBatch, temperature: float) -> Tensor:  # type: ignore[override]
-        """On the last stage, return the value of the state before each scored token, f32 [M]; else hidden states.
+        """Return the value of the state before each scored token, f32 [M].
 
-        `temperature` has no effect.
+        Only the last pipeline stage returns values; the other stages return hidden states. `temperature` has no effect.
         """
         hidden = self.hidden_states(batch)
         if not self.post_process:
@@ -92,7 +92,7 @@ class MegatronCritic(MegatronLearner):
     ) -> dict[int, np.ndarray] | None:
         """Return the value of the state before each token after the prompt: entry t is for the state before token P+t.
 
-        Arguments and result as in `compute_logprobs`.
+        The arguments and the form of the result are those of `compute_logprobs`.
         """
         samples = [Sample(tokens, prompt_length) for tokens, prompt_length in sequences]
         computed = self._forward(samples, 1.0, lambda values_M, _: {"values": values_M}, assigned)
@@ -106,9 +106,10 @@ class MegatronCritic(MegatronLearner):
     ) -> TrainResult:
         """Make one optimizer update from a mini-batch with the columns of `objective.columns.value_columns`.
 
-        `sums` of the result has `weighted_loss`, whose sum over all ranks is the loss. It also has sums over this
-        rank's action tokens: `tokens`, `values`, `squared_error` and `clipped` (tokens whose clipped error is the
-        larger one). With `assigned`, `samples` are only this data-parallel rank's shard (see `samples.sharding`).
+        The `sums` of the result include `weighted_loss`; the sum of `weighted_loss` over all ranks is the loss. They
+        also include four sums over this rank's action tokens: `tokens`, `values`, `squared_error` and `clipped` (the
+        number of tokens whose clipped error is the larger one). With `assigned`, `samples` are only this data-parallel
+        rank's shard (see `samples.sharding`).
         """
         loss = partial(_loss, clip=self.plan.value_clip)
         done = self._update(samples, loss, 1.0, assigned=assigned)

@@ -1,6 +1,6 @@
 """Gated delta rule and causal convolution over packed sequences, with gradients (Gated DeltaNet, arXiv 2412.06464).
 
-At the start of each sequence, the state S [K, W] of a head is zero. Each token updates it, with decay a =
+At the start of each sequence, the state S [K, W] of a head is zero. Each token updates S, with the decay a =
 exp(log_decay):
 
     S <- a S;    S <- S + beta k (v - k S)^T;    output = q S / √K,   with |q| = |k| = 1
@@ -33,7 +33,11 @@ NORM_EPSILON = 1e-6  # added to the squared L2 norm of queries and keys
 
 @dataclass(frozen=True)
 class SequenceRows:
-    """Sequences as rows of padded blocks; a block is (tokens, their cells in the block, shape (rows, tokens))."""
+    """Sequences as rows of padded blocks.
+
+    A block is a tuple (indices of its tokens, cells of these tokens in the block, shape). The shape is (rows, tokens of
+    a row).
+    """
 
     positions_X: Tensor  # int64, positions of tokens in their sequences
     bounds: Tensor  # int64, boundaries of the sequences, B + 1
@@ -41,7 +45,7 @@ class SequenceRows:
 
 
 def sequence_rows(bounds: Sequence[int], device: torch.device) -> SequenceRows:
-    """Return the sequences between `bounds` as rows; a block has sequences of similar length."""
+    """Return the sequences between `bounds` as rows of blocks. Each block has sequences of similar length."""
     ranges = [torch.arange(start, end) for start, end in itertools.pairwise(bounds)]
     filled, blocks = [tokens for tokens in ranges if len(tokens)], []
     for block in blocks_of_similar_size([(len(tokens),) for tokens in filled], MAX_PADDING):
@@ -82,7 +86,10 @@ def gated_delta_rule(
 
 
 def _rows(places_A: Tensor, cells_A: Tensor, shape: tuple[int, int], *given_X: Tensor) -> Tensor:
-    """Return the outputs [A, G, R, W] of the tokens `places_A`, computed in the cells `cells_A` of a block."""
+    """Return the outputs [A, G, R, W] of the tokens `places_A`.
+
+    The tokens are copied to the cells `cells_A` of a block, and the block is computed.
+    """
     padded = []
     for tensor in given_X:
         flat = tensor.new_zeros(shape[0] * shape[1], *tensor.shape[1:])
@@ -94,7 +101,7 @@ def _rows(places_A: Tensor, cells_A: Tensor, shape: tuple[int, int], *given_X: T
 def chunked_delta_rule(
     query_BLGK: Tensor, key_BLGK: Tensor, value_BLGRW: Tensor, log_decay_BLGR: Tensor, beta_BLGR: Tensor
 ) -> Tensor:
-    """Return the outputs, f32 [B, L, G, R, W], of rows that start with a zero state.
+    """Return the outputs, f32 [B, L, G, R, W]. At the start of each row, the state is zero.
 
     Padding with zeros at the end of a row does not change the outputs before the padding.
     """
@@ -139,8 +146,8 @@ def normalised(tensor: Tensor) -> Tensor:
 def causal_convolution(input_XY: Tensor, weight_YC: Tensor, positions_X: Tensor) -> Tensor:
     """Return the depthwise causal convolution followed by SiLU, [X, Y], in the dtype of the input.
 
-    `weight_YC` has C taps, the last one for the token itself. `positions_X`, int64, has each token's position in its
-    sequence, so that no tap reads the previous sequence.
+    `weight_YC` has C taps. The last tap is multiplied with the token itself. `positions_X`, int64, has the position of
+    each token in its sequence; the positions ensure that no tap reads tokens of the previous sequence.
     """
     taps, input_f32 = weight_YC.size(1), input_XY.float()
     total = input_f32 * weight_YC[:, -1].float()

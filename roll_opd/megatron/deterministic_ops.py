@@ -1,9 +1,9 @@
 """f32 operations whose bits do not depend on the parallel layout.
 
-The same weights under two layouts should give the same log-probs: a difference would look like a KL divergence. Two
-effects make the last bits depend on the layout. One is the order of sums over a sharded dimension; the other is the
-remainder of a vectorised loop, for which exp is computed by a scalar routine. In f32, the dtype of the numerical tests,
-this module avoids both effects. Other dtypes use the usual, faster kernels.
+The same weights under two layouts should give the same log-probs, because a difference would look like a KL divergence.
+Two effects make the last bits depend on the layout. The first effect is the order of sums over a sharded dimension. The
+second effect is the remainder of a vectorised loop: torch computes exp of the remaining elements with a scalar routine.
+In f32, the dtype of the numerical tests, this module avoids both effects. Other dtypes use the usual, faster kernels.
 
 Legend: N packed tokens, P pieces of an inner dimension, K width of a piece, O output features.
 """
@@ -24,8 +24,8 @@ VECTOR = 32  # f32 elements per step of torch's vectorised loops (two 512-bit re
 class ExactRowParallelLinear(RowParallelLinear):
     """Row-parallel linear layer whose f32 result does not depend on the number of tensor ranks.
 
-    The product is computed in pieces and summed over pieces and ranks in f64. There are as many pieces as key/value
-    heads, because that number is the largest possible tensor-parallel size.
+    The product is computed in pieces, and the pieces of all ranks are summed in f64. The number of pieces is the number
+    of key/value heads, because this is the largest possible tensor-parallel size.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -52,7 +52,10 @@ class ExactRowParallelLinear(RowParallelLinear):
 
 
 def exact_silu(hf_config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
-    """Return SiLU for f32; computed in f64 if the MLP's smallest shard is not a multiple of `VECTOR` wide."""
+    """Return SiLU for f32.
+
+    SiLU is computed in f64 if the width of the MLP's smallest shard is not a multiple of `VECTOR`.
+    """
     width = getattr(hf_config, "intermediate_size", None) or hf_config.moe_intermediate_size
     smallest_shard = width // hf_config.num_key_value_heads
     if smallest_shard % VECTOR == 0:

@@ -1,9 +1,9 @@
 """Vocabulary-parallel divergence and entropy over the whole vocabulary, computed from hidden states.
 
-The divergence and the entropy are sums of a function f over the columns. f depends on the student's log-prob; for the
-divergence, it also depends on the teacher's log-prob.
-With g = ∂f/∂log-prob, the gradient of the logits is g - p Σg. Forward therefore keeps only Σg and the log-normalisers,
-a few numbers per token, and backward recomputes the columns.
+The divergence and the entropy are sums of a function f over the columns of the vocabulary. f depends on the student's
+log-prob; for the divergence, f also depends on the teacher's log-prob. Let p be the student's probability of a column
+and g = ∂f/∂log-prob. The gradient of the column's logit is then g - p Σg. The forward pass therefore keeps only Σg and
+the log-normalisers, which are a few numbers per token, and the backward pass recomputes the columns.
 
 Legend: M scored tokens, C of them in a chunk, E and F hidden sizes of student and teacher, V vocabulary columns on this
 rank.
@@ -32,7 +32,7 @@ def vocab_parallel_divergence(
     """Return the divergence of student and teacher over the vocabulary, f32 [M], with a gradient only for the student.
 
     Args:
-        hidden_ME: the student's hidden states; see `logprobs.vocab_parallel_logprobs` for their gradient.
+        hidden_ME: the student's hidden states. `logprobs.vocab_parallel_logprobs` describes their gradient.
         vocab: the student's output embedding. Its `temperature` and `vocab_size` hold for both models: each
             distribution is normalised over the first `vocab_size` columns.
         teacher_hidden_MF: the teacher's hidden states; all ranks of the group pass the same states.
@@ -62,7 +62,10 @@ def shard_of_head(head_WF: Tensor, *, first: int, columns: int) -> Tensor:
 
 
 class _VocabParallelSum(torch.autograd.Function):
-    """Σ over columns of `measure`, a function of the student's log-prob and, with a teacher, also of the teacher's."""
+    """Sum of `measure` over the columns of the vocabulary.
+
+    `measure` is a function of the student's log-prob and, with a teacher, also of the teacher's log-prob.
+    """
 
     @staticmethod
     def forward(

@@ -124,7 +124,7 @@ class MegatronEngine:
 
     @property
     def packing(self) -> Packing:
-        """Rules by which sequences are distributed over data-parallel ranks and micro-batches."""
+        """Rules for the distribution of sequences over data-parallel ranks and micro-batches."""
         return Packing(
             parallel_state.get_data_parallel_world_size(),
             # required by the interleaved schedule
@@ -143,16 +143,16 @@ class MegatronEngine:
         """Return the log-prob of every token after the prompt.
 
         Args:
-            sequences: each is (tokens int64 [T], prompt length P >= 1).
-            temperature: divides the logits.
-            routes: experts chosen by the inference engine for each sequence, integer [T-1, L, K]; replayed if the plan
-                requests it (see `router`).
-            assigned: this rank's micro-batches as indices of `sequences`; None: `sequences` is the whole batch, and the
-                rank selects its part.
+            sequences: pairs (tokens int64 [T], prompt length P >= 1).
+            temperature: number by which the logits are divided.
+            routes: experts that the inference engine chose for each sequence, integer [T-1, L, K]. The model replays
+                these choices if the plan requests this (see `router`).
+            assigned: this rank's micro-batches as indices of `sequences`. If this is None, `sequences` is the whole
+                batch, and the rank selects its part.
 
         Returns:
-            Index of the sequence -> f32 [T-P], for all sequences of this model replica, on the one rank that returns
-            the replica's results. None on all other ranks.
+            A dict with all sequences of this model replica: index of the sequence -> log-probs, f32 [T-P]. Only one
+            rank of the replica returns this dict; all other ranks return None.
         """
         computed = self.compute_targets(sequences, temperature, TargetRequest(), routes=routes, assigned=assigned)
         return None if computed is None else {number: values["logprobs"] for number, values in computed.items()}
@@ -168,9 +168,10 @@ class MegatronEngine:
     ) -> TokenValues | None:
         """Return log-probs and the requested targets from one forward pass; takes the arguments of `compute_logprobs`.
 
-        The result of each sequence is a dict with `logprobs`, f32 [T-P]. `topk` or `ids` add `topk_ids` int32 [T-P, K],
-        `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the log-prob of all other tokens together. `plain` adds
-        `plain_logprobs` f32 [T-P, K]. `hidden` adds `hidden` [T-P, E] (see `samples.transport`).
+        The result of each sequence is a dict with `logprobs`, f32 [T-P]. If `request` has `topk` or `ids`, the dict
+        also has `topk_ids` int32 [T-P, K], `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the log-prob of all
+        other tokens together. If `request` has `plain`, the dict also has `plain_logprobs` f32 [T-P, K]. If `request`
+        has `hidden`, the dict also has `hidden` [T-P, E] (see `samples.transport`).
         """
         columns: Sequence[Mapping[str, np.ndarray]] = [{}] * len(sequences)
         if request.ids is not None:
@@ -202,9 +203,10 @@ class MegatronEngine:
         read: Reader,
         assigned: list[list[int]] | None = None,
     ) -> TokenValues | None:
-        """Run forward passes without gradients; return the values that `read` returns for this replica's samples.
+        """Run forward passes without gradients.
 
-        Returns None on ranks that do not return results.
+        Returns the values that the function `read` computes for the samples of this model replica. Returns None on
+        ranks that do not return results.
         """
         if assigned is None:
             assigned = self._assigned(samples, self.plan.forward_limits)
@@ -240,7 +242,8 @@ class MegatronEngine:
         """Run Megatron's schedule over this rank's micro-batches; `assigned` has the indices of their samples.
 
         On the last pipeline stage, `finish` is called with the model's output and the batch, and the result has one
-        entry per micro-batch: the value of `finish` if `forward_only`, else the report of the loss function `finish`.
+        entry per micro-batch. If `forward_only`, an entry is the value that `finish` returns. Otherwise `finish` is a
+        loss function that returns a loss and a report, and an entry is the report.
         """
         self.memory.check("compute", Part.WEIGHTS)
         check_scored_tokens(samples, self._vocab_size)
@@ -309,7 +312,11 @@ class MegatronEngine:
     def _with_columns(
         self, packed: Sequence[PackedBatch], samples: Sequence[Sample], assigned: Sequence[Sequence[int]]
     ) -> Iterator[PackedBatch]:
-        """Yield micro-batches; move only one micro-batch's columns to the device at a time, as all may not fit."""
+        """Yield micro-batches with their columns.
+
+        The columns of only one micro-batch are moved to the device at a time, because the columns of all micro-batches
+        may not fit into the device's memory.
+        """
         for batch, numbers in zip(packed, assigned, strict=True):
             yield replace(batch, columns=columns_of([samples[n] for n in numbers], samples[0], self.device))
 

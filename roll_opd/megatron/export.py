@@ -86,9 +86,9 @@ def save_hf(
     """Save a model directory for `transformers` and vLLM; return a callable that returns its files. Collective.
 
     Rank 0 writes one file after another and holds only one in memory. With `later`, it copies the whole model to host
-    memory, and the callable writes the files. The config.json of the loaded model is edited by `amended`. Its tokenizer
-    files are copied; its README.md is not. Raises OSError if a file cannot be written; the caller removes the
-    unfinished directory.
+    memory, and the callable writes the files. The new config.json is the config.json of the loaded model after the
+    changes of the function `amended`. The tokenizer files of the loaded model are copied, but its README.md is not. If
+    a file cannot be written, the function raises OSError, and the caller removes the unfinished directory.
     """
     bundles: Iterable[Bundle] = _bundles(engine, FILE_BYTES)
     write = partial(_write_hf, Path(engine.plan.model.path), directory, list(bundles) if later else bundles, amended)
@@ -118,7 +118,10 @@ def _grouped(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Bundl
 def _write_hf(
     source: Path, directory: Path, bundles: Iterable[Bundle], amended: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> list[Path]:
-    """Write a model directory with new weights and the other files of `source`; return its files ([]: no weights)."""
+    """Write a model directory with new weights and the other files of `source`; return the written files.
+
+    If there are no bundles, nothing is written, and the list is empty.
+    """
     files: list[Path] = []
     places: dict[str, int] = {}  # tensor name -> index of its file
     size = 0
@@ -142,7 +145,7 @@ def _write_hf(
 
 
 def _with_kept(bundles: Iterable[Bundle], source: Path) -> Iterator[Bundle]:
-    """Yield the bundles, then the tensors of `source` that are never loaded (`ModelInfo.kept`), unchanged."""
+    """Yield the bundles, then the unchanged tensors of `source` that are never loaded (`ModelInfo.kept`)."""
     is_written = False
     for bundle in bundles:
         is_written = True

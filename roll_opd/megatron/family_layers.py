@@ -1,4 +1,6 @@
-"""Parts of layers that differ from Llama's; `models.families` describes them (`Pieces`).
+"""Parts of layers that differ from the parts of Llama's layers.
+
+`models.families` describes these parts with `Pieces`.
 
 Legend: n packed tokens of this context rank, H local heads, D head width, K kinds of rotary frequencies.
 """
@@ -40,7 +42,8 @@ class ZeroCentredRMSNorm(LocalRMSNorm):
 class HeadsRMSNorm(LocalRMSNorm):
     """RMSNorm over the queries or keys of all heads together, also over the heads of other tensor ranks.
 
-    Every rank has the weights of all heads, so that Megatron sums the gradient as for other norms of queries and keys.
+    Every rank has the weights of all heads. Megatron therefore sums the gradient of these weights over the ranks, as it
+    does for other norms of queries and keys.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-5) -> None:
@@ -95,7 +98,10 @@ class FamilyAttention(SelfAttention):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, attention_mask: Any = None, **given: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the output and its bias; `rotary_pos_emb` f32 [n, K, 1, D] has the frequencies of each kind."""
+        """Return the output and its bias.
+
+        `rotary_pos_emb` f32 [n, K, 1, D] has the frequencies of all K kinds; each layer uses at most one kind.
+        """
         if self._rotary is not None:
             frequencies = given.pop("rotary_pos_emb")
             given["rotary_pos_emb"] = of_kind(frequencies, self._kinds.index(self._rotary)) if self._rotary else None
@@ -112,7 +118,10 @@ class ExpertOutput(RowParallelLinear):
 
 
 class BiasedExperts(SequentialMLP):
-    """Experts with biases; needs one expert-tensor rank, because each of several ranks would add the output bias."""
+    """Experts with biases.
+
+    Exactly one expert-tensor rank is supported, because each of several ranks would add the output bias.
+    """
 
     def __init__(self, experts: int, config: TransformerConfig, *args: Any, **options: Any) -> None:
         config = copy.copy(config)
@@ -131,7 +140,10 @@ def pieces_of(config: TransformerConfig) -> Pieces:
 
 
 def of_kind(frequencies_nK1D: Tensor, kind: int) -> Tensor:
-    """Return the frequencies of one kind, [n, 1, 1, D]: one tensor for all layers, so that its rotations are cached."""
+    """Return the frequencies of one kind, [n, 1, 1, D].
+
+    All layers get the same tensor, so that the rotations of this tensor are cached.
+    """
     if frequencies_nK1D.size(1) == 1:
         return frequencies_nK1D
     if frequencies_nK1D not in _CACHE:
@@ -153,7 +165,10 @@ def query_key_norm(config: TransformerConfig, heads: int) -> Any:
 
 
 def place_norms(layer: Any, config: TransformerConfig) -> None:
-    """Place the norms in the submodules of a layer spec: before attention and MLP, after them, or in both places."""
+    """Set the norms in the submodules of a layer spec.
+
+    Depending on the model, the norms are before attention and MLP, after attention and MLP, or in both places.
+    """
     place = pieces_of(config).norms
     before: Any = IdentityOp if place == "after" else norm_class(config)
     layer.input_layernorm = layer.pre_mlp_layernorm = before

@@ -59,12 +59,14 @@ def check_kernel(capability: tuple[int, int]) -> None:
     if capability[0] not in kernel.majors:
         raise ValueError(
             f"{asked}: {kernel.package} does not support compute capability {capability[0]}.{capability[1]}; "
-            f"remove the variable for torch's kernel"
+            f"remove the variable to use torch's kernel"
         )
     try:
         _varlen_function(kernel.module)
     except (ImportError, AttributeError, OSError) as error:
-        raise ValueError(f"{asked}: {kernel.package} cannot be imported ({error}); install it (docs/gpu.md)") from error
+        raise ValueError(
+            f"{asked}: {kernel.package} cannot be imported ({error}); install this package (docs/gpu.md)"
+        ) from error
 
 
 def uses_flash_attention(query_NHD: Tensor, value_NGD: Tensor, pack: PackedSequences) -> bool:
@@ -96,11 +98,12 @@ def _runs_on(kernel: FlashKernel, device: torch.device) -> bool:
 def flash_attention(
     query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, pack: PackedSequences, scale: float, window: int = 0
 ) -> Tensor:
-    """Return the attention output [N, H, D], with a gradient; computed without padding or scattering.
+    """Return the attention output [N, H, D], which has a gradient.
 
-    The queries of a sequence are its unshared tokens, which are contiguous in the pack. Keys are gathered only if there
-    are shared prefixes. All kernels align the last query with the last key in the causal mask. With a `window`, a query
-    sees that many keys, including its own key; layers with a window use torch's kernel.
+    The output is computed without padding or scattering. The queries of a sequence are its unshared tokens, which are
+    contiguous in the pack. Keys are gathered only if there are shared prefixes. All kernels align the last query with
+    the last key in the causal mask. With a `window`, each query sees `window` keys, including its own key. Layers with
+    a window use torch's kernel.
     """
     own, whole = pack.own, pack.whole
     assert own is not None and whole is not None

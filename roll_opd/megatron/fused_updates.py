@@ -1,7 +1,8 @@
-"""Fused weight gradients, gradient norm and AdamW on GPUs: torch operations, without Apex or Transformer Engine.
+"""Fused weight gradients, gradient norm and AdamW on GPUs without Apex or Transformer Engine.
 
-Without these two packages, Megatron needs two more passes over memory per weight gradient, one synchronisation per
-parameter for the gradient norm, and about ten passes for AdamW.
+The fused versions consist of torch operations. If Apex and Transformer Engine are not installed, Megatron itself needs
+two more passes over memory per weight gradient, one synchronisation per parameter for the gradient norm, and about ten
+passes for AdamW.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,10 @@ def fuse_weight_gradients() -> None:
 
 
 def fuse_gradient_norm() -> None:
-    """Replace Megatron's gradient norm and scaling by versions without a synchronisation per parameter."""
+    """Replace Megatron's functions for the norm and the scaling of gradients.
+
+    The replacements do not synchronise the device once per parameter.
+    """
     megatron: Any = clip_grads
     if megatron.l2_norm_impl is local_multi_tensor_l2_norm:
         megatron.l2_norm_impl = _norm

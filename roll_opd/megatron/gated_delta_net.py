@@ -150,7 +150,10 @@ def _rows_of(pack: PackedSequences) -> SequenceRows:
 
 
 def _expanded(tensor_nY: Tensor, pack: PackedSequences) -> Tensor:
-    """Gather the rows of all context ranks and expand the sequences, [X, Y]; backward sums the gradient over ranks."""
+    """Gather the rows of all context ranks, and return the expanded sequences [X, Y].
+
+    The backward pass sums the gradient over the context ranks.
+    """
     if pack.context.ranks > 1:
         tensor_nY = gather_from_sequence_parallel_region(tensor_nY, group=pack.context.group)
     return tensor_nY if pack.places_X is None else tensor_nY.index_select(0, pack.places_X)

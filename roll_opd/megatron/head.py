@@ -52,7 +52,11 @@ class OutputHead:
         return self._gather(vocab_parallel_logprobs(self.hidden_mE, self.vocab, self.targets_m))
 
     def logprobs_with_rest(self, ids_MK: Tensor) -> Tensor:
-        """Return log-probs, f32 [M, K+1]: of the tokens `ids_MK` (int64), then of all other tokens together."""
+        """Return log-probs, f32 [M, K+1].
+
+        The first K columns have the log-probs of the tokens `ids_MK` (int64). The last column has the log-prob of all
+        other tokens together.
+        """
         ids_mK = self._select(ids_MK)
         return self._gather(vocab_parallel_logprobs(self.hidden_mE, self.vocab, ids_mK, with_rest=True))
 

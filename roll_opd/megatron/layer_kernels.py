@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 """Triton kernels of dense layers: norm and rotation of queries and keys, and SwiGLU.
 
-One pass computes norm and rotation, in f32 throughout. Without this kernel, the norm, the rotation (nine passes) and
-the copies around them take separate passes. Megatron's SwiGLU is compiled by torch, which takes seconds for each of the
-first pack sizes. Import this module only on GPUs: Triton compiles each kernel at its first call.
+One pass over the memory computes norm and rotation, in f32 throughout. Without this kernel, the rotation alone takes
+nine passes, and the norm and the copies around the two operations take further passes. torch would compile Megatron's
+SwiGLU, and the compilation takes seconds for each of the first pack sizes. Import this module only on GPUs: Triton
+compiles each kernel at its first call.
 
 Legend: n packed tokens, H query heads, G key/value heads, D head width, X columns of the projection (G groups, each
 with H/G queries, a key and a value), I inner size of SwiGLU on this rank.
@@ -164,7 +165,10 @@ class NormAndRotate(torch.autograd.Function):
 
 
 def _pointers(mixed_nX: Tensor, *weights_D: Tensor | None) -> list[Tensor]:
-    """Return the weights; a missing weight is replaced by `mixed_nX`, a pointer that the kernel does not read."""
+    """Return the weights as arguments of a kernel.
+
+    A missing weight is replaced by `mixed_nX`; the kernel does not read from this pointer.
+    """
     return [mixed_nX if weight is None else weight for weight in weights_D]
 
 

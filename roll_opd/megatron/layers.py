@@ -1,9 +1,9 @@
 """Layer specs: Transformer Engine's layers for bf16 and fp16 on a GPU if it is installed, otherwise local layers.
 
 f32 layers are always local, because Transformer Engine multiplies f32 matrices in TF32 and the numerical tests need
-f32. In megatron-core's local spec, the norm does not support sequence parallelism and the attention does not support
-packed sequences. `LocalRMSNorm` and `PackedAttention` support these on every device. `family_layers` has the additions
-of model families to Llama's layers.
+f32. In megatron-core's local spec, the norm does not support sequence parallelism, and the attention does not support
+packed sequences. `LocalRMSNorm` supports sequence parallelism and `PackedAttention` supports packed sequences, both on
+every device. `family_layers` has the additions of model families to Llama's layers.
 """
 
 import os
@@ -113,7 +113,10 @@ def _local_layer(config: TransformerConfig, number: int, experts: int | None, ex
 
 
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
-    """Whether layers of `dtype` are Transformer Engine's: on a GPU, not f32, and only if installed and enabled."""
+    """Whether layers of `dtype` are Transformer Engine's layers.
+
+    This is the case on a GPU if `dtype` is not f32 and if Transformer Engine is installed and enabled.
+    """
     is_enabled = os.environ.get(TRANSFORMER_ENGINE) != "0"
     return is_enabled and dtype is not torch.float32 and torch.cuda.is_available() and transformer_engine_installed()
 
@@ -122,7 +125,8 @@ def transformer_engine_attends(capability: tuple[int, int], *, has_flash_attenti
     """Whether Transformer Engine's attention over packs needs only memory linear in the pack length.
 
     Without flash-attn 2, Transformer Engine uses cuDNN's attention. cuDNN supports packs from compute capability 9.0
-    on, and long packs only if results need not be deterministic (`get_attention_backend` of release 2.20).
+    on. It supports long packs only if the results need not be deterministic (see `get_attention_backend` in release
+    2.20).
     """
     return has_flash_attention or (capability >= (9, 0) and not deterministic)
 

@@ -115,10 +115,10 @@ class MegatronLearner(MegatronEngine):
     ) -> Update:
         """Accumulate the gradient of a mini-batch's loss. Collective.
 
-        `loss` returns a micro-batch's part of the loss, already divided by the global count, and a report. The report
-        has `sums`, a dict of tensors that includes the loss as `weighted_loss`, and lists with one entry per sequence.
-        `group_size` consecutive samples stay in one micro-batch. With `assigned` (micro-batches as indices of
-        `samples`), `samples` are only this rank's shard.
+        For a micro-batch, `loss` returns the micro-batch's part of the loss and a report. The part of the loss is
+        already divided by the global count. The report has lists with one entry per sequence, and it has `sums`, a dict
+        of tensors. One of the sums is the loss, with the key `weighted_loss`. `group_size` consecutive samples stay in
+        one micro-batch. With `assigned` (micro-batches as indices of `samples`), `samples` are only this rank's shard.
         """
         self.memory.check("update", *Part)
         if not self._has_gradient:
@@ -208,7 +208,10 @@ class MegatronLearner(MegatronEngine):
             self._router_sums |= disagreement(packs, expert_layers(config))
 
     def _all_finite(self) -> bool:
-        """Whether all losses and gradients are finite on all ranks, so that all or no ranks skip an update."""
+        """Whether all losses and gradients are finite on all ranks.
+
+        The result is the same on all ranks, so that either all ranks or no ranks skip an update.
+        """
         finite = [loss.isfinite() for loss in self._losses]
         self._losses.clear()
         for chunk in self.chunks:
@@ -245,7 +248,10 @@ def _optimizer_config(plan: TrainPlan) -> OptimizerConfig:
 
 
 def _learning_rate_schedule(optimizer: MegatronOptimizer, plan: OptimizerPlan) -> OptimizerParamScheduler:
-    """Return Megatron's schedule; it steps before each update, so that the first learning rate is positive."""
+    """Return Megatron's learning-rate schedule.
+
+    The schedule advances by one step before each update, so that the first learning rate is positive.
+    """
     return OptimizerParamScheduler(
         optimizer,
         init_lr=plan.initial_learning_rate,

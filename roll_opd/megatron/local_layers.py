@@ -58,7 +58,10 @@ class DenseLayer(TransformerLayer):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, context: Tensor | None = None, **given: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output [s, 1, E] and `context`; `given` has the pack and its rotary frequencies."""
+        """Return the output [s, 1, E] and `context`.
+
+        The arguments `given` include the pack and the rotary frequencies of its tokens.
+        """
         pack = {name: given[name] for name in ("rotary_pos_emb", "packed_seq_params")}
         attended, bias = self.self_attention(self.input_layernorm(hidden_states), **pack)
         hidden_states = hidden_states + (attended if bias is None else attended + bias)

@@ -19,10 +19,10 @@ def vocab_parallel_logprobs(
     """Return log softmax(hidden · weightᵀ / temperature)[target] as f32 [M] or [M, K].
 
     Args:
-        hidden_ME: hidden states, equal on all ranks of `vocab.group`. Their gradient is only this rank's part; the
-        caller sums the parts over the group (as Megatron's copy-to / gather-from region functions do).
+        hidden_ME: hidden states, equal on all ranks of `vocab.group`. Each rank computes only its part of their
+        gradient; the caller sums the parts over the group (Megatron's copy-to and gather-from region functions do so).
         targets: int64 [M] or [M, K], token ids in the whole vocabulary; the ids of a row are distinct.
-        with_rest: append a column K+1, the log-prob of all other tokens together; only for targets [M, K].
+        with_rest: append a column K+1 with the log-prob of all other tokens together; targets must be [M, K].
     """
     columns = vocab.columns
     targets_MK = (targets[:, None] if targets.ndim == 1 else targets) - columns.first
@@ -38,7 +38,9 @@ def vocab_parallel_topk(hidden_ME: Tensor, vocab: VocabShard, k: int) -> tuple[T
     `k` above `vocab.vocab_size`.
     """
     if not 1 <= k <= vocab.vocab_size:
-        raise ValueError(f"top-k of {k} tokens, but the vocabulary has {vocab.vocab_size}; use 1 to {vocab.vocab_size}")
+        raise ValueError(
+            f"top-k of {k} tokens, but the vocabulary has {vocab.vocab_size}; use a k of 1 to {vocab.vocab_size}"
+        )
     columns, weight_VE, group = vocab.columns, vocab.weight_VE, vocab.group
     ids, logprobs = [], []
     with torch.no_grad():
@@ -53,7 +55,10 @@ def vocab_parallel_topk(hidden_ME: Tensor, vocab: VocabShard, k: int) -> tuple[T
 
 
 def _with_rest(picked_CK: Tensor, log_rest_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-probs f32 [C, K+1] and log-normalisers f64 [C], given the picked logits and log Σ exp of the rest."""
+    """Return log-probs f32 [C, K+1] and log-normalisers f64 [C].
+
+    `picked_CK` has the logits of the picked tokens. `log_rest_C` has log Σ exp over the logits of all other tokens.
+    """
     both_CL = torch.cat([picked_CK.double(), log_rest_C[:, None]], dim=1)
     log_normaliser_C = both_CL.logsumexp(1)
     return (both_CL - log_normaliser_C[:, None]).float(), log_normaliser_C

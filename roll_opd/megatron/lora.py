@@ -3,10 +3,10 @@
     y = W x + alpha / rank · B A x
 
 Each Hugging Face linear layer has a separate A and B, as in `peft`, even if Megatron fuses several layers into one
-(queries, keys and values; gate and up). One of the two matrices is sharded like the layer: B by rows for
-column-parallel layers, A by columns for row-parallel layers. The other matrix is replicated on all tensor ranks.
+(queries, keys and values; gate and up). One of the two matrices is sharded like the layer: column-parallel layers shard
+B by rows, and row-parallel layers shard A by columns. The other matrix is replicated on all tensor ranks.
 
-Legend: n tokens on this rank, I inputs and O outputs of a layer on this rank, R rank of the adapters.
+Legend: n tokens on this rank, I input features and O output features of a layer on this rank, R rank of the adapters.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ ADAPTER = "lora"  # name of the adapter module in its layer
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """Linear layer of Megatron and the names of the Hugging Face layers that are fused in it."""
+    """Linear layer of Megatron, with the names of the Hugging Face layers that are fused in this layer."""
 
     module: torch.nn.Module
     names: tuple[str, ...]  # names of the Hugging Face modules, in the order of their rows in the weight
@@ -96,7 +96,7 @@ class Adapter(torch.nn.Module):
                 _set_parallel_attributes(parameter, slicing, self._sequence_parallel)
 
     def forward(self, input_nI: Tensor) -> Tensor:
-        """Return the term that is added to the layer's output, [n, 1, O]."""
+        """Return the adapter's output, [n, 1, O], which is added to the output of the layer."""
         pairs = self._pairs()
         hidden_nR = functional.linear(input_nI, torch.cat([pair.A for pair in pairs]))
         hidden = dict(zip(self._places, self._exchange(hidden_nR).chunk(len(pairs), -1), strict=True))
@@ -130,7 +130,11 @@ class Adapter(torch.nn.Module):
         return list(self.pairs.values())  # type: ignore[arg-type]
 
     def _exchange(self, hidden_nR: Tensor) -> Tensor:
-        """Exchange A · x between tensor ranks before B applies: sum the parts of the inputs, or gather all tokens."""
+        """Exchange A · x between tensor ranks before the multiplication by B.
+
+        For a row-parallel layer, sum the parts of A · x over the ranks. For a column-parallel layer with sequence
+        parallelism, gather the tokens of all ranks.
+        """
         if self._ranks == 1:
             return hidden_nR
         if self._row_parallel:
@@ -155,7 +159,7 @@ class Adapters:
             adapter.attach(layer.module)
 
     def initialise(self, seed: int) -> None:
-        """Initialise like `peft`: B is zero, A is uniform; every layout draws the same numbers."""
+        """Initialise like `peft`: B is zero, and A is uniform. The numbers are the same in every layout."""
         for pair in self._pairs():
             key = tensor_name(pair.name, "A")
             generator = torch.Generator().manual_seed(_seed_from(f"{seed} {key}"))
@@ -163,10 +167,13 @@ class Adapters:
             self._fill(pair, "A", TensorSource({key: (2 * whole - 1) / math.sqrt(pair.inputs)}))
 
     def load(self, tensors: Mapping[str, Tensor], where: str) -> None:
-        """Load the matrices of the `peft` file `where`; raises ValueError if one is missing or has a wrong shape."""
+        """Load the matrices of the `peft` file `where`.
+
+        Raises ValueError if a matrix is missing or has a wrong shape.
+        """
         wanted = {tensor_name(pair.name, matrix) for pair in self._pairs() for matrix in "AB"}
         if lacking := sorted(wanted - tensors.keys()):
-            raise ValueError(f"{where} lacks {lacking[0]} of its adapter_config.json; use a complete adapter")
+            raise ValueError(f"{where} lacks {lacking[0]}, a tensor of its adapter_config.json; use a complete adapter")
         for pair in self._pairs():
             for matrix in "AB":
                 self._fill(pair, matrix, TensorSource(tensors))
@@ -201,7 +208,7 @@ class Adapters:
         if part.shape != parameter.shape:
             raise ValueError(
                 f"{name} is {list(part.shape)} on this rank, expected {list(parameter.shape)}; use an adapter of this"
-                " model and of lora_rank"
+                " model whose rank is lora_rank"
             )
         with torch.no_grad():
             parameter.copy_(part)

@@ -134,7 +134,7 @@ class HeadModel(PackedModel):
         )
 
     def output_weight(self) -> Tensor:
-        """Return this rank's rows of the output embedding; only on the last pipeline stage."""
+        """Return this rank's rows of the output embedding. Call this only on the last pipeline stage."""
         tied = self.share_embeddings_and_output_weights
         return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
@@ -217,9 +217,9 @@ def decoder_hf_config(path: str) -> PretrainedConfig:
 def fusions(dtype: torch.dtype, layout: Layout, *, has_silu: bool = True) -> dict[str, bool]:
     """Return the defaults of Megatron's fusion options.
 
-    The result is empty in f32 and on a CPU, where torch would compile the fusions with the calls that `cpu` replaces.
-    `bias_dropout_fusion` is off, because there are neither biases nor dropout. Without `has_silu`, Megatron has no
-    fused activation.
+    The result is empty in f32 and on a CPU. On a CPU, torch would compile the fusions together with the calls that the
+    module `cpu` replaces. `bias_dropout_fusion` is off, because there are neither biases nor dropout. If the activation
+    is not plain SiLU, `has_silu` is false, because Megatron then has no fused activation.
     """
     if dtype is torch.float32 or not torch.cuda.is_available():
         return {}

@@ -145,7 +145,7 @@ def test_an_error_of_an_environment_is_reported_to_its_client(
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
-        ("/nothing", {"episode": "a"}, 404, "known are /reset, /step and /close"),
+        ("/nothing", {"episode": "a"}, 404, "the known paths are /reset, /step and /close"),
         ("/reset", {}, 400, "episode must be a non-empty string"),
         ("/reset", {"episode": "a", "seed": "1"}, 400, "seed must be an integer"),
         ("/step", {"episode": "a", "action": 1}, 400, "action must be a string"),
