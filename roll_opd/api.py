@@ -1,4 +1,4 @@
-"""Training as a library: a session with student, teachers and sampler. Python code calls the parts of each step.
+"""Training as a library: a session with student, teachers and sampler. The caller's code executes each part of a step.
 
     with roll_opd.open("examples/demo/onpolicy_distill.yaml") as session:
         for _ in range(20):
@@ -71,9 +71,10 @@ class Batch:
         return replace(self, samples=tuple(samples))
 
     def reverse_kl(self) -> float:
-        """Return the mean of student minus teacher log-prob over all tokens that the student sampled.
+        """Return the mean of (student log-prob - teacher log-prob) over all tokens that the student sampled.
 
-        If a sample has several teachers, only the first teacher counts. ValueError if `teacher.score` was not called.
+        If a sample has several teachers, only the first teacher is used. Raises ValueError if `teacher.score` was not
+        called.
         """
         parts = []
         for sample in self.samples:
@@ -132,9 +133,9 @@ class Student:
     ) -> dict[str, float]:
         """Accumulate the gradient of the mean loss over the batch; return metrics.
 
-        `loss` is one of `losses()`, by default the configured loss. `opd_kl_coef` and `objective` override keys of the
-        configuration for this call. The configured estimator turns rewards of the batch into advantages; without
-        rewards, the teachers are the only signal.
+        `loss` is one of `losses()`, by default the configured loss. `opd_kl_coef` and the other keyword arguments
+        override keys of the configuration for this call. The configured estimator computes advantages from the rewards
+        of the batch. Without rewards, the teachers give the only training signal.
         """
         keys = {**objective, **({"policy_loss": loss} if loss else {})}
         return self._session.call("forward_backward", samples=batch.samples, objective=keys, opd_kl_coef=opd_kl_coef)
@@ -198,7 +199,7 @@ class Session:
         return Path(self._announced.read_text(encoding="utf-8")) if self._announced.exists() else None
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """Execute a call of `pipelines.session.SessionCalls` and return its answer."""
+        """Call the method `name` of `pipelines.session.SessionCalls` in the run, and return the result."""
         if self._connection is None:
             raise ValueError("the session is closed; open a new session")
         try:
@@ -226,7 +227,10 @@ class Session:
         raise RunFailed(end_message(code, self._output), code, self.directory)
 
     def _show(self) -> None:
-        """Print the run's output until the run ends; then end the wait for a connection from the run."""
+        """Print the run's output until the run ends.
+
+        If the constructor still waits for a connection from the run, end this wait.
+        """
         self._output = show(self._process)
         if self._connection is None:
             with suppress(OSError):
@@ -256,8 +260,8 @@ class Session:
 def open_session(config: Config, overrides: Overrides = (), *, rewards: Mapping[str, Reward] | None = None) -> Session:
     """Start the models of a configuration and return them as a session; also called `roll_opd.open`.
 
-    `config`, `overrides` and `rewards` are as for `roll_opd.run`. Prompts, rewards, objective, layouts and the
-    learning-rate schedule come from the configuration; the caller makes the steps.
+    `config`, `overrides` and `rewards` have the same meaning as in `roll_opd.run`. Prompts, rewards, objective, layouts
+    and the learning-rate schedule come from the configuration; the caller's code makes the training steps.
     """
     return Session(config, overrides, rewards or {})
 

@@ -31,7 +31,7 @@ class RolloutWorker(BucketHost):
         weight_transfer: str = SHARED_MEMORY,
         sleeps: bool = False,
     ) -> None:
-        """Start the engine; `weight_transfer` is its backend for weight updates. With `sleeps`, it can sleep."""
+        """Start the engine. `weight_transfer` is the backend of weight updates. With `sleeps`, the engine can sleep."""
         from roll_opd.inference.vllm_engine import InferenceEngine  # imports vLLM, only in the actor's process
 
         self._engine = await InferenceEngine.start(
@@ -49,7 +49,7 @@ class RolloutWorker(BucketHost):
         self._sleep_level = plan.sleep_level
 
     async def offload(self, parts: Collection[Part], phase: Phase) -> None:
-        """Release all device memory of the engine during a phase, for other roles; `parts` has no effect."""
+        """Release all device memory of the engine for other roles during `phase`. `parts` has no effect."""
         await self._engine.sleep(self._sleep_level, phase)
 
     async def onload(self, parts: Collection[Part]) -> None:
@@ -61,7 +61,7 @@ class RolloutWorker(BucketHost):
     ) -> AsyncIterator[Compact]:
         """Run all requests in one continuous batch; yield lists of (index, `Completion`).
 
-        A list has the completions of a short interval; as soon as `chunk` completions have arrived, they are yielded.
+        A list is yielded after a short interval, or as soon as `chunk` completions have arrived.
         """
         batch = self._engine.generate_batch(
             [request.prompt_tokens.tolist() for request in requests], sampling, [request.seed for request in requests]
@@ -71,7 +71,7 @@ class RolloutWorker(BucketHost):
                 yield Compact(finished)
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return log-probs of tokens 1 to T-1 at temperature 1, f32 [T-1]."""
+        """Return the log-probs of all T tokens except the first token, at temperature 1, f32 [T-1]."""
         return await self._engine.prompt_logprobs(tokens)
 
     async def weights_version(self) -> int:
@@ -83,7 +83,7 @@ class RolloutWorker(BucketHost):
         await self._engine.begin_update(version)
 
     async def load_weights(self, info: Mapping[str, Any], *, last: bool = False) -> None:
-        """Load some weights. With `last`, verify that no weight is missing, and resume requests."""
+        """Load some of the weights. With `last`, verify that no weight is missing, and resume requests."""
         await self._engine.load_weights(info)
         if last:
             await self._engine.finish_update()
@@ -97,5 +97,5 @@ class RolloutWorker(BucketHost):
         return self.hold(await content[0], bucket)
 
     async def close(self) -> None:
-        """Stop the engine; the caller kills this process next."""
+        """Stop the engine. After this call, the caller kills this process."""
         await self._engine.close(collect=False)

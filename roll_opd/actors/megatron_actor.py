@@ -1,6 +1,7 @@
 """Ray actors that run the Megatron engines, one actor per rank.
 
-Methods import Megatron, so only the processes of the actors import it: the driver's machine may lack it.
+Megatron is imported inside methods, so only the processes of the actors import it. The driver's machine does not need
+Megatron.
 """
 
 import os
@@ -82,7 +83,7 @@ class _Rank(BucketHost):
         return MegatronEngine(plan, seed=seed, deterministic=deterministic)
 
     def offload(self, parts: Sequence[Part], phase: Phase) -> None:
-        """Release device memory for other roles during a phase."""
+        """Release the device memory of `parts` during `phase`, so that other roles can use it."""
         self._engine.offload(parts, phase)
 
     def onload(self, parts: Sequence[Part]) -> None:
@@ -94,16 +95,17 @@ class _Rank(BucketHost):
         return Compact(self._engine.compute_logprobs(temperature=temperature, **_read(shard)))
 
     def compute_targets(self, shard: DPShard, temperature: float, **wanted: Any) -> Compact:
-        """Do what `MegatronEngine.compute_targets` does; the student's `ids` may be in the object store."""
+        """Return the result of `MegatronEngine.compute_targets`. The student's top-k ids may be in the object store."""
         return Compact(self._targets(shard, temperature, wanted))
 
     def hold_targets(
         self, shard: DPShard, temperature: float, kept: Sequence[str] | None = None, **wanted: Any
     ) -> tuple[Compact, dict[int, TargetRef]] | None:
-        """Compute targets; put the arrays in `kept` (default: all except log-probs) into the object store.
+        """Compute targets, and put the arrays named in `kept` (default: all except log-probs) into the object store.
 
-        Returns sample number -> (log-probs, mask), and sample number -> reference to the stored arrays. The mask is
-        True at sampled tokens in the top-k; it is None without a top-k.
+        Returns two dicts whose keys are sample numbers. The first dict has pairs (log-probs, mask). The mask is True at
+        sampled tokens that are in the top-k, and it is None without a top-k. The second dict has references to the
+        stored arrays.
         """
         computed = self._targets(shard, temperature, wanted)
         if computed is None:
@@ -118,7 +120,10 @@ class _Rank(BucketHost):
         return Compact(small), hold(computed)
 
     def _opened(self, shard: DPShard) -> list[dict[str, dict[str, np.ndarray]]]:
-        """Fetch the referenced arrays of this rank's samples; arrays are empty except on the last pipeline stage."""
+        """Fetch the referenced arrays of this rank's samples.
+
+        The arrays are empty on all pipeline stages except the last stage.
+        """
         return opened(shard.held, shard.micro_batches if self._engine.is_last_stage else [])
 
     def _targets(self, shard: DPShard, temperature: float, wanted: dict[str, Any]) -> Any:
@@ -130,7 +135,10 @@ class _Rank(BucketHost):
         return self._engine.compute_targets(temperature=temperature, request=request, **_read(shard))
 
     def written(self, *, wait: bool) -> list[Path] | None:
-        """Return the files of the last save. While the save runs, wait for it if `wait` is set, else return None."""
+        """Return the files of the last save.
+
+        If the save is still running, wait for its end if `wait` is set, else return None.
+        """
         return self._files.result() if wait or self._files.done() else None
 
     def _write(self, *parts: Callable[[], list[Path]]) -> None:
@@ -154,7 +162,7 @@ class LogprobWorker(_Rank):
 
 @ray.remote
 class FollowingWorker(_Rank):
-    """Rank of a teacher whose weights are an EMA or a copy of the student's (`follows_student`)."""
+    """Rank of a teacher whose weights are an EMA or a copy of the student's weights (`follows_student`)."""
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
         from roll_opd.megatron.follower import MegatronFollower
@@ -226,8 +234,10 @@ class TrainWorker(_TrainableRank, BucketWriter):
         return self._with_gradient(self._engine.update, shard, objective, temperature, step)
 
     def forward_backward(self, shard: DPShard, objective: ObjectivePlan, temperature: float, step: int) -> Compact:
-        """Accumulate the gradient of a mini-batch; see `MegatronTrainer.forward_backward`. Returns what `update`
-        returns."""
+        """Accumulate the gradient of a mini-batch; see `MegatronTrainer.forward_backward`.
+
+        The result has the same form as the result of `update`.
+        """
         return self._with_gradient(self._engine.forward_backward, shard, objective, temperature, step)
 
     def _with_gradient(self, method: Callable[..., Any], shard: DPShard, *args: Any) -> Compact:

@@ -64,7 +64,7 @@ class RewardWorker:
         """Return immediately, as a health check."""
 
     async def run(self, experiences: Sequence[Sample]) -> AsyncIterator[Compact]:
-        """Score samples; yield `Answers`, each with the scores of a short interval."""
+        """Score samples. Yield `Answers`, each with the scores that arrived in a short interval."""
         async with aclosing(coalesced(self._calls(self._samples(experiences)))) as answers:
             async for burst in answers:
                 scores = [scored for call in burst for scored in call]
@@ -73,8 +73,8 @@ class RewardWorker:
     async def _calls(self, samples: Sequence[RewardSample]) -> AsyncGenerator[list[tuple[int, Scored]], None]:
         """Call the rewards for all samples; yield each call's scores.
 
-        Each call gets the fewest samples with which all calls can run concurrently. If the reward is so fast that the
-        overhead of a call matters, calls get more samples.
+        A call gets as few samples as possible, provided that all calls can run concurrently. If a reward is fast, its
+        calls get more samples, because the overhead of many small calls would then matter.
         """
         needed = -(-len(samples) // self._plan.max_concurrency)
         calls: set[asyncio.Task[list[tuple[int, Scored]]]] = set()

@@ -20,7 +20,10 @@ from roll_opd.weight_sync.send_weights import WeightSync
 
 @dataclass(frozen=True)
 class Request:
-    """Request for one response. Requests of a `group` share a prefix and go to one engine, which caches the prefix."""
+    """Request for one response.
+
+    Requests of the same `group` share a prefix and are sent to the same engine, which caches the prefix.
+    """
 
     group: int
     prompt_tokens: np.ndarray  # int64 [P]
@@ -29,7 +32,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Inference engines; engines of the student also have a weight sync."""
+    """Inference engines. If they sample from the student, `sync` transfers the student's weights to them."""
 
     engines: ActorGroup
     sync: WeightSync | None = None  # transport of the student's weights to these engines
@@ -56,8 +59,8 @@ class Sampler:
 class SamplingSession:
     """Running requests; consecutive requests to an engine are sent as one batch.
 
-    Completions of a batch are returned in the order in which they finish, in lists with the completions of a short
-    interval. As soon as `chunk` completions have arrived, they are returned.
+    Completions of a batch are returned in the order in which they finish. They are returned in lists: after a short
+    interval, or as soon as `chunk` completions have arrived.
     """
 
     def __init__(self, sampler: Sampler, chunk: int | None = None, *, alone: bool = False) -> None:
@@ -103,7 +106,7 @@ class SamplerEngines:
         return await asyncio.gather(*[self._session.ask(request, sampling) for request in requests])
 
     async def prompt_logprobs(self, group: int, tokens: Sequence[int]) -> np.ndarray:
-        """Return log-probs of tokens 1 to T-1, f32."""
+        """Return the log-probs of all tokens except the first token, f32."""
         return await self._engine(group).prompt_logprobs.remote(list(tokens))
 
     async def weights_version(self) -> int:

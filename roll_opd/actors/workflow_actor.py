@@ -39,7 +39,7 @@ RAISED, TIMEOUT, INVALID, API_ERROR = "raised", "timeout", "invalid", "api_error
 
 @dataclass(frozen=True)
 class Job:
-    """The runs of one prompt that a single call of a workflow makes."""
+    """Runs of one prompt that are executed by a single call of a workflow."""
 
     prompt: Prompt
     draw: int
@@ -101,7 +101,7 @@ async def _without_exit(coroutine: Awaitable[Any]) -> Any:
 
 
 def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    """Create a task. In tasks that a run creates, a SystemExit does not end the event loop."""
+    """Create a task. If a workflow's run creates the task, a SystemExit in this task does not end the event loop."""
     from roll_opd.workflows.run_state import RUN
 
     if RUN in (options.get("context") or contextvars.copy_context()):
@@ -132,8 +132,9 @@ class WorkflowWorker:
     ) -> None:
         """Import the workflow and load the tokenizer.
 
-        `engines` are the `RolloutWorker`s of `rollout`. `auxiliary_engines` has the engines of each auxiliary model; a
-        remote model has no engines. `contexts` are the contexts of the teachers. `number` is the index of this process.
+        `rollout` is the plan of the student's engines, and `engines` has their `RolloutWorker` actors.
+        `auxiliary_engines` has a list of engines for each auxiliary model; the list of a remote model is empty.
+        `contexts` has the plans of the teachers' contexts. `number` is the index of this process.
         """
         from roll_opd.workflows.auxiliary import AuxiliaryModel, RemoteModel
         from roll_opd.workflows.endpoint.server import PolicyServer
@@ -155,7 +156,7 @@ class WorkflowWorker:
         self._endpoints: list[Any] = []
 
         def client_of(kind: Callable[..., Any], plan: RolloutPlan, engines: Sequence, **address: Any) -> Any:
-            """Return a model client for `engines`, with an endpoint."""
+            """Return a model client that sends requests to `engines` and has an endpoint."""
             sampler = SamplerEngines(Sampler(ActorGroup(engines)), chunk, deterministic)
             tokenizer, loop = load_tokenizer(plan.model.path), asyncio.get_running_loop()
             model = kind(sampler, tokenizer, model_path=plan.model.path, max_model_len=plan.max_model_len, loop=loop)
@@ -228,7 +229,10 @@ class WorkflowWorker:
         except GeneratorExit:
             raise
         except _TimeLimitError:
-            outcome.failure = (TIMEOUT, f"not finished after workflow_timeout, {self._plan.workflow_timeout:g} s")
+            outcome.failure = (
+                TIMEOUT,
+                f"the run did not finish within workflow_timeout, {self._plan.workflow_timeout:g} s",
+            )
         except BaseException as error:  # panics of Rust libraries are not Exceptions
             outcome.failure = _failure(error, state.returned)
         finally:
@@ -240,7 +244,7 @@ class WorkflowWorker:
         return outcome
 
     async def _call(self, job: Job, context: contextvars.Context) -> list[Any]:
-        """Call the workflow within its time limit; keep the instance if it can be reset."""
+        """Call the workflow within its time limit. Keep the workflow instance for later jobs if it can be reset."""
         from roll_opd.workflows.run_state import RUN
         from roll_opd.workflows.workflow_interface import flag
 

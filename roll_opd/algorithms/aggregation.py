@@ -2,7 +2,7 @@
 
 The loss is the weighted sum over tokens, so it does not depend on the split into micro-batches, ranks or packs.
 
-Legend: M scored tokens of all sequences, B sequences.
+Legend: B sequences with M scored tokens in total.
 """
 
 from collections.abc import Hashable, Sequence
@@ -21,7 +21,7 @@ def token_weights(
     """Return token weights f32 [M_b] for each sequence of the whole batch, 0 outside the mask.
 
     Args:
-        masks: bool [M_b] for each of the B sequences of all ranks.
+        masks: the mask of each of the B sequences of all ranks, bool [M_b].
         mode, normaliser, parts: see `token_scales`.
     """
     return scaled(masks, token_scales([int(mask.sum()) for mask in masks], mode, normaliser, parts))
@@ -34,15 +34,17 @@ def token_scales(
 
     Args:
         tokens: number of tokens in the loss, for each of the B sequences of all ranks.
-        mode: token-mean (Σ loss / Σ tokens); seq-mean-token-sum (mean over sequences of their sums);
-            seq-mean-token-mean (mean over sequences of their means; ROLL's default);
-            seq-mean-token-sum-norm (Σ loss / `normaliser`; Dr. GRPO, arXiv 2503.20783).
-        parts: the part of the batch to which each sequence belongs; the means of the parts are added.
+        mode: token-mean is the mean over all tokens. seq-mean-token-sum is the mean over sequences of the sum over the
+            tokens of a sequence. seq-mean-token-mean, ROLL's default, is the mean over sequences of the mean over the
+            tokens of a sequence. seq-mean-token-sum-norm is the sum over all tokens divided by `normaliser` (Dr. GRPO,
+            arXiv 2503.20783).
+        parts: the part of the batch to which each sequence belongs. The loss is averaged over each part separately, and
+            the averages are added.
 
-    Sequences without an action token do not count in any denominator.
+    Sequences without an action token are not counted in the number of sequences.
 
     Raises:
-        ValueError: for an unknown mode, or a missing normaliser.
+        ValueError: if the mode is unknown, or if a required normaliser is missing.
     """
     if parts is not None:
         scales: dict[int, float] = {}
@@ -65,12 +67,12 @@ def token_scales(
 
 
 def loss_scales(tokens: Sequence[int], demonstrations: Sequence[bool], objective: ObjectivePlan) -> list[float]:
-    """Return `token_scales` of an update's samples; demonstrations are averaged separately."""
+    """Return `token_scales` of an update's samples. Demonstrations and other samples are averaged separately."""
     return token_scales(tokens, objective.loss_agg_mode, objective.loss_normaliser, parts=demonstrations)
 
 
 def value_scales(tokens: Sequence[int]) -> list[float]:
-    """Return `token_scales` of a critic's update; as in ROLL, these do not depend on the policy loss."""
+    """Return `token_scales` of a critic's update. As in ROLL, the scales do not depend on the policy loss."""
     return token_scales(tokens, "seq-mean-token-mean")
 
 

@@ -6,16 +6,16 @@
 |---|---|---|
 | prefix | 1 | every token is a chunk: q is the log-prob of a single student token, see teachers.prefix_logprobs |
 | whole | 1 | the policy gradient of Σ over chunks of (L_S - L_T): every token of a chunk is a cause of its bytes |
-| with_previous | 1 | plus the penalty of the previous chunk, whose end may depend on the bytes of this chunk |
+| with_previous | 1 | whole, plus the previous chunk's penalty, because the end of that chunk may depend on this chunk |
 | mean | 1 / n | n tokens share the chunk's penalty equally |
 | share | l_i / L_S | each token's part of the student's log-prob of the chunk (DPCA, arXiv 2606.09456) |
 
-In a chunk of one student token, all rules except with_previous give l - q: bit for bit the penalty of a teacher with
-the student's tokenizer. The penalty of the previous chunk does not depend on the tokens of a chunk unless these move
-the boundary between the two chunks. If they do not, with_previous has the same expected gradient as whole, with more
-variance.
+In a chunk of one student token, all rules except with_previous give l - q. This value is bit for bit the penalty that a
+teacher with the student's tokenizer gives. The tokens of a chunk affect the penalty of the previous chunk only if they
+move the boundary between the two chunks. If they do not move this boundary, with_previous has the same expected
+gradient as whole, but more variance.
 
-Legend: M tokens of responses, B sequences.
+Legend: B responses with M tokens in total.
 """
 
 from collections.abc import Sequence
@@ -37,8 +37,9 @@ def chunk_penalty(
     Args:
         penalty_M: coefficient times (l - q) of each token.
         student_M: the student's log-probs l.
-        chunks_M: int, index of the first token of each token's chunk in the response; negative without a chunk.
-        lengths: number of tokens of each response, Σ = M.
+        chunks_M: int, for each token the index of its chunk's first token in the response; negative for a token without
+            a chunk.
+        lengths: number of tokens of each response; the sum is M.
     """
     credited_M = chunks_M >= 0
     starts_B = torch.tensor([0, *lengths[:-1]], dtype=torch.int64).cumsum(0).to(chunks_M.device)

@@ -1,10 +1,12 @@
 """Mismatch of training and rollout log-probs: metrics, importance weights and token masks.
 
-A ratio is train/infer, a difference is p_train - p_infer. Both exist at four levels: `token`; `geometric`, the mean
-over a sequence (for ratios: exp of the mean log-ratio); `segment`, the same mean over an unbroken run of action tokens;
-and `sequence`, the product of the sequence's ratios or the sum of its differences.
+p_train and p_infer are the probabilities of a sampled token in the training engine and in the inference engine. The
+ratio is p_train / p_infer, and the difference is p_train - p_infer. Both exist at four levels. Level `token` has the
+values of single tokens. Level `geometric` has the mean over the sequence; the mean of ratios is the geometric mean.
+Level `segment` has the same mean over an unbroken run of action tokens. Level `sequence` has the product of the
+sequence's ratios, or the sum of its differences.
 
-Legend: M scored tokens of all sequences, concatenated; `lengths` has the number per sequence.
+Legend: M scored tokens of all sequences, concatenated. `lengths` has the number of scored tokens of each sequence.
 """
 
 import math
@@ -33,12 +35,12 @@ class Mismatch:
     lengths: tuple[int, ...]
 
     def log_ratio(self, level: Level = "token") -> Tensor:
-        """Return train - infer log-probs [M] at `level`, clamped to ±20; 0 outside the mask."""
+        """Return log(p_train / p_infer) [M] at `level`, clamped to ±20; 0 outside the mask."""
         values_M = self._at((self.train_M - self.infer_M).masked_fill_(~self.mask_M, 0), level)
         return values_M.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def ratio(self, level: Level = "token") -> Tensor:
-        """Return the ratio train/infer [M] at `level`; 1 outside the mask."""
+        """Return the ratio p_train / p_infer [M] at `level`; 1 outside the mask."""
         return self.log_ratio(level).exp_()
 
     def difference(self, level: Level = "token") -> Tensor:
@@ -58,7 +60,7 @@ class Mismatch:
 
 
 def importance_weights(mismatch: Mismatch, *, level: Level = "token", upper_bound: float | None = 1.2) -> Tensor:
-    """Return min(ratio, upper_bound), [M]; 1 outside the mask: truncated importance sampling.
+    """Return the weights of truncated importance sampling, [M]: min(ratio, upper_bound), and 1 outside the mask.
 
     Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025). The weights multiply
     the loss, so that its expectation is taken under the training engine's distribution.
@@ -77,7 +79,10 @@ def icepop_weights(
 def ratio_within(
     mismatch: Mismatch, *, level: Level = "token", low: float | None = 0.8, high: float | None = 1.2
 ) -> Tensor:
-    """Return a mask of tokens with low <= ratio <= high, bool [M]. None is no bound. True outside the mask."""
+    """Return a mask of tokens with low <= ratio <= high, bool [M].
+
+    A bound of None has no effect. The result is True at tokens outside the mask of `mismatch`.
+    """
     return _within(mismatch.ratio(level), low, high) | ~mismatch.mask_M
 
 
@@ -89,21 +94,24 @@ def difference_within(
 
 
 def negatives_near(mismatch: Mismatch, advantages_M: Tensor, *, delta: float = 0.1) -> Tensor:
-    """Return a mask, bool [M], that drops tokens with A < 0 if their sequence's mean infer - train exceeds `delta`.
+    """Return a mask, bool [M], that is False at tokens with A < 0 in sequences that are unlikely in training.
 
-    Negative advantages on unlikely text are harmful. DeepSeek-V3.2, arXiv 2512.02556.
+    A sequence is unlikely if the mean of log(p_infer / p_train) over its tokens is above `delta`. Negative advantages
+    on unlikely text are harmful. DeepSeek-V3.2, arXiv 2512.02556.
     """
     far_M = -mismatch.log_ratio("geometric") > delta
     return ~(far_M & (advantages_M < 0) & mismatch.mask_M)
 
 
 def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
-    """Return the mismatch metrics, which are independent of corrections; empty if the mask is False everywhere.
+    """Return the mismatch metrics, which do not depend on corrections. If the mask has no token, the dict is empty.
 
-    `logprob_diff_mean` and `_max` are the mean and maximum of |train - infer| of log-probs, `prob_diff_mean` and `_max`
-    of probabilities. `k1` and `k3` estimate KL(infer || train). `ratio_mean`, `_min`, `_max` and `_p99` (99 % quantile)
-    describe the ratios of tokens. `ess` is the effective sample size of these ratios as a fraction of the number of
-    tokens; `ess_sequence` is the same for sequences, with the product of a sequence's ratios (see `effective_share`).
+    `logprob_diff_mean` and `logprob_diff_max` are the mean and the maximum of |log p_train - log p_infer| over the
+    tokens. `prob_diff_mean` and `prob_diff_max` are the mean and the maximum of |p_train - p_infer|. `k1` and `k3`
+    estimate KL(infer || train). `ratio_mean`, `ratio_min`, `ratio_max` and `ratio_p99` (the 99 % quantile) describe the
+    ratios of tokens. `ess` is the effective sample size of these ratios as a fraction of the number of tokens (see
+    `effective_share`). `ess_sequence` is the effective sample size of sequences as a fraction of their number; the
+    weight of a sequence is the product of its ratios.
     """
     kept = mismatch.mask_M
     if not kept.any():
@@ -133,7 +141,7 @@ def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
 def effective_share(weights_N: Tensor) -> float:
     """Return the effective sample size of weights as a fraction of their number: (Σw)² / (N · Σw²).
 
-    The result is 1 for equal weights and 1/N if all other weights are 0. Kong, "A Note on Importance Sampling using
+    The result is 1 for equal weights, and 1/N if only one weight is not 0. Kong, "A Note on Importance Sampling using
     Standardized Weights" (1992). A common factor of all weights has no effect. The result is 0 if no weight is
     positive.
     """
@@ -154,7 +162,7 @@ def _quantile(values_N: Tensor, share: float) -> Tensor:
 
 
 def _sums_and_extremes(train_K: Tensor, infer_K: Tensor) -> tuple[Tensor, Tensor]:
-    """Return six sums over tokens and four maxima; one maximum is the negated minimum of the ratio."""
+    """Return six sums over tokens, and the maxima of four values: |log-ratio|, ratio, -ratio and |difference|."""
     log_ratio = (train_K - infer_K).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio, apart = log_ratio.exp(), log_ratio.abs()
     difference = train_K.exp().sub_(infer_K.exp()).abs_()

@@ -9,14 +9,16 @@ student and teacher in a column, and m a mixture of both:
     skewed_reverse_kl(α)  KL(s || m),                       m = α s + (1-α) t      DistiLLM, arXiv 2402.03898
     skewed_forward_kl(α)  KL(t || m),                       m = α t + (1-α) s
 
-β is the teacher's weight. At β = 0 and β = 1 the mixture equals s or t, and the formula of jsd gives 0. As in TRL,
-`jsd` is then a limit instead: of jsd/β at 0 (forward_kl), of jsd/(1-β) at 1 (reverse_kl). α = 0 is the plain KL.
+β is the teacher's weight. At β = 0 and β = 1 the mixture equals s or t, and the formula of jsd gives 0. In these two
+cases, `jsd` is a limit instead, as in TRL. At β = 0 it is the limit of jsd/β, which is forward_kl. At β = 1 it is the
+limit of jsd/(1-β), which is reverse_kl. With α = 0, the skewed divergences are the plain KLs.
 
-In each column KL(p || q) counts as p log(p/q) - p + q. Summed over a distribution, the terms -p + q cancel, in the
-value and in the gradient of the logits. In a column they make the result non-negative, and of second order where p is
-close to q. Equal distributions therefore give 0 instead of a sum of rounding errors.
+The term of a column in KL(p || q) is p log(p/q) - p + q. The sum of -p + q over all columns is 0, and its gradient with
+respect to the logits is 0, so -p + q does not change the divergence. In a single column, -p + q makes the term
+non-negative, and makes it second order in p - q if p is close to q. Equal distributions therefore give 0 instead of a
+sum of rounding errors.
 
-Legend: K columns, M tokens; all values are log-probs; -inf where a model gives a column probability 0.
+Legend: K columns, M tokens. All values are log-probs; a log-prob is -inf if a model gives the column the probability 0.
 """
 
 import math
@@ -31,16 +33,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ColumnSum:
-    """Sum over columns of a term that depends on the log-probs of student and teacher, or of the student only.
+    """A sum over columns. The term of a column depends on the log-probs of student and teacher, or only of the student.
 
-    Neither function returns NaN for log-probs; `value` is inf if the divergence is infinite.
+    `value` and `slope` never return NaN if their arguments are log-probs. `value` is inf if the divergence is infinite.
     """
 
-    value: Callable[..., Tensor]  # term of a token in the sum
+    value: Callable[..., Tensor]  # term of a column in the sum
     slope: Callable[..., Tensor]  # derivative of the term with respect to the student's log-prob
 
     def __call__(self, student_logprobs: Tensor, *others: Tensor) -> Tensor:
-        """Sum over the last dimension, [..., K] -> [...]; only `student_logprobs` gets a gradient."""
+        """Return the sum over the last dimension of arrays [..., K]; only `student_logprobs` gets a gradient."""
         return _Sum.apply(self, student_logprobs, *others)
 
 
@@ -65,26 +67,29 @@ def divergence(name: str, *, beta: float = 0.5, alpha: float = 0.1) -> ColumnSum
         alpha: weight of the first argument in the mixture of skewed divergences, in [0, 1).
 
     Raises:
-        ValueError: for an unknown name or a parameter out of its range.
+        ValueError: if the name is unknown or a parameter is out of its range.
     """
     if name not in DIVERGENCES:
         raise ValueError(f"divergence {name!r} is unknown; use one of {', '.join(DIVERGENCES)}")
     if not 0 <= beta <= 1:
         raise ValueError(f"beta of jsd is {beta}; use a number from 0 to 1")
     if not 0 <= alpha < 1:
-        raise ValueError(f"alpha of {name} is {alpha}; use a number from 0 to below 1 (at 1 nothing is compared)")
+        raise ValueError(
+            f"alpha of {name} is {alpha}; use a number from 0 to below 1 (at 1 the divergence is always 0)"
+        )
     return DIVERGENCES[name](beta, alpha)
 
 
 def topk_divergence(student_ML: Tensor, teacher_ML: Tensor, measure: ColumnSum) -> Tensor:
-    """Return the divergence over K tokens and the bucket of the rest, f32 [M]; the gradient flows to `student_ML`.
+    """Return the divergence over K tokens and the bucket of all other tokens, f32 [M]; `student_ML` gets a gradient.
 
     The result is never negative and, by the data-processing inequality, at most the divergence over the whole
-    vocabulary. With K = V the bucket is empty, and the two divergences are equal.
+    vocabulary. If the K tokens are the whole vocabulary, the bucket is empty, and the two divergences are equal.
 
     Args:
-        student_ML: student log-probs of K different tokens, then the log-prob of the rest, L = K + 1. The log-prob of
-        the rest must be a separate sum: log(1 - Σp) would lose all digits if the K tokens have nearly all mass.
+        student_ML: student log-probs of K different tokens, followed by the log-prob of the bucket, so L = K + 1. The
+            log-prob of the bucket must be computed as a sum over its tokens, because log(1 - Σp) would lose all digits
+            if the K tokens have nearly all of the probability.
         teacher_ML: teacher log-probs of the same columns.
     """
     # renormalised in f64, as rounding in f32 would dominate the gradient of a confident student
@@ -92,7 +97,7 @@ def topk_divergence(student_ML: Tensor, teacher_ML: Tensor, measure: ColumnSum) 
 
 
 def _times(probability: Tensor, log_ratio: Tensor) -> Tensor:
-    """Return probability · log_ratio; 0 where the probability is 0, for any ratio."""
+    """Return probability · log_ratio, and 0 where the probability is 0, whatever the ratio is."""
     return torch.where(probability > 0, probability * log_ratio, 0.0)
 
 
@@ -102,7 +107,7 @@ def _log_mixture(first: Tensor, second: Tensor, weight: float) -> Tensor:
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return a column's term of KL(p || q), from log-probs."""
+    """Return the term of a column in KL(p || q); the arguments are log-probs."""
     probability = p.exp()
     return _times(probability, p - q) - probability + q.exp()
 

@@ -1,6 +1,7 @@
 """Estimators of KL(student || other) from log-probs of sampled tokens. John Schulman, "Approximating KL Divergence".
 
-All take f32 log-probs of the same shape under the student (`logprobs`) and the other model, and return that shape.
+Each estimator takes two f32 arrays of the same shape: the log-probs under the student (`logprobs`) and the log-probs
+under the other model (`other`). It returns an array of this shape.
 """
 
 import math
@@ -16,7 +17,10 @@ MAX_KL_ERROR = 0.2  # bound on the relative error in the adaptive coefficient's 
 
 
 def k1(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Return Δ = logprobs - other: unbiased; may be negative. Not a loss: its gradient is independent of `other`."""
+    """Return Δ = logprobs - other. The estimate is unbiased and may be negative.
+
+    k1 cannot be a loss, because its gradient does not depend on `other`.
+    """
     return logprobs - other
 
 
@@ -26,14 +30,15 @@ def absolute(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Return Δ²/2: as a loss on the student's samples, its gradient is the gradient of the reverse KL."""
+    """Return Δ²/2. As a loss on the student's samples, k2 has the gradient of the reverse KL."""
     return (logprobs - other).square() / 2
 
 
 def k3(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Return e^-Δ - 1 + Δ: unbiased, never negative. As a loss, its gradient is the gradient of the forward KL.
+    """Return e^-Δ - 1 + Δ. The estimate is unbiased and never negative.
 
-    Unbounded, as in Trinity-RFT: a token e^20 times likelier under `other` counts as e^20.
+    As a loss, k3 has the gradient of the forward KL. The value has no upper bound, as in Trinity-RFT: if a token is
+    e^20 times likelier under `other`, the value is about e^20.
     """
     log_ratio = other - logprobs
     return log_ratio.exp() - 1 - log_ratio
@@ -46,19 +51,21 @@ def low_var_kl(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def corrected_k3(logprobs: Tensor, other: Tensor, old: Tensor | None = None) -> Tensor:
-    """Return clamp(r, 0, 2) · `k3`, r = e^(logprobs - old). As a loss, its gradient is the reverse KL's.
+    """Return clamp(r, 0, 2) · `k3`, with r = e^(logprobs - old). As a loss, it has the gradient of the reverse KL.
 
-    r has a gradient. `old`: log-probs under the rollout weights; None: on-policy, so r = 1.
+    r has a gradient. `old` has the log-probs under the rollout weights. None means that the samples are on-policy, so
+    the value of r is 1.
     """
     old = logprobs.detach() if old is None else old
     return probability_ratio(logprobs, old).clamp(0, MAX_CORRECTION) * k3(logprobs, other)
 
 
 def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, samples: int) -> float:
-    """Return the KL coefficient of the next step, larger if `kl` is above `target`, else smaller. arXiv 1909.08593.
+    """Return the KL coefficient of the next step. It grows if `kl` is above `target`, else it falls. arXiv 1909.08593.
 
-    coefficient · (1 + clip(kl/target - 1, ±0.2) · samples/horizon); `samples` is the number of samples in the step. The
-    coefficient changes by at most a fifth per `horizon` samples. A non-finite `kl` leaves it unchanged.
+    The result is coefficient · (1 + clip(kl/target - 1, ±0.2) · samples/horizon), where `samples` is the number of
+    samples in the step. The coefficient changes by at most a fifth in `horizon` samples. If `kl` is not finite, the
+    coefficient is not changed.
     """
     if not math.isfinite(kl):
         return coefficient

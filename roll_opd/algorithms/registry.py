@@ -1,10 +1,10 @@
 """`POLICY_LOSSES` and `ADVANTAGES`: registries of the losses and advantages that a configuration can name.
 
 A function is registered where it is defined, together with facts for the planner. Its signature defines the arguments
-and defaults. Modules in `losses` and `advantages` are found automatically. A user's function needs the same signature;
-`register_*` gives it a name and facts.
+and defaults. Modules in `losses` and `advantages` are found automatically. A user's function needs the same signature.
+`register_policy_loss` and `register_advantage` give the function a name and facts.
 
-Names, facts and defaults can be read without importing torch; only looking up a function imports torch.
+Names, facts and defaults can be read without importing torch. torch is imported when a function is looked up.
 """
 
 from collections.abc import Callable, Mapping
@@ -74,12 +74,18 @@ register_advantage = ADVANTAGES.register
 
 
 def policy_loss(name: str, arguments: Mapping[str, Any] | None = None) -> PolicyLoss:
-    """Return the function after checking `arguments`; raises `AlgorithmError`."""
+    """Return the function of a policy loss after checking `arguments`.
+
+    Raises `AlgorithmError` if the name is unknown or the arguments do not match.
+    """
     return _checked(POLICY_LOSSES, name, arguments or {})
 
 
 def advantage(name: str, arguments: Mapping[str, Any] | None = None) -> Advantage:
-    """Return the function after checking `arguments`; raises `AlgorithmError`."""
+    """Return the function of an advantage after checking `arguments`.
+
+    Raises `AlgorithmError` if the name is unknown or the arguments do not match.
+    """
     return _checked(ADVANTAGES, name, arguments or {})
 
 

@@ -3,10 +3,10 @@
     δ_k = r_k + γ V_{k+1} - V_k        A_k = Σ_{i≥0} (γλ)^i δ_{k+i}        returns_k = A_k + V_k
 
 k is the index of an action token in its sequence; all discounts are per action token. V_k is the value of the state
-before token k; after the last token it is 0, so a truncated sequence counts as terminated. arXiv 1506.02438,
+before token k. The value after the last token is 0, so a truncated sequence counts as terminated. arXiv 1506.02438,
 1707.06347.
 
-Legend: M tokens of all sequences, concatenated; K of them are action tokens.
+Legend: M tokens of all sequences, concatenated. K of these M tokens are action tokens.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from torch import Tensor
 
 
 def discounted_to_go(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int], discount: float) -> Tensor:
-    """Return Σ_{k≥0} discount^k · value of the k-th following action token, [M]; 0 outside the mask.
+    """Return for each action token Σ_{k≥0} discount^k · value of the action token k places later, [M]; 0 elsewhere.
 
-    The discount is per action token; tokens from tools or environments between action tokens do not count.
+    The discount is per action token, so tokens from tools or environments between action tokens do not count.
 
     Args:
         values_M: ignored outside the mask.
         mask_M: bool, True at action tokens.
-        lengths: tokens of each sequence, on and outside the mask.
-        discount: 0 returns the values themselves.
+        lengths: number of tokens of each sequence, inside and outside the mask.
+        discount: discount per action token; with 0, the result has the values themselves.
     """
     if discount == 0.0 or not len(values_M):
         return torch.where(mask_M, values_M, 0)
@@ -37,16 +37,17 @@ def discounted_to_go(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int], d
 
 
 def turns_to_go(values_M: Tensor, mask_M: Tensor, acted_M: Tensor, lengths: Sequence[int], discount: float) -> Tensor:
-    """Return Σ_{k≥0} discount^k · sum of the values of the k-th following turn, [M]; 0 outside the mask.
+    """Return for each token Σ_{k≥0} discount^k · sum of the values in the turn k turns later, [M]; 0 outside the mask.
 
     A turn is a contiguous span of action tokens. All tokens of a turn get the same return: the return that
-    `discounted_to_go` gives if each turn is one token. Masked tokens of a turn add no value and do not split the turn.
+    `discounted_to_go` gives if each turn is one token. Tokens of a turn that are outside `mask_M` add no value, and do
+    not split the turn.
 
     Args:
         values_M: ignored outside `mask_M`.
         mask_M: bool, True at action tokens in the loss.
         acted_M: bool, True at all action tokens.
-        lengths: tokens of each sequence, on and outside the mask.
+        lengths: number of tokens of each sequence, inside and outside the mask.
     """
     counted_M = torch.where(mask_M, values_M, 0)
     total_M = torch.zeros_like(counted_M)
@@ -61,7 +62,7 @@ def turns_to_go(values_M: Tensor, mask_M: Tensor, acted_M: Tensor, lengths: Sequ
 
 
 def _to_go(values_K: Tensor, counts_B: Tensor, discount: float) -> Tensor:
-    """Return discounted sums in log2(longest) steps: a sum over 2n tokens is made of two sums over n tokens."""
+    """Return discounted sums, in log2(longest) steps. A step adds two sums over n tokens to a sum over 2n tokens."""
     counts_B = counts_B[counts_B > 0].to(values_K.device)
     if not len(counts_B):
         return values_K
@@ -94,7 +95,7 @@ def gae(
         mask_M: bool, True at action tokens.
         lengths: M_b, number of tokens of each sequence.
         gamma: discount factor per action token.
-        lambd: 0 gives r + γV' - V, 1 gives the discounted return minus V.
+        lambd: with 0, the advantage is r + γV' - V; with 1, it is the discounted return minus V.
     """
     counts = torch.tensor([int(piece.sum()) for piece in mask_M.split(list(lengths))], dtype=torch.int64)
     rewards_K, values_K = rewards_M[mask_M].double(), values_M[mask_M].double()
@@ -111,7 +112,7 @@ def gae(
 
 
 def value_loss(values_M: Tensor, old_values_M: Tensor, returns_M: Tensor, clip: float | None = None) -> Tensor:
-    """Return ½ (V - R)² per token, or with `clip` ½ max((V - R)², (V_clipped - R)²).
+    """Return ½ (V - R)² per token. With `clip`, return ½ max((V - R)², (V_clipped - R)²) instead.
 
     V_clipped is V clipped to ±`clip` around the value before the update.
     """

@@ -1,4 +1,4 @@
-"""Filters of groups by reward, and ROLL's masks and weights of samples by length, difficulty and correctness.
+"""Filters that select groups by reward, and ROLL's masks and weights of samples by length, difficulty and correctness.
 
 Legend: B samples. Samples of one prompt share a group.
 """
@@ -10,13 +10,15 @@ import numpy as np
 
 
 def mean_filter(rewards: Sequence[float], *, threshold_down: float, threshold_up: float) -> bool:
-    """Return whether the mean is strictly between the thresholds, so that the prompt is neither too hard nor too
-    easy."""
+    """Return whether the mean is strictly between the thresholds.
+
+    The prompt is then neither too hard nor too easy.
+    """
     return bool(threshold_down < np.mean(rewards) < threshold_up)
 
 
 def std_filter(rewards: Sequence[float], *, std_threshold: float) -> bool:
-    """Return whether the population standard deviation is above the threshold."""
+    """Return whether the population standard deviation of the rewards is above the threshold."""
     return bool(np.std(rewards) > std_threshold)
 
 
@@ -24,14 +26,17 @@ FILTERS: dict[str, Callable[..., bool]] = {"mean_filter": mean_filter, "std_filt
 
 
 def below_longest(lengths: Sequence[int], longest: int) -> list[bool]:
-    """Return a mask [B] of responses below the maximum length; the others are probably truncated (`max_len_mask`)."""
+    """Return a mask [B] of responses that are shorter than the maximum length (`max_len_mask`).
+
+    Responses of the maximum length are probably truncated.
+    """
     return [length < longest for length in lengths]
 
 
 def between_difficulties(
     rewards: Sequence[float | None], groups: Sequence[str], *, low: float, high: float
 ) -> list[bool]:
-    """Return a mask [B] of samples in groups with a mean reward strictly in (`low`, `high`) (`difficulty_mask`).
+    """Return a mask [B] of samples whose group has a mean reward strictly between `low` and `high` (`difficulty_mask`).
 
     Rewards of None are ignored. A group without any reward is kept.
     """
@@ -56,12 +61,14 @@ def sample_weights(
 ) -> list[float]:
     """Return the weights [B] of an update's samples, with mean 1.
 
-    They are 0.5 + 1.5 · difficulty, clipped to [0, 1] (`difficulty_loss_weight`; 1 for None), times
-    1.5 - (length - shortest) / (longest - shortest) (`length_loss_weight`).
+    A weight is the product of two factors, divided by the mean of these products. With `difficulty_loss_weight`, the
+    first factor is 0.5 + 1.5 · difficulty, with the difficulty clipped to [0, 1]; for a sample without a difficulty,
+    the factor is 1. With `length_loss_weight`, the second factor is 1.5 - (length - shortest) / (longest - shortest). A
+    factor that is not configured is 1.
 
     Args:
         lengths: number of response tokens.
-        difficulties: values from the rows; None: not used.
+        difficulties: difficulty of each sample, from the rows; None: difficulties are not used.
         by_length: whether the weights depend on the lengths.
     """
     weights = [1.0] * len(lengths)

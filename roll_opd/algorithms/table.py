@@ -92,7 +92,7 @@ def algorithm(name: str) -> Algorithm:
 
 
 def loss_facts(name: str | None) -> PolicyLossFacts:
-    """Return the facts of a policy loss; for an unknown loss, the defaults."""
+    """Return the facts of a policy loss. An unknown loss has the default facts."""
     try:
         return POLICY_LOSSES.facts(name) if name else PolicyLossFacts()
     except AlgorithmError:
@@ -100,7 +100,7 @@ def loss_facts(name: str | None) -> PolicyLossFacts:
 
 
 def advantage_facts(name: str | None) -> AdvantageFacts:
-    """Return the facts of an advantage; for an unknown advantage, the defaults."""
+    """Return the facts of an advantage. An unknown advantage has the default facts."""
     try:
         return ADVANTAGES.facts(name) if name else AdvantageFacts()
     except AlgorithmError:
@@ -108,7 +108,7 @@ def advantage_facts(name: str | None) -> AdvantageFacts:
 
 
 def merged_arguments(given: Mapping[str, object], defaults: Mapping[str, object]) -> tuple[FrozenDict, tuple[str, ...]]:
-    """Return a pair: the function's defaults, updated with the given arguments, and the names of unknown arguments."""
+    """Return the function's defaults, updated with the given arguments, and a tuple of the unknown argument names."""
     ours: dict[str, object] = {}
     # clip_range is applied before clip_range_low and clip_range_high
     for name in sorted(given, key=lambda name: len(ARGUMENT_ALIASES.get(name, ())) != 2):
@@ -132,7 +132,7 @@ def check_combination(
 ) -> list[str]:
     """Return an error for each part that, in this combination, has no effect or is mathematically wrong.
 
-    A user's functions without facts are assumed to be correct.
+    A user's function that declares no facts is assumed to be correct.
     """
     facts = loss_facts(policy_loss)
     name = f"policy loss {policy_loss}"
@@ -143,7 +143,7 @@ def check_combination(
             " effect; use importance_sampling or ppo"
         )
     elif not facts.reads_advantages and advantage is not None:
-        wrong.append(f"{name} reads no advantages, so advantage {advantage} would have no effect; remove it")
+        wrong.append(f"{name} reads no advantages, so advantage {advantage} would have no effect; remove the advantage")
     if facts.reads_advantages and advantage is None:
         wrong.append(
             f"{name} is a multiple of the advantages, which are 0 without an advantage function; set an advantage"
@@ -165,10 +165,10 @@ def check_combination(
             " expectation 0; use k2, whose gradient is the gradient of the reverse KL"
         )
     if kl_loss is not None and not reference:
-        wrong.append(f"a KL loss ({kl_loss}) needs a reference policy, but there is none; add reference")
+        wrong.append(f"a KL loss ({kl_loss}) needs a reference policy, but there is none; add the key reference")
     if facts.needs == "pairs":
         if not reference:
-            wrong.append(f"{name} needs a reference policy, but there is none; add reference")
+            wrong.append(f"{name} needs a reference policy, but there is none; add the key reference")
         if loss_agg_mode not in (None, "seq-mean-token-mean"):
             wrong.append(
                 f"{name} gives one value per pair, but loss_agg_mode {loss_agg_mode} would weight pairs by their"
@@ -177,10 +177,12 @@ def check_combination(
     if facts.needs == "demonstrations" and not 0 < expert_data_ratio < 1:
         wrong.append(
             f"{name} combines demonstrations and the student's samples, but with expert_data_ratio"
-            f" {expert_data_ratio:g} one of the two is empty; choose a ratio between 0 and 1"
+            f" {expert_data_ratio:g} one of these two parts is empty; choose a ratio between 0 and 1"
         )
     if expert_data_ratio and critic:
-        wrong.append("demonstrations are not sampled, so a critic cannot be trained on them; remove the critic")
+        wrong.append(
+            "demonstrations are not sampled, so a critic cannot be trained on demonstrations; remove the critic"
+        )
     if policy_loss in POLICY_LOSSES.builtin and facts.needs != "demonstrations" and expert_data_ratio:
         wrong.append(f"{name} would treat demonstrations as the student's samples; use mix or mix_chord")
     return wrong

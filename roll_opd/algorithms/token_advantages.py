@@ -3,11 +3,11 @@
     A = whiten(Σ_k γ^k r_{t+k}); with a critic: A = whiten(GAE of r)
     r = whiten(R' on the last action token, 0 elsewhere, minus a penalty per token)
 
-k counts action tokens, or turns. R' is the normalised reward of an advantage function (see `advantages`). Whitening,
-discount and penalty are optional. The teachers' term is added later, in `objective.loss`, because whitening the sum
-would remove its signal. The sum is then clipped.
+k counts action tokens, or turns if gamma is applied per turn. R' is the normalised reward of an advantage function (see
+`advantages`). Whitening, discount and penalty are optional. The teachers' term is added later, in `objective.loss`,
+because whitening the sum would remove the signal of this term. The sum is then clipped.
 
-Legend: B samples, M scored tokens of all samples, concatenated. All arrays are float64: they are small, and tests
+Legend: B samples with M scored tokens in total, concatenated. All arrays are float64, because they are small and tests
 compare six digits of long sums.
 """
 
@@ -26,9 +26,10 @@ VARIANCE_FLOOR = 1e-8  # added to the variance in whitening
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """Advantages and returns (a critic's targets), f64 [M], 0 outside the mask; mean and scale of the two whitenings.
+    """Advantages and returns (the targets of a critic), both f64 [M] and 0 outside the mask.
 
-    Without whitening, mean is 0 and scale 1.
+    `reward_mean` and `reward_scale` were used to whiten the rewards, `mean` and `scale` to whiten the advantages.
+    Without whitening, the mean is 0 and the scale is 1.
     """
 
     advantages_M: Tensor
@@ -51,7 +52,9 @@ def token_advantages(
     whiten_rewards: bool = False,
     whiten_advantages: bool = False,
 ) -> TokenAdvantages:
-    """Return discounted returns-to-go of token rewards, or GAE; optionally whitened (arXiv 2501.03262).
+    """Return advantages from token rewards: discounted returns-to-go, or GAE if a critic's values are given.
+
+    The rewards and the advantages can be whitened (arXiv 2501.03262).
 
     Args:
         rewards_M: f64 [M], 0 outside the mask.
@@ -59,7 +62,8 @@ def token_advantages(
         lengths: tokens of each sample.
         values_M: a critic's values of the state before each token; None: returns-to-go.
         lambd: λ of GAE.
-        turns_M: bool [M], True at action tokens; gamma is applied per unbroken run of these (a turn); None: per token.
+        turns_M: bool [M], True at action tokens. gamma is then applied per turn, which is an unbroken run of action
+            tokens. None: gamma is applied per token.
     """
     rewards_M, reward_mean, reward_scale = _whitened(rewards_M, mask_M, enabled=whiten_rewards)
     if values_M is not None:
@@ -73,7 +77,7 @@ def token_advantages(
 
 
 def _whitened(values_M: Tensor, mask_M: Tensor, *, enabled: bool) -> tuple[Tensor, float, float]:
-    """Return (whitened values, mean, scale); values are 0 outside the mask."""
+    """Return (whitened values, mean, scale); the whitened values are 0 outside the mask."""
     if not enabled:
         return values_M, 0.0, 1.0
     mean, scale = whitening(values_M, mask_M)
@@ -92,16 +96,17 @@ def on_last_action(rewards_B: Tensor, masks: Sequence[Tensor]) -> Tensor:
 
 
 def last_action(mask: np.ndarray) -> int | None:
-    """Return the index of the last True in a mask; None if there is none."""
+    """Return the index of the last True in a mask; None if the mask has no True."""
     if not mask.any():
         return None
     return len(mask) - 1 - int(mask[::-1].argmax())
 
 
 def whitening(values_M: Tensor, mask_M: Tensor) -> tuple[float, float]:
-    """Return mean and standard deviation (unbiased, variance + 1e-8) over the mask; (0, 1) for fewer than two tokens.
+    """Return the mean and the standard deviation over the mask; (0, 1) for fewer than two tokens.
 
-    Non-finite values are ignored, so that such a value affects only the advantages of its sample.
+    The standard deviation is the root of the unbiased variance plus 1e-8. Non-finite values are ignored, so that a
+    non-finite value affects only the advantages of its sample.
     """
     kept = values_M[mask_M & values_M.isfinite()].double()
     if len(kept) < 2:

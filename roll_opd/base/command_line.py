@@ -28,7 +28,7 @@ SESSION_SOCKET = "ROLL_OPD_SESSION_SOCKET"
 
 
 def safe_output() -> None:
-    """Set up output to print escapes for characters that the terminal's encoding lacks, instead of raising an error."""
+    """Make stdout and stderr print an escape for a character outside the encoding, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -39,7 +39,7 @@ def without_collections() -> Iterator[None]:
     """Disable automatic garbage collection; explicit collections still work.
 
     Imported modules and the samples of a step stay alive, so automatic collections find nothing to free. In a step of
-    8,192 samples they took a sixth of the driver's time.
+    8,192 samples, automatic collections took a sixth of the driver's time.
     """
     were_on = gc.isenabled()
     gc.disable()
@@ -53,7 +53,8 @@ def without_collections() -> Iterator[None]:
 def add_config_arguments(parser: argparse.ArgumentParser, takes_pipeline: bool = True) -> None:
     """Add the configuration arguments: a YAML file (or a directory and a name, as in ROLL), and overrides.
 
-    With `takes_pipeline`, the first word may name the pipeline; if it does not, the configuration determines it.
+    With `takes_pipeline`, the first word may be the name of a pipeline. Without such a name, the configuration
+    determines the pipeline.
     """
     pipeline = f"[{'|'.join(ENTRIES)}|sft|dpo|offline_distill|MODULE] " if takes_pipeline else ""
     parser.usage = (
@@ -63,13 +64,16 @@ def add_config_arguments(parser: argparse.ArgumentParser, takes_pipeline: bool =
     parser.add_argument("--config", metavar="FILE", help="configuration file, same as CONFIG.yaml")
     parser.add_argument("--config_path", metavar="DIR", help="directory (relative to here, examples/ or the script)")
     parser.add_argument("--config_name", metavar="NAME", help="YAML file in --config_path, with or without .yaml")
-    pipeline = "the pipeline (default: from the configuration), " if takes_pipeline else ""
+    pipeline = "the pipeline (by default determined by the configuration), " if takes_pipeline else ""
     what = f"{pipeline}the configuration file, and overrides: key=value, +key=value, ~key"
     parser.add_argument("overrides", nargs="*", metavar="words", help=what)
 
 
 def pipeline_arguments(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Remove the pipeline's name from a command line; return its arguments for `load_plan`, empty without a name."""
+    """Remove the pipeline's name from a command line, and return the pipeline's arguments for `load_plan`.
+
+    If the command line has no pipeline name, the result is empty.
+    """
     first = parsed.overrides[0] if parsed.overrides else ""
     if not first or not _is_name(first):
         return {}
@@ -99,7 +103,7 @@ def configuration(parsed: argparse.Namespace) -> tuple[str, str, list[str]]:
 
 
 def _advice(word: str | None) -> str:
-    """Return the advice for a missing configuration; `word` may be a file name without .yaml."""
+    """Return advice for a command line without a configuration. `word` may be a file name without its ending .yaml."""
     if word is None:
         return f"; {HOW_TO_NAME}"
     near = _named_yaml(word)
@@ -107,7 +111,7 @@ def _advice(word: str | None) -> str:
 
 
 def _named_yaml(word: str) -> str | None:
-    """Return the YAML file that a word names without its ending, as in --config_name; None if no such file exists."""
+    """Return `word` plus the ending of a YAML file, if a file with this name exists; None if no such file exists."""
     return next((word + ending for ending in YAML if os.path.isfile(word + ending)), None)
 
 

@@ -18,15 +18,15 @@ from typing import Any
 DEBUG = "ROLL_OPD_DEBUG"  # set: print tracebacks and the output of all processes
 MAX_QUOTE = 400  # characters of user text in a message; longer text is cut in the middle
 REMEDIES = {
-    errno.EACCES: "get permission for it (ls -ld shows the owner), or use a different path",
-    errno.EPERM: "get permission for it (ls -ld shows the owner), or use a different path",
+    errno.EACCES: "get permission for the path (ls -ld shows the owner), or use a different path",
+    errno.EPERM: "get permission for the path (ls -ld shows the owner), or use a different path",
     errno.ENAMETOOLONG: "use a shorter name (at most 255 bytes per name, 4095 per path)",
-    errno.ELOOP: "the path has a loop of symbolic links; correct it",
+    errno.ELOOP: "the path has a loop of symbolic links; correct these links",
     errno.ENOTDIR: "a part of the path is a file, not a directory; correct the path",
-    errno.EISDIR: "it is a directory; choose a file",
-    errno.ENOENT: "it does not exist; correct the path",
+    errno.EISDIR: "the path is a directory; choose a file",
+    errno.ENOENT: "the path does not exist; correct the path",
     errno.EROFS: "the file system is read-only; choose another directory",
-    errno.ENOSPC: "free space, or choose another directory",
+    errno.ENOSPC: "free some disk space, or choose another directory",
     errno.EDQUOT: "free some of your quota, or choose another directory",
     errno.EIO: "the disk or its network file system fails; check dmesg, or use a copy elsewhere",
     errno.ESTALE: "the network file system lost the file; remount it, or use a copy elsewhere",
@@ -59,7 +59,7 @@ class ConfigError(Exception):
 def os_sentence(error: OSError) -> str:
     """Return a message for an OSError: file, reason, remedy."""
     if error.errno == errno.ENOENT and not _has_current_directory():
-        return "the current directory has been deleted; change to one that exists"
+        return "the current directory has been deleted; change to an existing directory"
     name = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
     why = (error.strerror or str(error) or type(error).__name__).rstrip(".")
     return shortened(f"{name}{why}; {REMEDIES.get(error.errno or 0, 'check the file and its file system')}")

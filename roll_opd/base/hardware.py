@@ -66,7 +66,7 @@ def _gpu_mebibytes() -> list[int]:
 
 
 def _queried(field: str) -> list[str]:
-    """Return a field of nvidia-smi for each GPU, memory in MiB; empty if the tool is missing or fails."""
+    """Return a field of nvidia-smi for each GPU (memory in MiB); empty if nvidia-smi is missing or fails."""
     tool = shutil.which("nvidia-smi")
     try:
         return _query(tool, field) if tool else []

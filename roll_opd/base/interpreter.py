@@ -19,8 +19,9 @@ MODULES = {"megatron-core": "megatron.core", "hydra-core": "hydra", "pyyaml": "y
 def use_project_environment(needs_packages: "bool | tuple[str, ...]" = True, module: str = "") -> None:
     """Re-execute with .venv's Python, or exit with an error, unless this Python meets the requirements.
 
-    `needs_packages`: packages that must be installed. True: the packages of the project; a tuple: these packages;
-    False: none. `module`: the program is a module (python -m), not a file.
+    `needs_packages` selects the packages that must be installed: True means the packages of the project, a tuple has
+    the names of packages, and False means no packages. If Python runs the program with -m, `module` is the program's
+    module.
     """
     lack = lacking(needs_packages)
     if not lack:
@@ -40,7 +41,7 @@ def use_project_environment(needs_packages: "bool | tuple[str, ...]" = True, mod
 
 
 def lacking(needs_packages: "bool | tuple[str, ...]") -> str:
-    """Return how this Python fails the requirements, as the end of a sentence; "" if it meets all."""
+    """Return the first unmet requirement, such as "lacks torch"; "" if this Python meets all requirements."""
     try:
         with open(os.path.join(ROOT, "pyproject.toml")) as file:
             project = file.read()

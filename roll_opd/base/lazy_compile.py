@@ -1,4 +1,4 @@
-"""Postpone `torch.compile` to the first call of the functions that it decorates."""
+"""Delay `torch.compile`, so that a decorated function is compiled when it is first called."""
 
 import functools
 import importlib
@@ -10,9 +10,9 @@ from typing import Any
 
 @contextmanager
 def lazy_compile() -> Iterator[None]:
-    """Postpone `torch.compile` of the functions that are decorated inside the block until their first call.
+    """Delay `torch.compile` of functions that are decorated inside the block until these functions are first called.
 
-    Megatron decorates functions that are rarely called on CPUs; postponing avoids importing the compiler.
+    Megatron decorates functions that are rarely called on CPUs. If they are not called, the compiler is not imported.
     """
     torch: Any = importlib.import_module("torch")
     compile_now = torch.compile

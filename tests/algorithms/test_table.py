@@ -43,8 +43,11 @@ SOUND = {"policy_loss": "ppo", "advantage": "grpo"}
             {"policy_loss": "dpo", "advantage": None, "reference": True, "loss_agg_mode": "token-mean"},
             "loss_agg_mode token-mean would weight pairs by their length",
         ),
-        ({"policy_loss": "mix"}, "with expert_data_ratio 0 one of the two is empty"),
-        ({"policy_loss": "mix_chord", "expert_data_ratio": 1.0}, "with expert_data_ratio 1 one of the two is empty"),
+        ({"policy_loss": "mix"}, "with expert_data_ratio 0 one of these two parts is empty"),
+        (
+            {"policy_loss": "mix_chord", "expert_data_ratio": 1.0},
+            "with expert_data_ratio 1 one of these two parts is empty",
+        ),
         ({"expert_data_ratio": 0.5}, "would treat demonstrations as the student's samples"),
     ],
 )

@@ -12,7 +12,7 @@ from roll_opd.algorithms.registry import register_advantage
 
 @register_advantage("rloo", baseline=True)
 def rloo(batch: RewardBatch) -> Normalised:
-    """Return R minus the mean of the other rewards in its group: (R - mean) · G/(G-1). arXiv 2402.14740."""
+    """Return R minus the mean of the other rewards in the group: (R - mean) · G/(G-1). arXiv 2402.14740."""
     rewards_B = batch.rewards_B.double()
     others_B = torch.zeros_like(rewards_B)
     for members in group_members(batch.groups):
@@ -37,19 +37,20 @@ def opmd(batch: RewardBatch, *, opmd_baseline: Literal["mean", "logavgexp"] = "m
 
 @register_advantage("asymre", baseline=True)
 def asymre(batch: RewardBatch, *, baseline_shift: float = -0.1) -> Normalised:
-    """Return R - (mean + shift); a negative shift weights failures less than successes. arXiv 2506.20520."""
+    """Return R - (mean + shift). With a negative shift, failures have less weight than successes. arXiv 2506.20520."""
     return _minus(batch, lambda rewards: rewards.mean() + baseline_shift)
 
 
 @register_advantage("rec", baseline=True)
 def rec(batch: RewardBatch, *, std_normalize: bool = False, drop: Literal["balance"] | None = None) -> Normalised:
-    """Return R - mean; `std_normalize` divides it by (biased std + 1e-6). arXiv 2509.24203.
+    """Return R - mean. `std_normalize` divides the difference by (biased std + 1e-6). arXiv 2509.24203.
 
-    `drop: balance` drops samples below the mean, the last of the group first, until at most half of the remaining
-    samples are below that mean. Dropped samples get 0 and do not count in mean and std.
+    `drop: balance` drops samples whose reward is below the group's mean, until at most half of the remaining samples
+    are below this mean. The last samples of the group are dropped first. A dropped sample gets 0, and its reward is not
+    included in the mean and the std.
     """
     if drop not in (None, "balance"):
-        raise ValueError(f"drop {drop!r} of advantage rec is unknown; use balance or nothing")
+        raise ValueError(f"drop {drop!r} of advantage rec is unknown; use balance, or do not set drop")
     rewards_B = batch.rewards_B.double()
     mean_B, scale_B = torch.zeros_like(rewards_B), torch.ones_like(rewards_B)
     for members in group_members(batch.groups):

@@ -1,10 +1,11 @@
 """Interface of advantage functions (`RewardBatch` -> `Normalised`), and shared normalisation.
 
 An advantage function is `f(batch, *, arguments) -> Normalised`. It returns the reward of each sample relative to its
-group or batch, (R - mean) / scale; `token_advantages` computes token advantages from this. The standard deviation is
-unbiased unless stated otherwise. In a group or batch of one sample, the reward is not changed.
+group or batch, (R - mean) / scale; `token_advantages` computes the advantages of tokens from these relative rewards.
+The standard deviation is unbiased unless stated otherwise. In a group or batch of one sample, the reward is not
+changed.
 
-Legend: B samples. All arrays are float64: they are small, and tests compare six digits.
+Legend: B samples. All arrays are float64, because they are small and tests compare six digits.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,10 @@ class RewardBatch:
 
 @dataclass(frozen=True)
 class Normalised:
-    """Normalised rewards (R - `mean`) / `scale`, all f64 [B]; without normalisation mean is 0 and scale 1."""
+    """Normalised rewards (R - `mean`) / `scale`; all arrays are f64 [B].
+
+    Without normalisation, the mean is 0 and the scale is 1.
+    """
 
     rewards: Tensor
     mean: Tensor
@@ -40,26 +44,26 @@ class Normalised:
     dropped: Tensor | None = None  # bool [B], true for samples removed from the batch; None: no sample is removed
 
     def at(self, numbers: Sequence[int]) -> "Normalised":
-        """Return the values of the samples with these numbers."""
+        """Return the rewards, means and scales of the samples with the given numbers."""
         return Normalised(self.rewards[numbers], self.mean[numbers], self.scale[numbers])
 
     @classmethod
     def of(cls, rewards_B: Tensor, mean_B: Tensor, scale_B: Tensor | None = None) -> "Normalised":
-        """Return (R - mean) / scale; without `scale_B`, R - mean."""
+        """Return (R - mean) / scale. Without `scale_B`, the scale is 1."""
         scale_B = torch.ones_like(rewards_B) if scale_B is None else scale_B
         return cls((rewards_B - mean_B) / scale_B, mean_B, scale_B)
 
     @classmethod
     def given(cls, advantages_B: Tensor, rewards_B: Tensor, dropped_B: Tensor | None = None) -> "Normalised":
-        """Wrap arbitrary advantages: the mean is the reward minus the advantage, the scale is 1."""
+        """Wrap arbitrary advantages: the mean is the reward minus the advantage, and the scale is 1."""
         return cls(advantages_B, rewards_B - advantages_B, torch.ones_like(rewards_B), dropped_B)
 
 
 def normalised_rewards(rewards_B: Tensor, groups: Sequence[str], mean_over: Level, std_over: Level) -> Normalised:
     """Normalise rewards over their `group`, the whole `batch`, or nothing (None).
 
-    If all rewards of a group or batch are equal, std normalisation returns 0, whatever `mean_over` is; dividing by the
-    small constant would give these rewards the largest advantages.
+    If all rewards of a group or batch are equal, std normalisation returns 0, whatever `mean_over` is. A division by
+    the small constant alone would give these rewards the largest advantages.
     """
     rewards_B = rewards_B.double()
     mean_B, scale_B = torch.zeros_like(rewards_B), torch.ones_like(rewards_B)
@@ -75,7 +79,7 @@ def normalised_rewards(rewards_B: Tensor, groups: Sequence[str], mean_over: Leve
 
 
 def run_members(batch: RewardBatch) -> dict[tuple[str, int], list[int]]:
-    """Return a map: (group, run) -> sample numbers in order."""
+    """Return the sample numbers of each run, in order; the keys are pairs (group, run)."""
     numbers = range(len(batch.groups)) if batch.runs is None else batch.runs
     members: dict[tuple[str, int], list[int]] = {}
     for place, run in enumerate(zip(batch.groups, numbers, strict=True)):
@@ -93,7 +97,10 @@ def step_returns(batch: RewardBatch, discount: float) -> Tensor:
 
 
 def group_members(groups: Sequence[str], level: Level = "group") -> list[list[int]]:
-    """Return the sample numbers of each group, or of the whole batch as one list; empty if `level` is None."""
+    """Return one list per group with the numbers of its samples.
+
+    With `level` batch, the whole batch is one group. With `level` None, there are no groups, so the result is empty.
+    """
     if level is None:
         return []
     members: dict[str, list[int]] = {}

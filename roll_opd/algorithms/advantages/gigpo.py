@@ -1,4 +1,4 @@
-"""GiGPO: the advantage of a trajectory within its group plus the advantage of a step among steps from the same state.
+"""GiGPO: the advantage of a trajectory in its group, plus the advantage of a step relative to its state.
 
 Legend: see `batch`.
 """
@@ -33,15 +33,17 @@ def gigpo(
 ) -> Normalised:
     """Return episode_reward_weight · A_E + step_reward_weight · A_S per step. arXiv 2505.10978; ROLL's defaults.
 
-    A_E is the sum of a trajectory's rewards, normalised over trajectories. A_S is the step's return, discounted with
-    step_reward_gamma and normalised over the steps from the same state in all trajectories of the prompt. A step with a
-    unique state gets 0. With std normalisation, steps with equal returns also get 0.
+    A_E is the sum of a trajectory's rewards, normalised over trajectories. A_S is the return of the step, with the
+    discount step_reward_gamma. It is normalised over the steps that start from the same state, in all trajectories of
+    the prompt. If no other step starts from the same state, the normalised A_S is 0. With std normalisation, A_S is
+    also 0 if all steps from the state have equal returns.
 
     Args:
-        mean_cal_level, std_cal_level: level of A_E's normalisation; None: no normalisation. A_S uses the mean (or std)
-            of its state if A_E uses the mean (or std) of the group or batch.
-        step_reward_gamma: discount of a later step's reward.
-        episode_reward_weight, step_reward_weight: weights of the two parts.
+        mean_cal_level, std_cal_level: level of the mean and of the std that normalise A_E; None: the mean (or the std)
+            is not used. A_S uses the mean (or the std) over the steps from the same state if A_E uses a mean (or a
+            std).
+        step_reward_gamma: discount of the rewards of later steps, per step.
+        episode_reward_weight, step_reward_weight: weights of A_E and A_S.
 
     Raises:
         ValueError: if the states are unknown.

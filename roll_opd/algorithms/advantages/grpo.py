@@ -26,14 +26,14 @@ def grpo(
     """Return (R - mean of the group) / (std + 1e-6). arXiv 2402.03300.
 
     Args:
-        mean_cal_level, std_cal_level: level of mean and std. Std over the `batch`: arXiv 2508.08221; None: Dr. GRPO,
-        2503.20783.
+        mean_cal_level, std_cal_level: level of the mean and level of the std. arXiv 2508.08221 proposes the std over
+            the batch. Without a std (None), the advantage is that of Dr. GRPO, arXiv 2503.20783.
         std_threshold: groups with at most this std, and groups of one sample, get 0 and are dropped from the batch.
-        rank_penalty: multiply R by 1 - rank_penalty · rank/G. In each group, rank 0 is the least likely answer and rank
-            G-1 the most likely answer, by the mean log-prob of action tokens. arXiv 2506.02355.
+        rank_penalty: R is multiplied by 1 - rank_penalty · rank/G. In each group, the answer with the lowest mean
+            log-prob of action tokens has rank 0, and the answer with the highest mean has rank G-1. arXiv 2506.02355.
 
     Raises:
-        ValueError: for a rank_penalty without log-probs.
+        ValueError: if rank_penalty is set, but the batch has no log-probs.
     """
     rewards_B = batch.rewards_B.double()
     if rank_penalty is not None:
@@ -73,7 +73,7 @@ def step_wise_grpo(
 
 
 def _ranks(batch: RewardBatch) -> Tensor:
-    """Return rank/G of each sample in its group, f64 [B], by the mean log-prob of its action tokens."""
+    """Return rank/G of each sample, f64 [B]. A group is ranked by the mean log-probs of the samples' action tokens."""
     if batch.logprobs is None:
         raise ValueError("rank_penalty of advantage grpo needs the log-probs of the samples, but there are none")
     likely_B = torch.stack([values.double().sum() / max(len(values), 1) for values in batch.logprobs])

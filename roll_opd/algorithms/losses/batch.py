@@ -1,10 +1,10 @@
 """`LossBatch`: input of policy losses.
 
 A policy loss is a function `loss(batch, *, arguments) -> [M]` that returns one number per token: 0 outside the mask,
-and finite if the log-probs in the mask are finite. It does not depend on token weights, ranks or packs. Training
-minimises its sum over tokens, weighted by `aggregation.token_weights`.
+and finite if the log-probs in the mask are finite. The number does not depend on token weights, ranks or packs.
+Training minimises the sum of these numbers over tokens, weighted by `aggregation.token_weights`.
 
-Legend: M scored tokens of a pack, B sequences.
+Legend: a pack has B sequences with M scored tokens in total.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ MAX_LOG_RATIO = 20.0  # without a clamp, a single outlier token could overflow
 class LossBatch:
     """A pack of whole sequences.
 
-    Arrays are floating [M] unless stated otherwise; only `logprobs_M` has a gradient. Log-probs outside the mask are
-    arbitrary and may be infinite; advantages and rewards are finite.
+    Arrays have the shape [M] and a floating-point dtype unless stated otherwise. Only `logprobs_M` has a gradient.
+    Log-probs outside the mask are arbitrary and may be infinite. Advantages and rewards are finite everywhere.
     """
 
     logprobs_M: Tensor  # under the weights that are being trained

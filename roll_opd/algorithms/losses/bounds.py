@@ -13,8 +13,8 @@ from roll_opd.algorithms.losses.rec import in_range
 def beyond_bounds(loss: str, batch: LossBatch, arguments: Mapping[str, Any]) -> Tensor:
     """Return a mask of the tokens outside the bounds of policy loss `loss`, bool [M]; False outside the batch's mask.
 
-    `arguments` are all arguments, including defaults. Losses that are not listed here have the bounds `clip_low` and
-    `clip_high`. A loss without these arguments, such as sapo with its smooth gate, has no bounds.
+    `arguments` has all arguments of the loss, including defaults. Losses that are not in `_OUTSIDE` have the bounds 1 -
+    `clip_low` and 1 + `clip_high`. A loss without these arguments, such as sapo with its smooth gate, has no bounds.
     """
     if loss in _OUTSIDE:
         return _OUTSIDE[loss](batch, arguments) & batch.mask_M

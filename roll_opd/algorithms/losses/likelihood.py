@@ -15,7 +15,7 @@ from roll_opd.algorithms.registry import register_policy_loss
 
 @register_policy_loss("sft", reads_advantages=False)
 def sft(batch: LossBatch) -> Tensor:
-    """Return -logprobs: maximum likelihood, without advantages and old log-probs."""
+    """Return -logprobs, the loss of maximum likelihood. It uses neither advantages nor old log-probs."""
     return -batch.action_logprobs_M
 
 
@@ -48,8 +48,8 @@ def topr(
 ) -> Tensor:
     """Return -sg(α) · A · logprobs, α = 1 if A > threshold, else clip(r, 0, 1). arXiv 2503.14286, Trinity-RFT.
 
-    With `sign_of: reward`, if the batch has rewards, the reward is compared with the threshold instead of A, as in
-    ROLL, because a baseline may change the sign of advantages.
+    If `sign_of` is reward and the batch has rewards, the reward is compared with the threshold instead of A. ROLL does
+    the same, because a baseline may change the sign of advantages.
     """
     if sign_of not in ("advantage", "reward"):
         raise ValueError(f"sign_of {sign_of!r} of policy loss topr is unknown; use advantage or reward")
@@ -74,11 +74,12 @@ def kimi15(batch: LossBatch, *, tau: float = 0.1) -> Tensor:
 def dpo(batch: LossBatch, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
     """Return -(1-ε)·log σ(h) - ε·log σ(-h), h = β · [Σ_chosen (logprobs - ref) - Σ_rejected (logprobs - ref)].
 
-    arXiv 2305.18290. Every action token of a pair gets the loss of the pair. With seq-mean-token-mean, the weights of
-    every sequence have the same sum, so the weighted sum is the mean over pairs, whatever their lengths.
+    arXiv 2305.18290. Every action token of a pair gets the loss of the pair. With seq-mean-token-mean, the token
+    weights of each sequence have the same sum. The weighted sum is then the mean over pairs, and does not depend on the
+    lengths of the sequences.
 
     Raises:
-        ValueError: without a reference policy, or with an odd number of sequences.
+        ValueError: if there are no log-probs of a reference policy, or if the number of sequences is odd.
     """
     if len(batch.lengths) % 2:
         raise ValueError(f"policy loss dpo needs pairs of sequences, but the pack has {len(batch.lengths)}")

@@ -26,9 +26,10 @@ def ppo(
     dual_clip: float | None = 3.0,
     ratio_type: Literal["token", "sequence"] = "token",
 ) -> Tensor:
-    """Return max(-A·r, -A·clip(r, 1-low, 1+high)), and for A < 0 at most -A·dual_clip. arXiv 1707.06347, 1912.09729.
+    """Return max(-A·r, -A·clip(r, 1-low, 1+high)). arXiv 1707.06347.
 
-    With ratio_type `sequence`, r is the geometric mean over the sequence's tokens.
+    For A < 0, the loss is at most -A·dual_clip (arXiv 1912.09729). With ratio_type `sequence`, r is the geometric mean
+    of the ratios of the sequence's tokens.
     """
     if ratio_type not in ("token", "sequence"):
         raise ValueError(f"ratio_type {ratio_type!r} of policy loss ppo is unknown; use token or sequence")
@@ -38,9 +39,10 @@ def ppo(
 
 @register_policy_loss("gspo", loss_agg_mode="seq-mean-token-mean")
 def gspo(batch: LossBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
-    """Return PPO with sg(s) · π_t/sg(π_t) instead of r; s is r's geometric mean over the sequence. arXiv 2507.18071.
+    """Return the loss of PPO with sg(s) · π_t/sg(π_t) instead of r. arXiv 2507.18071.
 
-    This is GSPO-token: the value is per sequence, the gradient is per token.
+    s is the geometric mean of r over the sequence. This is GSPO-token: the ratio has one value per sequence, and a
+    gradient per token.
     """
     one_M = (batch.action_logprobs_M - batch.action_logprobs_M.detach()).exp()
     return _clipped(batch.sequence_ratio_M.detach() * one_M, batch, clip_low, clip_high, None)
@@ -58,7 +60,8 @@ def cispo(
 ) -> Tensor:
     """Return -A · sg(clip(r, 1-low, 1+high)) · logprobs: clips the weight, not the gradient. arXiv 2506.13585.
 
-    With `enable_mask_clip`, the loss is 0 where PPO with that mask's clip range has no gradient, as in Trinity-RFT.
+    With `enable_mask_clip`, the loss is 0 where PPO with the clip range of `mask_clip_range_low` and
+    `mask_clip_range_high` has no gradient, as in Trinity-RFT.
     """
     ratio_M, advantages_M = batch.ratio_M.detach(), batch.advantages_M
     loss_M = -advantages_M * ratio_M.clamp(1 - clip_low, 1 + clip_high) * batch.action_logprobs_M

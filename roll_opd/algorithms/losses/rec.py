@@ -30,11 +30,12 @@ def rec(
     """Return -A · w · logprobs where the ratio is in range, plus a regulariser on every token.
 
     Args:
-        clip_mode: two-side keeps 1-low <= r <= 1+high; one-side applies the upper bound where A >= 0 and the lower
-        bound where A <= 0; gspo-one-side is one-side with the sequence's geometric mean s instead of r; ring also keeps
-        r <= 1-low' where A >= 0 and r >= 1+high' where A <= 0, in addition to two-side.
-        weight: w = 1, r, s or exp(A/temp); none has a gradient.
-        regularizer: forward-kl adds -coef · logprobs, k2 adds coef · (logprobs - old_logprobs)².
+        clip_mode: range of the ratio. two-side keeps tokens with 1-low <= r <= 1+high. one-side applies only the upper
+            bound where A >= 0, and only the lower bound where A <= 0. gspo-one-side is one-side with s, the geometric
+            mean of the sequence's ratios, instead of r. ring keeps the tokens of two-side, and also tokens with r <=
+            1-low' where A >= 0 and with r >= 1+high' where A <= 0.
+        weight: for the four allowed values, w is 1, r, s and exp(A/temp). No weight has a gradient.
+        regularizer: forward-kl adds -coef · logprobs, and k2 adds coef · (logprobs - old_logprobs)².
     """
     ratio_M, sequence_ratio_M = batch.ratio_M.detach(), batch.sequence_ratio_M.detach()
     weights = {
