@@ -165,10 +165,10 @@ def check_combination(
             " expectation 0; use k2, whose gradient is the gradient of the reverse KL"
         )
     if kl_loss is not None and not reference:
-        wrong.append(f"a KL loss ({kl_loss}) needs a reference policy, but there is none; add the key reference")
+        wrong.append(f"a KL loss ({kl_loss}) needs a reference policy, but there is none; write a reference section")
     if facts.needs == "pairs":
         if not reference:
-            wrong.append(f"{name} needs a reference policy, but there is none; add the key reference")
+            wrong.append(f"{name} needs a reference policy, but there is none; write a reference section")
         if loss_agg_mode not in (None, "seq-mean-token-mean"):
             wrong.append(
                 f"{name} gives one value per pair, but loss_agg_mode {loss_agg_mode} would weight pairs by their"

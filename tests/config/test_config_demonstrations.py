@@ -92,8 +92,14 @@ def test_a_loss_of_ones_own_may_read_them_too(
         ({"demonstrations.data_arg": {}}, "demonstrations.data_arg: unknown key; did you mean 'data_args'?"),
         ({"algorithm_type": "grpo"}, "demonstrations: is written, but policy loss ppo does not use it"),
         ({"algorithm_type": "grpo", "expert_data_ratio": 0.5}, "policy loss ppo would treat demonstrations as"),
-        ({"expert_data_ratio": 0}, "with expert_data_ratio 0 one of these two parts is empty; choose a ratio"),
-        ({"expert_data_ratio": 1}, "with expert_data_ratio 1 one of these two parts is empty; choose a ratio"),
+        (
+            {"expert_data_ratio": 0},
+            "with expert_data_ratio 0 one of these two parts is empty; choose a ratio between 0 and 1",
+        ),
+        (
+            {"expert_data_ratio": 1},
+            "with expert_data_ratio 1 one of these two parts is empty; choose a ratio between 0 and 1",
+        ),
         ({"expert_data_ratio": 1.5}, "expert_data_ratio: should be less than or equal to 1"),
         (
             {"expert_data_ratio": 0.3},
