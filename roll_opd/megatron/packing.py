@@ -105,7 +105,9 @@ def pack(
     like: Sample | None = None,
     routes: tuple[int, int] | None = None,
 ) -> PackedBatch:
-    """Concatenate `samples` into a pack; unscored padding makes the number of tokens per rank a multiple of `multiple`.
+    """Concatenate `samples` into a pack.
+
+    Unscored padding is added, so that the number of tokens per rank is a multiple of `multiple`.
 
     With `share_prefixes`, a prompt prefix that two consecutive samples share is stored once if this saves work (see
     `samples.sharding`). If `samples` is empty, the batch has empty columns with the same names and dtypes as `like`.
@@ -142,7 +144,10 @@ def pack(
 
 
 def columns_of(samples: Sequence[Sample], like: Sample | None, device: torch.device) -> dict[str, Tensor]:
-    """Concatenate the columns of `samples`, each [M] or [M, K]; without samples, return empty columns as in `like`."""
+    """Concatenate the columns of `samples`, each [M] or [M, K].
+
+    Without samples, the columns are empty and have the names and dtypes of `like`.
+    """
     known = samples[0] if samples else like
     assert known is not None
     return {

@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts: auxiliary losses with one global denominator, expert biases, and routing replay.
+"""Routers of mixtures of experts, with globally averaged auxiliary losses, expert biases and routing replay.
 
 `PackedRouter` replaces Megatron's router. Megatron's router needs Transformer Engine, includes padding in its losses,
 and divides the losses by the number of tokens on each rank.
@@ -150,7 +150,9 @@ def reset_expert_counts(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def update_biases(chunks: Iterable[torch.nn.Module], rate: float) -> None:
-    """Raise an expert's bias by `rate` if it had fewer tokens than average in the mini-batch; lower it if more.
+    """Change each expert's bias by `rate`.
+
+    The bias is raised if the expert had fewer tokens than average in the mini-batch, and lowered if it had more.
 
     Source: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2; arXiv 2408.15664). Collective over the ranks of a pipeline
     stage.

@@ -44,8 +44,8 @@ class MegatronTrainer(MegatronLearner):
     ) -> TrainResult:
         """Make one optimizer update from a mini-batch; `step` is the run's step, counted from 1.
 
-        `samples` have the columns of `objective.columns.loss_columns`. With `assigned`, `samples` are only this
-        data-parallel rank's shard (see `samples.sharding`).
+        `samples` have the columns that `objective.columns.loss_columns` returns. With `assigned`, `samples` are only
+        this data-parallel rank's shard (see `samples.sharding`).
 
         `sums` of the result has sums over this rank's action tokens: `tokens`, `weighted_loss` (its sum over all ranks
         is the loss), `policy_loss` (without the KL loss), `kl_loss` (KL to the reference policy, without its

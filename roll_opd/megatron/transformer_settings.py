@@ -127,7 +127,9 @@ def _grouped_experts(config: Mapping[str, Any], *, is_v3: bool) -> dict[str, Any
 
 
 def enabled_attention_backend() -> AttnBackend:
-    """Return the attention backend that Transformer Engine's environment variables enable; `auto` if none is set.
+    """Return the attention backend that Transformer Engine's environment variables enable.
+
+    The result is `auto` if no variable is set.
 
     Megatron raises an error if these variables contradict its setting. ROLL configurations may set them in
     `system_envs`.

@@ -71,7 +71,7 @@ def constant(seconds: float) -> Length:
 
 
 def simulate(pace: Pace, costs: Costs, *, runs: int, slots: int, batches: int, seed: int = 0) -> Schedule:
-    """Return the schedule of `batches` batches with `runs` runs per group on `slots` engine slots."""
+    """Simulate `batches` batches with `runs` runs per group on `slots` engine slots, and return the schedule."""
     return _Simulation(pace, costs, runs, slots, batches, seed).schedule()
 
 
@@ -129,7 +129,7 @@ class _Simulation:
         return 1 / (fixed + (1 - fixed) * len(self._busy) / self._slots) if self._busy else 0.0
 
     def _admit(self) -> None:
-        """Admit as many groups as the window permits; start runs in free slots."""
+        """Admit as many groups as the window permits, and start their runs in free slots."""
         for number in self._window.admit(self._window.room):
             self._left[number], self._admitted_at[number] = self._runs, self._window.version
             self._waiting.extend([number] * self._runs)

@@ -29,7 +29,7 @@ class Phase(StrEnum):
 
 
 class Part(StrEnum):
-    """Kind of memory that a role holds between calls; the values for engines are vLLM's tags."""
+    """Kind of memory that a role holds between calls. The values for engines are the tags of vLLM."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -111,7 +111,7 @@ class PhaseMember:
 
 @dataclass(frozen=True)
 class Move:
-    """Memory that a role releases (`away`) or acquires (not `away`)."""
+    """The memory that a role releases (if `away`) or acquires."""
 
     member: str
     parts: Parts

@@ -44,7 +44,9 @@ def _attention_parameters(info: ModelInfo) -> int:
 
 
 def keys_seen(first: float, end: float, window: int = 0) -> float:
-    """Return the sum of the keys that tokens at positions `first` to `end` - 1 of a sequence see, themselves included.
+    """Return how many keys the tokens at positions `first` to `end` - 1 of a sequence see, in total.
+
+    A token also sees its own key.
 
     With a `window`, a token sees at most that many keys.
     """

@@ -141,7 +141,9 @@ class GroupWindow:
             self._rejected += 1
 
     def take(self) -> list[int] | None:
-        """Return the numbers of the groups in the next batch, ascending; None if too few groups have passed.
+        """Return the numbers of the groups in the next batch, in ascending order.
+
+        The result is None if too few groups have passed.
 
         The batch has the oldest passed groups inside the window.
         """

@@ -53,7 +53,10 @@ class ModelShard:
 
     @property
     def kv_heads(self) -> float:
-        """Number of key/value heads per rank; with more ranks than heads, each rank has a copy of one head."""
+        """Number of key/value heads per rank.
+
+        If there are more ranks than heads, each rank has a copy of one head.
+        """
         return max(1.0, self.info.kv_heads / self.layout.tp)
 
     def parameters(self, stage: int) -> tuple[int, int]:
@@ -151,7 +154,9 @@ class ModelShard:
         return (2 + norms) * info.hidden / sequence + heads + mlp
 
     def kept_elements(self, stage: int, args: Mapping[str, object], micro_batches: int) -> float:
-        """Return the peak number of stored elements per token, over all layers and micro-batches in flight of a stage.
+        """Return the peak number of elements that a stage stores per token.
+
+        The number includes all layers of the stage and all its micro-batches in flight.
 
         `args` are Megatron's recompute options. With the 1F1B schedule, `pp - stage` micro-batches are in flight.
         Interleaved stages have more micro-batches in flight (Narayanan et al. 2021). With full recomputation, each
@@ -237,7 +242,7 @@ def train_memory(shard: ModelShard, plan: TrainPlan, longest: int, stage: int) -
 
 
 def logprob_memory(shard: ModelShard, role: MegatronPlan, longest: int, stage: int) -> Parts:
-    """Return the memory of a frozen model per rank: weights, the activations of one layer, and the head.
+    """Return the memory of a frozen model per rank: its weights, the activations of one layer, and the output head.
 
     A follower that averages the student's weights also stores the averages in fp32, unless the follower is an fp32
     model.
@@ -269,7 +274,7 @@ def _head(shard: ModelShard, tokens: int, size: int, stage: int) -> Parts:
 
 
 def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Parts:
-    """Return the memory of an inference rank: weights, and the KV cache of `sequences` full-length sequences.
+    """Return the memory of an inference rank: its weights, and a KV cache for `sequences` sequences of full length.
 
         kv_cache = 2 * layers * (kv_heads of the rank) * head_dim * bytes * tokens
         kv_cache = layers * (kv_lora_rank + qk_rope_head_dim) * bytes * tokens        (latent attention)
@@ -302,7 +307,7 @@ def fullest(stages: tuple[Mapping[str, int], ...]) -> Mapping[str, int]:
 
 
 def device_memory(plan: RunPlan, device_bytes: int | None = None, *, computing: bool = True) -> dict[int, int]:
-    """Return device -> total bytes of the roles on it.
+    """Return device -> total bytes of the roles that run on the device.
 
     The total includes the weights, optimizer state and caches of all roles, including judges and auxiliary models. It
     includes activations only with `computing`, and only of the role with the most activations. If the size of the

@@ -30,12 +30,14 @@ MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 
 def decoder_name(name: str) -> str:
-    """Return the name that a tensor has in a checkpoint of only the text model."""
+    """Return the name that a tensor has in a checkpoint that contains only the text model."""
     return name.replace(TEXT_PREFIX, "model.", 1) if name.startswith(TEXT_PREFIX) else name
 
 
 def is_kept(name: str, layers: int) -> bool:
-    """Return whether a tensor is exported unchanged because a model of `layers` layers neither loads nor trains it.
+    """Return whether a tensor is exported unchanged.
+
+    This is the case if a model with `layers` layers neither loads nor trains the tensor.
 
     Such tensors belong to the vision encoder or to multi-token prediction, whose layers DeepSeek-V3 and GLM-4.5 store
     after the last layer.
@@ -168,7 +170,7 @@ MAX_NAMED = 3  # files in a message
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:
-    """Return the safetensors files of a model; [] for a directory without weights.
+    """Return the safetensors files of a model, or () for a directory without weights.
 
     Raises ModelFilesError if weights are incomplete, in another file format, or in two sets that differ.
     """

@@ -180,7 +180,7 @@ def read_model(path: Path) -> ModelInfo:
 
 
 def _in_its_place(path: Path) -> str:
-    """Describe a directory that has no config.json: either it contains an adapter, or it is not a model directory."""
+    """Describe a directory without config.json, which contains either an adapter or no model."""
     if not (path / "adapter_config.json").is_file():
         return "it is not a Hugging Face model directory"
     base = read_json(path / "adapter_config.json").get("base_model_name_or_path")

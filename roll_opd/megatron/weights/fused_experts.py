@@ -1,4 +1,4 @@
-"""Checkpoint tensors that contain all experts of a layer: reading splits them by expert, exporting joins the experts.
+"""Checkpoint tensors that contain all experts of a layer. They are split by expert when read, and joined when exported.
 
 Qwen3.5 has fused tensors: `gate_up_proj` [experts, 2 · width, hidden] and `down_proj` [experts, hidden, width]. These
 tensors are read as `gate_proj`, `up_proj` and `down_proj` of each expert. gpt-oss has stacks, which are tensors of
@@ -71,7 +71,10 @@ class UnfusedSource(FileSource):
         return whole.narrow(dim, start, stop - start)
 
     def _fused(self, name: str) -> tuple[str, int, str] | None:
-        """Return the fused tensor, expert and part (gate, up or down) of an expert's tensor; None for other tensors."""
+        """Return, for the tensor of an expert, the fused tensor, the expert and the part (gate, up or down).
+
+        The result is None for other tensors.
+        """
         match = EACH.fullmatch(name)
         if match is None or name in self._stored:
             return None

@@ -28,7 +28,7 @@ class SliceSource(Protocol):
 
 @dataclass(frozen=True)
 class SliceSizes:
-    """Sizes of a model that the slicings need."""
+    """The sizes of a model on which its slicings depend."""
 
     heads: int
     kv_heads: int

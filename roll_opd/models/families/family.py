@@ -1,6 +1,6 @@
 """`Family`: tensors, computations and config.json keys of the decoders with one `model_type`. Does not import torch.
 
-A family lists how its decoders differ from Llama: in the names of tensors and in parts of the layers (`Pieces`).
+A family lists how its decoders differ from Llama, in the names of tensors and in parts of the layers (`Pieces`).
 """
 
 import re
@@ -117,7 +117,11 @@ _OUT_BIAS = {"self_attention.linear_proj.bias": layer("replicated", "self_attn.o
 
 
 def experts(block: str, gate: str, up: str, down: str) -> dict[str, Entry]:
-    """Return the entries of the router and the experts; their tensors have these names in `block`."""
+    """Return the entries of the router and the experts.
+
+    `block` is the name of the module that contains the experts. `gate`, `up` and `down` are the names of an expert's
+    modules.
+    """
     each = f"{block}.experts.{{expert}}"
     return {
         "mlp.router.weight": layer("replicated", f"{block}.gate.weight"),
@@ -127,7 +131,10 @@ def experts(block: str, gate: str, up: str, down: str) -> dict[str, Entry]:
 
 
 def shared_experts(block: str) -> dict[str, Entry]:
-    """Return the entries of the shared experts (which get every token); their tensors are in `block`."""
+    """Return the entries of the shared experts, which process every token.
+
+    `block` is the name of the module that contains their tensors.
+    """
     return {
         "mlp.shared_experts.linear_fc1.weight": layer(
             "gate_up", f"{block}.gate_proj.weight", f"{block}.up_proj.weight"

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: fused projections; a window or longrope in some releases."""
+"""Phi-3 and Phi-4: fused projections, and in some releases a window or longrope."""
 
 from roll_opd.models.families.family import (
     FUSED_GATE_UP,
