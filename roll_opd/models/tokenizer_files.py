@@ -179,7 +179,10 @@ def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
 
 
 def _merges(content: dict[str, Any]) -> list[str]:
-    """Return BPE merges as strings "a b"; older files store such strings, newer files store pairs."""
+    """Return BPE merges as strings "a b".
+
+    Older files store merges as such strings, and newer files store merges as pairs.
+    """
     merges = content.get("model", {}).get("merges") or []
     return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
 

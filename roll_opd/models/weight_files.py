@@ -104,7 +104,7 @@ def may_be_zero(name: str, *, zero_centred: bool = False) -> bool:
 
 
 def holds_decoder(info: ModelInfo) -> bool:
-    """Return whether the weights contain decoder tensors; decided by the names of the tensors."""
+    """Return whether the names of the tensors show that the weights contain a decoder."""
     return any(decoder_name(name) == EMBEDDING or IN_A_LAYER.match(name) for name in info.tensors)
 
 

@@ -25,7 +25,10 @@ def supervised_samples(rows: Iterable[tuple[np.ndarray, tuple[np.ndarray, ...]]]
 
 
 def demonstration_samples(rows: Sequence[Prompt], first_draw: int) -> list[Sample]:
-    """Return a sample for each row; ids are numbered from `first_draw`, the number of rows drawn before."""
+    """Return a sample for each row.
+
+    The ids of the samples are numbered from `first_draw`, the number of rows that were drawn before.
+    """
     return [_demonstration(row, f"{row.id}#demonstration{draw}") for draw, row in enumerate(rows, first_draw)]
 
 

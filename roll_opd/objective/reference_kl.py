@@ -13,7 +13,10 @@ from roll_opd.samples.sample import Sample
 
 
 def first_kl_coef(objective: ObjectivePlan, saved: float | None) -> float:
-    """Return the KL coefficient of a run's first step; `saved` is the coefficient in a resumed checkpoint."""
+    """Return the KL coefficient of a run's first step.
+
+    `saved` is the coefficient in the checkpoint from which the run resumes.
+    """
     return saved if saved and objective.target_kl else objective.init_kl_coef
 
 

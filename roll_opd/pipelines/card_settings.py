@@ -78,7 +78,7 @@ def _row(key: str, parts: Sequence[RunPart]) -> str | None:
 
 
 def _cell(key: str, value: Any) -> str:
-    """Return the publishable text of a value; empty for private and missing values."""
+    """Return the publishable text of a value. The text is empty for private and missing values."""
     model = key.endswith("model_name_or_path")
     if value is None or (PRIVATE.fullmatch(key) and not model and CONTENT not in key):
         return ""

@@ -124,7 +124,7 @@ class Checkpoints:
             shutil.rmtree(leftover)
 
     def newest(self) -> tuple[int, Path] | None:
-        """Return step and path of the newest complete checkpoint; None if there is none."""
+        """Return step and path of the newest complete checkpoint, or None if no checkpoint is complete."""
         found = complete(self._run.path)[:1]
         return (int(found[0].name.removeprefix("step_")), found[0]) if found else None
 
@@ -212,7 +212,10 @@ class Checkpoints:
 
     @contextmanager
     def _failing(self, step: int) -> Iterator[None]:
-        """On an error in the block, remove the partial checkpoint of `step`; a disk error becomes a CheckpointError."""
+        """Remove the partial checkpoint of `step` if the block raises an error.
+
+        A disk error is raised as a CheckpointError.
+        """
         try:
             yield
         except Exception as error:
@@ -342,7 +345,7 @@ def _flush_directory(directory: Path) -> None:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Return the first defect of a checkpoint as text; None if all of its parts can be loaded.
+    """Return the first defect of a checkpoint as text, or None if all parts of the checkpoint can be loaded.
 
     Raises OSError if the file system fails, which may be temporary.
     """

@@ -147,7 +147,10 @@ def parts_of(saved: Any, step: int) -> tuple[RunPart, ...]:
 
 
 def read_settings(run: Path, like: RunPlan) -> Settings | None:
-    """Return the settings in the config.yaml of a run whose checkpoint has none; None if they cannot be read."""
+    """Return the settings in the config.yaml of a run, or None if they cannot be read.
+
+    The settings are read from this file if the checkpoint of the run has none.
+    """
     if not (run / "config.yaml").is_file():
         return None
     named = like.pipeline if like.pipeline in PIPELINES.keys() - {Top.pipeline} else None

@@ -115,7 +115,10 @@ def preflight(plan: RunPlan) -> Inputs:
 
 
 def _history(plan: RunPlan, resumed: Checkpoint | None) -> History:
-    """Return the history of the run; settings that the checkpoint lacks are read from the config.yaml of its run."""
+    """Return the history of the run.
+
+    If the checkpoint has no settings, they are read from the config.yaml of its run.
+    """
     if resumed is None:
         return history.begun(plan)
     parts = history.parts_of(resumed.parts, resumed.step)
@@ -136,7 +139,10 @@ def _restore(source: TaskSource, resumed: Checkpoint) -> None:
 
 
 def cluster_problems(address: str) -> list[str]:
-    """Return an error if the Ray cluster at host:port cannot be reached; Ray itself would try for minutes."""
+    """Return an error if the Ray cluster at host:port cannot be reached.
+
+    Ray would try to connect for minutes before it fails.
+    """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal() and int(port) < 2**16):
         return []  # "auto" and other special values: Ray reports errors in these

@@ -81,7 +81,10 @@ def rewards_from(workflow: WorkflowPlan) -> Source:
 
 
 def uncalled_rewards(plan: RunPlan) -> tuple[str, ...]:
-    """Return a warning if a workflow's rewards replace the configured rewards; imports the workflow's class."""
+    """Return a warning if a workflow's rewards replace the configured rewards.
+
+    This function imports the workflow's class.
+    """
     if plan.workflow is None or not plan.rewards or plan.is_agentic:
         return ()
     source = rewards_from(plan.workflow)

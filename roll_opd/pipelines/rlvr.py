@@ -106,7 +106,10 @@ async def train(run: Run, workers: RunWorkers, select: Stage = list) -> None:
 
 
 def rollouts_of(run: Run, workers: RunWorkers, workflow: Workflow) -> Rollouts:
-    """Return the producer of the run's batches; without generation ahead, sampling and training take turns."""
+    """Return the producer of the run's batches.
+
+    Without generation ahead of training, sampling and training take turns.
+    """
     plan = run.plan
     assert plan.rollout is not None
     context = RolloutContext(
@@ -163,7 +166,10 @@ def _failed_metrics(batch: Batch, samples: Sequence[Sample], plan: RunPlan) -> d
 
 
 def _restored(run: Run) -> list[FinishedGroup]:
-    """Return the finished groups of the resumed checkpoint; none if a setting on which they depend has changed."""
+    """Return the finished groups of the resumed checkpoint.
+
+    No groups are returned if a setting on which they depend has changed.
+    """
     groups = run.resumed.finished_groups() if run.resumed else []
     roles = [role.name for role in run.plan.frozen_roles()]
     if groups and (changed := changed_samples(run.history.changes, roles)):

@@ -88,7 +88,10 @@ class RunWorkers:
         await self._send_heads(due)
 
     async def begin_generation(self, version: int) -> None:
-        """Load the engines onto their devices; if they lack weights, send the student's weights as `version`."""
+        """Load the engines onto their devices.
+
+        If the engines have no weights, send them the student's weights as `version`.
+        """
         if self.turns.lack_weights:
             await self.send_weights(version, updated=False)
         await self.turns.enter(Phase.GENERATE)

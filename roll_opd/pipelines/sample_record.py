@@ -77,7 +77,7 @@ def topk_hits(experience: Sample) -> dict[str, np.ndarray]:
 
 
 def of_actions(experience: Sample, array: np.ndarray | None) -> np.ndarray | None:
-    """Return an optional floating [T-P] array with NaN (recorded as null) at observed tokens."""
+    """Return an optional floating-point array [T-P] with NaN at observed tokens. Records contain NaN as null."""
     return None if array is None else experience.without_observed(array)
 
 

@@ -62,7 +62,10 @@ class Ending:
             self._leave_interrupts_to_python()
 
     def start_up_is_over(self) -> None:
-        """Install the handlers again after Ray's start; raise a signal's exception that Ray's code swallowed."""
+        """Install the handlers again after Ray's start.
+
+        If Ray's code swallowed the exception of a signal, raise the exception here.
+        """
         self._is_starting = False
         self._leave_interrupts_to_python()  # asyncio replaces only Python's default handler
         self.listen()
@@ -82,7 +85,7 @@ class Ending:
 
     @contextmanager
     def of_the_loop(self) -> Iterator[None]:
-        """Handle SIGTERM for the current task inside the block; raises Terminated if SIGTERM ended the task."""
+        """Handle SIGTERM for the current task inside the block. Raises Terminated if SIGTERM ended the task."""
         task, events = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
         if threading.current_thread() is threading.main_thread():
@@ -101,7 +104,10 @@ class Ending:
             self.listen()
 
     def lose(self, why: str) -> None:
-        """End the run because a part of its cluster was lost; `why` goes into the error. Any thread may call it."""
+        """End the run because a part of its cluster was lost.
+
+        The error contains `why`. Any thread may call this method.
+        """
         if self._lost is None and not self._is_over:
             self._lost = why
             last_resort = threading.Timer(LOST_SECONDS, self._give_up)

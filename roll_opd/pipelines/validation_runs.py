@@ -25,7 +25,10 @@ async def measure(
     workflow: Workflow | None = None,
     turns: DeviceScheduler | None = None,
 ) -> dict[str, float]:
-    """Return validation metrics of the model in `sampler`; log some answers, with log-probs from `readers`."""
+    """Return validation metrics of the model in `sampler`.
+
+    Some answers are logged, with log-probs from `readers`.
+    """
     plan = run.plan
     assert plan.validation is not None and plan.rollout is not None
     sampling = plan.validation.sampling

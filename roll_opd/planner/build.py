@@ -52,11 +52,14 @@ def load_plan(
     Args:
         config_path: a directory, searched for in `compose.config_places`.
         config_name: a YAML file in that directory.
-        pure: True: pure distillation (as start_onpolicy_distill_pipeline.py runs it). False: the RLVR entry, where
-            `use_opd` decides whether to distil. If `pure` and `pipeline` are None, the configuration decides.
-        pipeline: agentic, or a name of `PIPELINES`, or the path of a module that adds to it. If the configuration is
-            for another pipeline, a single problem is reported, which names the right launcher.
-        runnable: False also plans configurations that cannot be run yet; `warnings` has the reasons.
+        pure: True selects pure distillation (as start_onpolicy_distill_pipeline.py runs it). False selects the RLVR
+            entry, in which `use_opd` decides whether to distil. If `pure` and `pipeline` are None, the keys of the
+            configuration decide which pipeline runs.
+        pipeline: agentic, or a name of `PIPELINES`, or the path of a module that adds a pipeline to `PIPELINES`. If
+            the configuration is for another pipeline, only this problem is reported, and its message names the right
+            launcher.
+        runnable: if False, configurations that cannot be run yet are planned too; `warnings` of the plan gives the
+            reasons.
         say: callback for the translation report of a Trinity-RFT configuration; for such a configuration, `pure` and
             `pipeline` have no effect.
     """
@@ -105,7 +108,7 @@ def plan_config(
 
 
 def _planned(loaded: LoadedConfig, keys: type[Run], pure: bool | None, diag: Diagnostics) -> RunPlan | None:
-    """Return the plan of a run of the pipeline with these keys; None if problems prevent one."""
+    """Return the plan of a run of the pipeline with these keys, or None if problems prevent a plan."""
     supervised = issubclass(keys, Supervised)
     sections = read_sections(loaded.values, loaded.variables, keys, diag)
     mode = keys.pipeline if supervised else rollout_parts.complete(sections, loaded.values, pure, diag)
