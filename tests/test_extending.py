@@ -156,7 +156,8 @@ print(json.dumps([objective.policy_loss, dict(objective.policy_loss_args), objec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [pytest.param("in the package", marks=pytest.mark.nightly), "from outside"])
+@pytest.mark.nightly  # a run; every push plans the page's other pipeline
+@pytest.mark.parametrize("where", ["in the package", "from outside"])
 def test_a_pipeline_runs(copy: Path, where: str) -> None:
     keys, loop = code("A pipeline")
     name = "self_paced"

@@ -8,6 +8,9 @@ import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 
@@ -49,8 +52,10 @@ class CheckedNcclUpdateInfo(_SentEntries, NCCLWeightTransferUpdateInfo):
 class _CheckedEngine(_Engine):
     """Mixin of weight-transfer engines that verifies each update."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
         load_sinks_by_loader(self.model)
 
     def start_weight_update(self) -> None:
