@@ -1,7 +1,7 @@
 """Divergences between the student's and the teacher's next-token distributions, as sums over columns.
 
-A column is a token of the vocabulary, or the bucket of all tokens outside the top-k. With s and t the probabilities of
-student and teacher in a column, and m a mixture of both:
+A column is a token of the vocabulary, or the bucket of all tokens outside the top-k. s and t are the probabilities of a
+column under the student and the teacher, and m is a mixture of s and t:
 
     reverse_kl            KL(s || t)
     forward_kl            KL(t || s)
