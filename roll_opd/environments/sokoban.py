@@ -159,7 +159,10 @@ def _pulled(
 
 
 def _backwards(floor: frozenset[Cell], player: Cell, boxes: Boxes) -> Iterator[tuple[Cell, Boxes, int]]:
-    """Yield (player, boxes, number of the pulled box or -1) for each backward move from a state."""
+    """Yield (player, boxes, number of the pulled box) for each backward move from a state.
+
+    The number is -1 if the move pulls no box.
+    """
     for action, (down, right) in MOVES.items():
         reached = _neighbour(player, action)
         if reached not in floor or reached in boxes:
@@ -249,7 +252,7 @@ class Sokoban(Game):
 
     @property
     def room(self) -> Room:
-        """Current room; raises `EnvironmentFailure` before the first `reset`."""
+        """The current room. Reading it before the first `reset` raises `EnvironmentFailure`."""
         if self._room is None:
             raise EnvironmentFailure("sokoban: no episode is active; call reset")
         return self._room
@@ -286,7 +289,7 @@ class Sokoban(Game):
         """Return the action names of a shortest solution from the current state.
 
         Raises `EnvironmentFailure` if there is no solution, if the room has too many states (see `solution`), or if
-        `action_lookup` lacks a direction.
+        `action_lookup` lacks a direction that the solution needs.
         """
         actions = solution(self.room)
         names = self._names or ACTIONS

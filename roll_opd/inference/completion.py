@@ -89,8 +89,10 @@ def token_logprobs(tokens: Iterable[int], entries: Iterable[Any]) -> np.ndarray:
 
 
 def cut_at_stop(completion: Completion, stop: Sequence[str], tokenizer: "TokenizerLike") -> Completion:
-    """Cut `completion` after the token that completes a stop string, as vLLM does; without a stop string, return it
-    unchanged."""
+    """Cut `completion` after the token that completes a stop string, as vLLM does.
+
+    If no stop string occurs in the text, `completion` is returned unchanged.
+    """
     for length in range(1, len(completion.tokens) + 1):
         text = tokenizer.decode(completion.tokens[:length].tolist(), skip_special_tokens=True)
         if any(string in text for string in stop):

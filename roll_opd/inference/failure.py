@@ -47,7 +47,10 @@ def record_errors() -> None:
 
 
 class _FirstError(logging.Handler):
-    """Log handler that writes the first exception, unless another process has already written an exception."""
+    """Log handler that writes the first exception to the file.
+
+    It writes nothing if another process has already written an exception.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(logging.ERROR)

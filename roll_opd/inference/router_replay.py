@@ -28,11 +28,17 @@ class RouteTable:
         self._experts = torch.zeros(blocks * block_size, layers, choices, dtype=dtype)
 
     def write(self, layer: int, cells: torch.Tensor, experts: torch.Tensor) -> None:
-        """Store `experts` [n, K] of tokens in the slots `cells` [n]; padding has the slot -1, which is never read."""
+        """Store the experts [n, K] of n tokens in the slots `cells` [n].
+
+        Padding has the slot -1. Its experts are written to slot 0, which is never read.
+        """
         self._experts[cells.clamp(min=0), layer] = experts.to(self._experts.dtype)
 
     def read(self, blocks: Sequence[int], tokens: int) -> np.ndarray:
-        """Return the experts [tokens, L, K] of a request's first `tokens` tokens; `blocks` hold its KV cache."""
+        """Return the experts [tokens, L, K] of the first `tokens` tokens of a request.
+
+        `blocks` are the numbers of the blocks that hold the KV cache of the request.
+        """
         count = -(-tokens // self.block_size)
         cells = torch.tensor(blocks[:count], dtype=torch.long)[:, None] * self.block_size + torch.arange(
             self.block_size
@@ -55,7 +61,7 @@ def record_routes() -> None:
 
 
 def with_table(initialize: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `CPUModelRunner.initialize_kv_cache`, so that the model's routers write to a table from then on."""
+    """Wrap `CPUModelRunner.initialize_kv_cache`, so that after this call the model's routers write to a table."""
 
     @functools.wraps(initialize)
     def initialized(runner: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -92,7 +98,7 @@ def _write_to(table: RouteTable, model: torch.nn.Module) -> None:
 
 
 def with_kept_routes(free: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Scheduler._free_request` to read a request's routes before its slots are reused."""
+    """Wrap `Scheduler._free_request` to read the routes of a request before other requests use its slots."""
 
     @functools.wraps(free)
     def freed(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:

@@ -54,7 +54,7 @@ class SleepState:
         self.lacks_weights = self.lacks_weights or level >= DISCARDS_WEIGHTS
 
     async def end(self, tags: Collection[str]) -> None:
-        """Restore parts of the memory; when all parts are restored, schedule requests again."""
+        """Restore parts of the memory. After all parts are restored, requests are scheduled again."""
         restored = self.released & frozenset(tags)
         if not restored:
             return

@@ -57,10 +57,10 @@ def _call(written: str) -> ToolCall | None:
 
 
 def _blocks(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (start, content) of each tool-call block in linear time.
+    """Yield the pair (start, content) for each tool-call block; the search takes linear time.
 
-    If a block has two opening marks, it starts at the first mark if a complete call follows that mark, else at the last
-    mark.
+    A block can have several opening marks. If a complete call follows the first mark, the block starts at the first
+    mark. Otherwise it starts at the last mark.
     """
     end = 0
     while (close := text.find(CLOSE, end)) >= 0:
@@ -72,7 +72,10 @@ def _blocks(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _thoughts(text: str) -> list[tuple[int, int]]:
-    """Return (start, end) of each thought. Marks inside the arguments of a complete call are ordinary text."""
+    """Return the pair (start, end) for each thought.
+
+    Marks inside the arguments of a complete call are ordinary text.
+    """
     return list(
         thought_spans(_blanked(text, ((at, at + len(OPEN + call)) for at, call in _blocks(text) if _call(call))))
     )

@@ -230,7 +230,7 @@ class InferenceEngine:
     async def update_weights(self, buckets: Iterable[Mapping[str, torch.Tensor]], version: int) -> None:
         """Replace all weights with the full tensors in `buckets` (Hugging Face name -> tensor), as version `version`.
 
-        Buckets are consumed one at a time; together they must hold every weight exactly once. See `begin_update`.
+        The buckets are consumed one at a time. Every weight must be in exactly one bucket. See `begin_update`.
         """
         await self.begin_update(version)
         memory = BucketMemory()
@@ -321,7 +321,10 @@ class InferenceEngine:
             await self._sleep_state.begin(level, phase)
 
     async def wake_up(self, tags: Collection[str]) -> None:
-        """Restore the memory of "weights", "kv_cache" or both. Once all parts are restored, requests are accepted."""
+        """Restore the memory of "weights", of "kv_cache" or of both.
+
+        The engine accepts requests again after both parts are restored.
+        """
         async with self._exclusive:
             await self._sleep_state.end(tags)
 

@@ -184,11 +184,17 @@ class _Block:
         return self.position_BQ is not None or 0 < window < self.key_BL.size(1)
 
     def mask(self, window: int = 0) -> Tensor | None:
-        """Return the attention mask, bool [B, 1, Q, L] or [1, 1, Q, L]; None if the causal mask is enough."""
+        """Return the attention mask, bool [B, 1, Q, L] or [1, 1, Q, L].
+
+        Returns None if attention can use a plain causal mask.
+        """
         return self.seen(window, slice(None)) if self.is_masked(window) else None
 
     def seen(self, window: int, queries: slice) -> Tensor:
-        """Return the mask of `queries`, bool [B, 1, Q, L] or [1, 1, Q, L]: true at the keys that a query sees."""
+        """Return the mask of `queries`, bool [B, 1, Q, L] or [1, 1, Q, L].
+
+        The mask is true for each key that a query sees.
+        """
         positions_L = torch.arange(self.key_BL.size(1), device=self.key_BL.device)
         position_BQ1 = (positions_L[None] if self.position_BQ is None else self.position_BQ)[:, queries, None]
         seen_BQL = positions_L <= position_BQ1
@@ -199,7 +205,11 @@ class _Block:
 
 @dataclass(frozen=True)
 class _QuerySpan:
-    """Consecutive queries of this rank: `count` tokens from position `first` in the sequence that starts at `start`."""
+    """Consecutive queries of this rank.
+
+    The queries are `count` tokens of the sequence that starts at `start`; the first query has the position `first` in
+    this sequence.
+    """
 
     start: int
     first: int

@@ -45,8 +45,8 @@ from roll_opd.models.device_phases import Part
 class _Strategy(TorchDistSaveShardedStrategy):
     """Save strategy for Megatron's `torch_dist` format; `write` may be called in any thread of this process.
 
-    Megatron's own strategy forks writer processes. Forking a process with threads (of Ray, gloo or OpenMP) can hang,
-    and if a run is killed, its writer processes continue to run.
+    Megatron's own strategy forks writer processes. This has two disadvantages: forking a process with threads (of Ray,
+    gloo or OpenMP) can hang, and if a run is killed, its writer processes continue to run.
     """
 
     write: Callable[[], Any]
@@ -129,7 +129,7 @@ def _optimizers(learner: MegatronLearner) -> list[MegatronOptimizer]:
 
 
 def _settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group; parameters and step count are left out."""
+    """Return the settings of each parameter group, without the parameters and the step count."""
     return [{k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups]
 
 

@@ -75,7 +75,7 @@ class TokenOwners:
         return number_M[rows_R[self.mine_M[rows_R]]]
 
     def whole(self, values_m: Tensor) -> Tensor:
-        """Gather the values of all ranks on every rank as [M, ...], in token order. Collective.
+        """Return the values of all ranks, [M, ...], in token order on every rank. Collective.
 
         All ranks compute the same loss from the gathered values. Each rank therefore has the complete gradient of its
         own values, and the backward pass needs no communication.

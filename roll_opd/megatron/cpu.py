@@ -64,7 +64,10 @@ def _gather_unequal(
     sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """Gather pieces of unequal length, padded to equal length because gloo requires it."""
+    """Gather pieces of unequal length.
+
+    The pieces are padded to equal length, because gloo cannot gather pieces of unequal length.
+    """
     if sizes is None or group.size() == 1:
         return original(piece, group, sizes, use_global_buffer)
     if not any(sizes):

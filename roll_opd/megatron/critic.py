@@ -30,8 +30,9 @@ from roll_opd.samples.sharding import TrainResult
 class ValueHead(torch.nn.Module):
     """Linear layer with one output, computed in f32; all tensor ranks have a copy.
 
-    Its weight is initialised to 0, so all initial values are 0. The weight has the model's dtype, because megatron-core
-    0.16.1 cannot save a distributed optimizer over two dtypes; the optimizer's master weight is f32.
+    The weight of the layer is initialised to 0, so all initial values are 0. The weight has the dtype of the model,
+    because megatron-core 0.16.1 cannot save a distributed optimizer whose parameters have two dtypes. The optimizer has
+    a master copy of the weight in f32.
     """
 
     def __init__(self, config: TransformerConfig) -> None:

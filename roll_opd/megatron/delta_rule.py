@@ -177,7 +177,10 @@ def _fused(
     beta_XGR: Tensor,
     bounds: Tensor,
 ) -> Tensor:
-    """Return the outputs of the flash-linear-attention kernel, which needs equally many query, key and value heads."""
+    """Return the outputs of the flash-linear-attention kernel.
+
+    The kernel needs the same number of query, key and value heads, so the heads of queries and keys are repeated.
+    """
     query, key = (x.repeat_interleave(value_XGRW.size(2), 1)[None] for x in (query_XGK, key_XGK))
     out_1XHW, _ = kernel(
         query,

@@ -48,7 +48,7 @@ def vocab_parallel_divergence(
 
 
 def vocab_parallel_entropy(hidden_ME: Tensor, vocab: VocabShard) -> Tensor:
-    """Return the entropy of the next token's distribution in nats, f32 [M]."""
+    """Return the entropy of the distribution of the next token in nats, f32 [M]."""
     student = (vocab.columns,)
     return _VocabParallelSum.apply(hidden_ME, vocab.weight_VE, None, None, ENTROPY, student, vocab.weight_grad_VE)
 

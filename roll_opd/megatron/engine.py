@@ -119,7 +119,7 @@ class MegatronEngine:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this is the last pipeline stage; only that stage reads columns."""
+        """Whether this is the last pipeline stage. Only the last stage reads the columns of the samples."""
         return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
     @property
@@ -239,11 +239,12 @@ class MegatronEngine:
         finish: Callable[[Any, PackedBatch], Any],
         forward_only: bool,
     ) -> list[Any]:
-        """Run Megatron's schedule over this rank's micro-batches; `assigned` has the indices of their samples.
+        """Run Megatron's schedule over this rank's micro-batches.
 
-        On the last pipeline stage, `finish` is called with the model's output and the batch, and the result has one
-        entry per micro-batch. If `forward_only`, an entry is the value that `finish` returns. Otherwise `finish` is a
-        loss function that returns a loss and a report, and an entry is the report.
+        `assigned` has one list per micro-batch, with the indices of its samples. On the last pipeline stage, `finish`
+        is called with the model's output and the batch, and the result has one entry per micro-batch. If
+        `forward_only`, an entry is the value that `finish` returns. Otherwise `finish` is a loss function that returns
+        a loss and a report, and an entry is the report.
         """
         self.memory.check("compute", Part.WEIGHTS)
         check_scored_tokens(samples, self._vocab_size)

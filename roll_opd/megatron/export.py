@@ -83,12 +83,13 @@ def save_hf(
     later: bool = False,
     amended: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> Written:
-    """Save a model directory for `transformers` and vLLM; return a callable that returns its files. Collective.
+    """Save a model directory for `transformers` and vLLM. Collective.
 
-    Rank 0 writes one file after another and holds only one in memory. With `later`, it copies the whole model to host
-    memory, and the callable writes the files. The new config.json is the config.json of the loaded model after the
-    changes of the function `amended`. The tokenizer files of the loaded model are copied, but its README.md is not. If
-    a file cannot be written, the function raises OSError, and the caller removes the unfinished directory.
+    The result is a callable that returns the files of the directory. Rank 0 writes one file after another and holds
+    only one file in memory. With `later`, it copies the whole model to host memory, and the callable writes the files.
+    The new config.json is the config.json of the loaded model after the changes of the function `amended`. The
+    tokenizer files of the loaded model are copied, but its README.md is not. If a file cannot be written, the function
+    raises OSError, and the caller removes the unfinished directory.
     """
     bundles: Iterable[Bundle] = _bundles(engine, FILE_BYTES)
     write = partial(_write_hf, Path(engine.plan.model.path), directory, list(bundles) if later else bundles, amended)

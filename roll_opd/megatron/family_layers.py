@@ -158,7 +158,10 @@ def norm_class(config: TransformerConfig) -> type[LocalRMSNorm]:
 
 
 def query_key_norm(config: TransformerConfig, heads: int) -> Any:
-    """Return the layer spec for the norm of queries or keys; `heads` counts the heads of all tensor ranks."""
+    """Return the layer spec for the norm of queries or keys.
+
+    `heads` is the number of heads on all tensor ranks together.
+    """
     if pieces_of(config).query_key_norm == "heads":
         return ModuleSpec(module=HeadsRMSNorm, params={"heads": heads})
     return norm_class(config)

@@ -20,7 +20,7 @@ class WeightGradientKernels:
 
     @staticmethod
     def wgrad_gemm_accum_fp32(input_nI: Tensor, grad_nO: Tensor, total_OI: Tensor) -> None:
-        """Add grad.T @ input to `total_OI`."""
+        """Add the product grad_nO.T @ input_nI to `total_OI`."""
         if len(input_nI):  # experts may have no tokens
             torch.addmm(total_OI, grad_nO.t(), input_nI, out_dtype=torch.float32, out=total_OI)
 

@@ -160,7 +160,7 @@ def _expanded(tensor_nY: Tensor, pack: PackedSequences) -> Tensor:
 
 
 def _own(tensor_X: Tensor, pack: PackedSequences) -> Tensor:
-    """Return the rows of this rank's n tokens."""
+    """Return the rows of this context rank's n tokens from the rows of the expanded sequences."""
     if pack.cells_N is None:
         return tensor_X
     assert pack.padding_n is not None

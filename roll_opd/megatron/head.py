@@ -30,7 +30,7 @@ class TeacherHead:
 class OutputHead:
     """Output of the last pipeline stage. Every method is collective over the tensor and context ranks.
 
-    Arguments and results are for all M tokens, even if these are split over context ranks.
+    Arguments and results are for all M tokens, even if the tokens are split over context ranks.
     """
 
     hidden_mE: Tensor
@@ -82,7 +82,10 @@ class OutputHead:
         return self._gather(found)
 
     def within(self, vocab_size: int | None) -> "OutputHead":
-        """Return this head restricted to the first `vocab_size` tokens of the vocabulary; None: all tokens."""
+        """Return this head restricted to the first `vocab_size` tokens of the vocabulary.
+
+        If `vocab_size` is None, the head is not restricted.
+        """
         if vocab_size is None:
             return self
         return replace(self, vocab=replace(self.vocab, vocab_size=min(self.vocab.vocab_size, vocab_size)))
@@ -92,7 +95,7 @@ class OutputHead:
         return replace(self, vocab=replace(self.vocab, temperature=temperature))
 
     def at(self, rows_R: Tensor) -> "OutputHead":
-        """Return this head restricted to the R tokens with the indices `rows_R`, int64 [R]."""
+        """Return this head restricted to the R scored tokens with the indices `rows_R`, int64 [R]."""
         rows_r = rows_R if self.owners is None else self.owners.mine_among(rows_R)
         return replace(
             self,
@@ -109,7 +112,10 @@ class OutputHead:
 
 
 def gradient_buffer(weight: Tensor) -> Tensor | None:
-    """Return the f32 buffer in which Megatron accumulates the gradient of `weight`; None without such a buffer."""
+    """Return the f32 buffer in which Megatron accumulates the gradient of `weight`.
+
+    Returns None if `weight` has no such buffer.
+    """
     buffer = getattr(weight, "main_grad", None)
     return None if buffer is None or buffer.dtype != torch.float32 else buffer
 
@@ -124,6 +130,9 @@ def whole_head(weight_VE: Tensor, vocab_size: int, group: dist.ProcessGroup) -> 
 def teacher_head(
     head_WF: Tensor, columns: int, group: dist.ProcessGroup, device: torch.device, logit_cap: float | None
 ) -> TeacherHead:
-    """Return the rows of a teacher's output embedding for the `columns` of this rank in the student's `group`."""
+    """Return a teacher's output head with only this rank's rows of the teacher's output embedding.
+
+    Each rank of the student's `group` has `columns` rows.
+    """
     shard_VF = shard_of_head(head_WF, first=dist.get_rank(group) * columns, columns=columns)
     return TeacherHead(shard_VF.to(device), head_WF.size(0), logit_cap)

@@ -51,7 +51,10 @@ def _gradient_kernel(logits, out, normalisers, grads, targets, columns, stride, 
 
 
 def peaks_and_sums(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's largest logit, f32 [C], and Σ exp(logit - largest), f64 [C]; `logits_CV` is not modified."""
+    """Return each row's largest logit, f32 [C], and Σ exp(logit - largest), f64 [C].
+
+    The kernel does not modify `logits_CV`.
+    """
     rows, columns = logits_CV.shape
     peaks_C = torch.empty(rows, dtype=torch.float32, device=logits_CV.device)
     sums_C = torch.empty(rows, dtype=torch.float64, device=logits_CV.device)

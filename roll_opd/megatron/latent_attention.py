@@ -119,7 +119,7 @@ class LatentSelfAttention(MegatronModule):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [s, 1, E]; `rotary_pos_emb` f32 [n, 1, 1, R] has a row per token."""
+        """Return the output [s, 1, E]. `rotary_pos_emb`, f32 [n, 1, 1, R], has one row of frequencies per token."""
         query_nHD = self._queries(hidden_s1E, rotary_pos_emb)
         key_nHD, value_nHW = self._keys_and_values(hidden_s1E, rotary_pos_emb)
         attend: Any = partial(self.core_attention, packed_seq_params=packed_seq_params)

@@ -111,7 +111,7 @@ def _qkv_backward_kernel(
 class NormAndRotate(torch.autograd.Function):
     """Split a projection [n, X] into queries [n, H, D], keys [n, G, D] (both normed and rotated) and a view of values.
 
-    Weights are None for heads without a norm; cosines and sines are f32 [n, D/2].
+    The norm weights are None if the heads have no norm. The cosines and sines are f32 [n, D/2].
     """
 
     @staticmethod

@@ -48,13 +48,13 @@ class Update:
 
     @property
     def sums(self) -> dict[str, float]:
-        """The reports' `sums`, added up over this rank's micro-batches."""
+        """The `sums` of the reports, added over the micro-batches of this rank."""
         sums = [report["sums"] for report in self.reports]
         added = {name: float(sum(tensors[name].double() for tensors in sums)) for name in (sums[0] if sums else ())}
         return added | (self.router_sums if self.reports else {})
 
     def by_sample(self, name: str) -> dict[int, Any]:
-        """Return a dict from sample index to the sample's entry in the list `name` of its report."""
+        """Return the entries of the list `name` in all reports, as a dict: index of the sample -> entry."""
         return {
             number: values
             for numbers, report in zip(self.assigned, self.reports, strict=False)
@@ -137,7 +137,10 @@ class MegatronLearner(MegatronEngine):
         return Update(assigned, reports if parallel.returns_results() else [], router_sums=self._router_sums)
 
     def _apply(self, added: Update, learning_rate: float | None = None) -> Update:
-        """Make one optimizer update from the accumulated gradients; return `added` with its results. Collective."""
+        """Make one optimizer update from the accumulated gradients. Collective.
+
+        Returns `added` with the results of the optimizer update.
+        """
         finalize_model_grads(list(self.chunks))
         finite = self._all_finite()
         self.scheduler.step(1)
@@ -185,7 +188,7 @@ class MegatronLearner(MegatronEngine):
             chunk.start_param_sync(force_sync=True)
 
     def _before_run(self, packed: Sequence[PackedBatch]) -> None:
-        """Count the tokens of all ranks; the count is the denominator of the routers' auxiliary losses."""
+        """Count the tokens of all ranks. The number of tokens is the denominator of the routers' auxiliary losses."""
         if self.adapters:  # adapters are read by hooks, and Megatron's hooks do not wait for adapters
             self.wait_for_weights()
         if not has_losses(self.weights.config):

@@ -87,7 +87,7 @@ class PackedSelfAttention(SelfAttention):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [n, 1, E]; `rotary_pos_emb` f32 [n, 1, 1, D] has a row per token."""
+        """Return the output [n, 1, E]. `rotary_pos_emb`, f32 [n, 1, 1, D], has one row of frequencies per token."""
         from roll_opd.megatron.layer_kernels import NormAndRotate
 
         linear: Any = self.linear_qkv

@@ -32,10 +32,10 @@ def vocab_parallel_logprobs(
 
 
 def vocab_parallel_topk(hidden_ME: Tensor, vocab: VocabShard, k: int) -> tuple[Tensor, Tensor]:
-    """Return the `k` most likely tokens in descending order: ids int64 [M, K], log-probs f32 [M, K+1] (no gradient).
+    """Return the `k` most likely tokens in descending order: ids int64 [M, K] and log-probs f32 [M, K+1].
 
-    Column K+1 is the log-prob of all other tokens together; -inf if there are no other tokens. Raises ValueError for
-    `k` above `vocab.vocab_size`.
+    The log-probs have no gradient. Column K+1 is the log-prob of all other tokens together. It is -inf if there are no
+    other tokens. Raises ValueError if `k` is above `vocab.vocab_size`.
     """
     if not 1 <= k <= vocab.vocab_size:
         raise ValueError(

@@ -109,7 +109,10 @@ class Adapter(torch.nn.Module):
         return self._slicing.arrange(shares, self._ranks, self._sizes, dim=input_nI.dim() - 1) * self._scale
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return this rank's part of the layer's weight [O, I] with the adapter merged, in the weight's dtype."""
+        """Merge the adapter into this rank's part of the layer's weight.
+
+        Returns the merged weight [O, I] in the dtype of `weight`.
+        """
         products = dict(zip(self._places, (pair.product() for pair in self._pairs()), strict=True))
         shares = [
             products[n] if n in products else weight.new_zeros(width, weight.size(1), dtype=torch.float32)
